@@ -27,6 +27,7 @@ PIP = $(PY) -m pip --disable-pip-version-check install $$([ -t 2 ] || echo -q)
 
 WHAT_help := list what can be made
 WHAT_demo := serve a batch of prompts with the shipped checkpoint and print the text
+WHAT_serve := serve the shipped checkpoint, or ARGS='--model M', to clients of OpenAI's API, on port 8000
 WHAT_check := run the tests of the chapters' roots and of the engine in one process, before each commit
 WHAT_test := run the tests on $(JOBS) processes; with ARGS='-m slow' those of minutes
 WHAT_matrix := serve with random settings for ten minutes and compare every token with transformers
@@ -42,7 +43,7 @@ WHAT_ladder := measure the engine with one chapter more at a time, and print the
 WHAT_sync := renew what is derived: quotations, tables, counts, pages made of tables, notebooks
 WHAT_clean := remove caches and dist/; .venv and build/ stay
 
-TARGETS := demo check test matrix museum watch task lint format notebooks figures bench ladder sync clean
+TARGETS := demo serve check test matrix museum watch task lint format notebooks figures bench ladder sync clean
 
 # Where it is set, each of the tests' hundreds of processes would compile every module anew.
 unexport PYTHONDONTWRITEBYTECODE
@@ -63,6 +64,11 @@ help: say-help
 
 demo: say-demo $(STAMP)
 	@$(PY) -m $(MINE) common.demo $(ARGS)
+
+# With the packages that only the server needs.
+serve: say-serve $(STAMP)
+	@$(PY) -c 'import fastapi, prometheus_client, uvicorn, zmq' 2>/dev/null || $(PIP) -e '.[server]'
+	@$(PY) -m common.serve $(ARGS)
 
 # Which tests: conftest.py. Each process is given tests that follow each other (`worksteal`), so that
 # what a module or a folder prepares once is prepared by one of them.

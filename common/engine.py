@@ -129,10 +129,10 @@ class LLMEngine:
         prompt: Prompt,
         sampling_params: SamplingParams | None = None,
         **options: Unpack[RequestOptions],
-    ) -> None:
+    ) -> RequestGroup:
         """Queue a request. `prompt` is text or token ids; what else it may bring is in
-        `RequestOptions`. Raises `ValueError` for anything that can not be served; nothing has
-        changed then."""
+        `RequestOptions`. Returns its output, which grows with the steps. Raises `ValueError` for
+        anything that can not be served; nothing has changed then."""
         self._check_is_open()
         self._mend()
         self._check_id(request_id)
@@ -157,6 +157,7 @@ class LLMEngine:
                 self._drop(group)
             raise
         self._intake.num_seeds_drawn += params.seed is None
+        return group
 
     @one_at_a_time
     def add_requests(
@@ -514,6 +515,7 @@ class LLMEngine:
         stats.discarded_tokens = self._num_discarded_tokens() - self._num_discarded_before
         if (cache := self.prefix_cache) is not None:
             stats.kv_blocks_cached = cache.num_cached_blocks
+            stats.looked_up_tokens = cache.stats.num_tokens_looked_up
             stats.cached_tokens = cache.stats.num_tokens_hit
             stats.prefix_cache_hit_rate = cache.stats.hit_rate
             stats.recent_prefix_cache_hit_rate = self._cache_stats.recent_hit_rate

@@ -394,7 +394,8 @@ class EngineStats:
     kv_blocks_total: int = 0  # usable ones
     kv_blocks_in_use: int = 0  # by requests; what is only cached is not in use
     kv_blocks_cached: int = 0
-    cached_tokens: int = 0  # prompt tokens that were found in the prefix cache
+    looked_up_tokens: int = 0  # prompt tokens of admitted requests, where there is a prefix cache
+    cached_tokens: int = 0  # of them, those that were found there
     prefix_cache_hit_rate: float = 0.0  # of all prompt tokens of admitted requests
     recent_prefix_cache_hit_rate: float = 0.0  # of the last 1,000 requests, as vLLM logs it
     # Tokens a second in the last ten seconds: of prompts that were admitted, cached or not.

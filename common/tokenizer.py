@@ -30,7 +30,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from os import PathLike
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     import tokenizers
@@ -47,12 +47,15 @@ class Tokenizer:
     """A fast tokenizer (`tokenizers.Tokenizer`): ids for text, text for ids, bytes for one id.
 
     `special_ids`: what `skip_special_tokens` skips. `vocab_size`: the highest id plus one, added
-    tokens included; a model's logits may be wider (padding)."""
+    tokens included; a model's logits may be wider (padding). `source`: what transformers made of
+    the checkpoint's files; it knows the chat template."""
 
-    def __init__(self, backend: tokenizers.Tokenizer, eos_token_id: int | None = None) -> None:
+    def __init__(
+        self, backend: tokenizers.Tokenizer, eos_token_id: int | None = None, source: Any = None
+    ) -> None:
         backend.no_truncation()
         backend.no_padding()
-        self.backend = backend
+        self.backend, self.source = backend, source
         self.eos_token_id = eos_token_id
         added = backend.get_added_tokens_decoder()
         self.special_ids = frozenset(i for i, token in added.items() if token.special)
@@ -130,7 +133,7 @@ def load_tokenizer(path: str | PathLike[str]) -> Tokenizer:
             f"tokenizer: {type(loaded).__name__} of {path} is not a fast tokenizer; "
             "save it with a tokenizer.json"
         )
-    return Tokenizer(backend, loaded.eos_token_id)
+    return Tokenizer(backend, loaded.eos_token_id, loaded)
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,0 +1,79 @@
+"""Serve a model to whoever speaks OpenAI's API.
+
+python -m common.serve                                      the shipped checkpoint, on port 8000
+python -m common.serve --model DIRECTORY_OR_HUB_ID --api-key SECRET
+python -m common.serve --speculative '{"method": "ngram"}' --num-blocks 400
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import logging
+import os
+import socket
+import sys
+from pathlib import Path
+
+from common.serve.flags import add_engine_flags, engine_settings
+
+NOT_INSTALLED = "the server needs more packages: pip install 'vllm-from-scratch[server]'"
+
+
+def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        prog="python -m common.serve",
+        description="Serve a model to whoever speaks OpenAI's API.",
+        epilog="Each field of EngineConfig is a flag, too.",
+    )
+    parser.add_argument("--model", help="directory or hub id (default: the shipped checkpoint)")
+    parser.add_argument("--host", default="127.0.0.1", help="0.0.0.0: all that this machine has")
+    parser.add_argument("--port", type=int, default=8000, help="0: a free one")
+    parser.add_argument("--api-key", default=os.environ.get("VLLM_API_KEY"), metavar="KEY")
+    parser.add_argument("--served-model-name", metavar="NAME", help="what clients call it")
+    parser.add_argument("--chat-template", type=Path, metavar="FILE", help="instead of the model's")
+    parser.add_argument("--max-waiting", type=int, metavar="N", help="requests; more get a 429")
+    parser.add_argument("--drain-seconds", type=float, default=30.0, metavar="S")
+    parser.add_argument("--heartbeat-seconds", type=float, metavar="S", help="in streams")
+    parser.add_argument("--max-body-bytes", type=int, default=16 << 20, metavar="N")
+    parser.add_argument("--adapter-root", type=Path, metavar="DIR", help="adapters over HTTP")
+    add_engine_flags(parser.add_argument_group("the engine"))
+    return parser.parse_args(argv)
+
+
+def main(argv: list[str] | None = None) -> int:
+    args = parse_args(argv)
+    logging.basicConfig(level=logging.INFO, format="%(levelname)s %(name)s: %(message)s")
+    try:
+        from common.serve.running import serve
+    except ModuleNotFoundError as error:
+        print(f"serve: {NOT_INSTALLED} ({error.name} is not there)", file=sys.stderr)
+        return 2
+    try:
+        listener = open_port(args.host, args.port)
+    except OSError as error:
+        reason = os.strerror(error.errno) if error.errno else str(error)
+        print(f"serve: port {args.port} of {args.host} can not be had: {reason}", file=sys.stderr)
+        return 2
+    try:
+        return asyncio.run(serve(args, engine_settings(args), listener))
+    except (ValueError, FileNotFoundError) as error:
+        print(f"serve: {error}", file=sys.stderr)
+        return 2
+
+
+def open_port(host: str, port: int) -> socket.socket:
+    """Taken, but nobody is listened to yet. Raises `OSError`."""
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    listener = socket.socket(family, socket.SOCK_STREAM)
+    try:
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        listener.bind((host, port))
+    except BaseException:
+        listener.close()
+        raise
+    return listener
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,207 @@
+"""What clients get back: OpenAI's objects, whole or in pieces.
+
+One id, `created` and `model` for all pieces; the role in the first one only; `finish_reason` null
+until the last; `usage` in a piece of its own if it was asked for."""
+
+from __future__ import annotations
+
+import json
+import math
+import time
+import uuid
+from dataclasses import dataclass, field
+from typing import Any
+
+from common.sampling.distributions import TokenLogprobs
+from common.serve.deltas import CompletionDelta, RequestDelta
+from common.tokenizer import Tokenizer
+
+DONE = b"data: [DONE]\n\n"
+NO_LOGPROB = -9999.0  # JSON has no infinity
+
+
+def to_json(content: Any) -> bytes:
+    return json.dumps(content, ensure_ascii=False, separators=(",", ":"), allow_nan=False).encode()
+
+
+def event(content: Any) -> bytes:
+    return b"data: %b\n\n" % to_json(content)
+
+
+@dataclass(slots=True)
+class Usage:
+    prompt_tokens: int = 0
+    completion_tokens: int = 0
+    cached_tokens: int = 0
+
+    def content(self) -> dict[str, Any]:
+        return {
+            "prompt_tokens": self.prompt_tokens,
+            "completion_tokens": self.completion_tokens,
+            "total_tokens": self.prompt_tokens + self.completion_tokens,
+            "prompt_tokens_details": {"cached_tokens": self.cached_tokens},
+        }
+
+
+@dataclass(slots=True)
+class Answer:
+    """To one HTTP request: of `num_prompts` prompts with `n` choices each."""
+
+    kind: str  # "chat" or "completion"
+    model: str
+    tokenizer: Tokenizer
+    prompts: list[str]  # their texts, where they are echoed; else empty
+    n: int
+    has_logprobs: bool
+    has_token_ids: bool = False
+    only_echo: bool = False
+    usage: Usage = field(default_factory=Usage)
+    id: str = ""
+    created: int = field(default_factory=lambda: int(time.time()))
+    _begun: dict[int, int] = field(default_factory=dict)  # choices, and their text's length
+    _first_ids: dict[int, int] = field(default_factory=dict)  # of each prompt
+
+    def __post_init__(self) -> None:
+        prefix = "chatcmpl" if self.kind == "chat" else "cmpl"
+        self.id = f"{prefix}-{uuid.uuid4().hex}"
+
+    def count(self, prompt: int, delta: RequestDelta) -> None:
+        if delta.prompt_token_ids is not None:
+            self.usage.prompt_tokens += len(delta.prompt_token_ids)
+            self._first_ids[prompt] = delta.prompt_token_ids[0]
+        if not self.only_echo:
+            new = (len(piece.token_ids) for piece in delta.completions.values())
+            self.usage.completion_tokens += sum(new)
+        if delta.finished:
+            self.usage.cached_tokens += delta.num_cached_tokens
+
+    # -- whole
+
+    def whole(self, totals: list[RequestDelta]) -> dict[str, Any]:
+        choices: list[dict[str, Any]] = []
+        for prompt, total in enumerate(totals):
+            self.count(prompt, total)
+            for index in range(self.n):
+                piece = total.completions[index]
+                choices.append(self._choice(prompt, piece, total))
+        made = "chat.completion" if self.kind == "chat" else "text_completion"
+        return self._object(made, choices) | {"usage": self.usage.content()}
+
+    # -- in pieces
+
+    def first_pieces(self, num_prompts: int) -> list[dict[str, Any]]:
+        """What can be said when all prompts are accepted."""
+        if self.kind != "chat":
+            return []
+        delta = {"role": "assistant", "content": ""}
+        choices = [self._chat_choice(i, "delta", delta, None) for i in range(num_prompts * self.n)]
+        return [self._object("chat.completion.chunk", [choice]) for choice in choices]
+
+    def pieces(self, prompt: int, delta: RequestDelta) -> list[dict[str, Any]]:
+        """Of one prompt. A piece without text says that its choice has ended."""
+        self.count(prompt, delta)
+        found: list[dict[str, Any]] = []
+        for piece in delta.completions.values():
+            says = piece.text or piece.finish_reason or self.has_logprobs or self.has_token_ids
+            if says:
+                made = "chat.completion.chunk" if self.kind == "chat" else "text_completion"
+                found.append(self._object(made, [self._choice(prompt, piece, delta, "delta")]))
+        return found
+
+    def usage_piece(self) -> dict[str, Any]:
+        made = "chat.completion.chunk" if self.kind == "chat" else "text_completion"
+        return self._object(made, []) | {"usage": self.usage.content()}
+
+    def _object(self, made: str, choices: list[dict[str, Any]]) -> dict[str, Any]:
+        return {
+            "id": self.id,
+            "object": made,
+            "created": self.created,
+            "model": self.model,
+            "choices": choices,
+        }
+
+    # -- a choice
+
+    def _choice(
+        self, prompt: int, piece: CompletionDelta, of: RequestDelta, where: str = "message"
+    ) -> dict[str, Any]:
+        index = prompt * self.n + piece.index
+        if self.kind == "chat":
+            said = {"content": piece.text}
+            if where == "message":
+                said = {"role": "assistant", "refusal": None} | said
+            choice = self._chat_choice(index, where, said, piece)
+        else:
+            choice = self._text_choice(index, prompt, piece, of)
+        choice |= {"finish_reason": piece.finish_reason, "stop_reason": piece.stop_reason}
+        if self.has_token_ids:
+            choice["token_ids"] = piece.token_ids
+        return choice
+
+    def _chat_choice(
+        self, index: int, where: str, said: dict[str, Any], piece: CompletionDelta | None
+    ) -> dict[str, Any]:
+        logprobs = None
+        if piece is not None and piece.logprobs is not None:
+            logprobs = {"content": [self._chat_logprobs(entry) for entry in piece.logprobs]}
+        return {"index": index, where: said, "logprobs": logprobs, "finish_reason": None}
+
+    def _text_choice(
+        self, index: int, prompt: int, piece: CompletionDelta, of: RequestDelta
+    ) -> dict[str, Any]:
+        is_first = index not in self._begun
+        text = "" if self.only_echo else piece.text
+        entries: list[TokenLogprobs | None] | None = None
+        if piece.logprobs is not None:
+            entries = [] if self.only_echo else [*piece.logprobs]
+        if self.prompts and is_first:
+            text = self.prompts[prompt] + text
+            entries = None if entries is None else (of.prompt_logprobs or []) + entries
+        logprobs = None
+        if entries is not None:
+            logprobs = self._text_logprobs(entries, self._begun.get(index, 0), prompt)
+        self._begun[index] = self._begun.get(index, 0) + len(text)
+        return {"index": index, "text": text, "logprobs": logprobs, "finish_reason": None}
+
+    # -- log-probabilities
+
+    def _chat_logprobs(self, entry: TokenLogprobs) -> dict[str, Any]:
+        top = [self._token(i, p) for i, p in entry.top.items()]
+        return self._token(entry.token_id, entry.logprob) | {"top_logprobs": top}
+
+    def _token(self, token_id: int, logprob: float) -> dict[str, Any]:
+        data = self.tokenizer.token_bytes(token_id)
+        text = data.decode("utf-8", "replace")
+        return {"token": text, "logprob": finite(logprob), "bytes": list(data)}
+
+    def _text_logprobs(
+        self, entries: list[TokenLogprobs | None], offset: int, prompt: int
+    ) -> dict[str, Any]:
+        tokens, logprobs, top, offsets = [], [], [], []
+        for entry in entries:
+            if entry is None:  # the first token of a prompt, which nothing stands before
+                token = self._text(self._first_ids[prompt])
+                logprobs.append(None)
+                top.append(None)
+            else:
+                token = self._text(entry.token_id)
+                logprobs.append(finite(entry.logprob))
+                most = entry.top or {entry.token_id: entry.logprob}
+                top.append({self._text(i): finite(p) for i, p in most.items()})
+            tokens.append(token)
+            offsets.append(offset)
+            offset += len(token)
+        return {
+            "text_offset": offsets,
+            "token_logprobs": logprobs,
+            "tokens": tokens,
+            "top_logprobs": top,
+        }
+
+    def _text(self, token_id: int) -> str:
+        return self.tokenizer.token_bytes(token_id).decode("utf-8", "replace")
+
+
+def finite(logprob: float) -> float:
+    return logprob if math.isfinite(logprob) else NO_LOGPROB

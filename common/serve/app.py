@@ -1,0 +1,336 @@
+"""The routes. Each makes of a request what `AsyncLLM` takes, and of what comes back an answer; none
+touches the engine."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import AsyncIterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from fastapi import FastAPI, Request
+from fastapi.exceptions import RequestValidationError
+from starlette.exceptions import HTTPException
+from starlette.responses import Response
+
+from common.serve.answers import DONE, Answer, event, to_json
+from common.serve.async_llm import AsyncLLM
+from common.serve.chat import ChatPrompts
+from common.serve.deltas import RequestDelta
+from common.serve.errors import ApiError, api_error, bad
+from common.serve.gate import Gate, GateConfig, error_response
+from common.serve.server_metrics import ServerMetrics
+from common.serve.streams import (
+    CLIENT_IS_GONE,
+    Deltas,
+    EventStream,
+    accepted,
+    close_all,
+    gathered,
+    merged,
+    unless_gone,
+)
+from common.serve.wire import (
+    ChatBody,
+    CompletionBody,
+    DetokenizeBody,
+    GenerateBody,
+    LoadAdapterBody,
+    TokenizeBody,
+    UnloadAdapterBody,
+)
+from request import SamplingParams
+
+logger = logging.getLogger(__name__)
+VERSION = "0.1.0"
+
+
+@dataclass(frozen=True, slots=True)
+class ServeConfig:
+    """`adapter_root`: the folder below which adapters may be loaded over HTTP; None: none may."""
+
+    model_name: str
+    gate: GateConfig = field(default_factory=GateConfig)
+    chat_template: Path | None = None
+    adapter_root: Path | None = None
+    heartbeat_seconds: float | None = None
+
+
+class Server:
+    """What the routes share."""
+
+    def __init__(self, llm: AsyncLLM, config: ServeConfig) -> None:
+        self.llm, self.config = llm, config
+        self.chat = ChatPrompts(llm.tokenizer, config.chat_template)
+        self.metrics = ServerMetrics(llm, config.model_name)
+        self.num_open = 0  # HTTP requests that are answered now
+
+    # -- generating
+
+    async def completions(self, body: CompletionBody, request: Request) -> Response:
+        adapter = await self._adapter(body.model)
+        params, prompts = body.params(), body.prompts()
+        adds = body.add_special_tokens is not False
+        ids = [p if isinstance(p, list) else await self.llm.encode(p, adds) for p in prompts]
+        texts = [p if isinstance(p, str) else self.llm.tokenizer.decode(p) for p in prompts]
+        answer = self._answer("completion", body, params, texts if body.echo else [])
+        answer.only_echo = bool(body.echo and body.max_tokens == 0)
+        return await self._generate(answer, ids, params, body, adapter, request)
+
+    async def chat_completions(self, body: ChatBody, request: Request) -> Response:
+        adapter = await self._adapter(body.model)
+        ids = await self._chat_ids(body)
+        params = body.params(self.llm.max_model_len - len(ids))
+        answer = self._answer("chat", body, params, [])
+        return await self._generate(answer, [ids], params, body, adapter, request)
+
+    def _answer(
+        self, kind: str, body: GenerateBody, params: SamplingParams, prompts: list[str]
+    ) -> Answer:
+        name = body.model or self.config.model_name
+        has = params.logprobs is not None, bool(body.return_token_ids)
+        return Answer(kind, name, self.llm.tokenizer, prompts, params.n, *has)
+
+    async def _generate(
+        self,
+        answer: Answer,
+        prompts: list[list[int]],
+        params: SamplingParams,
+        body: GenerateBody,
+        adapter: str | None,
+        request: Request,
+    ) -> Response:
+        for ids in prompts:
+            self._check_length(ids, params)
+        options = body.options()
+        if adapter is not None:
+            options["adapter"] = adapter
+        calls = [self.llm.generate(ids, params, **options) for ids in prompts]
+        requests = [self.metrics.counted(call) for call in calls]
+        try:
+            firsts = await unless_gone(request.receive, accepted(requests))
+            if firsts is None:
+                return CLIENT_IS_GONE
+            if body.stream:
+                events = self._events(answer, firsts, requests, body)
+                return EventStream(events, self.config.heartbeat_seconds)
+            totals = await unless_gone(request.receive, gathered(firsts, requests))
+            return CLIENT_IS_GONE if totals is None else _json(answer.whole(totals))
+        except Exception as error:
+            raise api_error(error) from error
+        finally:
+            if not body.stream:
+                await close_all(requests)
+
+    async def _events(
+        self,
+        answer: Answer,
+        firsts: list[RequestDelta],
+        requests: Sequence[Deltas],
+        body: GenerateBody,
+    ) -> AsyncIterator[bytes]:
+        how = body.stream_options
+        wants_usage = bool(how and how.include_usage)
+        always = bool(how and how.continuous_usage_stats)
+
+        def made(pieces: list[dict[str, Any]]) -> bytes:
+            for piece in pieces:
+                if wants_usage or always:
+                    piece["usage"] = answer.usage.content() if always else None
+            return b"".join(map(event, pieces))
+
+        try:
+            if data := made(answer.first_pieces(len(firsts))):
+                yield data
+            for i, first in enumerate(firsts):
+                if data := made(answer.pieces(i, first)):
+                    yield data
+            async for i, delta in merged(requests):
+                if data := made(answer.pieces(i, delta)):
+                    yield data
+            if wants_usage:
+                yield event(answer.usage_piece())
+        except Exception as error:  # the answer has begun: its status can not change
+            yield event(api_error(error).content())
+        finally:
+            await close_all(requests)
+        yield DONE
+
+    def _check_length(self, ids: list[int], params: SamplingParams) -> None:
+        most = self.llm.max_model_len
+        if len(ids) >= most and params.truncate_prompt_tokens is None:
+            raise bad(
+                f"the prompt has {len(ids)} tokens: this model takes at most {most - 1}, since "
+                f"prompt and answer together may have {most}",
+                "prompt",
+                "context_length_exceeded",
+            )
+
+    async def _chat_ids(self, body: ChatBody | TokenizeBody) -> list[int]:
+        assert body.messages is not None
+        how = body.add_generation_prompt, body.continue_final_message, body.chat_template_kwargs
+        text = await asyncio.to_thread(self.chat.text, body.messages, *how)
+        return await self.llm.encode(text, bool(body.add_special_tokens))
+
+    async def _adapter(self, model: str | None) -> str | None:
+        """Raises `ApiError` for a model that is not here."""
+        if model is None or model == self.config.model_name:
+            return None
+        names = await self.llm.adapters()
+        if model not in names:
+            known = ", ".join([self.config.model_name, *names])
+            message = f"model is {model!r}: this server has {known}"
+            raise ApiError(404, message, "model", "model_not_found")
+        return model
+
+    # -- tokens
+
+    async def tokenize(self, body: TokenizeBody) -> dict[str, Any]:
+        if (body.prompt is None) == (body.messages is None):
+            raise bad("give prompt or messages, and not both")
+        if body.prompt is None:
+            ids = await self._chat_ids(body)
+        else:
+            ids = await self.llm.encode(body.prompt, body.add_special_tokens is not False)
+        found = {"count": len(ids), "max_model_len": self.llm.max_model_len, "tokens": ids}
+        if body.return_token_strs:
+            pieces = map(self.llm.tokenizer.token_bytes, ids)
+            found["token_strs"] = [piece.decode("utf-8", "replace") for piece in pieces]
+        return found
+
+    async def detokenize(self, body: DetokenizeBody) -> dict[str, Any]:
+        vocab_size = self.llm.model_config.vocab_size
+        if (wrong := next((i for i in body.tokens if i >= vocab_size), None)) is not None:
+            raise bad(f"tokens holds {wrong}: ids are below {vocab_size}", "tokens")
+        return {"prompt": self.llm.tokenizer.decode(body.tokens, skip_special_tokens=False)}
+
+    async def render_completion(self, body: CompletionBody) -> list[dict[str, Any]]:
+        """Token ids of each prompt, for routers that look for the same prefix."""
+        body.params()
+        adds = body.add_special_tokens is not False
+        prompts = body.prompts()
+        ids = [p if isinstance(p, list) else await self.llm.encode(p, adds) for p in prompts]
+        return [{"model": body.model or self.config.model_name, "token_ids": i} for i in ids]
+
+    async def render_chat(self, body: ChatBody) -> dict[str, Any]:
+        body.params(1)
+        ids = await self._chat_ids(body)
+        return {"model": body.model or self.config.model_name, "token_ids": ids}
+
+    # -- the server
+
+    async def models(self) -> dict[str, Any]:
+        name, created = self.config.model_name, int(self.metrics.started_at)
+        names = {name: None} | dict.fromkeys(await self.llm.adapters(), name)
+        data = [
+            {
+                "id": model,
+                "object": "model",
+                "created": created,
+                "owned_by": "vllm-from-scratch",
+                "root": name,
+                "parent": parent,
+                "max_model_len": self.llm.max_model_len,
+            }
+            for model, parent in names.items()
+        ]
+        return {"object": "list", "data": data}
+
+    async def load_adapter(self, body: LoadAdapterBody) -> Response:
+        root = self.config.adapter_root
+        if root is None:
+            raise ApiError(403, "adapters are not loaded over HTTP: see --adapter-root")
+        path = (root / body.lora_path).resolve()
+        if not path.is_relative_to(root.resolve()):
+            raise ApiError(403, "lora_path is not below the folder of adapters", "lora_path")
+        if body.lora_name == self.config.model_name:
+            raise bad("lora_name is the model's own name", "lora_name")
+        try:
+            await self.llm.load_adapter(body.lora_name, path)
+        except FileNotFoundError as error:
+            message = f"lora_path is {body.lora_path!r}: it is not there"
+            raise ApiError(404, message, "lora_path") from error
+        except ValueError as error:
+            raise bad(str(error), "lora_path") from error
+        return Response(f"Success: LoRA adapter '{body.lora_name}' added successfully.")
+
+    async def unload_adapter(self, body: UnloadAdapterBody) -> Response:
+        if self.config.adapter_root is None:
+            raise ApiError(403, "adapters are not unloaded over HTTP: see --adapter-root")
+        if body.lora_name not in await self.llm.adapters():
+            raise ApiError(404, f"adapter {body.lora_name!r} is not loaded", "lora_name")
+        await self.llm.unload_adapter(body.lora_name)
+        return Response(f"Success: LoRA adapter '{body.lora_name}' removed successfully.")
+
+    async def health(self) -> Response:
+        if (why := self.llm.why_dead) is not None:
+            return error_response(ApiError(503, why))
+        return Response()
+
+    async def version(self) -> dict[str, str]:
+        return {"version": VERSION}
+
+    async def metrics_text(self) -> Response:
+        return Response(self.metrics.text(), media_type=self.metrics.content_type)
+
+
+def make_app(llm: AsyncLLM, config: ServeConfig) -> tuple[FastAPI, Gate]:
+    """The application, and the gate around it, which is what is served."""
+    server = Server(llm, config)
+    app = FastAPI(title="vllm-from-scratch", version=VERSION, docs_url=None, redoc_url=None)
+    app.state.server = server
+    post: dict[str, Any] = {
+        "/v1/completions": server.completions,
+        "/v1/chat/completions": server.chat_completions,
+        "/v1/completions/render": server.render_completion,
+        "/v1/chat/completions/render": server.render_chat,
+        "/v1/load_lora_adapter": server.load_adapter,
+        "/v1/unload_lora_adapter": server.unload_adapter,
+        "/tokenize": server.tokenize,
+        "/detokenize": server.detokenize,
+    }
+    get: dict[str, Any] = {
+        "/v1/models": server.models,
+        "/health": server.health,
+        "/version": server.version,
+        "/metrics": server.metrics_text,
+    }
+    for path, route in post.items():
+        app.add_api_route(path, route, methods=["POST"], response_model=None)
+    for path, route in get.items():
+        app.add_api_route(path, route, methods=["GET"], response_model=None)
+    app.add_exception_handler(ApiError, _on_api_error)
+    app.add_exception_handler(RequestValidationError, _on_wrong_body)
+    app.add_exception_handler(HTTPException, _on_http_error)
+    app.add_exception_handler(Exception, _on_other)
+    return app, Gate(app, config.gate)
+
+
+def _json(content: Any) -> Response:
+    return Response(to_json(content), media_type="application/json")
+
+
+def _on_api_error(request: Request, error: Exception) -> Response:
+    return error_response(api_error(error))
+
+
+def _on_wrong_body(request: Request, error: Exception) -> Response:
+    assert isinstance(error, RequestValidationError)
+    first = error.errors()[0]
+    where = [str(part) for part in first["loc"] if part != "body"]
+    field = next((name for name in where if not name.isdecimal()), None)
+    place = ".".join(where)
+    message = f"{place}: {first['msg']}" if place else f"the body: {first['msg']}"
+    return error_response(bad(message, field))
+
+
+def _on_http_error(request: Request, error: Exception) -> Response:
+    assert isinstance(error, HTTPException)
+    return error_response(ApiError(error.status_code, str(error.detail)))
+
+
+def _on_other(request: Request, error: Exception) -> Response:
+    logger.error("a route has failed", exc_info=error)
+    return error_response(ApiError(500, f"{type(error).__name__}: {error}"))

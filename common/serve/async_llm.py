@@ -1,0 +1,227 @@
+"""`AsyncLLM`: the engine for programs that wait for many things at once.
+
+    async for delta in llm.generate(prompt, SamplingParams(max_tokens=64)):
+        print(delta.completions[0].text, end="")
+
+Prompts become token ids here, not in the engine's thread. A step hands over everything at once;
+each request has a mailbox, in which what is not read yet is joined: whoever reads slowly gets more
+at a time, and holds up nobody."""
+
+from __future__ import annotations
+
+import asyncio
+from collections import deque
+from collections.abc import AsyncIterator, Callable, Sequence
+from contextlib import suppress
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from common.engine import LLMEngine
+from common.engine_config import EngineConfig, EngineStats
+from common.intake import plain
+from common.serve.deltas import HandOver, RequestDelta
+from common.serve.engine_loop import EngineError, EngineLoop, QueueFull
+from request import SamplingParams
+
+if TYPE_CHECKING:
+    from typing import Unpack
+
+    from common.intake import RequestOptions
+
+__all__ = ["AsyncLLM", "EngineError", "QueueFull", "RequestDelta"]
+LONG_TEXT = 4096  # characters; a longer prompt becomes token ids beside the loop
+NUM_AT_ONCE = 64  # deltas that are given out before the loop may do something else
+
+
+class Mailbox:
+    """Of one request, in the loop."""
+
+    def __init__(self) -> None:
+        self._delta: RequestDelta | None = None
+        self._is_full = asyncio.Event()
+
+    def put(self, delta: RequestDelta) -> None:
+        if self._delta is None:
+            self._delta = delta
+        else:
+            self._delta.extend(delta)
+        self._is_full.set()
+
+    async def take(self) -> RequestDelta:
+        await self._is_full.wait()
+        self._is_full.clear()
+        delta, self._delta = self._delta, None
+        assert delta is not None
+        return delta
+
+
+class AsyncLLM:
+    """Arguments as for `LLM`, and `max_waiting`: so many requests may wait beyond those that may
+    run; None: any number. It returns when the engine is ready. Its methods belong to one event
+    loop, that of the first call. Raises what `LLM` does."""
+
+    def __init__(
+        self, model: str | Path | None = None, *, max_waiting: int | None = None, **config: Any
+    ) -> None:
+        self.config = EngineConfig(model=model, **config)
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._mailboxes: dict[str, Mailbox] = {}  # by the names that the engine knows
+        self._names: dict[str, str] = {}  # these, by the names that were given
+        self._num_requests = 0
+        self._calls: dict[int, asyncio.Future] = {}
+        self._num_calls = 0
+        self._given: deque[RequestDelta] = deque()
+        self.num_handed_over = 0
+        self.latest_stats = EngineStats()
+        self._engine_loop = EngineLoop(lambda: LLMEngine(self.config), self._deliver, max_waiting)
+        engine = self._engine_loop.made.result()
+        assert engine.tokenizer is not None
+        self.tokenizer, self.max_model_len = engine.tokenizer, engine.max_model_len
+        self.vocab_size, self.model_config = engine.vocab_size, engine.model_config
+
+    # -- requests
+
+    async def generate(
+        self,
+        prompt: str | Sequence[int],
+        params: SamplingParams | None = None,
+        *,
+        request_id: str | None = None,
+        **options: Unpack[RequestOptions],
+    ) -> AsyncIterator[RequestDelta]:
+        """What the request brings, piece by piece: first that it was accepted, last its end.
+        Leaving the loop early, or being cancelled, aborts it. Raises `ValueError` if it can not be
+        served, `QueueFull` if too many wait, and `EngineError` if it can not go on."""
+        self._num_requests += 1
+        request_id = request_id or f"request-{self._num_requests}"
+        if request_id in self._names:
+            raise ValueError(f"request_id is {request_id!r}: there is one with this id")
+        self._bind()
+        # What is under way of an aborted request must not come to the next one of its name.
+        name = self._names[request_id] = f"{request_id}-{self._num_requests}"
+        mailbox = self._mailboxes[name] = Mailbox()
+        is_told, is_finished = False, False
+        try:
+            token_ids = await self.encode(prompt) if isinstance(prompt, str) else plain(prompt)
+            self._engine_loop.add(name, token_ids, params or SamplingParams(), dict(options))
+            is_told = True
+            while not is_finished:
+                delta = await mailbox.take()
+                delta.request_id, is_finished = request_id, delta.finished
+                if delta.completions or delta.error is None:
+                    yield delta
+                if delta.error is not None:
+                    raise delta.error
+        finally:
+            del self._mailboxes[name], self._names[request_id]
+            if is_told and not is_finished:
+                self._engine_loop.abort(name)
+
+    async def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
+        """Token ids of a text. Raises `ValueError` for what is no text."""
+        try:
+            text.encode()
+        except UnicodeEncodeError as error:
+            raise ValueError("prompt holds half of a surrogate pair: it is no text") from error
+        if len(text) < LONG_TEXT:
+            return self.tokenizer.encode(text, add_special_tokens)
+        return await asyncio.to_thread(self.tokenizer.encode, text, add_special_tokens)
+
+    async def abort(self, request_id: str) -> None:
+        """Whoever reads it gets what there is, and an `EngineError`."""
+        if (name := self._names.get(request_id)) is not None:
+            self._engine_loop.abort(name)
+            self._fail(name, "the request was aborted")
+
+    def abort_all(self, why: str) -> None:
+        """As `abort`, with `why` as the error."""
+        for name in self._mailboxes:
+            self._engine_loop.abort(name)
+            self._fail(name, why)
+
+    def _fail(self, name: str, why: str) -> None:
+        self._mailboxes[name].put(RequestDelta(name, finished=True, error=EngineError(why)))
+
+    @property
+    def num_unfinished(self) -> int:
+        return len(self._mailboxes)
+
+    # -- the engine
+
+    def stats(self) -> EngineStats:
+        """When the engine last handed something over."""
+        return replace(self.latest_stats)
+
+    @property
+    def why_dead(self) -> str | None:
+        """Why it computes nothing any more; None while it does."""
+        return self._engine_loop.why_dead
+
+    async def load_adapter(self, name: str, directory: str | Path) -> None:
+        """`LLMEngine.load_adapter`."""
+        await self.call(LLMEngine.load_adapter, name, directory)
+
+    async def unload_adapter(self, name: str) -> None:
+        """`LLMEngine.unload_adapter`."""
+        await self.call(LLMEngine.unload_adapter, name)
+
+    async def adapters(self) -> list[str]:
+        """Names that are loaded."""
+        return await self.call(lambda engine: engine.adapters)
+
+    async def call(self, method: Callable[..., Any], *arguments: Any) -> Any:
+        """`method(engine, *arguments)`, between two steps. Raises what it raises."""
+        loop = self._bind()
+        self._num_calls += 1
+        number, future = self._num_calls, loop.create_future()
+        self._calls[number] = future
+        self._engine_loop.call(number, method, *arguments)
+        try:
+            return await future
+        finally:
+            del self._calls[number]
+
+    def close(self) -> None:
+        """End all requests, and the engine. May be called from anywhere."""
+        self._engine_loop.close()
+
+    # -- between the engine's thread and the loop
+
+    def _bind(self) -> asyncio.AbstractEventLoop:
+        loop = asyncio.get_running_loop()
+        if self._loop is None or self._loop.is_closed():
+            self._loop = loop
+        if self._loop is not loop:
+            raise RuntimeError("this AsyncLLM belongs to another event loop")
+        return loop
+
+    def _deliver(self, hand_over: HandOver) -> None:
+        """In the engine's thread."""
+        self.latest_stats = hand_over.stats
+        loop = self._loop
+        if loop is not None:
+            with suppress(RuntimeError):  # the loop has ended: nobody waits
+                loop.call_soon_threadsafe(self._receive, hand_over)
+
+    def _receive(self, hand_over: HandOver) -> None:
+        self.num_handed_over += 1
+        for number, answer in hand_over.answers.items():
+            future = self._calls.get(number)
+            if future is not None and not future.done():
+                if isinstance(answer, Exception):
+                    future.set_exception(answer)
+                else:
+                    future.set_result(answer)
+        is_busy = bool(self._given)
+        self._given += hand_over.deltas
+        if not is_busy:
+            self._give_out()
+
+    def _give_out(self) -> None:
+        for _ in range(min(NUM_AT_ONCE, len(self._given))):
+            delta = self._given.popleft()
+            if (mailbox := self._mailboxes.get(delta.request_id)) is not None:
+                mailbox.put(delta)
+        if self._given and self._loop is not None:
+            self._loop.call_soon(self._give_out)

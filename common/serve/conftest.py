@@ -1,0 +1,145 @@
+"""Servers over loopback, in a thread of this process."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import threading
+import urllib.request
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytest.importorskip("fastapi")
+pytest.importorskip("uvicorn")
+
+import http.client
+
+import uvicorn
+
+from common.engine import LLMEngine
+from common.llm import LLM
+from common.serve.__main__ import open_port
+from common.serve.app import ServeConfig, make_app
+from common.serve.async_llm import AsyncLLM
+from common.serve.running import PatientProtocol
+
+SMALL = dict(num_blocks=400, dtype="float64", num_threads=1, compile=False)
+MODEL = "tiny"
+TEMPLATE = Path(__file__).parent / "chat_template.jinja"
+
+
+@dataclass
+class Running:
+    llm: AsyncLLM
+    port: int
+    loop: asyncio.AbstractEventLoop
+
+    @property
+    def url(self) -> str:
+        return f"http://127.0.0.1:{self.port}"
+
+    def call(self, method: Callable[[LLMEngine], Any]) -> Any:
+        """`method(engine)`, in the engine's thread."""
+        return asyncio.run_coroutine_threadsafe(self.llm.call(method), self.loop).result(60)
+
+    def request(
+        self, method: str, path: str, body: Any = None, headers: dict[str, str] | None = None
+    ) -> tuple[int, dict[str, str], bytes]:
+        """Status, headers, body. A body that is bytes is sent as it is."""
+        connection = http.client.HTTPConnection("127.0.0.1", self.port, timeout=60)
+        sent = body if isinstance(body, bytes | type(None)) else json.dumps(body).encode()
+        kind = {} if body is None else {"Content-Type": "application/json"}
+        try:
+            connection.request(method, path, sent, kind | (headers or {}))
+            answer = connection.getresponse()
+            return answer.status, dict(answer.headers), answer.read()
+        finally:
+            connection.close()
+
+    def post(self, path: str, body: Any, **headers: str) -> tuple[int, Any]:
+        status, _, content = self.request("POST", path, body, headers)
+        return status, json.loads(content)
+
+    def events(self, path: str, body: Any) -> list[Any]:
+        """The events of a stream; `[DONE]` as None."""
+        status, headers, content = self.request("POST", path, {**body, "stream": True})
+        assert status == 200 and headers["content-type"].startswith("text/event-stream"), content
+        lines = content.decode().split("\n\n")
+        assert lines.pop() == ""
+        found = [line.removeprefix("data: ") for line in lines]
+        return [None if line == "[DONE]" else json.loads(line) for line in found]
+
+    def is_idle(self) -> bool:
+        def look(engine: LLMEngine) -> bool:
+            engine.check_invariants()
+            return not engine.has_unfinished_requests() and engine.stats().kv_blocks_in_use == 0
+
+        return self.call(look)
+
+
+@contextmanager
+def running(
+    config: ServeConfig | None = None, max_waiting: int | None = None, **settings: Any
+) -> Iterator[Running]:
+    with ExitStack() as stack:
+        llm = AsyncLLM(max_waiting=max_waiting, **(SMALL | settings))
+        stack.callback(llm.close)
+        _, gate = make_app(llm, config or ServeConfig(MODEL))
+        how = uvicorn.Config(
+            gate,
+            http=PatientProtocol,
+            lifespan="off",
+            log_level="warning",
+            timeout_graceful_shutdown=2,
+        )
+        server = uvicorn.Server(how)
+        listener = open_port("127.0.0.1", 0)
+        loop = asyncio.new_event_loop()
+
+        def run() -> None:
+            loop.run_until_complete(server.serve(sockets=[listener]))
+
+        thread = threading.Thread(target=run, daemon=True)
+        thread.start()
+
+        def end() -> None:
+            server.should_exit = True
+            thread.join(20)
+            loop.close()
+
+        stack.callback(end)
+        found = Running(llm, listener.getsockname()[1], loop)
+        while True:
+            try:
+                with urllib.request.urlopen(f"{found.url}/health", timeout=10):
+                    break
+            except OSError:
+                assert thread.is_alive()
+        yield found
+
+
+@pytest.fixture(scope="package")
+def server() -> Iterator[Running]:
+    with running() as found:
+        yield found
+        assert found.is_idle()
+
+
+@pytest.fixture(scope="package")
+def alone() -> Iterator[LLM]:
+    """What every answer is held beside."""
+    llm = LLM(**SMALL)
+    yield llm
+    llm.close()
+
+
+@pytest.fixture(scope="package")
+def template_server() -> Iterator[Running]:
+    with running(ServeConfig(MODEL, chat_template=TEMPLATE)) as found:
+        yield found
+        assert found.is_idle()

@@ -1,0 +1,109 @@
+"""What leaves the engine's thread: values, made once a step. Nobody outside looks at a request that
+still grows, so no text is decoded while a step appends to it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+from common.engine_config import EngineStats
+from common.outputs import OutputProcessor, RequestGroup, RequestMetrics
+from common.sampling.distributions import TokenLogprobs
+
+
+@dataclass(slots=True)
+class CompletionDelta:
+    """What has come to one continuation: tokens, and the text that nothing can take back. A
+    character that is not whole yet, or what may become a stop string, comes with a later one."""
+
+    index: int
+    text: str
+    token_ids: list[int]
+    logprobs: list[TokenLogprobs] | None = None
+    finish_reason: str | None = None
+    stop_reason: int | str | None = None
+
+    def extend(self, later: CompletionDelta) -> None:
+        self.text += later.text
+        self.token_ids += later.token_ids
+        if self.logprobs is not None:
+            self.logprobs += later.logprobs or []
+        self.finish_reason, self.stop_reason = later.finish_reason, later.stop_reason
+
+
+@dataclass(slots=True)
+class RequestDelta:
+    """What has come to a request since the one before. The first says that it was accepted, and has
+    the prompt; the last has `finished` and `metrics`. `completions` by index, of those that moved.
+    `error`: why it can not go on; nothing comes after it."""
+
+    request_id: str
+    completions: dict[int, CompletionDelta] = field(default_factory=dict)
+    prompt_token_ids: list[int] | None = None
+    prompt_logprobs: list | None = None
+    num_cached_tokens: int = 0
+    finished: bool = False
+    metrics: RequestMetrics | None = None
+    error: Exception | None = None
+
+    def extend(self, later: RequestDelta) -> None:
+        """Whoever reads slowly gets several at once."""
+        for index, completion in later.completions.items():
+            if index in self.completions:
+                self.completions[index].extend(completion)
+            else:
+                self.completions[index] = completion
+        self.prompt_logprobs = later.prompt_logprobs or self.prompt_logprobs
+        self.num_cached_tokens = later.num_cached_tokens
+        self.finished, self.metrics, self.error = later.finished, later.metrics, later.error
+
+
+@dataclass(slots=True)
+class HandOver:
+    """All that one step has for others. `answers`: to calls, by their number."""
+
+    deltas: list[RequestDelta]
+    stats: EngineStats
+    answers: dict[int, Any] = field(default_factory=dict)
+
+
+class DeltaSource:
+    """Of one request, in the engine's thread: what of it was handed over already."""
+
+    def __init__(self, group: RequestGroup) -> None:
+        self.group = group
+        self._num_sent = [0] * len(group.members)
+        self._is_closed = [False] * len(group.members)
+        self._has_scores = False  # of the prompt, given away
+
+    def accepted(self) -> RequestDelta:
+        return RequestDelta(self.group.request_id, prompt_token_ids=self.group.prompt_token_ids)
+
+    def take(self) -> RequestDelta:
+        group = self.group
+        pieces = [self._take(i, member) for i, member in enumerate(group.members)]
+        moved = {piece.index: piece for piece in pieces if piece is not None}
+        delta = RequestDelta(group.request_id, moved)
+        delta.num_cached_tokens, delta.finished = group.num_cached_tokens, group.finished
+        if moved and not self._has_scores:
+            self._has_scores, delta.prompt_logprobs = True, group.prompt_logprobs
+        if delta.finished:
+            delta.metrics = group.metrics
+        return delta
+
+    def _take(self, i: int, member: OutputProcessor) -> CompletionDelta | None:
+        completion, start = member.completion, self._num_sent[i]
+        is_over = completion.finish_reason is not None
+        if self._is_closed[i] or (len(completion.token_ids) == start and not is_over):
+            return None
+        self._is_closed[i] = is_over
+        token_ids, logprobs = completion.token_ids[start:], completion.logprobs
+        self._num_sent[i] += len(token_ids)
+        return CompletionDelta(
+            completion.index,
+            member.take_delta(),
+            token_ids,
+            None if logprobs is None else logprobs[start : start + len(token_ids)],
+            completion.finish_reason,
+            completion.stop_reason,
+        )

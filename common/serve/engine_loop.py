@@ -1,0 +1,187 @@
+"""The engine's one owner: a thread that steps while there is anything to do, and does what it is
+told between two steps.
+
+    inbox: add, abort, call  ->  engine.step()  ->  deliver(HandOver), once a step
+
+Whoever has something to say puts it into the inbox, from any thread, and never waits."""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Callable
+from concurrent.futures import Future
+from queue import SimpleQueue
+from typing import Any
+
+from common.engine import LLMEngine
+from common.serve.deltas import DeltaSource, HandOver, RequestDelta
+from request import SamplingParams
+
+logger = logging.getLogger(__name__)
+MAX_FAILURES = 3  # steps in a row that raise: then there is no engine any more
+
+
+class QueueFull(Exception):
+    """So many wait already that another request is not taken. Nothing is wrong with it."""
+
+
+class EngineError(RuntimeError):
+    """A request that was accepted can not go on; the message says why."""
+
+
+class EngineLoop:
+    """`make_engine` is called in the thread itself: how many threads torch uses is a setting of the
+    thread that asks. `deliver` is called there, too. More than `max_waiting` requests beyond those
+    that may run are refused."""
+
+    def __init__(
+        self,
+        make_engine: Callable[[], LLMEngine],
+        deliver: Callable[[HandOver], None],
+        max_waiting: int | None = None,
+    ) -> None:
+        self._make_engine, self._deliver, self._max_waiting = make_engine, deliver, max_waiting
+        self._inbox = SimpleQueue[tuple[Callable[..., None], tuple]]()
+        self._sources: dict[str, DeltaSource] = {}
+        self._deltas: list[RequestDelta] = []  # to be handed over
+        self._answers: dict[int, Any] = {}
+        self._why: str | None = None  # the last step failed
+        self._num_failures = 0
+        self._is_closing = False
+        self.why_dead: str | None = None
+        self.made = Future[LLMEngine]()
+        self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
+        self._thread.start()
+
+    # -- from any thread
+
+    def add(
+        self, request_id: str, token_ids: list[int], params: SamplingParams, options: dict[str, Any]
+    ) -> None:
+        self._inbox.put((self._add, (request_id, token_ids, params, options)))
+
+    def abort(self, request_id: str) -> None:
+        self._inbox.put((self._abort, (request_id,)))
+
+    def call(self, number: int, method: Callable[..., Any], *arguments: Any) -> None:
+        """`method(engine, *arguments)`; its answer, or what it raised, is handed over."""
+        self._inbox.put((self._call, (number, method, *arguments)))
+
+    def close(self, timeout_s: float = 10.0) -> None:
+        self._inbox.put((self._close, ()))
+        self._thread.join(timeout_s)
+
+    # -- in its own
+
+    def _run(self) -> None:
+        try:
+            engine = self._engine = self._make_engine()
+        except BaseException as error:
+            self.made.set_exception(error)
+            return
+        self._hand_over()
+        self.made.set_result(engine)
+        try:
+            while not self._is_closing:
+                self._obey()
+                if engine.has_unfinished_requests():
+                    self._step()
+                self._hand_over_what_there_is()
+        except BaseException as error:
+            logger.exception("the engine has stopped")
+            self.why_dead = f"the engine has stopped: {_sentence(error)}"
+        self._fail_all()
+        engine.close()
+        while not self._is_closing:  # whoever comes now is told so
+            self._obey()
+            self._hand_over_what_there_is()
+
+    def _obey(self) -> None:
+        """All that is in the inbox. It waits for something where there is no step to make."""
+        is_dead = self.why_dead is not None
+        must_wait = is_dead or not self._engine.has_unfinished_requests()
+        while must_wait or not self._inbox.empty():
+            do, arguments = self._inbox.get()
+            do(*arguments)
+            must_wait = False
+
+    def _step(self) -> None:
+        try:
+            outputs = self._engine.step()
+        except Exception as error:
+            logger.exception("a step has failed")
+            self._why = _sentence(error)
+            self._num_failures += 1
+            if getattr(error, "is_final", False) or self._num_failures >= MAX_FAILURES:
+                raise
+            return  # whom it concerned, the next step tells
+        why, self._why = self._why, None
+        for output in outputs:
+            if (source := self._sources.get(output.request_id)) is not None:
+                self._deltas.append(self._take(source, why))
+                if self._num_failures and self._deltas[-1].error is None:
+                    self._num_failures = 0
+
+    def _take(self, source: DeltaSource, why: str | None) -> RequestDelta:
+        delta = source.take()
+        if delta.finished:
+            del self._sources[delta.request_id]
+            reasons = {member.completion.finish_reason for member in source.group.members}
+            if "abort" in reasons:  # by nobody whom this thread serves
+                delta.error = EngineError(why or "the request was ended")
+            elif "error" in reasons:
+                detail = source.group.metrics.finish_detail
+                delta.error = EngineError(detail or "the model gave no usable logits")
+        return delta
+
+    def _hand_over_what_there_is(self) -> None:
+        if self._deltas or self._answers:
+            self._hand_over()
+
+    def _hand_over(self) -> None:
+        deltas, answers = self._deltas, self._answers
+        self._deltas, self._answers = [], {}
+        self._deliver(HandOver(deltas, self._engine.stats(), answers))
+
+    def _add(
+        self, request_id: str, token_ids: list[int], params: SamplingParams, options: dict[str, Any]
+    ) -> None:
+        engine, most = self._engine, self._max_waiting
+        try:
+            if self.why_dead is not None:
+                raise EngineError(self.why_dead)
+            if most is not None and len(self._sources) >= engine.config.max_num_seqs + most:
+                raise QueueFull(f"{len(self._sources)} requests are under way or wait: no more")
+            group = engine.add_request(request_id, token_ids, params, **options)
+        except Exception as error:
+            if not isinstance(error, ValueError | QueueFull | EngineError):
+                logger.exception("a request could not be added")
+                error = EngineError(_sentence(error))
+            self._deltas.append(RequestDelta(request_id, finished=True, error=error))
+            return
+        source = self._sources[request_id] = DeltaSource(group)
+        self._deltas.append(source.accepted())
+
+    def _abort(self, request_id: str) -> None:
+        if self._sources.pop(request_id, None) is not None:
+            self._engine.abort_request(request_id)
+
+    def _call(self, number: int, method: Callable[..., Any], *arguments: Any) -> None:
+        try:
+            self._answers[number] = method(self._engine, *arguments)
+        except Exception as error:
+            self._answers[number] = error
+
+    def _close(self) -> None:
+        self._is_closing = True
+
+    def _fail_all(self) -> None:
+        why = EngineError(self.why_dead or "the engine is closed")
+        self._deltas += [RequestDelta(name, finished=True, error=why) for name in self._sources]
+        self._sources.clear()
+        self._hand_over()
+
+
+def _sentence(error: BaseException) -> str:
+    return f"{type(error).__name__}: {error}"

@@ -1,0 +1,52 @@
+"""What a client is told when something is wrong: OpenAI's object, and never half an answer."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from common.serve.engine_loop import EngineError, QueueFull
+
+_TYPES = {
+    401: "authentication_error",
+    404: "not_found_error",
+    429: "rate_limit_error",
+    500: "server_error",
+    503: "server_error",
+}
+RETRY_AFTER_S = 1
+
+
+class ApiError(Exception):
+    """`param`: the field that is wrong. `code`: for programs."""
+
+    def __init__(
+        self, status: int, message: str, param: str | None = None, code: str | None = None
+    ) -> None:
+        super().__init__(message)
+        self.status, self.message, self.param, self.code = status, message, param, code
+
+    def content(self) -> dict[str, Any]:
+        kind = _TYPES.get(self.status, "invalid_request_error")
+        error = {"message": self.message, "type": kind, "param": self.param, "code": self.code}
+        return {"error": error}
+
+    def headers(self) -> dict[str, str]:
+        return {"Retry-After": str(RETRY_AFTER_S)} if self.status in (429, 503) else {}
+
+
+def bad(message: str, param: str | None = None, code: str | None = None) -> ApiError:
+    return ApiError(400, message, param, code)
+
+
+def api_error(error: Exception) -> ApiError:
+    """What the engine raised, as the client is told."""
+    if isinstance(error, ApiError):
+        return error
+    if isinstance(error, QueueFull):
+        return ApiError(429, str(error), None, "queue_full")
+    if isinstance(error, ValueError):
+        first = str(error).split(" ")[0]
+        return bad(str(error), first if first.isidentifier() else None)
+    if isinstance(error, EngineError):
+        return ApiError(500, str(error))
+    return ApiError(500, f"{type(error).__name__}: {error}")

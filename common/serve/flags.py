@@ -1,0 +1,86 @@
+"""Every field of `EngineConfig` as a flag: its name, its default and the comment beside it are read
+there, so that nothing is said twice."""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import inspect
+import json
+import re
+from typing import Any
+
+from common.engine_config import EngineConfig
+
+NO_FLAG = {"model", "kv_connector", "events"}  # said otherwise, or no text
+_FIELD = re.compile(r"    (\w+): [^#]*?(?:# (.*))?$")
+
+
+def add_engine_flags(group: argparse._ArgumentGroup) -> None:
+    comments = field_comments()
+    for field in dataclasses.fields(EngineConfig):
+        if field.name not in NO_FLAG:
+            says = f"{comments.get(field.name, '')} (default: {field.default})"
+            group.add_argument(
+                "--" + field.name.replace("_", "-"),
+                type=_Value(field),
+                nargs="?",
+                const=True,
+                default=argparse.SUPPRESS,
+                metavar="V",
+                help=says.replace("%", "%%"),
+            )
+
+
+def engine_settings(args: argparse.Namespace) -> dict[str, Any]:
+    """Those that were given."""
+    names = {f.name for f in dataclasses.fields(EngineConfig)} - NO_FLAG
+    return {name: value for name, value in vars(args).items() if name in names}
+
+
+def field_comments() -> dict[str, str]:
+    """What stands beside each field of `EngineConfig`, or right above it."""
+    found: dict[str, str] = {}
+    above: list[str] = []
+    for line in inspect.getsource(EngineConfig).splitlines():
+        if line.startswith("    # "):
+            above.append(line[6:])
+        elif (match := _FIELD.match(line)) is not None:
+            found[match[1]] = match[2] or " ".join(above)
+            above = []
+        elif line.startswith("    def "):
+            break
+    return found
+
+
+class _Value:
+    """A text as what the field may be; `EngineConfig` says whether it is right."""
+
+    def __init__(self, field: dataclasses.Field) -> None:
+        self.field = field
+        self.__name__ = "value"  # argparse names it so
+
+    def __call__(self, text: str) -> Any:
+        kinds = str(self.field.type)
+        if text.startswith("{"):
+            value = json.loads(text)
+            return _tiers(value) if self.field.name == "kv_tiers" else value
+        words = {"none": None, "true": True, "false": False}
+        if text.lower() in words:
+            return words[text.lower()]
+        for kind, word in ((int, "int"), (float, "float")):
+            if word in kinds:
+                try:
+                    return kind(text)
+                except ValueError:
+                    continue
+        return text
+
+
+def _tiers(fields: dict[str, Any]) -> Any:
+    from tiered_cache import KVTierConfig
+
+    try:
+        return KVTierConfig(**fields)
+    except TypeError as error:
+        raise ValueError(str(error)) from error

@@ -1,0 +1,131 @@
+"""Whatever comes from outside passes here first, or does not.
+
+Nothing is trusted because it is loopback: a page of somebody else's in a browser on this machine
+may send requests here, too. Such ones carry an `Origin`, or a `Host` that is a name of theirs."""
+
+from __future__ import annotations
+
+import asyncio
+import hmac
+import uuid
+from dataclasses import dataclass
+from typing import Any
+
+from starlette.datastructures import Headers
+from starlette.responses import Response
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from common.serve.answers import to_json
+from common.serve.errors import ApiError
+
+LOOPBACK = ("localhost", "127.0.0.1", "[::1]")
+MAX_ID = 200
+
+
+@dataclass(frozen=True, slots=True)
+class GateConfig:
+    host: str = "127.0.0.1"
+    api_key: str | None = None
+    max_body_bytes: int = 16 << 20
+    body_seconds: float = 30.0  # for all of a body to arrive
+
+
+def error_response(error: ApiError) -> Response:
+    return Response(
+        to_json(error.content()), error.status, error.headers(), media_type="application/json"
+    )
+
+
+class Gate:
+    """Around the application: key, host, origin, size of the body, and an id for each request."""
+
+    def __init__(self, app: ASGIApp, config: GateConfig) -> None:
+        self.app, self.config = app, config
+        self.is_draining = False
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            await self.app(scope, receive, send)
+            return
+        headers = Headers(scope=scope)
+        name = headers.get("x-request-id", "")
+        if not (0 < len(name) <= MAX_ID and name.isascii() and name.isprintable()):
+            name = uuid.uuid4().hex
+
+        async def send_with_id(message: Message) -> None:
+            if message["type"] == "http.response.start":
+                message["headers"] = [*message["headers"], (b"x-request-id", name.encode())]
+            await send(message)
+
+        try:
+            self._check(scope, headers)
+            body = await self._body(receive, headers) if scope["method"] == "POST" else b""
+        except ApiError as error:
+            await error_response(error)(scope, receive, send_with_id)
+            return
+        await self.app(scope, _again(body, receive), send_with_id)
+
+    def _check(self, scope: Scope, headers: Headers) -> None:
+        path, method, config = scope["path"], scope["method"], self.config
+        if path == "/health":
+            return
+        if config.api_key is not None:
+            given = headers.get("authorization", "").encode()
+            if not hmac.compare_digest(given, f"Bearer {config.api_key}".encode()):
+                raise ApiError(401, "the API key is missing or wrong", code="invalid_api_key")
+        if method == "POST" or path in ("/", "/events"):
+            self._check_origin(headers)
+        if method != "POST":
+            return
+        if self.is_draining:
+            raise ApiError(503, "the server is being shut down and takes no new requests")
+        kind = headers.get("content-type", "").split(";")[0].strip().lower()
+        if kind != "application/json":
+            raise ApiError(415, "the body must be JSON: say Content-Type: application/json")
+
+    def _check_origin(self, headers: Headers) -> None:
+        host = headers.get("host", "")
+        name = host.rsplit(":", 1)[0] if not host.endswith("]") else host
+        is_local = self.config.host in (*LOOPBACK, "::1")
+        if is_local and name not in LOOPBACK:
+            raise ApiError(403, f"this server is at {self.config.host}, not at that host")
+        origin = headers.get("origin")
+        if origin is not None and origin not in (f"http://{host}", f"https://{host}"):
+            raise ApiError(403, "a page of another origin may not send requests here")
+
+    async def _body(self, receive: Receive, headers: Headers) -> bytes:
+        most = self.config.max_body_bytes
+        too_large = ApiError(413, f"the body is larger than {most} bytes")
+        said = headers.get("content-length", "0")
+        if not said.isdecimal() or int(said[:20]) > most:
+            raise too_large
+        try:
+            return await asyncio.wait_for(_read(receive, most), self.config.body_seconds)
+        except OverflowError as error:
+            raise too_large from error
+        except asyncio.TimeoutError as error:
+            raise ApiError(408, "the body did not arrive in time") from error
+
+
+async def _read(receive: Receive, most: int) -> bytes:
+    """Whatever its length was said to be."""
+    body, is_more = bytearray(), True
+    while is_more:
+        message = await receive()
+        if message["type"] == "http.disconnect":
+            raise ApiError(400, "the body ended before its end")
+        body += message.get("body", b"")
+        is_more = message.get("more_body", False)
+        if len(body) > most:
+            raise OverflowError
+    return bytes(body)
+
+
+def _again(body: bytes, receive: Receive) -> Receive:
+    """The body, which was read here, and then what comes after it."""
+    first: list[dict[str, Any]] = [{"type": "http.request", "body": body, "more_body": False}]
+
+    async def received() -> Message:
+        return first.pop() if first else await receive()
+
+    return received

@@ -1,0 +1,120 @@
+"""From the command to a server that answers, and to its end."""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import logging
+import socket
+import sys
+from pathlib import Path
+from typing import Any
+
+import uvicorn
+from uvicorn.protocols.http.h11_impl import H11Protocol
+
+from common.collector import spare_what_is_loaded
+from common.serve.app import ServeConfig, make_app
+from common.serve.async_llm import AsyncLLM
+from common.serve.gate import Gate, GateConfig
+
+logger = logging.getLogger(__name__)
+HEADER_SECONDS = 10.0
+KEEP_ALIVE_SECONDS = 65
+CUT_SHORT = 3  # exit code: some requests were ended before their end
+
+
+class PatientProtocol(H11Protocol):
+    """Whoever connects has to say in `HEADER_SECONDS` what it wants."""
+
+    def connection_made(self, transport: asyncio.Transport) -> None:  # pyright: ignore[reportIncompatibleMethodOverride]
+        super().connection_made(transport)
+        self.loop.call_later(HEADER_SECONDS, self._look)
+
+    def _look(self) -> None:
+        if self.cycle is None and not self.transport.is_closing():
+            self.transport.close()
+
+
+class DrainingServer(uvicorn.Server):
+    """The first signal ends it gently: nothing new is taken, and what runs may finish; what has not
+    after `drain_seconds` gets an error. A second one ends it at once."""
+
+    def __init__(
+        self, config: uvicorn.Config, llm: AsyncLLM, gate: Gate, drain_seconds: float
+    ) -> None:
+        super().__init__(config)
+        self.llm, self.gate, self.drain_seconds = llm, gate, drain_seconds
+        self.num_cut_short = 0
+        self._draining: asyncio.Task | None = None
+
+    def handle_exit(self, sig: int, frame: Any) -> None:
+        if self.gate.is_draining:
+            self.drain_seconds = 0.0
+            return
+        self.gate.is_draining = True
+        asyncio.get_running_loop().call_soon_threadsafe(self._begin_drain)
+
+    def _begin_drain(self) -> None:
+        self._draining = asyncio.ensure_future(self._drain())
+
+    async def _drain(self) -> None:
+        loop = asyncio.get_running_loop()
+        begin = loop.time()
+        logger.info("shutting down: %d requests may finish", self.llm.num_unfinished)
+        while self.llm.num_unfinished and loop.time() - begin < self.drain_seconds:
+            await asyncio.sleep(0.05)
+        self.num_cut_short = self.llm.num_unfinished
+        self.llm.abort_all("the server is shut down")
+        self.should_exit = True
+
+
+async def serve(args: argparse.Namespace, settings: dict[str, Any], listener: socket.socket) -> int:
+    """The exit code. Raises what `AsyncLLM` does."""
+    name = args.served_model_name or _name(args.model)
+    _say(f"loading {name} ...")
+    spare_what_is_loaded()
+    make = asyncio.to_thread(AsyncLLM, args.model, max_waiting=args.max_waiting, **settings)
+    llm = await make
+    try:
+        gate_config = GateConfig(args.host, args.api_key, args.max_body_bytes)
+        config = ServeConfig(
+            name, gate_config, args.chat_template, args.adapter_root, args.heartbeat_seconds
+        )
+        _, gate = make_app(llm, config)
+        server = DrainingServer(
+            uvicorn.Config(
+                gate,
+                http=PatientProtocol,
+                lifespan="off",
+                log_level="warning",
+                timeout_keep_alive=KEEP_ALIVE_SECONDS,
+                timeout_graceful_shutdown=5,
+            ),
+            llm,
+            gate,
+            args.drain_seconds,
+        )
+        _tell(args, name, listener)
+        await server.serve(sockets=[listener])
+        return CUT_SHORT if server.num_cut_short else 0
+    finally:
+        await asyncio.to_thread(llm.close)
+
+
+def _name(model: str | None) -> str:
+    return "tiny" if model is None else Path(model).name if Path(model).is_dir() else model
+
+
+def _tell(args: argparse.Namespace, name: str, listener: socket.socket) -> None:
+    host, port = listener.getsockname()[:2]
+    where = f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+    key = ' -H "Authorization: Bearer $KEY"' if args.api_key else ""
+    _say(f"{name} is served at http://{where}/v1")
+    body = f'{{"model": "{name}", "prompt": "def fibonacci(n):", "max_tokens": 32}}'
+    kind = "-H 'Content-Type: application/json'"
+    _say(f"  curl http://{where}/v1/completions{key} {kind} -d '{body}'")
+
+
+def _say(line: str) -> None:
+    print(line, file=sys.stderr, flush=True)

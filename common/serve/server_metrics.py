@@ -1,0 +1,117 @@
+"""`GET /metrics`, under vLLM's names, so that its dashboards show this engine too."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import AsyncIterator, Iterator
+
+from prometheus_client import CollectorRegistry, Counter, Histogram
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
+from prometheus_client.exposition import CONTENT_TYPE_LATEST, generate_latest
+from prometheus_client.metrics_core import Metric
+
+from common.serve.async_llm import AsyncLLM
+from common.serve.deltas import RequestDelta
+
+_LABELS = ("model_name", "engine")
+_SHORT = (0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1, 2.5, 5, 7.5, 10, 20)
+_LONG = (0.3, 0.5, 0.8, 1, 1.5, 2, 2.5, 5, 10, 15, 20, 30, 40, 50, 60, 120, 240, 480, 960)
+_TOKEN = (0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.75, 1, 2.5, 5, 7.5, 10, 20, 40)
+_REASONS = ("stop", "length", "abort", "error")
+# Of `EngineStats`: what it is there, what it says.
+_GAUGES = {
+    "num_requests_running": ("num_running", "Sequences that hold memory and compute."),
+    "num_requests_waiting": ("num_waiting", "Sequences that wait for their first step."),
+}
+_COUNTERS = {
+    "prompt_tokens": ("prompt_tokens", "Prompt tokens of admitted requests, cached or not."),
+    "generation_tokens": ("output_tokens", "Tokens generated."),
+    "num_preemptions": ("num_preemptions", "Sequences that lost their memory to others."),
+    "prefix_cache_queries": ("looked_up_tokens", "Prompt tokens looked up in the prefix cache."),
+    "prefix_cache_hits": ("cached_tokens", "Prompt tokens found there."),
+}
+
+
+class ServerMetrics:
+    """Gauges and counters are the engine's, read when somebody asks. Times are each request's, once
+    it has ended."""
+
+    def __init__(self, llm: AsyncLLM, model_name: str) -> None:
+        self.llm, self.started_at, self.content_type = llm, time.time(), CONTENT_TYPE_LATEST
+        self._labels = (model_name, "0")
+        self._registry = CollectorRegistry()
+        self._registry.register(self)  # pyright: ignore[reportArgumentType]
+
+        def histogram(name: str, says: str, buckets: tuple[float, ...]) -> Histogram:
+            made = Histogram(
+                f"vllm:{name}", says, _LABELS, buckets=buckets, registry=self._registry
+            )
+            return made.labels(*self._labels)
+
+        self._first = histogram(
+            "time_to_first_token_seconds", "From arrival to the first token.", _SHORT
+        )
+        self._between = histogram("inter_token_latency_seconds", "Between two tokens.", _TOKEN)
+        self._whole = histogram(
+            "e2e_request_latency_seconds", "From arrival to the last token.", _LONG
+        )
+        self._queued = histogram(
+            "request_queue_time_seconds", "From arrival to the first step.", _LONG
+        )
+        self._ended = Counter(
+            "vllm:request_success",
+            "Requests that have ended, by reason.",
+            (*_LABELS, "finished_reason"),
+            registry=self._registry,
+        )
+        for reason in _REASONS:
+            self._ended.labels(*self._labels, reason)
+
+    async def counted(self, request: AsyncIterator[RequestDelta]) -> AsyncIterator[RequestDelta]:
+        """The same deltas, on their way to the client."""
+        reason = "abort"  # unless it comes to an end
+        try:
+            async for delta in request:
+                if delta.metrics is not None and delta.error is None:
+                    reason = self._note(delta)
+                yield delta
+        except (ValueError, Exception) as error:
+            reason = "refused" if isinstance(error, ValueError) else "error"
+            raise
+        finally:
+            await request.aclose()  # pyright: ignore[reportAttributeAccessIssue]
+            if reason in _REASONS:
+                self._ended.labels(*self._labels, reason).inc()
+
+    def _note(self, delta: RequestDelta) -> str:
+        times = delta.metrics
+        assert times is not None
+        if times.time_to_first_token is not None and times.last_token_time is not None:
+            self._first.observe(times.time_to_first_token)
+            self._whole.observe(times.last_token_time - times.arrival_time)
+        if times.queue_time is not None:
+            self._queued.observe(times.queue_time)
+        for seconds in times.inter_token_latencies:
+            self._between.observe(seconds)
+        reasons = [c.finish_reason for c in delta.completions.values() if c.finish_reason]
+        return reasons[0] if reasons else "stop"
+
+    def collect(self) -> Iterator[Metric]:
+        """Called by the registry."""
+        stats = self.llm.latest_stats
+        for name, (field, says) in _GAUGES.items():
+            yield self._gauge(name, says, getattr(stats, field))
+        usage = stats.kv_blocks_in_use / max(stats.kv_blocks_total, 1)
+        yield self._gauge("kv_cache_usage_perc", "Share of the KV blocks in use; 1: all.", usage)
+        for name, (field, says) in _COUNTERS.items():
+            metric = CounterMetricFamily(f"vllm:{name}", says, labels=_LABELS)
+            metric.add_metric(self._labels, getattr(stats, field))
+            yield metric
+
+    def _gauge(self, name: str, says: str, value: float) -> GaugeMetricFamily:
+        metric = GaugeMetricFamily(f"vllm:{name}", says, labels=_LABELS)
+        metric.add_metric(self._labels, value)
+        return metric
+
+    def text(self) -> bytes:
+        return generate_latest(self._registry)

@@ -1,0 +1,138 @@
+"""Answers that take their time, and clients that do not wait for them."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Awaitable, Sequence
+from typing import TypeVar
+
+from starlette.responses import Response
+from starlette.types import Receive, Scope, Send
+
+from common.serve.deltas import RequestDelta
+
+T = TypeVar("T")
+Deltas = AsyncIterator[RequestDelta]
+CLIENT_IS_GONE = Response(status_code=499)  # as nginx says it; nobody reads it
+HEARTBEAT = b": still here\n\n"
+
+
+async def is_gone(receive: Receive) -> None:
+    """Returns when the client has left."""
+    while (await receive())["type"] != "http.disconnect":
+        pass
+
+
+async def unless_gone(receive: Receive, wanted: Awaitable[T]) -> T | None:
+    """What is wanted; if the client leaves first, it is cancelled, and None."""
+    watcher = asyncio.ensure_future(is_gone(receive))
+    work = asyncio.ensure_future(wanted)
+    try:
+        await asyncio.wait({watcher, work}, return_when=asyncio.FIRST_COMPLETED)
+        return await work if work.done() else None
+    finally:
+        await _end(watcher, work)
+
+
+async def accepted(requests: Sequence[Deltas]) -> list[RequestDelta]:
+    """The first delta of each, when all have one. If one is refused, all are ended, and its error
+    is raised."""
+    firsts = await asyncio.gather(*map(anext, requests), return_exceptions=True)
+    found = [first for first in firsts if isinstance(first, RequestDelta)]
+    if len(found) < len(firsts):
+        await close_all(requests)
+        raise next(first for first in firsts if isinstance(first, BaseException))
+    return found
+
+
+async def close_all(requests: Sequence[Deltas]) -> None:
+    for request in requests:
+        await request.aclose()  # pyright: ignore[reportAttributeAccessIssue]
+
+
+async def gathered(firsts: list[RequestDelta], requests: Sequence[Deltas]) -> list[RequestDelta]:
+    """Each to its end. If one fails, the others are ended."""
+
+    async def whole(total: RequestDelta, request: Deltas) -> RequestDelta:
+        async for delta in request:
+            total.extend(delta)
+        return total
+
+    tasks = [asyncio.ensure_future(whole(*pair)) for pair in zip(firsts, requests, strict=True)]
+    try:
+        return [await task for task in tasks]
+    finally:
+        await _end(*tasks)
+
+
+async def merged(requests: Sequence[Deltas]) -> AsyncIterator[tuple[int, RequestDelta]]:
+    """All as they come, each with its number."""
+    if len(requests) == 1:
+        async for delta in requests[0]:
+            yield 0, delta
+        return
+    waiting = {asyncio.ensure_future(anext(r)): i for i, r in enumerate(requests)}
+    try:
+        while waiting:
+            done, _ = await asyncio.wait(waiting, return_when=asyncio.FIRST_COMPLETED)
+            for task in done:
+                i = waiting.pop(task)
+                try:
+                    delta = task.result()
+                except StopAsyncIteration:
+                    continue
+                waiting[asyncio.ensure_future(anext(requests[i]))] = i
+                yield i, delta
+    finally:
+        await _end(*waiting)
+
+
+async def _end(*tasks: asyncio.Future) -> None:
+    for task in tasks:
+        task.cancel()
+    await asyncio.gather(*tasks, return_exceptions=True)
+
+
+class EventStream(Response):
+    """Server-sent events. However it ends, `events` is closed."""
+
+    media_type = "text/event-stream"
+
+    def __init__(self, events: AsyncIterator[bytes], heartbeat_s: float | None = None) -> None:
+        super().__init__()
+        self.events, self.heartbeat_s = events, heartbeat_s
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        headers = [(b"content-type", b"text/event-stream; charset=utf-8")]
+        headers += [(b"cache-control", b"no-cache"), (b"x-accel-buffering", b"no")]
+        await send({"type": "http.response.start", "status": 200, "headers": headers})
+        try:
+            await unless_gone(receive, self._send_all(send))
+        finally:
+            await self.events.aclose()  # pyright: ignore[reportAttributeAccessIssue]
+
+    async def _send_all(self, send: Send) -> None:
+        events = self.events if self.heartbeat_s is None else self._with_heartbeats()
+        try:
+            async for data in events:
+                await send({"type": "http.response.body", "body": data, "more_body": True})
+            await send({"type": "http.response.body", "body": b""})
+        except OSError:  # nobody listens
+            pass
+
+    async def _with_heartbeats(self) -> AsyncIterator[bytes]:
+        while True:
+            coming = asyncio.ensure_future(anext(self.events))
+            try:
+                while not coming.done():
+                    await asyncio.wait({coming}, timeout=self.heartbeat_s)
+                    if not coming.done():
+                        yield HEARTBEAT
+            finally:
+                if not coming.done():
+                    await _end(coming)
+            try:
+                data = coming.result()
+            except StopAsyncIteration:
+                return
+            yield data

@@ -1,0 +1,200 @@
+"""Facts of the wire that break clients elsewhere, each looked at in the bytes."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+
+from common.llm import LLM, SamplingParams
+from common.serve.conftest import MODEL, Running
+
+PROMPT = "def fibonacci(n):\n    if n"
+CHAT = {"model": MODEL, "messages": [{"role": "user", "content": "a stack"}]}
+
+
+def body(**fields: Any) -> dict[str, Any]:
+    return {"model": MODEL, "prompt": PROMPT, "temperature": 0, "max_tokens": 12} | fields
+
+
+def test_an_answer_is_that_of_generate(server: Running, alone: LLM) -> None:
+    status, answer = server.post("/v1/completions", body())
+    params = SamplingParams(temperature=0, max_tokens=12)
+    expected = alone.generate(PROMPT, params, use_tqdm=False)[0].outputs[0]
+    choice = answer["choices"][0]
+    assert status == 200 and choice["text"] == expected.text
+    assert choice["finish_reason"] == expected.finish_reason == "length"
+    assert answer["usage"]["completion_tokens"] == 12
+    assert answer["object"] == "text_completion" and answer["model"] == MODEL
+
+
+def test_pieces_joined_are_the_whole(server: Running) -> None:
+    for fields in (
+        {},
+        {"n": 3, "temperature": 0.9, "seed": 5},
+        {"stop": ["return", "n -"]},
+        {"prompt": [PROMPT, "import os"], "n": 2, "seed": 3, "temperature": 1.0},
+        {"logprobs": 2, "echo": True},
+        {"echo": True, "max_tokens": 0, "logprobs": 1},
+    ):
+        _, whole = server.post("/v1/completions", body(**fields))
+        *pieces, done = server.events("/v1/completions", body(**fields))
+        assert done is None and {p["id"] for p in pieces} == {pieces[0]["id"]}
+        assert {p["created"] for p in pieces} == {pieces[0]["created"]}
+        for choice in whole["choices"]:
+            own = [c for p in pieces for c in p["choices"] if c["index"] == choice["index"]]
+            assert "".join(c["text"] for c in own) == choice["text"], fields
+            reasons = [c["finish_reason"] for c in own]
+            assert reasons[-1] == choice["finish_reason"] and not any(reasons[:-1]), fields
+            if choice["logprobs"] is not None:
+                for name, values in choice["logprobs"].items():
+                    joined = [value for c in own for value in c["logprobs"][name]]
+                    assert joined == values, (fields, name)
+
+
+def test_of_a_chat_the_role_comes_once_and_content_always(template_server: Running) -> None:
+    chat = CHAT | {"max_tokens": 8, "temperature": 0, "stream_options": {"include_usage": True}}
+    *pieces, usage, done = template_server.events("/v1/chat/completions", chat)
+    assert done is None and usage["choices"] == [] and usage["usage"]["completion_tokens"] == 8
+    assert {p["object"] for p in [*pieces, usage]} == {"chat.completion.chunk"}
+    deltas = [p["choices"][0]["delta"] for p in pieces]
+    assert deltas[0] == {"role": "assistant", "content": ""}
+    assert all("role" not in d and "content" in d for d in deltas[1:])
+    assert all(p["usage"] is None for p in pieces)
+    _, whole = template_server.post("/v1/chat/completions", chat)
+    message = whole["choices"][0]["message"]
+    assert message["role"] == "assistant" and message["content"] == "".join(
+        d["content"] for d in deltas
+    )
+    assert whole["object"] == "chat.completion"
+
+
+def test_usage_is_not_sent_unasked(server: Running) -> None:
+    *pieces, _ = server.events("/v1/completions", body())
+    assert not any("usage" in piece for piece in pieces)
+
+
+def test_half_a_character_is_never_sent(server: Running, alone: LLM) -> None:
+    """A token that is one byte of a character, forced; the piece after it makes it whole."""
+    tokenizer = server.llm.tokenizer
+    ids = tokenizer.encode("é€")
+    assert len(ids) > 2, "the shipped tokenizer cuts them into bytes"
+    for token_id in ids[:-1]:
+        fields = {"prompt": "x", "allowed_token_ids": [token_id], "max_tokens": 1}
+        *pieces, _ = server.events("/v1/completions", body(**fields))
+        texts = [p["choices"][0]["text"] for p in pieces]
+        assert texts == ["\ufffd"]  # its last: nothing can make it whole any more
+    fields = {"prompt": "x", "allowed_token_ids": [ids[0]], "max_tokens": 3}
+    *pieces, _ = server.events("/v1/completions", body(**fields))
+    texts = [p["choices"][0]["text"] for p in pieces]
+    assert "".join(texts) == "\ufffd" * 3 and "" not in texts[:-1]
+
+
+def test_minus_infinity_is_a_number(server: Running) -> None:
+    fields = {"logprobs": 3, "max_tokens": 2}
+    _, answer = server.post("/v1/completions", body(**fields))
+    assert all(p <= 0 for p in answer["choices"][0]["logprobs"]["token_logprobs"])
+    from common.serve.answers import finite, to_json
+
+    assert finite(float("-inf")) == -9999.0
+    with pytest.raises(ValueError, match="Out of range"):
+        to_json(float("nan"))
+
+
+def test_logprobs_are_those_of_generate(server: Running, alone: LLM) -> None:
+    params = SamplingParams(temperature=0, max_tokens=5, logprobs=2)
+    expected = alone.generate(PROMPT, params, use_tqdm=False)[0].outputs[0].logprobs
+    assert expected is not None
+    _, answer = server.post("/v1/completions", body(max_tokens=5, logprobs=2))
+    found = answer["choices"][0]["logprobs"]
+    assert found["token_logprobs"] == pytest.approx([e.logprob for e in expected])
+    assert "".join(found["tokens"]) == answer["choices"][0]["text"]
+    assert [len(top) for top in found["top_logprobs"]] == [2] * 5
+    starts = [sum(map(len, found["tokens"][:i])) for i in range(5)]
+    assert found["text_offset"] == starts
+
+
+def test_errors_are_objects(server: Running) -> None:
+    many = [1] * 5000
+    for path, sent, status, field in (
+        ("/v1/completions", body(temperature=-1), 400, "temperature"),
+        ("/v1/completions", body(temperature="hot"), 400, "temperature"),
+        ("/v1/completions", body(model="gpt-4"), 404, "model"),
+        ("/v1/completions", [1, 2], 400, None),
+        ("/v1/completions", b"{", 400, None),
+        ("/v1/completions", b'{"prompt": "x", "temperature": NaN}', 400, "temperature"),
+        ("/v1/completions", b"[" * 100_000, 400, None),
+        ("/v1/completions", body(prompt=many), 400, "prompt"),
+        ("/v1/completions", body(prompt=[]), 400, "prompt"),
+        ("/v1/completions", body(prompt=[10**9]), 400, "prompt"),
+        ("/v1/completions", body(max_tokens=10**400, stop_token_ids=[*range(1000)]), 200, None),
+        ("/v1/completions", body(n=10**9), 400, "n"),
+        ("/v1/completions", body(suffix="x"), 400, "suffix"),
+        ("/v1/completions", body(best_of=2), 400, "best_of"),
+        ("/v1/completions", body(logit_bias={"x": 1}), 400, "logit_bias"),
+        ("/v1/completions", body(response_format={"type": "xml"}), 400, "response_format"),
+        ("/v1/chat/completions", CHAT, 400, None),  # no template
+        ("/v1/chat/completions", {**CHAT, "messages": []}, 400, "messages"),
+        ("/v1/nothing", {}, 404, None),
+        ("/v1/models", {}, 405, None),
+    ):
+        found, answer = server.post(path, sent)
+        assert found == status, (sent if len(str(sent)) < 200 else path, answer)
+        if status != 200:
+            assert set(answer["error"]) == {"message", "type", "param", "code"}
+            assert answer["error"]["param"] == field, answer
+
+
+def test_unknown_fields_are_passed_over(server: Running) -> None:
+    assert server.post("/v1/completions", body(frobnicate=3))[0] == 200
+
+
+def test_an_id_is_taken_and_given(server: Running) -> None:
+    _, headers, _ = server.request("POST", "/v1/completions", body(), {"X-Request-Id": "mine"})
+    assert headers["x-request-id"] == "mine"
+    _, headers, _ = server.request("GET", "/health")
+    assert len(headers["x-request-id"]) == 32
+
+
+def test_tokens_there_and_back(server: Running) -> None:
+    _, found = server.post("/tokenize", {"prompt": PROMPT})
+    assert found["tokens"] == server.llm.tokenizer.encode(PROMPT) and found["count"] > 3
+    assert server.post("/detokenize", {"tokens": found["tokens"]})[1] == {"prompt": PROMPT}
+    _, rendered = server.post("/v1/completions/render", body())
+    assert rendered[0]["token_ids"] == found["tokens"]
+
+
+def test_json_objects_are_json(server: Running) -> None:
+    schema = {"type": "object", "properties": {"a": {"type": "boolean"}}, "required": ["a"]}
+    schema["additionalProperties"] = False
+    form = {"type": "json_schema", "json_schema": {"name": "x", "schema": schema}}
+    _, answer = server.post("/v1/completions", body(response_format=form, max_tokens=60))
+    found = json.loads(answer["choices"][0]["text"])
+    assert list(found) == ["a"] and isinstance(found["a"], bool)
+    outputs = {"choice": ["yes", "no"]}
+    _, answer = server.post("/v1/completions", body(structured_outputs=outputs))
+    assert answer["choices"][0]["text"] in ("yes", "no")
+
+
+def test_metrics_have_vllms_names(server: Running) -> None:
+    server.post("/v1/completions", body())
+    _, _, text = server.request("GET", "/metrics")
+    lines = text.decode().splitlines()
+    names = {line.split("{")[0] for line in lines if not line.startswith("#")}
+    for name in (
+        "num_requests_running",
+        "num_requests_waiting",
+        "kv_cache_usage_perc",
+        "prefix_cache_queries_total",
+        "prefix_cache_hits_total",
+        "num_preemptions_total",
+        "prompt_tokens_total",
+        "generation_tokens_total",
+        "request_success_total",
+        "time_to_first_token_seconds_bucket",
+        "inter_token_latency_seconds_bucket",
+        "e2e_request_latency_seconds_bucket",
+        "request_queue_time_seconds_bucket",
+    ):
+        assert f"vllm:{name}" in names

@@ -1,0 +1,208 @@
+"""What clients may send: OpenAI's fields with vLLM's additions, and what they mean to the engine.
+
+A number is a number and no text; `null` is a field that was not given. What the values may be is
+said by `SamplingParams` and the engine. Fields that nobody knows are passed over, as vLLM does, and
+named once in the log; fields of OpenAI's that would change the answer, and are not built, are
+refused by name."""
+
+from __future__ import annotations
+
+import logging
+from typing import Annotated, Any
+
+from pydantic import BaseModel, ConfigDict, Field
+
+from common.intake import RequestOptions
+from common.serve.errors import bad
+from grammars import Json
+from request import SamplingParams
+
+logger = logging.getLogger(__name__)
+MAX_N = 128  # sequences of a prompt, and prompts of a request, as at OpenAI
+MAX_PROMPTS = 2048
+MAX_LOGPROBS = 20  # vLLM's `--max-logprobs`
+# Name: what would change nothing.
+NOT_BUILT: dict[str, tuple] = {
+    "tools": ([],),
+    "tool_choice": ("none",),
+    "functions": ([],),
+    "function_call": ("none",),
+    "audio": (),
+    "modalities": (["text"],),
+    "suffix": ("",),
+    "best_of": (1,),
+    "prediction": (),
+    "web_search_options": (),
+    "chat_template": (),  # a template is a program: the server's owner chooses it
+    "prompt_embeds": (),
+    "use_beam_search": (False,),
+}
+# Known, and of no consequence here.
+PASSED_OVER = {"user", "store", "metadata", "service_tier", "safety_identifier"}
+_named: set[str] = set()
+
+TokenIds = list[Annotated[int, Field(ge=0)]]
+
+
+class Body(BaseModel):
+    model_config = ConfigDict(extra="allow", strict=True, allow_inf_nan=False)
+
+
+class StreamOptions(Body):
+    include_usage: bool | None = None
+    continuous_usage_stats: bool | None = None
+
+
+class ResponseFormat(Body):
+    type: str
+    json_schema: dict[str, Any] | None = None
+
+
+class GenerateBody(Body):
+    """What both kinds of request have. The names are those of `SamplingParams` where it has one."""
+
+    model: str | None = None
+    stream: bool | None = None
+    stream_options: StreamOptions | None = None
+    n: int | None = Field(None, ge=1, le=MAX_N)
+    temperature: float | None = None
+    top_p: float | None = None
+    top_k: int | None = None
+    min_p: float | None = None
+    repetition_penalty: float | None = None
+    presence_penalty: float | None = None
+    frequency_penalty: float | None = None
+    seed: int | None = None
+    max_tokens: int | None = None
+    min_tokens: int | None = None
+    stop: str | list[str] | None = None
+    stop_token_ids: list[int] | None = None
+    ignore_eos: bool | None = None
+    skip_special_tokens: bool | None = None
+    include_stop_str_in_output: bool | None = None
+    logit_bias: dict[str, float] | None = None
+    allowed_token_ids: list[int] | None = None
+    bad_words: list[str] | None = None
+    prompt_logprobs: int | None = Field(None, ge=0, le=MAX_LOGPROBS)
+    truncate_prompt_tokens: int | None = None
+    add_special_tokens: bool | None = None
+    response_format: ResponseFormat | None = None
+    structured_outputs: dict[str, Any] | None = None
+    priority: int | None = None
+    cache_salt: str | None = None
+    return_token_ids: bool | None = None
+
+    def options(self) -> RequestOptions:
+        """Of `AsyncLLM.generate`."""
+        return {"priority": self.priority or 0, "cache_salt": self.cache_salt}
+
+    def sampling_params(self, **others: Any) -> SamplingParams:
+        """`others` where the names differ. Raises `ApiError`."""
+        self.check()
+        names = SamplingParams.__dataclass_fields__.keys() & type(self).model_fields.keys()
+        given = {name: getattr(self, name) for name in names - {"logit_bias", "logprobs"}}
+        given |= {"grammar": self._grammar(), "logit_bias": self._logit_bias()} | others
+        try:
+            return SamplingParams(**{k: v for k, v in given.items() if v is not None})
+        except ValueError as error:
+            raise bad(str(error), str(error).split(" ")[0]) from error
+
+    def check(self) -> None:
+        for name, value in (self.model_extra or {}).items():
+            if name in NOT_BUILT and value is not None and value not in NOT_BUILT[name]:
+                raise bad(f"{name} is not supported by this server", name)
+            known = name in NOT_BUILT or name in PASSED_OVER or name in _named
+            if not known and len(_named) < 1000:
+                _named.add(name)
+                logger.warning("field %.100r of a request is not known, and passed over", name)
+
+    def _logit_bias(self) -> dict[int, float] | None:
+        if self.logit_bias is None:
+            return None
+        try:
+            return {int(token_id): bias for token_id, bias in self.logit_bias.items()}
+        except ValueError as error:
+            raise bad("logit_bias: its keys must be token ids", "logit_bias") from error
+
+    def _grammar(self) -> Any:
+        form, given = self.response_format, self.structured_outputs
+        if form is None or form.type == "text":
+            return None if given is None else dict(given)
+        if given is not None:
+            raise bad("give response_format or structured_outputs, not both", "response_format")
+        if form.type == "json_object":
+            return Json({"type": "object"})
+        schema = (form.json_schema or {}).get("schema")
+        if form.type != "json_schema" or not isinstance(schema, dict):
+            allowed = "'text', 'json_object', or 'json_schema' with json_schema.schema"
+            raise bad(f"response_format: it must be {allowed}", "response_format")
+        return Json(schema)
+
+
+class CompletionBody(GenerateBody):
+    prompt: str | TokenIds | list[str] | list[TokenIds]
+    echo: bool | None = None
+    logprobs: int | None = Field(None, ge=0, le=MAX_LOGPROBS)
+
+    def prompts(self) -> list[str] | list[list[int]]:
+        prompt = self.prompt
+        many = not isinstance(prompt, str) and bool(prompt) and not isinstance(prompt[0], int)
+        prompts = prompt if many else [prompt]
+        if not 0 < len(prompts) <= MAX_PROMPTS or not all(prompts):
+            raise bad(f"prompt: 1 to {MAX_PROMPTS} of them, and none may be empty", "prompt")
+        return prompts  # pyright: ignore[reportReturnType]
+
+    def params(self) -> SamplingParams:
+        only_echo = self.echo and self.max_tokens == 0
+        scores = self.echo and self.logprobs is not None
+        return self.sampling_params(
+            logprobs=self.logprobs,
+            max_tokens=1 if only_echo else self.max_tokens,
+            prompt_logprobs=self.logprobs if scores else self.prompt_logprobs,
+        )
+
+
+class ChatBody(GenerateBody):
+    messages: list[dict[str, Any]] = Field(min_length=1)
+    logprobs: bool | None = None
+    top_logprobs: int | None = Field(None, ge=0, le=MAX_LOGPROBS)
+    max_completion_tokens: int | None = None
+    add_generation_prompt: bool | None = None
+    continue_final_message: bool | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
+
+    def params(self, room: int) -> SamplingParams:
+        """`room`: tokens that the model has left behind the prompt."""
+        if self.top_logprobs is not None and not self.logprobs:
+            raise bad("top_logprobs: it needs logprobs to be true", "top_logprobs")
+        most = self.max_completion_tokens
+        most = self.max_tokens if most is None else most
+        return self.sampling_params(
+            logprobs=(self.top_logprobs or 0) if self.logprobs else None,
+            max_tokens=max(1, room) if most is None else most,
+        )
+
+
+class TokenizeBody(Body):
+    model: str | None = None
+    prompt: str | None = None
+    messages: list[dict[str, Any]] | None = None
+    add_special_tokens: bool | None = None
+    add_generation_prompt: bool | None = None
+    continue_final_message: bool | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
+    return_token_strs: bool | None = None
+
+
+class DetokenizeBody(Body):
+    model: str | None = None
+    tokens: TokenIds
+
+
+class LoadAdapterBody(Body):
+    lora_name: str = Field(min_length=1)
+    lora_path: str = Field(min_length=1)
+
+
+class UnloadAdapterBody(Body):
+    lora_name: str = Field(min_length=1)
