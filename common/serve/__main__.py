@@ -45,15 +45,15 @@ def main(argv: list[str] | None = None) -> int:
     args = parse_args(argv)
     logging.basicConfig(level=logging.INFO, format="%(levelname)s %(name)s: %(message)s")
     try:
-        from common.serve.running import serve
-    except ModuleNotFoundError as error:
-        print(f"serve: {NOT_INSTALLED} ({error.name} is not there)", file=sys.stderr)
-        return 2
-    try:
         listener = open_port(args.host, args.port)
     except OSError as error:
         reason = os.strerror(error.errno) if error.errno else str(error)
         print(f"serve: port {args.port} of {args.host} can not be had: {reason}", file=sys.stderr)
+        return 2
+    try:
+        from common.serve.running import serve
+    except ModuleNotFoundError as error:
+        print(f"serve: {NOT_INSTALLED} ({error.name} is not there)", file=sys.stderr)
         return 2
     try:
         return asyncio.run(serve(args, engine_settings(args), listener))

@@ -140,6 +140,6 @@ def alone() -> Iterator[LLM]:
 
 @pytest.fixture(scope="package")
 def template_server() -> Iterator[Running]:
-    with running(ServeConfig(MODEL, chat_template=TEMPLATE)) as found:
+    with running(ServeConfig(MODEL, chat_template=TEMPLATE), max_model_len=200) as found:
         yield found
         assert found.is_idle()
