@@ -72,13 +72,20 @@ class AsyncLLM:
         self._calls: dict[int, asyncio.Future] = {}
         self._num_calls = 0
         self._given: deque[RequestDelta] = deque()
-        self.num_handed_over = 0
+        self.num_handed_over, self._is_closed = 0, False
         self.latest_stats = EngineStats()
-        self._engine_loop = EngineLoop(lambda: LLMEngine(self.config), self._deliver, max_waiting)
+        self._engine_loop = self._make_loop(max_waiting)
         engine = self._engine_loop.made.result()
         assert engine.tokenizer is not None
         self.tokenizer, self.max_model_len = engine.tokenizer, engine.max_model_len
         self.vocab_size, self.model_config = engine.vocab_size, engine.model_config
+
+    def _make_loop(self, max_waiting: int | None) -> EngineLoop:
+        return EngineLoop(self._make_engine, self._deliver, max_waiting)
+
+    def _make_engine(self) -> LLMEngine:
+        """In the engine's thread."""
+        return LLMEngine(self.config)
 
     # -- requests
 
@@ -184,11 +191,14 @@ class AsyncLLM:
 
     def close(self) -> None:
         """End all requests, and the engine. May be called from anywhere."""
+        self._is_closed = True
         self._engine_loop.close()
 
     # -- between the engine's thread and the loop
 
     def _bind(self) -> asyncio.AbstractEventLoop:
+        if self._is_closed:
+            raise EngineError("the engine is closed")
         loop = asyncio.get_running_loop()
         if self._loop is None or self._loop.is_closed():
             self._loop = loop

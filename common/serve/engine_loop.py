@@ -93,7 +93,8 @@ class EngineLoop:
             self.why_dead = f"the engine has stopped: {_sentence(error)}"
         self._fail_all()
         engine.close()
-        while not self._is_closing:  # whoever comes now is told so
+        self.why_dead = self.why_dead or "the engine is closed"
+        while not self._is_closing or not self._inbox.empty():  # whoever comes now is told so
             self._obey()
             self._hand_over_what_there_is()
 

@@ -1,0 +1,328 @@
+"""What a server costs: the same requests by `LLM`'s own call, by `AsyncLLM`, and over HTTP.
+
+    python -m common.workshop.bench.serve_bench           measures (minutes), writes the record
+    python -m common.workshop.bench.serve_bench --tables  writes common/serve/README.md's table
+
+All requests of a run come at once: as many as its first column says. Two models: the shipped one,
+whose step takes milliseconds, and one of random weights whose step takes longer than anything that
+a server does. The engine is in a thread of the server, or, to compare, in a process of its own
+(`EngineInProcess`, here only): what crosses then is pickled, once a step. The client is a process
+of its own; what it takes of the processor is measured, since it takes it from the server."""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import multiprocessing
+import statistics
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable
+from concurrent.futures import Future
+from dataclasses import dataclass, replace
+from multiprocessing.connection import Connection
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+
+from common.collector import spare_what_is_loaded
+from common.engine import LLMEngine
+from common.engine_config import SHIPPED_CHECKPOINT, EngineConfig
+from common.serve.async_llm import AsyncLLM
+from common.serve.deltas import HandOver
+from common.serve.engine_loop import EngineLoop
+from common.tokenizer import load_tokenizer
+from common.workshop.bench.bench_record import describe_environment, markdown_table
+from common.workshop.bench.random_weights import QWEN3_0_6B, random_model
+from common.workshop.bench.side_by_side import measure_and_tell, spread
+from request import SamplingParams
+
+RECORD = Path(__file__).parent / "records" / "serve.json"
+PAGE = Path(__file__).parents[2] / "serve" / "README.md"
+NUMBERS = (1, 32, 256)
+NUM_PROMPT = 16
+NUM_ANSWER = {"shipped": 64, "large": 8}
+SYSTEMS = {
+    "generate": "`LLM.generate`",
+    "thread": "`AsyncLLM`",
+    "process": "`AsyncLLM`, engine in a process",
+    "http thread": "HTTP",
+    "http process": "HTTP, engine in a process",
+}
+
+
+def make_engine(model: str) -> LLMEngine:
+    config = EngineConfig(
+        device="cpu",
+        dtype="float32",
+        max_num_seqs=256,
+        max_num_batched_tokens=8192,
+        num_blocks=2000,
+        max_model_len=256,
+        prefix_cache=None,
+        compile=False,
+    )
+    if model == "shipped":
+        return LLMEngine(config)
+    tokenizer = load_tokenizer(SHIPPED_CHECKPOINT)
+    shape = replace(QWEN3_0_6B, num_hidden_layers=12, vocab_size=tokenizer.vocab_size)
+    return LLMEngine(config, loaded=random_model(shape), tokenizer=tokenizer)
+
+
+class EngineInProcess:
+    """What `EngineLoop` is to `AsyncLLM`, with the engine in another process."""
+
+    why_dead = None
+
+    def __init__(self, model: str, deliver: Callable[[HandOver], None]) -> None:
+        context = multiprocessing.get_context("spawn")
+        self._here, there = context.Pipe()
+        self._process = context.Process(target=_engine_process, args=(model, there), daemon=True)
+        self._process.start()
+        self.made = Future[Any]()
+        self.made.set_result(SimpleNamespace(**self._here.recv()))
+        self.made.result().tokenizer = load_tokenizer(SHIPPED_CHECKPOINT)
+        threading.Thread(target=self._read, args=(deliver,), daemon=True).start()
+
+    def _read(self, deliver: Callable[[HandOver], None]) -> None:
+        while True:
+            try:
+                deliver(self._here.recv())
+            except EOFError:
+                return
+
+    def add(self, *arguments: Any) -> None:
+        self._here.send(("add", arguments))
+
+    def abort(self, *arguments: Any) -> None:
+        self._here.send(("abort", arguments))
+
+    def call(self, *arguments: Any) -> None:
+        self._here.send(("call", arguments))
+
+    def close(self) -> None:
+        self._here.send(("close", ()))
+        self._process.join(10)
+
+
+def _engine_process(model: str, there: Connection) -> None:
+    is_ready = threading.Event()
+
+    def deliver(hand_over: HandOver) -> None:
+        if is_ready.is_set():
+            there.send(hand_over)
+
+    loop = EngineLoop(lambda: make_engine(model), deliver)
+    engine = loop.made.result()
+    names = ("max_model_len", "vocab_size", "model_config")
+    there.send({name: getattr(engine, name) for name in names})
+    is_ready.set()
+    what = ""
+    while what != "close":
+        what, arguments = there.recv()
+        getattr(loop, what)(*arguments)
+
+
+class MeasuredLLM(AsyncLLM):
+    def __init__(self, model: str, in_process: bool) -> None:
+        self.model, self.in_process = model, in_process
+        super().__init__()
+
+    def _make_loop(self, max_waiting: int | None) -> Any:
+        if self.in_process:
+            return EngineInProcess(self.model, self._deliver)
+        return super()._make_loop(max_waiting)
+
+    def _make_engine(self) -> LLMEngine:
+        return make_engine(self.model)
+
+
+# -- one run: seconds in all, and to each first token
+
+
+@dataclass(slots=True)
+class Run:
+    seconds: float
+    first_token: float  # the median
+    client: float = 0.0  # seconds of the processor
+
+
+def prompt(i: int) -> list[int]:
+    return [5 + (31 * i + 7 * j) % 4000 for j in range(NUM_PROMPT)]
+
+
+def params(model: str) -> SamplingParams:
+    return SamplingParams(temperature=0, max_tokens=NUM_ANSWER[model], ignore_eos=True)
+
+
+def run_generate(engine: LLMEngine, model: str, number: int) -> Run:
+    started = time.monotonic()
+    outputs = engine.generate_batch([prompt(i) for i in range(number)], params(model))
+    seconds = time.monotonic() - started
+    firsts = [o.metrics.first_token_time - started for o in outputs.values()]  # pyright: ignore
+    return Run(seconds, statistics.median(firsts))
+
+
+async def run_async(llm: AsyncLLM, model: str, number: int) -> Run:
+    started = time.monotonic()
+
+    async def read(i: int) -> float:
+        first = 0.0
+        async for delta in llm.generate(prompt(i), params(model)):
+            if delta.completions and not first:
+                first = time.monotonic() - started
+        return first
+
+    firsts = await asyncio.gather(*map(read, range(number)))
+    return Run(time.monotonic() - started, statistics.median(firsts))
+
+
+async def run_http(port: int, model: str, number: int) -> Run:
+    """A client that does as little as it can."""
+    started, before = time.monotonic(), time.process_time()
+
+    async def read(i: int) -> float:
+        how = {"temperature": 0, "max_tokens": NUM_ANSWER[model], "ignore_eos": True}
+        body = json.dumps({"prompt": prompt(i), "stream": True, **how}).encode()
+        reader, writer = await asyncio.open_connection("127.0.0.1", port)
+        writer.write(
+            b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\n"
+            b"Content-Type: application/json\r\nContent-Length: %d\r\n\r\n%b" % (len(body), body)
+        )
+        first, data = 0.0, b""
+        while piece := await reader.read(1 << 16):
+            data += piece
+            if not first and b"data: " in data:
+                first = time.monotonic() - started
+        writer.close()
+        assert data.endswith(b"data: [DONE]\n\n\r\n0\r\n\r\n"), data[-300:]
+        return first
+
+    firsts = await asyncio.gather(*map(read, range(number)))
+    client = time.process_time() - before
+    return Run(time.monotonic() - started, statistics.median(firsts), client)
+
+
+# -- all of them, in turns
+
+
+def serve(model: str, in_process: bool) -> None:
+    """A server in this process, on a free port, which is its first line."""
+    import uvicorn
+
+    from common.serve.__main__ import open_port
+    from common.serve.app import ServeConfig, make_app
+
+    spare_what_is_loaded()
+    llm = MeasuredLLM(model, in_process)
+    _, gate = make_app(llm, ServeConfig(model))
+    listener = open_port("127.0.0.1", 0)
+    print(listener.getsockname()[1], flush=True)
+    config = uvicorn.Config(gate, lifespan="off", log_level="warning")
+    asyncio.run(uvicorn.Server(config).serve(sockets=[listener]))
+
+
+def measure_model(model: str, rounds: int, systems: list[str]) -> dict[str, Any]:
+    command = [sys.executable, "-m", "common.workshop.bench.serve_bench", "--serve", model]
+    servers: dict[str, subprocess.Popen] = {}
+    ports: dict[str, int] = {}
+    llms: dict[str, MeasuredLLM] = {}
+    found: dict[str, dict[str, list]] = {name: {} for name in systems}
+    engine = make_engine(model)
+    loop = asyncio.new_event_loop()
+    try:
+        for name in systems:
+            if name.startswith("http"):
+                how = ["--in-process"] if name.endswith("process") else []
+                server = subprocess.Popen([*command, *how], stdout=subprocess.PIPE, text=True)
+                assert server.stdout is not None
+                servers[name], ports[name] = server, int(server.stdout.readline())
+            elif name != "generate":
+                llms[name] = MeasuredLLM(model, name == "process")
+
+        def run(name: str, number: int) -> Run:
+            if name == "generate":
+                return run_generate(engine, model, number)
+            if name in llms:
+                return loop.run_until_complete(run_async(llms[name], model, number))
+            return loop.run_until_complete(run_http(ports[name], model, number))
+
+        for i in range(1 + rounds):
+            for number in NUMBERS:
+                for name in systems:
+                    one = run(name, number)
+                    if i:  # the first warms up
+                        figures = [round(one.seconds, 5), round(one.first_token, 5)]
+                        found[name].setdefault(str(number), []).append(
+                            [*figures, round(one.client, 5)]
+                        )
+    finally:
+        for server in servers.values():
+            server.kill()
+            server.wait()
+        for llm in llms.values():
+            llm.close()
+        engine.close()
+        loop.close()
+    return found
+
+
+def measure(rounds: int, models: tuple[str, ...] = ("shipped", "large")) -> dict[str, Any]:
+    spare_what_is_loaded()
+    return {
+        "command": "python -m common.workshop.bench.serve_bench",
+        "environment": describe_environment(),
+        "config": {
+            "num_prompt": NUM_PROMPT,
+            "num_answer": NUM_ANSWER,
+            "numbers": NUMBERS,
+            "threads": torch.get_num_threads(),
+            "rounds": rounds,
+            "large": "12 layers of Qwen3-0.6B's shape, random weights, float32",
+        },
+        "runs": {model: measure_model(model, rounds, [*SYSTEMS]) for model in models},
+    }
+
+
+def table_of(record: dict[str, Any]) -> str:
+    """Of each system, and what is left of the same round's `LLM.generate`. What the client took of
+    the processor is taken off the seconds."""
+    rows = []
+    for model, systems in record["runs"].items():
+        answer = record["config"]["num_answer"][model]
+        for number in map(str, record["config"]["numbers"]):
+            base = [seconds for seconds, _, _ in systems["generate"][number]]
+            for name, says in SYSTEMS.items():
+                runs = systems[name][number]
+                own = [seconds - client for seconds, _, client in runs]
+                rows.append(
+                    [
+                        f"{model}, {number} at once",
+                        says,
+                        f"{int(number) * answer / statistics.median(own):,.0f}",
+                        spread([b / o for b, o in zip(base, own, strict=True)]),
+                        f"{1e3 * statistics.median(first for _, first, _ in runs):,.0f} ms",
+                    ]
+                )
+    head = ["model, requests", "by", "output tok/s", "of `LLM.generate`", "first token (p50)"]
+    return markdown_table(head, rows)
+
+
+def main() -> None:
+    if "--serve" in sys.argv:
+        parser = argparse.ArgumentParser()
+        parser.add_argument("--serve", metavar="MODEL")
+        parser.add_argument("--in-process", action="store_true")
+        arguments = parser.parse_args()
+        serve(arguments.serve, arguments.in_process)
+    else:
+        measure_and_tell(__doc__, RECORD, PAGE, "serve", measure, table_of, rounds=5)
+
+
+if __name__ == "__main__":
+    main()
