@@ -54,6 +54,7 @@ class Answer:
     n: int
     has_logprobs: bool
     has_token_ids: bool = False
+    has_prompt_logprobs: bool = False
     only_echo: bool = False
     usage: Usage = field(default_factory=Usage)
     id: str = ""
@@ -137,6 +138,8 @@ class Answer:
         choice |= {"finish_reason": piece.finish_reason, "stop_reason": piece.stop_reason}
         if self.has_token_ids:
             choice["token_ids"] = piece.token_ids
+        if self.has_prompt_logprobs and where == "message":
+            choice["prompt_logprobs"] = [self._scored(entry) for entry in of.prompt_logprobs or []]
         return choice
 
     def _chat_choice(
@@ -169,6 +172,17 @@ class Answer:
     def _chat_logprobs(self, entry: TokenLogprobs) -> dict[str, Any]:
         top = [self._token(i, p) for i, p in entry.top.items()]
         return self._token(entry.token_id, entry.logprob) | {"top_logprobs": top}
+
+    def _scored(self, entry: TokenLogprobs | None) -> dict[int, dict[str, Any]] | None:
+        """As vLLM says them of a prompt: by token id."""
+        if entry is None:
+            return None
+        found = {token_id: [p, rank + 1] for rank, (token_id, p) in enumerate(entry.top.items())}
+        found[entry.token_id] = [entry.logprob, entry.rank]
+        return {
+            i: {"logprob": finite(p), "rank": rank, "decoded_token": self._text(i)}
+            for i, (p, rank) in found.items()
+        }
 
     def _token(self, token_id: int, logprob: float) -> dict[str, Any]:
         data = self.tokenizer.token_bytes(token_id)

@@ -70,7 +70,7 @@ class Server:
     # -- generating
 
     async def completions(self, body: CompletionBody, request: Request) -> Response:
-        adapter = await self._adapter(body.model)
+        adapter = self._adapter(body.model)
         params, prompts = body.params(), body.prompts()
         adds = body.add_special_tokens is not False
         ids = [p if isinstance(p, list) else await self.llm.encode(p, adds) for p in prompts]
@@ -80,7 +80,8 @@ class Server:
         return await self._generate(answer, ids, params, body, adapter, request)
 
     async def chat_completions(self, body: ChatBody, request: Request) -> Response:
-        adapter = await self._adapter(body.model)
+        adapter = self._adapter(body.model)
+        body.check()
         ids = await self._chat_ids(body)
         params = body.params(self.llm.max_model_len - len(ids))
         answer = self._answer("chat", body, params, [])
@@ -90,8 +91,16 @@ class Server:
         self, kind: str, body: GenerateBody, params: SamplingParams, prompts: list[str]
     ) -> Answer:
         name = body.model or self.config.model_name
-        has = params.logprobs is not None, bool(body.return_token_ids)
-        return Answer(kind, name, self.llm.tokenizer, prompts, params.n, *has)
+        return Answer(
+            kind,
+            name,
+            self.llm.tokenizer,
+            prompts,
+            params.n,
+            has_logprobs=params.logprobs is not None,
+            has_token_ids=bool(body.return_token_ids),
+            has_prompt_logprobs=body.prompt_logprobs is not None,
+        )
 
     async def _generate(
         self,
@@ -174,13 +183,12 @@ class Server:
         text = await asyncio.to_thread(self.chat.text, body.messages, *how)
         return await self.llm.encode(text, bool(body.add_special_tokens))
 
-    async def _adapter(self, model: str | None) -> str | None:
+    def _adapter(self, model: str | None) -> str | None:
         """Raises `ApiError` for a model that is not here."""
         if model is None or model == self.config.model_name:
             return None
-        names = await self.llm.adapters()
-        if model not in names:
-            known = ", ".join([self.config.model_name, *names])
+        if model not in self.llm.adapters:
+            known = ", ".join([self.config.model_name, *self.llm.adapters])
             message = f"model is {model!r}: this server has {known}"
             raise ApiError(404, message, "model", "model_not_found")
         return model
@@ -223,7 +231,7 @@ class Server:
 
     async def models(self) -> dict[str, Any]:
         name, created = self.config.model_name, int(self.metrics.started_at)
-        names = {name: None} | dict.fromkeys(await self.llm.adapters(), name)
+        names = {name: None} | dict.fromkeys(self.llm.adapters, name)
         data = [
             {
                 "id": model,
@@ -259,7 +267,7 @@ class Server:
     async def unload_adapter(self, body: UnloadAdapterBody) -> Response:
         if self.config.adapter_root is None:
             raise ApiError(403, "adapters are not unloaded over HTTP: see --adapter-root")
-        if body.lora_name not in await self.llm.adapters():
+        if body.lora_name not in self.llm.adapters:
             raise ApiError(404, f"adapter {body.lora_name!r} is not loaded", "lora_name")
         await self.llm.unload_adapter(body.lora_name)
         return Response(f"Success: LoRA adapter '{body.lora_name}' removed successfully.")

@@ -79,6 +79,7 @@ class AsyncLLM:
         assert engine.tokenizer is not None
         self.tokenizer, self.max_model_len = engine.tokenizer, engine.max_model_len
         self.vocab_size, self.model_config = engine.vocab_size, engine.model_config
+        self.adapters = _adapters_of(engine)  # names that are loaded
 
     def _make_loop(self, max_waiting: int | None) -> EngineLoop:
         return EngineLoop(self._make_engine, self._deliver, max_waiting)
@@ -168,14 +169,12 @@ class AsyncLLM:
     async def load_adapter(self, name: str, directory: str | Path) -> None:
         """`LLMEngine.load_adapter`."""
         await self.call(LLMEngine.load_adapter, name, directory)
+        self.adapters = await self.call(_adapters_of)
 
     async def unload_adapter(self, name: str) -> None:
         """`LLMEngine.unload_adapter`."""
         await self.call(LLMEngine.unload_adapter, name)
-
-    async def adapters(self) -> list[str]:
-        """Names that are loaded."""
-        return await self.call(lambda engine: engine.adapters)
+        self.adapters = await self.call(_adapters_of)
 
     async def call(self, method: Callable[..., Any], *arguments: Any) -> Any:
         """`method(engine, *arguments)`, between two steps. Raises what it raises."""
@@ -235,3 +234,7 @@ class AsyncLLM:
                 mailbox.put(delta)
         if self._given and self._loop is not None:
             self._loop.call_soon(self._give_out)
+
+
+def _adapters_of(engine: LLMEngine) -> list[str]:
+    return engine.adapters

@@ -67,7 +67,10 @@ class Gate:
 
     def _check(self, scope: Scope, headers: Headers) -> None:
         path, method, config = scope["path"], scope["method"], self.config
+        draining = ApiError(503, "the server is being shut down and takes no new requests")
         if path == "/health":
+            if self.is_draining:  # who asks shall send nothing more here
+                raise draining
             return
         if config.api_key is not None:
             given = headers.get("authorization", "").encode()
@@ -78,7 +81,7 @@ class Gate:
         if method != "POST":
             return
         if self.is_draining:
-            raise ApiError(503, "the server is being shut down and takes no new requests")
+            raise draining
         kind = headers.get("content-type", "").split(";")[0].strip().lower()
         if kind != "application/json":
             raise ApiError(415, "the body must be JSON: say Content-Type: application/json")

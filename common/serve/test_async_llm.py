@@ -230,7 +230,7 @@ def test_it_belongs_to_one_loop(llm: AsyncLLM) -> None:
 def test_a_call_raises_what_it_raises(llm: AsyncLLM, loop: asyncio.AbstractEventLoop) -> None:
     with pytest.raises(ValueError, match="takes no adapters"):
         loop.run_until_complete(llm.load_adapter("x", "nowhere"))
-    assert loop.run_until_complete(llm.adapters()) == []
+    assert llm.adapters == []
 
 
 def test_a_model_that_is_not_there_is_said() -> None:

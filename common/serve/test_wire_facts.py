@@ -62,6 +62,8 @@ def test_of_a_chat_the_role_comes_once_and_content_always(template_server: Runni
     assert deltas[0] == {"role": "assistant", "content": ""}
     assert all("role" not in d and "content" in d for d in deltas[1:])
     assert all(p["usage"] is None for p in pieces)
+    assert template_server.post("/v1/chat/completions", chat)[0] == 400, "options of no stream"
+    del chat["stream_options"]
     _, whole = template_server.post("/v1/chat/completions", chat)
     message = whole["choices"][0]["message"]
     assert message["role"] == "assistant" and message["content"] == "".join(
@@ -132,6 +134,8 @@ def test_errors_are_objects(server: Running) -> None:
         ("/v1/completions", body(n=10**9), 400, "n"),
         ("/v1/completions", body(suffix="x"), 400, "suffix"),
         ("/v1/completions", body(best_of=2), 400, "best_of"),
+        ("/v1/completions", body(guided_json={}), 400, "guided_json"),
+        ("/v1/chat/completions", CHAT | {"tools": [{}]}, 400, "tools"),
         ("/v1/completions", body(logit_bias={"x": 1}), 400, "logit_bias"),
         ("/v1/completions", body(response_format={"type": "xml"}), 400, "response_format"),
         ("/v1/chat/completions", CHAT, 400, None),  # no template
@@ -198,3 +202,40 @@ def test_metrics_have_vllms_names(server: Running) -> None:
         "request_queue_time_seconds_bucket",
     ):
         assert f"vllm:{name}" in names
+
+
+def test_a_template_gets_texts(template_server: Running) -> None:
+    def tokens(messages: list[dict[str, Any]], **others: Any) -> tuple[int, Any]:
+        return template_server.post("/tokenize", {"messages": messages, **others})
+
+    encode = template_server.llm.tokenizer.encode
+    parts = [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]
+    assert tokens([{"role": "user", "content": "x"}])[1]["tokens"] == encode("# x\ndef ")
+    assert tokens([{"role": "user", "content": parts}])[1]["tokens"] == encode("# a\nb\ndef ")
+    begun = [{"role": "user", "content": "x"}, {"role": "assistant", "content": "def f("}]
+    _, found = tokens(begun, continue_final_message=True)
+    assert found["tokens"] == encode("# x\ndef f(")
+    image = [{"type": "image_url", "image_url": {"url": "data:"}}]
+    for messages, others in (
+        ([{"content": "x"}], {}),
+        ([{"role": "user", "content": image}], {}),
+        ([{"role": "user", "content": 3}], {}),
+        ([{"role": "assistant", "content": "", "tool_calls": [{}]}], {}),
+        (begun, {"continue_final_message": True, "add_generation_prompt": True}),
+        (begun, {"chat_template_kwargs": {"tokenize": True}}),
+    ):
+        status, answer = tokens(messages, **others)
+        assert status == 400, answer
+
+
+def test_log_probabilities_of_a_prompt(server: Running, alone: LLM) -> None:
+    params = SamplingParams(max_tokens=1, prompt_logprobs=2)
+    expected = alone.generate(PROMPT, params, use_tqdm=False)[0].prompt_logprobs
+    assert expected is not None
+    _, answer = server.post("/v1/completions", body(max_tokens=1, prompt_logprobs=2))
+    found = answer["choices"][0]["prompt_logprobs"]
+    assert found[0] is None and len(found) == len(expected)
+    for entries, entry in zip(found[1:], expected[1:], strict=True):
+        own = entries[str(entry.token_id)]
+        assert own["logprob"] == pytest.approx(entry.logprob) and own["rank"] == entry.rank
+        assert len(entries) == 2 + (entry.token_id not in entry.top)

@@ -36,6 +36,8 @@ NOT_BUILT: dict[str, tuple] = {
     "chat_template": (),  # a template is a program: the server's owner chooses it
     "prompt_embeds": (),
     "use_beam_search": (False,),
+    "echo": (False,),  # of a chat
+    **dict.fromkeys(["guided_json", "guided_regex", "guided_choice", "guided_grammar"], ()),
 }
 # Known, and of no consequence here.
 PASSED_OVER = {"user", "store", "metadata", "service_tier", "safety_identifier"}
@@ -108,6 +110,8 @@ class GenerateBody(Body):
             raise bad(str(error), str(error).split(" ")[0]) from error
 
     def check(self) -> None:
+        if self.stream_options is not None and not self.stream:
+            raise bad("stream_options: only with stream", "stream_options")
         for name, value in (self.model_extra or {}).items():
             if name in NOT_BUILT and value is not None and value not in NOT_BUILT[name]:
                 raise bad(f"{name} is not supported by this server", name)
