@@ -94,6 +94,35 @@ def test_deltas_joined_are_what_generate_returns(
                 assert own == pytest.approx([entry.logprob for entry in completion.logprobs])
 
 
+@pytest.mark.parametrize(
+    "settings",
+    [
+        dict(overlap_scheduling=True),
+        dict(speculative={"method": "ngram"}, prefix_cache="radix", preempt_every=4),
+        pytest.param(dict(tensor_parallel_size=2), marks=pytest.mark.slow),
+    ],
+    ids=["overlap", "guesses", "ranks"],
+)
+def test_engines_of_every_kind_live_in_a_thread(settings: dict, alone: LLM) -> None:
+    prompts = [f"{PROMPT} == {i}" for i in range(6)]
+    params = SamplingParams(temperature=0, max_tokens=12)
+    expected = [o.outputs[0].token_ids for o in alone.generate(prompts, params, use_tqdm=False)]
+
+    async def run() -> list[list[int]]:
+        llm = await asyncio.to_thread(lambda: AsyncLLM(**(SMALL | settings)))
+        try:
+            leaving = llm.generate("x", SamplingParams(max_tokens=500, ignore_eos=True))
+            await anext(leaving)
+            totals = await asyncio.gather(*(whole(llm, p, params) for p in prompts))
+            await leaving.aclose()  # pyright: ignore[reportAttributeAccessIssue]
+            assert await is_clean(llm)
+        finally:
+            await asyncio.to_thread(llm.close)
+        return [total.completions[0].token_ids for total in totals]
+
+    assert asyncio.run(run()) == expected
+
+
 def test_a_step_hands_over_once(llm: AsyncLLM, loop: asyncio.AbstractEventLoop) -> None:
     async def count() -> tuple[int, int]:
         steps = (await llm.call(LLMEngine.stats)).num_steps
