@@ -15,20 +15,29 @@ class RecentCacheStats(CacheStats):
 
     def __init__(self) -> None:
         super().__init__()
-        self._recent = deque[tuple[int, int]](maxlen=RECENT_REQUESTS)
+        self._recent = deque[tuple[int, int]]()
+        self._num_tokens = self._num_hit = 0  # of these
 
     def record(self, num_tokens: int, num_hit: int) -> None:
         super().record(num_tokens, num_hit)
+        self._count(num_tokens, num_hit)
         self._recent.append((num_tokens, num_hit))
+        if len(self._recent) > RECENT_REQUESTS:
+            num_tokens, num_hit = self._recent.popleft()
+            self._count(-num_tokens, -num_hit)
+
+    def _count(self, num_tokens: int, num_hit: int) -> None:
+        self._num_tokens += num_tokens
+        self._num_hit += num_hit
 
     def forget_recent(self) -> None:
         """What was cached then is gone."""
         self._recent.clear()
+        self._num_tokens = self._num_hit = 0
 
     @property
     def recent_hit_rate(self) -> float:
-        num_tokens, num_hit = map(sum, zip(*self._recent or [(1, 0)], strict=True))
-        return num_hit / num_tokens
+        return self._num_hit / max(self._num_tokens, 1)
 
 
 class Throughput:
