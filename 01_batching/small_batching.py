@@ -1,4 +1,4 @@
-"""Chapter 1 in forty lines: a loop that batches. Run it: `python 01_batching/small_batching.py`."""
+"""Chapter 1 in 25 lines: a loop that batches. Run it: `python 01_batching/small_batching.py`."""
 
 from collections import deque
 

@@ -1,4 +1,4 @@
-"""Chapter 2 in forty lines: a table finds a slot. Run it: `python 02_paged_kv/small_paging.py`."""
+"""Chapter 2 in 32 lines: a table finds a slot. Run it: `python 02_paged_kv/small_paging.py`."""
 
 from collections import deque
 

@@ -1,4 +1,4 @@
-"""Chapter 3 in forty lines: a dictionary finds a prefix.
+"""Chapter 3 in 37 lines: a dictionary finds a prefix.
 Run it: `python 03_prefix_cache/small_prefix_cache.py`."""
 
 from block_pool import BlockPool

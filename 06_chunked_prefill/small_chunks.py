@@ -1,4 +1,4 @@
-"""Chapter 6 in forty lines: a prompt in pieces.
+"""Chapter 6 in 32 lines: a prompt in pieces.
 Run it: `python 06_chunked_prefill/small_chunks.py`."""
 
 import math

@@ -214,6 +214,8 @@ def make_state(given: Given, adapters: AdapterSlots | None = None) -> BatchState
     max_blocks = -(-given.max_model_len // config.block_size)
     num_groups = given.loaded.model.num_groups
     late = {name: partial(make_late, where, given) for name, where in LATE_PLUGINS.items()}
+    if not given.loaded.model.collectives.ranks.is_last_stage:
+        late = {}  # they are for who has logits
     return BatchState(config.max_num_seqs, max_blocks, sampling, plugins, num_groups, late)
 
 

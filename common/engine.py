@@ -460,6 +460,7 @@ class LLMEngine:
     @one_at_a_time
     def unload_adapter(self, name: str) -> None:
         """No request to come gets it. Those that have it end with it."""
+        self._check_is_open()
         self._mend()
         self._named_adapters().unload(name)
 

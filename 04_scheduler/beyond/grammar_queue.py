@@ -62,9 +62,12 @@ class GrammarsCompiled(SchedulerPlugin):
             future.cancel()  # if it has not begun
 
     def failed(self) -> dict[str, str]:
-        """Who can never start, and why."""
+        """Who can never start, and why: `grammar: ...`, so that a server can tell whose fault it
+        is."""
         errors = {name: _error_of(self._futures[name]) for name in self._waits}
-        return {name: error for name, error in errors.items() if error is not None}
+        return {
+            name: f"{self.name}: {error}" for name, error in errors.items() if error is not None
+        }
 
     def wait(self, seconds: float) -> bool:
         """Until something is compiled, or for so long. False if nobody waits for that."""

@@ -17,7 +17,7 @@ A dictionary of vLLM's `structured_outputs` says the same: `json`, `json_object`
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -48,6 +48,10 @@ class Regex:
 @dataclass(frozen=True, slots=True)
 class Choice:
     choices: Sequence[str]
+
+    def __post_init__(self) -> None:
+        if isinstance(self.choices, Iterator):  # it can be read once, and is read more often
+            object.__setattr__(self, "choices", tuple(self.choices))
 
 
 @dataclass(frozen=True, slots=True)

@@ -99,7 +99,7 @@ def test_who_can_never_start_is_named_with_its_reason(queue, compiler) -> None:
     assert queue.failed() == {} and queue.wait(0)
     compiler.futures["wrong"].set_exception(ValueError("a sentence"))
     compiler.futures["right"].set_result("RIGHT")
-    assert queue.failed() == {"a": "a sentence"}
+    assert queue.failed() == {"a": "grammar: a sentence"}
     assert list(planned(loop.step())) == ["b"]
     loop.scheduler.finish_requests("a", RequestStatus.FINISHED_ERROR)
     assert queue.failed() == {} and not queue.wait(0)

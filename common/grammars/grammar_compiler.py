@@ -48,7 +48,7 @@ def _compile(source: str, vocabulary: Vocabulary) -> str:
     try:
         return compile_source(source, tokenizer_of(vocabulary))
     except ValueError as error:
-        raise ValueError(f"the grammar does not compile: {error}") from error
+        raise ValueError(f"it does not compile: {error}") from error
 
 
 def _is_compiled(future: Future[str]) -> bool:

@@ -23,10 +23,9 @@ from typing import Protocol
 import numpy as np
 import torch
 import torch.nn.functional as F
-from llguidance import LLMatcher
 from llguidance.numpy import fill_next_token_bitmask
 
-from common.grammars.vocabulary import Vocabulary, matcher_of, tokenizer_of
+from common.grammars.vocabulary import Beginning, Vocabulary, beginning_of, tokenizer_of
 from common.loader import LoadedModel
 from common.sampling.runner_plugin import BroughtByFew, Cargo, HasTokens, StepRows
 from common.tokenizer import Tokenizer, load_tokenizer
@@ -50,16 +49,7 @@ class GrammarMasks(BroughtByFew):
         self.put(row, None)
 
     def match(self, compiled: str) -> Matched:
-        return Matched(
-            matcher_of(self._tokenizer, compiled), self._vocabulary, self._anew(compiled)
-        )
-
-    def _anew(self, compiled: str) -> Callable[[], LLMatcher]:
-        def make() -> LLMatcher:
-            matcher_of.cache_clear()
-            return matcher_of(self._tokenizer, compiled)
-
-        return make
+        return Matched(beginning_of(self._tokenizer, compiled), self._vocabulary)
 
     def before_sampling(
         self, step: StepRows, cargo: Cargo
@@ -97,20 +87,18 @@ class Matched:
     library says whether a text is whole, and what else may follow.
 
     Copies of a matcher share what they have found out, and the count of it. If the library gives
-    up, it may be over what others have asked, or over a guess. So all begins anew then, with a
-    matcher that `make` makes; only if that gives up, too, the request ends."""
+    up, it may be over what others have asked, or over a guess. So all begins anew then; only if a
+    fresh matcher gives up, too, the request ends."""
 
-    def __init__(
-        self, begin: LLMatcher, vocabulary: Vocabulary, make: Callable[[], LLMatcher]
-    ) -> None:
-        self._vocabulary, self._make = vocabulary, make
+    def __init__(self, beginning: Beginning, vocabulary: Vocabulary) -> None:
+        self._vocabulary, self._beginning = vocabulary, beginning
         # Of each EOS its word, and its bit there.
         eos = [divmod(i, 32) for i in vocabulary.eos_token_ids]
         self._ends = [(word, np.uint32(1 << place).view(np.int32)) for word, place in eos]
-        self._begin_with(begin)
+        self._begin()
 
-    def _begin_with(self, begin: LLMatcher) -> None:
-        self._matcher = begin.deep_copy()
+    def _begin(self) -> None:
+        self._matcher = self._beginning.matcher.deep_copy()
         self._num_taken = 0  # outputs
         self._has_ended = False  # EOS was one of them
         self._is_lost = False  # they are none of this grammar: nothing may follow
@@ -147,7 +135,8 @@ class Matched:
             self._has_ended, tokens = False, tokens[:-1]
         self._matcher.rollback(len(tokens))
         if self._matcher.is_error():
-            self._begin_with(self._make())
+            self._beginning.begin_anew()
+            self._begin()
 
     def fill(self, bits: np.ndarray, row: int, drafts: Sequence[int]) -> bool:
         """Of `bits` [rows, words] int32, that row and one for each draft behind it. Where the text

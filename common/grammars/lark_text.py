@@ -14,7 +14,7 @@ from typing import Any
 
 from llguidance import LLTokenizer, regex_to_lark
 
-from common.grammars.vocabulary import matcher_of
+from common.grammars.vocabulary import beginning_of
 
 _HEAD = '%llguidance {"no_forcing": true}\n'
 _TOKEN = re.compile(
@@ -35,7 +35,7 @@ def compile_source(source: str, tokenizer: LLTokenizer) -> str:
     """Raises `ValueError` for what can not be a grammar of these tokens. The library counts what it
     does and gives up: milliseconds for most, seconds for schemas of a thousand objects."""
     text = _lark_of(json.loads(source))
-    matcher = matcher_of(tokenizer, text)
+    matcher = beginning_of(tokenizer, text).matcher
     if not matcher.is_error():
         matcher = matcher.deep_copy()
         matcher.compute_bitmask()

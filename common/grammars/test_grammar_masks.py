@@ -19,7 +19,7 @@ from common.engine_config import SHIPPED_CHECKPOINT
 from common.grammars.grammar_compiler import GrammarCompiler
 from common.grammars.grammar_masks import GrammarMasks, forbid
 from common.grammars.lark_text import compile_source
-from common.grammars.vocabulary import Vocabulary, tokenizer_of
+from common.grammars.vocabulary import Vocabulary, beginning_of, tokenizer_of
 from common.tests.grammar_cases import CASES, EOS, may_follow, small_tokenizer, texts_of
 from common.tokenizer import load_tokenizer
 from grammars import Choice, Ebnf, Grammar, Json, Regex, source_of
@@ -214,12 +214,17 @@ def test_a_guess_over_which_the_library_gives_up_ends_nobodys_text() -> None:
     vocabulary = Vocabulary.of(tokenizer, tokenizer.vocab_size, [EOS])
     spell = {tokenizer.token_bytes(i): i for i in range(tokenizer.vocab_size)}
     heavy = "(" * 16 + "a" + "{1,99})" * 16
-    ours = Matching(vocabulary, Regex(f"c?x(cc|{heavy})"))
+    grammar, tokens = Regex(f"c?x(cc|{heavy})"), tokenizer_of(vocabulary)
+    texts = [compile_source(source_of(one), tokens) for one in (grammar, Regex("ab"))]
+    matchers = [beginning_of(tokens, text).matcher for text in texts]
+    ours = Matching(vocabulary, grammar)
     ours.outputs = [spell[b"x"]]
     bits = np.full((4, -(-ours.vocab_size // 32)), -1, dtype=np.int32)
     ours.follow()
     ours.matched.fill(bits, 0, [spell[b"a"]] * 3)
     assert not bits[-1].any(), "it gave up somewhere"
+    is_kept = [beginning_of(tokens, text).matcher is m for text, m in zip(texts, matchers)]
+    assert is_kept == [False, True], "the next one begins anew, and with another grammar as before"
     ours.outputs += [spell[b"c"]]
     assert ours.allowed().tolist() == [spell[b"c"]]
     ours.matched.num_possible([spell[b"c"]] * 3)
@@ -274,5 +279,7 @@ def test_equal_grammars_have_one_source_and_others_have_others() -> None:
     assert source_of({"choice": ["a"], "regex": None}) == source_of(Choice(["a"]))
     assert source_of({"grammar": "x"}) == source_of(Ebnf("x"))
     assert source_of({"json_object": True}) == source_of(Json())
+    given_once = Choice(text for text in ["a", "b"])  # pyright: ignore[reportArgumentType]
+    assert source_of(given_once) == source_of(given_once) == source_of(Choice(["a", "b"]))
     different = [Json(), Json(SCHEMA), Json(SCHEMA, 0), Regex("a"), Choice(["a"]), Ebnf("a")]
     assert len({source_of(grammar) for grammar in different}) == len(different)

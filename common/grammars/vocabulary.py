@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import lru_cache, partial
 
 from llguidance import LLMatcher, LLTokenizer, TokenizerWrapper
 
@@ -37,11 +37,23 @@ def tokenizer_of(vocabulary: Vocabulary) -> LLTokenizer:
     return LLTokenizer(TokenizerWrapper(_Pieces(vocabulary)))
 
 
+class Beginning:
+    """`matcher` stands at the beginning of a text, for copies to be made of. It may have an
+    error."""
+
+    def __init__(self, tokenizer: LLTokenizer, text: str) -> None:
+        self._make = partial(LLMatcher, tokenizer, text, log_level=0)
+        self.begin_anew()
+
+    def begin_anew(self) -> None:
+        """Copies share what they have found out, and the count of it, which may be too high."""
+        self.matcher = self._make()
+
+
 @lru_cache(maxsize=32)
-def matcher_of(tokenizer: LLTokenizer, text: str) -> LLMatcher:
-    """At the beginning of a text, for copies to be made of. It may have an error. Who compiles a
-    grammar leaves it here, so that no step of this process has to."""
-    return LLMatcher(tokenizer, text, log_level=0)
+def beginning_of(tokenizer: LLTokenizer, text: str) -> Beginning:
+    """Who compiles a grammar leaves it here, so that no step of this process has to."""
+    return Beginning(tokenizer, text)
 
 
 class _Pieces:

@@ -1,5 +1,8 @@
 """From logits to tokens: every constraint of `SamplingParams`, for the whole batch at once.
 
+    logits
+        | a grammar's mask, before they come here (`grammar_masks.py`): what may not follow
+        | is impossible
     raw logits --> log-probabilities, where asked for
         | allowed_token_ids: all others impossible; bad_words: what would complete one
         | min_tokens: EOS and stop tokens impossible

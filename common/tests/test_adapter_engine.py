@@ -334,6 +334,17 @@ def test_a_directory_that_is_none(missing, model, directories, tmp_path) -> None
         engine.load_adapter("x", half)
 
 
+def test_a_closed_engine_neither_loads_nor_unloads(model, directories) -> None:
+    engine = checked_engine(model, adapters=directories, num_blocks=99)
+    engine.close()
+    for name in ("attention", "nobody"):  # whether it is there or not
+        with pytest.raises(RuntimeError, match="this engine is closed"):
+            engine.unload_adapter(name)
+        with pytest.raises(RuntimeError, match="this engine is closed"):
+            engine.load_adapter(name, directories["everything"])
+    assert engine.adapters == list(directories)
+
+
 def test_names_that_are_none(model, directories, prompts) -> None:
     engine = checked_engine(model, adapters=directories, num_blocks=99)
     with pytest.raises(ValueError, match=r"adapter is 'z'.*'everything', 'attention'"):

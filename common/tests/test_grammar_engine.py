@@ -20,7 +20,7 @@ from transformers import Qwen3ForCausalLM
 from bounded_loops import as_long_as
 from common.engine import EngineConfig, LLMEngine
 from common.grammars import grammar_compiler
-from common.grammars.vocabulary import matcher_of
+from common.grammars.vocabulary import beginning_of
 from common.loader import load_model
 from common.tests.engine_oracle import num_replays, with_noise
 from common.tests.grammar_cases import (
@@ -254,7 +254,7 @@ def test_a_wrong_grammar_ends_its_request_and_no_other(loaded, family_oracle, ex
     assert outputs[-1].outputs[0].token_ids == expected[None][0]
     for output in outputs[1:-1]:
         assert {c.finish_reason for c in output.outputs} == {"error"}
-        assert output.metrics.finish_detail.startswith("the grammar does not compile: ")
+        assert output.metrics.finish_detail.startswith("grammar: it does not compile: ")
     engine.check_invariants()
     assert not engine.has_unfinished_requests()
     engine.close()
@@ -380,6 +380,6 @@ def test_many_at_once_are_kept_in_bounds_and_nobody_is_lost(
     assert sum(len(future.result()) for future in futures.values()) <= 500
     engine.generate_batch([prompt], params[0])
     assert len(compiled) == 101, "the first one is not"
-    cache = matcher_of.cache_info()
+    cache = beginning_of.cache_info()
     assert cache.currsize <= cache.maxsize == 32
     engine.close()

@@ -4,6 +4,7 @@ as processes: `common/parallel/test_remote.py`."""
 from __future__ import annotations
 
 import random
+from dataclasses import replace
 
 import pytest
 
@@ -12,6 +13,7 @@ from common.parallel.pipeline import PipelinedEngineCore
 from common.parallel.stage import StageRunner
 from common.tests.engine_oracle import finish, greedy_params, lines_run, scarce, serve_a_crowd
 from common.tests.local_stages import LocalStages, pipelined_engine
+from scheduler_interface import NewRequestData
 
 SCHEDULERS = ("two_phase", "prefill_first", "fcfs")
 
@@ -96,6 +98,18 @@ def test_each_stage_has_its_layers_and_several_steps_are_under_way(oracle, monke
     (first_tables,), (last_tables,) = first.groups, last.groups
     assert first.row_of == last.row_of
     assert (first_tables.block_tables == last_tables.block_tables).all()
+    engine.close()
+
+
+def test_only_the_last_stage_makes_what_is_for_logits(oracle, monkeypatch) -> None:
+    engine = pipelined_engine(monkeypatch, oracle.path, num_blocks=100)
+    params = replace(greedy_params(3), prompt_logprobs=1)
+    outputs = engine.generate_batch(oracle.prompts[:2], params).values()
+    assert [len(o.prompt_logprobs) for o in outputs] == [len(p) for p in oracle.prompts[:2]]
+    first, last = (stage.local.paged.state for stage in stages_of(engine))
+    first.admit(NewRequestData("x", [1], params, features={"grammar": "nobody matches it"}))
+    found = [[plugin.name for plugin in state.plugins.plugins] for state in (first, last)]
+    assert found == [["token_rules"], ["token_rules", "prompt_logprobs"]]
     engine.close()
 
 

@@ -41,6 +41,7 @@ class Tables:
     full: str  # for common/workshop/bench/README.md
     short: str  # for README.md
     shortest: str = ""  # for its first screen, if there is one
+    questions: str = ""  # each chapter in its own work, if it was measured
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,9 +113,10 @@ def places_of(name: str, tables: Tables) -> list[tuple[str, str, str]]:
         ("README.md", name, tables.short),
         ("common/workshop/bench/README.md", name, tables.full),
     ]
-    if tables.shortest:
-        places.append(("README.md", f"{name}_in_short", tables.shortest))
-    return places
+    more = {"in_short": tables.shortest, "questions": tables.questions}
+    return places + [
+        ("README.md", f"{name}_{part}", table) for part, table in more.items() if table
+    ]
 
 
 def restart_with(args: argparse.Namespace) -> dict[str, str] | None:

@@ -21,19 +21,20 @@ PHRASES = {
 
 def render(record: dict[str, Any]) -> str:
     """Every rung in every regime, with all that was measured; and each chapter's own question."""
-    parts = [*map(_regime, record["regimes"].values()), *_questions(record), made_on(record)]
-    return "\n\n".join(parts)
+    regimes = map(_regime, record["regimes"].values())
+    parts = [*regimes, render_questions(record), made_on(record)]
+    return "\n\n".join(filter(None, parts))
 
 
-def _questions(record: dict[str, Any]) -> list[str]:
-    """One table, if they were measured: in each cell without the chapter, and with it."""
+def render_questions(record: dict[str, Any]) -> str:
+    """Nothing if they were not measured. In each cell: without the chapter, and with it."""
     head = ["chapter, and its work", "output tok/s", "first token (p50)", "gap (p99)"]
     rows = []
     for name, question in record.get("questions", {}).items():
         before, after = (_short_row(*rung)[1:4] for rung in question["rungs"].items())
         cells = [f"{b} → {a}" for b, a in zip(before, after, strict=True)]
         rows.append([f"{question['rungs'][name]['title']}; {_work(question)}", *cells])
-    return [markdown_table(head, rows)] if rows else []
+    return markdown_table(head, rows) if rows else ""
 
 
 def render_short(record: dict[str, Any]) -> str:
@@ -86,10 +87,9 @@ def _median(rung: dict[str, Any], name: str) -> float:
 
 
 def _work(regime: dict[str, Any]) -> str:
-    return (
-        f"{regime['title']}: {regime['num_requests']} requests, "
-        f"{regime['arrivals_per_s']:g} a second, {regime['num_long']} long"
-    )
+    many = f"{regime['num_requests']} requests, {regime['arrivals_per_s']:g} a second"
+    long = f", {regime['num_long']} long" if regime["num_long"] else ""
+    return f"{regime['title']}: {many}{long}"
 
 
 def _regime(regime: dict[str, Any]) -> str:

@@ -65,7 +65,7 @@ def draw_many() -> Drawing:
     for column, (name, label) in enumerate(quantities.items()):
         left = LEFT + column * COLUMN
         drawing.text(left, 68, label, size=SMALL)
-        scale = (COLUMN - 68) / max(spread(rung, name)[2] for rung in rungs.values())
+        scale = (COLUMN - 76) / max(spread(rung, name)[2] for rung in rungs.values())
         for place, (title, rung) in enumerate(rungs.items()):
             y = TOP + place * ROW
             low, middle, high = (value * scale for value in spread(rung, name))
@@ -94,7 +94,7 @@ def draw_regimes() -> Drawing:
     )
     drawing.key(LEFT, 60, dict(zip(found, (DECODE, PROMPT), strict=True)))
     quantities = {  # and the ticks; for those of waits, the scale is logarithmic
-        "output_tokens_per_s": ("output tokens a second", (0, 400, 800)),
+        "output_tokens_per_s": ("output tokens a second", (0, 250, 500)),
         "ttft_ms_p99": ("first token, p99, ms", (100, 1000, 10_000)),
         "inter_token_ms_p99": ("gap, p99, ms", (10, 100)),
     }

@@ -156,7 +156,7 @@ def test_a_chapters_question_is_shown_without_it_and_with_it() -> None:
     question = {**record["regimes"]["many"], **work}
     shown = ladder_table.render({**record, "questions": {"paged": question}}).split("\n\n")[2]
     assert shown.splitlines()[2] == (
-        "| 2 paged KV; more users: 40 requests, 24 a second, 0 long "
+        "| 2 paged KV; more users: 40 requests, 24 a second "
         "| 110 → 400 | 8,000 ms → 12 ms | 70 ms → 8 ms |"
     )
 

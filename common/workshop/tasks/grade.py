@@ -86,12 +86,14 @@ def _graded(trial: _Trial, tell: Callable[[str], None]) -> Verdict:
     tell(f"Importing {trial.name} ...")
     if problem := _in_the_import(trial):
         return Verdict(False, f"{trial.name} can not be imported: {problem}.")
-    tell(f"Its tests ({len(trial.task.tests)}) ...")
+    num_tests = len(trial.task.tests)
+    tell(f"Its tests ({num_tests}) ...")
     run = _tested(trial)
     if isinstance(run, str):
         return Verdict(False, run)
     if not run.failed:
-        return Verdict(True, f"Right. {_counted(run.num_passed, 'test')} passed.")
+        cases = f", in {run.num_passed} cases" if run.num_passed > num_tests else ""
+        return Verdict(True, f"Right. {_counted(num_tests, 'test')} passed{cases}.")
     tell("One fails. Looking for a small example ...")
     return _explained(trial, run)
 

@@ -110,10 +110,18 @@ def answer(task: Task, *lines: str) -> str:
     return blank.before + "".join(f"{margin}{line}\n" for line in lines) + blank.after
 
 
-def test_the_solution_is_right_and_its_tests_are_counted(tmp_path: Path) -> None:
-    task = the("2.2")
-    verdict = graded(task, task.source(), tmp_path)
-    assert verdict == Verdict(True, "Right. 5 tests passed.")
+@pytest.mark.parametrize(
+    ("number", "counted"), [("2.2", "5 tests passed."), ("3.4", "4 tests passed, in 6 cases.")]
+)
+def test_the_solution_is_right_and_its_tests_are_counted_as_they_were_announced(
+    number: str, counted: str, tmp_path: Path
+) -> None:
+    task = the(number)
+    told: list[str] = []
+    file = tmp_path / Path(task.file).name
+    file.write_text(task.source(), encoding="utf-8")
+    assert grade(task, file, 20, told.append) == Verdict(True, f"Right. {counted}")
+    assert told[-1] == f"Its tests ({counted[0]}) ..."
 
 
 def test_a_typical_mistake_gets_its_message_behind_the_test_that_fails(tmp_path: Path) -> None:

@@ -94,6 +94,17 @@ def test_it_asks_before_the_decisive_step_and_tells_what_happened(
     assert page.evaluate("Watch.store.step") == shot.step(moment)
 
 
+def test_in_the_step_that_preempted_and_no_other_that_is_why_nobody_is_admitted(
+    opened: Opened, shots: dict[int, Shot]
+) -> None:
+    step, page = shots[4].step(shots[4].film.moments[0]), opened(4)
+    rule = "nobody is admitted in a step that preempted; 1 wait"
+    assert rule in page.inner_text(".words-list")
+    go(page, step=step + 1)
+    assert rule not in page.inner_text(".words-list")
+    assert "admission stops at d: the KV memory had no room" in page.inner_text(".words-list")
+
+
 def test_a_knob_shows_another_run_at_the_same_step(
     open_page: Any, shots: dict[int, Shot], tmp_path: Path
 ) -> None:

@@ -192,9 +192,11 @@
     const [reason, at] = event.stop;
     const others = state.waiting.filter((id) => id !== at && !(id in event.passed_over)).length;
     // At nobody: admission ended behind the last who was admitted, or never began.
-    const isLate = events.slice(0, now).some(({kind}) => kind === "admitted");
-    const how = at !== "" ? "" : isLate ? "others" : "nobody";
-    const key = how ? `say.stop.${how}` : others ? "say.stop.behind" : "say.stop";
+    const was = (what) => events.slice(0, now).some(({kind}) => kind === what);
+    const how = at !== "" ? "" : was("admitted") ? "others" : "nobody";
+    const isPreempting = how === "nobody" && reason === "blocks" && was("preempted");
+    const key = isPreempting ? "say.stop.preempting"
+      : how ? `say.stop.${how}` : others ? "say.stop.behind" : "say.stop";
     const special = `reason:${reason}:${how}`;
     const source = how && Watch.sourceOf(run, special) ? special : `reason:${reason}`;
     say("", key, {who: Watch.label(at), n: others, reason: Watch.reasonWords(run, reason)}, [source]);
