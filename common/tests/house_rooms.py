@@ -127,7 +127,9 @@ FLOORS = {
     "assembly": """
         assembly scheduler_assembly events kernels.warm_up
         runner.worker parallel.worker_rank parallel.remote parallel.remote_launch""",
-    "engine": "engine llm intake recent_stats turn step_trace collector demo grammars.grammar_demo",
+    "engine": """
+        engine llm intake recent_stats turn step_trace collector demo grammars.grammar_demo
+        serve""",
     "workshop": "workshop tests",
 }
 
