@@ -179,7 +179,7 @@ class CacheChanges:
 
     def _remove(self, name: bytes, medium: str) -> None:
         block = self._held.get(name)
-        if block is None or medium not in block.media:
+        if block is None:  # of a call that was interrupted
             return
         block.media = tuple(other for other in block.media if other != medium)
         self._gone.add(name)

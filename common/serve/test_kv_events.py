@@ -62,6 +62,7 @@ def test_the_stream_alone_says_what_is_cached(kind: str, max_unsaid: int) -> Non
         check(changes, index, cache)
         for _ in range(60):
             work(cache, rng)
+            assert len(changes._unsaid) <= max_unsaid, f"seed {seed}"
             if rng.random() < 0.5:
                 events = check(changes, index, cache)
                 assert CLEARED not in events[1:], f"seed {seed}"

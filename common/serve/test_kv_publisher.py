@@ -5,8 +5,10 @@ from __future__ import annotations
 import gc
 import json
 import random
+import re
 import time
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -45,6 +47,21 @@ def test_a_batch_has_the_bytes_that_vllm_gives_it(batch: dict) -> None:
         shorter = shorter.replace(bytes([0xDE, 0, length]), bytes([0x80 + length]))
     assert rank == 0 and pack_batch(events, now) == shorter
     assert msgpack.unpackb(theirs) == batch["content"]
+
+
+def test_the_page_shows_a_message_as_it_is() -> None:
+    cache = PREFIX_CACHES["hash"](BlockPool(9), 4)
+    changes = CacheChanges(cache)
+    changes.put_in()
+    take(changes, Index())
+    cache.cache_computed_blocks([1, 2, 3, 4, 5, 6, 7, 300, 9])
+    ((event,),) = changes.take()
+    for name in ("KV_EVENTS.md", "KV_EVENTS.zh.md"):
+        page = (Path(__file__).parent / name).read_text(encoding="utf-8")
+        (decoded,) = re.findall(r"```json\n(.*?)```", page, re.DOTALL)
+        assert json.loads(decoded) == event
+        dump = re.findall(r"^((?:[0-9a-f]{2} )+) +\S", page, re.MULTILINE)
+        assert bytes.fromhex("".join(dump)) == pack_batch([event], 1763923200.25)
 
 
 def test_events_have_vllms_fields_in_vllms_order() -> None:
@@ -158,6 +175,34 @@ def test_a_reader_who_comes_late_and_loses_most_knows_all(
     assert reader.num_anew == 1, "all was kept"
     assert engine.reset_prefix_cache()
     reader.read_until(lambda: not reader.index.prefixes())
+
+
+def begin_again(engine: LLMEngine, *addresses: str | None) -> KVEvents:
+    """When the sockets of the life before are gone."""
+    for _ in as_long_as(lambda: True, seconds=LIMIT_S):
+        with suppress(ValueError):
+            return KVEvents(engine, *addresses)
+        time.sleep(0.01)
+    raise AssertionError
+
+
+def test_an_engine_that_begins_again_is_not_taken_for_the_one_before(
+    engine: LLMEngine, events: KVEvents, reader: Reader, oracle: Oracle
+) -> None:
+    for _ in as_long_as(lambda: reader.last < 60, seconds=LIMIT_S):
+        serve(engine, oracle, [0], 1)
+        assert engine.reset_prefix_cache()
+        reader.read()
+    old, addresses = reader.last, (events.publisher.endpoint, events.publisher.replay_endpoint)
+    events.take_out(engine)
+    again = begin_again(engine, *addresses)
+    for _ in as_long_as(lambda: not reader.num_restarts, seconds=LIMIT_S):  # until it is connected
+        assert engine.reset_prefix_cache()
+        serve(engine, oracle, [0], 1)
+        reader.read()
+    assert reader.last < old
+    reader.read_until(knows(reader, engine))
+    again.take_out(engine)
 
 
 def test_what_is_kept_no_more_is_said_anew(

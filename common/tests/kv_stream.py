@@ -129,6 +129,8 @@ class Reader:
         assert publisher.replay_endpoint is not None
         self.replays.connect(publisher.replay_endpoint)
         self.index, self.next, self.num_anew = Index(), 0, 0
+        self.last = -1  # sequence that came by itself
+        self.num_restarts = 0
         self.loses: Callable[[], bool] = lambda: False
 
     def read(self) -> None:
@@ -138,7 +140,11 @@ class Reader:
         _, sequence, batch = self.socket.recv_multipart()
         if self.loses():
             return
-        if int.from_bytes(sequence, "big") > self.next:
+        last, self.last = self.last, int.from_bytes(sequence, "big")
+        if self.last <= last:  # another engine, or another life of it
+            self.num_restarts += 1
+            self.index, self.next = Index(), 0
+        if self.last > self.next:
             self.catch_up()
         self.take(sequence, batch)
 
