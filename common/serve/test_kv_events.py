@@ -15,7 +15,7 @@ from common.tests.engine_oracle import Oracle, serve, serve_a_crowd
 from common.tests.kv_stream import Index, check, engine_of, prefixes_of, take, tiers_of
 from kv_slots import PREFIX_CACHES
 from prefix_cache import PrefixCache
-from tiered_cache import KVTierConfig
+from tiered_cache import KVTierConfig, TieredCache
 
 CACHES = pytest.mark.parametrize("kind", ["hash", "radix"])
 
@@ -87,6 +87,18 @@ def test_a_chain_is_one_event_and_so_is_its_end() -> None:
     assert len(removed["block_hashes"]) == 3
 
 
+def test_parents_are_told_before_their_children_whichever_came_first() -> None:
+    """A parent may have gone, and come again, while a tier kept its child."""
+    cache, index = PREFIX_CACHES["hash"](BlockPool(40), 2), Index()
+    changes = CacheChanges(cache)
+    changes.put_in()
+    cache.cache_computed_blocks(list(range(20)))
+    check(changes, index, cache)
+    changes._held = dict(reversed(changes._held.items()))
+    changes.say_all()
+    assert len(check(changes, index, cache)) == 2
+
+
 def test_a_batch_is_never_too_large_for_its_reader(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("common.serve.kv_events.MAX_EVENTS", 5)
     monkeypatch.setattr("common.serve.kv_events.MAX_TOKENS", 12)
@@ -139,35 +151,55 @@ def test_what_another_listener_raises_is_no_secret_to_the_stream() -> None:
 def test_after_each_step_the_stream_says_what_is_cached_and_where(
     kind: str, write_policy: str | None, oracle: Oracle, loaded, one_thread
 ) -> None:
-    tiers = write_policy and KVTierConfig(6, 9, write_policy=write_policy)
-    engine = engine_of(loaded, kind, tiers, preempt_every=7)
-    index, rng = Index(), random.Random(5)
+    config = write_policy and KVTierConfig(6, 9, write_policy=write_policy)
+    engine = engine_of(loaded, kind, config, preempt_every=7)
     serve(engine, oracle, [0, 1, 2], 3, salt="b")
-    changes = CacheChanges(engine.prefix_cache)
+    index, changes = Index(), CacheChanges(engine.prefix_cache)
+    tiers = engine.prefix_cache.listener
+    if isinstance(tiers, TieredCache):  # what went down before has no tokens here
+        assert engine.reset_prefix_cache()
+        tiers.host._blocks.clear()
+        for name in list(tiers.disk._slots):
+            tiers.disk.drop(name)
     changes.put_in()
     seen = set[str]()
 
     def look(_: object) -> None:
         events = check(changes, index, engine.prefix_cache)
         seen.update(f"{event['type']} {event.get('medium')}" for event in events)
-        if tiers:
+        if isinstance(tiers, TieredCache):
             assert {medium: index.places.get(medium, set()) for medium in (CPU, STORAGE)} == (
-                tiers_of(engine.prefix_cache.listener._inner)
+                tiers_of(tiers)
             )
 
-    if tiers:  # what went down before has no tokens here
-        for tier in (changes._below[CPU], changes._below[STORAGE]):
-            for name in [*(tier._blocks if hasattr(tier, "_blocks") else tier._slots)]:
-                tier.drop(name)
     engine.on_step = look
-    serve_a_crowd(engine, oracle, rng, 5, salts=[None, "a", "b"], num_requests=20)
-    look(None)
-    media = [GPU, CPU, STORAGE] if tiers else [GPU]
+    serve_a_crowd(engine, oracle, random.Random(5), 5, salts=[None, "a", "b"], num_requests=20)
+    media = [GPU, CPU, STORAGE] if config else [GPU]
     expected = {f"{kind} {medium}" for medium in media for kind in ("BlockStored", "BlockRemoved")}
-    assert seen >= expected
+    assert seen >= expected and engine.stats().num_preemptions
     assert engine.reset_prefix_cache()
     look(None)
-    assert engine.stats().num_preemptions and not index.places.get(GPU)
+    assert not index.places.get(GPU)
+    serve(engine, oracle, [0], 2)
+    seen.clear()
+    engine.kv_manager.begin_anew()
+    look(None)
+    assert "AllBlocksCleared None" in seen and not index.places.get(GPU)
+    engine.close()
+
+
+def test_a_block_that_goes_down_is_never_nowhere(oracle: Oracle, loaded, one_thread) -> None:
+    engine = engine_of(loaded, "hash", KVTierConfig(40))
+    serve(engine, oracle, [0, 1], 2)
+    changes, index = CacheChanges(engine.prefix_cache), Index()
+    changes.put_in()
+    check(changes, index, engine.prefix_cache)
+    engine.prefix_cache.evict(2)
+    events = [
+        (event["type"], event["medium"]) for event in check(changes, index, engine.prefix_cache)
+    ]
+    *stored, removed = events
+    assert stored and set(stored) == {("BlockStored", CPU)} and removed == ("BlockRemoved", GPU)
     engine.close()
 
 

@@ -10,6 +10,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from pathlib import Path
+from threading import Thread
 from types import SimpleNamespace
 
 import msgpack
@@ -20,6 +21,7 @@ from bounded_loops import as_long_as
 from common.engine import LLMEngine
 from common.engine_config import SHIPPED_ADAPTER, EngineConfig
 from common.serve.kv_events import CacheChanges, KVEvents
+from common.serve.kv_listen import listen
 from common.serve.kv_publisher import EventPublisher
 from common.serve.kv_wire import CLEARED, Event, pack_batch
 from common.tests.engine_oracle import Oracle, greedy_params, serve
@@ -130,6 +132,21 @@ def test_a_batch_that_cannot_be_packed_ends_nothing(caplog: pytest.LogCaptureFix
     publisher.close()
     reader.close()
     assert source.num_anew == 1 and "they begin anew" in caplog.text
+
+
+def test_the_page_s_reader_reads() -> None:
+    source, found = Scripted([]), list[tuple[int, Event]]()
+    publisher = EventPublisher(source, "inproc://e")
+    publisher.start()
+    thread = Thread(target=lambda: found.append(next(listen("inproc://e"))), daemon=True)
+    thread.start()
+    for _ in as_long_as(lambda: not found, seconds=LIMIT_S):  # it may come late
+        source.batches.append([CLEARED])
+        publisher.wake()
+        time.sleep(0.01)
+    publisher.close()
+    ((number, event),) = found
+    assert number >= 0 and event == CLEARED
 
 
 # -- an engine's

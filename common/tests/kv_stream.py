@@ -58,6 +58,7 @@ class Index:
             keys = extra_keys[index] if extra_keys else None
             block = dict(parent=parent, tokens=tokens, adapter=lora_name, keys=keys)
             assert self.blocks.setdefault(name, block) == block, "one hash, two contents"
+            assert name not in here, "stored twice"
             here.add(name)
             parent = name
 
