@@ -469,6 +469,10 @@ class LLMEngine:
         """Names that are loaded."""
         return [] if self._adapters is None else self._adapters.names
 
+    def adapter_of(self, digest: str) -> str | None:
+        """The name by which requests get the adapter now that KV is keyed by."""
+        return None if self._adapters is None else self._adapters.name_of(digest)
+
     def _named_adapters(self) -> AdapterNames:
         if self._adapters is None:
             raise ValueError("this engine takes no adapters: make it with max_loras or adapters")

@@ -11,6 +11,8 @@ A file outlives its process, a disk lies and a process dies in the middle of a w
 believed: a record counts only if the checksum over its hash, length and bytes is right, when it is
 read, every time. A record is made invalid before its bytes change and valid after.
 
+Both tell, if somebody wants to hear it, which hash has come (True) and which has gone (False).
+
 Invariants: never more than `max_blocks`; a hash is in at most one record; what `read` returns is
 what `put` was given under that hash, or None.
 """
@@ -22,6 +24,7 @@ import os
 import struct
 import threading
 from collections import OrderedDict
+from collections.abc import Callable
 from hashlib import blake2b
 from pathlib import Path
 
@@ -36,6 +39,7 @@ class HostTier:
 
     def __init__(self, max_blocks: int) -> None:
         self.max_blocks = max_blocks
+        self.told: Callable[[bytes, bool], object] = nobody_listens
         self._blocks: OrderedDict[bytes, bytes] = OrderedDict()  # least recently used first
 
     def __len__(self) -> int:
@@ -52,7 +56,8 @@ class HostTier:
         return data
 
     def drop(self, block_hash: bytes) -> None:
-        self._blocks.pop(block_hash, None)
+        if self._blocks.pop(block_hash, None) is not None:
+            self.told(block_hash, False)
 
     def put(self, block_hash: bytes, data: bytes) -> list[tuple[bytes, bytes]]:
         """Returns what had to leave: at most one block, the given one if there is no room at
@@ -63,14 +68,17 @@ class HostTier:
         gone = [self._blocks.popitem(last=False)] if is_full else []
         self._blocks[block_hash] = data
         self._blocks.move_to_end(block_hash)
+        self.told(block_hash, True)
+        for old_hash, _ in gone:
+            self.told(old_hash, False)
         return gone
 
 
 class DiskTier:
     """Chain hash -> bytes, in a memory-mapped file that is taken over if it is there and fits.
 
-    `put` and `read` may be called from different threads. Raises `ValueError` for sizes below 1,
-    and `OSError` if the file can not be made.
+    `put` and `read` may be called from different threads; `told` is called in theirs. Raises
+    `ValueError` for sizes below 1, and `OSError` if the file can not be made.
     """
 
     def __init__(self, path: str | Path, max_blocks: int, block_nbytes: int) -> None:
@@ -81,6 +89,7 @@ class DiskTier:
         self.max_blocks = max_blocks
         self.block_nbytes = block_nbytes
         self.num_corrupt = 0
+        self.told: Callable[[bytes, bool], object] = nobody_listens
         self._lock = threading.Lock()
         self._slots: OrderedDict[bytes, int] = OrderedDict()  # least recently used first
         self._record_nbytes = _RECORD_HEADER.size + block_nbytes
@@ -126,7 +135,7 @@ class DiskTier:
         with self._lock:
             slot = self._slots.pop(block_hash, None)
             if slot is None:
-                slot = self._free.pop() if self._free else self._slots.popitem(last=False)[1]
+                slot = self._free.pop() if self._free else self._forget_oldest()
             offset = self._offset(slot)
             payload = offset + _RECORD_HEADER.size
             self._map[offset : offset + len(_MAGIC)] = bytes(len(_MAGIC))  # invalid from here ...
@@ -135,6 +144,12 @@ class DiskTier:
             header = _RECORD_HEADER.pack(_MAGIC, block_hash, len(data), checksum)
             self._map[offset:payload] = header  # ... to here
             self._slots[block_hash] = slot
+            self.told(block_hash, True)
+
+    def _forget_oldest(self) -> int:
+        block_hash, slot = self._slots.popitem(last=False)
+        self.told(block_hash, False)
+        return slot
 
     def read(self, block_hash: bytes) -> bytes | None:
         """The block's bytes, verified. None if it is not here; a record that is not what it claims
@@ -162,6 +177,7 @@ class DiskTier:
                 offset = self._offset(slot)
                 self._map[offset : offset + len(_MAGIC)] = bytes(len(_MAGIC))
                 self._free.append(slot)
+                self.told(block_hash, False)
 
     def _drop(self, block_hash: bytes, slot: int) -> None:
         with self._lock:
@@ -169,6 +185,7 @@ class DiskTier:
                 del self._slots[block_hash]
                 self._free.append(slot)
                 self.num_corrupt += 1
+                self.told(block_hash, False)
 
     def begin_anew(self) -> None:
         """A slot whose `put` was interrupted is free: its record is not valid."""
@@ -188,6 +205,10 @@ class DiskTier:
         with self._lock:
             slots = [*self._slots.values(), *self._free]
             assert sorted(slots) == list(range(self.max_blocks)), "a slot is lost or used twice"
+
+
+def nobody_listens(block_hash: bytes, is_here: bool) -> None:
+    """`told` of a tier, unless somebody wants to hear."""
 
 
 def _checksum(block_hash: bytes, data: bytes) -> bytes:

@@ -65,6 +65,10 @@ class AdapterNames:
             raise ValueError(f"adapter is {name!r}: those that are loaded are {there}")
         return self._digests[name]
 
+    def name_of(self, digest: str) -> str | None:
+        """The first, if it has several. None: it is used to its end, and nobody else gets it."""
+        return next((name for name, found in self._digests.items() if found == digest), None)
+
     def begin(self, digest: str, request_id: str) -> None:
         self._users[digest].add(request_id)
 

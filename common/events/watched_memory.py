@@ -37,6 +37,7 @@ from kv_connector import KVConnector
 from kv_loads import KVLoads, Load, LoadListener
 from kv_memory import KVMemory
 from prefix_cache import (
+    CacheListener,
     CacheStats,
     ExtraKeys,
     HasBlockId,
@@ -212,6 +213,14 @@ class CacheWatch:
     @stats.setter
     def stats(self, stats: CacheStats) -> None:
         self._cache.stats = stats
+
+    @property
+    def listener(self) -> CacheListener | None:
+        return self._cache.listener
+
+    @listener.setter
+    def listener(self, listener: CacheListener | None) -> None:
+        self._cache.listener = listener
 
     def match_prefix(
         self,

@@ -1,0 +1,275 @@
+"""What an engine's prefix cache holds, told to routers as it changes: vLLM's KV events.
+
+    cache   block_cached, blocks_evicted, blocks_withdrawn    medium "GPU", whatever the device is
+    tiers   told(hash, is it here?)                           "CPU" for the host, "STORAGE": disk
+            |
+            v   under one lock: what is held and where, and what is to be said of it
+    a thread of its own takes it once a step, packs and sends (`kv_publisher.py`)
+
+A listener stands in the cache's place for one and calls the one that was there. Of any cache it
+hears of whole blocks, each with its parent: a tree's nodes, and where they are cut, do not show.
+
+A block's hash is that of chapter 3's chain, by which tiers and pools know it too.
+
+Where the device has nothing cached any more, and where more would have to be kept for a slow thread
+than it may cost, all is said anew: `AllBlocksCleared`, then each block that is held. So a stream is
+whole, or begins again.
+
+Not told: tier blocks of an earlier process before they are on the device once (nobody here knows
+their tokens), and what a pool shared by engines holds."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from threading import Lock
+from typing import TYPE_CHECKING, cast
+
+from common.serve.kv_publisher import EventPublisher
+from common.serve.kv_wire import (
+    CLEARED,
+    CPU,
+    GPU,
+    STORAGE,
+    Event,
+    HeldBlock,
+    add_removed,
+    add_stored,
+)
+from kv_tiers import nobody_listens
+from prefix_cache import NormalKeys
+from prefix_cache_local import compute_block_hash
+from request_chain import root_keys
+from scheduler_books import SchedulerPlugin
+from tiered_cache import TieredCache
+
+if TYPE_CHECKING:
+    from block_pool import Block
+    from common.engine import LLMEngine
+    from prefix_cache import PrefixCache
+    from scheduler_books import SchedulerBooks
+    from scheduler_interface import SchedulerOutput
+
+MAX_UNSAID = 100_000  # blocks
+MAX_EVENTS, MAX_TOKENS = 1_000, 500_000  # of a batch: vllm-router takes 16 MiB, and so many events
+
+
+class CacheChanges:
+    """A `CacheListener` in front of the one that `cache` has. `take` and `say_all` belong to one
+    thread, the rest to the cache's. `name_of` knows what requests call the adapter of a digest."""
+
+    def __init__(
+        self,
+        cache: PrefixCache,
+        name_of: Callable[[str], str | None] = lambda digest: None,
+        max_unsaid: int = MAX_UNSAID,
+    ) -> None:
+        self._cache, self._inner, self._max_unsaid = cache, cache.listener, max_unsaid
+        self._name_of = name_of
+        tiers = self._inner if isinstance(self._inner, TieredCache) else None
+        self._namespace = () if tiers is None else tiers.namespace
+        below = {} if tiers is None else {CPU: tiers.host, STORAGE: tiers.disk}
+        self._below = {name: tier for name, tier in below.items() if tier is not None}
+        self._lock = Lock()
+        self._hashes: dict[int, bytes] = {}  # by block id, of what the device has
+        self._held: dict[bytes, HeldBlock] = {}  # those that are nowhere stay until `take`
+        self._gone: set[bytes] = set()  # that may be nowhere
+        self._unsaid: list[Event] = []
+        self._num_unsaid = 0
+        self._says_all = True
+
+    def put_in(self) -> None:
+        """O(cached blocks x depth)."""
+        by_prefix: dict[tuple, Block] = {}
+        for keys, tokens, block in sorted(
+            self._cache.cached_prefixes(), key=lambda prefix: len(prefix.token_ids)
+        ):
+            start = len(tokens) - self._cache.block_size
+            self._store(block, by_prefix.get((keys, tokens[:start])), tokens[start:], keys)
+            by_prefix[keys, tokens] = block
+        for medium, tier in self._below.items():
+            tier.told = lambda name, is_here, medium=medium: self._moved(name, medium, is_here)
+        self._cache.listener = self
+
+    def take_out(self) -> None:
+        """What is cached is nobody's concern here from now on: it is said to be gone."""
+        if self._cache.listener is not self:
+            raise RuntimeError("another listener has been put in since: take that one out first")
+        self._cache.listener = self._inner
+        for tier in self._below.values():
+            tier.told = nobody_listens
+        with self._lock:
+            self._held.clear()
+            self._gone.clear()
+            self.say_all()
+
+    # -- the device's cache tells
+
+    def block_cached(
+        self, block: Block, parent: Block | None, token_ids: tuple[int, ...], extra_keys: NormalKeys
+    ) -> None:
+        self._store(block, parent, token_ids, extra_keys)
+        if self._inner is not None:
+            self._inner.block_cached(block, parent, token_ids, extra_keys)
+
+    def blocks_evicted(self, blocks: Sequence[Block]) -> None:
+        """Tiers copy them first: a block that goes down is never nowhere."""
+        try:
+            if self._inner is not None:
+                self._inner.blocks_evicted(blocks)
+        finally:
+            self._forget(blocks)
+
+    def blocks_withdrawn(self, blocks: Sequence[Block]) -> None:
+        try:
+            if self._inner is not None:
+                self._inner.blocks_withdrawn(blocks)
+        finally:
+            self._forget(blocks)
+
+    def _store(
+        self, block: Block, parent: Block | None, token_ids: tuple[int, ...], extra_keys: NormalKeys
+    ) -> None:
+        before = None if parent is None else self._hashes[parent.block_id]
+        roots = root_keys(self._namespace, extra_keys) if before is None else None
+        name = compute_block_hash(before, token_ids, roots)
+        held = HeldBlock(before, token_ids, *self._wire_keys(extra_keys, parent is None))
+        with self._lock:
+            self._hashes[block.block_id] = name
+            self._held.setdefault(name, held)
+            self._add(name, GPU)
+            for medium, tier in self._below.items():
+                if name in tier:  # from before anybody here knew its tokens
+                    self._add(name, medium)
+
+    def _wire_keys(
+        self, extra_keys: NormalKeys, is_first: bool
+    ) -> tuple[str | None, list[str] | None]:
+        """The adapter's name; and, as vLLM has it, that for each block, a salt for the first."""
+        values = {tag: value.partition(":")[2] for tag, value in extra_keys}
+        digest = values.pop("lora", None)
+        adapter = digest and (self._name_of(digest) or digest)
+        keys = [adapter] if adapter else []
+        return adapter, [*keys, *(values.values() if is_first else ())] or None
+
+    def _forget(self, blocks: Iterable[Block]) -> None:
+        names = [self._hashes.pop(block.block_id, None) for block in blocks]
+        with self._lock:
+            for name in names:
+                if name is not None:
+                    self._remove(name, GPU)
+            if not self._hashes:
+                self.say_all()
+
+    def _moved(self, name: bytes, medium: str, is_here: bool) -> None:
+        """A tier tells, in whatever thread."""
+        with self._lock:
+            if name in self._held:
+                (self._add if is_here else self._remove)(name, medium)
+
+    # -- what is to be said of it
+
+    def _add(self, name: bytes, medium: str) -> None:
+        block = self._held[name]
+        if medium in block.media:
+            return
+        block.media += (medium,)
+        if self._may_say():
+            add_stored(self._unsaid, name, block, medium)
+
+    def _remove(self, name: bytes, medium: str) -> None:
+        block = self._held.get(name)
+        if block is None:  # of a call that was interrupted
+            return
+        block.media = tuple(other for other in block.media if other != medium)
+        self._gone.add(name)
+        if self._may_say():
+            add_removed(self._unsaid, name, medium)
+
+    def _may_say(self) -> bool:
+        self._num_unsaid += 1
+        if self._num_unsaid > self._max_unsaid:
+            self.say_all()
+        return not self._says_all
+
+    def say_all(self) -> None:
+        """What is said next begins anew: for whoever has missed something for good."""
+        self._says_all, self._unsaid = True, []
+
+    @property
+    def has_news(self) -> bool:
+        return self._says_all or bool(self._unsaid)
+
+    def take(self) -> Iterator[list[Event]]:
+        """What has happened since, in batches."""
+        with self._lock:
+            events, self._unsaid, self._num_unsaid = self._unsaid, [], 0
+            all_held = None
+            if self._says_all:
+                all_held = {name: (held, held.media) for name, held in self._held.items()}
+            self._says_all = False
+            for name in self._gone:
+                if not self._held[name].media:
+                    del self._held[name]
+            self._gone.clear()
+        if all_held is not None:
+            events = self._say(all_held)
+        batch, num_tokens = list[Event](), 0
+        for event in events:
+            num_tokens += len(event.get("token_ids", ()))
+            if len(batch) == MAX_EVENTS or (batch and num_tokens > MAX_TOKENS):
+                yield batch
+                batch, num_tokens = [], len(event.get("token_ids", ()))
+            batch.append(event)
+        if batch:
+            yield batch
+
+    def _say(self, all_held: Mapping[bytes, tuple[HeldBlock, tuple[str, ...]]]) -> list[Event]:
+        """Parents come before their children."""
+        events: list[Event] = [CLEARED]
+        for medium in (GPU, *self._below):
+            rest = {name: held for name, (held, media) in all_held.items() if medium in media}
+            while rest:
+                path, name = [], next(iter(rest))
+                while name in rest:
+                    path.append((name, held := rest.pop(name)))
+                    name = held.parent
+                for name, held in reversed(path):
+                    add_stored(events, name, held, medium)
+        return events
+
+
+class KVEvents(SchedulerPlugin):
+    """Of one engine, from now on and until `take_out`; made between two steps, by the thread that
+    steps. Begins with all that is cached. Addresses as `EventPublisher` takes them. Raises
+    `ValueError`, and has changed nothing then."""
+
+    def __init__(
+        self, engine: LLMEngine, endpoint: str, replay_endpoint: str | None = None, topic: str = ""
+    ) -> None:
+        if engine.prefix_cache is None:
+            raise ValueError("kv_events: this engine has no prefix cache; there is nothing to tell")
+        owner = weakref.proxy(engine)  # which holds this
+        self._changes = CacheChanges(engine.prefix_cache, lambda digest: owner.adapter_of(digest))
+        self.publisher = EventPublisher(self._changes, endpoint, replay_endpoint, topic)
+        try:
+            self._changes.put_in()
+        except BaseException:  # a cache of somebody's
+            self.publisher.close()
+            raise
+        books = cast("SchedulerBooks", engine.scheduler)
+        books.set_plugins([*books.plugins, self])
+        self._close = weakref.finalize(engine, self.publisher.close)  # where nobody takes it out
+        self.publisher.start()
+
+    def planned(self, plan: SchedulerOutput) -> None:
+        """It is said while the step is computed."""
+        if self._changes.has_news:
+            self.publisher.wake()
+
+    def take_out(self, engine: LLMEngine) -> None:
+        """The last thing that is said is `AllBlocksCleared`. The engine is as it was before."""
+        self._changes.take_out()
+        books = cast("SchedulerBooks", engine.scheduler)
+        books.set_plugins([plugin for plugin in books.plugins if plugin is not self])
+        self._close()

@@ -1,0 +1,143 @@
+"""Batches of events to whoever subscribes, over ZeroMQ, in vLLM's form.
+
+    PUB      topic | sequence, 8 bytes, big-endian | msgpack of [time, events, 0]
+    ROUTER   a reader asks    "" | first sequence that it wants
+             and gets         "" | topic | sequence | batch      for each that is kept, and
+                              "" | ""    | -1       | ""
+
+A PUB socket waits for nobody: a reader that is not there yet, or too slow, misses batches and sees
+it by the sequence. It asks for them, once; where they are not kept any more, the next batch that
+everybody gets says all anew.
+
+Sources: vLLM's `vllm/distributed/kv_events.py` (0.33; before, a replayed batch came without the
+topic, and a batch was a map)."""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections import deque
+from collections.abc import Iterable
+from typing import Any, Protocol
+
+from common.serve.kv_wire import Event, pack_batch
+
+logger = logging.getLogger(__name__)
+BUFFER_STEPS = 10_000  # batches that are kept
+SEND_LIMIT = 100_000  # messages for one slow reader, before it misses some
+POLL_S = 0.1  # for what was not announced, and for replays
+END = (-1).to_bytes(8, "big", signed=True)
+
+
+class EventSource(Protocol):
+    def take(self) -> Iterable[list[Event]]:
+        """Batches that are to be sent now."""
+        ...
+
+    def say_all(self) -> None:
+        """The next batch is to begin anew."""
+        ...
+
+
+class EventPublisher:
+    """Binds where it is made, so that an address that cannot be had is a `ValueError`; sends from
+    `start` on, in a thread of its own. `tcp://*:5557` is for everybody who can reach this machine,
+    `tcp://127.0.0.1:*` for this one, at a port that is free: `endpoint` has it then."""
+
+    def __init__(
+        self,
+        source: EventSource,
+        endpoint: str,
+        replay_endpoint: str | None = None,
+        topic: str = "",
+        buffer_steps: int = BUFFER_STEPS,
+    ) -> None:
+        import zmq
+
+        self._source, self._topic = source, topic.encode()
+        self._kept = deque[tuple[int, bytes]](maxlen=buffer_steps)
+        self._sequence = 0
+        self._wake = threading.Event()
+        self._is_closing = False
+        self._context = zmq.Context.instance()
+        self._publish_socket = self._context.socket(zmq.PUB)
+        self._publish_socket.set_hwm(SEND_LIMIT)
+        self._replay_socket = self._context.socket(zmq.ROUTER)
+        # The reader's acknowledgements come late: a whole replay must fit twice.
+        self._replay_socket.set_hwm(2 * (buffer_steps + 1))
+        try:
+            self.endpoint = _bind("kv_events", self._publish_socket, endpoint)
+            self.replay_endpoint = None
+            if replay_endpoint is not None:
+                name = "kv_events_replay"
+                self.replay_endpoint = _bind(name, self._replay_socket, replay_endpoint)
+        except ValueError:
+            self._close_sockets()
+            raise
+        self._thread = threading.Thread(target=self._run, name="kv-events", daemon=True)
+
+    def start(self) -> None:
+        self._thread.start()
+
+    def wake(self) -> None:
+        """There is something to send."""
+        self._wake.set()
+
+    def close(self) -> None:
+        """What there is goes out first. May be called again, from any thread."""
+        self._is_closing = True
+        self._wake.set()
+        if not self._thread.is_alive():
+            self._close_sockets()
+        elif self._thread is not threading.current_thread():
+            self._thread.join()
+
+    def _run(self) -> None:
+        is_last = False
+        while not is_last:
+            self._wake.wait(POLL_S)
+            self._wake.clear()
+            is_last = self._is_closing
+            try:
+                for events in self._source.take():
+                    self._send(events)
+                while self._replay_socket.poll(0):
+                    self._replay(self._replay_socket.recv_multipart())
+            except Exception:
+                logger.exception("KV events could not be sent; they begin anew")
+                self._source.say_all()
+        self._close_sockets()
+
+    def _send(self, events: list[Event]) -> None:
+        sequence, batch = self._sequence, pack_batch(events, time.time())
+        self._sequence += 1
+        self._kept.append((sequence, batch))
+        self._publish_socket.send_multipart([self._topic, sequence.to_bytes(8, "big"), batch])
+
+    def _replay(self, frames: list[bytes]) -> None:
+        if len(frames) != 3 or frames[1] or len(frames[2]) != 8:
+            logger.warning("a request for a replay is no %r", "'' | 8 bytes")
+            return
+        reader, first = frames[0], int.from_bytes(frames[2], "big")
+        for sequence, batch in self._kept:
+            if sequence >= first:
+                answer = [reader, b"", self._topic, sequence.to_bytes(8, "big"), batch]
+                self._replay_socket.send_multipart(answer)
+        self._replay_socket.send_multipart([reader, b"", b"", END, b""])
+        if first < (self._kept[0][0] if self._kept else self._sequence):
+            self._source.say_all()
+
+    def _close_sockets(self) -> None:
+        self._publish_socket.close(linger=1000)
+        self._replay_socket.close(linger=1000)
+
+
+def _bind(name: str, socket: Any, address: str) -> str:
+    import zmq
+
+    try:
+        socket.bind(address)
+    except zmq.ZMQError as error:
+        raise ValueError(f"{name} is {address!r}: {error}; such as 'tcp://*:5557'") from None
+    return socket.last_endpoint.decode()

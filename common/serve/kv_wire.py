@@ -1,0 +1,81 @@
+"""KV events as vLLM writes them: a batch is `[time, events, rank]`, an event a map.
+
+    BlockStored        block_hashes, parent_block_hash (None: the first of a prompt), token_ids,
+                       block_size, lora_id (None; vLLM keeps it for old readers), medium, lora_name
+                       and, only with an adapter or a salt, extra_keys: one entry for each block
+    BlockRemoved       block_hashes, medium
+    AllBlocksCleared
+
+Blocks that follow each other are one event."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import msgpack
+
+Event = dict[str, Any]
+CLEARED: Event = {"type": "AllBlocksCleared"}
+GPU, CPU, STORAGE = "GPU", "CPU", "STORAGE"  # media
+
+
+@dataclass(slots=True, eq=False)
+class HeldBlock:
+    """The content of a block, wherever it is: its parent's hash, its tokens, what else its KV
+    depends on."""
+
+    parent: bytes | None
+    token_ids: tuple[int, ...]
+    lora_name: str | None
+    extra_keys: list[str] | None
+    media: tuple[str, ...] = ()
+
+
+def wire_hash(block_hash: bytes) -> int:
+    """The last 64 bits, as vLLM makes an integer of a longer hash."""
+    return int.from_bytes(block_hash[-8:], "big")
+
+
+def add_stored(events: list[Event], block_hash: bytes, block: HeldBlock, medium: str) -> None:
+    """To the last event, if that ends where `block` begins."""
+    parent = None if block.parent is None else wire_hash(block.parent)
+    last = events[-1] if events else CLEARED
+    if (
+        last.get("medium") == medium
+        and last.get("token_ids")
+        and last["block_hashes"][-1] == parent
+    ):
+        last["block_hashes"].append(wire_hash(block_hash))
+        last["token_ids"] += block.token_ids
+        if "extra_keys" in last:
+            last["extra_keys"].append(block.extra_keys)
+        return
+    event = {
+        "type": "BlockStored",
+        "block_hashes": [wire_hash(block_hash)],
+        "parent_block_hash": parent,
+        "token_ids": list(block.token_ids),
+        "block_size": len(block.token_ids),
+        "lora_id": None,
+        "medium": medium,
+        "lora_name": block.lora_name,
+    }
+    if block.extra_keys:
+        event["extra_keys"] = [block.extra_keys]
+    events.append(event)
+
+
+def add_removed(events: list[Event], block_hash: bytes, medium: str) -> None:
+    last = events[-1] if events else CLEARED
+    if last.get("medium") == medium and "token_ids" not in last:
+        last["block_hashes"].append(wire_hash(block_hash))
+    else:
+        hashes = [wire_hash(block_hash)]
+        events.append({"type": "BlockRemoved", "block_hashes": hashes, "medium": medium})
+
+
+def pack_batch(events: list[Event], now: float) -> bytes:
+    batch = msgpack.packb([now, events, 0])
+    assert batch is not None
+    return batch

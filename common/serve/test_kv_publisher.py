@@ -1,0 +1,293 @@
+"""The bytes are vLLM's, and whoever misses some of them learns what they said."""
+
+from __future__ import annotations
+
+import gc
+import json
+import random
+import re
+import time
+from collections.abc import Callable, Iterator
+from contextlib import suppress
+from pathlib import Path
+from threading import Thread
+from types import SimpleNamespace
+
+import msgpack
+import pytest
+
+from block_pool import BlockPool
+from bounded_loops import as_long_as
+from common.engine import LLMEngine
+from common.engine_config import SHIPPED_ADAPTER, EngineConfig
+from common.serve.kv_events import CacheChanges, KVEvents
+from common.serve.kv_listen import listen
+from common.serve.kv_publisher import EventPublisher
+from common.serve.kv_wire import CLEARED, Event, pack_batch
+from common.tests.engine_oracle import Oracle, greedy_params, serve
+from common.tests.kv_stream import LIMIT_S, Index, Reader, engine_of, prefixes_of, take
+from kv_slots import PREFIX_CACHES
+
+pytest.importorskip("zmq")
+RECORD = json.loads((Path(__file__).parent / "vllm_kv_events.json").read_text())
+LOOPBACK = "tcp://127.0.0.1:*"
+
+
+# -- the bytes
+
+
+def unpacked(payload: bytes) -> object:
+    return payload and msgpack.unpackb(payload)
+
+
+@pytest.mark.parametrize("batch", RECORD["batches"], ids=lambda batch: batch["name"])
+def test_a_batch_has_the_bytes_that_vllm_gives_it(batch: dict) -> None:
+    """But for the length of a map, which msgspec writes in three bytes where one is enough."""
+    (now, events, rank), theirs = batch["content"], bytes.fromhex(batch["bytes"])
+    shorter = theirs
+    for length in {len(event) for event in events}:
+        shorter = shorter.replace(bytes([0xDE, 0, length]), bytes([0x80 + length]))
+    assert rank == 0 and pack_batch(events, now) == shorter
+    assert msgpack.unpackb(theirs) == batch["content"]
+
+
+def test_the_page_shows_a_message_as_it_is() -> None:
+    cache = PREFIX_CACHES["hash"](BlockPool(9), 4)
+    changes = CacheChanges(cache)
+    changes.put_in()
+    take(changes, Index())
+    cache.cache_computed_blocks([1, 2, 3, 4, 5, 6, 7, 300, 9])
+    ((event,),) = changes.take()
+    for name in ("KV_EVENTS.md", "KV_EVENTS.zh.md"):
+        page = (Path(__file__).parent / name).read_text(encoding="utf-8")
+        (decoded,) = re.findall(r"```json\n(.*?)```", page, re.DOTALL)
+        assert json.loads(decoded) == event
+        dump = re.findall(r"^((?:[0-9a-f]{2} )+) +\S", page, re.MULTILINE)
+        assert bytes.fromhex("".join(dump)) == pack_batch([event], 1763923200.25)
+
+
+def test_events_have_vllms_fields_in_vllms_order() -> None:
+    cache, index = PREFIX_CACHES["hash"](BlockPool(9), 2), Index()
+    changes = CacheChanges(cache, {"d1": "sql"}.get)
+    changes.put_in()
+    assert take(changes, index) == [CLEARED]
+    cache.cache_computed_blocks([1, 2, 3, 4], [("lora", "d1"), ("salt", "tenant a")])
+    cache.cache_computed_blocks([1, 2])
+    cache.evict(2)
+    stored, plain, removed = take(changes, index)
+    by_vllm = {name: contents for contents in RECORD["batches"] if (name := contents["name"])}
+    for ours, name, number in [
+        (stored, "an adapter and a salt", 0),
+        (plain, "a first block", 0),
+        (removed, "down to the host", 1),
+    ]:
+        assert list(ours) == list(by_vllm[name]["content"][1][number])
+    assert stored["extra_keys"] == [["sql", "tenant a"], ["sql"]]
+
+
+class Scripted:
+    """Says what it is told to, once."""
+
+    def __init__(self, batches: list[list[Event]]) -> None:
+        self.batches, self.num_anew = batches, 0
+
+    def take(self) -> Iterator[list[Event]]:
+        while self.batches:
+            yield self.batches.pop(0)
+
+    def say_all(self) -> None:
+        self.num_anew += 1
+
+
+def test_the_frames_are_those_that_vllm_s_publisher_sent(monkeypatch: pytest.MonkeyPatch) -> None:
+    contents = [batch["content"] for batch in RECORD["batches"]]
+    times = iter([now for now, *_ in contents])
+    clock = SimpleNamespace(time=lambda: next(times))
+    monkeypatch.setattr("common.serve.kv_publisher.time", clock)
+    publisher = EventPublisher(Scripted([c[1] for c in contents]), "inproc://a", "inproc://b", "kv")
+    reader = Reader(publisher)
+    publisher.start()
+    for head, batch in zip(RECORD["heads"], RECORD["batches"], strict=True):
+        assert reader.socket.poll(LIMIT_S * 1e3)
+        *heads, payload = reader.socket.recv_multipart()
+        assert [part.hex() for part in heads] == head
+        assert msgpack.unpackb(payload) == batch["content"]
+    reader.replays.send_multipart([b"nonsense"])
+    reader.replays.send_multipart([b"", (6).to_bytes(8, "big")])
+    for frames in RECORD["replay"]:
+        assert reader.replays.poll(LIMIT_S * 1e3)
+        *heads, payload = reader.replays.recv_multipart()
+        assert [part.hex() for part in heads] == frames[:-1]
+        assert unpacked(payload) == unpacked(bytes.fromhex(frames[-1]))
+    publisher.close()
+    reader.close()
+
+
+def test_a_batch_that_cannot_be_packed_ends_nothing(caplog: pytest.LogCaptureFixture) -> None:
+    source = Scripted([[{"type": object()}], [CLEARED]])
+    publisher = EventPublisher(source, "inproc://c", "inproc://d")
+    reader = Reader(publisher)
+    publisher.start()
+    reader.read_until(lambda: reader.next > 0)
+    publisher.close()
+    reader.close()
+    assert source.num_anew == 1 and "they begin anew" in caplog.text
+
+
+def test_the_page_s_reader_reads() -> None:
+    source, found = Scripted([]), list[tuple[int, Event]]()
+    publisher = EventPublisher(source, "inproc://e")
+    publisher.start()
+    thread = Thread(target=lambda: found.append(next(listen("inproc://e"))), daemon=True)
+    thread.start()
+    for _ in as_long_as(lambda: not found, seconds=LIMIT_S):  # it may come late
+        source.batches.append([CLEARED])
+        publisher.wake()
+        time.sleep(0.01)
+    publisher.close()
+    ((number, event),) = found
+    assert number >= 0 and event == CLEARED
+
+
+# -- an engine's
+
+
+@pytest.fixture
+def engine(oracle: Oracle, loaded, one_thread) -> Iterator[LLMEngine]:
+    engine = engine_of(loaded, "hash")
+    yield engine
+    engine.close()
+
+
+@pytest.fixture
+def events(engine: LLMEngine) -> Iterator[KVEvents]:
+    events = KVEvents(engine, LOOPBACK, LOOPBACK)
+    yield events
+    events.publisher.close()
+
+
+@pytest.fixture
+def reader(events: KVEvents) -> Iterator[Reader]:
+    reader = Reader(events.publisher)
+    yield reader
+    reader.close()
+
+
+def knows(reader: Reader, engine: LLMEngine) -> Callable[[], bool]:
+    return lambda: reader.next > 0 and reader.index.prefixes() == prefixes_of(engine.prefix_cache)
+
+
+def test_a_reader_who_comes_late_and_loses_most_knows_all(
+    engine: LLMEngine, reader: Reader, oracle: Oracle
+) -> None:
+    rng = random.Random(3)
+    serve(engine, oracle, [0, 1, 2], 4)
+    reader.loses = lambda: rng.random() < 0.6
+    for index in range(3, 12):
+        serve(engine, oracle, [index], 4)
+        reader.read()
+    reader.loses = lambda: False
+    serve(engine, oracle, [12], 4)  # whoever loses the last one learns of it from the next one
+    reader.read_until(knows(reader, engine))
+    assert reader.num_anew == 1, "all was kept"
+    assert engine.reset_prefix_cache()
+    reader.read_until(lambda: not reader.index.prefixes())
+
+
+def begin_again(engine: LLMEngine, *addresses: str | None) -> KVEvents:
+    """When the sockets of the life before are gone."""
+    for _ in as_long_as(lambda: True, seconds=LIMIT_S):
+        with suppress(ValueError):
+            return KVEvents(engine, *addresses)
+        time.sleep(0.01)
+    raise AssertionError
+
+
+def test_an_engine_that_begins_again_is_not_taken_for_the_one_before(
+    engine: LLMEngine, events: KVEvents, reader: Reader, oracle: Oracle
+) -> None:
+    for _ in as_long_as(lambda: reader.last < 60, seconds=LIMIT_S):
+        serve(engine, oracle, [0], 1)
+        assert engine.reset_prefix_cache()
+        reader.read()
+    old, addresses = reader.last, (events.publisher.endpoint, events.publisher.replay_endpoint)
+    events.take_out(engine)
+    again = begin_again(engine, *addresses)
+    for _ in as_long_as(lambda: not reader.num_restarts, seconds=LIMIT_S):  # until it is connected
+        assert engine.reset_prefix_cache()
+        serve(engine, oracle, [0], 1)
+        reader.read()
+    assert reader.last < old
+    reader.read_until(knows(reader, engine))
+    again.take_out(engine)
+
+
+def test_what_is_kept_no_more_is_said_anew(
+    engine: LLMEngine, events: KVEvents, oracle: Oracle
+) -> None:
+    events.publisher._kept = type(events.publisher._kept)(maxlen=2)
+    serve(engine, oracle, [0, 1, 2], 6)
+    for _ in as_long_as(lambda: events._changes.has_news, most=2000):
+        time.sleep(0.005)  # until it is sent, and nobody has it
+    reader = Reader(events.publisher)
+    reader.catch_up()
+    assert not reader.num_anew
+    reader.read_until(knows(reader, engine))
+    assert reader.num_anew == 1
+    reader.close()
+
+
+def test_taken_out_it_leaves_the_engine_as_it_was(
+    engine: LLMEngine, oracle: Oracle, tmp_path: Path
+) -> None:
+    """While somebody watches, too."""
+    plugins, listener = engine.scheduler.plugins, engine.prefix_cache.listener
+    engine.watch(tmp_path / "run.jsonl")
+    events = KVEvents(engine, LOOPBACK, LOOPBACK)
+    reader = Reader(events.publisher)
+    serve(engine, oracle, [0, 1], 4)
+    reader.read_until(knows(reader, engine))
+    assert reader.index.prefixes()
+    engine.unwatch()
+    serve(engine, oracle, [2, 3], 4)
+    reader.read_until(knows(reader, engine))
+    events.take_out(engine)
+    reader.read_until(lambda: not reader.index.prefixes())
+    assert (engine.scheduler.plugins, engine.prefix_cache.listener) == (plugins, listener)
+    assert not events.publisher._thread.is_alive()
+    reader.close()
+
+
+def test_an_address_that_cannot_be_had_changes_nothing(
+    engine: LLMEngine, events: KVEvents, loaded
+) -> None:
+    taken, plugins = events.publisher.endpoint, engine.scheduler.plugins
+    listener = engine.prefix_cache.listener
+    for addresses in [(taken, None), (LOOPBACK, taken), ("nowhere", None)]:
+        name = "kv_events_replay" if addresses[1] else "kv_events"
+        with pytest.raises(ValueError, match=f"^{name} is '"):
+            KVEvents(engine, *addresses)
+    assert engine.scheduler.plugins == plugins and engine.prefix_cache.listener is listener
+    with pytest.raises(ValueError, match="no prefix cache"):
+        KVEvents(engine_of(loaded, None), LOOPBACK)
+
+
+def test_it_ends_with_its_engine(loaded) -> None:
+    publisher = KVEvents(engine_of(loaded, "hash"), LOOPBACK).publisher
+    gc.collect()
+    publisher._thread.join(LIMIT_S)
+    assert not publisher._thread.is_alive()
+
+
+def test_an_adapter_goes_by_the_name_that_requests_have_for_it(shipped_loaded, one_thread) -> None:
+    config = EngineConfig(block_size=4, num_blocks=60, adapters={"tests": SHIPPED_ADAPTER})
+    engine = LLMEngine(config, loaded=shipped_loaded)
+    events = KVEvents(engine, LOOPBACK, LOOPBACK)
+    reader = Reader(events.publisher)
+    prompts = [list(range(9))] * 2
+    engine.generate_batch(prompts, greedy_params(2), adapter=[None, "tests"])
+    reader.read_until(lambda: len(reader.index.prefixes()) == 4)
+    assert {adapter for adapter, *_ in reader.index.prefixes()} == {None, "tests"}
+    reader.close()
+    events.take_out(engine)
+    engine.close()
