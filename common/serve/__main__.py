@@ -36,6 +36,8 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--drain-seconds", type=float, default=30.0, metavar="S")
     parser.add_argument("--heartbeat-seconds", type=float, metavar="S", help="in streams")
     parser.add_argument("--max-body-bytes", type=int, default=16 << 20, metavar="N")
+    parser.add_argument("--kv-events", metavar="ADDRESS", help="tcp://*:5557: told to routers")
+    parser.add_argument("--kv-events-replay", metavar="ADDRESS", help="and what they missed")
     parser.add_argument("--adapter-root", type=Path, metavar="DIR", help="adapters over HTTP")
     add_engine_flags(parser.add_argument_group("the engine"))
     return parser.parse_args(argv)

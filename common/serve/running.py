@@ -76,7 +76,13 @@ async def serve(args: argparse.Namespace, settings: dict[str, Any], listener: so
     spare_what_is_loaded()
     make = asyncio.to_thread(AsyncLLM, args.model, max_waiting=args.max_waiting, **settings)
     llm = await make
+    kv_events = None
     try:
+        if args.kv_events is not None:
+            from common.serve.kv_events import KVEvents
+
+            kv_events = await llm.call(KVEvents, args.kv_events, args.kv_events_replay)
+            _say(f"KV events are at {kv_events.publisher.endpoint}")
         gate_config = GateConfig(args.host, args.api_key, args.max_body_bytes)
         config = ServeConfig(
             name, gate_config, args.chat_template, args.adapter_root, args.heartbeat_seconds
@@ -99,6 +105,8 @@ async def serve(args: argparse.Namespace, settings: dict[str, Any], listener: so
         await server.serve(sockets=[listener])
         return CUT_SHORT if server.num_cut_short else 0
     finally:
+        if kv_events is not None and llm.why_dead is None:
+            await llm.call(kv_events.take_out)
         await asyncio.to_thread(llm.close)
 
 

@@ -12,6 +12,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor, wait
 from pathlib import Path
 from typing import Any
 
@@ -334,3 +335,39 @@ def test_a_port_in_use_is_a_sentence(server: Running) -> None:
     )
     assert found.returncode == 2 and found.stderr.count("\n") == 1
     assert f"port {server.port} of 127.0.0.1 can not be had: Address already" in found.stderr
+
+
+def test_kv_events_of_a_server_are_heard() -> None:
+    """By a reader that has only the address which the server prints."""
+    pytest.importorskip("zmq")
+    from common.serve.kv_listen import listen
+
+    settings = ["--num-blocks", "300", "--num-threads", "1", "--kv-events", "tcp://127.0.0.1:*"]
+    process = subprocess.Popen(
+        [sys.executable, "-m", "common.serve", "--port", "0", *settings],
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    try:
+        assert process.stderr is not None
+        said = ""
+        while "is served at" not in said:
+            said += process.stderr.readline()
+            assert process.poll() is None, said
+        address, port = re.search(r"are at (\S+)", said), re.search(r":(\d+)/v1", said)
+        assert address is not None and port is not None
+        heard = listen(address[1])
+        one = openai.OpenAI(base_url=f"http://127.0.0.1:{port[1]}/v1", api_key="x", max_retries=0)
+        event = None
+        with ThreadPoolExecutor(1) as pool:
+            coming = pool.submit(next, heard)
+            for i in range(300):  # until the reader is connected
+                one.completions.create(model=MODEL, prompt=[i + 5] * 40, max_tokens=1)
+                if wait([coming], 0.1).done:
+                    event = coming.result()[1]
+                    break
+        assert event is not None and event["type"] in ("BlockStored", "AllBlocksCleared")
+        assert len(event.get("token_ids", ())) % 16 == 0
+    finally:
+        process.terminate()
+        assert process.wait(30) == 0
