@@ -132,13 +132,13 @@ class UnreadStep:
         clock = Laps()
         output, req_ids, read = StepOutput(times=self.times), self.req_ids, self._read()
         ids = read[: len(req_ids)].astype(np.int64, copy=False)
+        why_nothing, self.why_nothing = self.why_nothing, None  # and all that it holds
         output.token_ids = dict(zip(req_ids, ids[:, None].tolist()))
         if len(output.token_ids) < len(ids) or ids.min(initial=0) < 0:
             _sort_out(output, req_ids, ids.tolist())
-            for req_id in output.errors if self.why_nothing is not None else ():
-                if why := self.why_nothing(req_id, self._vocab_size):
+            for req_id in output.errors:
+                if why_nothing and (why := why_nothing(req_id, self._vocab_size)):
                     output.errors[req_id] = why
-        self.why_nothing = None  # and all that it holds
         if self._logprobs is not None:
             self._logprobs.add_to(output, req_ids, ids, read[len(req_ids) :])
         if self.add_more is not None:
