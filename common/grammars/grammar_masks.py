@@ -17,7 +17,7 @@ where the device has work already, and not before: so nobody sits out a step."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Protocol
 
 import numpy as np
@@ -25,6 +25,7 @@ import torch
 import torch.nn.functional as F
 from llguidance.numpy import fill_next_token_bitmask
 
+from common.grammars.lark_text import NOTHING_FITS, sentence_of
 from common.grammars.vocabulary import Beginning, Vocabulary, beginning_of, tokenizer_of
 from common.loader import LoadedModel
 from common.sampling.runner_plugin import BroughtByFew, Cargo, HasTokens, StepRows
@@ -74,6 +75,18 @@ class GrammarMasks(BroughtByFew):
         sent_at, sent_bits = cargo.add(at), cargo.add(bits)
         return lambda logits: forbid(logits, sent_at(), sent_bits())
 
+    def may_come(self, row: int, outputs: Sequence[int], vocab_size: int) -> dict[str, np.ndarray]:
+        if not self.has_one[row]:
+            return {}
+        bits = np.full((1, -(-len(self._vocabulary.pieces) // 32)), -1, dtype=np.int32)
+        matched = Matched(self.brought[row].beginning, self._vocabulary)
+        matched.take(outputs)
+        matched.fill(bits, 0, ())
+        is_allowed = np.unpackbits(bits.view(np.uint8), bitorder="little").astype(bool)
+        is_allowed = np.pad(is_allowed, (0, max(0, vocab_size - len(is_allowed))))[:vocab_size]
+        why = f" ({matched.gave_up})" if matched.gave_up else ""
+        return {f"{self.name}{why}": is_allowed}
+
     def num_possible(self, state: HasTokens, row: int, drafts: Sequence[int]) -> int:
         matched: Matched | None = self.brought[row]
         if matched is None:
@@ -91,14 +104,15 @@ class Matched:
     fresh matcher gives up, too, the request ends."""
 
     def __init__(self, beginning: Beginning, vocabulary: Vocabulary) -> None:
-        self._vocabulary, self._beginning = vocabulary, beginning
+        self._vocabulary, self.beginning = vocabulary, beginning
         # Of each EOS its word, and its bit there.
         eos = [divmod(i, 32) for i in vocabulary.eos_token_ids]
         self._ends = [(word, np.uint32(1 << place).view(np.int32)) for word, place in eos]
+        self.gave_up = ""  # why the library did, if it did
         self._begin()
 
     def _begin(self) -> None:
-        self._matcher = self._beginning.matcher.deep_copy()
+        self._matcher = self.beginning.matcher.deep_copy()
         self._num_taken = 0  # outputs
         self._has_ended = False  # EOS was one of them
         self._is_lost = False  # they are none of this grammar: nothing may follow
@@ -107,11 +121,13 @@ class Matched:
         """Take the outputs that are new. One that is pending is waited for."""
         num_prompt = state.num_prompt_tokens[row]
         new = state.token_ids[row, num_prompt + self._num_taken : state.num_tokens[row]]
-        for token_id in new.tolist():
-            known = state.known(token_id)
-            if known < 0 or self._has_ended:  # its request is over
+        self.take(map(state.known, new.tolist()))
+
+    def take(self, outputs: Iterable[int]) -> None:
+        for token_id in outputs:
+            if token_id < 0 or self._has_ended:  # its request is over
                 return
-            is_right = self._end(known) or self._matcher.consume_token(known)
+            is_right = self._end(token_id) or self._matcher.consume_token(token_id)
             self._is_lost |= not is_right
             self._num_taken += 1
 
@@ -135,7 +151,9 @@ class Matched:
             self._has_ended, tokens = False, tokens[:-1]
         self._matcher.rollback(len(tokens))
         if self._matcher.is_error():
-            self._beginning.begin_anew()
+            why = sentence_of(self._matcher.get_error())
+            self.gave_up = "" if why == NOTHING_FITS else why
+            self.beginning.begin_anew()
             self._begin()
 
     def fill(self, bits: np.ndarray, row: int, drafts: Sequence[int]) -> bool:

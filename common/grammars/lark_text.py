@@ -17,6 +17,7 @@ from llguidance import LLTokenizer, regex_to_lark
 from common.grammars.vocabulary import beginning_of
 
 _HEAD = '%llguidance {"no_forcing": true}\n'
+NOTHING_FITS = "no text fits it"
 _TOKEN = re.compile(
     r"""\s+ | \#[^\n]*
     | (?P<defined>[A-Za-z_][\w-]*)\s*::=
@@ -40,14 +41,14 @@ def compile_source(source: str, tokenizer: LLTokenizer) -> str:
         matcher = matcher.deep_copy()
         matcher.compute_bitmask()
     if matcher.is_error():
-        raise ValueError(_sentence(matcher.get_error()))
+        raise ValueError(sentence_of(matcher.get_error()))
     return text
 
 
-def _sentence(error: str) -> str:
+def sentence_of(error: str) -> str:
     """Without places in a text that nobody wrote, and what the library knows of its state."""
     if error.startswith("NoExtensionBias"):
-        return "no text fits it"
+        return NOTHING_FITS
     return re.sub(r"^(at )?[\d()]+: ", "", re.split(r"\n<state>|\n +\d+ \|", error)[0])
 
 

@@ -17,7 +17,7 @@ import torch
 
 from common.sampling.runner_plugin import RunnerPlugin, RunnerPlugins
 from common.sampling.sampler import UnreadStep
-from common.sampling.sampling_columns import SamplingColumns
+from common.sampling.sampling_columns import SamplingBatch, SamplingColumns
 from kv_memory import SharingRunnerState
 from scheduler_interface import CachedRequestData, NewRequestData, PlanMessage
 
@@ -103,6 +103,23 @@ class BatchState(SharingRunnerState):
             return token_id
         assert self.sampled is not None
         return int(self.sampled.read_tokens()[-1 - token_id])
+
+    def why_nothing(
+        self, sampling: SamplingBatch, before: UnreadStep | None, req_id: str, vocab_size: int
+    ) -> str | None:
+        """Of a request for which no token could be sampled: the rules that leave none, if it is
+        them. Asked when its step is read, where another one may have begun, or have ended the
+        request. What was pending in it was sampled in `before`."""
+        row = self.row_of.get(req_id)
+        if row is None:
+            return None
+        first = self.num_prompt_tokens[row]
+        num_outputs = sampling.num_outputs[sampling.req_ids.index(req_id)]
+        outputs = self.token_ids[row, first : first + num_outputs].tolist()
+        if before is not None and min(outputs, default=0) < 0:
+            sampled = before.read_tokens().tolist()
+            outputs = [token if token >= 0 else int(sampled[-1 - token]) for token in outputs]
+        return self.plugins.why_nothing(row, outputs, vocab_size)
 
     def admit(self, new: NewRequestData) -> None:
         for name in new.features:

@@ -13,6 +13,7 @@ from __future__ import annotations
 import random
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -91,6 +92,7 @@ class PagedModelRunner:
         if batch.step is not None:
             logits = self.state.plugins.before_sampling(batch.step, logits)
         unread = batch.unread.begin(logits)
+        unread.why_nothing = partial(self.state.why_nothing, batch.sampling, self.state.sampled)
         if (scored := batch.staged.get(SCORED)) is not None:
             unread.add_more = scored.add_to
         return unread

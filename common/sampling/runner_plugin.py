@@ -117,6 +117,13 @@ class RunnerPlugin:
         verified."""
         return len(drafts)
 
+    def may_come(
+        self, row: int, outputs: Sequence[int], vocab_size: int
+    ) -> Mapping[str, np.ndarray]:
+        """By the name of each rule, which tokens [vocab_size] it allows behind these outputs. Asked
+        where no token could be sampled."""
+        return {}
+
 
 class BroughtByFew(RunnerPlugin):
     """One to which few requests bring something: of each row what was made of it, or None."""
@@ -151,6 +158,7 @@ class RunnerPlugins:
         self.num_possible = [
             p.num_possible for p in self.plugins if defines(p, RunnerPlugin.num_possible)
         ]
+        self._may_come = [p.may_come for p in self.plugins if defines(p, RunnerPlugin.may_come)]
 
     def staging(self, rows: np.ndarray) -> list[RunnerPlugin]:
         """Those that stage something for a step of these rows."""
@@ -164,6 +172,23 @@ class RunnerPlugins:
         concerned = self.staging(step.queries.rows)
         staged = {plugin.name: plugin.stage(step, cargo) for plugin in concerned}
         return {name: found for name, found in staged.items() if found is not None}
+
+    def why_nothing(self, row: int, outputs: Sequence[int], vocab_size: int) -> str | None:
+        """The rules that together leave no token behind these outputs, if they do."""
+        rules: dict[str, np.ndarray] = {}
+        for may_come in self._may_come:
+            rules |= may_come(row, outputs, vocab_size)
+
+        def leave_nothing(names: list[str]) -> bool:
+            return bool(names) and not np.logical_and.reduce([rules[n] for n in names]).any()
+
+        names = list(rules)
+        if not leave_nothing(names):
+            return None
+        for name in rules:
+            if leave_nothing(others := [n for n in names if n != name]):
+                names = others
+        return f"{' and '.join(names)}: no token may come next"
 
     def before_sampling(self, step: StepRows, logits: torch.Tensor) -> torch.Tensor:
         """What is sampled from, of logits that may not have been computed yet."""

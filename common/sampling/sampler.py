@@ -104,6 +104,7 @@ class UnreadStep:
         self.req_ids, self._raw_logits, self._draw = sampling.req_ids, raw_logits, draw
         self.times: dict[str, float] = {}
         self.add_more: Callable[[StepOutput], None] | None = None  # what else the host reads
+        self.why_nothing: Callable[[str, int], str | None] | None = None
         self._logprobs = None
         if sampling.asked & LOGPROBS:
             from common.sampling.distributions import Logprobs
@@ -113,6 +114,7 @@ class UnreadStep:
     def begin(self, logits: torch.Tensor) -> UnreadStep:
         """`logits` [R, vocab_size or wider]; R may be 0. The cargo has come."""
         raw = self._raw_logits(logits)
+        self._vocab_size = raw.shape[1]
         tokens = self.tokens = self._draw(raw)
         del self._draw  # and all that it holds
         if self._logprobs is not None:
@@ -130,9 +132,13 @@ class UnreadStep:
         clock = Laps()
         output, req_ids, read = StepOutput(times=self.times), self.req_ids, self._read()
         ids = read[: len(req_ids)].astype(np.int64, copy=False)
+        why_nothing, self.why_nothing = self.why_nothing, None  # and all that it holds
         output.token_ids = dict(zip(req_ids, ids[:, None].tolist()))
         if len(output.token_ids) < len(ids) or ids.min(initial=0) < 0:
             _sort_out(output, req_ids, ids.tolist())
+            for req_id in output.errors:
+                if why_nothing and (why := why_nothing(req_id, self._vocab_size)):
+                    output.errors[req_id] = why
         if self._logprobs is not None:
             self._logprobs.add_to(output, req_ids, ids, read[len(req_ids) :])
         if self.add_more is not None:

@@ -87,6 +87,14 @@ class SamplingColumns(RunnerPlugin):
         self.needs[row] = 0
         self.forbidden.pop(row, None)
 
+    def may_come(self, row: int, outputs: Sequence[int], vocab_size: int) -> dict[str, np.ndarray]:
+        found: dict[str, np.ndarray] = {}
+        if self.needs[row] & RULES:
+            found |= self.rules[row].may_come(np.array(outputs), vocab_size)
+        if len(outputs) < self.min_tokens[row]:
+            found["min_tokens"] = ~np.isin(np.arange(vocab_size), self.forbidden[row])
+        return found
+
     def grow(self, num_rows: int) -> None:
         fresh, before = SamplingColumns(num_rows, self.eos_token_ids), len(self.needs)
         fresh._numbers[:, :before], fresh._integers[:, :before] = self._numbers, self._integers

@@ -96,6 +96,15 @@ class TokenRules:
         for ids in self.longer:
             self.words_after.setdefault(ids[-2], []).append(ids)
 
+    def may_come(self, outputs: np.ndarray, vocab_size: int) -> dict[str, np.ndarray]:
+        """Of each rule there is, which tokens it allows next."""
+        found, ends = {}, [word[-1] for word in self.words_behind(outputs)]
+        if self.allowed is not None:
+            found["allowed_token_ids"] = np.isin(np.arange(vocab_size), self.allowed)
+        if len(self.bad) or ends:
+            found["bad_words"] = ~np.isin(np.arange(vocab_size), [*self.bad, *ends])
+        return found
+
     def words_behind(self, ids: np.ndarray) -> list[list[int]]:
         """Those that the next token would complete behind these outputs, as far as is known: a last
         one below 0 is pending, and may be any."""

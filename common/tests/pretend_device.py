@@ -71,7 +71,7 @@ def pretend_device(monkeypatch: pytest.MonkeyPatch) -> Iterator[PretendDevice]:
     with monkeypatch.context() as patch:
         for function in (all_to_device, from_device):
             name = function.__name__
-            for module in [m for m in sys.modules.values() if hasattr(m, name)]:
+            for module in [m for m in list(sys.modules.values()) if hasattr(m, name)]:
                 patch.setattr(module, name, function)
         on_device = property(lambda tensor: place_of(tensor) == "device")
         patch.setattr(torch.Tensor, "is_cuda", on_device, raising=False)

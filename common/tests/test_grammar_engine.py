@@ -260,12 +260,32 @@ def test_a_wrong_grammar_ends_its_request_and_no_other(loaded, family_oracle, ex
     engine.close()
 
 
-def test_a_token_that_nothing_can_follow_is_an_error(loaded, family_oracle) -> None:
-    """No token of this tokenizer has the letter."""
-    engine = make_engine(loaded)
-    params = [SamplingParams(temperature=0, grammar=Choice(["aß", "aé"])), params_of(None)]
-    one, other = engine.generate_batch(prompts_of(family_oracle)[:2], params).values()
-    assert one.outputs[0].finish_reason == "error" and other.outputs[0].finish_reason == "length"
+@pytest.mark.parametrize("name", ["as it is", "ahead", "draft", "graphs, ahead"])
+def test_who_can_say_nothing_more_ends_with_the_rules_that_are_to_blame(
+    name, loaded, family_oracle
+) -> None:
+    draft = with_noise(load_model(family_oracle.path, torch.float64, torch.device("cpu")))
+    engine = make_engine(loaded, draft, **CONFIGS[name])
+    q, x, y = (TOKENIZER.encode(letter)[0] for letter in "qxy")
+    heavy = "(" * 16 + "a" + "{1,99})" * 16
+    why = ": no token may come next"
+    right = {
+        f"grammar{why}": dict(grammar=Choice(["aß", "aé"])),  # no token has the letter
+        f"allowed_token_ids and grammar{why}": dict(
+            grammar=Regex("ab*"), allowed_token_ids=[x], bad_words=[[q]]
+        ),
+        f"bad_words and grammar{why}": dict(grammar=Regex("xy"), bad_words=[[x, y], [q]]),
+        f"grammar (lexer error: too many expressions constructed){why}": dict(
+            grammar=Regex(f"x{heavy}")
+        ),
+    }
+    params = [SamplingParams(temperature=0, **how) for how in right.values()]
+    *bad, other = engine.generate_batch(
+        [prompts_of(family_oracle)[0]] * 5, [*params, params_of(None)]
+    ).values()
+    assert [output.metrics.finish_detail for output in bad] == list(right)
+    assert all(output.outputs[0].finish_reason == "error" for output in bad)
+    assert other.outputs[0].finish_reason == "length"
     engine.close()
 
 

@@ -92,13 +92,22 @@ def test_tokens_keep_to_their_rules(way: str, ruled, loaded, draft) -> None:
     assert (stats.num_accepted_tokens > 0) == ("speculative" in WAYS[way])
 
 
-def test_who_has_no_token_left_ends_in_an_error_and_alone(oracle: Oracle, loaded) -> None:
+@pytest.mark.parametrize("overlaps", [False, True])
+def test_who_has_no_token_left_ends_in_an_error_and_alone(
+    overlaps: bool, oracle: Oracle, loaded
+) -> None:
     a, b = oracle.continuations[0][:2]
     only = replace(greedy_params(5), allowed_token_ids=[a, b], bad_words=[[a, a], [a, b]])
-    engine = checked_engine(loaded, num_blocks=200)
-    one, other = engine.generate_batch(oracle.prompts[:2], [only, greedy_params(5)]).values()
+    early = dict(allowed_token_ids=[a, b], stop_token_ids=[b], min_tokens=1, bad_words=[[a]])
+    params = [only, greedy_params(5), replace(greedy_params(5), **early)]
+    engine = checked_engine(loaded, num_blocks=200, overlap_scheduling=overlaps)
+    outputs = engine.generate_batch([*oracle.prompts[:2], oracle.prompts[0]], params).values()
+    one, other, third = outputs
+    said = "allowed_token_ids and bad_words and min_tokens: no token may come next"
+    assert third.metrics.finish_detail == said
     assert one.outputs[0].finish_reason == "error" and one.outputs[0].token_ids == [a]
-    assert "ruled out" in str(one.metrics.finish_detail)
+    said = "allowed_token_ids and bad_words: no token may come next"
+    assert one.metrics.finish_detail == said
     assert other.outputs[0].token_ids == oracle.expected(1, 5)
 
 
