@@ -14,6 +14,7 @@ from common.serve.kv_wire import CLEARED, CPU, GPU, STORAGE, pack_batch, wire_ha
 from common.tests.engine_oracle import Oracle, serve, serve_a_crowd
 from common.tests.kv_stream import Index, check, engine_of, prefixes_of, take, tiers_of
 from kv_slots import PREFIX_CACHES
+from kv_tiers import nobody_listens
 from prefix_cache import PrefixCache
 from tiered_cache import KVTierConfig, TieredCache
 
@@ -200,6 +201,8 @@ def test_a_block_that_goes_down_is_never_nowhere(oracle: Oracle, loaded, one_thr
     ]
     *stored, removed = events
     assert stored and set(stored) == {("BlockStored", CPU)} and removed == ("BlockRemoved", GPU)
+    changes.take_out()
+    assert engine.prefix_cache.listener.host.told is nobody_listens
     engine.close()
 
 
