@@ -98,6 +98,9 @@ def test_parents_are_told_before_their_children_whichever_came_first() -> None:
     changes._held = dict(reversed(changes._held.items()))
     changes.say_all()
     assert len(check(changes, index, cache)) == 2
+    changes._held = dict(reversed(changes._held.items()))
+    changes.say_all()
+    assert len(check(changes, index, cache)) == 2, "and a path is one event"
 
 
 def test_a_batch_is_never_too_large_for_its_reader(monkeypatch: pytest.MonkeyPatch) -> None:
