@@ -104,7 +104,7 @@ def test_parents_are_told_before_their_children_whichever_came_first() -> None:
 
 
 def test_a_batch_is_never_too_large_for_its_reader(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("common.serve.kv_events.MAX_EVENTS", 5)
+    monkeypatch.setattr("common.serve.kv_events.MAX_EVENTS", 2)
     monkeypatch.setattr("common.serve.kv_events.MAX_TOKENS", 12)
     cache, index = PREFIX_CACHES["hash"](BlockPool(80), 2), Index()
     for first in range(12):
@@ -115,7 +115,7 @@ def test_a_batch_is_never_too_large_for_its_reader(monkeypatch: pytest.MonkeyPat
     assert len(batches) > 3
     for batch in batches:
         sizes = [len(event.get("token_ids", ())) for event in batch]
-        assert len(batch) <= 5 and (len(batch) == 1 or sum(sizes) <= 12)
+        assert len(batch) <= 2 and (len(batch) == 1 or sum(sizes) <= 12)
         index.apply(pack_batch(batch, 0.0))
     assert index.prefixes() == prefixes_of(cache)
 
