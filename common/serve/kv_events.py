@@ -229,8 +229,8 @@ class CacheChanges:
         events: list[Event] = [CLEARED]
         for medium in (GPU, *self._below):
             rest = {name: held for name, (held, media) in all_held.items() if medium in media}
-            while rest:
-                path, name = [], next(iter(rest))
+            for name in reversed(list(rest)):  # from its leaf on, a path is one event
+                path = []
                 while name in rest:
                     path.append((name, held := rest.pop(name)))
                     name = held.parent

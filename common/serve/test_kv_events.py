@@ -14,6 +14,7 @@ from common.serve.kv_wire import CLEARED, CPU, GPU, STORAGE, pack_batch, wire_ha
 from common.tests.engine_oracle import Oracle, serve, serve_a_crowd
 from common.tests.kv_stream import Index, check, engine_of, prefixes_of, take, tiers_of
 from kv_slots import PREFIX_CACHES
+from kv_tiers import nobody_listens
 from prefix_cache import PrefixCache
 from tiered_cache import KVTierConfig, TieredCache
 
@@ -97,10 +98,13 @@ def test_parents_are_told_before_their_children_whichever_came_first() -> None:
     changes._held = dict(reversed(changes._held.items()))
     changes.say_all()
     assert len(check(changes, index, cache)) == 2
+    changes._held = dict(reversed(changes._held.items()))
+    changes.say_all()
+    assert len(check(changes, index, cache)) == 2, "and a path is one event"
 
 
 def test_a_batch_is_never_too_large_for_its_reader(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("common.serve.kv_events.MAX_EVENTS", 5)
+    monkeypatch.setattr("common.serve.kv_events.MAX_EVENTS", 2)
     monkeypatch.setattr("common.serve.kv_events.MAX_TOKENS", 12)
     cache, index = PREFIX_CACHES["hash"](BlockPool(80), 2), Index()
     for first in range(12):
@@ -111,7 +115,7 @@ def test_a_batch_is_never_too_large_for_its_reader(monkeypatch: pytest.MonkeyPat
     assert len(batches) > 3
     for batch in batches:
         sizes = [len(event.get("token_ids", ())) for event in batch]
-        assert len(batch) <= 5 and (len(batch) == 1 or sum(sizes) <= 12)
+        assert len(batch) <= 2 and (len(batch) == 1 or sum(sizes) <= 12)
         index.apply(pack_batch(batch, 0.0))
     assert index.prefixes() == prefixes_of(cache)
 
@@ -200,6 +204,8 @@ def test_a_block_that_goes_down_is_never_nowhere(oracle: Oracle, loaded, one_thr
     ]
     *stored, removed = events
     assert stored and set(stored) == {("BlockStored", CPU)} and removed == ("BlockRemoved", GPU)
+    changes.take_out()
+    assert engine.prefix_cache.listener.host.told is nobody_listens
     engine.close()
 
 

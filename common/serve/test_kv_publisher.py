@@ -104,7 +104,8 @@ def test_the_frames_are_those_that_vllm_s_publisher_sent(monkeypatch: pytest.Mon
     times = iter([now for now, *_ in contents])
     clock = SimpleNamespace(time=lambda: next(times))
     monkeypatch.setattr("common.serve.kv_publisher.time", clock)
-    publisher = EventPublisher(Scripted([c[1] for c in contents]), "inproc://a", "inproc://b", "kv")
+    source = Scripted([events for _, events, _ in contents])
+    publisher = EventPublisher(source, "inproc://a", "inproc://b", "kv")
     reader = Reader(publisher)
     publisher.start()
     for head, batch in zip(RECORD["heads"], RECORD["batches"], strict=True):
@@ -120,6 +121,7 @@ def test_the_frames_are_those_that_vllm_s_publisher_sent(monkeypatch: pytest.Mon
         assert [part.hex() for part in heads] == frames[:-1]
         assert unpacked(payload) == unpacked(bytes.fromhex(frames[-1]))
     publisher.close()
+    assert source.num_anew == 0
     reader.close()
 
 
