@@ -302,7 +302,7 @@ class ForkingMachine(ManagerMachine):
 
 
 TestForkingMachine = ForkingMachine.TestCase
-TestForkingMachine.settings = settings(max_examples=80, stateful_step_count=40, deadline=None)
+TestForkingMachine.settings = settings(max_examples=40, stateful_step_count=40, deadline=None)
 
 
 @pytest.mark.parametrize("seed", range(30))
