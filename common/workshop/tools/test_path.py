@@ -12,7 +12,7 @@ from common.workshop.tools.path import DefaultPath, Size, count_lines, modules_i
 
 @pytest.fixture(scope="module")
 def default() -> DefaultPath:
-    return path.measure_default()
+    return path.measure_default(path.ROOT)
 
 
 def test_what_is_not_chosen_is_not_loaded(default: DefaultPath) -> None:
