@@ -311,7 +311,7 @@ class FCFSMachine(RuleBasedStateMachine):
 
 
 TestFCFSMachine = FCFSMachine.TestCase
-TestFCFSMachine.settings = settings(max_examples=60, stateful_step_count=40, deadline=None)
+TestFCFSMachine.settings = settings(max_examples=40, stateful_step_count=40, deadline=None)
 
 
 # -- readable cases

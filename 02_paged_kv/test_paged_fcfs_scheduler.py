@@ -89,7 +89,7 @@ class PagedFCFSMachine(FCFSMachine):
 
 
 TestPagedFCFSMachine = PagedFCFSMachine.TestCase
-TestPagedFCFSMachine.settings = settings(max_examples=60, stateful_step_count=40, deadline=None)
+TestPagedFCFSMachine.settings = settings(max_examples=40, stateful_step_count=40, deadline=None)
 
 
 # -- readable cases

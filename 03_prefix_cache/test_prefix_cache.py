@@ -1363,7 +1363,7 @@ class CacheMachine(RuleBasedStateMachine):
 
 
 def test_any_order_of_calls_agrees_with_the_naive_model(make_cache):
-    run_machine(lambda: CacheMachine(make_cache), max_examples=40, num_steps=25)
+    run_machine(lambda: CacheMachine(make_cache), max_examples=25, num_steps=25)
 
 
 def walk(make_cache, seed: int, num_steps: int, num_usable: int, block_size: int) -> World:

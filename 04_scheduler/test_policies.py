@@ -270,7 +270,7 @@ DEFINITIONS = {LongestPrefixMatch: by_definition_lpm, DFSWeight: by_definition_d
 
 @pytest.mark.parametrize("kind", CACHE_AWARE)
 @pytest.mark.parametrize("cache", PREFIX_CACHES)
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=80, deadline=None)
 @given(
     seed=st.integers(0, 2**32),
     min_cached=st.sampled_from((0, 1, 8, 32, 1000)),

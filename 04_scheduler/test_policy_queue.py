@@ -239,7 +239,7 @@ class QueueAgainstNaiveQueue(QueueMachine):
 
 TestQueueAgainstNaiveQueue = QueueAgainstNaiveQueue.TestCase
 TestQueueAgainstNaiveQueue.settings = settings(
-    max_examples=120, stateful_step_count=30, deadline=None
+    max_examples=60, stateful_step_count=30, deadline=None
 )
 
 

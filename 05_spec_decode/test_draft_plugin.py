@@ -360,7 +360,5 @@ class GuessingMachine(runs.SchedulerMachine):
         self.world.runner.guess = lambda *_: {}
 
 
-GuessingMachine.TestCase.settings = settings(
-    max_examples=120, stateful_step_count=30, deadline=None
-)
+GuessingMachine.TestCase.settings = settings(max_examples=60, stateful_step_count=30, deadline=None)
 TestGuessingMachine = GuessingMachine.TestCase

@@ -65,6 +65,7 @@ def test_whole_prompts_in_one_step_give_the_logits_of_transformers(name, dtype, 
     assert_close(logits, torch.cat(expected), f"{name}, seed 1")
 
 
+@pytest.mark.sample
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("name", CASES)
 def test_token_by_token_and_in_chunks_equals_the_whole_prompt(name, dtype, checkpoints):

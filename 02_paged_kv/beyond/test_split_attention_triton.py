@@ -132,6 +132,7 @@ def test_a_program_may_take_one_item_after_the_other(num_programs, device, monke
     assert torch.equal(attend(case), one_each)
 
 
+@pytest.mark.sample
 @BOTH
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.usefixtures("poisoned_scratch")
@@ -174,7 +175,7 @@ def test_a_decode_has_the_same_bits_alone_and_in_any_crowd(dtype, device):
 @BOTH
 @pytest.mark.usefixtures("small_tiles")
 def test_caches_may_lie_in_memory_in_either_order(backend, device):
-    case = make_case(LENGTHS, 4, torch.float32, num_kv_heads=3, device=device)
+    case = make_case(LENGTHS, 4, torch.float32, num_kv_heads=2, device=device)
     block_major = attend(case, backend)
     case.key_cache, case.value_cache = head_major(case.key_cache), head_major(case.value_cache)
     assert torch.equal(attend(case, backend), block_major)

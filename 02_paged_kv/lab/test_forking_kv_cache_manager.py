@@ -138,6 +138,7 @@ def test_block_copies_are_made_all_at_once():
         assert torch.equal(new, old[[0, 1, 1, 2, 4]])
 
 
+@pytest.mark.sample
 @pytest.mark.parametrize("seed", range(4))
 @pytest.mark.parametrize("block_size", [1, 3, 16])
 def test_paged_equals_contiguous_while_requests_fork_and_diverge(block_size, seed):
@@ -302,7 +303,7 @@ class ForkingMachine(ManagerMachine):
 
 
 TestForkingMachine = ForkingMachine.TestCase
-TestForkingMachine.settings = settings(max_examples=80, stateful_step_count=40, deadline=None)
+TestForkingMachine.settings = settings(max_examples=40, stateful_step_count=40, deadline=None)
 
 
 @pytest.mark.parametrize("seed", range(30))

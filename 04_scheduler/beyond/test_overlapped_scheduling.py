@@ -41,7 +41,7 @@ TestOverlappedMachine = OverlappedMachine.TestCase
 @pytest.mark.parametrize(
     ("cache", "kind", "policy", "share"),
     [
-        (None, Scheduler, "fcfs", 0.8),
+        (None, Scheduler, "fcfs", 0.75),
         pytest.param(None, Scheduler, "fcfs", 1, marks=pytest.mark.slow),
         pytest.param(None, Scheduler, "priority", 1, marks=pytest.mark.slow),
         pytest.param(None, PrefillFirstScheduler, "fcfs", 1, marks=pytest.mark.slow),

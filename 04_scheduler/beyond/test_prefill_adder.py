@@ -311,7 +311,7 @@ def naive_batch(
     return sizes, None
 
 
-@settings(max_examples=500, deadline=None)
+@settings(max_examples=200, deadline=None)
 @given(
     prompts=st.lists(st.tuples(st.integers(1, 30), st.integers(1, 20)), min_size=1, max_size=6),
     running=st.lists(st.tuples(st.integers(1, 30), st.integers(1, 5)), max_size=4),

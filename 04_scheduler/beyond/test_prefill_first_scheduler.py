@@ -636,7 +636,7 @@ def test_loads_for_those_who_wait_stop_nobody(cache, kind):
     """Small pools in which loads hold up to half of the pages. Everybody ends, with right tokens;
     a step without tokens is one in which something was being loaded."""
     num_arrived = num_preempted = 0
-    for seed in range(60):
+    for seed in range(25):
         rng = random.Random(seed)
         num_pages, page_size = rng.randint(3, 10), rng.choice([1, 2, 4])
         if kind == "two phases":
@@ -698,7 +698,7 @@ def test_tokens_are_those_of_an_uninterrupted_run(cache, policy, num_aborts):
     """In pools of a few pages, with everything that can happen. Everybody ends within the bound of
     `Loop.run`: without aborts, which would end who is stuck as well."""
     num_preempted = 0
-    for seed in range(40):
+    for seed in range(20):
         rng = random.Random(f"{cache} {policy} {num_aborts} {seed}")
         num_pages, page_size = rng.randint(2, 12), rng.choice([1, 2, 3, 4, 8])
         options = random_options(rng) | {"policy": policy}
@@ -746,7 +746,7 @@ def test_pools_of_just_too_few_pages_just_enough_and_one_more(num_pages, preempt
 def test_no_decode_waits_longer_than_the_bound(mixing):
     """Trap 18, as a property of random runs: between two tokens of a request that was not retracted
     there are at most `max_consecutive_prefills` steps, or none with mixing."""
-    for seed in range(30):
+    for seed in range(12):
         rng = random.Random(seed)
         bound = rng.randint(1, 5)
         loop = greedy(

@@ -13,6 +13,7 @@ import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
 from itertools import product
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -401,6 +402,7 @@ def test_an_id_that_is_no_token_is_neither_looked_up_nor_accepted(is_certain, de
     assert check(upper, device).token_ids.tolist() == [[2, PADDING]] * 5
 
 
+@pytest.mark.sample(seed=2)
 @pytest.mark.parametrize("seed", range(4))
 @pytest.mark.parametrize("is_certain", [False, True])
 def test_ids_that_are_no_tokens_anywhere_in_a_batch(is_certain, seed, device):
@@ -605,12 +607,12 @@ print("done")
 
 
 @pytest.fixture(scope="module")
-def output(tmp_path_factory) -> list[str]:
+def output() -> list[str]:
     """Of a process without the interpreter: what it says without Triton, with it, and where it
     compiles."""
     environment = {name: v for name, v in os.environ.items() if name != "TRITON_INTERPRET"}
     environment["PYTHONPATH"] = os.pathsep.join(sys.path)
-    environment["TRITON_CACHE_DIR"] = str(tmp_path_factory.mktemp("triton"))
+    environment["TRITON_CACHE_DIR"] = str(Path(__file__).parents[2] / "build" / "triton")
     result = subprocess.run(
         [sys.executable, "-c", WITHOUT_TRITON + ASK + WITH_TRITON + ASK + COMPILE],
         env=environment,

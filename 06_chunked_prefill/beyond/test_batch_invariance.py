@@ -58,6 +58,7 @@ def num_different(function: Rows, *rows: torch.Tensor) -> int:
     return sum(int((some != wanted).flatten(1).any(1).sum()) for some, wanted in found)
 
 
+@pytest.mark.sample
 @pytest.mark.usefixtures("num_threads")
 @pytest.mark.parametrize(
     "shape, has_bias", [*((s, False) for s in SHAPES), *((s, True) for s in WITH_BIAS)], ids=str
@@ -81,6 +82,7 @@ def test_a_row_of_a_matrix_product(dtype, shape, has_bias):
 WIDTHS = [33, 40, 352, 768, 1000]
 
 
+@pytest.mark.sample
 @pytest.mark.usefixtures("num_threads")
 @pytest.mark.parametrize("width", WIDTHS)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)

@@ -74,7 +74,7 @@ def test_decodes_and_chunks_around_tile_split_and_block_borders(block_size, devi
     )
 
 
-@pytest.mark.sample(every=2)
+@pytest.mark.sample(every=4)
 @pytest.mark.parametrize(
     ("decode_threshold", "num_shared"), [(None, 1), (0, 1), (1, 3), (3, 1), (40, 3)]
 )

@@ -61,6 +61,7 @@ def test_rows_of_zeros_are_normed_to_zeros(device):
         add_rms_norm(torch.zeros(24, 2, device=device).T, zeros, weight, 1e-6)
 
 
+@pytest.mark.sample
 @DTYPES
 @pytest.mark.parametrize("has_norm", [False, True])
 @pytest.mark.parametrize("kind", [PagedKVCache, HeadMajorKVCache])

@@ -83,9 +83,16 @@ def must_be_dead(engine: LLMEngine, pids: list[int], names: str, within_s: float
     engine.close()
 
 
-@pytest.mark.parametrize(("name", "sizes"), [("two ranks", RANKS), ("two stages", STAGES)])
+@pytest.mark.parametrize(
+    ("name", "sizes", "has_all"),
+    [
+        ("two ranks", RANKS, True),
+        ("two stages", STAGES, False),
+        pytest.param("two stages", STAGES, True, marks=pytest.mark.slow),
+    ],
+)
 def test_two_say_what_one_process_says_and_one_that_is_killed_or_stuck_is_named(
-    name, sizes, shipped_loaded, shipped_tokenizer, tmp_path, adapters
+    name, sizes, has_all, shipped_loaded, shipped_tokenizer, tmp_path, adapters
 ) -> None:
     config = EngineConfig(
         **sizes,
@@ -116,11 +123,13 @@ def test_two_say_what_one_process_says_and_one_that_is_killed_or_stuck_is_named(
             assert getattr(found, counter) == getattr(right, counter), (driver, counter)
         assert (driver == "scarce") == (found.num_preemptions > 0), driver
         assert (driver == "fcfs") == (found.cached_tokens == 0), driver
-    where = side, shipped_loaded, shipped_tokenizer, tmp_path / "kv"
-    must_bring_blocks_back(*where, **sizes, overlap_scheduling=sizes == RANKS)
+    if has_all:  # before `engine` caches what another one would write over
+        where = side, shipped_loaded, shipped_tokenizer, tmp_path / "kv"
+        must_bring_blocks_back(*where, **sizes, overlap_scheduling=sizes == RANKS)
     must_survive_an_interrupt(engine, alone)
     must_load_adapters(engine, shipped_loaded, shipped_tokenizer, adapters)
-    must_keep_to_grammars(engine, shipped_loaded, shipped_tokenizer)
+    if has_all:
+        must_keep_to_grammars(engine, shipped_loaded, shipped_tokenizer)
 
     executor_of(engine).timeout_s = 2.0
     if sizes == RANKS:

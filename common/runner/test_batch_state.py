@@ -265,6 +265,7 @@ LAYOUTS = {
 }
 
 
+@pytest.mark.sample
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("first_seed", range(0, 45, 15))
 def test_whatever_is_planned_rows_are_what_lists_would_be(layout: str, first_seed: int) -> None:

@@ -13,7 +13,7 @@ from common.loader import load_model
 from common.tests.engine_oracle import Oracle, greedy_params, paged_runner
 from scheduler_interface import StepOutput
 
-NUM_TOKENS = 24  # of each continuation
+NUM_TOKENS = 12  # of each continuation
 
 
 class Taught:

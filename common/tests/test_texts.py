@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import re
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -50,6 +51,7 @@ def unknown_files(text: Path, known: list[str]) -> list[str]:
     return sorted(n for n in names if not any(f"/{path}".endswith(f"/{n}") for path in known))
 
 
+@cache
 def definitions(source: str) -> set[str]:
     """`name` of a module, `Class.name` of a class, at whatever depth."""
     found: set[str] = set()
@@ -74,11 +76,9 @@ def unknown_places(text: Path, sources: dict[str, str]) -> list[str]:
         files = [source for path, source in sources.items() if f"/{path}".endswith(f"/{file}")]
         if not any(name in definitions(source) for source in files):
             unknown.append(f"{file}::{name}")
+    modules = {path.rpartition("/")[2] for path in sources}
     for name in TEST.findall(prose):
-        pattern = re.compile(rf"def {name}\b")
-        if f"{name}.py" not in {Path(path).name for path in sources} and not any(
-            pattern.search(source) for source in sources.values()
-        ):
+        if f"{name}.py" not in modules and not any(f"def {name}(" in s for s in sources.values()):
             unknown.append(name)
     return unknown
 
@@ -92,6 +92,14 @@ def texts(house: House) -> list[Path]:
 
 
 HOUSE = House(ROOT)
+KNOWN = [HOUSE.name(path) for path in HOUSE.files]
+
+
+@pytest.fixture(scope="module")
+def sources() -> dict[str, str]:
+    return {HOUSE.name(p): p.read_text(encoding="utf-8") for p in HOUSE.python_files()}
+
+
 EVERY_TEXT = pytest.mark.parametrize("text", texts(HOUSE), ids=HOUSE.name)
 
 
@@ -109,12 +117,11 @@ def test_every_anchor_is_a_heading(text: Path) -> None:
 
 @EVERY_TEXT
 def test_every_file_that_is_named_exists(text: Path) -> None:
-    assert not unknown_files(text, [HOUSE.name(path) for path in HOUSE.files])
+    assert not unknown_files(text, KNOWN)
 
 
 @EVERY_TEXT
-def test_every_place_and_test_that_is_named_exists(text: Path) -> None:
-    sources = {HOUSE.name(p): p.read_text(encoding="utf-8") for p in HOUSE.python_files()}
+def test_every_place_and_test_that_is_named_exists(text: Path, sources: dict[str, str]) -> None:
     assert not unknown_places(text, sources)
 
 

@@ -7,13 +7,12 @@ marks where there is room (`label_line`), and text is large enough to be read at
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any
+from collections.abc import Iterable, Mapping
+from typing import TYPE_CHECKING, Any
 
-from matplotlib.axes import Axes
-from matplotlib.colors import to_hex, to_rgb
-from matplotlib.figure import Figure
-from matplotlib.patches import Patch
+if TYPE_CHECKING:  # drawings need none of it, and it takes a second
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
 
 PROMPT = "#0072b2"  # prompt tokens, and whoever puts prompts first
 DECODE = "#56b4e9"  # output tokens, and KV memory that is written
@@ -34,14 +33,20 @@ FONT_SIZE = 14  # points; figures are at most 9 inches wide
 
 def tint(color: str, share: float) -> str:
     """`color` mixed with white: 1 is the colour itself, 0 is white."""
-    red, green, blue = (1 - share * (1 - part) for part in to_rgb(color))
-    return to_hex((red, green, blue))
+    return _hex(1 - share * (1 - part) for part in _parts(color))
 
 
 def shade(color: str, share: float) -> str:
     """`color` mixed with black: 1 is the colour itself, 0 is black."""
-    red, green, blue = (share * part for part in to_rgb(color))
-    return to_hex((red, green, blue))
+    return _hex(share * part for part in _parts(color))
+
+
+def _parts(color: str) -> list[float]:
+    return [part / 255 for part in bytes.fromhex(color[1:])]
+
+
+def _hex(parts: Iterable[float]) -> str:
+    return "#" + "".join(f"{round(255 * part):02x}" for part in parts)
 
 
 def label_line(axis: Axes, x: float, y: float, text: str, color: str, **style: Any) -> None:
@@ -59,5 +64,7 @@ def label_axes(axis: Axes, title: str, xlabel: str, ylabel: str, **scales: Any) 
 
 def add_key(figure: Figure, colors: Mapping[str, str]) -> None:
     """What each fill means, in a row below the panels."""
+    from matplotlib.patches import Patch
+
     handles = [Patch(facecolor=c, edgecolor=INK, label=meaning) for meaning, c in colors.items()]
     figure.legend(handles=handles, loc="outside lower center", ncols=len(colors))

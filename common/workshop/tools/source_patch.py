@@ -150,14 +150,11 @@ class Patch:
         starts = [0]
         for line in text.splitlines(keepends=True):
             starts.append(starts[-1] + len(line))
-        return [
-            (starts[_first_line(node) - 1], starts[node.end_lineno or 0])
-            for name, node in definitions(ast.parse(text))
-            if name == self.symbol
-        ]
+        spans = _spans(text)
+        return [(starts[first - 1], starts[last]) for n, first, last in spans if n == self.symbol]
 
     def _complaint(self, text: str, wanted: list[str], num_places: int) -> str:
-        names = dict.fromkeys(name for name, _ in definitions(ast.parse(text)))
+        names = dict.fromkeys(name for name, _, _ in _spans(text))
         said = f"{self.name} ({self.file}) does not apply. "
         if self.symbol and self.symbol not in names:
             near = ", ".join(difflib.get_close_matches(self.symbol, names)) or "nothing like it"
@@ -166,7 +163,7 @@ class Patch:
         elsewhere = _occurrences(text, wanted, 0)
         if not num_places and elsewhere:
             line = text[: elsewhere[0][0]].count("\n") + 1
-            held = [n for n, s in definitions(ast.parse(text)) if _has(s, line)]
+            held = [n for n, first, last in _spans(text) if first <= line <= last]
             return f"{said}\nIt stands in {held[-1] if held else 'the top level'} now."
         if num_places:
             return f"{said}\nSay more of it, so that it is one place."
@@ -212,12 +209,14 @@ def _moved(line: str, shift: int) -> str:
     return line[-shift:] if shift < 0 else f"{' ' * shift}{line}" if line else line
 
 
-def _first_line(node: ast.stmt) -> int:
-    return min([node.lineno, *(d.lineno for d in getattr(node, "decorator_list", []))])
-
-
-def _has(node: ast.stmt, line: int) -> bool:
-    return _first_line(node) <= line <= (node.end_lineno or 0)
+@cache  # a file has many bugs
+def _spans(text: str) -> list[tuple[str, int, int]]:
+    """Of each definition its name, its first line and its last."""
+    return [
+        (name, min([node.lineno, *(d.lineno for d in decorators)]), node.end_lineno or 0)
+        for name, node in definitions(ast.parse(text))
+        for decorators in [getattr(node, "decorator_list", [])]
+    ]
 
 
 def _indented(code: str) -> str:
@@ -226,5 +225,10 @@ def _indented(code: str) -> str:
 
 def names_in(path: Path) -> set[str]:
     """The functions and classes at the top level of a file."""
-    tree = ast.parse(path.read_text(encoding="utf-8"))
+    return _names_in(path.read_text(encoding="utf-8"))
+
+
+@cache
+def _names_in(text: str) -> set[str]:
+    tree = ast.parse(text)
     return {node.name for node in tree.body if isinstance(node, ast.FunctionDef | ast.ClassDef)}

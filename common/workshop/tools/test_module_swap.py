@@ -94,6 +94,7 @@ def pytest_with(swap: str, *arguments: str) -> subprocess.CompletedProcess[str]:
     return run(*command, **{VARIABLE: swap})
 
 
+@pytest.mark.slow  # the next test gets it in a worker of xdist
 def test_tests_get_the_other_file(tmp_path: Path) -> None:
     path = changed("04_scheduler/policies.py", tmp_path, "\nPOLICIES['the other file'] = None\n")
     done = pytest_with(f"policies={path}", FLAT_TEST)

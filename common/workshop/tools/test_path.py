@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import pytest
 
+from common.tests.house import House
+from common.tests.house_rooms import law_of_the_default
 from common.workshop.tools import path
 from common.workshop.tools.path import DefaultPath, Size, count_lines, modules_in, size_of
 
 
 @pytest.fixture(scope="module")
 def default() -> DefaultPath:
-    return path.measure_default()
+    return path.measure_default(path.ROOT)
 
 
 def test_what_is_not_chosen_is_not_loaded(default: DefaultPath) -> None:
@@ -28,6 +30,10 @@ def test_what_is_not_chosen_is_not_loaded(default: DefaultPath) -> None:
     sampling = {name for name in loaded if name.startswith("common/sampling/")}
     parts = ("greedy_rows", "runner_plugin", "sampler", "sampling_columns")
     assert sampling == {f"common/sampling/{name}.py" for name in parts}
+
+
+def test_the_law_of_the_house_holds_for_it(default: DefaultPath) -> None:
+    assert not law_of_the_default(House(path.ROOT)), law_of_the_default.__doc__
 
 
 def test_lines_are_those_of_the_files(default: DefaultPath) -> None:

@@ -78,9 +78,9 @@ class RunPage:
         return self.ask("() => location.hash")
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture(scope="package")
 def browser() -> Iterator[Browser]:
-    """One for the tests of a module. (For longer, it would keep other tests from using asyncio.)"""
+    """One for the tests of this folder. (For longer, it would keep others from using asyncio.)"""
     try:
         with started_browser() as started:
             yield started
@@ -96,7 +96,7 @@ def complaints() -> list[str]:
     return []
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture(scope="package")
 def tabs(browser: Browser) -> Iterator[dict[tuple[str, str], Page]]:
     """Of each language and colour scheme one, which test after test uses: to open another costs
     more than to load a page."""
