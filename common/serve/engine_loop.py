@@ -19,6 +19,7 @@ from common.serve.deltas import DeltaSource, HandOver, RequestDelta
 from request import SamplingParams
 
 logger = logging.getLogger(__name__)
+UNCOMPILED = "grammar: it does not compile"  # what the client has sent is wrong
 MAX_FAILURES = 3  # steps in a row that raise: then there is no engine any more
 
 
@@ -132,8 +133,9 @@ class EngineLoop:
             if "abort" in reasons:  # by nobody whom this thread serves
                 delta.error = EngineError(why or "the request was ended")
             elif "error" in reasons:
-                detail = source.group.metrics.finish_detail
-                delta.error = EngineError(detail or "the model gave no usable logits")
+                detail = source.group.metrics.finish_detail or "the model gave no usable logits"
+                kind = ValueError if detail.startswith(UNCOMPILED) else EngineError
+                delta.error = kind(detail)
         return delta
 
     def _hand_over_what_there_is(self) -> None:

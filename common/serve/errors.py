@@ -45,7 +45,7 @@ def api_error(error: Exception) -> ApiError:
     if isinstance(error, QueueFull):
         return ApiError(429, str(error), None, "queue_full")
     if isinstance(error, ValueError):
-        first = str(error).split(" ")[0]
+        first = str(error).split(" ")[0].rstrip(":")
         return bad(str(error), first if first.isidentifier() else None)
     if isinstance(error, EngineError):
         return ApiError(500, str(error))

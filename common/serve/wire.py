@@ -13,7 +13,7 @@ from typing import Annotated, Any
 from pydantic import BaseModel, ConfigDict, Field
 
 from common.intake import RequestOptions
-from common.serve.errors import bad
+from common.serve.errors import api_error, bad
 from grammars import Json
 from request import SamplingParams
 
@@ -107,7 +107,7 @@ class GenerateBody(Body):
         try:
             return SamplingParams(**{k: v for k, v in given.items() if v is not None})
         except ValueError as error:
-            raise bad(str(error), str(error).split(" ")[0]) from error
+            raise api_error(error) from error
 
     def check(self) -> None:
         if self.stream_options is not None and not self.stream:
