@@ -9,7 +9,7 @@ A PUB socket waits for nobody: a reader that is not there yet, or too slow, miss
 it by the sequence. It asks for them, once; where they are not kept any more, the next batch that
 everybody gets says all anew.
 
-Sources: vLLM's `vllm/distributed/kv_events.py` (0.33; before, a replayed batch came without the
+Sources: vLLM's `vllm/distributed/kv_events.py` (0.33; older ones replay without the
 topic, and a batch was a map)."""
 
 from __future__ import annotations

@@ -136,7 +136,7 @@ def test_errors_are_objects(server: Running) -> None:
         ("/v1/completions", body(best_of=2), 400, "best_of"),
         ("/v1/completions", body(guided_json={}), 400, "guided_json"),
         ("/v1/completions", body(structured_outputs={"regex": "("}), 400, "grammar"),
-        ("/v1/completions", body(structured_outputs={"json": 5}), 400, "grammar"),
+        ("/v1/completions", body(structured_outputs={"json": 5}), 400, "schema"),
         ("/v1/chat/completions", CHAT | {"tools": [{}]}, 400, "tools"),
         ("/v1/completions", body(logit_bias={"x": 1}), 400, "logit_bias"),
         ("/v1/completions", body(response_format={"type": "xml"}), 400, "response_format"),
