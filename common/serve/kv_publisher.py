@@ -10,7 +10,7 @@ it by the sequence. It asks for them, once; where they are not kept any more, th
 everybody gets says all anew.
 
 Sources: vLLM's `vllm/distributed/kv_events.py` (0.33; older ones replay without the
-topic, and a batch was a map)."""
+topic, and a batch is a map there)."""
 
 from __future__ import annotations
 
