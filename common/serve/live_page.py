@@ -1,4 +1,4 @@
-"""Seen live: `GET /` is the watch page, with a place to try prompts; `GET /events` is what it shows.
+"""Seen live: `GET /` is the watch page with a place to try prompts, `GET /events` what it shows.
 
 Events are those of `common/events`, the lines that `LLMEngine.watch` writes; one server-sent event
 holds what was written at once. A stream begins with a `run` line and, unless the engine is as new,
@@ -38,9 +38,12 @@ if TYPE_CHECKING:
 
 FILES = Path(__file__).parent / "live_page"
 SCRIPTS = ("live.js", "playground_words.js", "playground.js", "live_start.js")
+TITLE = ("The engine, live", "引擎实况")
 MAX_VIEWERS = 16
 MAX_BEHIND = 1 << 20  # characters that a viewer has not taken
-AGAIN_S = 1.0  # between two beginnings of one viewer: a snapshot costs the engine's thread something
+AGAIN_S = (
+    1.0  # between two beginnings of one viewer: a snapshot costs the engine's thread something
+)
 LOOK_S = 0.5  # how soon a stream without events notices that the server is shut down
 _FAILED = '{"kind":"failed"'
 
@@ -116,8 +119,8 @@ class LivePage:
     def _page(self) -> tuple[str, str]:
         """The page, and what a browser lets it do: its own script, and to ask this server."""
         text = put_together(
-            "vllm-from-scratch",
-            {"is_live": True},
+            TITLE[0],
+            {"is_live": True, "title": TITLE},
             starts=[FILES / name for name in SCRIPTS],
             styles=[FILES / "live.css"],
             policy="; connect-src 'self'",
@@ -136,7 +139,9 @@ class LivePage:
         if (why := self.llm.why_dead) is not None:
             raise ApiError(503, why)
         if self.llm.config.events is not None:
-            raise ApiError(409, "this engine's events are written elsewhere, and one film at a time")
+            raise ApiError(
+                409, "this engine's events are written elsewhere, and one film at a time"
+            )
         if len(self.viewers) >= MAX_VIEWERS:
             raise ApiError(429, f"{MAX_VIEWERS} look already")
         return EventStream(self._events())

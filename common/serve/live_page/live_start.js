@@ -6,7 +6,7 @@
   if (said !== null) store.language = said;
   Watch.frame.make();
   document.querySelector(".transport").append(Watch.liveButton);
-  document.body.append(Watch.playground.root);
+  document.body.prepend(Watch.playground.root);
   Watch.files.button.remove(); // a film that is over: `make watch`
   Watch.show([], []);
   let shown = null;

@@ -22,7 +22,7 @@
 
   const examples = Object.keys(Watch.examples).map((name) => h("button", {"data-example": name,
     type: "button", onclick: () => write(Watch.examples[name])}));
-  const prompt = h("textarea", {rows: 9, spellcheck: "false", oninput: () => Watch.redraw()});
+  const prompt = h("textarea", {rows: 7, spellcheck: "false", oninput: () => Watch.redraw()});
   const count = h("p", {class: "quiet"});
   const model = h("select");
   const modelName = h("span");
@@ -148,7 +148,8 @@
         onclick: () => Watch.set({request: store.request === this.id ? null : this.id})},
       h("i"), h("b"), h("span", {class: "quiet"}));
       this.text = h("span", {class: "text"});
-      this.root = h("li", {}, this.name, h("pre", {}, h("span", {class: "quiet"}, words), this.text));
+      const last = h("span", {class: "quiet"}, words.split("\n").at(-1)); // the rest stands above
+      this.root = h("li", {}, this.name, h("pre", {}, h("span", {}, last, this.text)));
     }
 
     // The film's names are the engine's. Its request is the first that has come since, and has its text.

@@ -176,7 +176,7 @@
       const {film, step} = this.view;
       const [ms, middle] = [Watch.stepTimes(film)[step] ?? 0, Watch.middleOf(film)];
       const ratio = (ms / (middle || 1)).toFixed(1);
-      Watch.say(this.caption, t("clock.caption",
+      Watch.say(this.caption, step < 0 ? "" : t("clock.caption",
         {n: step, ms: round(ms), ratio, middle: round(middle), top: round(top)}));
     }
 

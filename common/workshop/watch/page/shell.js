@@ -112,6 +112,7 @@
     parts.scrub.max = Math.max(0, Watch.numSteps() - 1);
     if (store.films[0].requests.length > numRequests) {
       makeChoices();
+      Watch.forgetPanels(); // the grid has more rows
       parts.language.lang = "";
     }
     Watch.set(isAtEnd ? {step: Watch.numSteps() - 1} : {});
