@@ -178,22 +178,25 @@ class LivePage:
 
     # -- in the engine's thread, between two steps
 
+    @property
+    def _film(self) -> Watch | None:
+        """That of the engine now. Torn books end it."""
+        return self._watch if self._watch is not None and self._watch.is_in else None
+
     def _begin(self, engine: LLMEngine, viewer: Viewer) -> None:
-        is_watched = self._watch is not None and self._watch.is_in
-        self._hand_over(viewer.begin, self._watch.beginning() if is_watched else "")
+        film = self._film
+        self._hand_over(viewer.begin, "" if film is None else film.beginning())
         self._renew(engine)
 
     def _renew(self, engine: LLMEngine) -> None:
         """The engine is on film, if anybody looks: what is written begins it for all."""
-        if self.viewers and not (self._watch is not None and self._watch.is_in):
+        if self.viewers and self._film is None:
             sink = Sink(lambda text: self._hand_over(self._spread, text))
             self._watch = engine.watch(cast(TextIO, sink))
 
     def _leave(self, engine: LLMEngine) -> None:
-        if not self.viewers and self._watch is not None:
-            if self._watch.is_in:
-                engine.unwatch()
-            self._watch = None
+        if not self.viewers and self._film is not None:
+            engine.unwatch()
 
     def _hand_over(self, take: Callable[[str], None], text: str) -> None:
         assert self._loop is not None
