@@ -551,7 +551,7 @@ class LLMEngine:
             return is_reset
 
     @one_at_a_time
-    def watch(self, events: str | Path | TextIO) -> None:
+    def watch(self, events: str | Path | TextIO) -> Watch:
         """Write from now on what happens, step by step, to this file or to whoever takes text, as
         `EngineConfig(events=...)` does from the start (`common/events`). In a run it begins with
         all that is there. Nothing more is written where it was before. It ends where the engine is
@@ -564,6 +564,7 @@ class LLMEngine:
         check_place(events)
         self.unwatch()
         self._watch = Watch(events, self.config, self._parts, self._members, self.tokenizer)
+        return self._watch
 
     @one_at_a_time
     def unwatch(self) -> None:

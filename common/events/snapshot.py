@@ -21,9 +21,11 @@ def take_snapshot(
     books: SchedulerBooks,
     watch: RequestWatch,
     under_way: Sequence[SchedulerOutput],
+    numbers: Sequence[int],
 ) -> Snapshot:
-    """`under_way` are the plans whose results nobody has seen, the oldest first."""
-    memory, plans = watch.memory, [_plan_row(*row, books) for row in enumerate(under_way)]
+    """`under_way` are the plans whose results nobody has seen, the oldest first; `numbers` are
+    those of their steps."""
+    memory, plans = watch.memory, [_plan_row(*row, books) for row in zip(numbers, under_way)]
     cache = memory.cache
     loads = () if memory.loads is None else memory.loads.loads()
     loaded = {} if memory.connector is None else memory.connector.num_loaded_blocks()

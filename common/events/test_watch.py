@@ -17,7 +17,14 @@ from common.engine import LLMEngine
 from common.engine_config import EngineConfig
 from common.events.event_kinds import Arrived, Matched, Published, Run, Snapshot, read_events
 from common.tests.engine_oracle import Oracle, finish, paged_runner
-from common.tests.film_runs import RecordedRun, Workshop, check_film, random_config, short_prompts
+from common.tests.film_runs import (
+    RecordedRun,
+    Workshop,
+    check_film,
+    random_config,
+    short_prompts,
+    state_of_engine,
+)
 from common.workshop.replay.film import Film
 from kv_memory import ComputedBlocks, NotReady
 from policies import SchedulePolicy
@@ -95,6 +102,36 @@ def test_a_film_may_begin_and_end_in_the_middle_of_a_run(
     recorded = RecordedRun(tmp_path / "run.jsonl")
     ended = serve(make_engine(family_loaded, **config), prompts, recorded, 5)
     assert tokens_of(ended) == plain
+
+
+@pytest.mark.parametrize("config", CONFIGS, ids=lambda config: "-".join(map(str, config))[:60])
+def test_another_film_may_begin_while_one_goes_on(
+    config: dict, family_oracle: Oracle, family_loaded, tmp_path: Path
+) -> None:
+    """With `beginning`, between any two steps: the same lines lead on from there."""
+    prompts = short_prompts(family_oracle, 50)[:8]
+    engine, sink, rng = make_engine(family_loaded, **config), io.StringIO(), random.Random(3)
+    begun, looks, waiting = [], list[tuple[int, dict]](), list(enumerate(prompts))
+    watch = engine.watch(sink)
+    while waiting or engine.has_unfinished_requests():
+        if waiting and rng.random() < 0.6:
+            number, prompt = waiting.pop(0)
+            engine.add_request(f"r{number}", prompt, GREEDY, priority=number % 3)
+        if engine._groups and rng.random() < 0.1:
+            engine.abort_request(rng.choice(sorted(engine._groups)))
+        if rng.random() < 0.2:
+            begun.append((watch.beginning(), sink.tell()))
+        engine.step()
+        looks.append((sink.tell(), state_of_engine(engine)))
+    for text, position in begun:
+        path, whole = tmp_path / "run.jsonl", sink.getvalue()
+        path.write_text(text + whole[position:], encoding="utf-8")
+        recorded = RecordedRun(path)
+        for seen_at, state in [*looks[::5], looks[-1]]:
+            if seen_at >= position:
+                recorded.states.append((1 + whole[position:seen_at].count("\n"), state))
+        check_film(recorded)
+    assert len(begun) > 2
 
 
 def serve_unwatched(engine: LLMEngine, prompts: list[list[int]]) -> dict[str, list[int]]:

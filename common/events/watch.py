@@ -12,10 +12,11 @@ So a scheduler, a policy or a cache of somebody else's is watched like those of 
 from __future__ import annotations
 
 from collections.abc import Mapping
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, TextIO, cast
 
-from common.events.event_kinds import Failed
+from common.events.event_kinds import Failed, to_line
 from common.events.event_log import EventLog, TextPieces, describe_run
 from common.events.snapshot import is_as_new, take_snapshot
 from common.events.watched_memory import MemoryWatch
@@ -44,22 +45,28 @@ class Watch:
         tokenizer: Tokenizer | None,
     ) -> None:
         self.log, self.recorder = EventLog(events), parts.recorder
+        self.is_in = False
         inner = parts.recorder.scheduler
         self.books = cast(SchedulerBooks, inner)
-        texts = TextPieces(members, tokenizer)
+        self._new_texts = partial(TextPieces, members, tokenizer)
+        texts = self._new_texts()
         self.memory = MemoryWatch(self.log, parts.kv_memory, parts.connector)
         self.requests = RequestWatch(self.log, texts, self.memory)
         num_blocks, overlaps = parts.side.kv_cache.num_blocks, parts.plans_under_way is not None
-        self.log.note(describe_run(config, parts.side.model, num_blocks, overlaps))
+        self.run = describe_run(config, parts.side.model, num_blocks, overlaps)
+        self.log.note(self.run)
         under_way = self.recorder.plans_under_way
         self.scheduler = StepWatch(inner, self.requests, len(under_way))
         try:
             self.memory.put_in(list(self.books.requests))
             self.requests.put_in(self.books)
             self.recorder.scheduler = cast(SchedulerInterface, self.scheduler)
-            snapshot = take_snapshot(self.log, texts, self.books, self.requests, under_way)
+            snapshot = take_snapshot(
+                self.log, texts, self.books, self.requests, under_way, self.scheduler.under_way
+            )
             if not is_as_new(snapshot, num_blocks):
                 self.log.note(snapshot)
+            self.is_in = True
         except BaseException:
             self.take_out()
             raise
@@ -72,8 +79,21 @@ class Watch:
         self.log.in_step = False
         self.log.flush()
 
+    def beginning(self) -> str:
+        """Between two steps: the lines with which a film would begin that goes on from here as this
+        one does, for who comes later. What is not noted yet is, so that it comes before."""
+        self.requests.note_queue()
+        self.memory.settle()
+        self.log.flush()
+        under_way, scheduler = self.recorder.plans_under_way, self.scheduler
+        snapshot = take_snapshot(
+            self.log, self._new_texts(), self.books, self.requests, under_way, scheduler.under_way
+        )
+        return f"{to_line(self.run)}\n{to_line(snapshot)}\n"
+
     def take_out(self) -> None:
         """The engine is as if nobody had ever watched, and the file is closed."""
+        self.is_in = False
         self.recorder.scheduler = cast(SchedulerInterface, self.books)
         self.requests.take_out(self.books)
         self.memory.take_out()

@@ -245,7 +245,7 @@ class StepWatch:
         self, scheduler: SchedulerInterface, watch: RequestWatch, num_under_way: int
     ) -> None:
         self._scheduler, self._watch = scheduler, watch
-        self._under_way = deque(range(num_under_way))  # their numbers
+        self.under_way = deque(range(num_under_way))  # their numbers
         self._num_planned = num_under_way
 
     def __getattr__(self, name: str) -> Any:
@@ -267,7 +267,7 @@ class StepWatch:
         drafts, reasons = plan.scheduled_draft_token_ids, watch.reasons(plan)
         begun = log.since_start(start)
         watch.memory.note(Planned(step, begun, schedule_ms, *rows, counts, drafts, *reasons))
-        self._under_way.append(step)
+        self.under_way.append(step)
         self._num_planned += 1
         return plan
 
@@ -286,7 +286,7 @@ class StepWatch:
         end = time.monotonic()
         watch.note_queue()
         watch.memory.settle()
-        step, begun = self._under_way.popleft(), log.since_start(start)
+        step, begun = self.under_way.popleft(), log.since_start(start)
         log.note_at(position, self._computed(step, begun, plan, output, alive, results))
         log.note(Updated(step, log.since_start(end), round((end - start) * 1e3, 4)))
         log.in_step = False
@@ -318,7 +318,7 @@ class StepWatch:
 
     def steps_failed(self) -> None:
         """Nothing comes of those under way."""
-        self._under_way.clear()
+        self.under_way.clear()
 
 
 def _taken_tokens(

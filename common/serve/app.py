@@ -21,6 +21,7 @@ from common.serve.chat import ChatPrompts
 from common.serve.deltas import RequestDelta
 from common.serve.errors import ApiError, api_error, bad
 from common.serve.gate import Gate, GateConfig, error_response
+from common.serve.live_page import LivePage
 from common.serve.server_metrics import ServerMetrics
 from common.serve.streams import (
     CLIENT_IS_GONE,
@@ -65,6 +66,7 @@ class Server:
         self.llm, self.config = llm, config
         self.chat = ChatPrompts(llm.tokenizer, config.chat_template)
         self.metrics = ServerMetrics(llm, config.model_name)
+        self.live = LivePage(llm)
         self.num_open = 0  # HTTP requests that are answered now
 
     # -- generating
@@ -304,6 +306,8 @@ def make_app(llm: AsyncLLM, config: ServeConfig) -> tuple[FastAPI, Gate]:
         "/health": server.health,
         "/version": server.version,
         "/metrics": server.metrics_text,
+        "/": server.live.page,
+        "/events": server.live.events,
     }
     for path, route in post.items():
         app.add_api_route(path, route, methods=["POST"], response_model=None)
@@ -313,7 +317,9 @@ def make_app(llm: AsyncLLM, config: ServeConfig) -> tuple[FastAPI, Gate]:
     app.add_exception_handler(RequestValidationError, _on_wrong_body)
     app.add_exception_handler(HTTPException, _on_http_error)
     app.add_exception_handler(Exception, _on_other)
-    return app, Gate(app, config.gate)
+    gate = Gate(app, config.gate)
+    server.live.is_draining = lambda: gate.is_draining
+    return app, gate
 
 
 def _json(content: Any) -> Response:

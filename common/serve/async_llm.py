@@ -102,12 +102,13 @@ class AsyncLLM:
         Leaving the loop early, or being cancelled, aborts it. Raises `ValueError` if it can not be
         served, `QueueFull` if too many wait, and `EngineError` if it can not go on."""
         self._num_requests += 1
-        request_id = request_id or f"request-{self._num_requests}"
+        name = f"{request_id or 'request'}-{self._num_requests}"
+        request_id = request_id or name
         if request_id in self._names:
             raise ValueError(f"request_id is {request_id!r}: there is one with this id")
         self._bind()
         # What is under way of an aborted request must not come to the next one of its name.
-        name = self._names[request_id] = f"{request_id}-{self._num_requests}"
+        self._names[request_id] = name
         mailbox = self._mailboxes[name] = Mailbox()
         is_told, is_finished = False, False
         try:

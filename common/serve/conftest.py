@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import socket
 import threading
 import urllib.request
 from collections.abc import Callable, Iterator
@@ -20,6 +21,7 @@ pytest.importorskip("uvicorn")
 import http.client
 
 import uvicorn
+from fastapi import FastAPI
 
 from common.engine import LLMEngine
 from common.llm import LLM
@@ -38,6 +40,8 @@ class Running:
     llm: AsyncLLM
     port: int
     loop: asyncio.AbstractEventLoop
+    app: FastAPI
+    listener: socket.socket
 
     @property
     def url(self) -> str:
@@ -89,7 +93,7 @@ def running(
     with ExitStack() as stack:
         llm = AsyncLLM(max_waiting=max_waiting, **(SMALL | settings))
         stack.callback(llm.close)
-        _, gate = make_app(llm, config or ServeConfig(MODEL))
+        app, gate = make_app(llm, config or ServeConfig(MODEL))
         how = uvicorn.Config(
             gate,
             http=PatientProtocol,
@@ -113,7 +117,7 @@ def running(
             loop.close()
 
         stack.callback(end)
-        found = Running(llm, listener.getsockname()[1], loop)
+        found = Running(llm, listener.getsockname()[1], loop, app, listener)
         while True:
             try:
                 with urllib.request.urlopen(f"{found.url}/health", timeout=10):

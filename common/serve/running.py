@@ -119,6 +119,7 @@ def _tell(args: argparse.Namespace, name: str, listener: socket.socket) -> None:
     where = f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
     key = ' -H "Authorization: Bearer $KEY"' if args.api_key else ""
     _say(f"{name} is served at http://{where}/v1")
+    _say(f"  watch it, and try it, at http://{where}/")
     body = f'{{"model": "{name}", "prompt": "def fibonacci(n):", "max_tokens": 32}}'
     kind = "-H 'Content-Type: application/json'"
     _say(f"  curl http://{where}/v1/completions{key} {kind} -d '{body}'")

@@ -12,8 +12,9 @@ from pathlib import Path
 import pytest
 
 from common.events.event_kinds import REASONS, parse_events
+from common.events.event_page import PAGE, SCRIPTS, STYLES, palette_rules
 from common.workshop.watch import page_maker
-from common.workshop.watch.page_maker import PAGE, SCRIPTS, STYLES, Reel, make_page
+from common.workshop.watch.page_maker import Reel, make_page
 from common.workshop.watch.watch_command import main
 
 RUN = (
@@ -114,11 +115,11 @@ def test_every_file_of_the_page_is_in_it_once() -> None:
 
 def test_every_colour_that_is_named_is_defined() -> None:
     text = "".join((PAGE / name).read_text(encoding="utf-8") for name in (*SCRIPTS, *STYLES))
-    text += page_maker.palette_rules()
+    text += palette_rules()
     used = set(re.findall(r"var\((--[\w-]+)\)", text))
     defined = set(re.findall(r"(--[\w-]+)(?::|\", )", text))  # in a style, or by setProperty
     assert used <= defined, used - defined
-    assert "--prompt: #0072b2;" in page_maker.palette_rules()
+    assert "--prompt: #0072b2;" in palette_rules()
 
 
 # -- the command

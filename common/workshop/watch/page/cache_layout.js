@@ -8,6 +8,8 @@
 //   lane 0    [1][2][3][4]          A lane holds one chain without gaps: what is evicted first is
 //   lane 1          '-[7][8]        the end of it. So a lane is empty again when all of it is gone.
 (() => {
+  const BEFORE = -2; // all steps, and the state before the first of them
+
   class Layout {
     constructor(film) {
       this.livesOf = new Map(); // block -> its lives: {block, lane, column, parent, born, died}
@@ -19,6 +21,8 @@
       film.steps.forEach((step, number) => {
         for (const event of step.events) this.note(event, number);
       });
+      // A film without steps may have a snapshot.
+      for (const event of film.open.events) this.note(event, film.numSteps);
     }
 
     note(event, number) {
@@ -31,7 +35,20 @@
         this.publish(event, number);
       } else if (event.kind === "evicted") {
         for (const block of event.blocks) this.end(block, number);
+      } else if (event.kind === "snapshot") {
+        for (const {request, table} of event.requests) this.tables.set(request, table);
+        const rows = new Map(event.cached.map((row) => [row.block, row]));
+        for (const block of rows.keys()) this.restore(block, rows);
       }
+    }
+
+    // What was cached before the film began, its parents first.
+    restore(block, rows) {
+      const path = [];
+      for (let at = block; rows.has(at) && !this.living.has(at); at = rows.get(at).parent)
+        path.push(at);
+      for (const at of path.reverse())
+        this.begin(at, this.living.get(rows.get(at).parent) ?? null, BEFORE);
     }
 
     // Behind the block that stands before `start` in the request's table; each before the next.

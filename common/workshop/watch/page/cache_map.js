@@ -140,14 +140,14 @@
       plane.style.height = `${layout.lanes.length * HEIGHT}px`;
       this.root.setAttribute("aria-label", Watch.t("cache.boxes"));
       [this.facts, this.lit] = [facts, lit];
-      const isNew = this.step !== view.step;
+      const isNew = this.step !== view.step || this.film !== view.film;
       const {block} = Watch.store;
       if (isNew) this.boxes = Watch.cacheBoxes(view);
       this.lookThrough();
       if (isNew) this.follow();
       const chosen = this.boxOf(block);
       if (this.chosen !== block && chosen !== null && !this.isVisible(chosen)) this.reveal(chosen);
-      [this.step, this.chosen] = [view.step, block];
+      [this.film, this.step, this.chosen] = [view.film, view.step, block];
       this.paint();
     }
 

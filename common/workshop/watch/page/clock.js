@@ -57,15 +57,7 @@
   class Clock {
     constructor(root, view) {
       this.view = view;
-      this.times = view.film.steps.map(timesOf);
-      const there = PARTS.filter((part) => this.times.some((times) => times[part] > 0));
-      this.items = there.map((part) => {
-        const value = h("b");
-        const name = h("span");
-        const key = h("i", {class: "key", style: `background: ${shadeOf(part)}`});
-        const item = h("li", {}, key, name, value);
-        return {part, item, name, value};
-      });
+      this.parts = h("ul", {class: "clock-parts"});
       this.lanes = h("div", {class: "lanes", role: "img"});
       this.strip = h("canvas", {class: "strip", role: "img"});
       this.strip.addEventListener("click", (event) => {
@@ -74,13 +66,29 @@
       });
       root.classList.add("clock-body");
       this.caption = h("p", {class: "clock-caption"});
-      const items = this.items.map(({item}) => item);
-      root.append(this.caption, h("ul", {class: "clock-parts"}, ...items), this.lanes,
+      root.append(this.caption, this.parts, this.lanes,
         h("div", {class: "strip-frame"}, this.strip));
       this.size = Watch.sizeOf(this.strip.parentNode); // as wide as the bar
     }
 
+    // Of a film that goes on, anew.
+    read() {
+      this.film = this.view.film;
+      this.painted = null;
+      this.times = this.film.steps.map(timesOf);
+      const there = PARTS.filter((part) => this.times.some((times) => times[part] > 0));
+      this.items = there.map((part) => {
+        const value = h("b");
+        const name = h("span");
+        const key = h("i", {class: "key", style: `background: ${shadeOf(part)}`});
+        const item = h("li", {}, key, name, value);
+        return {part, item, name, value};
+      });
+      this.parts.replaceChildren(...this.items.map(({item}) => item));
+    }
+
     draw() {
+      if (this.film !== this.view.film) this.read();
       const {facts} = this.view;
       const times = timesOf(facts);
       for (const {part, name, value} of this.items) {
@@ -168,7 +176,7 @@
       const {film, step} = this.view;
       const [ms, middle] = [Watch.stepTimes(film)[step] ?? 0, Watch.middleOf(film)];
       const ratio = (ms / (middle || 1)).toFixed(1);
-      Watch.say(this.caption, t("clock.caption",
+      Watch.say(this.caption, step < 0 ? "" : t("clock.caption",
         {n: step, ms: round(ms), ratio, middle: round(middle), top: round(top)}));
     }
 

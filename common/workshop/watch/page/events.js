@@ -88,5 +88,6 @@
       return event;
     });
   };
+  Watch.parseEvent = (text) => parseEvent(text, null); // of a film that goes on: it has no lines
   Watch.EventError = EventError;
 })();

@@ -60,7 +60,7 @@
     const broken = Watch.store.films.find((film) => film.contradiction);
     let say = told;
     if (say === null && broken) say = () => brokenWords(broken);
-    const cut = Watch.store.films.find(isCut);
+    const cut = Watch.store.films.find((film) => !film.isLive && isCut(film));
     if (say === null && cut) say = () => cutWords(cut);
     if (say === null && !Watch.store.films.length) say = () => t("files.empty");
     notice.hidden = say === null;

@@ -4,6 +4,9 @@
 //
 // A film whose events contradict themselves (a broken engine may write such) ends there, and says
 // so: `film.contradiction` is null or {step, message}, and the last step is the one that it broke.
+//
+// A film may go on: `film.with(events)` is the longer one. They share what both have; the shorter one
+// is not to be used any more.
 (() => {
   const CHECKPOINT_EVERY = 32; // steps; a jump replays at most so many
   const NUM_RECENT = 16; // states that were asked for last, kept
@@ -17,7 +20,7 @@
     constructor(events) {
       const [run, ...rest] = events;
       this.run = run;
-      this.events = rest;
+      this.events = [];
       this.steps = [];
       this.requests = [];
       this.contradiction = null;
@@ -26,28 +29,39 @@
       this.seen = new Map(); // plan -> who waited, who ran without computing, and its cells
       this.checkpoints = [new Watch.State(run)];
       this.recent = new Map();
-      this.readSteps();
+      this.now = this.checkpoints[0].copy(); // after all events, also those behind the last step
+      this.open = newStep(0, 0);
+      this.read(rest);
+    }
+
+    // Another object, so that whoever keeps what it worked out of a film sees that there is more.
+    with(events) {
+      const film = Object.assign(Object.create(Film.prototype), this);
+      film.read(events);
+      return film;
     }
 
     get numSteps() {
       return this.steps.length;
     }
 
-    // One pass over all events, which finds contradictions, too.
-    readSteps() {
-      const state = this.checkpoints[0].copy();
-      let step = newStep(0, 0);
-      for (const [position, event] of this.events.entries()) {
+    // One pass over the events, which finds contradictions, too.
+    read(events) {
+      if (this.contradiction) return;
+      const state = this.now;
+      let step = this.open;
+      for (const event of events) {
+        const position = this.events.length;
         step.events.push(event);
         try {
           this.note(step, state, event);
           state.apply(event);
         } catch (error) {
           this.contradiction = {step: step.number, message: error.message};
-          this.events = this.events.slice(0, position);
           this.close(step, position);
           return;
         }
+        this.events.push(event);
         if (event.kind === "planned") this.notePlan(step, state, event);
         if (event.kind === "updated" || event.kind === "failed") {
           this.close(step, position + 1);
@@ -55,6 +69,7 @@
           step = newStep(step.number + 1, position + 1);
         }
       }
+      this.open = step;
       // Arrivals and aborts behind the last step belong to no step; those requests are known.
       this.isCut = step.plans.length > 0;
     }

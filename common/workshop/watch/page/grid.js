@@ -124,6 +124,7 @@
 
     draw() {
       if (this.size.width === 0) return; // not laid out yet: its size comes, and asks again
+      if (this.view.film.isLive) [this.rows, this.told] = [rowsOf(), null];
       this.measure();
       this.follow();
       this.paint();

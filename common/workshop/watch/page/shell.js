@@ -103,6 +103,21 @@
     Watch.play(false);
   };
 
+  // The film that is shown goes on. Who looks at its last step stays at the end.
+  Watch.goOn = (events) => {
+    const isAtEnd = store.step >= Watch.numSteps() - 1 && !store.playing;
+    const numRequests = store.films[0].requests.length;
+    store.films = [store.films[0].with(events)];
+    for (const {view} of drawnScenes) view.film = store.films[0];
+    parts.scrub.max = Math.max(0, Watch.numSteps() - 1);
+    if (store.films[0].requests.length > numRequests) {
+      makeChoices();
+      Watch.forgetPanels(); // the grid has more rows
+      parts.language.lang = "";
+    }
+    Watch.set(isAtEnd ? {step: Watch.numSteps() - 1} : {});
+  };
+
   // What a film is called beside another: [in English, in Chinese if that is another word].
   Watch.filmLabel = (index) => {
     const [english, chinese] = store.labels[index] ?? ["", ""];

@@ -51,7 +51,7 @@
   }
 
   function writeHash() {
-    if (!store.films.length) return;
+    if (!store.films.length || Watch.settings.is_live) return; // its steps are gone tomorrow
     const parts = [["step", store.step]];
     if (store.request !== null) parts.push(["request", store.request]);
     if (store.block !== null) parts.push(["block", store.block]);
@@ -102,8 +102,10 @@
     get isOver() {
       return store.step > this.film.numSteps - 1;
     }
+    // At the end of a film that goes on: what is there now.
     get state() {
-      return this.film.stateAfter(this.step);
+      const isNow = this.film.isLive && this.step === this.film.numSteps - 1;
+      return isNow ? this.film.now : this.film.stateAfter(this.step);
     }
     get facts() {
       return this.film.steps[this.step] ?? null; // null: a film without steps

@@ -20,6 +20,10 @@
         });
       for (const event of film.events) {
         if (event.kind === "arrived") note(event.prompt, event.pieces);
+        for (const row of event.kind === "snapshot" ? event.requests : []) {
+          note(row.prompt, row.prompt_pieces);
+          note(row.outputs, row.pieces);
+        }
         if (event.kind !== "computed") continue;
         for (const [id, tokens] of Object.entries(event.tokens))
           note(tokens, event.pieces[id] ?? []);

@@ -1,0 +1,113 @@
+"""The watch page, put together: styles, scripts and data in one HTML text, with no address in it
+that a browser would fetch.
+
+Its files are those of the workshop's watch page, and are read here as data. Two floors show films
+with them: `common/workshop/watch` such as are over, `common/serve` one that goes on. A wheel has no
+workshop, and no page."""
+
+from __future__ import annotations
+
+import ast
+import html
+import json
+import re
+from collections.abc import Sequence
+from dataclasses import MISSING, fields
+from pathlib import Path
+from typing import Any
+
+from common.events.event_kinds import KINDS, REASONS, VERSION
+
+WORKSHOP = Path(__file__).parents[1] / "workshop"
+PAGE = WORKSHOP / "watch" / "page"
+PALETTE = WORKSHOP / "tools" / "palette.py"
+
+# Each adds to the one global, `Watch`, and uses what stands before it. Scenes: in reading order.
+SCRIPTS = (
+    *("language.js", "settings.js", "events.js", "state.js", "on_event.js", "film.js"),
+    *("store.js", "colours.js", "canvas.js", "reasons.js"),
+    *(
+        "shell.js",
+        "panels.js",
+        "moments.js",
+        "files.js",
+        "compare.js",
+        "knob.js",
+        "guide.js",
+        "caption.js",
+    ),
+    *("help.js", "keys.js", "token_text.js", "block_facts.js", "source_view.js"),
+    *("grid_marks.js", "grid_words.js", "grid_paint.js", "grid_legend.js", "grid.js"),
+    *("sentence_words.js", "words_sentences.js", "words_tokens.js", "words.js"),
+    *("pool_details.js", "pool_looks.js", "pool_painters.js", "pool.js"),
+    *("cache_layout.js", "cache_boxes.js", "cache_map.js", "cache.js"),
+    *("queue.js", "clock.js"),
+    "start.js",
+)
+STYLES = ("watch.css", "scenes.css", "caption.css")
+
+
+def put_together(
+    title: str,
+    settings: dict[str, Any],
+    reels: Sequence[str] = (),
+    *,
+    starts: Sequence[Path] = (PAGE / SCRIPTS[-1],),
+    styles: Sequence[Path] = (),
+    policy: str = "",
+) -> str:
+    """The page, as text. `settings` are handed to the scripts, `reels` are elements with events.
+    `starts`: the last scripts; `styles` and `policy`: beside those of every page. Raises
+    `FileNotFoundError` where there is no workshop."""
+    settings = {"version": VERSION, "schema": schema(), "reasons": REASONS, **settings}
+    said = in_script(json.dumps(settings))
+    scripts = [*(PAGE / name for name in SCRIPTS[:-1]), *starts]
+    parts = {
+        "title": html.escape(title),
+        "policy": policy,
+        "style": "\n".join(
+            [palette_rules(), *map(_read, [PAGE / s for s in STYLES]), *map(_read, styles)]
+        ),
+        "data": "\n".join(
+            [f'<script type="application/json" id="settings">{said}</script>', *reels]
+        ),
+        "script": "\n".join(map(_read, scripts)),
+    }
+    # In one pass: a text that is put in may say {{script}} itself.
+    template = _read(PAGE / "watch.html")
+    return re.sub(r"\{\{(\w+)\}\}", lambda match: parts[match[1]], template)
+
+
+def in_script(text: str) -> str:
+    """JSON that no HTML parser takes for the end of a script: there, `<` stands in strings only."""
+    return text.replace("<", "\\u003c")
+
+
+def schema() -> dict[str, dict[str, list[Any]]]:
+    """Each kind's fields: the type, and what it is when it is left out, if it may be."""
+    found: dict[str, dict[str, list[Any]]] = {}
+    for name, kind in KINDS.items():
+        found[name] = {}
+        for field in fields(kind):
+            entry: list[Any] = [field.type]
+            if field.default is not MISSING:
+                entry.append(field.default)
+            elif field.default_factory is not MISSING:
+                entry.append(field.default_factory())
+            found[name][field.name] = entry
+    return found
+
+
+def palette_rules() -> str:
+    """The book's colours as CSS variables. Read, not imported: matplotlib is not needed here."""
+    rules = []
+    for node in ast.parse(_read(PALETTE)).body:
+        if isinstance(node, ast.Assign) and isinstance(node.value, ast.Constant):
+            name, value = ast.unparse(node.targets[0]), node.value.value
+            if isinstance(value, str) and value.startswith("#"):
+                rules.append(f"--{name.lower().replace('_', '-')}: {value};")
+    return f":root {{ {' '.join(rules)} }}"
+
+
+def _read(path: Path) -> str:
+    return path.read_text(encoding="utf-8")

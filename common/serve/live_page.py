@@ -1,0 +1,209 @@
+"""Seen live: `GET /` is the watch page with a place to try prompts, `GET /events` what it shows.
+
+Events are those of `common/events`, the lines that `LLMEngine.watch` writes; one server-sent event
+holds what was written at once. A stream begins with a `run` line and, unless the engine is as new,
+a snapshot. Where another `run` line comes, all begins anew.
+
+All viewers share one film: an engine has one watch, put in when the first viewer comes, and taken
+out when the last one has left. Who comes later must not end the film of those who look, and nobody
+here keeps it for them (it grows without end). So each new one gets a beginning of its own, a `run`
+line and a snapshot of this moment, and from there on the lines that all get: what is written after
+a snapshot leads on from it, wherever a film began. Nothing of the engine's state is kept here.
+
+The engine's thread hands text to the loop, and never waits. What a viewer has not taken yet waits
+for it, up to `MAX_BEHIND`: then it is forgotten, and the viewer begins anew when it reads again.
+An engine whose books were torn ends its film itself; after a `failed` line that is looked at."""
+
+from __future__ import annotations
+
+import asyncio
+import base64
+import hashlib
+import io
+from collections.abc import AsyncIterator, Callable
+from functools import cached_property
+from pathlib import Path
+from typing import TYPE_CHECKING, TextIO, cast
+
+from starlette.responses import HTMLResponse, Response
+
+from common.engine import LLMEngine
+from common.events.event_page import put_together
+from common.serve.async_llm import AsyncLLM
+from common.serve.errors import ApiError
+from common.serve.streams import EventStream
+
+if TYPE_CHECKING:
+    from common.events.watch import Watch
+
+FILES = Path(__file__).parent / "live_page"
+SCRIPTS = ("live.js", "playground_words.js", "playground.js", "live_start.js")
+TITLE = ("The engine, live", "引擎实况")
+MAX_VIEWERS = 16
+MAX_BEHIND = 1 << 20  # characters that a viewer has not taken
+AGAIN_S = (
+    1.0  # between two beginnings of one viewer: a snapshot costs the engine's thread something
+)
+LOOK_S = 0.5  # how soon a stream without events notices that the server is shut down
+_FAILED = '{"kind":"failed"'
+
+
+class Viewer:
+    """Somebody who looks, in the loop. It is behind when it comes, and when it took too little."""
+
+    def __init__(self) -> None:
+        self._texts: list[str] = []
+        self._size = 0
+        self.is_behind, self._is_full = True, asyncio.Event()
+
+    def begin(self, text: str) -> None:
+        self._texts, self._size, self.is_behind = [text], 0, False
+        self._is_full.set()
+
+    def put(self, text: str) -> None:
+        if self.is_behind:
+            return
+        self._size += len(text)
+        self.is_behind = self._size > MAX_BEHIND
+        if self.is_behind:
+            self._texts.clear()
+        else:
+            self._texts.append(text)
+        self._is_full.set()
+
+    async def take(self) -> list[str]:
+        """Empty if nothing has come for a while."""
+        try:
+            await asyncio.wait_for(self._is_full.wait(), LOOK_S)
+        except asyncio.TimeoutError:
+            return []
+        self._is_full.clear()
+        texts, self._texts, self._size = self._texts, [], 0
+        return texts
+
+
+class Sink(io.TextIOBase):
+    """What the engine writes to, in its thread."""
+
+    def __init__(self, hand_over: Callable[[str], None]) -> None:
+        self._hand_over = hand_over
+
+    def write(self, text: str) -> int:
+        self._hand_over(text)
+        return len(text)
+
+
+class LivePage:
+    """Both routes. `is_draining`: the server takes no new requests."""
+
+    def __init__(self, llm: AsyncLLM) -> None:
+        self.llm = llm
+        self.is_draining: Callable[[], bool] = lambda: False
+        self.viewers: set[Viewer] = set()
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._watch: Watch | None = None  # the engine's thread has it
+        self._renewals: set[asyncio.Task] = set()
+
+    # -- the page
+
+    async def page(self) -> Response:
+        try:
+            text, policy = self._page
+        except FileNotFoundError:
+            raise ApiError(
+                404, "the page is made of files of common/workshop, and an installed wheel has none"
+            ) from None
+        return HTMLResponse(text, headers={"Content-Security-Policy": policy})
+
+    @cached_property
+    def _page(self) -> tuple[str, str]:
+        """The page, and what a browser lets it do: its own script, and to ask this server."""
+        text = put_together(
+            TITLE[0],
+            {"is_live": True, "title": TITLE},
+            starts=[FILES / name for name in SCRIPTS],
+            styles=[FILES / "live.css"],
+            policy="; connect-src 'self'",
+        )
+        script = text.rpartition("<script>")[2].partition("</script>")[0]
+        digest = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
+        policy = (
+            f"default-src 'none'; script-src 'sha256-{digest}'; style-src 'unsafe-inline'; "
+            "connect-src 'self'; base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
+        )
+        return text, policy
+
+    # -- the events
+
+    async def events(self) -> Response:
+        if (why := self.llm.why_dead) is not None:
+            raise ApiError(503, why)
+        if self.llm.config.events is not None:
+            raise ApiError(
+                409, "this engine's events are written elsewhere, and one film at a time"
+            )
+        if len(self.viewers) >= MAX_VIEWERS:
+            raise ApiError(429, f"{MAX_VIEWERS} look already")
+        return EventStream(self._events())
+
+    async def _events(self) -> AsyncIterator[bytes]:
+        viewer, loop = Viewer(), asyncio.get_running_loop()
+        self._loop = loop
+        self.viewers.add(viewer)
+        again_at = loop.time()
+        try:
+            while not self._is_over():
+                if viewer.is_behind:
+                    await asyncio.sleep(again_at - loop.time())
+                    again_at = loop.time() + AGAIN_S
+                    await self.llm.call(self._begin, viewer)
+                for text in await viewer.take():
+                    if data := server_sent(text):
+                        yield data
+        finally:
+            self.viewers.discard(viewer)
+            await self.llm.call(self._leave)
+
+    def _is_over(self) -> bool:
+        is_shut_down = self.is_draining() and not self.llm.num_unfinished
+        return is_shut_down or self.llm.why_dead is not None
+
+    def _spread(self, text: str) -> None:
+        for viewer in self.viewers:
+            viewer.put(text)
+        if f"\n{_FAILED}" in f"\n{text}" and self.viewers:
+            task = asyncio.ensure_future(self.llm.call(self._renew))
+            self._renewals.add(task)
+            task.add_done_callback(self._renewals.discard)
+
+    # -- in the engine's thread, between two steps
+
+    @property
+    def _film(self) -> Watch | None:
+        """That of the engine now. Torn books end it."""
+        return self._watch if self._watch is not None and self._watch.is_in else None
+
+    def _begin(self, engine: LLMEngine, viewer: Viewer) -> None:
+        film = self._film
+        self._hand_over(viewer.begin, "" if film is None else film.beginning())
+        self._renew(engine)
+
+    def _renew(self, engine: LLMEngine) -> None:
+        """The engine is on film, if anybody looks: what is written begins it for all."""
+        if self.viewers and self._film is None:
+            sink = Sink(lambda text: self._hand_over(self._spread, text))
+            self._watch = engine.watch(cast(TextIO, sink))
+
+    def _leave(self, engine: LLMEngine) -> None:
+        if not self.viewers and self._film is not None:
+            engine.unwatch()
+
+    def _hand_over(self, take: Callable[[str], None], text: str) -> None:
+        assert self._loop is not None
+        self._loop.call_soon_threadsafe(take, text)
+
+
+def server_sent(lines: str) -> bytes:
+    """One event. A lone surrogate is written as JSON's escape of it."""
+    data = "".join(f"data: {line}\n" for line in lines.split("\n") if line)
+    return f"{data}\n".encode("utf-8", "backslashreplace") if data else b""

@@ -1,0 +1,158 @@
+"use strict";
+// The film of the engine that runs now: what `GET /events` says, as it comes. A `run` line begins it,
+// and begins it anew: for whoever was too slow, and where the engine began anew.
+//
+// Read with `fetch`, and not by an EventSource, which can not send a key.
+(() => {
+  const {store, t, h} = Watch;
+  Watch.words({
+    "live.button": ["Live", "实时"],
+    "live.go": ["To what happens now", "回到当前"],
+    "live.connecting": ["Connecting.", "正在连接。"],
+    "live.lost": ["The engine can not be watched: {why} Trying again.", "无法观看引擎：{why}正在重试。"],
+    "live.full": [
+      "This film has {n} steps and ends here. “Live” begins another.",
+      "影片已有 {n} 步，到此为止。点“实时”重新开始。"],
+    "live.key": ["The server wants an API key.", "服务器需要 API 密钥。"],
+    "live.gone": ["it does not answer.", "没有应答。"],
+  });
+  const MOST_STEPS = 2000; // of a film, which a browser has to keep
+  const DRAW_MS = 100; // at the least, between two looks
+  const AGAIN_MS = 1000;
+  const HIDDEN_MS = 30_000; // nobody looks at a tab that is hidden for so long
+
+  // -- asking the server
+
+  let key = sessionStorage.getItem("key") ?? ""; // for this tab only
+  Watch.setKey = (given) => {
+    key = given;
+    sessionStorage.setItem("key", key);
+    wake();
+  };
+
+  class Refused extends Error {
+    constructor(status, message) {
+      super(message);
+      this.status = status;
+    }
+  }
+
+  // The answer, if it is one. Throws what the server says.
+  Watch.ask = async (path, options = {}) => {
+    const headers = {...options.headers, ...(key && {Authorization: `Bearer ${key}`})};
+    const answer = await fetch(path, {cache: "no-store", ...options, headers});
+    if (answer.ok) return answer;
+    const said = await answer.json().catch(() => ({}));
+    throw new Refused(answer.status, said.error?.message ?? `${answer.status}.`);
+  };
+
+  // What a stream of server-sent events has in its `data:` lines, as it comes.
+  Watch.dataOf = async function* (answer) {
+    const reader = answer.body.pipeThrough(new TextDecoderStream()).getReader();
+    let rest = "";
+    for (;;) {
+      const {value, done} = await reader.read();
+      if (done) return;
+      const lines = (rest + value).split("\n");
+      rest = lines.pop();
+      yield lines.filter((line) => line.startsWith("data: ")).map((line) => line.slice(6));
+    }
+  };
+
+  // -- the film
+
+  let stream = null; // an AbortController, while events come
+  let isFull = false;
+  let coming = []; // events that are not shown yet
+  let timer = null;
+  let wake = () => {};
+
+  const film = () => (store.films[0]?.isLive ? store.films[0] : null);
+  const isAtEnd = () => store.step >= Watch.numSteps() - 1;
+
+  function take(event) {
+    if (event.kind === "run") {
+      coming = [];
+      Watch.files.tell(null);
+      const begun = new Watch.Film([event]);
+      begun.isLive = true;
+      Watch.show([begun], [["", ""]], {step: -1});
+    } else coming.push(event);
+    timer ??= setTimeout(show, DRAW_MS);
+  }
+
+  function show() {
+    timer = null;
+    if (film() === null) return;
+    const events = coming;
+    coming = [];
+    if (events.length) Watch.goOn(events);
+    if (film().numSteps < MOST_STEPS) return;
+    isFull = !isAtEnd(); // else the next one begins at once
+    stream?.abort();
+  }
+
+  async function read() {
+    stream = new AbortController();
+    try {
+      const answer = await Watch.ask("/events", {signal: stream.signal});
+      for await (const lines of Watch.dataOf(answer)) {
+        for (const line of lines) take(Watch.parseEvent(line));
+      }
+    } finally {
+      stream = null;
+      Watch.redraw();
+    }
+  }
+
+  const pause = (ms) => new Promise((done) => {
+    wake = done;
+    if (ms !== null) setTimeout(done, ms);
+  });
+
+  // For ever: one stream after the other.
+  Watch.live = async () => {
+    Watch.files.tell(() => t("live.connecting"));
+    for (;;) {
+      let wait = AGAIN_MS;
+      try {
+        await read();
+      } catch (error) {
+        if (error.name === "AbortError") {
+          wait = isFull || document.hidden ? null : 0;
+          if (isFull) Watch.files.tell(() => t("live.full", {n: Watch.numSteps()}));
+        } else if (error.status === 401) {
+          wait = null;
+          Watch.files.tell(() => t("live.key"));
+          Watch.playground.askForKey();
+        } else {
+          const why = error instanceof TypeError ? () => t("live.gone") : () => error.message;
+          Watch.files.tell(() => t("live.lost", {why: why()}));
+        }
+      }
+      await pause(wait);
+      isFull = false;
+    }
+  };
+
+  let hidden = null;
+  document.addEventListener("visibilitychange", () => {
+    clearTimeout(hidden);
+    if (document.hidden) hidden = setTimeout(() => stream?.abort(), HIDDEN_MS);
+    else if (stream === null && !isFull) wake();
+  });
+
+  // -- the button
+
+  const button = h("button", {class: "live", onclick: () => {
+    wake();
+    Watch.play(false);
+    Watch.set({step: Watch.numSteps() - 1});
+  }});
+  Watch.liveButton = button;
+  Watch.onDraw(() => {
+    Watch.say(button, t("live.button"));
+    button.title = t("live.go");
+    button.setAttribute("aria-pressed", String(stream !== null && isAtEnd() && !store.playing));
+  });
+})();

@@ -1,0 +1,335 @@
+"""`GET /events`: watching comes and goes with those who look, and costs the others nothing."""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+import http.client
+import json
+import re
+import socket
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import suppress
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from common.engine import LLMEngine
+from common.events import event_page
+from common.events.event_kinds import parse_events
+from common.events.watch import Watch
+from common.serve import live_page
+from common.serve.app import ServeConfig
+from common.serve.conftest import MODEL, Running, running
+from common.serve.gate import GateConfig
+from common.serve.live_page import Viewer, server_sent
+from common.workshop.replay.film import Film, State
+
+# Too little memory for all: some are preempted.
+TIGHT = dict(block_size=4, num_blocks=26, max_num_seqs=6, max_num_batched_tokens=48, watermark=0.0)
+STACK = "class Stack:\n    def __init__(self):\n        self.items = []\n\n"
+PROMPTS = [f"{STACK}    def {name}(self" for name in ("pop", "peek", "size", "clear")]
+PROMPTS += ["def is_prime(n):\n    for", "import os\nimport", "def mean(values):", "with open("]
+EIGHT = {"model": MODEL, "prompt": PROMPTS, "max_tokens": 14, "temperature": 0, "ignore_eos": True}
+
+
+def wait_for(is_so: Callable[[], Any], seconds: float = 30) -> None:
+    end = time.monotonic() + seconds
+    while not is_so():
+        assert time.monotonic() < end
+        time.sleep(0.03)
+
+
+class Onlooker:
+    """Somebody who reads `/events`, in a thread; while not `is_awake`, nothing."""
+
+    def __init__(self, server: Running, receive_buffer: int | None = None, **headers: str) -> None:
+        self.is_awake, self.lines = threading.Event(), list[str]()
+        self.is_awake.set()
+        self._socket = socket.socket()
+        if receive_buffer is not None:
+            self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, receive_buffer)
+        self._socket.connect(("127.0.0.1", server.port))
+        connection = http.client.HTTPConnection("127.0.0.1", server.port)
+        connection.sock = self._socket
+        connection.request("GET", "/events", headers=headers)
+        self.answer = connection.getresponse()
+        self._thread = threading.Thread(target=self._read, daemon=True)
+        self._thread.start()
+
+    def _read(self) -> None:
+        with suppress(OSError, ValueError, http.client.HTTPException):  # it was closed
+            for line in self.answer:
+                self.is_awake.wait()
+                if line.startswith(b"data: "):
+                    self.lines.append(line.removeprefix(b"data: ").decode())
+
+    def films(self) -> list[list[str]]:
+        """The lines of each, from its `run` line on."""
+        films: list[list[str]] = []
+        for line in list(self.lines):
+            if line.startswith('{"kind":"run"'):
+                films.append([])
+            films[-1].append(line)
+        return films
+
+    def state(self) -> State | None:
+        """At the end of the last film, as far as it has come. Raises `ValueError` if it lies."""
+        films = self.films()
+        if not films:
+            return None
+        events = list(parse_events(films[-1]))
+        state = State(Film(events[:1]).run)
+        for event in events[1:]:
+            state.apply(event)
+        return state
+
+    def close(self) -> None:
+        self.is_awake.set()
+        with suppress(OSError):
+            self._socket.shutdown(socket.SHUT_RDWR)
+        self._thread.join(10)
+        self._socket.close()
+
+
+def present(state: State | None) -> Any:
+    """What does not depend on where a film began."""
+    if state is None:
+        return None
+    open_ones = [r for r in state.requests.values() if r.finish_reason is None]
+    return {
+        "ref_cnt": state.ref_cnt,
+        "free": list(state.free),
+        "waiting": state.waiting,
+        "running": list(state.running),
+        "cached": {b: (state.prefix_of(b), c.parent) for b, c in state.cached.items()},
+        "eviction": state.eviction_order(),
+        "open": [(r.request_id, r.tokens, r.table, r.num_computed_tokens) for r in open_ones],
+    }
+
+
+@pytest.fixture(scope="module")
+def tight() -> Iterator[Running]:
+    with running(**TIGHT) as found:
+        # What the system keeps for a connection: little, so that who does not read is soon known.
+        found.listener.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 8192)
+        yield found
+        assert found.is_idle()
+
+
+@pytest.fixture
+def look(tight: Running) -> Iterator[Callable[..., Onlooker]]:
+    """`look()`: another one. All leave when the test ends, and the engine is as it was."""
+    onlookers: list[Onlooker] = []
+
+    def _look(server: Running = tight, **how: Any) -> Onlooker:
+        onlooker = Onlooker(server, **how)
+        onlookers.append(onlooker)
+        wait_for(lambda: onlooker.lines)
+        return onlooker
+
+    yield _look
+    for onlooker in onlookers:
+        onlooker.close()
+    wait_for(lambda: watch_of(tight) is None)
+
+
+def watch_of(server: Running) -> Watch | None:
+    return server.call(lambda engine: engine._watch)
+
+
+def in_background(server: Running, body: dict[str, Any]) -> threading.Thread:
+    thread = threading.Thread(target=lambda: server.post("/v1/completions", body), daemon=True)
+    thread.start()
+    return thread
+
+
+def test_watching_is_put_in_for_the_first_and_taken_out_after_the_last(
+    tight: Running, look: Callable[..., Onlooker]
+) -> None:
+    parts = tight.call(lambda engine: (engine.kv_manager.pool, engine.recorder.scheduler))
+    assert watch_of(tight) is None
+    first = look()
+    watch = watch_of(tight)
+    second = look()
+    assert watch is not None and watch_of(tight) is watch
+    first.close()
+    time.sleep(0.1)
+    assert watch_of(tight) is watch
+    second.close()
+    wait_for(lambda: watch_of(tight) is None)
+    assert tight.call(lambda e: (e.kv_manager.pool, e.recorder.scheduler)) == parts
+
+
+def test_who_comes_later_gets_the_present_first_and_disturbs_nobody(
+    tight: Running, look: Callable[..., Onlooker]
+) -> None:
+    first, others = look(), []
+    thread = in_background(tight, EIGHT)
+    while thread.is_alive():
+        others.append(look())
+        if len(others) == 4:
+            break
+        time.sleep(0.05)
+    thread.join(60)
+    others.append(look())
+    wait_for(lambda: all(present(o.state()) == present(first.state()) for o in others))
+    assert [len(o.films()) for o in (first, *others)] == [1] * 6
+    assert all(o.films()[0][1].startswith('{"kind":"snapshot"') for o in others)
+    kinds = {json.loads(line)["kind"] for line in first.lines}
+    assert {"preempted", "matched", "evicted"} <= kinds, "nothing happened that could go wrong"
+    assert sum(map(len, others[1].films())) < len(first.lines)
+
+
+def test_who_reads_nothing_is_dropped_and_begins_anew_when_it_reads(
+    tight: Running, look: Callable[..., Onlooker], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The engine is asked for nothing meanwhile, and no text is kept."""
+    monkeypatch.setattr(live_page, "MAX_BEHIND", 4_000)
+    beginnings: list[float] = []
+    beginning = Watch.beginning
+
+    def counted(watch: Watch) -> str:
+        beginnings.append(time.monotonic())
+        return beginning(watch)
+
+    monkeypatch.setattr(Watch, "beginning", counted)
+    awake = look()
+    viewers = tight.app.state.server.live.viewers
+    before = set(viewers)
+    sleeper = look(receive_buffer=4096)
+    (viewer,) = viewers - before
+    sleeper.is_awake.clear()
+    rounds = 0
+    while not viewer.is_behind:
+        tight.post("/v1/completions", EIGHT | {"prompt": [f"# {rounds}\n{p}" for p in PROMPTS]})
+        rounds += 1
+        assert rounds < 20
+    num_before = len(beginnings)
+    tight.post("/v1/completions", EIGHT)
+    assert viewer.is_behind and viewer._texts == [] and len(beginnings) == num_before
+    assert len(sleeper.films()) == 1
+    sleeper.is_awake.set()
+    wait_for(lambda: len(sleeper.films()) == 2)
+    wait_for(lambda: present(sleeper.state()) == present(awake.state()))
+    assert len(awake.films()) == 1 and len(beginnings) == num_before + 1
+
+
+def fails(engine: LLMEngine, place: str) -> None:
+    """The next step does: where it computes, or where it changes its books."""
+    part, name = (engine.core.runner, "execute") if place == "core" else (engine, "_take")
+    whole = getattr(part, name)
+
+    def fail(*arguments: Any, **keywords: Any) -> Any:
+        setattr(part, name, whole)
+        raise ZeroDivisionError("broken")
+
+    setattr(part, name, fail)
+
+
+@pytest.mark.parametrize("place", ["core", "books"])
+def test_an_engine_that_begins_anew_is_filmed_anew(
+    place: str, tight: Running, look: Callable[..., Onlooker]
+) -> None:
+    """Where its books are torn, watching ends by itself. Elsewhere the same film goes on."""
+    onlookers = [look(), look()]
+    tight.post("/v1/completions", EIGHT)
+    tight.call(lambda engine: fails(engine, place))
+    status, said = tight.post("/v1/completions", EIGHT)
+    assert status == 500 and "broken" in said["error"]["message"]
+    num_films = 2 if place == "books" else 1
+    wait_for(lambda: [len(o.films()) for o in onlookers] == [num_films] * 2)
+    assert tight.post("/v1/completions", EIGHT)[0] == 200
+    later = look()
+    for onlooker in onlookers:
+        assert sum('"kind":"failed"' in line for line in onlooker.lines) == 1
+        wait_for(lambda one=onlooker: present(one.state()) == present(later.state()))
+    assert [len(o.films()) for o in onlookers] == [num_films] * 2
+
+
+def test_a_viewer_keeps_no_more_than_it_may(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(live_page, "MAX_BEHIND", 10)
+    viewer = Viewer()
+    viewer.put("before it begins\n")
+    viewer.begin("a long beginning is no fault\n")
+    viewer.put("12345")
+    assert viewer._texts == ["a long beginning is no fault\n", "12345"] and not viewer.is_behind
+    viewer.put("678901")
+    viewer.put("1")
+    assert viewer._texts == [] and viewer.is_behind
+
+
+def test_an_event_is_what_was_written_at_once() -> None:
+    assert (
+        server_sent('{"a":1}\n{"b":"\u2028"}\n')
+        == 'data: {"a":1}\ndata: {"b":"\u2028"}\n\n'.encode()
+    )
+    assert server_sent('{"a":"\ud800"}\n') == b'data: {"a":"\\ud800"}\n\n'
+    assert server_sent("") == b""
+
+
+# -- who may look
+
+
+def test_the_key_covers_events_and_not_the_page_that_asks_for_it(tight: Running) -> None:
+    del tight  # one engine at a time is enough
+    with running(ServeConfig(MODEL, GateConfig(api_key="secret"))) as server:
+        server.request("POST", "/v1/completions", {"prompt": "nobody's business"}, KEY)
+        status, _, page = server.request("GET", "/")
+        assert status == 200 and b"nobody's business" not in page and b"secret" not in page
+        assert server.request("GET", "/events")[0] == 401
+        assert server.request("GET", "/events", headers={"Authorization": "Bearer x"})[0] == 401
+        onlooker = Onlooker(server, **KEY)
+        wait_for(lambda: onlooker.lines)
+        for path, key in (("/", {}), ("/events", KEY)):
+            for header in ({"Host": "evil.example"}, {"Origin": "http://evil.example"}):
+                assert server.request("GET", path, headers=key | header)[0] == 403, (path, header)
+        server.app.state.server.live.is_draining = lambda: True
+        onlooker._thread.join(10)
+        assert not onlooker._thread.is_alive(), "the stream ends when the server is shut down"
+
+
+KEY = {"Authorization": "Bearer secret"}
+
+
+def test_the_page_may_run_its_own_script_and_ask_its_own_server(tight: Running) -> None:
+    status, headers, content = tight.request("GET", "/")
+    page, policy = content.decode(), headers["content-security-policy"]
+    assert status == 200 and headers["content-type"].startswith("text/html")
+    scripts = re.findall(r"<script>(.*?)</script>", page, re.DOTALL)
+    digest = base64.b64encode(hashlib.sha256(scripts[0].encode()).digest()).decode()
+    assert len(scripts) == 1 and f"script-src 'sha256-{digest}'" in policy
+    assert policy.startswith("default-src 'none'") and "connect-src 'self'" in policy
+    assert set(re.findall(r"https?://[\w./-]+", page)) <= {"http://www.w3.org/2000/svg"}
+    assert not any(name.lower().startswith("access-control") for name in headers)
+
+
+def test_a_server_without_the_workshop_says_so(
+    tight: Running, look: Callable[..., Onlooker], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    live = tight.app.state.server.live
+    live.__dict__.pop("_page", None)
+    monkeypatch.setattr(event_page, "PAGE", tmp_path)
+    status, _, content = tight.request("GET", "/")
+    assert status == 404 and "wheel" in json.loads(content)["error"]["message"]
+    assert look().answer.status == 200
+
+
+def test_only_so_many_may_look(
+    tight: Running, look: Callable[..., Onlooker], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(live_page, "MAX_VIEWERS", 2)
+    look(), look()
+    assert tight.request("GET", "/events")[0] == 429
+
+
+def test_a_film_that_somebody_else_has_is_not_taken_from_them(
+    tight: Running, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(tight.llm, "config", replace(tight.llm.config, events="run.jsonl"))
+    status, _, content = tight.request("GET", "/events")
+    assert status == 409 and "elsewhere" in json.loads(content)["error"]["message"]

@@ -1,0 +1,280 @@
+"""The server's page in a real browser: what it says is what the engine did."""
+
+from __future__ import annotations
+
+import re
+import socket
+import time
+from collections.abc import Callable, Iterator
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+from common.llm import LLM, SamplingParams
+from common.serve import live_page
+from common.serve.app import ServeConfig
+from common.serve.conftest import MODEL, Running, running
+from common.serve.gate import GateConfig
+from common.serve.live_page import FILES, SCRIPTS
+from common.serve.test_events_route import (
+    EIGHT,
+    PROMPTS,
+    TIGHT,
+    Onlooker,
+    in_background,
+    wait_for,
+    watch_of,
+)
+from common.workshop.watch.conftest import LIMIT_MS, LOCALES, _note_console, browser
+from common.workshop.watch.test_film_in_browser import STATE, state_in_python
+from common.workshop.watch.test_page_maker import ASKED, SAID
+
+if TYPE_CHECKING:
+    from playwright.sync_api import Browser, Page
+
+__all__ = ["browser"]
+NOW = f"({STATE})(Watch.store.films[0].now)"
+RESULT = ".run:not([disabled])"
+
+
+@pytest.fixture(scope="module")
+def watched() -> Iterator[Running]:
+    with running(**TIGHT) as found:
+        found.listener.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 8192)
+        yield found
+        assert found.is_idle()
+
+
+@pytest.fixture
+def open_tab(watched: Running, browser: Browser) -> Iterator[Callable[..., Page]]:
+    """`open_tab()`: another one, when its film has begun. What goes wrong in it fails the test."""
+    contexts, complaints = [], list[str]()
+
+    def _open(
+        server: Running = watched,
+        path: str = "/",
+        language: str = "en",
+        width: int = 1280,
+        may_be_refused: bool = False,
+    ) -> Page:
+        size: Any = {"width": width, "height": 800}
+        context = browser.new_context(locale=LOCALES[language], viewport=size)
+        context.set_default_timeout(3 * LIMIT_MS)
+        contexts.append(context)
+        page = context.new_page()
+        page.on("pageerror", lambda error: complaints.append(f"exception: {error}"))
+        if not may_be_refused:  # a browser complains of each answer that is an error
+            page.on("console", lambda message: _note_console(message, complaints))
+        page.goto(f"{server.url}{path}")
+        if server is watched:
+            until(page, "Watch.store.films.length === 1")
+        return page
+
+    yield _open
+    for context in contexts:
+        context.close()
+    assert complaints == []
+    wait_for(lambda: watch_of(watched) is None)
+
+
+def until(page: Page, expression: str) -> None:
+    """Asked from outside: the page's policy lets nobody evaluate a text in it."""
+    wait_for(lambda: page.evaluate(expression))
+
+
+def write(page: Page, prompts: list[str] = PROMPTS) -> None:
+    page.fill("textarea >> nth=0", "\n---\n".join(prompts))
+    page.fill("[name=max_tokens]", str(EIGHT["max_tokens"]))
+
+
+def run_all(page: Page) -> None:
+    page.click(".run")
+    page.wait_for_selector(RESULT)
+
+
+def shows_the_present(page: Page, onlooker: Onlooker) -> None:
+    """The page's film and Python's of the same events: as the engine has it now."""
+    python = lambda: state_in_python(found) if (found := onlooker.state()) else None  # noqa: E731
+    keys = ("refCnt", "free", "waiting", "running", "evictionOrder", "nodes", "users")
+    seen = lambda state: state and {key: state[key] for key in keys}  # noqa: E731
+    wait_for(lambda: seen(page.evaluate(NOW)) == seen(python()))
+    assert page.evaluate("Watch.store.films[0].contradiction") is None
+
+
+def test_eight_prompts_at_once_are_what_the_engines_film_says(
+    watched: Running, open_tab: Callable[..., Page], alone: LLM
+) -> None:
+    watched.call(lambda engine: engine.reset_prefix_cache())
+    page = open_tab()
+    onlooker = Onlooker(watched)
+    wait_for(lambda: onlooker.lines)
+    write(page)
+    run_all(page)
+    wait_for(lambda: page.evaluate(NOW) == state_in_python(onlooker.state()))
+    onlooker.close()
+    assert page.evaluate("[Watch.store.step, Watch.store.films[0].contradiction]") == [
+        page.evaluate("Watch.numSteps()") - 1,
+        None,
+    ]
+    # In words, beside each answer and in the pool: as the engine counts it.
+    params = SamplingParams(temperature=0, max_tokens=EIGHT["max_tokens"])
+    expected = [o.outputs[0].text for o in alone.generate(PROMPTS, params, use_tqdm=False)]
+    assert [card.text_content() for card in page.locator(".answers .text").all()] == expected
+    notes = " | ".join(page.locator(".answers .chip .quiet").all_inner_texts())
+    assert notes.count("ended: ") == 8
+    assert "found in the cache" in notes and "preempted" in notes
+    stats = watched.call(lambda engine: engine.stats())
+    pool = page.locator(".pool-counts").inner_text()
+    cached, free = stats.kv_blocks_cached, stats.kv_blocks_total - stats.kv_blocks_cached
+    assert pool == f"0 in use · {cached} cached, unused · {free} free · of {stats.kv_blocks_total}"
+    preempted = "Watch.store.films[0].events.filter(({kind}) => kind === 'preempted').length"
+    assert page.evaluate(preempted) > 0
+
+
+def test_a_card_leads_to_its_request_and_the_film_may_be_wound_back(
+    open_tab: Callable[..., Page],
+) -> None:
+    page = open_tab()
+    write(page, PROMPTS[:2])
+    run_all(page)
+    page.wait_for_selector(".answers li:nth-child(2) .chip:not([disabled])")
+    page.click(".answers li:nth-child(2) .chip")
+    name = page.evaluate("Watch.store.request")
+    prompt = page.evaluate("Watch.store.films[0].now.request(Watch.store.request).promptPieces")
+    assert "".join(prompt) == PROMPTS[1]
+    page.evaluate("document.activeElement.blur()")
+    page.keyboard.press("Home")
+    num_steps = page.evaluate("Watch.numSteps()")
+    run_all(page)
+    until(page, f"Watch.numSteps() > {num_steps}")
+    assert page.evaluate("[Watch.store.step, Watch.store.request]") == [0, name]
+    page.click("button.live")
+    last = page.evaluate("Watch.numSteps()") - 1
+    assert page.evaluate("Watch.store.step") == last and last >= num_steps
+
+
+def test_a_reload_in_mid_run_shows_what_is_there(
+    watched: Running, open_tab: Callable[..., Page]
+) -> None:
+    page = open_tab()
+    thread = in_background(watched, EIGHT | {"max_tokens": 30})
+    until(page, "Watch.numSteps() > 2")
+    page.reload()
+    until(page, "Watch.store.films[0]?.now.requests.size > 0")
+    first = "Watch.store.films[0].events[0]"
+    assert page.evaluate(f"{first}.kind === 'snapshot' && {first}.requests.length > 0")
+    thread.join(60)
+    onlooker = Onlooker(watched)
+    shows_the_present(page, onlooker)
+    boxes = (
+        "Watch.cacheBoxes(new Watch.View(Watch.store.films[0], 0)).filter((b) => !b.isGone).length"
+    )
+    assert page.evaluate(boxes) == len(onlooker.state().cached) > 0
+    onlooker.close()
+
+
+def test_two_tabs_see_one_engine_and_each_its_own_answers(
+    watched: Running, open_tab: Callable[..., Page]
+) -> None:
+    one, other = open_tab(), open_tab(path="/?lang=zh")
+    write(one, PROMPTS[:3])
+    write(other, PROMPTS[3:])
+    one.click(".run")
+    other.click(".run")
+    for page, num in ((one, 3), (other, 5)):
+        page.wait_for_selector(RESULT)
+        assert page.locator(".answers li").count() == num
+    onlooker = Onlooker(watched)
+    shows_the_present(one, onlooker)
+    shows_the_present(other, onlooker)
+    onlooker.close()
+    told = [page.evaluate("[...Watch.store.films[0].byId.keys()]") for page in (one, other)]
+    assert told[0] == told[1] and len(told[0]) == 8
+    assert "结束：" in other.locator(".answers .chip").first.inner_text()
+    assert other.evaluate("document.documentElement.lang") == "zh-CN"
+
+
+def test_a_tab_that_sleeps_holds_up_nobody_and_wakes_in_the_present(
+    watched: Running, open_tab: Callable[..., Page], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(live_page, "MAX_BEHIND", 100_000)
+    page, live = open_tab(), watched.app.state.server.live
+    (viewer,) = live.viewers
+    session = page.context.new_cdp_session(page)
+    session.send("Debugger.enable")
+    session.send("Debugger.pause")  # at the next line of its script
+    # Browser and system keep a few megabytes for it: events that say nothing.
+    nothing = '{"kind":"queue","order":[]}\n' * 1000
+    taken_at = time.monotonic()
+    while time.monotonic() < taken_at + 1:  # until it takes nothing more
+        if not viewer._texts:
+            watched.loop.call_soon_threadsafe(live._spread, nothing)
+            taken_at = time.monotonic()
+        time.sleep(0.002)
+    for _ in range(4):
+        watched.loop.call_soon_threadsafe(live._spread, nothing)
+    wait_for(lambda: viewer.is_behind)
+    assert watched.post("/v1/completions", EIGHT)[0] == 200
+    assert viewer.is_behind and viewer._texts == []
+    session.send("Debugger.disable")
+    onlooker = Onlooker(watched)
+    shows_the_present(page, onlooker)
+    onlooker.close()
+    assert page.evaluate("Watch.store.films[0].events[0].kind") == "snapshot"
+
+
+def test_the_page_asks_for_the_key(open_tab: Callable[..., Page]) -> None:
+    with running(ServeConfig(MODEL, GateConfig(api_key="secret"))) as server:
+        page = open_tab(server, may_be_refused=True)
+        page.fill(".key-form input", "wrong")
+        page.click(".key-form button")
+        page.wait_for_selector(".key-form:visible")
+        assert page.evaluate("Watch.store.films.length") == 0
+        page.fill(".key-form input", "secret")
+        page.click(".key-form button")
+        until(page, "Watch.store.films.length === 1")
+        write(page, PROMPTS[:1])
+        run_all(page)
+        assert page.locator(".answers .text").text_content()
+        page.context.close()
+
+
+def test_what_is_wrong_is_said_and_a_schema_is_kept(open_tab: Callable[..., Page]) -> None:
+    page = open_tab(may_be_refused=True)
+    write(page, PROMPTS[:1])
+    page.click("summary")
+    page.fill(".schema", "{")
+    page.click(".run")
+    assert "no JSON" in page.locator(".problem").inner_text()
+    page.fill(".schema", '{"type": "array", "items": {"const": 7}, "minItems": 2, "maxItems": 2}')
+    page.fill("[name=temperature]", "-1")
+    page.click(".run")
+    page.wait_for_selector(".problem:has-text('temperature')")
+    page.fill("[name=temperature]", "0")
+    run_all(page)
+    assert re.sub(r"\s", "", page.locator(".answers .text").text_content() or "") == "[7,7]"
+
+
+@pytest.mark.parametrize(("language", "width"), [("en", 1280), ("zh", 390)])
+def test_nothing_of_the_page_stands_outside_of_it(
+    language: str, width: int, open_tab: Callable[..., Page]
+) -> None:
+    page = open_tab(language=language, width=width)
+    write(page)
+    run_all(page)
+    assert page.evaluate("document.documentElement.scrollWidth <= innerWidth")
+    wide = """[...document.querySelectorAll(".playground *, .transport *, .head *")]
+        .filter((e) => e.getBoundingClientRect().right > innerWidth + 1).map((e) => e.outerHTML)"""
+    assert page.evaluate(wide) == []
+
+
+def test_every_text_is_there_in_english_and_chinese() -> None:
+    text = "".join((FILES / name).read_text(encoding="utf-8") for name in SCRIPTS)
+    said = {key: both for key, *both in SAID.findall(text)}
+    assert len(said) == len(SAID.findall(text)) > 20
+    for key, (english, chinese) in said.items():
+        assert english and not re.search(r"[\u4e00-\u9fff]", english), key
+        assert re.search(r"[\u3000-\uffef]", chinese), key
+        holes = [set(re.findall(r"\{(\w+)\}", one)) for one in (english, chinese)]
+        assert holes[0] == holes[1], key
+    assert set(ASKED.findall(text)) <= said.keys()
