@@ -50,9 +50,7 @@ async def replay(
         return list(await asyncio.gather(*tasks))
 
 
-async def _send(
-    client: httpx.AsyncClient, model: str, request: Planned, start: float
-) -> Outcome:
+async def _send(client: httpx.AsyncClient, model: str, request: Planned, start: float) -> Outcome:
     outcome = Outcome(time.monotonic() - start)
     body = {
         "model": model,
