@@ -16,6 +16,7 @@ from collections.abc import AsyncIterator
 from typing import Any
 
 import httpx
+import ray
 from ray import serve
 from starlette.requests import Request
 from starlette.responses import StreamingResponse
@@ -88,6 +89,7 @@ def main() -> int:
         max_ongoing_requests=2 * args.streams,
         ray_actor_options={"num_cpus": 0.5},
     )(Replica)
+    ray.init(include_dashboard=False)
     serve.run(deployed.bind())
     try:
         print(json.dumps(asyncio.run(try_it(args.streams))))

@@ -58,7 +58,6 @@ POLICIES = ("round_robin", "cache_aware", "kv_aware")
 HIT_COUNTERS = (
     "vllm_router_prefix_routing_decisions_total",
     "vllm_router_kv_placement_lookups_total",
-    "vllm_router_policy_decisions_total",
     "vllm_router_retries_total",
 )
 
@@ -149,7 +148,8 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
     trace = read_trace(args.trace)[-args.requests :]
     vocab_size = json.loads((SHIPPED_CHECKPOINT / "config.json").read_text())["vocab_size"]
     requests = scaled(trace, args.speed, vocab_size)
-    record = record_head("common.serve.fleet.routing", sys.argv[1:])
+    arguments = [args.trace.name if a == str(args.trace) else a for a in sys.argv[1:]]
+    record = record_head("common.serve.fleet.routing", arguments)
     record["config"] = {
         "clock": "the client's, from sending a request to its first token",
         "num_requests": len(requests),
