@@ -89,7 +89,7 @@ def main() -> int:
         max_ongoing_requests=2 * args.streams,
         ray_actor_options={"num_cpus": 0.5},
     )(Replica)
-    ray.init(include_dashboard=False)
+    ray.init(include_dashboard=False, _node_ip_address="127.0.0.1")
     serve.run(deployed.bind())
     try:
         print(json.dumps(asyncio.run(try_it(args.streams))))

@@ -9,6 +9,7 @@ blocks have 8 tokens, too, and a server holds only a part of what is asked for.
 
     each policy    new servers and a new router; the prefix caches' and the router's counters are
                    read afterwards; imbalance is the busier server's share of what was computed
+    one prefix     the same where all prompts begin alike, and nothing else is to be gained
     a death        one server gets a SIGKILL in mid-run
 
 The router (version 0.1.17) asks `GET /health` of each server, sends the request itself, and asks
@@ -45,7 +46,7 @@ from common.workshop.bench.bench_record import (
     write_record,
 )
 from common.workshop.bench.side_by_side import write_table
-from prefix_workloads import TRACE_BLOCK_SIZE, TraceRequest, read_trace
+from prefix_workloads import TRACE_BLOCK_SIZE, PrefixWorkload, TraceRequest, read_trace
 
 HERE = Path(__file__).parent
 RECORD = HERE / "records" / "routing.json"
@@ -75,6 +76,15 @@ def scaled(trace: Sequence[TraceRequest], speed: float, vocab_size: int) -> list
         num_tokens = min(MAX_OUTPUT, 1 + request.output_length // OUTPUT_DIVISOR)
         planned.append(Planned(at, prompt, num_tokens))
     return planned
+
+
+def of_one_prefix(num_requests: int, vocab_size: int) -> list[Planned]:
+    """All in a few seconds: whoever has computed the prefix once could keep all of them."""
+    sessions = PrefixWorkload(vocab_size).shared_system_prompts(1, num_requests, 400, 8, 0)
+    return [
+        Planned(1.0 + i / 10 if i else 0.0, list(request.new_token_ids), 48)
+        for i, (request,) in enumerate(sessions)
+    ]
 
 
 class Fleet:
@@ -154,6 +164,7 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
         "clock": "the client's, from sending a request to its first token",
         "num_requests": len(requests),
         "num_death_requests": args.death_requests,
+        "num_alike_requests": args.alike_requests,
         "speed": args.speed,
         "seconds": round(requests[-1].at, 1),
         "prompt_tokens": sum(len(request.prompt) for request in requests),
@@ -162,10 +173,12 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
         "num_blocks": args.num_blocks,
         "block_size": BLOCK_SIZE,
     }
-    policies = record["policies"] = {}
-    for policy in args.policies:
-        policies[policy] = measure_policy(policy, requests, args.num_blocks)
-        print(row(policy, policies[policy]), flush=True)
+    alike = of_one_prefix(args.alike_requests, vocab_size)
+    for name, work in (("policies", requests), ("one_prefix", alike)):
+        record[name] = {}
+        for policy in args.policies:
+            record[name][policy] = measure_policy(policy, work, args.num_blocks)
+            print(row(policy, record[name][policy]), flush=True)
     short = requests[: args.death_requests]
     record["death"] = measure_death(args.policies[-1], short, args.num_blocks)
     print(death_sentence(record["death"]), flush=True)
@@ -227,13 +240,18 @@ def death_sentence(death: dict[str, Any]) -> str:
 
 
 def table(record: dict[str, Any]) -> str:
-    rows = [row(policy, found) for policy, found in record["policies"].items()]
+    trace, alike = (
+        markdown_table(HEAD, [row(policy, found) for policy, found in record[name].items()])
+        for name in ("policies", "one_prefix")
+    )
     config = record["config"]
     return (
         f"{config['num_requests']} requests in {config['seconds']:.0f} s, "
         f"{config['prompt_tokens']:,} tokens in and {config['output_tokens']:,} out, of "
         f"{config['distinct_blocks']:,} different blocks; each server holds "
-        f"{config['num_blocks'] - 1:,}.\n\n{markdown_table(HEAD, rows)}\n\n"
+        f"{config['num_blocks'] - 1:,}.\n\n{trace}\n\n"
+        f"{config['num_alike_requests']} requests whose first 400 tokens are the same, ten a "
+        f"second.\n\n{alike}\n\n"
         f"{death_sentence(record['death'])}"
     )
 
@@ -243,7 +261,8 @@ def main() -> int:
     parser.add_argument("--trace", type=Path, help="JSONL, as Mooncake's FAST'25")
     parser.add_argument("--tables", action="store_true", help="from the record, without measuring")
     parser.add_argument("--policies", nargs="+", choices=POLICIES, default=list(POLICIES))
-    parser.add_argument("--requests", type=int, default=400, help="the last so many of the trace")
+    parser.add_argument("--requests", type=int, default=320, help="the last so many of the trace")
+    parser.add_argument("--alike-requests", type=int, default=80, help="with one prefix")
     parser.add_argument("--death-requests", type=int, default=120, help="of the run with a death")
     parser.add_argument("--speed", type=float, default=1.6, help="times the trace's own")
     parser.add_argument("--num-blocks", type=int, default=NUM_BLOCKS, help="of each server")
