@@ -16,8 +16,8 @@ from collections.abc import AsyncIterator
 from typing import Any
 
 import httpx
-import ray
-from ray import serve
+import ray  # pyright: ignore[reportMissingImports]
+from ray import serve  # pyright: ignore[reportMissingImports]
 from starlette.requests import Request
 from starlette.responses import StreamingResponse
 
