@@ -10,7 +10,7 @@ blocks have 8 tokens, too, and a server holds only a part of what is asked for.
     each policy    new servers and a new router; the prefix caches' and the router's counters are
                    read afterwards; imbalance is the busier server's share of what was computed
     one prefix     the same where all prompts begin alike, and nothing else is to be gained
-    a death        one server gets a SIGKILL in mid-run
+    a death        the same prompts, in turn; one server gets a SIGKILL in mid-run
 
 The router (version 0.1.17) asks `GET /health` of each server, sends the request itself, and asks
 `POST /v1/completions/render` for the token ids of a prompt that is text. Here prompts are ids."""
@@ -163,7 +163,6 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
     record["config"] = {
         "clock": "the client's, from sending a request to its first token",
         "num_requests": len(requests),
-        "num_death_requests": args.death_requests,
         "num_alike_requests": args.alike_requests,
         "speed": args.speed,
         "seconds": round(requests[-1].at, 1),
@@ -179,8 +178,7 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
         for policy in args.policies:
             record[name][policy] = measure_policy(policy, work, args.num_blocks)
             print(row(policy, record[name][policy]), flush=True)
-    short = requests[: args.death_requests]
-    record["death"] = measure_death(args.policies[-1], short, args.num_blocks)
+    record["death"] = measure_death(args.policies[0], alike, args.num_blocks)
     print(death_sentence(record["death"]), flush=True)
     return record
 
@@ -263,7 +261,6 @@ def main() -> int:
     parser.add_argument("--policies", nargs="+", choices=POLICIES, default=list(POLICIES))
     parser.add_argument("--requests", type=int, default=320, help="the last so many of the trace")
     parser.add_argument("--alike-requests", type=int, default=80, help="with one prefix")
-    parser.add_argument("--death-requests", type=int, default=120, help="of the run with a death")
     parser.add_argument("--speed", type=float, default=1.6, help="times the trace's own")
     parser.add_argument("--num-blocks", type=int, default=NUM_BLOCKS, help="of each server")
     parser.add_argument("--output", type=Path, default=RECORD)
