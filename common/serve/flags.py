@@ -12,7 +12,7 @@ from typing import Any
 
 from common.engine_config import EngineConfig
 
-NO_FLAG = {"model", "kv_connector", "events"}  # said otherwise, or no text
+NO_FLAG = {"model", "events"}  # said otherwise, or no text
 _FIELD = re.compile(r"    (\w+): [^#]*?(?:# (.*))?$")
 
 
@@ -33,9 +33,14 @@ def add_engine_flags(group: argparse._ArgumentGroup) -> None:
 
 
 def engine_settings(args: argparse.Namespace) -> dict[str, Any]:
-    """Those that were given."""
+    """Those that were given. Raises `ValueError`."""
     names = {f.name for f in dataclasses.fields(EngineConfig)} - NO_FLAG
-    return {name: value for name, value in vars(args).items() if name in names}
+    given = {name: value for name, value in vars(args).items() if name in names}
+    if isinstance(given.get("kv_connector"), dict):
+        from common.serve.connectors import make_connector
+
+        given["kv_connector"] = make_connector(given["kv_connector"])
+    return given
 
 
 def field_comments() -> dict[str, str]:

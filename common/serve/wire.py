@@ -39,8 +39,9 @@ NOT_BUILT: dict[str, tuple] = {
     "echo": (False,),  # of a chat
     **dict.fromkeys(["guided_json", "guided_regex", "guided_choice", "guided_grammar"], ()),
 }
-# Known, and of no consequence here.
+# Known, and of no consequence here: a pool's blocks are found by what they hold.
 PASSED_OVER = {"user", "store", "metadata", "service_tier", "safety_identifier"}
+PASSED_OVER |= {"kv_transfer_params"}
 _named: set[str] = set()
 
 TokenIds = list[Annotated[int, Field(ge=0)]]

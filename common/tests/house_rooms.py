@@ -129,7 +129,7 @@ FLOORS = {
         runner.worker parallel.worker_rank parallel.remote parallel.remote_launch""",
     "engine": """
         engine llm intake recent_stats turn step_trace collector demo grammars.grammar_demo serve""",
-    "workshop": "workshop tests",
+    "workshop": "workshop tests serve.fleet",
 }
 
 

@@ -1,0 +1,119 @@
+"""Prefill and decode in two servers: a proxy that speaks vLLM's protocol of two requests.
+
+    python -m common.serve.fleet.pd_proxy --prefill URL --decode URL --port 8000
+
+    client --> proxy --1--> prefill server    the request with max_tokens=1; nobody reads its token,
+                       |                      but at its end the prompt's full blocks are stored
+                       2--> decode server     the request as it came; the answer is the client's.
+                                              It loads these blocks and computes what is left
+
+Both carry `kv_transfer_params`. vLLM's connectors between two engines put into the first answer
+where the blocks are, and it goes into the second request; a store knows blocks by what they hold,
+so ours leave it empty.
+
+Nothing of the first request is needed: if it fails or is late, the second one computes the prompt.
+(`vllm-router` 0.1.17 answers with an error then.) Whatever is not a generation goes to the decode
+server."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import logging
+import sys
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from typing import Any
+
+import httpx
+import uvicorn
+from starlette.applications import Starlette
+from starlette.requests import Request
+from starlette.responses import Response, StreamingResponse
+from starlette.routing import Route
+
+logger = logging.getLogger(__name__)
+GENERATES = ("/v1/completions", "/v1/chat/completions")
+# What vLLM's own proxies ask the first server for.
+ASK = {
+    "do_remote_decode": True,
+    "do_remote_prefill": False,
+    "remote_engine_id": None,
+    "remote_block_ids": None,
+    "remote_host": None,
+    "remote_port": None,
+}
+NOT_FOR_ONE_TOKEN = ("stream_options", "min_tokens", "max_completion_tokens", "n")
+HEADERS = ("authorization", "content-type", "x-request-id")
+
+
+def first_request(body: dict[str, Any]) -> dict[str, Any]:
+    """What the prefill server is asked."""
+    kept = {name: value for name, value in body.items() if name not in NOT_FOR_ONE_TOKEN}
+    return kept | {"max_tokens": 1, "stream": False, "kv_transfer_params": ASK}
+
+
+def make_proxy(prefill: str, decode: str, prefill_seconds: float = 60.0) -> Starlette:
+    first = httpx.AsyncClient(base_url=prefill, timeout=httpx.Timeout(prefill_seconds, connect=2))
+    second = httpx.AsyncClient(base_url=decode, timeout=None)
+
+    async def ask_first(path: str, body: dict[str, Any], headers: dict[str, str]) -> Any:
+        """Where the blocks are, if anybody has to know."""
+        try:
+            answer = await first.post(path, json=first_request(body), headers=headers)
+            answer.raise_for_status()
+            return answer.json().get("kv_transfer_params")
+        except (httpx.HTTPError, ValueError) as error:
+            logger.warning("%s does not prefill (%r): the decode server does", prefill, error)
+            return None
+
+    async def forward(request: Request) -> Response:
+        path, content = request.url.path, await request.body()
+        headers = {n: v for n, v in request.headers.items() if n in HEADERS}
+        if path in GENERATES and request.method == "POST":
+            try:
+                body = json.loads(content)
+            except ValueError:
+                body = None  # the decode server says what is wrong with it
+            if isinstance(body, dict):
+                found = await ask_first(path, body, headers)
+                content = json.dumps(body | ({"kv_transfer_params": found} if found else {}))
+        asked = second.build_request(request.method, path, content=content, headers=headers)
+        try:
+            answer = await second.send(asked, stream=True)
+        except httpx.HTTPError as error:
+            return Response(f"the decode server does not answer: {error!r}", 502)
+
+        async def pieces() -> AsyncIterator[bytes]:
+            try:
+                async for piece in answer.aiter_raw():
+                    yield piece
+            finally:  # a client that leaves ends the request
+                await answer.aclose()
+
+        kept = {n: v for n, v in answer.headers.items() if n in ("content-type", "x-request-id")}
+        return StreamingResponse(pieces(), answer.status_code, kept)
+
+    @asynccontextmanager
+    async def lifespan(_: Starlette) -> AsyncIterator[None]:
+        async with first, second:
+            yield
+
+    route = Route("/{path:path}", forward, methods=["GET", "POST"])
+    return Starlette(routes=[route], lifespan=lifespan)
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    parser.add_argument("--prefill", required=True, metavar="URL")
+    parser.add_argument("--decode", required=True, metavar="URL")
+    parser.add_argument("--prefill-seconds", type=float, default=60.0, metavar="S")
+    parser.add_argument("--port", type=int, default=8000)
+    args = parser.parse_args()
+    app = make_proxy(args.prefill, args.decode, args.prefill_seconds)
+    uvicorn.run(app, host="127.0.0.1", port=args.port, log_level="warning")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,106 @@
+"""Servers and a router as processes of this machine, each on a free port, ended with the block.
+
+The real router is no package of ours: `pip install vllm-router`, in an environment of its own if
+need be, and `VLLM_ROUTER=/path/to/vllm-router` names it then."""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+import httpx
+
+START_SECONDS = 120
+HOW_TO_INSTALL = "vllm-router is not installed: pip install vllm-router, or say VLLM_ROUTER=FILE"
+_SAMPLE = re.compile(r"^([\w:]+)(?:\{(.*)\})? (\S+)$", re.MULTILINE)
+
+
+def router_program() -> str | None:
+    return os.environ.get("VLLM_ROUTER") or shutil.which("vllm-router")
+
+
+def free_port() -> int:
+    with socket.create_server(("127.0.0.1", 0)) as found:
+        return found.getsockname()[1]
+
+
+class Program:
+    """A command that serves HTTP; ready when its `/health` says so. Its output is kept."""
+
+    def __init__(self, command: Sequence[str], port: int, metrics_port: int | None = None) -> None:
+        self.url = f"http://127.0.0.1:{port}"
+        self._metrics_url = f"http://127.0.0.1:{metrics_port or port}/metrics"
+        self._log = tempfile.TemporaryFile(prefix="fleet_")  # noqa: SIM115
+        self.process = subprocess.Popen(
+            command,
+            stdin=subprocess.DEVNULL,
+            stdout=self._log,
+            stderr=self._log,
+            env={**os.environ, "OMP_NUM_THREADS": "1"},
+        )
+
+    def wait_until_ready(self) -> None:
+        end = time.monotonic() + START_SECONDS
+        while True:
+            try:
+                if httpx.get(f"{self.url}/health", timeout=5).is_success:
+                    return
+            except httpx.HTTPError:
+                pass
+            if self.process.poll() is not None or time.monotonic() > end:
+                raise RuntimeError(f"{self.process.args} does not start:\n{self.output()[-2000:]}")
+            time.sleep(0.1)
+
+    def metrics(self) -> dict[str, dict[str, float]]:
+        """By name and labels."""
+        found: dict[str, dict[str, float]] = {}
+        for name, labels, value in _SAMPLE.findall(httpx.get(self._metrics_url, timeout=10).text):
+            found.setdefault(name, {})[labels] = float(value)
+        return found
+
+    def output(self) -> str:
+        self._log.seek(0)
+        return self._log.read().decode(errors="replace")
+
+    def kill(self) -> None:
+        self.process.kill()
+        self.process.wait()
+
+    def __enter__(self) -> Program:
+        return self
+
+    def __exit__(self, *exc_info: object) -> None:
+        self.process.terminate()
+        try:
+            self.process.wait(20)
+        except subprocess.TimeoutExpired:
+            self.kill()
+
+
+def start_server(*flags: str, module: str = "common.serve") -> Program:
+    """`module` may be another program with a `--port`, such as the proxy."""
+    port = free_port()
+    root = Path(__file__).resolve().parents[3]
+    program = [sys.executable, "-m", module, "--port", str(port), *flags]
+    path = os.environ.get("PYTHONPATH", "")
+    command = ["env", f"PYTHONPATH={os.pathsep.join([str(root), path])}", *program]
+    return Program(command, port)
+
+
+def start_router(*flags: str) -> Program:
+    """Raises `FileNotFoundError` if it is not installed."""
+    program = router_program()
+    if program is None:
+        raise FileNotFoundError(HOW_TO_INSTALL)
+    port, metrics_port = free_port(), free_port()
+    command = [program, "--host", "127.0.0.1", "--port", str(port)]
+    command += ["--prometheus-port", str(metrics_port), "--worker-startup-check-interval", "1"]
+    return Program([*command, *flags], port, metrics_port)
