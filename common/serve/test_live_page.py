@@ -6,6 +6,7 @@ import re
 import socket
 import time
 from collections.abc import Callable, Iterator
+from contextlib import ExitStack, closing
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -77,6 +78,20 @@ def open_tab(watched: Running, browser: Browser) -> Iterator[Callable[..., Page]
     wait_for(lambda: watch_of(watched) is None)
 
 
+@pytest.fixture
+def look(watched: Running, open_tab: Callable[..., Page]) -> Iterator[Callable[[], Onlooker]]:
+    """The same events, read by Python."""
+    del open_tab  # whose tabs are closed after these
+    with ExitStack() as stack:
+
+        def _look() -> Onlooker:
+            onlooker = stack.enter_context(closing(Onlooker(watched)))
+            wait_for(lambda: onlooker.lines)
+            return onlooker
+
+        yield _look
+
+
 def until(page: Page, expression: str) -> None:
     """Asked from outside: the page's policy lets nobody evaluate a text in it."""
     wait_for(lambda: page.evaluate(expression))
@@ -102,16 +117,14 @@ def shows_the_present(page: Page, onlooker: Onlooker) -> None:
 
 
 def test_eight_prompts_at_once_are_what_the_engines_film_says(
-    watched: Running, open_tab: Callable[..., Page], alone: LLM
+    watched: Running, open_tab: Callable[..., Page], look: Callable[[], Onlooker], alone: LLM
 ) -> None:
     watched.call(lambda engine: engine.reset_prefix_cache())
     page = open_tab()
-    onlooker = Onlooker(watched)
-    wait_for(lambda: onlooker.lines)
+    onlooker = look()
     write(page)
     run_all(page)
     wait_for(lambda: page.evaluate(NOW) == state_in_python(onlooker.state()))
-    onlooker.close()
     assert page.evaluate("[Watch.store.step, Watch.store.films[0].contradiction]") == [
         page.evaluate("Watch.numSteps()") - 1,
         None,
@@ -154,7 +167,7 @@ def test_a_card_leads_to_its_request_and_the_film_may_be_wound_back(
 
 
 def test_a_reload_in_mid_run_shows_what_is_there(
-    watched: Running, open_tab: Callable[..., Page]
+    watched: Running, open_tab: Callable[..., Page], look: Callable[[], Onlooker]
 ) -> None:
     page = open_tab()
     thread = in_background(watched, EIGHT | {"max_tokens": 30})
@@ -163,18 +176,16 @@ def test_a_reload_in_mid_run_shows_what_is_there(
     until(page, "Watch.store.films[0]?.now.requests.size > 0")
     first = "Watch.store.films[0].events[0]"
     assert page.evaluate(f"{first}.kind === 'snapshot' && {first}.requests.length > 0")
+    boxes = "Watch.cacheBoxes(new Watch.View(Watch.store.films[0], 0))"
+    seen = f"[{boxes}.filter(({{isGone}}) => !isGone).length, Watch.store.films[0].now.cached.size]"
+    num_boxes, num_cached = page.evaluate(seen)
+    assert num_boxes == num_cached > 0
     thread.join(60)
-    onlooker = Onlooker(watched)
-    shows_the_present(page, onlooker)
-    boxes = (
-        "Watch.cacheBoxes(new Watch.View(Watch.store.films[0], 0)).filter((b) => !b.isGone).length"
-    )
-    assert page.evaluate(boxes) == len(onlooker.state().cached) > 0
-    onlooker.close()
+    shows_the_present(page, look())
 
 
 def test_two_tabs_see_one_engine_and_each_its_own_answers(
-    watched: Running, open_tab: Callable[..., Page]
+    watched: Running, open_tab: Callable[..., Page], look: Callable[[], Onlooker]
 ) -> None:
     one, other = open_tab(), open_tab(path="/?lang=zh")
     write(one, PROMPTS[:3])
@@ -184,10 +195,9 @@ def test_two_tabs_see_one_engine_and_each_its_own_answers(
     for page, num in ((one, 3), (other, 5)):
         page.wait_for_selector(RESULT)
         assert page.locator(".answers li").count() == num
-    onlooker = Onlooker(watched)
+    onlooker = look()
     shows_the_present(one, onlooker)
     shows_the_present(other, onlooker)
-    onlooker.close()
     told = [page.evaluate("[...Watch.store.films[0].byId.keys()]") for page in (one, other)]
     assert told[0] == told[1] and len(told[0]) == 8
     assert "结束：" in other.locator(".answers .chip").first.inner_text()
@@ -195,7 +205,10 @@ def test_two_tabs_see_one_engine_and_each_its_own_answers(
 
 
 def test_a_tab_that_sleeps_holds_up_nobody_and_wakes_in_the_present(
-    watched: Running, open_tab: Callable[..., Page], monkeypatch: pytest.MonkeyPatch
+    watched: Running,
+    open_tab: Callable[..., Page],
+    look: Callable[[], Onlooker],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(live_page, "MAX_BEHIND", 100_000)
     page, live = open_tab(), watched.app.state.server.live
@@ -217,9 +230,8 @@ def test_a_tab_that_sleeps_holds_up_nobody_and_wakes_in_the_present(
     assert watched.post("/v1/completions", EIGHT)[0] == 200
     assert viewer.is_behind and viewer._texts == []
     session.send("Debugger.disable")
-    onlooker = Onlooker(watched)
+    onlooker = look()
     shows_the_present(page, onlooker)
-    onlooker.close()
     assert page.evaluate("Watch.store.films[0].events[0].kind") == "snapshot"
 
 
