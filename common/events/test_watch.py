@@ -119,7 +119,7 @@ def test_another_film_may_begin_while_one_goes_on(
             engine.add_request(f"r{number}", prompt, GREEDY, priority=number % 3)
         if engine._groups and rng.random() < 0.1:
             engine.abort_request(rng.choice(sorted(engine._groups)))
-        if rng.random() < 0.2:
+        if rng.random() < 0.5:
             begun.append((watch.beginning(), sink.tell()))
         engine.step()
         looks.append((sink.tell(), state_of_engine(engine)))

@@ -128,7 +128,8 @@ FLOORS = {
         assembly scheduler_assembly events kernels.warm_up
         runner.worker parallel.worker_rank parallel.remote parallel.remote_launch""",
     "engine": """
-        engine llm intake recent_stats turn step_trace collector demo grammars.grammar_demo serve""",
+        engine llm intake recent_stats turn step_trace collector demo grammars.grammar_demo
+        serve""",
     "workshop": "workshop tests serve.fleet",
 }
 
