@@ -158,7 +158,7 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
     trace = read_trace(args.trace)[-args.requests :]
     vocab_size = json.loads((SHIPPED_CHECKPOINT / "config.json").read_text())["vocab_size"]
     requests = scaled(trace, args.speed, vocab_size)
-    arguments = [args.trace.name if a == str(args.trace) else a for a in sys.argv[1:]]
+    arguments = [Path(a).name if "/" in a else a for a in sys.argv[1:]]
     record = record_head("common.serve.fleet.routing", arguments)
     record["config"] = {
         "clock": "the client's, from sending a request to its first token",
