@@ -107,6 +107,8 @@ class DiskTier:
             self._file.flush()
         size = _FILE_HEADER.size + self.max_blocks * self._record_nbytes
         os.truncate(self._file.fileno(), size)  # what is added reads as zeros: no magic, no record
+        if hasattr(os, "posix_fallocate"):  # else a disk that is full later ends the process
+            os.posix_fallocate(self._file.fileno(), 0, size)
         self._map = mmap.mmap(self._file.fileno(), size)
         for slot in range(self.max_blocks):
             magic, block_hash, _, _ = _RECORD_HEADER.unpack_from(self._map, self._offset(slot))

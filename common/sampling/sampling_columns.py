@@ -23,7 +23,7 @@ NARROW, WIDE, TOP_K, MIN_P, TOP_P, PENALTIES, MIN_TOKENS, LOGPROBS = (1 << i for
 RULES = 1 << 8  # what tokens may be said at all (`token_rules.py`)
 DRAWN = NARROW | WIDE
 MOST_NARROW = 256
-ALL = 1 << 40  # log-probabilities: more than any vocabulary has
+ALL = 1 << 40  # more than any vocabulary, or answer, has
 
 
 class DrawnSeedParams(SamplingParams):
@@ -68,8 +68,8 @@ class SamplingColumns(RunnerPlugin):
         self._numbers[:, row] = p.temperature, p.top_p, p.min_p, *penalties
         integers = (
             _needs(p) | RULES * (rules is not None),
-            p.top_k,
-            p.min_tokens,
+            min(p.top_k, ALL),
+            min(p.min_tokens, ALL),
             p.seed or 0,
             num_logprobs,
         )

@@ -59,7 +59,7 @@ def main(argv: list[str] | None = None) -> int:
         return 2
     try:
         return asyncio.run(serve(args, engine_settings(args), listener))
-    except (ValueError, FileNotFoundError) as error:
+    except (ValueError, OSError) as error:
         print(f"serve: {error}", file=sys.stderr)
         return 2
 

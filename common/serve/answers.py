@@ -18,10 +18,13 @@ from common.tokenizer import Tokenizer
 
 DONE = b"data: [DONE]\n\n"
 NO_LOGPROB = -9999.0  # JSON has no infinity
+# Some clients of streams take these for ends of lines. Half a surrogate pair is escaped likewise.
+_LINE_ENDS = {code: f"\\u{code:04x}" for code in (0x85, 0x2028, 0x2029)}
 
 
 def to_json(content: Any) -> bytes:
-    return json.dumps(content, ensure_ascii=False, separators=(",", ":"), allow_nan=False).encode()
+    text = json.dumps(content, ensure_ascii=False, separators=(",", ":"), allow_nan=False)
+    return text.translate(_LINE_ENDS).encode("utf-8", "backslashreplace")
 
 
 def event(content: Any) -> bytes:

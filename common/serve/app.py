@@ -13,13 +13,13 @@ from typing import Any
 from fastapi import FastAPI, Request
 from fastapi.exceptions import RequestValidationError
 from starlette.exceptions import HTTPException
-from starlette.responses import Response
+from starlette.responses import JSONResponse, PlainTextResponse, Response
 
 from common.serve.answers import DONE, Answer, event, to_json
 from common.serve.async_llm import AsyncLLM
 from common.serve.chat import ChatPrompts
 from common.serve.deltas import RequestDelta
-from common.serve.errors import ApiError, api_error, bad
+from common.serve.errors import ApiError, ErrorAnswer, api_error, bad
 from common.serve.gate import Gate, GateConfig, error_response
 from common.serve.live_page import LivePage
 from common.serve.server_metrics import ServerMetrics
@@ -46,6 +46,13 @@ from request import SamplingParams
 
 logger = logging.getLogger(__name__)
 VERSION = "0.1.0"
+# What the schema says besides: answers that are errors, and those that may be streams.
+ERRORS: dict[int | str, dict[str, Any]] = {
+    code: {"model": ErrorAnswer, "description": "OpenAI's error object"} for code in ("4XX", "5XX")
+}
+STREAMS: dict[int | str, dict[str, Any]] = {200: {"content": {"text/event-stream": {}}}}
+TEXT: dict[int | str, dict[str, Any]] = {200: {"content": {"text/plain": {}}}}
+MAY_STREAM = ("/v1/completions", "/v1/chat/completions")
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,8 +83,9 @@ class Server:
         params, prompts = body.params(), body.prompts()
         adds = body.add_special_tokens is not False
         ids = [p if isinstance(p, list) else await self.llm.encode(p, adds) for p in prompts]
-        texts = [p if isinstance(p, str) else self.llm.tokenizer.decode(p) for p in prompts]
-        answer = self._answer("completion", body, params, texts if body.echo else [])
+        echoed = prompts if body.echo else []
+        texts = [p if isinstance(p, str) else await self._decode(p, "prompt") for p in echoed]
+        answer = self._answer("completion", body, params, texts)
         answer.only_echo = bool(body.echo and body.max_tokens == 0)
         return await self._generate(answer, ids, params, body, adapter, request)
 
@@ -120,19 +128,21 @@ class Server:
             options["adapter"] = adapter
         calls = [self.llm.generate(ids, params, **options) for ids in prompts]
         requests = [self.metrics.counted(call) for call in calls]
+        is_theirs = False  # the stream's, to be closed
         try:
             firsts = await unless_gone(request.receive, accepted(requests))
             if firsts is None:
                 return CLIENT_IS_GONE
             if body.stream:
                 events = self._events(answer, firsts, requests, body)
-                return EventStream(events, self.config.heartbeat_seconds)
+                is_theirs = True
+                return EventStream(events, self.config.heartbeat_seconds, requests)
             totals = await unless_gone(request.receive, gathered(firsts, requests))
             return CLIENT_IS_GONE if totals is None else _json(answer.whole(totals))
         except Exception as error:
             raise api_error(error) from error
         finally:
-            if not body.stream:
+            if not is_theirs:
                 await close_all(requests)
 
     async def _events(
@@ -211,10 +221,13 @@ class Server:
         return found
 
     async def detokenize(self, body: DetokenizeBody) -> dict[str, Any]:
+        return {"prompt": await self._decode(body.tokens, "tokens", False)}
+
+    async def _decode(self, ids: list[int], field: str, skips_special: bool = True) -> str:
         vocab_size = self.llm.model_config.vocab_size
-        if (wrong := next((i for i in body.tokens if i >= vocab_size), None)) is not None:
-            raise bad(f"tokens holds {wrong}: ids are below {vocab_size}", "tokens")
-        return {"prompt": self.llm.tokenizer.decode(body.tokens, skip_special_tokens=False)}
+        if ids and max(ids) >= vocab_size:
+            raise bad(f"{field} holds {max(ids)}: ids are below {vocab_size}", field)
+        return await asyncio.to_thread(self.llm.tokenizer.decode, ids, skips_special)
 
     async def render_completion(self, body: CompletionBody) -> list[dict[str, Any]]:
         """Token ids of each prompt, for routers that look for the same prefix."""
@@ -252,19 +265,19 @@ class Server:
         root = self.config.adapter_root
         if root is None:
             raise ApiError(403, "adapters are not loaded over HTTP: see --adapter-root")
-        path = (root / body.lora_path).resolve()
-        if not path.is_relative_to(root.resolve()):
-            raise ApiError(403, "lora_path is not below the folder of adapters", "lora_path")
         if body.lora_name == self.config.model_name:
             raise bad("lora_name is the model's own name", "lora_name")
         try:
+            path = (root / body.lora_path).resolve()
+            if not path.is_relative_to(root.resolve()):
+                raise ApiError(403, "lora_path is not below the folder of adapters", "lora_path")
             await self.llm.load_adapter(body.lora_name, path)
-        except FileNotFoundError as error:
+        except OSError as error:
             message = f"lora_path is {body.lora_path!r}: it is not there"
             raise ApiError(404, message, "lora_path") from error
         except ValueError as error:
             raise bad(str(error), "lora_path") from error
-        return Response(f"Success: LoRA adapter '{body.lora_name}' added successfully.")
+        return PlainTextResponse(f"Success: LoRA adapter '{body.lora_name}' added successfully.")
 
     async def unload_adapter(self, body: UnloadAdapterBody) -> Response:
         if self.config.adapter_root is None:
@@ -272,7 +285,7 @@ class Server:
         if body.lora_name not in self.llm.adapters:
             raise ApiError(404, f"adapter {body.lora_name!r} is not loaded", "lora_name")
         await self.llm.unload_adapter(body.lora_name)
-        return Response(f"Success: LoRA adapter '{body.lora_name}' removed successfully.")
+        return PlainTextResponse(f"Success: LoRA adapter '{body.lora_name}' removed successfully.")
 
     async def health(self) -> Response:
         if (why := self.llm.why_dead) is not None:
@@ -309,11 +322,19 @@ def make_app(llm: AsyncLLM, config: ServeConfig) -> tuple[FastAPI, Gate]:
         "/": server.live.page,
         "/events": server.live.events,
     }
-    for path, route in post.items():
-        app.add_api_route(path, route, methods=["POST"], response_model=None)
-    for path, route in get.items():
-        app.add_api_route(path, route, methods=["GET"], response_model=None)
+    for path, route in [*post.items(), *get.items()]:
+        is_text = path == "/metrics" or "lora" in path
+        also = STREAMS if path in MAY_STREAM else TEXT if is_text else {}
+        app.add_api_route(
+            path,
+            route,
+            methods=["POST" if path in post else "GET"],
+            response_model=None,
+            response_class=Response if is_text or path == "/health" else JSONResponse,
+            responses={**ERRORS, **also},
+        )
     app.add_exception_handler(ApiError, _on_api_error)
+    app.add_exception_handler(ValueError, _on_api_error)  # of a text that is none, or a path
     app.add_exception_handler(RequestValidationError, _on_wrong_body)
     app.add_exception_handler(HTTPException, _on_http_error)
     app.add_exception_handler(Exception, _on_other)
@@ -342,7 +363,9 @@ def _on_wrong_body(request: Request, error: Exception) -> Response:
 
 def _on_http_error(request: Request, error: Exception) -> Response:
     assert isinstance(error, HTTPException)
-    return error_response(ApiError(error.status_code, str(error.detail)))
+    answer = error_response(ApiError(error.status_code, str(error.detail)))
+    answer.headers.update(error.headers or {})  # `Allow` of a 405
+    return answer
 
 
 def _on_other(request: Request, error: Exception) -> Response:

@@ -44,7 +44,7 @@ class Mailbox:
     def put(self, delta: RequestDelta) -> None:
         if self._delta is None:
             self._delta = delta
-        else:
+        elif not self._delta.finished:  # what was under way when it ended is too late
             self._delta.extend(delta)
         self._is_full.set()
 
@@ -101,18 +101,21 @@ class AsyncLLM:
         """What the request brings, piece by piece: first that it was accepted, last its end.
         Leaving the loop early, or being cancelled, aborts it. Raises `ValueError` if it can not be
         served, `QueueFull` if too many wait, and `EngineError` if it can not go on."""
+        self._bind()
         self._num_requests += 1
-        name = f"{request_id or 'request'}-{self._num_requests}"
-        request_id = request_id or name
         if request_id in self._names:
             raise ValueError(f"request_id is {request_id!r}: there is one with this id")
-        self._bind()
+        name = f"{request_id or 'request'}-{self._num_requests}"
+        request_id = request_id or name
+        while request_id in self._names:  # somebody chose this name
+            request_id += "'"
         # What is under way of an aborted request must not come to the next one of its name.
         self._names[request_id] = name
         mailbox = self._mailboxes[name] = Mailbox()
         is_told, is_finished = False, False
         try:
             token_ids = await self.encode(prompt) if isinstance(prompt, str) else plain(prompt)
+            self._bind()  # it may have been closed meanwhile
             self._engine_loop.add(name, token_ids, params or SamplingParams(), dict(options))
             is_told = True
             while not is_finished:
@@ -202,6 +205,7 @@ class AsyncLLM:
         loop = asyncio.get_running_loop()
         if self._loop is None or self._loop.is_closed():
             self._loop = loop
+            self._given.clear()  # for those who waited in the other one
         if self._loop is not loop:
             raise RuntimeError("this AsyncLLM belongs to another event loop")
         return loop
@@ -223,6 +227,14 @@ class AsyncLLM:
                     future.set_exception(answer)
                 else:
                     future.set_result(answer)
+        if hand_over.is_last:
+            why = EngineError(self.why_dead or "the engine is closed")
+            hand_over.deltas += [
+                RequestDelta(name, finished=True, error=why) for name in self._mailboxes
+            ]
+            for future in self._calls.values():
+                if not future.done():
+                    future.set_exception(why)
         is_busy = bool(self._given)
         self._given += hand_over.deltas
         if not is_busy:

@@ -60,11 +60,13 @@ class RequestDelta:
 
 @dataclass(slots=True)
 class HandOver:
-    """All that one step has for others. `answers`: to calls, by their number."""
+    """All that one step has for others. `answers`: to calls, by their number. `is_last`: whoever
+    still waits for something waits in vain."""
 
     deltas: list[RequestDelta]
     stats: EngineStats
     answers: dict[int, Any] = field(default_factory=dict)
+    is_last: bool = False
 
 
 class DeltaSource:

@@ -92,12 +92,16 @@ class EngineLoop:
         except BaseException as error:
             logger.exception("the engine has stopped")
             self.why_dead = f"the engine has stopped: {_sentence(error)}"
-        self._fail_all()
-        engine.close()
         self.why_dead = self.why_dead or "the engine is closed"
+        self._fail_all()
+        try:
+            engine.close()
+        except Exception:
+            logger.exception("the engine could not be closed")
         while not self._is_closing or not self._inbox.empty():  # whoever comes now is told so
             self._obey()
             self._hand_over_what_there_is()
+        self._hand_over(is_last=True)
 
     def _obey(self) -> None:
         """All that is in the inbox. It waits for something where there is no step to make."""
@@ -142,10 +146,10 @@ class EngineLoop:
         if self._deltas or self._answers:
             self._hand_over()
 
-    def _hand_over(self) -> None:
+    def _hand_over(self, is_last: bool = False) -> None:
         deltas, answers = self._deltas, self._answers
         self._deltas, self._answers = [], {}
-        self._deliver(HandOver(deltas, self._engine.stats(), answers))
+        self._deliver(HandOver(deltas, self._engine.stats(), answers, is_last))
 
     def _add(
         self, request_id: str, token_ids: list[int], params: SamplingParams, options: dict[str, Any]
@@ -173,6 +177,8 @@ class EngineLoop:
     def _call(self, number: int, method: Callable[..., Any], *arguments: Any) -> None:
         try:
             self._answers[number] = method(self._engine, *arguments)
+        except StopIteration as error:  # no future takes it
+            self._answers[number] = RuntimeError(_sentence(error))
         except Exception as error:
             self._answers[number] = error
 
@@ -180,7 +186,7 @@ class EngineLoop:
         self._is_closing = True
 
     def _fail_all(self) -> None:
-        why = EngineError(self.why_dead or "the engine is closed")
+        why = EngineError(self.why_dead)
         self._deltas += [RequestDelta(name, finished=True, error=why) for name in self._sources]
         self._sources.clear()
         self._hand_over()

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
+from pydantic import BaseModel
+
 from common.serve.engine_loop import EngineError, QueueFull
 
 _TYPES = {
@@ -14,6 +16,19 @@ _TYPES = {
     503: "server_error",
 }
 RETRY_AFTER_S = 1
+
+
+class ErrorContent(BaseModel):
+    message: str
+    type: str
+    param: str | None
+    code: str | None
+
+
+class ErrorAnswer(BaseModel):
+    """What the schema of the API says of them."""
+
+    error: ErrorContent
 
 
 class ApiError(Exception):

@@ -73,7 +73,7 @@ class Gate:
                 raise draining
             return
         if config.api_key is not None and path != "/":  # a page that holds nothing, and asks for it
-            given = headers.get("authorization", "").encode()
+            given = headers.get("authorization", "").encode("latin-1")
             if not hmac.compare_digest(given, f"Bearer {config.api_key}".encode()):
                 raise ApiError(401, "the API key is missing or wrong", code="invalid_api_key")
         if method == "POST" or path in ("/", "/events"):
@@ -89,8 +89,9 @@ class Gate:
     def _check_origin(self, headers: Headers) -> None:
         host = headers.get("host", "")
         name = host.rsplit(":", 1)[0] if not host.endswith("]") else host
-        is_local = self.config.host in (*LOOPBACK, "::1")
-        if is_local and name not in LOOPBACK:
+        own = self.config.host
+        is_local = own in (*LOOPBACK, "::1") or own.startswith("127.")
+        if is_local and name.lower() not in (*LOOPBACK, own):
             raise ApiError(403, f"this server is at {self.config.host}, not at that host")
         origin = headers.get("origin")
         if origin is not None and origin not in (f"http://{host}", f"https://{host}"):

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import uvicorn
+from h11 import LocalProtocolError
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from common.collector import spare_what_is_loaded
@@ -25,14 +26,36 @@ CUT_SHORT = 3  # exit code: some requests were ended before their end
 
 
 class PatientProtocol(H11Protocol):
-    """Whoever connects has to say in `HEADER_SECONDS` what it wants."""
+    """Whoever connects, or begins to say something, has to say in `HEADER_SECONDS` what it wants:
+    its first request, a later one, and the rest of a body that was refused."""
+
+    _timer: asyncio.TimerHandle | None = None
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # pyright: ignore[reportIncompatibleMethodOverride]
         super().connection_made(transport)
-        self.loop.call_later(HEADER_SECONDS, self._look)
+        self._look()
+
+    def data_received(self, data: bytes) -> None:
+        super().data_received(data)
+        self._look()
 
     def _look(self) -> None:
-        if self.cycle is None and not self.transport.is_closing():
+        is_answered = self.cycle is not None and not self.cycle.response_complete
+        if is_answered and self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
+        elif not is_answered and self._timer is None:
+            self._timer = self.loop.call_later(HEADER_SECONDS, self.transport.close)
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        super().connection_lost(exc)
+        if self._timer is not None:
+            self._timer.cancel()
+
+    def send_400_response(self, msg: str) -> None:
+        try:
+            super().send_400_response(msg)
+        except LocalProtocolError:  # an answer has begun
             self.transport.close()
 
 

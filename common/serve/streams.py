@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator, Awaitable, Sequence
-from typing import TypeVar
+from contextlib import aclosing
+from typing import Any, TypeVar
 
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
@@ -45,7 +46,7 @@ async def accepted(requests: Sequence[Deltas]) -> list[RequestDelta]:
     return found
 
 
-async def close_all(requests: Sequence[Deltas]) -> None:
+async def close_all(requests: Sequence[AsyncIterator[Any]]) -> None:
     for request in requests:
         await request.aclose()  # pyright: ignore[reportAttributeAccessIssue]
 
@@ -94,28 +95,35 @@ async def _end(*tasks: asyncio.Future) -> None:
 
 
 class EventStream(Response):
-    """Server-sent events. However it ends, `events` is closed."""
+    """Server-sent events. However it ends, `events` is closed, and so are the `requests` that it is
+    made of: a generator that never began does not come to its own end."""
 
     media_type = "text/event-stream"
 
-    def __init__(self, events: AsyncIterator[bytes], heartbeat_s: float | None = None) -> None:
+    def __init__(
+        self,
+        events: AsyncIterator[bytes],
+        heartbeat_s: float | None = None,
+        requests: Sequence[Deltas] = (),
+    ) -> None:
         super().__init__()
-        self.events, self.heartbeat_s = events, heartbeat_s
+        self.events, self.heartbeat_s, self.requests = events, heartbeat_s, requests
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         headers = [(b"content-type", b"text/event-stream; charset=utf-8")]
         headers += [(b"cache-control", b"no-cache"), (b"x-accel-buffering", b"no")]
-        await send({"type": "http.response.start", "status": 200, "headers": headers})
         try:
+            await send({"type": "http.response.start", "status": 200, "headers": headers})
             await unless_gone(receive, self._send_all(send))
         finally:
-            await self.events.aclose()  # pyright: ignore[reportAttributeAccessIssue]
+            await close_all([self.events, *self.requests])
 
     async def _send_all(self, send: Send) -> None:
         events = self.events if self.heartbeat_s is None else self._with_heartbeats()
         try:
-            async for data in events:
-                await send({"type": "http.response.body", "body": data, "more_body": True})
+            async with aclosing(events):  # pyright: ignore[reportArgumentType]
+                async for data in events:
+                    await send({"type": "http.response.body", "body": data, "more_body": True})
             await send({"type": "http.response.body", "body": b""})
         except OSError:  # nobody listens
             pass

@@ -285,3 +285,155 @@ def test_a_full_queue_and_an_end() -> None:
             await anext(llm.generate(PROMPT, long))
 
     asyncio.run(run())
+
+
+def test_an_end_is_the_end() -> None:
+    """What the step under way brings after an abort does not bring the request back to life, and an
+    abort after its end does not spoil what it has brought."""
+
+    async def read(first: RequestDelta, second: RequestDelta) -> RequestDelta:
+        box = Mailbox()
+        box.put(first)
+        box.put(second)
+        return await box.take()
+
+    aborted = RequestDelta("x", finished=True, error=EngineError("aborted"))
+    late = RequestDelta("x", {0: CompletionDelta(0, "a", [1])})
+    assert asyncio.run(read(aborted, late)).error is not None
+    whole = RequestDelta("x", {0: CompletionDelta(0, "a", [1], None, "stop")}, finished=True)
+    assert asyncio.run(read(whole, aborted)).error is None
+
+
+def test_a_name_that_somebody_chose_is_nobody_elses(
+    llm: AsyncLLM, loop: asyncio.AbstractEventLoop
+) -> None:
+    async def run() -> None:
+        name = f"request-{llm._num_requests + 2}"
+        long = SamplingParams(max_tokens=1000, ignore_eos=True)
+        first = llm.generate([5], long, request_id=name)
+        assert (await anext(first)).request_id == name
+        assert (await whole(llm, [5], SamplingParams(max_tokens=1))).request_id != name
+        await first.aclose()  # pyright: ignore[reportAttributeAccessIssue]
+
+    loop.run_until_complete(run())
+
+
+def test_a_call_may_raise_anything(llm: AsyncLLM, loop: asyncio.AbstractEventLoop) -> None:
+    """A future takes no `StopIteration`; the others of the same hand-over get theirs."""
+
+    def ends(engine: LLMEngine) -> None:
+        raise StopIteration
+
+    async def run() -> list[object]:
+        calls = llm.call(ends), llm.adapters(), whole(llm, [5], SamplingParams(max_tokens=1))
+        return await asyncio.wait_for(asyncio.gather(*calls, return_exceptions=True), 20)
+
+    error, adapters, total = loop.run_until_complete(run())
+    assert isinstance(error, RuntimeError) and adapters == [] and isinstance(total, RequestDelta)
+
+
+def test_numbers_beyond_all_bounds_harm_nobody(
+    llm: AsyncLLM, loop: asyncio.AbstractEventLoop
+) -> None:
+    params = SamplingParams(top_k=2**63, min_tokens=2**63, max_tokens=2**64, seed=2**62, stop="e")
+    small = SamplingParams(top_k=10**40, max_tokens=2)
+
+    async def run() -> None:
+        long = llm.generate([5, 6], params, priority=10**40)
+        await anext(long)
+        assert (await anext(long)).completions
+        assert (await whole(llm, [5], small)).finished
+        await long.aclose()  # pyright: ignore[reportAttributeAccessIssue]
+
+    loop.run_until_complete(run())
+    assert loop.run_until_complete(is_clean(llm))
+
+
+def test_another_loop_after_one_that_ended_in_the_middle() -> None:
+    """What was not given out there does not hold up what comes here."""
+    llm = AsyncLLM(**SMALL)
+    few = SamplingParams(max_tokens=2)
+    asyncio.run(whole(llm, [5], few))
+    llm._given.append(RequestDelta("of the first loop"))
+    total = asyncio.run(asyncio.wait_for(whole(llm, [5], few), 20))
+    assert total.finished
+    llm.close()
+
+
+def test_closed_while_a_prompt_becomes_ids(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nobody waits for ever: not who asks after the engine's thread has ended, nor who asked just
+    before, nor where the engine can not be closed."""
+
+    async def run() -> None:
+        llm = AsyncLLM(**SMALL)
+        begun, may_go = asyncio.Event(), asyncio.Event()
+
+        async def encode(text: str) -> list[int]:
+            begun.set()
+            await may_go.wait()
+            return [5]
+
+        monkeypatch.setattr(llm, "encode", encode)
+        engine = await llm.call(lambda engine: engine)
+
+        def close() -> None:
+            raise OSError("the workers are gone")
+
+        monkeypatch.setattr(engine, "close", close)
+        one = asyncio.ensure_future(whole(llm, "x", SamplingParams(max_tokens=1)))
+        await begun.wait()
+        await asyncio.to_thread(llm.close)
+        may_go.set()
+        with pytest.raises(EngineError, match="closed"):
+            await asyncio.wait_for(one, 20)
+        assert not llm._engine_loop._thread.is_alive() and llm.why_dead == "the engine is closed"
+
+    asyncio.run(run())
+
+
+def test_who_asks_just_when_it_ends_is_told() -> None:
+    """In the inbox after the thread has looked for the last time, and before the loop knows."""
+
+    async def run() -> None:
+        llm = AsyncLLM(**SMALL)
+        await llm.call(LLMEngine.stats)  # bound
+        late = llm.generate([5], SamplingParams(max_tokens=1))
+        calls = asyncio.gather(anext(late), llm.call(LLMEngine.stats), return_exceptions=True)
+        llm._engine_loop.close()
+        found = await asyncio.wait_for(calls, 20)
+        assert [type(error) for error in found] == [EngineError] * 2
+
+    asyncio.run(run())
+
+
+def test_steps_that_fail_now_and_then_end_nothing_and_three_in_a_row_do() -> None:
+    async def run() -> None:
+        llm = AsyncLLM(**SMALL)
+        few = SamplingParams(max_tokens=2, ignore_eos=True)
+
+        def broken(engine: LLMEngine, times: int) -> None:
+            runner = engine.core.runner
+            whole = runner.execute
+
+            def execute(plan: object) -> object:
+                nonlocal times
+                times -= 1
+                if times == 0:
+                    runner.execute = whole
+                raise MemoryError(f"{times} more")
+
+            runner.execute = execute  # pyright: ignore[reportAttributeAccessIssue]
+
+        for _ in range(4):
+            await llm.call(broken, 1)
+            with pytest.raises(EngineError, match="MemoryError: 0 more"):
+                await whole(llm, [5], few)
+            assert (await whole(llm, [5], few)).finished
+        await llm.call(broken, 9)
+        for says in ("8 more", "7 more", "6 more", "has stopped", "has stopped"):
+            with pytest.raises(EngineError, match=says):
+                await asyncio.wait_for(whole(llm, [5], few), 20)
+        assert "has stopped" in (llm.why_dead or "")
+        await asyncio.to_thread(llm.close)
+
+    asyncio.run(run())

@@ -184,9 +184,20 @@ def test_json_objects_are_json(server: Running) -> None:
 
 
 def test_metrics_have_vllms_names(server: Running) -> None:
-    server.post("/v1/completions", body())
-    _, _, text = server.request("GET", "/metrics")
-    lines = text.decode().splitlines()
+
+    def looked_at() -> list[str]:
+        return server.request("GET", "/metrics")[2].decode().splitlines()
+
+    def number(lines: list[str]) -> float:
+        name = "vllm:inter_token_latency_seconds_count"
+        return next(float(line.split()[-1]) for line in lines if line.startswith(name))
+
+    before = number(looked_at())
+    server.post("/v1/completions", body(ignore_eos=True))
+    lines = looked_at()
+    assert number(lines) == before + 11
+    reasons = [line for line in lines if line.startswith("vllm:request_success_total")]
+    assert len(reasons) == 4, "from the start, for who adds them up"
     names = {line.split("{")[0] for line in lines if not line.startswith("#")}
     for name in (
         "num_requests_running",

@@ -44,7 +44,12 @@ PASSED_OVER = {"user", "store", "metadata", "service_tier", "safety_identifier"}
 PASSED_OVER |= {"kv_transfer_params"}
 _named: set[str] = set()
 
-TokenIds = list[Annotated[int, Field(ge=0)]]
+# The first fault of a list is enough: a body may hold millions.
+TokenIds = Annotated[list[Annotated[int, Field(ge=0)]], Field(fail_fast=True)]
+Numbers = Annotated[list[int], Field(fail_fast=True)]
+Texts = Annotated[list[str], Field(fail_fast=True)]
+Messages = Annotated[list[dict[str, Any]], Field(fail_fast=True)]
+MAX_BIASES = 1024
 
 
 class Body(BaseModel):
@@ -78,14 +83,14 @@ class GenerateBody(Body):
     seed: int | None = None
     max_tokens: int | None = None
     min_tokens: int | None = None
-    stop: str | list[str] | None = None
-    stop_token_ids: list[int] | None = None
+    stop: str | Texts | None = None
+    stop_token_ids: Numbers | None = None
     ignore_eos: bool | None = None
     skip_special_tokens: bool | None = None
     include_stop_str_in_output: bool | None = None
-    logit_bias: dict[str, float] | None = None
-    allowed_token_ids: list[int] | None = None
-    bad_words: list[str] | None = None
+    logit_bias: dict[str, float] | None = Field(None, max_length=MAX_BIASES)
+    allowed_token_ids: Numbers | None = None
+    bad_words: Texts | None = None
     prompt_logprobs: int | None = Field(None, ge=0, le=MAX_LOGPROBS)
     truncate_prompt_tokens: int | None = None
     add_special_tokens: bool | None = None
@@ -145,7 +150,7 @@ class GenerateBody(Body):
 
 
 class CompletionBody(GenerateBody):
-    prompt: str | TokenIds | list[str] | list[TokenIds]
+    prompt: str | TokenIds | Texts | Annotated[list[TokenIds], Field(fail_fast=True)]
     echo: bool | None = None
     logprobs: int | None = Field(None, ge=0, le=MAX_LOGPROBS)
 
@@ -155,6 +160,8 @@ class CompletionBody(GenerateBody):
         prompts = prompt if many else [prompt]
         if not 0 < len(prompts) <= MAX_PROMPTS or not all(prompts):
             raise bad(f"prompt: 1 to {MAX_PROMPTS} of them, and none may be empty", "prompt")
+        if len(prompts) * (self.n or 1) > MAX_PROMPTS:
+            raise bad(f"n is {self.n}: all prompts have at most {MAX_PROMPTS} together", "n")
         return prompts  # pyright: ignore[reportReturnType]
 
     def params(self) -> SamplingParams:
@@ -168,7 +175,7 @@ class CompletionBody(GenerateBody):
 
 
 class ChatBody(GenerateBody):
-    messages: list[dict[str, Any]] = Field(min_length=1)
+    messages: Messages = Field(min_length=1)
     logprobs: bool | None = None
     top_logprobs: int | None = Field(None, ge=0, le=MAX_LOGPROBS)
     max_completion_tokens: int | None = None
@@ -191,7 +198,7 @@ class ChatBody(GenerateBody):
 class TokenizeBody(Body):
     model: str | None = None
     prompt: str | None = None
-    messages: list[dict[str, Any]] | None = None
+    messages: Messages | None = None
     add_special_tokens: bool | None = None
     add_generation_prompt: bool | None = None
     continue_final_message: bool | None = None

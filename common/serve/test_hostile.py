@@ -1,0 +1,241 @@
+"""What nobody should send: an error for it, and nothing else happens."""
+
+from __future__ import annotations
+
+import json
+import random
+import socket
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+from common.serve.app import ServeConfig
+from common.serve.conftest import MODEL, TEMPLATE, Running, running
+
+HUGE = 10**400
+HEAD = b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
+SMALL = b'{"prompt":"x","max_tokens":1}'
+WHOLE = HEAD + b"Content-Length: %d\r\n\r\n%b" % (len(SMALL), SMALL)
+CHAT = {"messages": [{"role": "user", "content": "x"}], "max_tokens": 1}
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Running]:
+    """With short answers."""
+    root = tmp_path_factory.mktemp("adapters")
+    config = ServeConfig(MODEL, chat_template=TEMPLATE, adapter_root=root)
+    with running(config, max_model_len=64, max_loras=1) as found:
+        yield found
+        assert found.is_idle() and found.llm.why_dead is None
+
+
+def said(server: Running, *parts: bytes, ends: bool = False, silence_s: float = 0.3) -> bytes:
+    """All that comes back on one connection, until its end or some silence."""
+    found = b""
+    with socket.create_connection(
+        ("127.0.0.1", server.port), timeout=max(3, silence_s)
+    ) as connection:
+        try:
+            for part in parts:
+                connection.sendall(part)
+            if ends:
+                connection.shutdown(socket.SHUT_WR)
+            while data := connection.recv(1 << 16):
+                found += data
+                connection.settimeout(silence_s)
+        except OSError:  # it was closed, or there is nothing more
+            pass
+    return found
+
+
+def nested(depth: int, around: tuple[bytes, bytes] = (b"[", b"]")) -> bytes:
+    return around[0] * depth + around[1] * depth
+
+
+def completion(**fields: Any) -> tuple[str, Any]:
+    return "/v1/completions", {"prompt": "x", "max_tokens": 2} | fields
+
+
+def schema(value: Any) -> tuple[str, Any]:
+    return completion(structured_outputs={"json": value})
+
+
+BODIES: list[tuple[str, Any]] = [
+    *(("/v1/completions", body) for body in (b"", b"\xff", b"\0", b"1", b"9" * 100_000, b'"x"')),
+    ("/v1/completions", b'{"prompt":"x","temperature":1e999}'),
+    ("/v1/completions", b'{"prompt":"x","seed":%b}' % (b"9" * 5000)),
+    ("/v1/completions", b'{"prompt":%b}' % nested(900)),
+    ("/v1/completions", b'{"prompt":"x","y":%b}' % nested(30_000)),
+    (
+        "/v1/completions",
+        b'{"prompt":"x","structured_outputs":{"json":%b}}' % nested(400, (b'{"a":[', b"]}")),
+    ),
+    ("/v1/chat/completions", b'{"messages":[{"role":"user","content":%b}]}' % nested(300)),
+    *(completion(prompt=p) for p in ([2**40], [[2**70]], [HUGE], "\ud800", "", [], [[]], [True])),
+    *(completion(prompt=p) for p in (["a", 5], None, {"a": 1}, [None] * 300_000, ["x"] * 3000)),
+    completion(prompt=[2**40], echo=True),
+    completion(prompt=["x"] * 20, n=128),
+    *(completion(**{name: HUGE}) for name in ("temperature", "n", "seed", "top_p", "min_p")),
+    *(completion(**{name: -1}) for name in ("max_tokens", "min_tokens", "logprobs", "n")),
+    *(
+        completion(**{name: "1"})
+        for name in ("max_tokens", "stream", "logit_bias", "stop_token_ids")
+    ),
+    completion(logit_bias={str(i): 0 for i in range(2000)}),
+    *(completion(logit_bias=bias) for bias in ({str(2**70): 1}, {"-1": 1}, {"5": HUGE})),
+    *(completion(stop=stop) for stop in ("", [""], [5])),
+    completion(stop_token_ids=[2**70]),
+    completion(allowed_token_ids=[]),
+    completion(cache_salt=""),
+    completion(model="\ud800"),
+    *(completion(structured_outputs=form) for form in ({"regex": "("}, {"x": 1}, {"choice": 1})),
+    *(
+        schema(value)
+        for value in ({"$ref": "#/nowhere"}, {"type": "nonsense"}, {"enum": [HUGE]}, 1)
+    ),
+    *(
+        ("/v1/chat/completions", CHAT | {"messages": [message]})
+        for message in (
+            {},
+            {"role": 5},
+            {"role": "user", "content": "\ud800"},
+            {"role": "\ud800", "content": {}},
+            {"role": "user", "content": [{"text": 1}]},
+            {"role": "user", "content": "x", "tool_calls": [1]},
+        )
+    ),
+    ("/v1/chat/completions", CHAT | {"chat_template_kwargs": {"tokenize": True}}),
+    ("/v1/chat/completions", CHAT | {"chat_template_kwargs": {"conversation": 1}}),
+    ("/tokenize", {"prompt": "\ud800"}),
+    ("/detokenize", {"tokens": [HUGE]}),
+    *(("/v1/load_lora_adapter", {"lora_name": "a", "lora_path": p}) for p in ("\0", "x" * 5000)),
+]
+
+
+def test_a_wrong_body_is_refused(server: Running) -> None:
+    for path, body in BODIES:
+        begin = time.process_time()
+        status, headers, content = server.request("POST", path, body)
+        shown = body[:100] if isinstance(body, bytes) else str(body)[:100]
+        assert 400 <= status < 500 and headers["content-type"] == "application/json", (
+            shown,
+            content,
+        )
+        error = json.loads(content)["error"]
+        assert set(error) == {"message", "type", "param", "code"}
+        assert time.process_time() - begin < 5, ("it takes long", shown)
+    assert server.is_idle()
+
+
+def test_numbers_that_are_only_large_are_taken(server: Running) -> None:
+    for fields in ({"top_k": HUGE}, {"max_tokens": HUGE}, {"priority": HUGE}):
+        assert server.post(*completion(**fields))[0] == 200, fields
+    params = {"top_k": HUGE, "min_tokens": HUGE, "max_tokens": HUGE}
+    assert server.post(*completion(**params))[1]["usage"]["total_tokens"] == 64
+
+
+def test_half_a_surrogate_pair_comes_back_as_json(server: Running) -> None:
+    status, answer = server.post(*completion(stop="x", bad_words=["\ud800"], n=0))
+    assert status == 400 and answer["error"]["message"]
+    from common.serve.answers import to_json
+
+    odd = "\ud800 \u2028 \u2029 \x85 é"
+    assert json.loads(to_json(odd)) == odd and len(to_json(odd).decode().splitlines()) == 1
+
+
+def test_what_is_no_http_is_refused(server: Running) -> None:
+    rng = random.Random(5)
+    many = b"".join(b"X-%d: %b\r\n" % (i, b"y" * 90) for i in range(2000))
+    chunked = HEAD + b"Transfer-Encoding: chunked\r\n\r\n"
+    length = HEAD + b"Content-Length: "
+    for sent in (
+        *(rng.randbytes(rng.randrange(1, 3000)) + b"\r\n\r\n" for _ in range(9)),
+        b"GET / HTTP/9.9\r\n\r\n",
+        b"GET /health HTTP/1.1\r\n\r\n",  # no host
+        b"GET /health HTTP/1.1\r\nHost: a\r\nHost: b\r\n\r\n",
+        b"GET /health HTTP/1.1\r\nHost: a\r\n" + many + b"\r\n",
+        b"GET /" + b"a" * 200_000 + b" HTTP/1.1\r\nHost: localhost\r\n\r\n",
+        chunked + b"ffffffffffffffffffff\r\n{}\r\n0\r\n\r\n",
+        chunked + b"-1\r\n{}\r\n0\r\n\r\n",
+        chunked + b"2\r\n{}{}{}\r\n0\r\n\r\n",
+        chunked + b"xyz\r\n{}\r\n0\r\n\r\n",
+        length + b"-5\r\n\r\n{}",
+        length + b"5, 6\r\n\r\n{}",
+        length + b"5\r\nContent-Length: 6\r\n\r\n{}",
+        length + b"5\r\nTransfer-Encoding: gzip\r\n\r\n{}",
+        length + b"2\r\n\r\n{}",
+        HEAD + b"Content-Type: text/plain\r\nContent-Length: 2\r\n\r\n{}",
+        WHOLE.replace(b"POST", b"PUT"),
+        WHOLE.replace(b"localhost", b"evil.example"),
+        WHOLE.replace(b"HTTP/1.1\r\nHost: localhost", b"HTTP/1.0"),
+    ):
+        found = said(server, sent, ends=b"HTTP" not in sent)
+        assert found == b"" or found.startswith(b"HTTP/1.1 4"), (sent[:200], found[:200])
+    assert said(server, length + b"50\r\n\r\n{", ends=True) == b""
+    assert server.is_idle()
+
+
+def test_two_requests_at_once_and_other_ways_to_ask(server: Running) -> None:
+    last = WHOLE.replace(b"Host", b"Connection: close\r\nHost")
+
+    def answered(*parts: bytes) -> bytes:
+        return said(server, *parts, silence_s=60)
+
+    assert answered(WHOLE * 2 + last).count(b"HTTP/1.1 200") == 3
+    # A body that was refused is passed over, and what comes after it is answered.
+    wrong = WHOLE.replace(b"application/json", b"text/plain")
+    found = answered(wrong, last)
+    assert found.startswith(b"HTTP/1.1 415") and found.count(b"HTTP/1.1 200") == 1
+    # The answer has begun when the rest of the body turns out to be nonsense.
+    found = answered(wrong.replace(b"Content-Length: 29", b"Transfer-Encoding: chunked"))
+    assert found == b"" or found.startswith(b"HTTP/1.1 4")
+    head, body = last.replace(b"Host", b"Expect: 100-continue\r\nHost").split(b"\r\n\r\n")
+    found = answered(head + b"\r\n\r\n", body)
+    assert found.startswith(b"HTTP/1.1 100") and b"HTTP/1.1 200" in found
+    found = answered(WHOLE.replace(b"HTTP/1.1", b"HTTP/1.0"))
+    assert found.startswith(b"HTTP/1.1 200") and b"text_completion" in found
+    sizes = b"1d\r\n" + SMALL + b"\r\n0\r\n\r\n"
+    assert b" 200 " in answered(
+        last.split(b"Content-L")[0] + b"Transfer-Encoding: chunked\r\n\r\n" + sizes
+    )
+    for method in ("HEAD", "OPTIONS", "DELETE", "TRACE"):
+        status, headers, _ = server.request(method, "/v1/models")
+        assert status == 405 and headers["allow"] == "GET", method
+
+
+@pytest.mark.parametrize(
+    ("first", "second"),
+    [
+        (b"", b""),
+        (WHOLE, b"POST /v1/comp"),
+        (WHOLE.replace(b"json", b"text").replace(b": 29", b": 99"), b"x" * 20),
+    ],
+    ids=["nothing", "half of a second request", "half of a body that was refused"],
+)
+def test_who_says_half_of_it_is_cut_off(
+    server: Running, first: bytes, second: bytes, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("common.serve.running.HEADER_SECONDS", 0.3)
+    with socket.create_connection(("127.0.0.1", server.port), timeout=20) as connection:
+        connection.sendall(first)
+        if first:
+            assert connection.recv(1 << 16).startswith(b"HTTP/1.1")
+        connection.sendall(second)
+        begin = time.monotonic()
+        while connection.recv(1 << 16):
+            pass
+        assert time.monotonic() - begin < 4, "by the timer of headers, not of connections kept"
+
+
+def test_a_kept_connection_is_kept(server: Running, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Between requests, and while an answer is made, it may be silent for longer."""
+    monkeypatch.setattr("common.serve.running.HEADER_SECONDS", 0.2)
+    with socket.create_connection(("127.0.0.1", server.port), timeout=20) as connection:
+        for _ in range(2):
+            connection.sendall(WHOLE[:40])
+            time.sleep(0.02)
+            connection.sendall(WHOLE[40:])
+            assert connection.recv(1 << 16).startswith(b"HTTP/1.1 200")
+            time.sleep(0.5)

@@ -1,0 +1,221 @@
+"""A thousand streams, ten thousand requests, readers that hardly read, and a disk that is full."""
+
+from __future__ import annotations
+
+import asyncio
+import errno
+import http.client
+import json
+import os
+import random
+import signal
+import socket
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+
+from common.llm import LLM, SamplingParams
+from common.serve.__main__ import main as command
+from common.serve.conftest import SMALL, Running, running
+from tiered_cache import KVTierConfig
+
+NUM_STREAMS = 1000
+FLAT_BYTES = 32 << 20  # between two rounds of the same work, the first of which has warmed it up
+MAX_LAG_S = 0.05
+HEAD = b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
+
+
+def sent(body: dict[str, Any]) -> bytes:
+    content = json.dumps(body).encode()
+    return HEAD + b"Content-Length: %d\r\n\r\n%b" % (len(content), content)
+
+
+def rss() -> int:
+    return psutil.Process().memory_info().rss
+
+
+def text_of(answer: bytes) -> str:
+    events = [line[6:] for line in answer.split(b"\n") if line.startswith(b"data: {")]
+    return "".join(c["text"] for e in events for c in json.loads(e)["choices"])
+
+
+async def measure_lag(lags: list[float]) -> None:
+    """How much later than asked for the loop comes back."""
+    while True:
+        begin = time.perf_counter()
+        await asyncio.sleep(0.005)
+        lags.append(time.perf_counter() - begin - 0.005)
+
+
+async def ask_all(port: int, prompts: list[str], seed: int) -> dict[int, str]:
+    """The texts of those that stay; every second one leaves at a random moment."""
+    rng = random.Random(seed)
+    leaves_after = [rng.random() * 4 if i % 2 else None for i in range(len(prompts))]
+
+    async def ask(i: int) -> str | None:
+        reader, writer = await asyncio.open_connection("127.0.0.1", port)
+        fields = {"prompt": prompts[i], "max_tokens": 24, "temperature": 0, "stream": True}
+        writer.write(sent(fields | {"ignore_eos": True}))
+        found = b""
+
+        async def read() -> None:
+            nonlocal found
+            while not found.endswith(b"0\r\n\r\n"):
+                data = await reader.read(1 << 16)
+                assert data, "it ended before its end"
+                found += data
+
+        try:
+            await asyncio.wait_for(read(), leaves_after[i])
+        except asyncio.TimeoutError:
+            return None
+        finally:
+            writer.transport.abort()
+        assert b"data: [DONE]" in found
+        return text_of(found)
+
+    texts = await asyncio.gather(*map(ask, range(len(prompts))))
+    return {i: text for i, text in enumerate(texts) if text is not None}
+
+
+def wait_until_idle(server: Running, seconds: float = 60) -> None:
+    end = time.monotonic() + seconds
+    while not server.is_idle():
+        assert time.monotonic() < end
+        time.sleep(0.05)
+    assert server.llm.num_unfinished == 0
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1200)
+def test_a_thousand_streams_of_which_half_vanish() -> None:
+    """The client has a process of its own: its work would hold this one's lock."""
+    settings = {"num_blocks": 1200, "max_num_seqs": 256}  # the first round writes to all of them
+    prompts = [f"def f{i % 97}(x{i}):\n    return" for i in range(NUM_STREAMS)]
+    alone = LLM(**(SMALL | settings))
+    params = SamplingParams(temperature=0, max_tokens=24, ignore_eos=True)
+    outputs = alone.generate(prompts, params, use_tqdm=False)
+    expected = [output.outputs[0].text for output in outputs]
+    alone.close()
+    with running(**settings) as server:
+        lags, memory = list[float](), list[int]()
+        task = asyncio.run_coroutine_threadsafe(measure_lag(lags), server.loop)
+        for number in range(3):
+            client = f"import sys; from common.serve.test_load import main; main({number})"
+            said = subprocess.run(
+                [sys.executable, "-c", client],
+                input=json.dumps([server.port, prompts]),
+                capture_output=True,
+                text=True,
+                timeout=600,
+            )
+            assert said.returncode == 0, said.stderr[-2000:]
+            texts = {int(i): text for i, text in json.loads(said.stdout).items()}
+            assert len(texts) >= NUM_STREAMS // 2
+            assert all(text == expected[i] for i, text in texts.items())
+            wait_until_idle(server)
+            memory.append(rss())
+        task.cancel()
+    lags.sort()
+    found = {"lag_max_s": lags[-1], "lag_p999_s": lags[-len(lags) // 1000 - 1], "rss": memory}
+    print(found, "load", os.getloadavg())
+    assert memory[2] - memory[1] < FLAT_BYTES, memory
+    assert lags[-1] < MAX_LAG_S, found
+
+
+def main(seed: int) -> None:
+    """The client of the test above."""
+    port, prompts = json.load(sys.stdin)
+    print(json.dumps(asyncio.run(ask_all(port, prompts, seed))))
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1200)
+def test_ten_thousand_requests_and_memory_is_flat() -> None:
+    with running() as server:
+        memory = []
+        for _ in range(4):
+            connection = http.client.HTTPConnection("127.0.0.1", server.port, timeout=60)
+            for i in range(2500):
+                body = json.dumps({"prompt": [i % 300 + 10, 20], "max_tokens": 1, "stream": i % 2})
+                body = body.replace('"stream": 1', '"stream": true').replace(": 0}", ": false}")
+                kind = {"Content-Type": "application/json"}
+                connection.request("POST", "/v1/completions", body, kind)
+                answer = connection.getresponse()
+                assert answer.status == 200 and len(answer.read()) > 50
+            connection.close()
+            memory.append(rss())
+        wait_until_idle(server)
+        print(memory)
+        assert memory[3] - memory[1] < FLAT_BYTES, memory
+
+
+@pytest.mark.slow
+def test_a_reader_of_one_byte_a_second() -> None:
+    long = {"prompt": "x", "max_tokens": 1500, "ignore_eos": True, "stream": True, "logprobs": 5}
+    with running() as server, socket.create_connection(("127.0.0.1", server.port)) as slow:
+        slow.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+        slow.sendall(sent(long))
+        end = time.monotonic() + 20
+        num_answers = 0
+        while time.monotonic() < end:
+            assert slow.recv(1)
+            second = time.monotonic() + 1
+            while time.monotonic() < second:
+                fields = {"prompt": "y", "max_tokens": 3, "ignore_eos": True}
+                status, answer = server.post("/v1/completions", fields)
+                assert status == 200 and answer["usage"]["completion_tokens"] == 3
+                num_answers += 1
+        assert num_answers > 20
+        slow.close()
+        wait_until_idle(server)
+
+
+def test_a_client_that_is_killed_in_the_middle(server: Running) -> None:
+    body = {"prompt": "x", "max_tokens": 1500, "ignore_eos": True, "stream": True}
+    script = (
+        "import socket, sys, time; c = socket.create_connection(('127.0.0.1', int(sys.argv[1])));"
+        "c.sendall(sys.stdin.buffer.read()); print(c.recv(9), flush=True); time.sleep(60)"
+    )
+    command = [sys.executable, "-S", "-c", script, str(server.port)]
+    pipes: dict[str, Any] = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
+    before = server.call(lambda engine: engine.stats().num_aborted)
+    with subprocess.Popen(command, **pipes) as client:
+        assert client.stdin is not None and client.stdout is not None
+        client.stdin.write(sent(body))
+        client.stdin.close()
+        assert b"HTTP/1.1" in client.stdout.readline()
+        client.send_signal(signal.SIGKILL)
+    wait_until_idle(server, 20)
+    assert server.call(lambda engine: engine.stats().num_aborted) == before + 1
+
+
+def test_a_full_disk_is_said_at_the_start_and_never_later(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
+) -> None:
+    """All of a tier's file is reserved: a page that has no place would end the process."""
+    path, tiers = tmp_path / "kv", {"host_blocks": 2, "disk_blocks": 30}
+    prompts = [f"# {i}\n" + "def f(x):\n    return x\n" * 6 for i in range(6)] * 2
+    with running(num_blocks=20, kv_tiers=KVTierConfig(**tiers, disk_path=path)) as server:
+        kept = path.stat()
+        assert kept.st_blocks * 512 >= kept.st_size > 0
+        first, second = [], []
+        for i, prompt in enumerate(prompts):
+            fields = {"prompt": prompt, "max_tokens": 6, "temperature": 0}
+            answer = server.post("/v1/completions", fields)[1]
+            (first if i < 6 else second).append(answer["choices"][0]["text"])
+        assert first == second and server.is_idle()
+    path.unlink()
+
+    def full(*_: int) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(os, "posix_fallocate", full)
+    flag = json.dumps({**tiers, "disk_path": str(path)})
+    assert command(["--port", "0", "--num-blocks", "20", "--kv-tiers", flag]) == 2
+    assert "No space left on device" in capsys.readouterr().err.splitlines()[-1]

@@ -1,0 +1,162 @@
+"""Whoever leaves, wherever an answer is just then: every generator is closed, and every request
+ends."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from typing import Any
+
+import pytest
+from starlette.types import Message
+
+from common.serve.deltas import CompletionDelta, RequestDelta
+from common.serve.engine_loop import EngineError
+from common.serve.streams import EventStream, accepted, close_all, gathered, merged, unless_gone
+
+
+class Source:
+    """A request of which one delta comes at once, and the next when `go` is set."""
+
+    def __init__(self, error: Exception | None = None, waits_first: bool = False) -> None:
+        self.is_open, self.go = False, asyncio.Event()
+        self.error, self.waits_first = error, waits_first
+        self.deltas = self._deltas()
+
+    async def _deltas(self) -> AsyncIterator[RequestDelta]:
+        self.is_open = True
+        try:
+            if self.waits_first:
+                await self.go.wait()
+            yield RequestDelta("x", prompt_token_ids=[1])
+            if self.error is not None:
+                raise self.error
+            await self.go.wait()
+            yield RequestDelta("x", {0: CompletionDelta(0, "a", [1])}, finished=True)
+        finally:
+            await asyncio.sleep(0)
+            self.is_open = False
+
+
+async def never() -> Message:
+    await asyncio.Event().wait()
+    raise AssertionError
+
+
+async def leaves() -> Message:
+    await asyncio.sleep(0.01)
+    return {"type": "http.disconnect"}
+
+
+async def cancelled(what: Any) -> None:
+    task = asyncio.ensure_future(what)
+    await asyncio.sleep(0.01)
+    task.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await task
+
+
+def test_a_refused_prompt_ends_the_others() -> None:
+    async def run() -> None:
+        first, slow = Source(), Source(waits_first=True)
+
+        async def refused() -> AsyncIterator[RequestDelta]:
+            raise ValueError("no")
+            yield
+
+        with pytest.raises(ValueError, match="no"):
+            slow.go.set()
+            await accepted([first.deltas, refused(), slow.deltas])
+        assert not first.is_open and not slow.is_open
+
+    asyncio.run(run())
+
+
+def test_one_that_fails_ends_the_others() -> None:
+    async def run() -> None:
+        for way in ("gathered", "merged"):
+            fails, other = Source(EngineError("broken")), Source()
+            requests = [other.deltas, fails.deltas]
+            firsts = await accepted(requests)
+            with pytest.raises(EngineError, match="broken"):
+                if way == "merged":
+                    async for _ in merged(requests):
+                        pass
+                else:
+                    other.go.set()
+                    await gathered(firsts, requests)
+            await close_all(requests)
+            assert not fails.is_open and not other.is_open
+
+    asyncio.run(run())
+
+
+def test_cancelled_at_each_wait() -> None:
+    async def run() -> None:
+        pair = [Source(), Source()]
+        requests = [source.deltas for source in pair]
+        firsts = await accepted(requests)
+        await cancelled(gathered(firsts, requests))
+        assert not any(source.is_open for source in pair)
+
+        for source in (pair := [Source(), Source()]):
+            await anext(source.deltas)
+
+        async def read() -> None:
+            async for _ in merged([source.deltas for source in pair]):
+                pass
+
+        await cancelled(read())
+        assert not any(source.is_open for source in pair)
+
+        assert await unless_gone(leaves, asyncio.sleep(5)) is None
+        slow = Source(waits_first=True)
+        assert await unless_gone(leaves, accepted([slow.deltas])) is None
+        assert not slow.is_open
+        await cancelled(unless_gone(never, accepted([(slow := Source(waits_first=True)).deltas])))
+        assert not slow.is_open
+
+    asyncio.run(run())
+
+
+@pytest.mark.parametrize("heartbeat_s", [None, 0.001])
+@pytest.mark.parametrize("how", ["leaves", "cancelled", "head", "at once"])
+def test_a_stream_is_closed_however_it_ends(heartbeat_s: float | None, how: str) -> None:
+    """Its reader reads nothing: it waits in the middle of sending."""
+
+    async def run() -> None:
+        source, is_closed = Source(), False
+        await anext(source.deltas)
+
+        async def events() -> AsyncIterator[bytes]:
+            nonlocal is_closed
+            try:
+                yield b"first"
+                async for _ in source.deltas:
+                    yield b"more"
+            finally:
+                await asyncio.sleep(0)
+                is_closed = True
+
+        async def send(message: Message) -> None:
+            is_head = message["type"] == "http.response.start"
+            if is_head and how == "head":
+                raise OSError
+            if not is_head and (heartbeat_s is None or message["body"] != b"first"):
+                await asyncio.Event().wait()
+
+        async def at_once() -> Message:
+            return {"type": "http.disconnect"}
+
+        receive = {"leaves": leaves, "at once": at_once}.get(how, never)
+        call = EventStream(events(), heartbeat_s, [source.deltas])({}, receive, send)
+        if how == "cancelled":
+            await cancelled(call)
+        elif how == "head":
+            with pytest.raises(OSError):
+                await call
+        else:
+            await call
+        assert not source.is_open and (is_closed or how == "head")
+
+    asyncio.run(run())
