@@ -332,6 +332,7 @@ def make_app(llm: AsyncLLM, config: ServeConfig) -> tuple[FastAPI, Gate]:
             response_model=None,
             response_class=Response if is_text or path == "/health" else JSONResponse,
             responses={**ERRORS, **also},
+            include_in_schema=path not in ("/", "/events"),  # for people
         )
     app.add_exception_handler(ApiError, _on_api_error)
     app.add_exception_handler(ValueError, _on_api_error)  # of a text that is none, or a path

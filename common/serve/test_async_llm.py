@@ -325,7 +325,8 @@ def test_a_call_may_raise_anything(llm: AsyncLLM, loop: asyncio.AbstractEventLoo
         raise StopIteration
 
     async def run() -> list[object]:
-        calls = llm.call(ends), llm.adapters(), whole(llm, [5], SamplingParams(max_tokens=1))
+        one = whole(llm, [5], SamplingParams(max_tokens=1))
+        calls = llm.call(ends), llm.call(lambda engine: engine.adapters), one
         return await asyncio.wait_for(asyncio.gather(*calls, return_exceptions=True), 20)
 
     error, adapters, total = loop.run_until_complete(run())

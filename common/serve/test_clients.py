@@ -281,8 +281,8 @@ def test_adapters_are_models(tmp_path: Path) -> None:
 
 
 @pytest.fixture
-def command() -> Iterator[tuple[subprocess.Popen, int]]:
-    settings = ["--num-blocks", "300", "--num-threads", "1", "--drain-seconds", "1"]
+def command(request: pytest.FixtureRequest) -> Iterator[tuple[subprocess.Popen, int]]:
+    settings = ["--num-blocks", "300", "--num-threads", "1", "--drain-seconds", request.param]
     process = subprocess.Popen(
         [sys.executable, "-m", "common.serve", "--port", "0", *settings],
         stderr=subprocess.PIPE,
@@ -294,12 +294,14 @@ def command() -> Iterator[tuple[subprocess.Popen, int]]:
         said = process.stderr.readline()
         assert said, "it has ended"
     match = re.search(r":(\d+)/v1", said)
-    assert match is not None and "curl" in process.stderr.readline()
+    assert match is not None and "watch it" in process.stderr.readline()
+    assert "curl" in process.stderr.readline()
     yield process, int(match[1])
     process.kill()
     process.wait()
 
 
+@pytest.mark.parametrize("command", ["60"], indirect=True)
 def test_a_signal_lets_those_who_run_finish(command: tuple[subprocess.Popen, int]) -> None:
     process, port = command
     one = openai.OpenAI(base_url=f"http://127.0.0.1:{port}/v1", api_key="x", max_retries=0)
@@ -312,6 +314,7 @@ def test_a_signal_lets_those_who_run_finish(command: tuple[subprocess.Popen, int
     assert process.wait(30) == 0
 
 
+@pytest.mark.parametrize("command", ["1"], indirect=True)
 def test_and_those_who_take_too_long_get_an_error(command: tuple[subprocess.Popen, int]) -> None:
     process, port = command
     one = openai.OpenAI(base_url=f"http://127.0.0.1:{port}/v1", api_key="x", max_retries=0)
