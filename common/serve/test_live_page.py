@@ -26,14 +26,14 @@ from common.serve.test_events_route import (
     wait_for,
     watch_of,
 )
-from common.workshop.watch.conftest import LIMIT_MS, LOCALES, _note_console, browser
+from common.workshop.watch.conftest import LIMIT_MS, LOCALES, _note_console, browser_for_tests
 from common.workshop.watch.test_film_in_browser import STATE, state_in_python
 from common.workshop.watch.test_page_maker import ASKED, SAID
 
 if TYPE_CHECKING:
     from playwright.sync_api import Browser, Page
 
-__all__ = ["browser"]
+browser = pytest.fixture(scope="module")(browser_for_tests)
 NOW = f"({STATE})(Watch.store.films[0].now)"
 RESULT = ".run:not([disabled])"
 

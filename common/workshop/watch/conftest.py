@@ -78,9 +78,8 @@ class RunPage:
         return self.ask("() => location.hash")
 
 
-@pytest.fixture(scope="package")
-def browser() -> Iterator[Browser]:
-    """One for the tests of this folder. (For longer, it would keep others from using asyncio.)"""
+def browser_for_tests() -> Iterator[Browser]:
+    """As long as it is there, nobody in this thread can use asyncio."""
     try:
         with started_browser() as started:
             yield started
@@ -88,6 +87,9 @@ def browser() -> Iterator[Browser]:
         if os.environ.get("VLLM_FS_REQUIRE_BROWSER") or os.environ.get("CI"):
             pytest.fail(f"the CI has to test the page in a browser: {failure}")
         pytest.skip(str(failure))
+
+
+browser = pytest.fixture(scope="package")(browser_for_tests)  # one for the tests of this folder
 
 
 @pytest.fixture
