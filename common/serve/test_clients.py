@@ -23,6 +23,7 @@ import pytest
 from common.engine import LLMEngine
 from common.engine_config import SHIPPED_ADAPTER
 from common.llm import LLM, SamplingParams
+from common.serve.__main__ import open_port
 from common.serve.app import ServeConfig
 from common.serve.conftest import MODEL, Running, running
 from common.serve.gate import GateConfig
@@ -331,6 +332,29 @@ def test_and_those_who_take_too_long_get_an_error(command: tuple[subprocess.Pope
     with pytest.raises(openai.InternalServerError, match="no new requests"):
         one.completions.create(model=MODEL, prompt="x")
     assert process.wait(30) == 3
+
+
+def test_no_piece_waits_for_another() -> None:
+    """What a connection's transport is told about its socket: 40 ms of delay for each answer."""
+
+    async def has_no_delay() -> int:
+        found = asyncio.get_running_loop().create_future()
+
+        class Protocol(asyncio.Protocol):
+            def connection_made(self, transport: asyncio.BaseTransport) -> None:
+                own = transport.get_extra_info("socket")
+                found.set_result(own.getsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY))
+
+        listener = open_port("127.0.0.1", 0)
+        made = await asyncio.get_running_loop().create_server(Protocol, sock=listener)
+        async with made:
+            _, writer = await asyncio.open_connection("127.0.0.1", listener.getsockname()[1])
+            try:
+                return await found
+            finally:
+                writer.close()
+
+    assert asyncio.run(has_no_delay())
 
 
 def test_a_port_in_use_is_a_sentence(server: Running) -> None:
