@@ -44,7 +44,7 @@ from request import SamplingParams
 
 RECORD = Path(__file__).parent / "records" / "serve.json"
 PAGE = Path(__file__).parents[2] / "serve" / "README.md"
-NUMBERS = (1, 32, 256)
+NUMBERS = {"shipped": (1, 32, 256), "large": (1, 32)}
 NUM_PROMPT = 16
 NUM_ANSWER = {"shipped": 64, "large": 8}
 SYSTEMS = {
@@ -253,7 +253,7 @@ def measure_model(model: str, rounds: int, systems: list[str]) -> dict[str, Any]
             return loop.run_until_complete(run_http(ports[name], model, number))
 
         for i in range(1 + rounds):
-            for number in NUMBERS:
+            for number in NUMBERS[model]:
                 for name in systems:
                     one = run(name, number)
                     if i:  # the first warms up
@@ -295,7 +295,7 @@ def table_of(record: dict[str, Any]) -> str:
     rows = []
     for model, systems in record["runs"].items():
         answer = record["config"]["num_answer"][model]
-        for number in map(str, record["config"]["numbers"]):
+        for number in map(str, record["config"]["numbers"][model]):
             base = [seconds for seconds, _, _ in systems["generate"][number]]
             for name, says in SYSTEMS.items():
                 runs = systems[name][number]
@@ -321,7 +321,7 @@ def main() -> None:
         arguments = parser.parse_args()
         serve(arguments.serve, arguments.in_process)
     else:
-        measure_and_tell(__doc__, RECORD, PAGE, "serve", measure, table_of, rounds=5)
+        measure_and_tell(__doc__, RECORD, PAGE, "serve", measure, table_of, rounds=3)
 
 
 if __name__ == "__main__":
