@@ -331,7 +331,7 @@ def test_who_had_finished_when_an_interrupt_came_has_finished(
     "serve",
     [
         lambda engine: engine.generate_batch([[1, 2], [3]], GREEDY),
-        lambda engine: engine.add_request("a", [1, 2], GREEDY) or finish(engine),
+        lambda engine: (engine.add_request("a", [1, 2], GREEDY), finish(engine)),
     ],
     ids=["generate_batch", "step"],
 )
