@@ -99,7 +99,7 @@ class Answer:
             return []
         delta = {"role": "assistant", "content": ""}
         choices = [self._chat_choice(i, "delta", delta, None) for i in range(num_prompts * self.n)]
-        return [self._object("chat.completion.chunk", [choice]) for choice in choices]
+        return [self._piece([choice]) for choice in choices]
 
     def pieces(self, prompt: int, delta: RequestDelta) -> list[dict[str, Any]]:
         """Of one prompt. A piece without text says that its choice has ended."""
@@ -108,13 +108,15 @@ class Answer:
         for piece in delta.completions.values():
             says = piece.text or piece.finish_reason or self.has_logprobs or self.has_token_ids
             if says:
-                made = "chat.completion.chunk" if self.kind == "chat" else "text_completion"
-                found.append(self._object(made, [self._choice(prompt, piece, delta, "delta")]))
+                found.append(self._piece([self._choice(prompt, piece, delta, "delta")]))
         return found
 
     def usage_piece(self) -> dict[str, Any]:
+        return self._piece([]) | {"usage": self.usage.content()}
+
+    def _piece(self, choices: list[dict[str, Any]]) -> dict[str, Any]:
         made = "chat.completion.chunk" if self.kind == "chat" else "text_completion"
-        return self._object(made, []) | {"usage": self.usage.content()}
+        return self._object(made, choices)
 
     def _object(self, made: str, choices: list[dict[str, Any]]) -> dict[str, Any]:
         return {

@@ -74,15 +74,13 @@ class Server:
         self.chat = ChatPrompts(llm.tokenizer, config.chat_template)
         self.metrics = ServerMetrics(llm, config.model_name)
         self.live = LivePage(llm)
-        self.num_open = 0  # HTTP requests that are answered now
 
     # -- generating
 
     async def completions(self, body: CompletionBody, request: Request) -> Response:
         adapter = self._adapter(body.model)
         params, prompts = body.params(), body.prompts()
-        adds = body.add_special_tokens is not False
-        ids = [p if isinstance(p, list) else await self.llm.encode(p, adds) for p in prompts]
+        ids = await self._ids(body, prompts)
         echoed = prompts if body.echo else []
         texts = [p if isinstance(p, str) else await self._decode(p, "prompt") for p in echoed]
         answer = self._answer("completion", body, params, texts)
@@ -189,6 +187,12 @@ class Server:
                 "context_length_exceeded",
             )
 
+    async def _ids(
+        self, body: CompletionBody, prompts: list[str] | list[list[int]]
+    ) -> list[list[int]]:
+        adds = body.add_special_tokens is not False
+        return [p if isinstance(p, list) else await self.llm.encode(p, adds) for p in prompts]
+
     async def _chat_ids(self, body: ChatBody | TokenizeBody) -> list[int]:
         assert body.messages is not None
         how = body.add_generation_prompt, body.continue_final_message, body.chat_template_kwargs
@@ -232,9 +236,7 @@ class Server:
     async def render_completion(self, body: CompletionBody) -> list[dict[str, Any]]:
         """Token ids of each prompt, for routers that look for the same prefix."""
         body.params()
-        adds = body.add_special_tokens is not False
-        prompts = body.prompts()
-        ids = [p if isinstance(p, list) else await self.llm.encode(p, adds) for p in prompts]
+        ids = await self._ids(body, body.prompts())
         return [{"model": body.model or self.config.model_name, "token_ids": i} for i in ids]
 
     async def render_chat(self, body: ChatBody) -> dict[str, Any]:

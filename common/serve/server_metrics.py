@@ -75,7 +75,7 @@ class ServerMetrics:
                 if delta.metrics is not None and delta.error is None:
                     reason = self._note(delta)
                 yield delta
-        except (ValueError, Exception) as error:
+        except Exception as error:
             reason = "refused" if isinstance(error, ValueError) else "error"
             raise
         finally:
