@@ -8,7 +8,6 @@ python -m common.serve --speculative '{"method": "ngram"}' --num-blocks 400
 from __future__ import annotations
 
 import argparse
-import asyncio
 import logging
 import os
 import socket
@@ -53,15 +52,19 @@ def main(argv: list[str] | None = None) -> int:
         print(f"serve: port {args.port} of {args.host} can not be had: {reason}", file=sys.stderr)
         return 2
     try:
-        from common.serve.running import serve
+        from common.serve.running import make_event_loop, serve
     except ModuleNotFoundError as error:
         print(f"serve: {NOT_INSTALLED} ({error.name} is not there)", file=sys.stderr)
         return 2
+    loop = make_event_loop()
     try:
-        return asyncio.run(serve(args, engine_settings(args), listener))
+        return loop.run_until_complete(serve(args, engine_settings(args), listener))
     except (ValueError, OSError) as error:
         print(f"serve: {error}", file=sys.stderr)
         return 2
+    finally:
+        loop.run_until_complete(loop.shutdown_asyncgens())
+        loop.close()
 
 
 def open_port(host: str, port: int) -> socket.socket:

@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 
 __all__ = ["AsyncLLM", "EngineError", "QueueFull", "RequestDelta"]
 LONG_TEXT = 4096  # characters; a longer prompt becomes token ids beside the loop
-NUM_AT_ONCE = 64  # deltas that are given out before the loop may do something else
+NUM_AT_ONCE = 8  # deltas that are given out before the loop may do something else
 
 
 class Mailbox:

@@ -20,7 +20,6 @@ pytest.importorskip("uvicorn")
 
 import http.client
 
-import uvicorn
 from fastapi import FastAPI
 
 from common.engine import LLMEngine
@@ -28,7 +27,7 @@ from common.llm import LLM
 from common.serve.__main__ import open_port
 from common.serve.app import ServeConfig, make_app
 from common.serve.async_llm import AsyncLLM
-from common.serve.running import PatientProtocol
+from common.serve.running import DrainingServer, make_event_loop
 
 SMALL = dict(num_blocks=400, dtype="float64", num_threads=1, compile=False)
 MODEL = "tiny"
@@ -94,16 +93,10 @@ def running(
         llm = AsyncLLM(max_waiting=max_waiting, **(SMALL | settings))
         stack.callback(llm.close)
         app, gate = make_app(llm, config or ServeConfig(MODEL))
-        how = uvicorn.Config(
-            gate,
-            http=PatientProtocol,
-            lifespan="off",
-            log_level="warning",
-            timeout_graceful_shutdown=2,
-        )
-        server = uvicorn.Server(how)
+        server = DrainingServer(llm, gate, drain_seconds=2.0)
+        server.config.timeout_keep_alive = 1  # tests wait for it
         listener = open_port("127.0.0.1", 0)
-        loop = asyncio.new_event_loop()
+        loop = make_event_loop()
 
         def run() -> None:
             loop.run_until_complete(server.serve(sockets=[listener]))

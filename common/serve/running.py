@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import asyncio
 import logging
+import selectors
 import socket
 import sys
 from pathlib import Path
@@ -23,6 +24,9 @@ logger = logging.getLogger(__name__)
 HEADER_SECONDS = 10.0
 KEEP_ALIVE_SECONDS = 65
 CUT_SHORT = 3  # exit code: some requests were ended before their end
+FEW = 8  # connections that are accepted or heard in one turn of the loop
+BACKLOG = 2048  # connections that the system keeps until they are accepted
+SWITCH_S = 0.0005  # how long the engine's thread may hold Python's lock while the loop wants it
 
 
 class PatientProtocol(H11Protocol):
@@ -59,17 +63,46 @@ class PatientProtocol(H11Protocol):
             self.transport.close()
 
 
+class FewAtOnce(selectors.DefaultSelector):
+    """All that is heard in one turn of the loop is begun in one turn: a thousand requests that come
+    at once would hold up every stream for as long as all of them take."""
+
+    def select(self, timeout: float | None = None) -> list[tuple[selectors.SelectorKey, int]]:
+        return super().select(timeout)[:FEW]
+
+
+def make_event_loop() -> asyncio.AbstractEventLoop:
+    """For a server and its engine, which share Python's lock. Each call of the system in the loop
+    gives it up, and Python's own 5 ms until it comes back are long, ten times in a turn."""
+    sys.setswitchinterval(min(sys.getswitchinterval(), SWITCH_S))
+    return asyncio.SelectorEventLoop(FewAtOnce())
+
+
 class DrainingServer(uvicorn.Server):
     """The first signal ends it gently: nothing new is taken, and what runs may finish; what has not
     after `drain_seconds` gets an error. A second one ends it at once."""
 
-    def __init__(
-        self, config: uvicorn.Config, llm: AsyncLLM, gate: Gate, drain_seconds: float
-    ) -> None:
+    def __init__(self, llm: AsyncLLM, gate: Gate, drain_seconds: float) -> None:
+        config = uvicorn.Config(
+            gate,
+            http=PatientProtocol,
+            lifespan="off",
+            log_level="warning",
+            timeout_keep_alive=KEEP_ALIVE_SECONDS,
+            timeout_graceful_shutdown=5,
+            backlog=FEW,
+        )
         super().__init__(config)
         self.llm, self.gate, self.drain_seconds = llm, gate, drain_seconds
         self.num_cut_short = 0
         self._draining: asyncio.Task | None = None
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        """asyncio has one number for how many connections are accepted in one go, and for how many
+        the system keeps."""
+        await super().startup(sockets)
+        for listener in sockets or []:
+            listener.listen(BACKLOG)
 
     def handle_exit(self, sig: int, frame: Any) -> None:
         if self.gate.is_draining:
@@ -111,19 +144,7 @@ async def serve(args: argparse.Namespace, settings: dict[str, Any], listener: so
             name, gate_config, args.chat_template, args.adapter_root, args.heartbeat_seconds
         )
         _, gate = make_app(llm, config)
-        server = DrainingServer(
-            uvicorn.Config(
-                gate,
-                http=PatientProtocol,
-                lifespan="off",
-                log_level="warning",
-                timeout_keep_alive=KEEP_ALIVE_SECONDS,
-                timeout_graceful_shutdown=5,
-            ),
-            llm,
-            gate,
-            args.drain_seconds,
-        )
+        server = DrainingServer(llm, gate, args.drain_seconds)
         _tell(args, name, listener)
         await server.serve(sockets=[listener])
         return CUT_SHORT if server.num_cut_short else 0

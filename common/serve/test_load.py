@@ -19,6 +19,7 @@ from typing import Any
 import psutil
 import pytest
 
+from common.collector import spare_what_is_loaded
 from common.llm import LLM, SamplingParams
 from common.serve.__main__ import main as command
 from common.serve.conftest import SMALL, Running, running
@@ -102,6 +103,7 @@ def test_a_thousand_streams_of_which_half_vanish() -> None:
     outputs = alone.generate(prompts, params, use_tqdm=False)
     expected = [output.outputs[0].text for output in outputs]
     alone.close()
+    spare_what_is_loaded()
     with running(**settings) as server:
         lags, memory = list[float](), list[int]()
         task = asyncio.run_coroutine_threadsafe(measure_lag(lags), server.loop)
