@@ -3,16 +3,18 @@
     python -m common.workshop.bench.serve_bench           measures (minutes), writes the record
     python -m common.workshop.bench.serve_bench --tables  writes common/serve/README.md's table
 
-All requests of a run come at once: as many as its first column says. Two models: the shipped one,
-whose step takes milliseconds, and one of random weights whose step takes longer than anything that
-a server does. The engine is in a thread of the server, or, to compare, in a process of its own
-(`EngineInProcess`, here only): what crosses then is pickled, once a step. The client is a process
-of its own; what it takes of the processor is measured, since it takes it from the server."""
+All requests of a run come at once: as many as its first column says. Each system has a process of
+its own, and they are measured in turns. The shipped model's step takes milliseconds; those of
+Qwen3-0.6B's shape and random weights (`NUM_LAYERS`) take longer than anything a server does. The
+engine is in a thread of the server, or, to compare, in a process of its own (`EngineInProcess`,
+here only): what crosses then is pickled, once a step. The client is a process of its own; what it
+takes of the processor is measured, since it takes it from the server."""
 
 from __future__ import annotations
 
 import argparse
 import asyncio
+import functools
 import json
 import multiprocessing
 import statistics
@@ -22,9 +24,11 @@ import threading
 import time
 from collections.abc import Callable
 from concurrent.futures import Future
-from dataclasses import dataclass, replace
+from contextlib import ExitStack
+from dataclasses import astuple, dataclass, replace
 from multiprocessing.connection import Connection
 from pathlib import Path
+from subprocess import PIPE
 from types import SimpleNamespace
 from typing import Any
 
@@ -44,9 +48,10 @@ from request import SamplingParams
 
 RECORD = Path(__file__).parent / "records" / "serve.json"
 PAGE = Path(__file__).parents[2] / "serve" / "README.md"
-NUMBERS = {"shipped": (1, 32, 256), "large": (1, 32)}
+NUMBERS = {"shipped": (1, 32, 256), "large": (1, 32), "medium": (256,)}
+NUM_LAYERS = {"large": 12, "medium": 4}
 NUM_PROMPT = 16
-NUM_ANSWER = {"shipped": 64, "large": 8}
+NUM_ANSWER = {"shipped": 64, "large": 8, "medium": 8}
 SYSTEMS = {
     "generate": "`LLM.generate`",
     "thread": "`AsyncLLM`",
@@ -70,7 +75,9 @@ def make_engine(model: str) -> LLMEngine:
     if model == "shipped":
         return LLMEngine(config)
     tokenizer = load_tokenizer(SHIPPED_CHECKPOINT)
-    shape = replace(QWEN3_0_6B, num_hidden_layers=12, vocab_size=tokenizer.vocab_size)
+    shape = replace(
+        QWEN3_0_6B, num_hidden_layers=NUM_LAYERS[model], vocab_size=tokenizer.vocab_size
+    )
     return LLMEngine(config, loaded=random_model(shape), tokenizer=tokenizer)
 
 
@@ -213,66 +220,81 @@ async def run_http(port: int, model: str, number: int) -> Run:
 
 def serve(model: str, in_process: bool) -> None:
     """A server in this process, on a free port, which is its first line."""
-    import uvicorn
-
     from common.serve.__main__ import open_port
     from common.serve.app import ServeConfig, make_app
+    from common.serve.running import DrainingServer, make_event_loop
 
-    spare_what_is_loaded()
     llm = MeasuredLLM(model, in_process)
     _, gate = make_app(llm, ServeConfig(model))
     listener = open_port("127.0.0.1", 0)
     print(listener.getsockname()[1], flush=True)
-    config = uvicorn.Config(gate, lifespan="off", log_level="warning")
-    asyncio.run(uvicorn.Server(config).serve(sockets=[listener]))
+    server = DrainingServer(llm, gate, drain_seconds=1.0)
+    make_event_loop().run_until_complete(server.serve(sockets=[listener]))
 
 
-def measure_model(model: str, rounds: int, systems: list[str]) -> dict[str, Any]:
-    command = [sys.executable, "-m", "common.workshop.bench.serve_bench", "--serve", model]
-    servers: dict[str, subprocess.Popen] = {}
-    ports: dict[str, int] = {}
-    llms: dict[str, MeasuredLLM] = {}
-    found: dict[str, dict[str, list]] = {name: {} for name in systems}
-    engine = make_engine(model)
-    loop = asyncio.new_event_loop()
-    try:
-        for name in systems:
-            if name.startswith("http"):
-                how = ["--in-process"] if name.endswith("process") else []
-                server = subprocess.Popen([*command, *how], stdout=subprocess.PIPE, text=True)
-                assert server.stdout is not None
-                servers[name], ports[name] = server, int(server.stdout.readline())
-            elif name != "generate":
-                llms[name] = MeasuredLLM(model, name == "process")
+def run_when_asked(model: str, in_process: bool | None) -> None:
+    """Each line of stdin says how many at once; None: by `LLM.generate`'s engine."""
+    if in_process is None:
+        engine = make_engine(model)
+        run = functools.partial(run_generate, engine, model)
+    else:
+        loop, llm = asyncio.new_event_loop(), MeasuredLLM(model, in_process)
 
-        def run(name: str, number: int) -> Run:
-            if name == "generate":
-                return run_generate(engine, model, number)
-            if name in llms:
-                return loop.run_until_complete(run_async(llms[name], model, number))
-            return loop.run_until_complete(run_http(ports[name], model, number))
+        def run(number: int) -> Run:
+            return loop.run_until_complete(run_async(llm, model, number))
 
+    print("ready", flush=True)
+    for line in sys.stdin:
+        print(json.dumps(astuple(run(int(line)))), flush=True)
+
+
+class System:
+    """In a process of its own: what two engines in one take from each other is nobody's cost."""
+
+    def __init__(self, name: str, model: str) -> None:
+        self.name, self.model = name, model
+        command = [sys.executable, "-m", "common.workshop.bench.serve_bench", "--system", name]
+        self._process = subprocess.Popen(
+            [*command, "--model", model], stdin=PIPE, stdout=PIPE, text=True
+        )
+        self._said = self._line()
+
+    def _line(self) -> str:
+        assert self._process.stdout is not None
+        line = self._process.stdout.readline()
+        assert line, f"{self.name} has ended"
+        return line
+
+    def run(self, number: int) -> Run:
+        if self.name.startswith("http"):
+            return asyncio.run(run_http(int(self._said), self.model, number))
+        assert self._process.stdin is not None
+        self._process.stdin.write(f"{number}\n")
+        self._process.stdin.flush()
+        return Run(*json.loads(self._line()))
+
+    def close(self) -> None:
+        self._process.kill()
+        self._process.wait()
+
+
+def measure_model(model: str, rounds: int) -> dict[str, Any]:
+    found: dict[str, dict[str, list]] = {name: {} for name in SYSTEMS}
+    with ExitStack() as stack:
+        systems = [System(name, model) for name in SYSTEMS]
+        for system in systems:
+            stack.callback(system.close)
         for i in range(1 + rounds):
             for number in NUMBERS[model]:
-                for name in systems:
-                    one = run(name, number)
+                for system in systems if i % 2 else reversed(systems):
+                    one = system.run(number)
                     if i:  # the first warms up
-                        figures = [round(one.seconds, 5), round(one.first_token, 5)]
-                        found[name].setdefault(str(number), []).append(
-                            [*figures, round(one.client, 5)]
-                        )
-    finally:
-        for server in servers.values():
-            server.kill()
-            server.wait()
-        for llm in llms.values():
-            llm.close()
-        engine.close()
-        loop.close()
+                        figures = [round(figure, 5) for figure in astuple(one)]
+                        found[system.name].setdefault(str(number), []).append(figures)
     return found
 
 
-def measure(rounds: int, models: tuple[str, ...] = ("shipped", "large")) -> dict[str, Any]:
+def measure(rounds: int, models: tuple[str, ...] = tuple(NUMBERS)) -> dict[str, Any]:
     spare_what_is_loaded()
     return {
         "command": "python -m common.workshop.bench.serve_bench",
@@ -283,9 +305,9 @@ def measure(rounds: int, models: tuple[str, ...] = ("shipped", "large")) -> dict
             "numbers": NUMBERS,
             "threads": torch.get_num_threads(),
             "rounds": rounds,
-            "large": "12 layers of Qwen3-0.6B's shape, random weights, float32",
+            "layers": NUM_LAYERS,  # of Qwen3-0.6B's shape, random weights, float32
         },
-        "runs": {model: measure_model(model, rounds, [*SYSTEMS]) for model in models},
+        "runs": {model: measure_model(model, rounds) for model in models},
     }
 
 
@@ -314,12 +336,18 @@ def table_of(record: dict[str, Any]) -> str:
 
 
 def main() -> None:
-    if "--serve" in sys.argv:
+    if "--system" in sys.argv:
         parser = argparse.ArgumentParser()
-        parser.add_argument("--serve", metavar="MODEL")
-        parser.add_argument("--in-process", action="store_true")
+        parser.add_argument("--system", choices=SYSTEMS)
+        parser.add_argument("--model", choices=NUMBERS)
         arguments = parser.parse_args()
-        serve(arguments.serve, arguments.in_process)
+        spare_what_is_loaded()
+        in_process = "process" in arguments.system
+        if arguments.system.startswith("http"):
+            serve(arguments.model, in_process)
+        else:
+            alone = arguments.system == "generate"
+            run_when_asked(arguments.model, None if alone else in_process)
     else:
         measure_and_tell(__doc__, RECORD, PAGE, "serve", measure, table_of, rounds=3)
 
