@@ -24,7 +24,7 @@ import threading
 import time
 from collections.abc import Callable
 from concurrent.futures import Future
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from dataclasses import astuple, dataclass, replace
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -130,9 +130,10 @@ def _engine_process(model: str, there: Connection) -> None:
     there.send({name: getattr(engine, name) for name in names})
     is_ready.set()
     what = ""
-    while what != "close":
-        what, arguments = there.recv()
-        getattr(loop, what)(*arguments)
+    with suppress(EOFError):  # the other process has ended
+        while what != "close":
+            what, arguments = there.recv()
+            getattr(loop, what)(*arguments)
 
 
 class MeasuredLLM(AsyncLLM):
@@ -227,6 +228,7 @@ def serve(model: str, in_process: bool) -> None:
     llm = MeasuredLLM(model, in_process)
     _, gate = make_app(llm, ServeConfig(model))
     listener = open_port("127.0.0.1", 0)
+    listener.listen()  # who comes before it is served waits
     print(listener.getsockname()[1], flush=True)
     server = DrainingServer(llm, gate, drain_seconds=1.0)
     make_event_loop().run_until_complete(server.serve(sockets=[listener]))
