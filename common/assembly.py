@@ -181,9 +181,9 @@ def make_runner(
     """What computes. `trim` wraps a runner that verifies guesses, `make_length` chooses their
     number. `tokenizer` is the checkpoint's, unless another one is given."""
     loaded.model.group_layers(max_model_len)
-    if draft is not None:  # it guesses no further
-        draft.model.group_layers(draft.config.num_unhidden)
     check_windows(config, loaded.model.groups)
+    if draft is not None and draft.model is not loaded.model:  # it guesses no further
+        draft.model.group_layers(draft.config.num_unhidden)
     attention = make_attention(config, loaded)
     given = Given(config, loaded, draft, attention, max_model_len, vocab_size, tokenizer)
     adapters = make_adapter_slots(given)  # KV gets what they leave
