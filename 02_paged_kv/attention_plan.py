@@ -87,7 +87,7 @@ class DecodeGroup:
         # and 6 are 5 5 5 6.
         tokens = (stop - torch.arange(query_len, 0, -1)).maximum(first)
         positions = tokens - stop + seq_len
-        hidden = self.is_hidden(slots[: self.num_keys], positions[:, :, None])
+        hidden = slots[: self.num_keys] > positions[:, :, None]  # [n, query_len, num_keys]
         self.mask = None  # or [n, 1, num_shared * query_len, num_keys], 0 or -inf
         if hidden.any():
             hidden = hidden.repeat(1, num_shared, 1)[:, None]
@@ -97,11 +97,6 @@ class DecodeGroup:
         self.tokens, self.unused = to_device(tokens.flatten()), to_device(unused)
         # [n * num_blocks] int, any block's beyond a sequence's own
         self.block_ids = block_tables[to_device(torch.tensor(rows)), :num_blocks].flatten()
-
-    def is_hidden(self, keys: torch.Tensor, queries: torch.Tensor) -> torch.Tensor:
-        """`[n, query_len, num_keys]`: which queries do not see which keys. Both are positions,
-        `[num_keys]` and `[n, query_len, 1]`."""
-        return keys > queries
 
     def attend(
         self,

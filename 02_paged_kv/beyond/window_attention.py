@@ -100,12 +100,29 @@ def compose_windows(
 
 
 class WindowGroup(DecodeGroup):
-    def __init__(self, window: int, *step) -> None:
-        self.window = window
-        super().__init__(*step)
+    """Chapter 2's group, whose mask hides what lies in front of the window, too."""
 
-    def is_hidden(self, keys: Tensor, queries: Tensor) -> Tensor:
-        return super().is_hidden(keys, queries) | (keys <= queries - self.window)
+    def __init__(
+        self,
+        window: int,
+        rows: list[int],
+        starts: Sequence[int],
+        seq_lens: Sequence[int],
+        block_tables: Tensor,
+        num_heads: int,
+        key_cache: Tensor,
+    ) -> None:
+        super().__init__(rows, starts, seq_lens, block_tables, num_heads, key_cache)
+        own = [(starts[row + 1] - starts[row], seq_lens[row]) for row in rows]
+        num_queries, seq_len = torch.tensor(own).T[:, :, None]  # each [n, 1]
+        query_len = len(self.tokens) // len(rows)  # who has fewer repeats its first
+        positions = seq_len - torch.arange(query_len, 0, -1).minimum(num_queries)
+        hidden = torch.arange(self.num_keys) <= positions[:, :, None] - window
+        if hidden.any():
+            hidden = hidden.repeat(1, num_heads // key_cache.shape[2], 1)[:, None]
+            mask = torch.zeros(hidden.shape, dtype=key_cache.dtype).masked_fill_(hidden, -math.inf)
+            mask = mask.to(key_cache.device)
+            self.mask = mask if self.mask is None else self.mask + mask
 
 
 class WindowPlan(PagedPlan):
