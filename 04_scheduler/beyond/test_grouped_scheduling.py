@@ -11,7 +11,7 @@ import pytest
 from block_pool import BlockPool
 from fake_model import FakeModelRunner
 from grouped_kv_memory import GroupedKVMemory, most_blocks, most_of_window
-from kv_memory import SharingRunnerState
+from kv_memory import ComputedBlocks, SharingRunnerState
 from request import Request
 from scheduler import Scheduler
 from test_scheduler_runs import VOCAB, World, _explore
@@ -110,6 +110,7 @@ def test_the_example_of_the_page():
         assert memory.allocate_slots(request, stop - start)
         held.append([i for i, block_id in enumerate(memory.get_block_ids("a")) if block_id])
     assert held == [[0], [0, 1], [0, 1, 2], [1, 2], [1, 2], [1, 2, 3], [2, 3]]
+    assert [(m.block_index, m.block_id) for m in memory.take_block_moves()] == [(0, 0), (1, 0)]
     assert (most_of_window(1024, 16, 1), most_of_window(1024, 16, 2048)) == (65, 193)
 
 
@@ -124,10 +125,14 @@ def test_what_is_reserved_is_never_taken_by_others(window: int):
     for start in range(3, length, step):
         while memory.allocate_slots(other, 1):
             other.num_computed_tokens += 1
+        if len(memory.get_tables("a")[1]) * size < length:
+            assert other.num_computed_tokens == 0, "it has got what was given up"
         one.num_computed_tokens = start
         assert memory.allocate_slots(one, min(step, length - start))
         memory.check_invariants([one, other])
-    assert other.num_computed_tokens < 2 * size, "it has got what was given up"
+    memory.free(one)
+    one.num_computed_tokens = 0
+    assert memory.allocate_slots(one, 1) and list(map(len, memory.get_tables("a"))) == [1, 1]
 
 
 def test_capacity_is_the_longest_that_fits_alone():
@@ -163,3 +168,16 @@ def test_a_scheduler_sends_all_tables():
     scheduler.add_request(Request.from_tokens("a", [0] * 5, 3))
     (new,) = scheduler.schedule().scheduled_new_reqs
     assert new.block_ids == tuple(map(list, memory.get_tables("a"))) and len(new.block_ids) == 2
+
+
+def test_room_is_asked_for_as_it_will_be_held():
+    """A request of 20 tokens holds three blocks of 2 at most, and who goes leaves what it holds."""
+    memory = GroupedKVMemory(BlockPool(6), 2, [3], 2)
+    one, gone = Request.from_tokens("a", [0] * 20, 1), Request.from_tokens("b", [0] * 20, 1)
+    assert memory.can_allocate(one, 20, ComputedBlocks())
+    for start in range(0, 6, 2):
+        gone.num_computed_tokens = start
+        assert memory.allocate_slots(gone, 2)
+    assert list(map(bool, memory.get_block_ids("b"))) == [False, True, True]
+    assert memory.can_allocate(one, 20, ComputedBlocks(), 2, gone)
+    assert not memory.can_allocate(one, 20, ComputedBlocks(), 3, gone)
