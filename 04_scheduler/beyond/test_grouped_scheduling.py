@@ -111,6 +111,11 @@ def test_the_example_of_the_page():
         held.append([i for i, block_id in enumerate(memory.get_block_ids("a")) if block_id])
     assert held == [[0], [0, 1], [0, 1, 2], [1, 2], [1, 2], [1, 2, 3], [2, 3]]
     assert [(m.block_index, m.block_id) for m in memory.take_block_moves()] == [(0, 0), (1, 0)]
+    assert not memory.take_block_moves()
+    request.num_computed_tokens = 14
+    assert memory.allocate_slots(request, 4)  # it gives up the third
+    memory.begin_anew()
+    assert not memory.take_block_moves()
     assert (most_of_window(1024, 16, 1), most_of_window(1024, 16, 2048)) == (65, 193)
 
 
