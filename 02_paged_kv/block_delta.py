@@ -34,15 +34,20 @@ from scheduler_interface import CachedRequestData, NewRequestData, SchedulerOutp
 
 @dataclass(slots=True)
 class _SentTable:
-    block_ids: Sequence[int]  # the request's table itself, which grows
+    block_ids: Sequence[int]  # a table of the request itself, which grows
     num_blocks: int = 0  # of it that the runner knows
+
+    def take_new(self) -> list[int]:
+        new = list(self.block_ids[self.num_blocks :])
+        self.num_blocks += len(new)
+        return new
 
 
 class BlockDelta(RunnerDelta):
     def __init__(self, kv_memory: BlockMemory) -> None:
         super().__init__()
         self._kv_memory = kv_memory
-        self._tables: dict[str, _SentTable] = {}
+        self._tables: dict[str, list[_SentTable]] = {}
 
     def forget(self, request_id: str) -> None:
         super().forget(request_id)
@@ -62,14 +67,13 @@ class BlockDelta(RunnerDelta):
         return data
 
     def new_block_ids(self, request_id: str) -> tuple[list[int], ...]:
-        """Of each of its tables, what the runner does not know yet: of one table, here."""
+        """What the runner does not know yet of each of its tables."""
         self._kv_memory.grown.discard(request_id)
         sent = self._tables.get(request_id)
         if sent is None:
-            sent = self._tables[request_id] = _SentTable(self._kv_memory.get_block_ids(request_id))
-        new = list(sent.block_ids[sent.num_blocks :])
-        sent.num_blocks += len(new)
-        return (new,)
+            tables = self._kv_memory.get_tables(request_id)
+            sent = self._tables[request_id] = [_SentTable(table) for table in tables]
+        return tuple(table.take_new() for table in sent)
 
 
 class RequestRow(RunnerRequest):

@@ -59,6 +59,10 @@ class BlockMemory(Protocol):
         """The request's block table, empty if it has none. It is alive: copy it to keep it."""
         ...
 
+    def get_tables(self, request_id: str) -> tuple[Sequence[int], ...]:
+        """One for each group of layers. Most models have one group."""
+        ...
+
 
 @dataclass(slots=True)
 class BlockTable:
@@ -108,6 +112,9 @@ class KVCacheManager:
     def get_block_ids(self, request_id: str) -> Sequence[int]:
         table = self._tables.get(request_id)
         return () if table is None else table.block_ids
+
+    def get_tables(self, request_id: str) -> tuple[Sequence[int], ...]:
+        return (self.get_block_ids(request_id),)
 
     def slot_mapping(self, request_id: str, start: int, stop: int) -> list[int]:
         """The slots of positions `[start, stop)`. Raises `ValueError` outside the table."""

@@ -88,7 +88,7 @@ class Scheduler(SchedulerBase):
         self._keeps_for_every = keep_for_prompts == "every"
         self.reserve_all = reserve_all
         self._has_priorities = isinstance(self.waiting.policy, PriorityPolicy)
-        self._num_kept_free = int(watermark * (self.kv_memory.capacity // self.block_size))
+        self._num_kept_free = int(watermark * self.kv_memory.pool.num_usable_blocks)
 
     def schedule(self) -> PreemptingPlan:
         """Plan a step: first those who run, then those who wait."""

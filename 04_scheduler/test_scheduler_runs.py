@@ -487,7 +487,7 @@ def fingerprint(world: World, num_added: int) -> tuple:
             request.num_tokens,
             request.num_pending_tokens,
             min(request.num_preemptions, getattr(scheduler, "max_preemptions", 0)),
-            tuple(name(b) for b in scheduler.kv_memory.get_block_ids(request_id)),
+            tuple(name(b) for ids in scheduler.kv_memory.get_tables(request_id) for b in ids),
         )
         for request_id, request in sorted(scheduler.requests.items())
     )

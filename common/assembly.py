@@ -29,6 +29,7 @@ from batch_layout import compose_in_order
 from common.engine_config import EngineConfig, SpeculativeConfig
 from common.kernels.chosen_regions import set_regions
 from common.kv_sizing import ALONE, KVDemand, Neighbours, allocate_kv_cache, make_kv_cache
+from common.layer_groups import LayerGroups
 from common.linear import linear_layers
 from common.loader import LoadedModel
 from common.model import DecoderModel
@@ -179,6 +180,10 @@ def make_runner(
 ) -> LocalRunner:
     """What computes. `trim` wraps a runner that verifies guesses, `make_length` chooses their
     number. `tokenizer` is the checkpoint's, unless another one is given."""
+    loaded.model.group_layers(max_model_len)
+    check_windows(config, loaded.model.groups)
+    if draft is not None and draft.model is not loaded.model:  # it guesses no further
+        draft.model.group_layers(draft.config.num_unhidden)
     attention = make_attention(config, loaded)
     given = Given(config, loaded, draft, attention, max_model_len, vocab_size, tokenizer)
     adapters = make_adapter_slots(given)  # KV gets what they leave
@@ -328,6 +333,36 @@ def kv_namespace(loaded: LoadedModel, kv_cache: PagedKVCache) -> tuple[tuple[str
 # -- the model's side
 
 
+def check_windows(config: EngineConfig, groups: LayerGroups) -> None:
+    """Raises `ValueError` for what is not built beside layers that attend to a window."""
+    if not groups.have_windows:
+        return
+    how, backend = config.speculation, config.attention_backend
+    refused = {
+        "speculative with a draft model": how is not None and how.method != "ngram",
+        "batch_invariant": config.batch_invariant,
+        "kv_tiers": config.kv_tiers is not None,
+        "kv_connector": config.kv_connector is not None,
+        "events": config.events is not None,
+        f"scheduler={config.scheduler!r}": config.scheduler != "two_phase",
+        f"attention_backend={backend!r}": backend not in ("auto", "torch"),
+    }
+    window = min(window for window in groups.windows if window is not None)
+    for name, is_asked in refused.items():
+        if is_asked:
+            raise ValueError(
+                f"{name}: it is not built for layers that attend to a window; with "
+                f"max_model_len={window} no layer does"
+            )
+    logger.info(
+        "%d groups of layers have block tables of their own; of %d places for a layer %d are "
+        "unused",
+        len(groups.windows),
+        len(groups.windows) * groups.num_tensors,
+        groups.num_unused,
+    )
+
+
 def make_attention(config: EngineConfig, loaded: LoadedModel) -> Attention:
     """`"auto"` is Triton on CUDA and PyTorch elsewhere. Where prompts are cut it is chapter 6's,
     for decodes and chunks in one batch, instead of chapter 2's. A fallback is announced.
@@ -340,6 +375,12 @@ def make_attention(config: EngineConfig, loaded: LoadedModel) -> Attention:
         from mixed_batch import compose as compose_mixed
 
         compose = partial(compose_mixed, decode_threshold=config.num_rows_per_request)
+    if loaded.model.groups.have_windows:
+        from window_attention import WindowBackend, compose_windows
+
+        others = load(ATTENTION_BACKENDS["torch"][is_mixed])()
+        windows = loaded.model.groups.windows
+        return Attention(WindowBackend(others), partial(compose_windows, compose, windows))
     if config.batch_invariant:
         from invariant_attention import InvariantAttentionBackend
 
@@ -387,6 +428,9 @@ def make_graph_maker(
 ) -> GraphMaker | None:
     """Who captures decode steps, if they are to be and can be."""
     if not config.wants_graphs(loaded.model.embed_weight.device):
+        return None
+    if loaded.model.groups.have_windows:
+        logger.warning("enforce_eager is set: a model with windows is not captured in graphs")
         return None
     from common.runner.graph_maker import GraphMaker
 
@@ -467,6 +511,6 @@ def make_draft_model(
         given.attention.backend,
         state,
         how.num_spec_tokens,
-        max_model_len=min(given.max_model_len, draft.config.max_position_embeddings),
+        max_model_len=min(given.max_model_len, draft.config.num_unhidden),
         sampler=ConstrainedDrafts(sampler, state.sampling, state),
     )

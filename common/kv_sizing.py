@@ -23,6 +23,7 @@ from common.model import SCORED
 from common.runner.batch_state import BatchState
 from common.sampling.sampler import Sampler
 from common.sampling.sampling_columns import SamplingBatch, SamplingColumns
+from grouped_kv_memory import most_blocks
 from kv_budget import (
     BytesForKV,
     CudaMemory,
@@ -93,8 +94,12 @@ def make_kv_cache(
     kv_bytes_per_block = allocate_kv_cache(loaded, 1, config.block_size).kv_bytes_per_block
     if draft is not None:
         kv_bytes_per_block += allocate_kv_cache(draft, 1, config.block_size).kv_bytes_per_block
+    most = config.max_num_batched_tokens
+    blocks_per_request = most_blocks(
+        demand.max_model_len, config.block_size, loaded.model.groups.windows, most
+    )
     sizes = config.block_size, config.max_num_seqs, demand.max_model_len
-    budget = size_kv_cache(kv_bytes_per_block, *sizes, available)
+    budget = size_kv_cache(kv_bytes_per_block, *sizes, available, blocks_per_request)
     logger.info(budget.explanation)
     num_blocks = neighbours.least(budget.num_blocks)
     kv_cache = allocate_kv_cache(loaded, num_blocks, config.block_size, demand.kind)
@@ -119,7 +124,7 @@ def allocate_kv_cache(
     would end the process when it is written. (What another engine has reserved, and not written to,
     counts as free: who makes several adds up their `num_blocks`.)"""
     model, weight = loaded.model, loaded.model.embed_weight
-    num_values = 2 * model.num_layers * num_blocks * block_size * model.num_kv_heads
+    num_values = 2 * model.groups.num_tensors * num_blocks * block_size * model.num_kv_heads
     num_bytes = num_values * model.config.head_dim * weight.dtype.itemsize
     if weight.device.type == "cpu" and num_here * num_bytes > (free := free_memory_bytes()):
         ranks = f" on each of {num_here} ranks" if num_here > 1 else ""
@@ -128,7 +133,7 @@ def allocate_kv_cache(
             f"GiB{ranks}, and {free / 2**30:,.2f} GiB are free"
         )
     return kind(
-        num_layers=model.num_layers,
+        num_layers=model.groups.num_tensors,
         num_blocks=num_blocks,
         block_size=block_size,
         num_kv_heads=model.num_kv_heads,
@@ -265,6 +270,8 @@ def run_forward(
     positions = positions.to(device)
     rows, hidden = positions.new_zeros(num_logit_rows), loaded.model.blank_hidden(len(positions))
     ids = torch.zeros_like(positions)
-    batch = ComposedBatch(ids, positions, (metadata,), rows, hidden=hidden, staged=dict(staged))
+    # Of every group the same blocks: nobody looks at what comes out.
+    attention = (metadata,) * loaded.model.num_groups
+    batch = ComposedBatch(ids, positions, attention, rows, hidden=hidden, staged=dict(staged))
     batch.plan_attention(backend, loaded.model.num_heads, kv_cache)
     return loaded.model(batch, kv_cache)

@@ -34,6 +34,7 @@ from torch.nn import functional as F
 from batch_layout import ComposedBatch
 from common.blocks import AttentionBlock, CheckpointTensor, MakeLinear, MLPBlock, allocator
 from common.kernels.regions import Regions
+from common.layer_groups import LayerGroups, deal_layers
 from common.linear import Linear, linear_layers, why_not_packed
 from common.model_config import ModelConfig
 from common.parallel.collectives import Alone, Collectives
@@ -121,6 +122,24 @@ class DecoderModel(nn.Module):
         self.rank_config = config  # the shapes that this process computes with
         self.num_layers = len(layers)
         self.num_heads, self.num_kv_heads, _ = layers[0].attention.head_counts
+        self.group_layers(config.max_position_embeddings)
+
+    def group_layers(self, max_model_len: int) -> None:
+        """Who shares block tables, if no sequence is longer than `max_model_len`. Before there is a
+        KV cache: it has a tensor for each layer of a group. Raises `ValueError` where several ranks
+        would need more than one group."""
+        windows = self.config.layer_windows or (None,) * self.num_layers
+        groups = deal_layers(windows, max_model_len)
+        if len(windows) != self.num_layers or self.collectives.ranks.world_size > 1:
+            if groups.have_windows:
+                raise ValueError(
+                    f"max_model_len is {max_model_len}: with several ranks it must be at most the "
+                    f"window of attention, {min(w for w in windows if w)}"
+                )
+            groups = deal_layers((None,) * self.num_layers, max_model_len)
+        self.groups: LayerGroups = groups
+        for layer, place in zip(self.layers, groups.places, strict=True):
+            layer.attention.group, layer.attention.index = place
 
     @property
     def num_groups(self) -> int:

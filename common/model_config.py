@@ -11,8 +11,9 @@ what differs is who has biases and who norms queries and keys:
 
 A feature that a configuration asks for and this decoder lacks is a `ValueError` that names the
 field: a model that runs without it answers fluently and wrongly. Fields nobody here knows are
-ignored, as `transformers` ignores them, and named in the log. Sliding windows are not implemented:
-up to its window such a model is an ordinary one, so `max_position_embeddings` is lowered to it.
+ignored, as `transformers` ignores them, and named in the log.
+
+Mistral's layers attend to a window, and Qwen's may: `layer_windows` says which.
 
 Defaults of absent fields are those of `transformers`, and so are both spellings of the rotary
 parameters: `rope_theta` and `rope_scaling` (old), `rope_parameters` (since transformers 5)."""
@@ -23,6 +24,7 @@ import logging
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from common.layer_groups import Window
 from common.rotary import RopeParameters
 from request import check_integers
 
@@ -54,7 +56,14 @@ class ModelConfig:
     has_qk_norm: bool = False
     dtype: str | None = None  # what the configuration says the weights are stored in
     eos_token_ids: tuple[int, ...] = ()
+    layer_windows: tuple[Window, ...] = ()  # of each layer; (): no layer has one
     blocks: tuple[str, str] = ("attention", "mlp")  # of each layer, as `model.py` names them
+
+    @property
+    def num_unhidden(self) -> int:
+        """Positions up to which no window hides any."""
+        windows = [window for window in self.layer_windows if window is not None]
+        return min([self.max_position_embeddings, *windows])
 
     @classmethod
     def from_hf(cls, fields: dict[str, Any]) -> ModelConfig:
@@ -82,7 +91,7 @@ class ModelConfig:
             num_attention_heads=num_heads,
             num_key_value_heads=num_kv_heads,
             head_dim=head_dim,
-            max_position_embeddings=_within_window(fields, family, max_positions),
+            max_position_embeddings=max_positions,
             rms_norm_eps=_positive_float(fields, "rms_norm_eps", 1e-6),
             rope=_rope(fields, max_positions),
             tie_word_embeddings=bool(fields.get("tie_word_embeddings")),
@@ -92,6 +101,7 @@ class ModelConfig:
             has_qk_norm=family.has_qk_norm,
             dtype=_dtype(fields),
             eos_token_ids=token_ids("config.json: eos_token_id", fields.get("eos_token_id")),
+            layer_windows=_layer_windows(fields, family),
             blocks=family.blocks,
         )
 
@@ -195,8 +205,7 @@ def _refuse_unsupported(fields: dict[str, Any], family: _Family) -> None:
         logger.warning("config.json: ignored, because unknown here: %s", ", ".join(unknown))
 
 
-def _within_window(fields: dict[str, Any], family: _Family, max_positions: int) -> int:
-    """The most positions for which a sliding window, if there is one, hides nothing."""
+def _layer_windows(fields: dict[str, Any], family: _Family) -> tuple[Window, ...]:
     num_layers = _positive_int(fields, "num_hidden_layers")
     kind = family.sliding_window
     window = fields.get("sliding_window", 4096 if kind == "always" else None)
@@ -217,13 +226,14 @@ def _within_window(fields: dict[str, Any], family: _Family, max_positions: int) 
             f"layer_types contains {unsupported}, sliding_window is {window!r}: "
             f"allowed then are {', '.join(allowed)}"
         )
+    if layer_types and len(layer_types) != num_layers:
+        raise _refused("layer_types", layer_types, f"there are {num_layers} layers")
     if window is None or (kind != "always" and "sliding_attention" not in layer_types):
-        return max_positions
+        return ()
     window = _positive_int({"sliding_window": window}, "sliding_window")
-    if window < max_positions:
-        what = "max_position_embeddings, %d, is lowered to it, for up to there nothing differs"
-        logger.warning("sliding_window is %d and not implemented: " + what, window, max_positions)
-    return min(window, max_positions)
+    if kind == "always":
+        return (window,) * num_layers
+    return tuple(window if kind == "sliding_attention" else None for kind in layer_types)
 
 
 def _rope(fields: dict[str, Any], max_positions: int) -> RopeParameters:

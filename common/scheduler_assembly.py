@@ -26,6 +26,7 @@ import torch
 
 from block_pool import BlockPool
 from common.engine_config import EngineConfig
+from common.layer_groups import Window, deal_layers
 from common.model_config import ModelConfig, ModelFacts
 from common.roles import PREFIX_CACHES, SCHEDULERS, LearnsDurations, load
 from engine_core import EngineCore
@@ -129,7 +130,11 @@ def assemble_around(config: EngineConfig, side: RunnerSide) -> EngineParts:
     queued = None if under_way is None else make_queued_runner(side)
     wait_for_steps = None if queued is None else queued.wait_for_steps
     num_blocks = side.kv_cache.num_blocks
-    kv_memory = make_kv_memory(config, num_blocks, connector, listener, wait_for_steps)
+    windows = side.model.config.layer_windows
+    if windows and (groups := deal_layers(windows, side.max_model_len)).have_windows:
+        kv_memory = make_grouped_memory(config, num_blocks, groups.windows)
+    else:
+        kv_memory = make_kv_memory(config, num_blocks, connector, listener, wait_for_steps)
     chunk_policy = make_chunk_policy(config)
     plugins = make_plugins(config, under_way, side.num_lookahead_tokens)
     parts = SchedulerParts(config, side.max_model_len, kv_memory, chunk_policy, plugins)
@@ -380,6 +385,21 @@ def make_kv_memory(
     from loading_kv_cache_manager import LoadingKVCacheManager
 
     return LoadingKVCacheManager(pool, block_size, cache, connector, wait_for_steps)
+
+
+def make_grouped_memory(
+    config: EngineConfig, num_blocks: int, windows: Sequence[Window]
+) -> KVMemory:
+    from grouped_kv_memory import GroupedKVMemory
+
+    if config.prefix_cache is not None:
+        logger.warning(
+            "prefix_cache has no effect: none is built for layers that attend to a window; with "
+            "max_model_len=%d there are none",
+            min(window for window in windows if window is not None),
+        )
+    most = config.max_num_batched_tokens
+    return GroupedKVMemory(BlockPool(num_blocks), config.block_size, windows, most)
 
 
 def make_cache(

@@ -4,10 +4,11 @@ import json
 import logging
 import random
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM
+from transformers import AutoConfig
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 from transformers.models.qwen3.modeling_qwen3 import Qwen3RMSNorm, apply_rotary_pos_emb
 
@@ -229,44 +230,39 @@ def test_absent_fields_mean_what_they_mean_to_transformers(name, checkpoints):
     assert ours.tie_word_embeddings == theirs.tie_word_embeddings
 
 
-def test_a_sliding_window_lowers_max_positions_and_says_so(checkpoints, caplog):
-    with caplog.at_level(logging.WARNING):
-        config = load_model(checkpoints["mistral-window"], torch.float64).config
-    assert config.max_position_embeddings == 48
-    assert "sliding_window is 48" in caplog.text
-    # It is exact up to there and no further: one more token, and transformers hides the first one.
+def test_mistral_has_a_window_in_every_layer(checkpoints):
     fields = read_config(checkpoints["mistral-window"])
-    theirs = AutoModelForCausalLM.from_pretrained(
-        checkpoints["mistral-window"], dtype=torch.float64
-    )
-    prompt = torch.tensor([[5 * i % 89 for i in range(49)]])
-    with torch.inference_mode():
-        windowed = theirs(input_ids=prompt).logits[0]
-        theirs.config.sliding_window = None
-        plain = theirs(input_ids=prompt).logits[0]
-    assert torch.allclose(windowed[:48], plain[:48]) and not torch.allclose(windowed, plain)
-    assert ModelConfig.from_hf({**fields, "sliding_window": None}).max_position_embeddings == 64
-    del fields["sliding_window"]  # to transformers, absent is 4,096
-    fields["max_position_embeddings"] = 5000
-    assert ModelConfig.from_hf(fields).max_position_embeddings == 4096
+    config = ModelConfig.from_hf(fields)
+    assert config.layer_windows == (48, 48, 48)
+    assert (config.max_position_embeddings, config.num_unhidden) == (64, 48)
+    assert ModelConfig.from_hf({**fields, "sliding_window": None}).layer_windows == ()
+    del fields["sliding_window"]
+    assert ModelConfig.from_hf(fields).layer_windows == (4096,) * 3  # as transformers has it
+    assert ModelConfig.from_hf(fields).num_unhidden == 64
 
 
 def test_qwen_has_a_window_only_where_it_is_switched_on(checkpoints):
     fields = read_config(checkpoints["qwen2"])
     del fields["layer_types"]
-    fields |= {"sliding_window": 16, "max_window_layers": 2, "use_sliding_window": False}
-    assert ModelConfig.from_hf(fields).max_position_embeddings == 64
-    fields["use_sliding_window"] = True
-    assert ModelConfig.from_hf(fields).max_position_embeddings == 16
-    fields["max_window_layers"] = 3  # the first three layers of three have none
-    assert ModelConfig.from_hf(fields).max_position_embeddings == 64
-    fields["max_window_layers"] = 0
-    assert ModelConfig.from_hf(fields).max_position_embeddings == 16
-    fields |= {"max_window_layers": -1, "use_sliding_window": False}  # not asked: not looked at
-    assert ModelConfig.from_hf(fields).max_position_embeddings == 64
-    fields |= {"max_window_layers": 3, "use_sliding_window": True}
-    fields["layer_types"] = ["full_attention", "sliding_attention", "full_attention"]
-    assert ModelConfig.from_hf(fields).max_position_embeddings == 16
+
+    def windows(**changes: Any) -> tuple:
+        fields.update(changes)
+        return ModelConfig.from_hf(fields).layer_windows
+
+    assert windows(sliding_window=16, max_window_layers=2, use_sliding_window=False) == ()
+    assert windows(use_sliding_window=True) == (None, None, 16)
+    assert windows(max_window_layers=3) == ()  # the first three layers of three have none
+    assert windows(max_window_layers=0) == (16, 16, 16)
+    assert windows(max_window_layers=-1, use_sliding_window=False) == ()  # not asked
+    kinds = ["full_attention", "sliding_attention", "full_attention"]
+    switched_on = {"max_window_layers": 3, "use_sliding_window": True}
+    assert windows(**switched_on, layer_types=kinds) == (None, 16, None)
+    theirs = AutoConfig.for_model(**fields)
+    assert (theirs.layer_types, theirs.sliding_window) == (kinds, 16)
+    with pytest.raises(ValueError, match="there are 3 layers"):
+        windows(layer_types=kinds[:2])
+    with pytest.raises(ValueError, match="sliding_window is 0"):
+        windows(layer_types=kinds, sliding_window=0)
 
 
 def test_unknown_fields_are_named_in_the_log(checkpoints, caplog):

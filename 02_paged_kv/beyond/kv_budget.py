@@ -76,9 +76,11 @@ def size_kv_cache(
     max_num_seqs: int,
     max_model_len: int,
     available: BytesForKV,
+    blocks_per_request: int | None = None,
 ) -> KVBudget:
-    """Raises `ValueError` if not even one request of `max_model_len` fits."""
-    blocks_per_request = -(-max_model_len // block_size)
+    """`blocks_per_request`: that one of `max_model_len` holds at once; None: one for each
+    `block_size` tokens. Raises `ValueError` if not even one such request fits."""
+    blocks_per_request = blocks_per_request or -(-max_model_len // block_size)
     num_affordable = available.num_bytes // kv_bytes_per_block
     num_useful = max_num_seqs * blocks_per_request + 1
     num_blocks = min(num_affordable, num_useful)

@@ -19,7 +19,7 @@ from pathlib import Path
 from types import FrameType
 
 import torch
-from transformers import Qwen3Config, Qwen3ForCausalLM
+from transformers import AutoModelForCausalLM, Qwen3Config, Qwen3ForCausalLM
 
 from bounded_loops import as_long_as
 from common.engine import EngineConfig, LLMEngine
@@ -80,7 +80,7 @@ def greedy(model: torch.nn.Module, prompt: list[int], max_tokens: int) -> list[i
 
 
 def make_oracle(path: Path, prompts: list[list[int]]) -> Oracle:
-    model = Qwen3ForCausalLM.from_pretrained(path, dtype=torch.float64).eval()
+    model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float64).eval()
     model.generation_config.eos_token_id = None
     return Oracle(path, prompts, [greedy(model, prompt, MAX_TOKENS) for prompt in prompts])
 

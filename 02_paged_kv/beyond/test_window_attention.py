@@ -1,0 +1,133 @@
+"""Attention to a window against a loop over single scores in float64. What no query sees is NaN,
+and no table names it."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from functools import partial
+
+import numpy as np
+import pytest
+import torch
+
+import window_attention as module
+from batch_layout import Queries, compose_in_order
+from block_delta import PagedRunnerState
+from paged_attention import PagedKVCache, TorchAttentionBackend, write_kv
+from test_paged_attention import TOLERANCE, naive_attention
+from window_attention import WindowBackend, WindowPlan, compose_windows
+
+CPU = torch.device("cpu")
+# (query_len, seq_len): decodes, guesses behind them, chunks, whole prompts
+SEQUENCES = [(1, 1), (1, 40), (1, 13), (3, 20), (8, 8), (2, 33), (25, 25), (19, 41), (30, 33)]
+
+
+def state_of(
+    sequences: list[tuple[int, int]], block_size: int, windows: list[int | None], seed: int
+):
+    """A state in which every group has its own blocks, and has given up what it may."""
+    num_blocks = sum(-(-n // block_size) for _, n in sequences) * len(windows)
+    ids = (np.random.default_rng(seed).permutation(num_blocks) + 1).tolist()
+    longest = max(-(-n // block_size) for _, n in sequences)
+    state = PagedRunnerState(len(sequences), longest, len(windows))
+    state.widen(max(n for _, n in sequences))
+    for row, (query_len, seq_len) in enumerate(sequences):
+        for group, window in zip(state.groups, windows, strict=True):
+            table = [ids.pop() for _ in range(-(-seq_len // block_size))]
+            if window is not None:
+                num_gone = max(0, seq_len - query_len - window + 1) // block_size
+                table[:num_gone] = [0] * num_gone
+            group.admit(row, table)
+    return state, num_blocks + 1
+
+
+def queries_of(sequences: list[tuple[int, int]]) -> Queries:
+    query_lens, seq_lens = np.array(sequences).T
+    rows = np.arange(len(sequences))
+    return Queries(rows, seq_lens - query_lens, query_lens, np.ones_like(rows))
+
+
+@pytest.mark.parametrize(
+    ("window", "block_size", "dtype"),
+    [
+        *itertools.product([1, 2, 5, 16, 64], [1, 3, 16], [torch.float64]),
+        (5, 4, torch.float32),
+        (6, 4, torch.bfloat16),
+    ],
+)
+def test_a_query_sees_its_window(window, block_size, dtype, monkeypatch):
+    monkeypatch.setattr(module, "QUERY_TILE", 7)
+    windows, queries = [None, window], queries_of(SEQUENCES)
+    state, num_blocks = state_of(SEQUENCES, block_size, windows, seed=window)
+    layout = compose_windows(compose_in_order, windows, state, queries, block_size)
+    cache = PagedKVCache(2, num_blocks, block_size, 2, 8, dtype)
+    for tensor in (*cache.key_cache, *cache.value_cache):
+        tensor.fill_(math.nan)
+    batch = layout.on(CPU)
+    batch.plan_attention(WindowBackend(TorchAttentionBackend()), 4, cache)
+    assert [isinstance(plan, WindowPlan) for plan in batch.plans] == [False, True]
+    generator = torch.Generator().manual_seed(block_size)
+
+    def draw(*shape: int) -> torch.Tensor:
+        return torch.randn(*shape, generator=generator, dtype=torch.float64).to(dtype)
+
+    starts = [seq_len - query_len for query_len, seq_len in SEQUENCES]
+    for group, plan in enumerate(batch.plans):
+        caches = cache.key_cache[group], cache.value_cache[group]
+        first_seen = [0 if group == 0 else max(0, start - window + 1) for start in starts]
+        keys, values, rows = [], [], []
+        for row, (_, seq_len) in enumerate(SEQUENCES):
+            whole = draw(2, seq_len, 2, 8)
+            seen = torch.arange(first_seen[row] // block_size * block_size, seq_len)
+            table = torch.from_numpy(state.groups[group].block_tables[row]).long()
+            slots = table[seen // block_size] * block_size + seen % block_size
+            write_kv(whole[0][seen], whole[1][seen], *caches, slots)
+            keys.append(whole[0])
+            values.append(whole[1])
+        query = draw(len(batch.input_ids), 4, 8)
+        output = plan.attend(query, *caches, 0.3)
+        for (query_len, seq_len), key, value, own in zip(
+            SEQUENCES, keys, values, query.split([n for n, _ in SEQUENCES]), strict=True
+        ):
+            for i in range(query_len):
+                end = seq_len - query_len + i + 1
+                begin = 0 if group == 0 else max(0, end - window)
+                seen = key[begin:end], value[begin:end]
+                rows.append(naive_attention(own[i : i + 1], *seen, 0.3))
+        atol = TOLERANCE[dtype]
+        torch.testing.assert_close(output.double(), torch.cat(rows), atol=atol, rtol=0)
+
+
+def test_what_is_read_follows_the_window_and_not_the_length():
+    window, sequences = 6, [(1, 400), (2, 9), (1, 3)]
+    state, num_blocks = state_of(sequences, 4, [window], seed=0)
+    queries = queries_of(sequences)
+    cache = PagedKVCache(1, num_blocks, 4, 1, 2, torch.float64)
+    batch = compose_windows(compose_in_order, [window], state, queries, 4).on(CPU)
+    batch.plan_attention(WindowBackend(TorchAttentionBackend()), 1, cache)
+    (plan,) = batch.plans
+    assert isinstance(plan, WindowPlan)
+    # 399 sees from 394 on, in a block that begins at 392: two blocks. 7 sees 2 to 7: three.
+    assert sorted(len(group.block_ids) for group in plan.groups) == [1, 2, 3]
+    assert batch.attention[0].seq_lens.tolist() == [8, 9, 3]
+
+
+def test_a_batch_may_be_reordered():
+    """Rows of the metadata are in the order of the batch."""
+    sequences = [(5, 30), (1, 30), (4, 20)]
+    state, _ = state_of(sequences, 2, [3], seed=1)
+
+    def backwards(state, queries, block_size):
+        turned = Queries(*(column[::-1] for column in queries))
+        return compose_in_order(state, turned, block_size)._replace(order=np.arange(3)[::-1])
+
+    queries = queries_of(sequences)
+    batch = partial(compose_windows, backwards, [3])(state, queries, 2).on(CPU)
+    (found,) = batch.attention
+    # First tokens at 16, 29 and 25 see from 14, 27 and 23 on: blocks that begin at 14, 26, 22.
+    assert found.seq_lens.tolist() == [6, 4, 8]
+    wanted = [
+        state.groups[0].block_tables[row, [a, a + 1]].tolist() for row, a in ((2, 7), (1, 13))
+    ]
+    assert [row[:2].tolist() for row in found.block_tables[:2]] == wanted

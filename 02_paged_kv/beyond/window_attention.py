@@ -1,0 +1,180 @@
+"""Attention that sees a window: each query its own key and the `window - 1` before it.
+
+    window 4, blocks of 2      keys  | 0 1 | 2 3 | 4 5 | 6 7 |
+    query 5 (a decode at 5)            . .   x x   x x            sees 2 to 5
+    queries 5 to 7 (a chunk)           . .   x x   x x   x x      the first 2 to 5, the last 4 to 7
+
+Blocks in front of the first query's window are read by nobody, and whoever owns the memory may have
+given them up. So a sequence is laid out as if it began with the first block that is seen: a shorter
+table, a shorter sequence, and a mask at its left end. What attention costs follows the window, not
+the length.
+
+There is one rule, for all layers with a window, whatever computes the others: decodes in chapter
+2's groups, long queries tile by tile.
+
+Invariant: no slot in front of the first query's window is read, not even into a product with zero:
+what is there may be anybody's, or NaN.
+
+vLLM and FlashAttention have the window as an argument of the kernel. Sources: Longformer, arXiv
+2004.05150; Mistral 7B, arXiv 2310.06825."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.nn.functional import scaled_dot_product_attention
+
+from attention_plan import DecodeGroup, group_short_queries, is_short_query, max_group_slots
+from batch_layout import ComposedBatch, PagedRunnerState, Queries, StepLayout
+from paged_attention import (
+    QUERY_TILE,
+    AttentionBackend,
+    AttentionMetadata,
+    AttentionPlan,
+    Gather,
+    LongQuery,
+    PagedPlan,
+    repeat_for,
+)
+
+
+@dataclass(slots=True, eq=False)
+class WindowMetadata(AttentionMetadata):
+    """Of layers with a window. Each sequence begins with the first block that a query sees."""
+
+    window: int = 0
+    query_starts: Sequence[int] = ()  # query_start_loc, on the host
+    host_seq_lens: Sequence[int] = ()  # seq_lens
+
+
+Compose = Callable[[PagedRunnerState, Queries, int], StepLayout]
+
+
+def compose_windows(
+    compose: Compose,
+    windows: Sequence[int | None],
+    state: PagedRunnerState,
+    queries: Queries,
+    block_size: int,
+) -> StepLayout:
+    """As `compose` lays a step out, with `WindowMetadata` for the groups of layers that have one of
+    `windows`."""
+    layout = compose(state, queries, block_size)
+    rows, starts, lens, _ = (column[layout.order] for column in queries)
+    query_starts = np.append(0, lens.cumsum()).tolist()
+    arrays, made = [*layout.arrays], []
+    for number, window in enumerate(windows):
+        if window is not None:
+            first = np.maximum(starts - window + 1, 0) // block_size  # the block that is seen
+            seq_lens = starts + lens - first * block_size
+            columns = first[:, None] + np.arange(-(-seq_lens.max() // block_size))
+            tables = state.groups[number].block_tables
+            columns = columns.clip(max=tables.shape[1] - 1)
+            made.append((number, window, len(arrays), seq_lens.tolist()))
+            arrays += [seq_lens, tables[rows[:, None], columns]]
+
+    def compose_both(*tensors: Tensor) -> ComposedBatch:
+        batch = layout.compose(*tensors[: len(layout.arrays)])
+        attention = list(batch.attention)
+        for number, window, at, host_seq_lens in made:
+            whole = attention[number]
+            attention[number] = WindowMetadata(
+                whole.query_start_loc,
+                tensors[at],
+                tensors[at + 1],
+                whole.slot_mapping,
+                whole.max_query_len,
+                max(host_seq_lens),
+                window,
+                query_starts,
+                host_seq_lens,
+            )
+        return replace(batch, attention=tuple(attention))
+
+    return StepLayout(layout.order, arrays, compose_both)
+
+
+class WindowGroup(DecodeGroup):
+    """Chapter 2's group, whose mask hides what lies in front of the window, too."""
+
+    def __init__(
+        self,
+        window: int,
+        rows: list[int],
+        starts: Sequence[int],
+        seq_lens: Sequence[int],
+        block_tables: Tensor,
+        num_heads: int,
+        key_cache: Tensor,
+    ) -> None:
+        super().__init__(rows, starts, seq_lens, block_tables, num_heads, key_cache)
+        own = [(starts[row + 1] - starts[row], seq_lens[row]) for row in rows]
+        num_queries, seq_len = torch.tensor(own).T[:, :, None]  # each [n, 1]
+        query_len = len(self.tokens) // len(rows)  # who has fewer repeats its first
+        positions = seq_len - torch.arange(query_len, 0, -1).minimum(num_queries)
+        hidden = torch.arange(self.num_keys) <= positions[:, :, None] - window
+        if hidden.any():
+            hidden = hidden.repeat(1, num_heads // key_cache.shape[2], 1)[:, None]
+            mask = torch.zeros(hidden.shape, dtype=key_cache.dtype).masked_fill_(hidden, -math.inf)
+            mask = mask.to(key_cache.device)
+            self.mask = mask if self.mask is None else self.mask + mask
+
+
+class WindowPlan(PagedPlan):
+    def __init__(self, metadata: WindowMetadata, num_heads: int, key_cache: Tensor) -> None:
+        self.window = metadata.window
+        super().__init__(metadata, num_heads, key_cache)
+
+    def lengths(
+        self, metadata: AttentionMetadata, key_cache: Tensor
+    ) -> tuple[Sequence[int], Sequence[int], list[bool]]:
+        assert isinstance(metadata, WindowMetadata)
+        starts = metadata.query_starts
+        lens = np.diff(starts).tolist()
+        return starts, metadata.host_seq_lens, list(map(is_short_query, lens))
+
+    def make_groups(
+        self,
+        short: list[int],
+        query_lens: Sequence[int],
+        starts: Sequence[int],
+        seq_lens: Sequence[int],
+        tables: Tensor,
+        key_cache: Tensor,
+    ) -> list[DecodeGroup]:
+        groups = group_short_queries(short, query_lens, seq_lens, max_group_slots(key_cache))
+        step = starts, seq_lens, tables, self.num_heads, key_cache
+        return [WindowGroup(self.window, rows, *step) for rows in groups]
+
+    def attend_long(self, query: Tensor, long: LongQuery, gather: Gather, scale: float) -> Tensor:
+        tiles, size = [], self.key_buffer.shape[1]
+        for start in range(long.seq_len - long.query_len, long.seq_len, QUERY_TILE):
+            stop = min(start + QUERY_TILE, long.seq_len)
+            first = max(start - self.window + 1, 0) // size
+            gathered = gather(long.block_ids[first : -(-stop // size)])
+            rows = slice(start - long.seq_len, stop - long.seq_len or None)
+            own = query[:, :, rows]
+            keys, values = (repeat_for(own, t[: stop - first * size]) for t in gathered)
+            distance = torch.arange(start, stop)[:, None] - torch.arange(first * size, stop)
+            hidden = (distance < 0) | (distance >= self.window)
+            mask = torch.zeros(hidden.shape, dtype=query.dtype).masked_fill_(hidden, -math.inf)
+            seen = own, keys, values, mask.to(query.device)
+            tiles.append(scaled_dot_product_attention(*seen, scale=scale))
+        return torch.cat(tiles, dim=2)
+
+
+class WindowBackend:
+    """An `AttentionBackend`: windows here, and all else by `others`."""
+
+    def __init__(self, others: AttentionBackend) -> None:
+        self.others = others
+
+    def plan(self, metadata: AttentionMetadata, num_heads: int, key_cache: Tensor) -> AttentionPlan:
+        if isinstance(metadata, WindowMetadata):
+            return WindowPlan(metadata, num_heads, key_cache)
+        return self.others.plan(metadata, num_heads, key_cache)

@@ -1,0 +1,188 @@
+"""Chapter 4's scheduler over tables in groups: every interleaving of small runs, with a model that
+looks at what it reads in each group."""
+
+from __future__ import annotations
+
+import copy
+from itertools import pairwise
+
+import pytest
+
+from block_pool import BlockPool
+from fake_model import FakeModelRunner
+from grouped_kv_memory import GroupedKVMemory, most_blocks, most_of_window
+from kv_memory import ComputedBlocks, SharingRunnerState
+from request import Request
+from scheduler import Scheduler
+from test_scheduler_runs import VOCAB, World, _explore
+
+
+class CheckedGroups(GroupedKVMemory):
+    """`can_allocate` says what freeing one and seating the other would come to, tried on a copy."""
+
+    def can_allocate(self, request, num_tokens, computed, num_kept_free=0, gone=None):
+        answer = super().can_allocate(request, num_tokens, computed, num_kept_free, gone)
+        memory, request, gone = copy.deepcopy((self, request, gone))
+        if gone is not None:
+            memory.free(gone)
+        num_new = min(num_tokens, self.max_step_tokens)
+        is_room = memory.allocate_slots(request, num_new, num_tokens - num_new)
+        num_free = memory.pool.num_free_blocks
+        assert answer == (is_room and num_free >= num_kept_free), (request, num_tokens, gone)
+        return answer
+
+
+class GroupedModelRunner(FakeModelRunner):
+    """The first group sees everything and makes the tokens. In the others each query must find, in
+    the slots of its window, what was written for these very positions of its own request."""
+
+    def __init__(self, block_size: int, windows: list[int | None]) -> None:
+        super().__init__(block_size, VOCAB, SharingRunnerState(4, 64, len(windows)))
+        self.windows = windows
+
+    def _compute(self, req_id, tokens, start, stop, written):
+        predicted = super()._compute(req_id, tokens, start, stop, written)
+        size = self.block_size
+        for group, window in enumerate(self.windows):
+            block_ids = self.state.block_ids(req_id, group=group)
+            slots = [block_ids[p // size] * size + p % size for p in range(stop)]
+            if group:
+                assert written.isdisjoint(slots[start:])
+                written.update(slots[start:])
+                for position in range(start, stop):
+                    self._kv[slots[position]] = hash((group, *tokens[: position + 1]))
+                for query in range(start, stop):
+                    for seen in range(max(0, query - window + 1), query + 1):
+                        expected = hash((group, *tokens[: seen + 1]))
+                        assert self._kv.get(slots[seen]) == expected, (req_id, query, seen)
+        return predicted
+
+
+@pytest.mark.parametrize(
+    ("windows", "num_blocks", "share"),
+    [
+        ([None, 3], 9, 1),
+        pytest.param([None, 3], 11, 1, marks=pytest.mark.slow),
+        pytest.param([None, 2, 4], 14, 1, marks=pytest.mark.slow),
+    ],
+)
+def test_every_interleaving_of_three_requests(windows, num_blocks, share):
+    prompts = [([0, 1, 1], 4, 1), ([0, 1, 2, 3], 3, 0), ([0, 1], 5, 1)]
+    memory = CheckedGroups(BlockPool(num_blocks + 1), 2, windows, max_step_tokens=5)
+    limits = {"max_num_seqs": 2, "max_num_batched_tokens": 5, "max_preemptions": 2}
+    world = World(memory, policy="fcfs", **limits)
+    world.runner = GroupedModelRunner(2, windows)
+    _explore(world, prompts, share)
+
+
+@pytest.mark.parametrize("window", [1, 2, 5, 8])
+@pytest.mark.parametrize("block_size", [1, 3, 4])
+def test_a_request_of_any_length_holds_what_its_window_needs(window: int, block_size: int):
+    """With chunks that begin anywhere. The bound is met, and the pool need not be larger."""
+    step, length = 4, 60
+    most = most_blocks(length, block_size, [window], step)
+    memory = GroupedKVMemory(BlockPool(most + 1), block_size, [window], step)
+    assert memory.capacity >= length
+    highest = 0
+    for first in range(1, step + 1):
+        request = Request.from_tokens("a", [0] * length, 1)
+        starts = [0, *range(first, length, step), length]
+        for start, stop in pairwise(starts):
+            request.num_computed_tokens = start
+            assert memory.allocate_slots(request, stop - start)
+            memory.check_invariants([request])
+            held = memory.num_blocks_in_use
+            seen = stop - max(0, start - window + 1)
+            assert held >= -(-seen // block_size)
+            highest = max(highest, held)
+        memory.free(request)
+        memory.check_invariants()
+        assert memory.pool.num_free_blocks == most and not memory.take_block_moves()
+    assert most - 1 <= highest <= most
+
+
+def test_the_example_of_the_page():
+    """Blocks of 4 and a window of 6: which blocks are held, by their places in the table."""
+    memory = GroupedKVMemory(BlockPool(6), 4, [6], 4)
+    request, held = Request.from_tokens("a", [0] * 20, 1), []
+    for start, stop in pairwise([0, 4, 8, 10, 11, 12, 13, 14]):
+        request.num_computed_tokens = start
+        assert memory.allocate_slots(request, stop - start)
+        held.append([i for i, block_id in enumerate(memory.get_block_ids("a")) if block_id])
+    assert held == [[0], [0, 1], [0, 1, 2], [1, 2], [1, 2], [1, 2, 3], [2, 3]]
+    assert [(m.block_index, m.block_id) for m in memory.take_block_moves()] == [(0, 0), (1, 0)]
+    assert not memory.take_block_moves()
+    request.num_computed_tokens = 14
+    assert memory.allocate_slots(request, 4)  # it gives up the third
+    memory.begin_anew()
+    assert not memory.take_block_moves()
+    assert (most_of_window(1024, 16, 1), most_of_window(1024, 16, 2048)) == (65, 193)
+
+
+@pytest.mark.parametrize("window", [1, 2, 5, 8])
+def test_what_is_reserved_is_never_taken_by_others(window: int):
+    """Another one asks for all there is, before each step."""
+    step, length, size = 4, 50, 3
+    whole = most_blocks(length, size, [None, window], step)
+    memory = GroupedKVMemory(BlockPool(whole + 1), size, [None, window], step)
+    one, other = Request.from_tokens("a", [0] * length, 1), Request.from_tokens("b", [0] * 99, 1)
+    assert memory.allocate_slots(one, 3, length - 3)
+    for start in range(3, length, step):
+        while memory.allocate_slots(other, 1):
+            other.num_computed_tokens += 1
+        if len(memory.get_tables("a")[1]) * size < length:
+            assert other.num_computed_tokens == 0, "it has got what was given up"
+        one.num_computed_tokens = start
+        assert memory.allocate_slots(one, min(step, length - start))
+        memory.check_invariants([one, other])
+    memory.free(one)
+    one.num_computed_tokens = 0
+    assert memory.allocate_slots(one, 1) and list(map(len, memory.get_tables("a"))) == [1, 1]
+
+
+def test_capacity_is_the_longest_that_fits_alone():
+    for num_blocks in range(1, 40):
+        for windows in ([None, 3], [3], [None, 2, 5], [4, 9]):
+            memory = GroupedKVMemory(BlockPool(num_blocks + 1), 2, windows, 3)
+            n = memory.capacity
+            assert memory.most_blocks(n + 1) > num_blocks or n > 10**6
+            assert n == 0 or memory.most_blocks(n) <= num_blocks
+
+
+def test_a_refusal_gives_up_nothing_that_is_seen():
+    memory = GroupedKVMemory(BlockPool(8), 2, [None, 3], 4)
+    one, other = Request.from_tokens("a", [0] * 9, 1), Request.from_tokens("b", [0] * 9, 1)
+    assert memory.allocate_slots(one, 4) and memory.allocate_slots(other, 2)
+    before = memory.get_tables("a"), [*memory.pool.free_order()]
+    one.num_computed_tokens = 3
+    assert not memory.allocate_slots(one, 2)
+    assert (memory.get_tables("a"), [*memory.pool.free_order()]) == before
+    one.num_computed_tokens = 4
+    assert memory.allocate_slots(one, 1), "its first block of the window is no longer seen"
+    ((move,), tables) = memory.take_block_moves(), memory.get_tables("a")
+    assert (move.req_id, move.block_index, move.block_id, move.group) == ("a", 0, 0, 1)
+    assert list(map(len, tables)) == [3, 3] and tables[1][0] == 0 and all(tables[0])
+    memory.begin_anew()
+    memory.check_invariants()
+    assert memory.pool.num_free_blocks == 7 and memory.get_tables("a") == ((), ())
+
+
+def test_a_scheduler_sends_all_tables():
+    memory = GroupedKVMemory(BlockPool(30), 2, [None, 3], 8)
+    scheduler = Scheduler(2, 8, kv_memory=memory, watermark=0.0)
+    scheduler.add_request(Request.from_tokens("a", [0] * 5, 3))
+    (new,) = scheduler.schedule().scheduled_new_reqs
+    assert new.block_ids == tuple(map(list, memory.get_tables("a"))) and len(new.block_ids) == 2
+
+
+def test_room_is_asked_for_as_it_will_be_held():
+    """A request of 20 tokens holds three blocks of 2 at most, and who goes leaves what it holds."""
+    memory = GroupedKVMemory(BlockPool(6), 2, [3], 2)
+    one, gone = Request.from_tokens("a", [0] * 20, 1), Request.from_tokens("b", [0] * 20, 1)
+    assert memory.can_allocate(one, 20, ComputedBlocks())
+    for start in range(0, 6, 2):
+        gone.num_computed_tokens = start
+        assert memory.allocate_slots(gone, 2)
+    assert list(map(bool, memory.get_block_ids("b"))) == [False, True, True]
+    assert memory.can_allocate(one, 20, ComputedBlocks(), 2, gone)
+    assert not memory.can_allocate(one, 20, ComputedBlocks(), 3, gone)

@@ -1,0 +1,54 @@
+"""Which layers share block tables: a group is layers of one kind, as many in every group.
+
+    layer     0 1 2 3 4 5 | 6 7        w: attends to a window, f: to everything
+    kind      w w f w w f | w w        k = 2, the layers of the rarer kind
+    group     1 2 0 3 1 0 | 2 3        dealt out in turn
+    tensor    0 0 0 0 1 1 | 1 1        of the KV cache
+
+Page i of a group lies in tensors 0 to k - 1, so a block has the same bytes for all groups, and all
+draw from one pool. Where a kind is no multiple of k, its last tensors are not used by every group:
+that is what k is chosen by.
+
+vLLM's hybrid KV cache manager deals layers in the same way."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+Window = int | None  # tokens that a query sees, itself included; None: all before it
+
+
+@dataclass(frozen=True, slots=True)
+class LayerGroups:
+    windows: tuple[Window, ...]  # of each group
+    places: tuple[tuple[int, int], ...]  # of each layer: its group, and its tensor of the cache
+    num_tensors: int  # of the cache, for keys, and as many for values
+
+    @property
+    def have_windows(self) -> bool:
+        return any(window is not None for window in self.windows)
+
+    @property
+    def num_unused(self) -> int:
+        """Places for a layer that none has."""
+        return len(self.windows) * self.num_tensors - len(self.places)
+
+
+def deal_layers(windows: Sequence[Window], max_model_len: int) -> LayerGroups:
+    """`windows`: of each layer. One that hides nothing from `max_model_len` tokens is none."""
+    kinds: dict[Window, list[int]] = {}
+    for layer, window in enumerate(windows):
+        hides = window is not None and window < max_model_len
+        kinds.setdefault(window if hides else None, []).append(layer)
+    counts = [len(layers) for layers in kinds.values()]
+    size = min(min(counts), max(counts), key=lambda k: sum(-count % k for count in counts))
+    of_groups: list[Window] = []
+    places: dict[int, tuple[int, int]] = {}
+    for window in sorted(kinds, key=lambda w: (w is not None, w or 0)):  # all before it: the first
+        layers = kinds[window]
+        num_groups = -(-len(layers) // size)
+        for turn, layer in enumerate(layers):
+            places[layer] = len(of_groups) + turn % num_groups, turn // num_groups
+        of_groups += [window] * num_groups
+    return LayerGroups(tuple(of_groups), tuple(places[i] for i in range(len(windows))), size)

@@ -1,0 +1,151 @@
+"""Layers that attend to a window: greedy tokens are those of `transformers`, in float64, whatever
+is switched on beside them. Slots that nobody has written to are NaN, the null block's too."""
+
+from __future__ import annotations
+
+import io
+import random
+import re
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import (
+    AutoModelForCausalLM,
+    MistralConfig,
+    PreTrainedConfig,
+    Qwen2Config,
+    Qwen3Config,
+)
+
+from cached_kv_cache_manager import CachedKVCacheManager
+from common.engine import LLMEngine
+from common.engine_config import EngineConfig
+from common.loader import LoadedModel, load_model
+from common.runner.model_runner import PagedModelRunner
+from common.tests.engine_oracle import (
+    MAX_TOKENS,
+    Oracle,
+    checked_engine,
+    make_oracle,
+    random_prompts,
+    serve,
+    serve_a_crowd,
+    tiny_config,
+)
+from grouped_kv_memory import most_blocks
+from tiered_cache import KVTierConfig
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+F, W = "full_attention", "sliding_attention"
+SIZES = dict(vocab_size=97, intermediate_size=48, num_key_value_heads=2, initializer_range=0.6)
+LIVELY = SIZES | dict(head_dim=16, max_position_embeddings=256, tie_word_embeddings=False)
+# Windows in no layer of a kind, in some and in all; as many groups as layers, fewer, and one.
+CASES: dict[str, tuple[type[PreTrainedConfig], dict]] = {
+    "one in three": (
+        Qwen3Config,
+        dict(sliding_window=5, layer_types=[F, W, W], num_hidden_layers=3),
+    ),
+    "in turns": (
+        Qwen2Config,
+        dict(sliding_window=12, layer_types=[W, F, W, F, W], num_hidden_layers=5),
+    ),
+    "all": (MistralConfig, dict(sliding_window=7, num_hidden_layers=2)),
+}
+
+
+def save_windowed(name: str, path: Path) -> Path:
+    kind, fields = CASES[name]
+    torch.manual_seed(3)
+    how = fields if kind is MistralConfig else fields | {"use_sliding_window": True}
+    config = tiny_config(kind, **(LIVELY | how))
+    AutoModelForCausalLM.from_config(config).to(torch.float64).save_pretrained(path)
+    return path
+
+
+@pytest.fixture(scope="module", params=CASES)
+def windowed(request, tmp_path_factory: pytest.TempPathFactory) -> tuple[Oracle, LoadedModel]:
+    path = save_windowed(request.param, tmp_path_factory.mktemp("windowed"))
+    oracle = make_oracle(path, random_prompts(12, vocab_size=97, longest=60, seed=1))
+    assert len({t for tokens in oracle.continuations for t in tokens}) > 40, "output is too uniform"
+    return oracle, load_model(path, torch.float64, torch.device("cpu"))
+
+
+def full_of_nan(engine: LLMEngine) -> LLMEngine:
+    runner = engine.core.runner
+    while not isinstance(runner, PagedModelRunner):
+        runner = getattr(runner, "inner", None) or runner.runner  # pyright: ignore
+    for cache in (*runner.kv_cache.key_cache, *runner.kv_cache.value_cache):
+        cache.fill_(torch.nan)
+    return engine
+
+
+def draw_config(rng: random.Random, oracle: Oracle, loaded: LoadedModel) -> dict:
+    block_size, most = rng.choice([1, 3, 4, 16]), rng.choice([8, 64, 200])
+    whole = most == 200 and rng.random() < 0.5
+    loaded.model.group_layers(256)
+    longest = max(map(len, oracle.prompts)) + MAX_TOKENS
+    largest = most_blocks(longest, block_size, loaded.model.groups.windows, most)
+    speculates = rng.random() < 0.3
+    return dict(
+        block_size=block_size,
+        num_blocks=1 + rng.choice([largest, largest + 1, 2 * largest, 20 * largest]),
+        max_num_seqs=rng.choice([1, 3, 16]),
+        max_num_batched_tokens=most,
+        chunked_prefill=not whole,
+        speculative={"method": "ngram", "num_spec_tokens": 3} if speculates else None,
+        overlap_scheduling=not speculates and rng.random() < 0.3,
+        policy=rng.choice(["fcfs", "priority", "lof"]),
+        watermark=rng.choice([0.0, 0.1]),
+        preempt_every=rng.choice([None, 2, 5]),
+        shuffle_batch=rng.random() < 0.5,
+        prefix_cache=rng.choice([None, "hash"]),
+    )
+
+
+@pytest.mark.sample(seed=6)
+@pytest.mark.parametrize("seed", range(60))
+def test_random_workloads(seed: int, windowed: tuple[Oracle, LoadedModel]) -> None:
+    oracle, loaded = windowed
+    rng = random.Random(seed)
+    engine = full_of_nan(checked_engine(loaded, **draw_config(rng, oracle, loaded)))
+    serve_a_crowd(engine, oracle, rng, seed, num_requests=rng.randint(2, 10))
+    engine.close()
+
+
+def test_up_to_the_window_nothing_is_different(windowed: tuple[Oracle, LoadedModel]) -> None:
+    oracle, loaded = windowed
+    window = min(w for w in loaded.config.layer_windows if w is not None)
+    engine = checked_engine(loaded, max_model_len=window, num_blocks=40, block_size=2)
+    assert type(engine.kv_manager) is CachedKVCacheManager
+    assert loaded.model.groups.windows == (None,)
+    index = min(range(len(oracle.prompts)), key=lambda i: len(oracle.prompts[i]))
+    serve(engine, oracle, [index], window - len(oracle.prompts[index]))
+    engine.close()
+
+
+@pytest.mark.parametrize(
+    ("settings", "named"),
+    [
+        ({"scheduler": "fcfs"}, "scheduler='fcfs'"),
+        ({"scheduler": "prefill_first"}, "scheduler='prefill_first'"),
+        ({"batch_invariant": True}, "batch_invariant"),
+        ({"kv_tiers": KVTierConfig(host_blocks=2)}, "kv_tiers"),
+        ({"attention_backend": "triton"}, "attention_backend='triton'"),
+        ({"speculative": {"method": "draft", "model": "tiny"}}, "speculative with a draft model"),
+    ],
+)
+def test_what_is_not_built_is_refused_by_name(settings, named, tmp_path) -> None:
+    path = save_windowed("all", tmp_path)
+    loaded = load_model(path, torch.float64, torch.device("cpu"))
+    config = EngineConfig(num_blocks=40, **settings)
+    with pytest.raises(ValueError, match=re.escape(named)) as error:
+        LLMEngine(config, loaded=loaded, draft=loaded if "speculative" in settings else None)
+    assert "with max_model_len=7 no layer does" in str(error.value)
+
+
+def test_a_film_shows_one_table_and_there_are_several(windowed) -> None:
+    engine = checked_engine(windowed[1], num_blocks=40)
+    with pytest.raises(ValueError, match="a film shows one table"):
+        engine.watch(io.StringIO())
+    engine.close()
