@@ -21,8 +21,6 @@ from pathlib import Path
 import pytest
 from hypothesis import Phase, settings
 
-from common.collector import GC_THRESHOLD
-
 SLOW_TIMEOUT_S = 3600  # of a test marked slow; the others': `timeout` in pyproject.toml
 # `make check`: the chapters' roots and the engine in one process. Whoever starts another process, a
 # compiler, a browser or a rank, is skipped when it does so.
@@ -50,7 +48,7 @@ def pytest_collection() -> Generator[None, object, object]:
     finally:
         gc.freeze()
         atexit.register(gc.unfreeze)
-        gc.set_threshold(GC_THRESHOLD)
+        gc.set_threshold(50_000)  # as common/collector.py
         gc.enable()
 
 
