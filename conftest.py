@@ -11,6 +11,7 @@ chosen here, before any test module is imported.
 
 from __future__ import annotations
 
+import atexit
 import gc
 import sys
 from collections.abc import Generator
@@ -27,6 +28,9 @@ CHECKED = ("[0-9][0-9]_*/test_*.py", "common/test_*.py", "common/runner/*", "com
 CHECKED += ("common/tests/*",)
 PROCESSES = ("subprocess.Popen", "os.fork", "os.posix_spawn")  # their names as audit events
 
+# `jsonschema` would compile its grammars of addresses, for seconds; nobody here asks for them.
+sys.modules["rfc3987_syntax"] = None
+
 settings.register_profile("shrink", print_blob=True)
 settings.register_profile(
     "quick", print_blob=True, phases=[Phase.explicit, Phase.reuse, Phase.generate]
@@ -36,11 +40,15 @@ settings.load_profile("quick")
 
 @pytest.hookimpl(wrapper=True)
 def pytest_collection() -> Generator[None, object, object]:
-    """Python's collector would go through all modules and tests again and again, for nothing."""
+    """Python's collector would go through all modules and tests again and again, for nothing: while
+    they are loaded, and while tests run."""
     gc.disable()
     try:
         return (yield)
     finally:
+        gc.freeze()
+        atexit.register(gc.unfreeze)
+        gc.set_threshold(50_000)  # as common/collector.py
         gc.enable()
 
 

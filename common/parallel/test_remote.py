@@ -18,7 +18,7 @@ import pytest
 from common.engine import EngineConfig, LLMEngine
 from common.engine_config import SHIPPED_CHECKPOINT
 from common.loader import read_checkpoint
-from common.parallel import message, remote
+from common.parallel import message, remote, remote_launch
 from common.parallel.executor import Executor, WorkerError
 from common.parallel.pipeline import PipelinedEngineCore
 from common.tests.adapter_cases import KINDS, edited, save_adapter
@@ -34,6 +34,7 @@ from common.tests.remote_cases import (
     pids_of,
     side_of,
     signal_in_step,
+    start_forked,
 )
 from grammars import Choice, Json, Regex
 from request import SamplingParams
@@ -56,6 +57,12 @@ DRIVERS = {
 GREEDY = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)
 FEW = SamplingParams(temperature=0, max_tokens=2)
 OTHER_SUMS = 1e-6  # of log-probabilities: ranks add in another order than one process
+
+
+@pytest.fixture(autouse=True)
+def forked_workers(monkeypatch) -> None:
+    """As they are started for users: test_remote_launch.py."""
+    monkeypatch.setattr(remote_launch, "start_process", start_forked)
 
 
 def tokens_of(engine: LLMEngine, prompts: list[str], params: SamplingParams) -> list[list[int]]:

@@ -24,7 +24,7 @@ neighbours compute outside of PyTorch (compiled C++), it does not see at all.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -32,7 +32,7 @@ from typing import Any
 import torch
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
+from torch.utils._pytree import tree_leaves
 
 from common.runner.graphs import CannotCapture, GraphTensors, StaticInputs
 
@@ -62,9 +62,9 @@ class NoReads(TorchFunctionMode):
 @dataclass(slots=True)
 class _Call:
     func: Any
-    leaves: list[Any]  # of its arguments
-    spec: Any
-    results: list[Any]
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+    results: Sequence[Any]
 
 
 class Recorder(TorchDispatchMode):
@@ -73,11 +73,14 @@ class Recorder(TorchDispatchMode):
         self.calls: list[_Call] = []
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        leaves, spec = tree_flatten((args, kwargs or {}))
-        check_no_wait(func, leaves)
+        check_no_wait(func, tree_leaves((args, kwargs or {})))
         result = func(*args, **(kwargs or {}))
-        self.calls.append(_Call(func, leaves, spec, tree_leaves(result)))
+        self.calls.append(_Call(func, args, kwargs or {}, _as_sequence(result)))
         return result
+
+
+def _as_sequence(result: Any) -> Sequence[Any]:
+    return result if isinstance(result, tuple | list) else (result,)
 
 
 def check_no_wait(func: Any, leaves: list[Any]) -> None:
@@ -98,14 +101,19 @@ class _Recording:
 
     def run(self) -> torch.Tensor:
         now: dict[int, Any] = {}  # what was computed at capture, by id: what is computed now
+
+        def of_now(value: Any) -> Any:
+            if isinstance(value, torch.Tensor):
+                return now.get(id(value), value)
+            return [*map(of_now, value)] if isinstance(value, tuple | list) else value
+
         for call in self.calls:
-            leaves = [now.get(id(leaf), leaf) for leaf in call.leaves]
-            args, kwargs = tree_unflatten(leaves, call.spec)
-            results = tree_leaves(call.func(*args, **kwargs))
+            kwargs = {name: of_now(value) for name, value in call.kwargs.items()}
+            results = _as_sequence(call.func(*map(of_now, call.args), **kwargs))
             if call.func.__name__.split(".")[0] in _FRESH:
                 for result in results:
                     poison(result)
-            now |= {id(old): new for old, new in zip(call.results, results, strict=True)}
+            now.update(zip(map(id, call.results), results, strict=True))
         return now.get(id(self.output), self.output)
 
 

@@ -10,7 +10,7 @@ from functools import partial
 import numpy as np
 import pytest
 import torch
-from torch.utils._pytree import tree_leaves, tree_unflatten
+from torch.utils._pytree import tree_leaves
 
 from batch_layout import Queries, compose_in_order
 from common.kv_sizing import allocate_kv_cache
@@ -306,8 +306,7 @@ class FakeCuda:
 
 def replay_in_place(calls: list) -> None:
     for call in calls:
-        args, kwargs = tree_unflatten(call.leaves, call.spec)
-        results = tree_leaves(call.func(*args, **kwargs))
+        results = tree_leaves(call.func(*call.args, **call.kwargs))
         for old, new in zip(call.results, results, strict=True):
             if old.data_ptr() != new.data_ptr():
                 old.copy_(new)

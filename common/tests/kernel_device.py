@@ -6,13 +6,42 @@ in its conftest.py, before any test module.
 
 from __future__ import annotations
 
+import importlib.util
+import inspect
 import os
+from dataclasses import replace
+from functools import cache
+from typing import Any
 
 import pytest
 import torch
 
+
+def make_interpreter_fast() -> None:
+    """For each function that a kernel calls it looks through its language for what to replace,
+    and after each sum of integers whether there was room for it, which only `debug` would say: a
+    third of a test's time."""
+    from triton.language.core import is_builtin
+    from triton.runtime import interpreter
+
+    @cache
+    def builtins_of(package: Any) -> list[str]:
+        return [name for name, member in inspect.getmembers(package) if is_builtin(member)]
+
+    def patch(package: Any, *rest: Any) -> None:
+        for name in builtins_of(package):
+            if is_builtin(member := getattr(package, name)):
+                interpreter._patch_attr(package, name, member, *rest)
+
+    interpreter._patch_builtin = patch
+    builder = interpreter.interpreter_builder
+    builder.options = replace(builder.options, sanitize_overflow=False)
+
+
 if not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")
+    if importlib.util.find_spec("triton") and os.environ["TRITON_INTERPRET"] == "1":
+        make_interpreter_fast()
 
 
 @pytest.fixture

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -14,12 +15,17 @@ from common.workshop.tools.quoted import BLOCK, code_lines, find_quote
 from common.workshop.tools.source_patch import ROOT
 
 PAGES = [page for page in pages() if BLOCK.search(page.read_text(encoding="utf-8"))]
-BODIES: dict[str, dict[str, set[int]]] = {}  # by file, then by task: the lines of its body
-for _task in TASKS:
-    _blank, _source = blank_of(_task), _task.source()
-    _body = range(_blank.first_line, _blank.first_line + _blank.solution.count("\n"))
-    _lines = code_lines(_source) & set(_body)
-    BODIES.setdefault(_task.path.name, {})[_task.number] = _lines
+
+
+@cache  # not made while tests are collected: every process would
+def bodies() -> dict[str, dict[str, set[int]]]:
+    """By file, then by task: the lines of its body."""
+    found: dict[str, dict[str, set[int]]] = {}
+    for task in TASKS:
+        blank, source = blank_of(task), task.source()
+        body = range(blank.first_line, blank.first_line + blank.solution.count("\n"))
+        found.setdefault(task.path.name, {})[task.number] = code_lines(source) & set(body)
+    return found
 
 
 def summary_for(numbers: list[str], is_chinese: bool = False) -> str:
@@ -41,7 +47,7 @@ def spoilers(text: str, is_chinese: bool = False) -> Iterator[str]:
         name = Path(block["file"]).name
         source = next((task.source() for task in TASKS if task.path.name == name), "")
         quoted = find_quote(source, block["code"]) or set()
-        shown = [number for number, lines in BODIES.get(name, {}).items() if lines & quoted]
+        shown = [number for number, lines in bodies().get(name, {}).items() if lines & quoted]
         _, _, inner = text[: block.start()].rpartition("<details>")
         summary = summary_for(shown, is_chinese)
         if shown and ("</details>" in inner or not inner.strip().startswith(summary)):
@@ -62,8 +68,8 @@ def test_a_body_that_is_shown_is_found() -> None:
     assert not list(spoilers(folded)) and list(spoilers(folded, is_chinese=True))
     assert len(list(spoilers(block))) == len(list(spoilers(folded + block))) == 1
     assert list(spoilers(folded.replace(task.number, "9.9")))
-    assert {number for found in BODIES.values() for number in found} == {t.number for t in TASKS}
-    assert all(lines for found in BODIES.values() for lines in found.values())
+    assert {number for found in bodies().values() for number in found} == {t.number for t in TASKS}
+    assert all(lines for found in bodies().values() for lines in found.values())
 
 
 def test_pages_quote_bodies() -> None:

@@ -20,14 +20,19 @@ END_S = 5  # for a process that has answered, to tidy up
 _LIBRARIES = ["common.workshop.tools.libraries"]
 
 
+def forked_with_libraries() -> Any:
+    """Where its processes come from, of `multiprocessing`'s contexts."""
+    if "forkserver" not in multiprocessing.get_all_start_methods():
+        return multiprocessing.get_context("spawn")
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(_LIBRARIES)
+    return context
+
+
 def apart(work: Callable, arguments: tuple, limit_s: float) -> Any:
     """`work(*arguments)` in another process. None if it does not end within `limit_s`. Raises
     `RuntimeError` if the process dies."""
-    if "forkserver" in multiprocessing.get_all_start_methods():
-        context = multiprocessing.get_context("forkserver")
-        context.set_forkserver_preload(_LIBRARIES)
-    else:
-        context = multiprocessing.get_context("spawn")
+    context = forked_with_libraries()
     ours, theirs = context.Pipe()
     process = context.Process(target=_answer, args=(theirs, work, arguments), daemon=True)
     process.start()
