@@ -215,8 +215,8 @@ def serve(model: str, in_process: bool) -> None:
     """A server in this process, on a free port, which is its first line."""
     import uvicorn
 
-    from common.serve.__main__ import open_port
     from common.serve.app import ServeConfig, make_app
+    from common.serve.ports import open_port
 
     spare_what_is_loaded()
     llm = MeasuredLLM(model, in_process)
