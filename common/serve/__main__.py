@@ -10,11 +10,11 @@ from __future__ import annotations
 import argparse
 import logging
 import os
-import socket
 import sys
 from pathlib import Path
 
 from common.serve.flags import add_engine_flags, engine_settings
+from common.serve.ports import open_port
 
 NOT_INSTALLED = "the server needs more packages: pip install 'vllm-from-scratch[server]'"
 
@@ -65,21 +65,6 @@ def main(argv: list[str] | None = None) -> int:
     finally:
         loop.run_until_complete(loop.shutdown_asyncgens())
         loop.close()
-
-
-def open_port(host: str, port: int) -> socket.socket:
-    """Taken, but nobody is listened to yet. Raises `OSError`."""
-    family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    # With a protocol, asyncio sets TCP_NODELAY for those who come: else pieces wait 40 ms for each
-    # other.
-    listener = socket.socket(family, socket.SOCK_STREAM, socket.IPPROTO_TCP)
-    try:
-        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        listener.bind((host, port))
-    except BaseException:
-        listener.close()
-        raise
-    return listener
 
 
 if __name__ == "__main__":

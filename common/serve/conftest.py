@@ -24,9 +24,9 @@ from fastapi import FastAPI
 
 from common.engine import LLMEngine
 from common.llm import LLM
-from common.serve.__main__ import open_port
 from common.serve.app import ServeConfig, make_app
 from common.serve.async_llm import AsyncLLM
+from common.serve.ports import open_port
 from common.serve.running import DrainingServer, make_event_loop
 
 SMALL = dict(num_blocks=400, dtype="float64", num_threads=1, compile=False)

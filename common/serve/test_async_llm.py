@@ -148,10 +148,24 @@ def test_what_is_refused_says_why(llm: AsyncLLM, loop: asyncio.AbstractEventLoop
         ([], "at least one token"),
         ("\ud800", "surrogate"),
     ):
-        assert says in loop.run_until_complete(refused(prompt))
+        assert says in loop.run_until_complete(asyncio.wait_for(refused(prompt), 10))
     bad = SamplingParams(stop="x", detokenize=False)
     assert "detokenize" in loop.run_until_complete(refused("x", bad))
     assert loop.run_until_complete(is_clean(llm))
+
+
+def test_nobody_is_computed_for_who_has_left(
+    llm: AsyncLLM, loop: asyncio.AbstractEventLoop
+) -> None:
+    """Trap 68."""
+
+    async def leave() -> tuple[int, int]:
+        request = llm.generate([5, 6], SamplingParams(max_tokens=1000, ignore_eos=True))
+        await anext(request)
+        await request.aclose()  # pyright: ignore[reportAttributeAccessIssue]
+        return await llm.call(lambda engine: engine.core.get_request_counts())
+
+    assert loop.run_until_complete(leave()) == (0, 0)
 
 
 def test_who_leaves_leaves_nothing(llm: AsyncLLM, loop: asyncio.AbstractEventLoop) -> None:

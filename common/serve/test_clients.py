@@ -23,10 +23,10 @@ import pytest
 from common.engine import LLMEngine
 from common.engine_config import SHIPPED_ADAPTER
 from common.llm import LLM, SamplingParams
-from common.serve.__main__ import open_port
 from common.serve.app import ServeConfig
 from common.serve.conftest import MODEL, Running, running
 from common.serve.gate import GateConfig
+from common.serve.ports import open_port
 from scheduler_interface import SchedulerOutput
 
 PROMPT = "def fibonacci(n):\n    if n"

@@ -1,4 +1,4 @@
-"""Facts of the wire that break clients elsewhere, each looked at in the bytes."""
+"""Facts of the wire that break clients elsewhere, each looked at in the bytes. Trap 68."""
 
 from __future__ import annotations
 

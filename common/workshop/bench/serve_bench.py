@@ -221,8 +221,8 @@ async def run_http(port: int, model: str, number: int) -> Run:
 
 def serve(model: str, in_process: bool) -> None:
     """A server in this process, on a free port, which is its first line."""
-    from common.serve.__main__ import open_port
     from common.serve.app import ServeConfig, make_app
+    from common.serve.ports import open_port
     from common.serve.running import DrainingServer, make_event_loop
 
     llm = MeasuredLLM(model, in_process)

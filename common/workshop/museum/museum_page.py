@@ -20,6 +20,9 @@ _REPOSITORIES = {
     "vLLM": "vllm-project/vllm",
     "SGLang": "sgl-project/sglang",
     "mlx-lm": "ml-explore/mlx-lm",
+    "ATOM": "ROCm/ATOM",
+    "ollama": "ollama/ollama",
+    "uvicorn": "Kludex/uvicorn",
 }
 _HEAD = """# A museum of bugs
 

@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Sequence
 from typing import Any
 
 CODE = "def area(width, height):\n    return width * height\n\ndef volume(width, height, depth):\n"
@@ -54,3 +54,19 @@ def say(prompts: Sequence[str], params: Sequence[Any] | Any = None, **config: An
     llm = LLM(device="cpu", dtype="float64", num_blocks=200, compile=False, **config)
     outputs = llm.generate(list(prompts), params, use_tqdm=False)
     return [repr(output.outputs[0].text) for output in outputs]
+
+
+def served(work: Callable[[Any], Awaitable[str]]) -> str:
+    """What comes of `work(llm)`, a program of an `AsyncLLM`."""
+    import asyncio
+
+    from common.serve.async_llm import AsyncLLM
+
+    async def run() -> str:
+        llm = AsyncLLM(device="cpu", num_blocks=99, compile=False)
+        try:
+            return await work(llm)
+        finally:
+            await asyncio.to_thread(llm.close)
+
+    return asyncio.run(run())

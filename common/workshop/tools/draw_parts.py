@@ -82,12 +82,12 @@ class Lanes:
         away = 5 if self.x[stop] > self.x[start] else -5
         return self.x[start] + away, self.x[stop] - away
 
-    def note(self, lane: str, text: str, *, width: float = 0) -> None:
+    def note(self, lane: str, text: str, *, width: float = 0, fill: str = SOFT) -> None:
         """A box on a lane: it does something by itself."""
         width = width or self.box_width
         height = 14 + 18 * len(text.split("\n"))
         x = self.x[lane] - width / 2
-        self.drawing.box(x, self.y - 14, width, height, text, size=SMALL)
+        self.drawing.box(x, self.y - 14, width, height, text, size=SMALL, fill=fill)
         self.y += height + 20
 
     def draw_lanes(self, top: float, bottom: float) -> None:

@@ -1,14 +1,15 @@
-"""The path of one request through the files, as a picture.
+"""The path of one request through the files, as a picture; and its way through a server.
 
     python common/workshop/tools/plot_request_path.py
 
-Writes `common/workshop/figures/request_path.svg`, which `common/README.md` shows. Nothing is
-measured.
+Writes `request_path.svg`, which `common/README.md` shows, and `http_path.svg`, which
+`common/serve/README.md` shows, to `common/workshop/figures`. Nothing is measured.
 """
 
 from __future__ import annotations
 
 from common.workshop.tools.draw import LARGE, PAPER, SMALL, SOFT, Drawing, save_all
+from common.workshop.tools.draw_parts import Lanes
 from common.workshop.tools.palette import DECODE, tint
 
 CHAPTER = tint(DECODE, 0.45)
@@ -66,7 +67,62 @@ def draw_path() -> Drawing:
     return drawing
 
 
-DRAWINGS = {"request_path": draw_path}
+# From lane to lane what goes along, dashed where it is an answer; in one lane what its files do.
+# What begins with a bar is at the same time as what stands above it.
+CLIENT, LOOP, ENGINE = "client", "event loop", "the engine's thread"
+TALK = [
+    (CLIENT, LOOP, "POST"),
+    (LOOP, LOOP, "gate.py: key, host, size of the body\nwire.py: fields to SamplingParams, or 400\n"
+                 "app.py: text to token ids; too long: 400"),
+    (LOOP, ENGINE, "inbox: add(id, token ids)"),
+    (ENGINE, ENGINE, "engine_loop.py: obeys the inbox"),
+    (ENGINE, LOOP, "HandOver: accepted, or why not"),
+    (LOOP, CLIENT, "200"),
+    (ENGINE, ENGINE, "|engine.step(): chapters 1 to 6"),
+    (ENGINE, ENGINE, "deltas.py: new token ids to text"),
+    (ENGINE, LOOP, "HandOver: what the step brought to all"),
+    (LOOP, LOOP, "async_llm.py: to each request's mailbox\nanswers.py: a delta to JSON"),
+    (ENGINE, ENGINE, "|engine.step(), and so on"),
+    (LOOP, CLIENT, "data: {...}"),
+    (CLIENT, LOOP, "gone"),
+    (LOOP, LOOP, "streams.py: generate() is closed"),
+    (LOOP, ENGINE, "inbox: abort(id)"),
+    (ENGINE, ENGINE, "free blocks, before the next step"),
+]  # fmt: skip
+
+
+def draw_http() -> Drawing:
+    drawing = Drawing(
+        860,
+        700,
+        "The way of one HTTP request",
+        "The event loop checks a request and puts it into the inbox of the engine's thread, which "
+        "obeys between two steps and hands over once a step what came to all requests. When the "
+        "client is gone, the request is aborted.",
+    )
+    drawing.text(24, 30, "One request through the server's process", size=LARGE, bold=True)
+    drawing.key(560, 31, {"the chapters": CHAPTER})
+    lanes = Lanes(drawing, {CLIENT: 64, LOOP: 326, ENGINE: 694}, 114, 288)
+    lanes.widths = {CLIENT: 80}
+    begin = lanes.y
+    for start, stop, text in TALK:
+        end = lanes.y
+        lanes.y = begin = begin if text.startswith("|") else end
+        text = text.removeprefix("|")
+        if start == stop:
+            fill = CHAPTER if text.startswith("engine.step") else SOFT
+            lanes.note(start, text, width=310 if start == LOOP else 288, fill=fill)
+        elif text.startswith(("HandOver", "200", "data")):
+            lanes.returns(start, stop, text)
+        else:
+            lanes.call(start, stop, text)
+        lanes.y = max(lanes.y, end)
+    lanes.draw_lanes(52, lanes.y)
+    drawing.height = lanes.y + 12
+    return drawing
+
+
+DRAWINGS = {"request_path": draw_path, "http_path": draw_http}
 
 if __name__ == "__main__":
     save_all(DRAWINGS, __file__)

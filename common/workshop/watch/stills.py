@@ -2,7 +2,8 @@
 the page as the browser draws it.
 
     python -m common.workshop.watch --stills   all six: NN_*/figures/film.png, and the
-                                               captions; and some exhibits of the museum
+                                               captions; some exhibits of the museum;
+                                               and the server's page (`live_still.py`)
 
 Each is drawn for the Chinese pages, too: NAME.zh.png. The caption in a chapter's texts, and in its
 notebook's script, is written with the picture, from the same film (`film_captions.py`). What varies
@@ -21,6 +22,7 @@ from typing import TYPE_CHECKING, Any
 from common.workshop.watch.chromium import BrowserUnavailableError, started_browser
 from common.workshop.watch.film_captions import write_captions
 from common.workshop.watch.films import FILMS, Shot, page_of, shoot
+from common.workshop.watch.live_still import take_lives
 from common.workshop.watch.workloads import Cast, load_cast
 
 if TYPE_CHECKING:
@@ -148,7 +150,7 @@ def make_stills(cast: Cast | None = None) -> None:
                     still.save(target, optimize=True)
                     print(f"{target.relative_to(ROOT)}: {target.stat().st_size / 1e3:.0f} kB")
                 write_captions(shot, ROOT)
-            for path in take_exhibits(browser, Path(folder)):
+            for path in [*take_exhibits(browser, Path(folder)), *take_lives(browser, LANGUAGES)]:
                 print(f"{path.relative_to(ROOT)}: {path.stat().st_size / 1e3:.0f} kB")
     except BrowserUnavailableError as error:
         raise ValueError(f"stills are drawn by a browser: {error}") from None

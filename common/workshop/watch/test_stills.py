@@ -14,7 +14,7 @@ from common.workshop.museum import museum_page
 from common.workshop.museum.hall import EXHIBITS
 from common.workshop.museum.pictures import FOLDER as PICTURES
 from common.workshop.museum.pictures import SCENES, picture_of
-from common.workshop.watch import chromium, film_command, films
+from common.workshop.watch import chromium, film_command, films, live_still
 from common.workshop.watch.film_captions import (
     MARKER,
     cell_caption,
@@ -97,6 +97,19 @@ def test_exhibits_with_pictures_are_exhibits_and_have_them() -> None:
         assert picture_of(exhibits[title]).name in museum_page.render()
     kept = {path.name for path in PICTURES.glob("*.png") if ".zh" not in path.suffixes}
     assert kept == {picture_of(exhibits[title]).name for title in SCENES}
+
+
+def test_the_servers_page_has_its_picture_where_it_is_told_of() -> None:
+    for ending in LANGUAGES.values():
+        assert (live_still.FOLDER / f"live{ending}").stat().st_size < 150_000
+        page = ROOT / "common" / "serve" / f"README{ending.removesuffix('.png')}.md"
+        assert f"](figures/live{ending})" in page.read_text(encoding="utf-8")
+
+
+@pytest.mark.slow
+def test_the_servers_page_is_taken_when_somebody_is_preempted(browser: Browser) -> None:
+    with Image.open(live_still.FOLDER / "live.png") as kept:
+        assert live_still.take_live(browser, "en").size == kept.size
 
 
 # -- commands
