@@ -131,3 +131,27 @@ def test_a_batch_may_be_reordered():
         state.groups[0].block_tables[row, [a, a + 1]].tolist() for row, a in ((2, 7), (1, 13))
     ]
     assert [row[:2].tolist() for row in found.block_tables[:2]] == wanted
+
+
+def test_no_more_is_read_than_a_tile_sees_and_who_repeats_says_the_same(monkeypatch):
+    monkeypatch.setattr(module, "QUERY_TILE", 4)
+    window, sequences = 3, [(40, 40), (2, 30), (4, 30)]
+    state, num_blocks = state_of(sequences, 2, [window], seed=2)
+    cache = PagedKVCache(1, num_blocks, 2, 1, 4, torch.float64)
+    batch = compose_windows(compose_in_order, [window], state, queries_of(sequences), 2).on(CPU)
+    batch.plan_attention(WindowBackend(TorchAttentionBackend()), 1, cache)
+    (plan,) = batch.plans
+    assert isinstance(plan, WindowPlan)
+    (group,) = plan.groups
+    assert group.mask is not None
+    rows = dict(zip(group.tokens.tolist(), group.mask.flatten(0, 2), strict=True))
+    for token, row in zip(group.tokens.tolist(), group.mask.flatten(0, 2), strict=True):
+        assert torch.equal(row, rows[token]) and int((row == 0).sum()) == window
+    sizes = []
+
+    def gather(block_ids):
+        sizes.append(len(block_ids))
+        return plan.gather(*cache.key_cache, *cache.value_cache, block_ids)
+
+    plan.attend_long(torch.zeros(1, 1, 40, 4, dtype=torch.float64), plan.long_queries[0], gather, 1)
+    assert len(sizes) == 10 and max(sizes) == 3, "4 queries, and 2 tokens before the first"
