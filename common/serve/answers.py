@@ -9,8 +9,11 @@ import json
 import math
 import time
 import uuid
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
+
+from starlette.responses import Response
 
 from common.sampling.distributions import TokenLogprobs
 from common.serve.deltas import CompletionDelta, RequestDelta
@@ -25,6 +28,10 @@ _LINE_ENDS = {code: f"\\u{code:04x}" for code in (0x85, 0x2028, 0x2029)}
 def to_json(content: Any) -> bytes:
     text = json.dumps(content, ensure_ascii=False, separators=(",", ":"), allow_nan=False)
     return text.translate(_LINE_ENDS).encode("utf-8", "backslashreplace")
+
+
+def json_response(content: Any, status: int = 200, headers: Any = None) -> Response:
+    return Response(to_json(content), status, headers, media_type="application/json")
 
 
 def event(content: Any) -> bytes:
@@ -53,7 +60,7 @@ class Answer:
     kind: str  # "chat" or "completion"
     model: str
     tokenizer: Tokenizer
-    prompts: list[str]  # their texts, where they are echoed; else empty
+    prompts: Sequence[str]  # their texts, where they are echoed; else empty
     n: int
     has_logprobs: bool
     has_token_ids: bool = False
@@ -190,9 +197,8 @@ class Answer:
         }
 
     def _token(self, token_id: int, logprob: float) -> dict[str, Any]:
-        data = self.tokenizer.token_bytes(token_id)
-        text = data.decode("utf-8", "replace")
-        return {"token": text, "logprob": finite(logprob), "bytes": list(data)}
+        data = list(self.tokenizer.token_bytes(token_id))
+        return {"token": self._text(token_id), "logprob": finite(logprob), "bytes": data}
 
     def _text_logprobs(
         self, entries: list[TokenLogprobs | None], offset: int, prompt: int
@@ -219,7 +225,11 @@ class Answer:
         }
 
     def _text(self, token_id: int) -> str:
-        return self.tokenizer.token_bytes(token_id).decode("utf-8", "replace")
+        return token_text(self.tokenizer, token_id)
+
+
+def token_text(tokenizer: Tokenizer, token_id: int) -> str:
+    return tokenizer.token_bytes(token_id).decode("utf-8", "replace")
 
 
 def finite(logprob: float) -> float:

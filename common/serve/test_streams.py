@@ -12,7 +12,15 @@ from starlette.types import Message
 
 from common.serve.deltas import CompletionDelta, RequestDelta
 from common.serve.engine_loop import EngineError
-from common.serve.streams import EventStream, accepted, close_all, gathered, merged, unless_gone
+from common.serve.streams import (
+    HEARTBEAT,
+    EventStream,
+    accepted,
+    close_all,
+    gathered,
+    merged,
+    unless_gone,
+)
 
 
 class Source:
@@ -64,9 +72,11 @@ def test_a_refused_prompt_ends_the_others() -> None:
             raise ValueError("no")
             yield
 
+        requests = [first.deltas, refused(), slow.deltas]
         with pytest.raises(ValueError, match="no"):
             slow.go.set()
-            await accepted([first.deltas, refused(), slow.deltas])
+            await accepted(requests)
+        await close_all(requests)
         assert not first.is_open and not slow.is_open
 
     asyncio.run(run())
@@ -125,7 +135,7 @@ def test_a_stream_is_closed_however_it_ends(heartbeat_s: float | None, how: str)
     """Its reader reads nothing: it waits in the middle of sending."""
 
     async def run() -> None:
-        source, is_closed = Source(), False
+        source, is_closed, sent = Source(), False, []
         await anext(source.deltas)
 
         async def events() -> AsyncIterator[bytes]:
@@ -139,6 +149,7 @@ def test_a_stream_is_closed_however_it_ends(heartbeat_s: float | None, how: str)
                 is_closed = True
 
         async def send(message: Message) -> None:
+            sent.append(message.get("body"))
             is_head = message["type"] == "http.response.start"
             if is_head and how == "head":
                 raise OSError
@@ -158,5 +169,7 @@ def test_a_stream_is_closed_however_it_ends(heartbeat_s: float | None, how: str)
         else:
             await call
         assert not source.is_open and (is_closed or how == "head")
+        has_time = how in ("leaves", "cancelled")
+        assert (HEARTBEAT in sent) == (has_time and heartbeat_s is not None)
 
     asyncio.run(run())
