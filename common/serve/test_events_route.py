@@ -240,7 +240,8 @@ def test_an_engine_that_begins_anew_is_filmed_anew(
 def test_a_viewer_keeps_no_more_than_it_may(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(live_page, "MAX_BEHIND", 10)
     viewer = Viewer()
-    viewer.put("before it begins\n")
+    viewer.put("early\n")
+    assert viewer.is_behind and viewer._texts == []
     viewer.begin("a long beginning is no fault\n")
     viewer.put("12345")
     assert viewer._texts == ["a long beginning is no fault\n", "12345"] and not viewer.is_behind
