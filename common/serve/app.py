@@ -78,53 +78,29 @@ class Server:
     # -- generating
 
     async def completions(self, body: CompletionBody, request: Request) -> Response:
-        model = self._model(body)
-        params, prompts = body.params(), body.prompts()
+        model, params, prompts = self._model(body), body.params(), body.prompts()
         ids = await self._ids(body, prompts)
         echoed = prompts if body.echo else []
         texts = [p if isinstance(p, str) else await self._decode(p, "prompt") for p in echoed]
-        answer = self._answer("completion", model, body, params, texts)
-        answer.only_echo = bool(body.echo and body.max_tokens == 0)
-        return await self._generate(answer, ids, params, body, request)
+        tokenizer = self.llm.tokenizer
+        answer = Answer("completion", model, tokenizer, body, params, texts, body.only_echo)
+        return await self._generate(answer, ids, request)
 
     async def chat_completions(self, body: ChatBody, request: Request) -> Response:
         model = self._model(body)
         body.check()
         ids = await self._chat_ids(body)
         params = body.params(self.llm.max_model_len - len(ids))
-        answer = self._answer("chat", model, body, params)
-        return await self._generate(answer, [ids], params, body, request)
-
-    def _answer(
-        self,
-        kind: str,
-        model: str,
-        body: GenerateBody,
-        params: SamplingParams,
-        prompts: Sequence[str] = (),
-    ) -> Answer:
-        return Answer(
-            kind,
-            model,
-            self.llm.tokenizer,
-            prompts,
-            params.n,
-            has_logprobs=params.logprobs is not None,
-            has_token_ids=bool(body.return_token_ids),
-            has_prompt_logprobs=body.prompt_logprobs is not None,
-        )
+        answer = Answer("chat", model, self.llm.tokenizer, body, params)
+        return await self._generate(answer, [ids], request)
 
     async def _generate(
-        self,
-        answer: Answer,
-        prompts: list[list[int]],
-        params: SamplingParams,
-        body: GenerateBody,
-        request: Request,
+        self, answer: Answer, prompts: list[list[int]], request: Request
     ) -> Response:
+        params = answer.params
         for ids in prompts:
             self._check_length(ids, params)
-        options = body.options()
+        options = answer.body.options()
         if answer.model != self.config.model_name:
             options["adapter"] = answer.model
         calls = [self.llm.generate(ids, params, **options) for ids in prompts]
@@ -134,8 +110,8 @@ class Server:
             firsts = await unless_gone(request.receive, accepted(requests))
             if firsts is None:
                 return CLIENT_IS_GONE
-            if body.stream:
-                events = self._events(answer, firsts, requests, body)
+            if answer.body.stream:
+                events = self._events(answer, firsts, requests)
                 is_theirs = True
                 return EventStream(events, self.config.heartbeat_seconds, requests)
             totals = await unless_gone(request.receive, gathered(firsts, requests))
@@ -147,13 +123,9 @@ class Server:
                 await close_all(requests)
 
     async def _events(
-        self,
-        answer: Answer,
-        firsts: list[RequestDelta],
-        requests: Sequence[Deltas],
-        body: GenerateBody,
+        self, answer: Answer, firsts: list[RequestDelta], requests: Sequence[Deltas]
     ) -> AsyncIterator[bytes]:
-        how = body.stream_options
+        how = answer.body.stream_options
         wants_usage = bool(how and how.include_usage)
         always = bool(how and how.continuous_usage_stats)
 
