@@ -115,7 +115,21 @@ def test_the_clients_exceptions_are_those_it_has_for_them(server: Running) -> No
 
 
 @pytest.mark.parametrize("stream", [False, True])
-def test_whoever_leaves_ends_its_request(server: Running, stream: bool) -> None:
+def test_whoever_leaves_ends_its_request(
+    server: Running, stream: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Not when the collector comes by: `made` keeps what was not closed."""
+    made, generate = [], server.llm.generate
+
+    def kept(*arguments: Any, **options: Any) -> Any:
+        made.append(generate(*arguments, **options))
+        return made[-1]
+
+    monkeypatch.setattr(server.llm, "generate", kept)
+    refused = {**LONG, "stream": stream, "prompt": [[5], [10**9]]}
+    assert server.post("/v1/completions", refused)[0] == 400
+    assert len(made) == 2 and not any(one.ag_frame for one in made)
+
     def num_running(engine: LLMEngine) -> int:
         return engine.stats().num_running
 
@@ -127,6 +141,7 @@ def test_whoever_leaves_ends_its_request(server: Running, stream: bool) -> None:
     before = server.call(lambda engine: engine.stats().num_finished)
     wait_for(server.is_idle, 5)
     assert server.call(lambda engine: engine.stats().num_finished) == before, "it was aborted"
+    assert len(made) == 3 and made[2].ag_frame is None
 
 
 def test_a_slow_reader_holds_up_nobody(server: Running) -> None:
