@@ -144,6 +144,7 @@ def test_whoever_reads_nothing_for_a_while_misses_nothing() -> None:
     publisher.start()
     for _ in as_long_as(lambda: source.batches, seconds=LIMIT_S):
         time.sleep(0.01)
+    publisher.wake()
     num_taken = source.num_taken
     time.sleep(0.3)
     assert source.num_taken - num_taken < 9, "nor does it ask without end"
