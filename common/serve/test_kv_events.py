@@ -70,6 +70,7 @@ def test_the_stream_alone_says_what_is_cached(kind: str, max_unsaid: int) -> Non
             most = max(most, cache.num_cached_blocks)
         cache.cache_computed_blocks([1, 2])
         assert cache.reset() and check(changes, index, cache) == [CLEARED], f"seed {seed}"
+        assert not changes._held, f"seed {seed}: what is nowhere is forgotten"
     assert most == 23
 
 

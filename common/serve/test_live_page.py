@@ -269,6 +269,19 @@ def test_what_is_wrong_is_said_and_a_schema_is_kept(
     page.wait_for_selector(".problem:has-text('broken')")
 
 
+def test_an_event_may_come_in_pieces(open_tab: Callable[..., Page]) -> None:
+    read = """async () => {
+        const found = [], parts = ["data: a", "b\\n\\nda", "ta: c\\n"];
+        const pieces = new ReadableStream({start(to) {
+            for (const part of parts) to.enqueue(new TextEncoder().encode(part));
+            to.close();
+        }});
+        for await (const lines of Watch.dataOf({body: pieces})) found.push(...lines);
+        return found;
+    }"""
+    assert open_tab().evaluate(read) == ["ab", "c"]
+
+
 def test_a_prompt_may_be_stopped(tight: Running, open_tab: Callable[..., Page]) -> None:
     page, may_go = open_tab(), threading.Event()
     write(page, ["1, 2, 3,"])

@@ -12,6 +12,7 @@ from starlette.types import Message
 
 from common.serve.deltas import CompletionDelta, RequestDelta
 from common.serve.engine_loop import EngineError
+from common.serve.server_metrics import ServerMetrics
 from common.serve.streams import (
     HEARTBEAT,
     EventStream,
@@ -135,7 +136,7 @@ def test_a_stream_is_closed_however_it_ends(heartbeat_s: float | None, how: str)
     """Its reader reads nothing: it waits in the middle of sending."""
 
     async def run() -> None:
-        source, is_closed, sent = Source(), False, []
+        source, is_closed = Source(), False
         await anext(source.deltas)
 
         async def events() -> AsyncIterator[bytes]:
@@ -149,7 +150,6 @@ def test_a_stream_is_closed_however_it_ends(heartbeat_s: float | None, how: str)
                 is_closed = True
 
         async def send(message: Message) -> None:
-            sent.append(message.get("body"))
             is_head = message["type"] == "http.response.start"
             if is_head and how == "head":
                 raise OSError
@@ -169,7 +169,37 @@ def test_a_stream_is_closed_however_it_ends(heartbeat_s: float | None, how: str)
         else:
             await call
         assert not source.is_open and (is_closed or how == "head")
-        has_time = how in ("leaves", "cancelled")
-        assert (HEARTBEAT in sent) == (has_time and heartbeat_s is not None)
 
     asyncio.run(run())
+
+
+def test_a_stream_that_is_silent_says_that_it_is_there() -> None:
+    async def run() -> list[bytes | None]:
+        source, sent = Source(), list[bytes | None]()
+        await anext(source.deltas)
+
+        async def events() -> AsyncIterator[bytes]:
+            async for _ in source.deltas:
+                yield b"late"
+
+        async def send(message: Message) -> None:
+            sent.append(message.get("body"))
+            if sent.count(HEARTBEAT) == 2:
+                source.go.set()
+
+        await EventStream(events(), 0.001, [source.deltas])({}, never, send)
+        return sent
+
+    sent = asyncio.run(run())
+    assert sent[:3] == [None, HEARTBEAT, HEARTBEAT] and sent[-2:] == [b"late", b""]
+
+
+def test_counting_closes_what_it_counts() -> None:
+    async def run() -> bool:
+        source = Source()
+        counted = ServerMetrics(None, "tiny").counted(source.deltas)  # pyright: ignore[reportArgumentType]
+        await anext(counted)
+        await close_all([counted])
+        return source.is_open
+
+    assert not asyncio.run(run())

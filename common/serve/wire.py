@@ -40,14 +40,8 @@ NOT_BUILT: dict[str, tuple] = {
     **dict.fromkeys(["guided_json", "guided_regex", "guided_choice", "guided_grammar"], ()),
 }
 # Known, and of no consequence here: a pool's blocks are found by what they hold.
-PASSED_OVER = {
-    "user",
-    "store",
-    "metadata",
-    "service_tier",
-    "safety_identifier",
-    "kv_transfer_params",
-}
+PASSED_OVER = {"user", "store", "metadata", "service_tier", "safety_identifier"}
+PASSED_OVER |= {"kv_transfer_params"}
 _named: set[str] = set()
 
 # The first fault of a list is enough: a body may hold millions.
