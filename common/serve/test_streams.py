@@ -187,7 +187,8 @@ def test_a_stream_that_is_silent_says_that_it_is_there() -> None:
             if sent.count(HEARTBEAT) == 2:
                 source.go.set()
 
-        await EventStream(events(), 0.001, [source.deltas])({}, never, send)
+        stream = EventStream(events(), 0.001, [source.deltas])
+        await asyncio.wait_for(stream({}, never, send), 20)
         return sent
 
     sent = asyncio.run(run())
