@@ -36,7 +36,7 @@ _NUMBERS = {
     "temperature": ("[0.0, inf)", 0.0, sys.float_info.max),
     "top_p": ("(0.0, 1.0]", math.ulp(0.0), 1.0),
     "min_p": ("[0.0, 1.0]", 0.0, 1.0),
-    "repetition_penalty": ("(0.0, inf)", math.ulp(0.0), sys.float_info.max),
+    "repetition_penalty": ("[1e-6, 1e6]", 1e-6, 1e6),  # logits divided by less are infinite
     "presence_penalty": ("[-2.0, 2.0]", -2.0, 2.0),
     "frequency_penalty": ("[-2.0, 2.0]", -2.0, 2.0),
 }

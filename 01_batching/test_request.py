@@ -39,7 +39,7 @@ def feed(request: Request, tokens: list[int]) -> int:
         *(("top_k", v) for v in (-2, 1.5, None, True)),
         *(("top_p", v) for v in (0.0, -0.1, 1.0001, NAN, None)),
         *(("min_p", v) for v in (-0.1, 1.1, NAN)),
-        *(("repetition_penalty", v) for v in (0.0, -1.0, INF, NAN)),
+        *(("repetition_penalty", v) for v in (0.0, -1.0, 5e-324, 1e300, INF, NAN)),
         *(("presence_penalty", v) for v in (-2.1, 2.1, NAN)),
         *(("frequency_penalty", v) for v in (-2.1, 2.1, NAN)),
         *(("seed", v) for v in (1.5, "7", 2**63, True)),

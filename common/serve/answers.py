@@ -9,12 +9,17 @@ import json
 import math
 import time
 import uuid
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from starlette.responses import Response
+
 from common.sampling.distributions import TokenLogprobs
 from common.serve.deltas import CompletionDelta, RequestDelta
+from common.serve.wire import GenerateBody
 from common.tokenizer import Tokenizer
+from request import SamplingParams
 
 DONE = b"data: [DONE]\n\n"
 NO_LOGPROB = -9999.0  # JSON has no infinity
@@ -25,6 +30,10 @@ _LINE_ENDS = {code: f"\\u{code:04x}" for code in (0x85, 0x2028, 0x2029)}
 def to_json(content: Any) -> bytes:
     text = json.dumps(content, ensure_ascii=False, separators=(",", ":"), allow_nan=False)
     return text.translate(_LINE_ENDS).encode("utf-8", "backslashreplace")
+
+
+def json_response(content: Any, status: int = 200, headers: Any = None) -> Response:
+    return Response(to_json(content), status, headers, media_type="application/json")
 
 
 def event(content: Any) -> bytes:
@@ -48,16 +57,14 @@ class Usage:
 
 @dataclass(slots=True)
 class Answer:
-    """To one HTTP request: of `num_prompts` prompts with `n` choices each."""
+    """To one HTTP request, `body`: of its prompts with `n` choices each."""
 
     kind: str  # "chat" or "completion"
     model: str
     tokenizer: Tokenizer
-    prompts: list[str]  # their texts, where they are echoed; else empty
-    n: int
-    has_logprobs: bool
-    has_token_ids: bool = False
-    has_prompt_logprobs: bool = False
+    body: GenerateBody
+    params: SamplingParams
+    prompts: Sequence[str] = ()  # their texts, where they are echoed
     only_echo: bool = False
     usage: Usage = field(default_factory=Usage)
     id: str = ""
@@ -85,9 +92,8 @@ class Answer:
         choices: list[dict[str, Any]] = []
         for prompt, total in enumerate(totals):
             self.count(prompt, total)
-            for index in range(self.n):
-                piece = total.completions[index]
-                choices.append(self._choice(prompt, piece, total))
+            pieces = map(total.completions.__getitem__, range(self.params.n))
+            choices += [self._choice(prompt, piece, total) for piece in pieces]
         made = "chat.completion" if self.kind == "chat" else "text_completion"
         return self._object(made, choices) | {"usage": self.usage.content()}
 
@@ -98,18 +104,20 @@ class Answer:
         if self.kind != "chat":
             return []
         delta = {"role": "assistant", "content": ""}
-        choices = [self._chat_choice(i, "delta", delta, None) for i in range(num_prompts * self.n)]
+        choices = [
+            self._chat_choice(i, "delta", delta, None) for i in range(num_prompts * self.params.n)
+        ]
         return [self._piece([choice]) for choice in choices]
 
     def pieces(self, prompt: int, delta: RequestDelta) -> list[dict[str, Any]]:
         """Of one prompt. A piece without text says that its choice has ended."""
         self.count(prompt, delta)
-        found: list[dict[str, Any]] = []
-        for piece in delta.completions.values():
-            says = piece.text or piece.finish_reason or self.has_logprobs or self.has_token_ids
-            if says:
-                found.append(self._piece([self._choice(prompt, piece, delta, "delta")]))
-        return found
+        says_all = self.params.logprobs is not None or self.body.return_token_ids
+        return [
+            self._piece([self._choice(prompt, piece, delta, "delta")])
+            for piece in delta.completions.values()
+            if piece.text or piece.finish_reason or says_all
+        ]
 
     def usage_piece(self) -> dict[str, Any]:
         return self._piece([]) | {"usage": self.usage.content()}
@@ -132,7 +140,7 @@ class Answer:
     def _choice(
         self, prompt: int, piece: CompletionDelta, of: RequestDelta, where: str = "message"
     ) -> dict[str, Any]:
-        index = prompt * self.n + piece.index
+        index = prompt * self.params.n + piece.index
         if self.kind == "chat":
             said = {"content": piece.text}
             if where == "message":
@@ -141,9 +149,9 @@ class Answer:
         else:
             choice = self._text_choice(index, prompt, piece, of)
         choice |= {"finish_reason": piece.finish_reason, "stop_reason": piece.stop_reason}
-        if self.has_token_ids:
+        if self.body.return_token_ids:
             choice["token_ids"] = piece.token_ids
-        if self.has_prompt_logprobs and where == "message":
+        if self.body.prompt_logprobs is not None and where == "message":
             choice["prompt_logprobs"] = [self._scored(entry) for entry in of.prompt_logprobs or []]
         return choice
 
@@ -190,9 +198,8 @@ class Answer:
         }
 
     def _token(self, token_id: int, logprob: float) -> dict[str, Any]:
-        data = self.tokenizer.token_bytes(token_id)
-        text = data.decode("utf-8", "replace")
-        return {"token": text, "logprob": finite(logprob), "bytes": list(data)}
+        data = list(self.tokenizer.token_bytes(token_id))
+        return {"token": self._text(token_id), "logprob": finite(logprob), "bytes": data}
 
     def _text_logprobs(
         self, entries: list[TokenLogprobs | None], offset: int, prompt: int
@@ -219,7 +226,11 @@ class Answer:
         }
 
     def _text(self, token_id: int) -> str:
-        return self.tokenizer.token_bytes(token_id).decode("utf-8", "replace")
+        return token_text(self.tokenizer, token_id)
+
+
+def token_text(tokenizer: Tokenizer, token_id: int) -> str:
+    return tokenizer.token_bytes(token_id).decode("utf-8", "replace")
 
 
 def finite(logprob: float) -> float:

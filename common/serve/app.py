@@ -15,7 +15,7 @@ from fastapi.exceptions import RequestValidationError
 from starlette.exceptions import HTTPException
 from starlette.responses import JSONResponse, PlainTextResponse, Response
 
-from common.serve.answers import DONE, Answer, event, to_json
+from common.serve.answers import DONE, Answer, event, json_response, token_text
 from common.serve.async_llm import AsyncLLM
 from common.serve.chat import ChatPrompts
 from common.serve.deltas import RequestDelta
@@ -78,52 +78,31 @@ class Server:
     # -- generating
 
     async def completions(self, body: CompletionBody, request: Request) -> Response:
-        adapter = self._adapter(body.model)
-        params, prompts = body.params(), body.prompts()
+        model, params, prompts = self._model(body), body.params(), body.prompts()
         ids = await self._ids(body, prompts)
         echoed = prompts if body.echo else []
         texts = [p if isinstance(p, str) else await self._decode(p, "prompt") for p in echoed]
-        answer = self._answer("completion", body, params, texts)
-        answer.only_echo = bool(body.echo and body.max_tokens == 0)
-        return await self._generate(answer, ids, params, body, adapter, request)
+        tokenizer = self.llm.tokenizer
+        answer = Answer("completion", model, tokenizer, body, params, texts, body.only_echo)
+        return await self._generate(answer, ids, request)
 
     async def chat_completions(self, body: ChatBody, request: Request) -> Response:
-        adapter = self._adapter(body.model)
+        model = self._model(body)
         body.check()
         ids = await self._chat_ids(body)
         params = body.params(self.llm.max_model_len - len(ids))
-        answer = self._answer("chat", body, params, [])
-        return await self._generate(answer, [ids], params, body, adapter, request)
-
-    def _answer(
-        self, kind: str, body: GenerateBody, params: SamplingParams, prompts: list[str]
-    ) -> Answer:
-        name = body.model or self.config.model_name
-        return Answer(
-            kind,
-            name,
-            self.llm.tokenizer,
-            prompts,
-            params.n,
-            has_logprobs=params.logprobs is not None,
-            has_token_ids=bool(body.return_token_ids),
-            has_prompt_logprobs=body.prompt_logprobs is not None,
-        )
+        answer = Answer("chat", model, self.llm.tokenizer, body, params)
+        return await self._generate(answer, [ids], request)
 
     async def _generate(
-        self,
-        answer: Answer,
-        prompts: list[list[int]],
-        params: SamplingParams,
-        body: GenerateBody,
-        adapter: str | None,
-        request: Request,
+        self, answer: Answer, prompts: list[list[int]], request: Request
     ) -> Response:
+        params = answer.params
         for ids in prompts:
             self._check_length(ids, params)
-        options = body.options()
-        if adapter is not None:
-            options["adapter"] = adapter
+        options = answer.body.options()
+        if answer.model != self.config.model_name:
+            options["adapter"] = answer.model
         calls = [self.llm.generate(ids, params, **options) for ids in prompts]
         requests = [self.metrics.counted(call) for call in calls]
         is_theirs = False  # the stream's, to be closed
@@ -131,12 +110,12 @@ class Server:
             firsts = await unless_gone(request.receive, accepted(requests))
             if firsts is None:
                 return CLIENT_IS_GONE
-            if body.stream:
-                events = self._events(answer, firsts, requests, body)
+            if answer.body.stream:
+                events = self._events(answer, firsts, requests)
                 is_theirs = True
                 return EventStream(events, self.config.heartbeat_seconds, requests)
             totals = await unless_gone(request.receive, gathered(firsts, requests))
-            return CLIENT_IS_GONE if totals is None else _json(answer.whole(totals))
+            return CLIENT_IS_GONE if totals is None else json_response(answer.whole(totals))
         except Exception as error:
             raise api_error(error) from error
         finally:
@@ -144,13 +123,9 @@ class Server:
                 await close_all(requests)
 
     async def _events(
-        self,
-        answer: Answer,
-        firsts: list[RequestDelta],
-        requests: Sequence[Deltas],
-        body: GenerateBody,
+        self, answer: Answer, firsts: list[RequestDelta], requests: Sequence[Deltas]
     ) -> AsyncIterator[bytes]:
-        how = body.stream_options
+        how = answer.body.stream_options
         wants_usage = bool(how and how.include_usage)
         always = bool(how and how.continuous_usage_stats)
 
@@ -173,8 +148,6 @@ class Server:
                 yield event(answer.usage_piece())
         except Exception as error:  # the answer has begun: its status can not change
             yield event(api_error(error).content())
-        finally:
-            await close_all(requests)
         yield DONE
 
     def _check_length(self, ids: list[int], params: SamplingParams) -> None:
@@ -199,19 +172,19 @@ class Server:
         text = await asyncio.to_thread(self.chat.text, body.messages, *how)
         return await self.llm.encode(text, bool(body.add_special_tokens))
 
-    def _adapter(self, model: str | None) -> str | None:
-        """Raises `ApiError` for a model that is not here."""
-        if model is None or model == self.config.model_name:
-            return None
-        if model not in self.llm.adapters:
-            known = ", ".join([self.config.model_name, *self.llm.adapters])
-            message = f"model is {model!r}: this server has {known}"
+    def _model(self, body: GenerateBody | TokenizeBody | DetokenizeBody) -> str:
+        """The one that is asked for. Raises `ApiError` if it is not here."""
+        known = [self.config.model_name, *self.llm.adapters]
+        model = known[0] if body.model is None else body.model
+        if model not in known:
+            message = f"model is {model!r}: this server has {', '.join(known)}"
             raise ApiError(404, message, "model", "model_not_found")
         return model
 
     # -- tokens
 
     async def tokenize(self, body: TokenizeBody) -> dict[str, Any]:
+        self._model(body)
         if (body.prompt is None) == (body.messages is None):
             raise bad("give prompt or messages, and not both")
         if body.prompt is None:
@@ -220,29 +193,29 @@ class Server:
             ids = await self.llm.encode(body.prompt, body.add_special_tokens is not False)
         found = {"count": len(ids), "max_model_len": self.llm.max_model_len, "tokens": ids}
         if body.return_token_strs:
-            pieces = map(self.llm.tokenizer.token_bytes, ids)
-            found["token_strs"] = [piece.decode("utf-8", "replace") for piece in pieces]
+            found["token_strs"] = [token_text(self.llm.tokenizer, i) for i in ids]
         return found
 
     async def detokenize(self, body: DetokenizeBody) -> dict[str, Any]:
+        self._model(body)
         return {"prompt": await self._decode(body.tokens, "tokens", False)}
 
     async def _decode(self, ids: list[int], field: str, skips_special: bool = True) -> str:
         vocab_size = self.llm.model_config.vocab_size
         if ids and max(ids) >= vocab_size:
             raise bad(f"{field} holds {max(ids)}: ids are below {vocab_size}", field)
-        return await asyncio.to_thread(self.llm.tokenizer.decode, ids, skips_special)
+        decode = self.llm.tokenizer.backend.decode_batch  # gives up Python's lock
+        return (await asyncio.to_thread(decode, [ids], skip_special_tokens=skips_special))[0]
 
     async def render_completion(self, body: CompletionBody) -> list[dict[str, Any]]:
         """Token ids of each prompt, for routers that look for the same prefix."""
-        body.params()
+        model, _ = self._model(body), body.params()
         ids = await self._ids(body, body.prompts())
-        return [{"model": body.model or self.config.model_name, "token_ids": i} for i in ids]
+        return [{"model": model, "token_ids": i} for i in ids]
 
     async def render_chat(self, body: ChatBody) -> dict[str, Any]:
-        body.params(1)
-        ids = await self._chat_ids(body)
-        return {"model": body.model or self.config.model_name, "token_ids": ids}
+        model, _ = self._model(body), body.params(1)
+        return {"model": model, "token_ids": await self._chat_ids(body)}
 
     # -- the server
 
@@ -344,10 +317,6 @@ def make_app(llm: AsyncLLM, config: ServeConfig) -> tuple[FastAPI, Gate]:
     gate = Gate(app, config.gate)
     server.live.is_draining = lambda: gate.is_draining
     return app, gate
-
-
-def _json(content: Any) -> Response:
-    return Response(to_json(content), media_type="application/json")
 
 
 def _on_api_error(request: Request, error: Exception) -> Response:

@@ -8,8 +8,6 @@ from typing import Any
 from common.serve.errors import bad
 from common.tokenizer import Tokenizer
 
-_TAKEN = {"tokenize", "chat_template", "tools", "documents", "return_dict"}
-
 
 class ChatPrompts:
     """`template`: instead of the model's. Raises `FileNotFoundError`."""
@@ -34,9 +32,6 @@ class ChatPrompts:
             raise bad("continue_final_message: not with add_generation_prompt")
         if self._template is None and getattr(self._source, "chat_template", None) is None:
             raise bad("this model has no chat template: start the server with --chat-template FILE")
-        if taken := _TAKEN & set(kwargs or {}):
-            name = "chat_template_kwargs"
-            raise bad(f"{name} has {min(taken)!r}: it may not", name)
         plain = [_plain(message, i) for i, message in enumerate(messages)]
         try:
             text = self._source.apply_chat_template(  # pyright: ignore[reportOptionalMemberAccess]

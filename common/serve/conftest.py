@@ -6,6 +6,7 @@ import asyncio
 import json
 import socket
 import threading
+import time
 import urllib.request
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
@@ -30,8 +31,24 @@ from common.serve.ports import open_port
 from common.serve.running import DrainingServer, make_event_loop
 
 SMALL = dict(num_blocks=400, dtype="float64", num_threads=1, compile=False)
+# Too little memory for all: some are preempted.
+TIGHT = dict(block_size=4, num_blocks=26, max_num_seqs=6, max_num_batched_tokens=48, watermark=0.0)
 MODEL = "tiny"
+HEAD = b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
 TEMPLATE = Path(__file__).parent / "chat_template.jinja"
+
+
+def posted(body: Any) -> bytes:
+    """A request, as it is on the wire."""
+    content = json.dumps(body).encode()
+    return HEAD + b"Content-Length: %d\r\n\r\n%b" % (len(content), content)
+
+
+def wait_for(is_so: Callable[[], Any], seconds: float = 30) -> None:
+    end = time.monotonic() + seconds
+    while not is_so():
+        assert time.monotonic() < end
+        time.sleep(0.02)
 
 
 @dataclass
@@ -72,6 +89,7 @@ class Running:
         """The events of a stream; `[DONE]` as None."""
         status, headers, content = self.request("POST", path, {**body, "stream": True})
         assert status == 200 and headers["content-type"].startswith("text/event-stream"), content
+        assert headers["cache-control"] == "no-cache" and headers["x-accel-buffering"] == "no"
         lines = content.decode().split("\n\n")
         assert lines.pop() == ""
         found = [line.removeprefix("data: ") for line in lines]
@@ -123,6 +141,15 @@ def running(
 @pytest.fixture(scope="package")
 def server() -> Iterator[Running]:
     with running() as found:
+        yield found
+        assert found.is_idle()
+
+
+@pytest.fixture(scope="package")
+def tight() -> Iterator[Running]:
+    with running(**TIGHT) as found:
+        # What the system keeps for a connection: little, so that who does not read is soon known.
+        found.listener.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 8192)
         yield found
         assert found.is_idle()
 

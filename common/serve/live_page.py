@@ -41,9 +41,7 @@ SCRIPTS = ("live.js", "playground_words.js", "playground.js", "live_start.js")
 TITLE = ("The engine, live", "引擎实况")
 MAX_VIEWERS = 16
 MAX_BEHIND = 1 << 20  # characters that a viewer has not taken
-AGAIN_S = (
-    1.0  # between two beginnings of one viewer: a snapshot costs the engine's thread something
-)
+AGAIN_S = 1.0  # between two beginnings of one viewer: a snapshot costs the engine something
 LOOK_S = 0.5  # how soon a stream without events notices that the server is shut down
 _FAILED = '{"kind":"failed"'
 

@@ -130,8 +130,7 @@ async def serve(args: argparse.Namespace, settings: dict[str, Any], listener: so
     name = args.served_model_name or _name(args.model)
     _say(f"loading {name} ...")
     spare_what_is_loaded()
-    make = asyncio.to_thread(AsyncLLM, args.model, max_waiting=args.max_waiting, **settings)
-    llm = await make
+    llm = await asyncio.to_thread(AsyncLLM, args.model, max_waiting=args.max_waiting, **settings)
     kv_events = None
     try:
         if args.kv_events is not None:
@@ -139,7 +138,7 @@ async def serve(args: argparse.Namespace, settings: dict[str, Any], listener: so
 
             kv_events = await llm.call(KVEvents, args.kv_events, args.kv_events_replay)
             _say(f"KV events are at {kv_events.publisher.endpoint}")
-        gate_config = GateConfig(args.host, args.api_key, args.max_body_bytes)
+        gate_config = GateConfig(args.host, args.api_key or None, args.max_body_bytes)
         config = ServeConfig(
             name, gate_config, args.chat_template, args.adapter_root, args.heartbeat_seconds
         )

@@ -18,8 +18,9 @@ _SHORT = (0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1, 2
 _LONG = (0.3, 0.5, 0.8, 1, 1.5, 2, 2.5, 5, 10, 15, 20, 30, 40, 50, 60, 120, 240, 480, 960)
 _TOKEN = (0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.75, 1, 2.5, 5, 7.5, 10, 20, 40)
 _REASONS = ("stop", "length", "abort", "error")
-# Of `EngineStats`: what it is there, what it says.
+# Of `EngineStats`: what it is there (None: worked out), what it says.
 _GAUGES = {
+    "kv_cache_usage_perc": (None, "Share of the KV blocks in use; 1: all."),
     "num_requests_running": ("num_running", "Sequences that hold memory and compute."),
     "num_requests_waiting": ("num_waiting", "Sequences that wait for their first step."),
 }
@@ -99,19 +100,12 @@ class ServerMetrics:
     def collect(self) -> Iterator[Metric]:
         """Called by the registry."""
         stats = self.llm.latest_stats
-        for name, (field, says) in _GAUGES.items():
-            yield self._gauge(name, says, getattr(stats, field))
         usage = stats.kv_blocks_in_use / max(stats.kv_blocks_total, 1)
-        yield self._gauge("kv_cache_usage_perc", "Share of the KV blocks in use; 1: all.", usage)
-        for name, (field, says) in _COUNTERS.items():
-            metric = CounterMetricFamily(f"vllm:{name}", says, labels=_LABELS)
-            metric.add_metric(self._labels, getattr(stats, field))
+        for name, (field, says) in (_GAUGES | _COUNTERS).items():
+            family = GaugeMetricFamily if name in _GAUGES else CounterMetricFamily
+            metric = family(f"vllm:{name}", says, labels=_LABELS)
+            metric.add_metric(self._labels, usage if field is None else getattr(stats, field))
             yield metric
-
-    def _gauge(self, name: str, says: str, value: float) -> GaugeMetricFamily:
-        metric = GaugeMetricFamily(f"vllm:{name}", says, labels=_LABELS)
-        metric.add_metric(self._labels, value)
-        return metric
 
     def text(self) -> bytes:
         return generate_latest(self._registry)

@@ -36,14 +36,12 @@ async def unless_gone(receive: Receive, wanted: Awaitable[T]) -> T | None:
 
 
 async def accepted(requests: Sequence[Deltas]) -> list[RequestDelta]:
-    """The first delta of each, when all have one. If one is refused, all are ended, and its error
-    is raised."""
+    """The first delta of each, when all have one. Raises the error of one that is refused."""
     firsts = await asyncio.gather(*map(anext, requests), return_exceptions=True)
-    found = [first for first in firsts if isinstance(first, RequestDelta)]
-    if len(found) < len(firsts):
-        await close_all(requests)
-        raise next(first for first in firsts if isinstance(first, BaseException))
-    return found
+    for first in firsts:
+        if isinstance(first, BaseException):
+            raise first
+    return [first for first in firsts if isinstance(first, RequestDelta)]
 
 
 async def close_all(requests: Sequence[AsyncIterator[Any]]) -> None:
@@ -132,15 +130,11 @@ class EventStream(Response):
         while True:
             coming = asyncio.ensure_future(anext(self.events))
             try:
-                while not coming.done():
-                    await asyncio.wait({coming}, timeout=self.heartbeat_s)
-                    if not coming.done():
-                        yield HEARTBEAT
-            finally:
-                if not coming.done():
-                    await _end(coming)
-            try:
-                data = coming.result()
+                while not (await asyncio.wait({coming}, timeout=self.heartbeat_s))[0]:
+                    yield HEARTBEAT
+                data = await coming
             except StopAsyncIteration:
                 return
+            finally:
+                await _end(coming)
             yield data

@@ -265,6 +265,21 @@ def test_many_deltas_do_not_block_the_loop(llm: AsyncLLM) -> None:
     assert len(left) >= 2000 // NUM_AT_ONCE - 1
 
 
+def test_a_long_prompt_holds_up_nobody(llm: AsyncLLM, loop: asyncio.AbstractEventLoop) -> None:
+    """Not even by Python's lock."""
+    text = "x = 1\n" * 5000
+
+    async def run() -> tuple[int, list[int]]:
+        num_turns, task = 0, asyncio.ensure_future(llm.encode(text))
+        while not task.done():
+            await asyncio.sleep(0.001)
+            num_turns += 1
+        return num_turns, task.result()
+
+    num_turns, token_ids = loop.run_until_complete(run())
+    assert token_ids == llm.tokenizer.encode(text) and num_turns > 5
+
+
 def test_it_belongs_to_one_loop(llm: AsyncLLM) -> None:
     with pytest.raises(RuntimeError, match="another event loop"):
         asyncio.run(whole(llm, "x", SamplingParams(max_tokens=1)))

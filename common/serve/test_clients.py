@@ -11,22 +11,30 @@ import signal
 import socket
 import subprocess
 import sys
+import threading
 import time
-from collections.abc import Callable, Iterator
+from collections import Counter
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor, wait
+from contextlib import ExitStack, contextmanager
+from functools import partialmethod
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import openai
 import pytest
+from starlette.responses import Response
 
 from common.engine import LLMEngine
 from common.engine_config import SHIPPED_ADAPTER
 from common.llm import LLM, SamplingParams
 from common.serve.app import ServeConfig
-from common.serve.conftest import MODEL, Running, running
-from common.serve.gate import GateConfig
+from common.serve.conftest import HEAD, MODEL, Running, posted, running, wait_for
+from common.serve.gate import Gate, GateConfig
+from common.serve.kv_wire import Event
 from common.serve.ports import open_port
+from common.serve.running import FEW, DrainingServer, PatientProtocol
 from scheduler_interface import SchedulerOutput
 
 PROMPT = "def fibonacci(n):\n    if n"
@@ -35,13 +43,6 @@ LONG = {"model": MODEL, "prompt": PROMPT, "max_tokens": 1500, "ignore_eos": True
 
 def client(server: Running, key: str = "none") -> openai.OpenAI:
     return openai.OpenAI(base_url=f"{server.url}/v1", api_key=key, max_retries=0, timeout=60)
-
-
-def wait_for(is_so: Callable[[], bool], seconds: float = 30) -> None:
-    end = time.monotonic() + seconds
-    while not is_so():
-        assert time.monotonic() < end
-        time.sleep(0.01)
 
 
 def test_sixty_four_streams_at_once_say_what_generate_says(server: Running, alone: LLM) -> None:
@@ -114,32 +115,39 @@ def test_the_clients_exceptions_are_those_it_has_for_them(server: Running) -> No
 
 
 @pytest.mark.parametrize("stream", [False, True])
-def test_whoever_leaves_ends_its_request(server: Running, stream: bool) -> None:
+def test_whoever_leaves_ends_its_request(
+    server: Running, stream: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Not when the collector comes by: `made` keeps what was not closed."""
+    made, generate = [], server.llm.generate
+
+    def kept(*arguments: Any, **options: Any) -> Any:
+        made.append(generate(*arguments, **options))
+        return made[-1]
+
+    monkeypatch.setattr(server.llm, "generate", kept)
+    refused = {**LONG, "stream": stream, "prompt": [[5], [10**9]]}
+    assert server.post("/v1/completions", refused)[0] == 400
+    assert len(made) == 2 and not any(one.ag_frame for one in made)
+
     def num_running(engine: LLMEngine) -> int:
         return engine.stats().num_running
 
-    sent = json.dumps({**LONG, "stream": stream}).encode()
     with socket.create_connection(("127.0.0.1", server.port)) as connection:
-        connection.sendall(
-            b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\n"
-            b"Content-Type: application/json\r\nContent-Length: %d\r\n\r\n%b" % (len(sent), sent)
-        )
+        connection.sendall(posted({**LONG, "stream": stream}))
         wait_for(lambda: server.call(num_running) > 0)
         if stream:
             assert connection.recv(100).startswith(b"HTTP/1.1 200")
     before = server.call(lambda engine: engine.stats().num_finished)
     wait_for(server.is_idle, 5)
     assert server.call(lambda engine: engine.stats().num_finished) == before, "it was aborted"
+    assert len(made) == 3 and made[2].ag_frame is None
 
 
 def test_a_slow_reader_holds_up_nobody(server: Running) -> None:
-    sent = json.dumps({**LONG, "stream": True, "logprobs": 5}).encode()
     with socket.create_connection(("127.0.0.1", server.port)) as connection:
         connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
-        connection.sendall(
-            b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\n"
-            b"Content-Type: application/json\r\nContent-Length: %d\r\n\r\n%b" % (len(sent), sent)
-        )
+        connection.sendall(posted({**LONG, "stream": True, "logprobs": 5}))
         assert connection.recv(1)
         status, answer = server.post("/v1/completions", {**LONG, "max_tokens": 5})
         assert status == 200 and answer["usage"]["completion_tokens"] == 5
@@ -183,8 +191,13 @@ def test_a_dead_engine_is_said_to_be_dead() -> None:
 
             engine.core.step = step
 
-        found.call(break_for_good)
-        assert found.post("/v1/completions", LONG)[0] == 500
+        with ThreadPoolExecutor(1) as pool:
+            film = pool.submit(found.request, "GET", "/events")
+            wait_for(lambda: found.app.state.server.live.viewers)
+            found.call(break_for_good)
+            assert found.post("/v1/completions", LONG)[0] == 500
+            assert film.result(20)[0] == 200, "whoever watched it is told"
+        assert found.request("GET", "/events")[0] == 503
         for _ in range(2):
             status, answer = found.post("/v1/completions", LONG)
             assert status == 500 and "a rank is gone" in answer["error"]["message"]
@@ -195,13 +208,8 @@ def test_a_full_queue_is_said_at_once() -> None:
     with running(max_waiting=1, max_num_seqs=1) as found:
         connections = []
         for _ in range(2):
-            sent = json.dumps(LONG).encode()
             connection = socket.create_connection(("127.0.0.1", found.port))
-            connection.sendall(
-                b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\n"
-                b"Content-Type: application/json\r\nContent-Length: %d\r\n\r\n%b"
-                % (len(sent), sent)
-            )
+            connection.sendall(posted(LONG))
             connections.append(connection)
         wait_for(lambda: found.call(lambda e: sum(e.core.get_request_counts())) == 2)
         status, headers, content = found.request("POST", "/v1/completions", LONG)
@@ -234,18 +242,54 @@ def test_the_gate() -> None:
             got, _, content = found.request("POST", "/v1/completions", small, headers)
             assert got == status, (headers, content)
         assert found.request("GET", "/metrics")[0] == 401
-        large = {"prompt": "x" * 2000}
-        assert found.request("POST", "/v1/completions", large, key)[0] == 413
+        for prompt, status in (("x" * 2000, 413), ([1] * 40, 413), ([1] * 20, 200)):
+            large = {"prompt": prompt, "max_tokens": 1}
+            assert found.request("POST", "/v1/completions", large, key)[0] == status
         for length, status in ((b"999999999999", b"413"), (b"50", b"408")):
             with socket.create_connection(("127.0.0.1", found.port), timeout=20) as connection:
-                connection.sendall(
-                    b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\n"
-                    b"Authorization: Bearer secret\r\nContent-Type: application/json\r\n"
-                    b"Content-Length: %b\r\n\r\n{" % length
-                )
+                said = b"Authorization: Bearer secret\r\nContent-Length: %b\r\n\r\n{" % length
+                connection.sendall(HEAD + said)
                 assert connection.recv(12) == b"HTTP/1.1 " + status
         _, headers, _ = found.request("POST", "/v1/completions", small, key)
         assert not [name for name in headers if name.lower().startswith("access-control")]
+
+
+@pytest.mark.parametrize(
+    ("config", "headers", "status"),
+    [
+        *((GateConfig(), {"host": name}, 204) for name in ("LocalHost", "127.0.0.1:8", "[::1]:8")),
+        (GateConfig(), {"host": "evil.example:8"}, 403),
+        (GateConfig(), {}, 403),
+        *((GateConfig("::1"), {"host": name}, 204) for name in ("[::1]", "[::1]:8", "localhost")),
+        (GateConfig("::1"), {"host": "evil.example"}, 403),
+        (GateConfig("127.0.0.7"), {"host": "127.0.0.7:8"}, 204),
+        (GateConfig("127.0.0.7"), {"host": "evil.example"}, 403),
+        *((GateConfig(own), {"host": "my.name:8"}, 204) for own in ("0.0.0.0", "::", "10.0.0.7")),
+        *(
+            (GateConfig("0.0.0.0"), {"host": "my.name:8", "origin": origin}, status)
+            for origin, status in (
+                ("http://my.name:8", 204),
+                ("https://my.name:8", 204),
+                ("http://my.name", 403),
+            )
+        ),
+        (GateConfig("::", "schlüssel"), {"authorization": "Bearer schlüssel"}, 204),
+        (GateConfig("::", "schlüssel"), {"authorization": "Bearer schlussel"}, 401),
+        (GateConfig("::", "plain"), {"authorization": "Bearer schlüssel"}, 401),
+    ],
+)
+def test_the_gate_knows_its_names_and_its_key(
+    config: GateConfig, headers: dict[str, str], status: int
+) -> None:
+    found: list[Any] = []
+
+    async def send(message: Any) -> None:
+        found.append(message)
+
+    own = [(name.encode(), value.encode()) for name, value in headers.items()]
+    scope = {"type": "http", "method": "GET", "path": "/events", "headers": own}
+    asyncio.run(Gate(Response(status_code=204), config)(scope, None, send))  # pyright: ignore[reportArgumentType]
+    assert found[0]["status"] == status
 
 
 def test_slow_headers_time_out(server: Running, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -256,11 +300,49 @@ def test_slow_headers_time_out(server: Running, monkeypatch: pytest.MonkeyPatch)
         assert connection.recv(100) == b"" and time.monotonic() - begin < 4
 
 
+def test_a_crowd_is_taken_a_few_at_a_time(server: Running, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It would hold up every stream for as long as all of it takes. The system keeps the rest."""
+    turns: list[Counter[str]] = []
+    is_over, may_go = threading.Event(), threading.Event()
+
+    def turn() -> None:
+        turns.append(Counter())
+        if not is_over.is_set():
+            server.loop.call_soon(turn)
+
+    def counted(own: PatientProtocol, argument: Any, name: str, whole: Any) -> None:
+        turns[-1][name] += 1
+        whole(own, argument)
+
+    for name in ("connection_made", "data_received"):
+        whole = getattr(PatientProtocol, name)
+        monkeypatch.setattr(PatientProtocol, name, partialmethod(counted, name=name, whole=whole))
+    server.loop.call_soon_threadsafe(turn)
+    with ExitStack() as stack:
+        crowd: list[socket.socket] = []
+        for _ in range(2):  # who has just come, and who is known
+            may_go.clear()
+            server.loop.call_soon_threadsafe(may_go.wait, 20)
+            while len(crowd) < 60:
+                connection = socket.create_connection(("127.0.0.1", server.port), timeout=1)
+                crowd.append(stack.enter_context(connection))
+            for connection in crowd:
+                connection.settimeout(30)
+                connection.sendall(b"GET /health HTTP/1.1\r\nHost: a\r\n\r\n")
+            may_go.set()
+            assert all(one.recv(1 << 16).startswith(b"HTTP/1.1 200") for one in crowd)
+    is_over.set()
+    for name, least in ("connection_made", 60), ("data_received", 120):
+        assert sum(counts[name] for counts in turns) >= least
+        assert max(counts[name] for counts in turns) <= FEW
+
+
 def test_adapters_are_models(tmp_path: Path) -> None:
     (tmp_path / "tests").symlink_to(SHIPPED_ADAPTER)
     root = SHIPPED_ADAPTER.parent
     with running(ServeConfig(MODEL, adapter_root=root), max_loras=2) as found:
         load = {"lora_name": "tests", "lora_path": SHIPPED_ADAPTER.name}
+        assert found.post("/v1/load_lora_adapter", load | {"lora_name": MODEL})[0] == 400
         fields = {"prompt": PROMPT, "temperature": 0, "max_tokens": 8}
         plain = found.post("/v1/completions", fields | {"model": MODEL})[1]
         assert found.post("/v1/completions", fields | {"model": "tests"})[0] == 404
@@ -281,60 +363,78 @@ def test_adapters_are_models(tmp_path: Path) -> None:
 # -- the command
 
 
-@pytest.fixture
-def command(request: pytest.FixtureRequest) -> Iterator[tuple[subprocess.Popen, int]]:
-    settings = ["--num-blocks", "300", "--num-threads", "1", "--drain-seconds", request.param]
-    process = subprocess.Popen(
-        [sys.executable, "-m", "common.serve", "--port", "0", *settings],
-        stderr=subprocess.PIPE,
-        text=True,
-    )
-    assert process.stderr is not None
-    said = ""
-    while "is served at" not in said:
-        said = process.stderr.readline()
-        assert said, "it has ended"
-    match = re.search(r":(\d+)/v1", said)
-    assert match is not None and "watch it" in process.stderr.readline()
-    assert "curl" in process.stderr.readline()
-    yield process, int(match[1])
-    process.kill()
-    process.wait()
+@contextmanager
+def started(*settings: str) -> Iterator[tuple[subprocess.Popen, str]]:
+    """The command, when all is ready, and what it has said until then."""
+    command = [sys.executable, "-m", "common.serve", "--port", "0", "--num-blocks", "300"]
+    how: Any = {"stderr": subprocess.PIPE, "text": True}
+    how["env"] = os.environ | {"VLLM_API_KEY": ""}  # none
+    with subprocess.Popen([*command, *settings], **how) as process:
+        try:
+            assert process.stderr is not None
+            said = ""
+            while "curl" not in said:
+                said += process.stderr.readline()
+                assert process.poll() is None, said
+            assert "watch it" in said
+            yield process, said
+        finally:
+            process.kill()
 
 
-@pytest.mark.parametrize("command", ["60"], indirect=True)
-def test_a_signal_lets_those_who_run_finish(command: tuple[subprocess.Popen, int]) -> None:
-    process, port = command
-    one = openai.OpenAI(base_url=f"http://127.0.0.1:{port}/v1", api_key="x", max_retries=0)
-    stream = one.completions.create(model=MODEL, prompt="x", max_tokens=30, stream=True)
-    pieces = iter(stream)
-    next(pieces)
-    process.send_signal(signal.SIGTERM)
-    rest = list(pieces)
-    assert rest[-1].choices[0].finish_reason in ("length", "stop")
-    assert process.wait(30) == 0
+def client_of(said: str) -> openai.OpenAI:
+    match = re.search(r"is served at (\S+)", said)
+    assert match is not None
+    return openai.OpenAI(base_url=match[1], api_key="x", max_retries=0)
 
 
-@pytest.mark.parametrize("command", ["1"], indirect=True)
-def test_and_those_who_take_too_long_get_an_error(command: tuple[subprocess.Popen, int]) -> None:
-    process, port = command
-    one = openai.OpenAI(base_url=f"http://127.0.0.1:{port}/v1", api_key="x", max_retries=0)
-    how: Any = {"max_tokens": 2000, "extra_body": {"ignore_eos": True}}
-    streams = [
-        iter(one.completions.create(model=MODEL, prompt=f"{i}", stream=True, **how))
-        for i in range(8)
-    ]
-    next(streams[0])
-    process.send_signal(signal.SIGTERM)
-    with pytest.raises(openai.APIError, match="shut down"):
-        while True:
-            next(streams[0])
-    with pytest.raises(openai.InternalServerError, match="no new requests"):
-        one.completions.create(model=MODEL, prompt="x")
-    assert process.wait(30) == 3
+def test_a_signal_lets_those_who_run_finish() -> None:
+    with started("--drain-seconds", "60") as (process, said):
+        one = client_of(said)
+        stream = one.completions.create(model=MODEL, prompt="x", max_tokens=30, stream=True)
+        pieces = iter(stream)
+        next(pieces)
+        process.send_signal(signal.SIGTERM)
+        rest = list(pieces)
+        assert rest[-1].choices[0].finish_reason in ("length", "stop")
+        assert process.wait(30) == 0
 
 
-def test_no_piece_waits_for_another() -> None:
+def test_and_those_who_take_too_long_get_an_error() -> None:
+    with started("--drain-seconds", "1") as (process, said):
+        one = client_of(said)
+        how: Any = {"max_tokens": 2000, "extra_body": {"ignore_eos": True}, "stream": True}
+        streams = [
+            iter(one.completions.create(model=MODEL, prompt=f"{i}", **how)) for i in range(8)
+        ]
+        next(streams[0])
+        process.send_signal(signal.SIGTERM)
+        with pytest.raises(openai.APIError, match="shut down"):
+            while True:
+                next(streams[0])
+        with pytest.raises(openai.InternalServerError, match="no new requests") as caught:
+            one.completions.create(model=MODEL, prompt="x")
+        assert caught.value.response.headers["retry-after"]
+        assert process.wait(30) == 3
+
+
+def test_a_second_signal_does_not_wait() -> None:
+    async def run() -> DrainingServer:
+        llm, gate = SimpleNamespace(num_unfinished=1, abort_all=str), SimpleNamespace()
+        gate.is_draining = False
+        server = DrainingServer(llm, gate, drain_seconds=60.0)  # pyright: ignore[reportArgumentType]
+        for _ in range(2):
+            assert not server.should_exit
+            server.handle_exit(signal.SIGTERM, None)
+            await asyncio.sleep(0.2)
+        return server
+
+    server = asyncio.run(run())
+    assert server.should_exit and server.num_cut_short == 1
+
+
+@pytest.mark.parametrize("host", ["127.0.0.1", "::1", "0.0.0.0"])
+def test_no_piece_waits_for_another(host: str) -> None:
     """What a connection's transport is told about its socket: 40 ms of delay for each answer."""
 
     async def has_no_delay() -> int:
@@ -345,10 +445,13 @@ def test_no_piece_waits_for_another() -> None:
                 own = transport.get_extra_info("socket")
                 found.set_result(own.getsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY))
 
-        listener = open_port("127.0.0.1", 0)
+        try:
+            listener = open_port(host, 0)
+        except OSError as error:
+            pytest.skip(f"this machine has no {host}: {error}")
         made = await asyncio.get_running_loop().create_server(Protocol, sock=listener)
         async with made:
-            _, writer = await asyncio.open_connection("127.0.0.1", listener.getsockname()[1])
+            _, writer = await asyncio.open_connection(host, listener.getsockname()[1])
             try:
                 return await found
             finally:
@@ -374,32 +477,23 @@ def test_kv_events_of_a_server_are_heard() -> None:
     pytest.importorskip("zmq")
     from common.serve.kv_listen import listen
 
-    settings = ["--num-blocks", "300", "--num-threads", "1", "--kv-events", "tcp://127.0.0.1:*"]
-    process = subprocess.Popen(
-        [sys.executable, "-m", "common.serve", "--port", "0", *settings],
-        stderr=subprocess.PIPE,
-        text=True,
-    )
-    try:
-        assert process.stderr is not None
-        said = ""
-        while "is served at" not in said:
-            said += process.stderr.readline()
-            assert process.poll() is None, said
-        address, port = re.search(r"are at (\S+)", said), re.search(r":(\d+)/v1", said)
-        assert address is not None and port is not None
-        heard = listen(address[1])
-        one = openai.OpenAI(base_url=f"http://127.0.0.1:{port[1]}/v1", api_key="x", max_retries=0)
-        event = None
-        with ThreadPoolExecutor(1) as pool:
-            coming = pool.submit(next, heard)
-            for i in range(300):  # until the reader is connected
-                one.completions.create(model=MODEL, prompt=[i + 5] * 40, max_tokens=1)
-                if wait([coming], 0.1).done:
-                    event = coming.result()[1]
-                    break
-        assert event is not None and event["type"] in ("BlockStored", "AllBlocksCleared")
-        assert len(event.get("token_ids", ())) % 16 == 0
-    finally:
+    with (
+        started("--kv-events", "tcp://127.0.0.1:*") as (process, said),
+        ThreadPoolExecutor(1) as pool,
+    ):
+        address = re.search(r"are at (\S+)", said)
+        assert address is not None
+        one, heard = client_of(said), listen(address[1])
+
+        def hear(kind: str) -> Event:
+            return next(event for _, event in heard if event["type"] == kind)
+
+        coming = pool.submit(hear, "BlockStored")
+        for i in range(300):  # until the reader is connected
+            one.completions.create(model=MODEL, prompt=[i + 5] * 40, max_tokens=1)
+            if wait([coming], 0.1).done:
+                break
+        assert len(coming.result(1)["token_ids"]) % 16 == 0
         process.terminate()
+        assert pool.submit(hear, "AllBlocksCleared").result(30)
         assert process.wait(30) == 0

@@ -11,6 +11,7 @@ import socket
 import threading
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
@@ -24,24 +25,15 @@ from common.events.event_kinds import parse_events
 from common.events.watch import Watch
 from common.serve import live_page
 from common.serve.app import ServeConfig
-from common.serve.conftest import MODEL, Running, running
+from common.serve.conftest import MODEL, Running, running, wait_for
 from common.serve.gate import GateConfig
 from common.serve.live_page import Viewer, server_sent
 from common.workshop.replay.film import Film, State
 
-# Too little memory for all: some are preempted.
-TIGHT = dict(block_size=4, num_blocks=26, max_num_seqs=6, max_num_batched_tokens=48, watermark=0.0)
 STACK = "class Stack:\n    def __init__(self):\n        self.items = []\n\n"
 PROMPTS = [f"{STACK}    def {name}(self" for name in ("pop", "peek", "size", "clear")]
 PROMPTS += ["def is_prime(n):\n    for", "import os\nimport", "def mean(values):", "with open("]
 EIGHT = {"model": MODEL, "prompt": PROMPTS, "max_tokens": 14, "temperature": 0, "ignore_eos": True}
-
-
-def wait_for(is_so: Callable[[], Any], seconds: float = 30) -> None:
-    end = time.monotonic() + seconds
-    while not is_so():
-        assert time.monotonic() < end
-        time.sleep(0.03)
 
 
 class Onlooker:
@@ -110,15 +102,6 @@ def present(state: State | None) -> Any:
         "eviction": state.eviction_order(),
         "open": [(r.request_id, r.tokens, r.table, r.num_computed_tokens) for r in open_ones],
     }
-
-
-@pytest.fixture(scope="module")
-def tight() -> Iterator[Running]:
-    with running(**TIGHT) as found:
-        # What the system keeps for a connection: little, so that who does not read is soon known.
-        found.listener.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 8192)
-        yield found
-        assert found.is_idle()
 
 
 @pytest.fixture
@@ -217,6 +200,9 @@ def test_who_reads_nothing_is_dropped_and_begins_anew_when_it_reads(
     wait_for(lambda: len(sleeper.films()) == 2)
     wait_for(lambda: present(sleeper.state()) == present(awake.state()))
     assert len(awake.films()) == 1 and len(beginnings) == num_before + 1
+    viewer.is_behind = True
+    wait_for(lambda: len(beginnings) == num_before + 2)
+    assert beginnings[-1] - beginnings[-2] > 0.9, "a snapshot costs the engine's thread something"
 
 
 def fails(engine: LLMEngine, place: str) -> None:
@@ -254,7 +240,8 @@ def test_an_engine_that_begins_anew_is_filmed_anew(
 def test_a_viewer_keeps_no_more_than_it_may(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(live_page, "MAX_BEHIND", 10)
     viewer = Viewer()
-    viewer.put("before it begins\n")
+    viewer.put("early\n")
+    assert viewer.is_behind and viewer._texts == []
     viewer.begin("a long beginning is no fault\n")
     viewer.put("12345")
     assert viewer._texts == ["a long beginning is no fault\n", "12345"] and not viewer.is_behind
@@ -288,7 +275,13 @@ def test_the_key_covers_events_and_not_the_page_that_asks_for_it(tight: Running)
         for path, key in (("/", {}), ("/events", KEY)):
             for header in ({"Host": "evil.example"}, {"Origin": "http://evil.example"}):
                 assert server.request("GET", path, headers=key | header)[0] == 403, (path, header)
-        server.app.state.server.live.is_draining = lambda: True
+        live, long = server.app.state.server.live, EIGHT | {"max_tokens": 500}
+        with ThreadPoolExecutor(1) as pool:
+            pool.submit(server.request, "POST", "/v1/completions", long, KEY)
+            wait_for(lambda: server.llm.num_unfinished)
+            live.is_draining = lambda: True
+            assert not live._is_over(), "what still runs is shown"
+            server.loop.call_soon_threadsafe(server.llm.abort_all, "enough")
         onlooker._thread.join(10)
         assert not onlooker._thread.is_alive(), "the stream ends when the server is shut down"
 
@@ -303,6 +296,7 @@ def test_the_page_may_run_its_own_script_and_ask_its_own_server(tight: Running) 
     scripts = re.findall(r"<script>(.*?)</script>", page, re.DOTALL)
     digest = base64.b64encode(hashlib.sha256(scripts[0].encode()).digest()).decode()
     assert len(scripts) == 1 and f"script-src 'sha256-{digest}'" in policy
+    assert "frame-ancestors 'none'" in policy
     assert policy.startswith("default-src 'none'") and "connect-src 'self'" in policy
     assert set(re.findall(r"https?://[\w./-]+", page)) <= {"http://www.w3.org/2000/svg"}
     assert not any(name.lower().startswith("access-control") for name in headers)

@@ -13,10 +13,9 @@ from typing import Any
 import pytest
 
 from common.serve.app import ServeConfig
-from common.serve.conftest import MODEL, TEMPLATE, Running, running
+from common.serve.conftest import HEAD, MODEL, TEMPLATE, Running, running
 
 HUGE = 10**400
-HEAD = b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
 SMALL = b'{"prompt":"x","max_tokens":1}'
 WHOLE = HEAD + b"Content-Length: %d\r\n\r\n%b" % (len(SMALL), SMALL)
 CHAT = {"messages": [{"role": "user", "content": "x"}], "max_tokens": 1}
@@ -79,6 +78,7 @@ BODIES: list[tuple[str, Any]] = [
     completion(prompt=[2**40], echo=True),
     completion(prompt=["x"] * 20, n=128),
     *(completion(**{name: HUGE}) for name in ("temperature", "n", "seed", "top_p", "min_p")),
+    *(completion(repetition_penalty=penalty) for penalty in (5e-324, 1e300)),
     *(completion(**{name: -1}) for name in ("max_tokens", "min_tokens", "logprobs", "n")),
     *(
         completion(**{name: "1"})
@@ -133,6 +133,10 @@ def test_a_wrong_body_is_refused(server: Running) -> None:
 def test_numbers_that_are_only_large_are_taken(server: Running) -> None:
     for fields in ({"top_k": HUGE}, {"max_tokens": HUGE}, {"priority": HUGE}):
         assert server.post(*completion(**fields))[0] == 200, fields
+    long = server.post(*completion(prompt=[5] * 64))[1]
+    assert long["error"]["code"] == "context_length_exceeded"
+    for fields in ({"prompt": [5] * 63}, {"prompt": [5] * 99, "truncate_prompt_tokens": 9}):
+        assert server.post(*completion(**fields))[0] == 200, fields
     params = {"top_k": HUGE, "min_tokens": HUGE, "max_tokens": HUGE}
     assert server.post(*completion(**params))[1]["usage"]["total_tokens"] == 64
 
@@ -174,8 +178,9 @@ def test_what_is_no_http_is_refused(server: Running) -> None:
     ):
         found = said(server, sent, ends=b"HTTP" not in sent)
         assert found == b"" or found.startswith(b"HTTP/1.1 4"), (sent[:200], found[:200])
-    assert said(server, length + b"50\r\n\r\n{", ends=True) == b""
-    assert server.is_idle()
+    num_requests = server.llm._num_requests
+    assert said(server, length + b"50\r\n\r\n" + SMALL, ends=True) == b""
+    assert server.is_idle() and server.llm._num_requests == num_requests
 
 
 def test_two_requests_at_once_and_other_ways_to_ask(server: Running) -> None:

@@ -70,6 +70,7 @@ def test_the_stream_alone_says_what_is_cached(kind: str, max_unsaid: int) -> Non
             most = max(most, cache.num_cached_blocks)
         cache.cache_computed_blocks([1, 2])
         assert cache.reset() and check(changes, index, cache) == [CLEARED], f"seed {seed}"
+        assert not changes._held, f"seed {seed}: what is nowhere is forgotten"
     assert most == 23
 
 
@@ -78,9 +79,12 @@ def test_a_chain_is_one_event_and_so_is_its_end() -> None:
     changes = CacheChanges(cache)
     changes.put_in()
     cache.cache_computed_blocks(list(range(20)))
+    assert changes.has_news
     _, stored = check(changes, index, cache)
+    assert not changes.has_news
     assert len(stored["block_hashes"]) == 10 and stored["parent_block_hash"] is None
     cache.cache_computed_blocks([*range(10), 77, 78])
+    assert changes.has_news
     (stored,) = check(changes, index, cache)
     assert len(stored["block_hashes"]) == 1 and stored["parent_block_hash"] is not None
     cache.evict(3)
@@ -142,6 +146,11 @@ def test_what_another_listener_raises_is_no_secret_to_the_stream() -> None:
     with pytest.raises(OSError):
         cache.evict(2)
     check(changes, index, cache)
+    other = CacheChanges(cache)
+    other.put_in()
+    with pytest.raises(RuntimeError, match="another listener"):
+        changes.take_out()
+    other.take_out()
     changes.take_out()
     assert isinstance(cache.listener, Failing)
     assert take(changes, index) == [CLEARED]

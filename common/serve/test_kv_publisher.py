@@ -89,9 +89,10 @@ class Scripted:
     """Says what it is told to, once."""
 
     def __init__(self, batches: list[list[Event]]) -> None:
-        self.batches, self.num_anew = batches, 0
+        self.batches, self.num_anew, self.num_taken = batches, 0, 0
 
     def take(self) -> Iterator[list[Event]]:
+        self.num_taken += 1
         while self.batches:
             yield self.batches.pop(0)
 
@@ -134,6 +135,37 @@ def test_a_batch_that_cannot_be_packed_ends_nothing(caplog: pytest.LogCaptureFix
     publisher.close()
     reader.close()
     assert source.num_anew == 1 and "they begin anew" in caplog.text
+
+
+def test_whoever_reads_nothing_for_a_while_misses_nothing() -> None:
+    source = Scripted([[CLEARED]] * 5000)
+    publisher = EventPublisher(source, "inproc://f", "inproc://g")
+    reader = Reader(publisher)
+    publisher.start()
+    for _ in as_long_as(lambda: source.batches, seconds=LIMIT_S):
+        time.sleep(0.01)
+    publisher.wake()
+    num_taken = source.num_taken
+    time.sleep(0.3)
+    assert source.num_taken - num_taken < 9, "nor does it ask without end"
+    reader.replays.send_multipart([b"", bytes(8)])
+    time.sleep(0.3)
+    for socket, at in (reader.socket, 1), (reader.replays, 2):
+        for number in range(5000):
+            assert socket.poll(LIMIT_S * 1e3)
+            assert int.from_bytes(socket.recv_multipart()[at], "big") == number
+    publisher.close()
+    reader.close()
+
+
+def test_it_may_end_in_its_own_thread() -> None:
+    """Where the collector finds its engine there."""
+    source = Scripted([])
+    publisher = EventPublisher(source, "inproc://h")
+    source.take = lambda: publisher.close() or iter(())
+    publisher.start()
+    publisher._thread.join(LIMIT_S)
+    assert not publisher._thread.is_alive() and source.num_anew == 0
 
 
 def test_the_page_s_reader_reads() -> None:
@@ -261,7 +293,7 @@ def test_taken_out_it_leaves_the_engine_as_it_was(
 
 
 def test_an_address_that_cannot_be_had_changes_nothing(
-    engine: LLMEngine, events: KVEvents, loaded
+    engine: LLMEngine, events: KVEvents, loaded, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     taken, plugins = events.publisher.endpoint, engine.scheduler.plugins
     listener = engine.prefix_cache.listener
@@ -270,6 +302,15 @@ def test_an_address_that_cannot_be_had_changes_nothing(
         with pytest.raises(ValueError, match=f"^{name} is '"):
             KVEvents(engine, *addresses)
     assert engine.scheduler.plugins == plugins and engine.prefix_cache.listener is listener
+    with pytest.raises(ValueError) as caught:
+        EventPublisher(Scripted([]), "inproc://i", taken)
+    EventPublisher(Scripted([]), "inproc://i").close()  # the name is free, though `caught` has it
+    assert caught.tb
+    monkeypatch.setattr(CacheChanges, "put_in", lambda changes: 1 / 0)
+    with pytest.raises(ZeroDivisionError) as caught:
+        KVEvents(engine, "inproc://j")
+    EventPublisher(Scripted([]), "inproc://j").close()
+    assert engine.scheduler.plugins == plugins
     with pytest.raises(ValueError, match="no prefix cache"):
         KVEvents(engine_of(loaded, None), LOOPBACK)
 

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import asyncio
 import re
-import socket
+import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, closing
@@ -14,16 +15,15 @@ import pytest
 from common.llm import LLM, SamplingParams
 from common.serve import live_page
 from common.serve.app import ServeConfig
-from common.serve.conftest import MODEL, Running, running
+from common.serve.conftest import MODEL, Running, running, wait_for
 from common.serve.gate import GateConfig
 from common.serve.live_page import FILES, SCRIPTS
 from common.serve.test_events_route import (
     EIGHT,
     PROMPTS,
-    TIGHT,
     Onlooker,
+    fails,
     in_background,
-    wait_for,
     watch_of,
 )
 from common.workshop.watch.conftest import LIMIT_MS, LOCALES, _note_console, browser_for_tests
@@ -38,21 +38,13 @@ NOW = f"({STATE})(Watch.store.films[0].now)"
 RESULT = ".run:not([disabled])"
 
 
-@pytest.fixture(scope="module")
-def watched() -> Iterator[Running]:
-    with running(**TIGHT) as found:
-        found.listener.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 8192)
-        yield found
-        assert found.is_idle()
-
-
 @pytest.fixture
-def open_tab(watched: Running, browser: Browser) -> Iterator[Callable[..., Page]]:
+def open_tab(tight: Running, browser: Browser) -> Iterator[Callable[..., Page]]:
     """`open_tab()`: another one, when its film has begun. What goes wrong in it fails the test."""
     contexts, complaints = [], list[str]()
 
     def _open(
-        server: Running = watched,
+        server: Running = tight,
         path: str = "/",
         language: str = "en",
         width: int = 1280,
@@ -67,7 +59,7 @@ def open_tab(watched: Running, browser: Browser) -> Iterator[Callable[..., Page]
         if not may_be_refused:  # a browser complains of each answer that is an error
             page.on("console", lambda message: _note_console(message, complaints))
         page.goto(f"{server.url}{path}")
-        if server is watched:
+        if server is tight:
             until(page, "Watch.store.films.length === 1")
         return page
 
@@ -75,17 +67,17 @@ def open_tab(watched: Running, browser: Browser) -> Iterator[Callable[..., Page]
     for context in contexts:
         context.close()
     assert complaints == []
-    wait_for(lambda: watch_of(watched) is None)
+    wait_for(lambda: watch_of(tight) is None)
 
 
 @pytest.fixture
-def look(watched: Running, open_tab: Callable[..., Page]) -> Iterator[Callable[[], Onlooker]]:
+def look(tight: Running, open_tab: Callable[..., Page]) -> Iterator[Callable[[], Onlooker]]:
     """The same events, read by Python."""
     del open_tab  # whose tabs are closed after these
     with ExitStack() as stack:
 
         def _look() -> Onlooker:
-            onlooker = stack.enter_context(closing(Onlooker(watched)))
+            onlooker = stack.enter_context(closing(Onlooker(tight)))
             wait_for(lambda: onlooker.lines)
             return onlooker
 
@@ -117,9 +109,9 @@ def shows_the_present(page: Page, onlooker: Onlooker) -> None:
 
 
 def test_eight_prompts_at_once_are_what_the_engines_film_says(
-    watched: Running, open_tab: Callable[..., Page], look: Callable[[], Onlooker], alone: LLM
+    tight: Running, open_tab: Callable[..., Page], look: Callable[[], Onlooker], alone: LLM
 ) -> None:
-    watched.call(lambda engine: engine.reset_prefix_cache())
+    tight.call(lambda engine: engine.reset_prefix_cache())
     page = open_tab()
     onlooker = look()
     write(page)
@@ -136,7 +128,7 @@ def test_eight_prompts_at_once_are_what_the_engines_film_says(
     notes = " | ".join(page.locator(".answers .chip .quiet").all_inner_texts())
     assert notes.count("ended: ") == 8
     assert "found in the cache" in notes and "preempted" in notes
-    stats = watched.call(lambda engine: engine.stats())
+    stats = tight.call(lambda engine: engine.stats())
     pool = page.locator(".pool-counts").inner_text()
     cached, free = stats.kv_blocks_cached, stats.kv_blocks_total - stats.kv_blocks_cached
     assert pool == f"0 in use · {cached} cached, unused · {free} free · of {stats.kv_blocks_total}"
@@ -167,10 +159,10 @@ def test_a_card_leads_to_its_request_and_the_film_may_be_wound_back(
 
 
 def test_a_reload_in_mid_run_shows_what_is_there(
-    watched: Running, open_tab: Callable[..., Page], look: Callable[[], Onlooker]
+    tight: Running, open_tab: Callable[..., Page], look: Callable[[], Onlooker]
 ) -> None:
     page = open_tab()
-    thread = in_background(watched, EIGHT | {"max_tokens": 30})
+    thread = in_background(tight, EIGHT | {"max_tokens": 30})
     until(page, "Watch.numSteps() > 2")
     page.reload()
     until(page, "Watch.store.films[0]?.now.requests.size > 0")
@@ -185,10 +177,10 @@ def test_a_reload_in_mid_run_shows_what_is_there(
 
 
 def test_two_tabs_see_one_engine_and_each_its_own_answers(
-    watched: Running, open_tab: Callable[..., Page], look: Callable[[], Onlooker]
+    tight: Running, open_tab: Callable[..., Page], look: Callable[[], Onlooker]
 ) -> None:
     one, other = open_tab(), open_tab(path="/?lang=zh")
-    write(one, PROMPTS[:3])
+    write(one, [PROMPTS[0], *PROMPTS[:2]])
     write(other, PROMPTS[3:])
     one.click(".run")
     other.click(".run")
@@ -198,20 +190,23 @@ def test_two_tabs_see_one_engine_and_each_its_own_answers(
     onlooker = look()
     shows_the_present(one, onlooker)
     shows_the_present(other, onlooker)
+    wait_for(lambda: len(set(one.locator(".answers .chip b").all_inner_texts())) == 3)
     told = [page.evaluate("[...Watch.store.films[0].byId.keys()]") for page in (one, other)]
     assert told[0] == told[1] and len(told[0]) == 8
     assert "结束：" in other.locator(".answers .chip").first.inner_text()
     assert other.evaluate("document.documentElement.lang") == "zh-CN"
+    other.evaluate("Watch.set({language: 'en'})")
+    until(other, "location.search === '?lang=en'")
 
 
 def test_a_tab_that_sleeps_holds_up_nobody_and_wakes_in_the_present(
-    watched: Running,
+    tight: Running,
     open_tab: Callable[..., Page],
     look: Callable[[], Onlooker],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(live_page, "MAX_BEHIND", 100_000)
-    page, live = open_tab(), watched.app.state.server.live
+    page, live = open_tab(), tight.app.state.server.live
     (viewer,) = live.viewers
     session = page.context.new_cdp_session(page)
     session.send("Debugger.enable")
@@ -221,13 +216,13 @@ def test_a_tab_that_sleeps_holds_up_nobody_and_wakes_in_the_present(
     taken_at = time.monotonic()
     while time.monotonic() < taken_at + 1:  # until it takes nothing more
         if not viewer._texts:
-            watched.loop.call_soon_threadsafe(live._spread, nothing)
+            tight.loop.call_soon_threadsafe(live._spread, nothing)
             taken_at = time.monotonic()
         time.sleep(0.002)
     for _ in range(4):
-        watched.loop.call_soon_threadsafe(live._spread, nothing)
+        tight.loop.call_soon_threadsafe(live._spread, nothing)
     wait_for(lambda: viewer.is_behind)
-    assert watched.post("/v1/completions", EIGHT)[0] == 200
+    assert tight.post("/v1/completions", EIGHT)[0] == 200
     assert viewer.is_behind and viewer._texts == []
     session.send("Debugger.disable")
     onlooker = look()
@@ -248,10 +243,16 @@ def test_the_page_asks_for_the_key(open_tab: Callable[..., Page]) -> None:
         write(page, PROMPTS[:1])
         run_all(page)
         assert page.locator(".answers .text").text_content()
+        assert not page.locator(".key-form").is_visible()
+        page.reload()
+        until(page, "Watch.store.films.length === 1")
+        assert not page.locator(".key-form").is_visible()
         page.context.close()
 
 
-def test_what_is_wrong_is_said_and_a_schema_is_kept(open_tab: Callable[..., Page]) -> None:
+def test_what_is_wrong_is_said_and_a_schema_is_kept(
+    tight: Running, open_tab: Callable[..., Page]
+) -> None:
     page = open_tab(may_be_refused=True)
     write(page, PROMPTS[:1])
     page.click("summary")
@@ -265,6 +266,38 @@ def test_what_is_wrong_is_said_and_a_schema_is_kept(open_tab: Callable[..., Page
     page.fill("[name=temperature]", "0")
     run_all(page)
     assert re.sub(r"\s", "", page.locator(".answers .text").text_content() or "") == "[7,7]"
+    tight.call(lambda engine: fails(engine, "core"))
+    page.click(".run")
+    page.wait_for_selector(".problem:has-text('broken')")
+
+
+def test_an_event_may_come_in_pieces(open_tab: Callable[..., Page]) -> None:
+    read = """async () => {
+        const found = [], parts = ["data: a", "b\\n\\nda", "ta: c\\n"];
+        const pieces = new ReadableStream({start(to) {
+            for (const part of parts) to.enqueue(new TextEncoder().encode(part));
+            to.close();
+        }});
+        for await (const lines of Watch.dataOf({body: pieces})) found.push(...lines);
+        return found;
+    }"""
+    assert open_tab().evaluate(read) == ["ab", "c"]
+
+
+def test_a_prompt_may_be_stopped(tight: Running, open_tab: Callable[..., Page]) -> None:
+    page, may_go = open_tab(), threading.Event()
+    write(page, ["1, 2, 3,"])
+    page.fill("[name=stop]", "\\n")
+    page.fill("[name=max_tokens]", "60")
+    run_all(page)
+    assert "\n" not in (page.locator(".answers .text").text_content() or "")
+    held = tight.llm.call(lambda engine: may_go.wait(30))
+    future = asyncio.run_coroutine_threadsafe(held, tight.loop)
+    page.click(".run")
+    page.click(".go button[type=button]")
+    page.wait_for_selector(RESULT)
+    may_go.set()
+    assert future.result(30) and "stopped" in page.locator(".answers .chip").inner_text()
 
 
 @pytest.mark.parametrize(("language", "width"), [("en", 1280), ("zh", 390)])

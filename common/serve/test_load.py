@@ -22,18 +22,12 @@ import pytest
 from common.collector import spare_what_is_loaded
 from common.llm import LLM, SamplingParams
 from common.serve.__main__ import main as command
-from common.serve.conftest import SMALL, Running, running
+from common.serve.conftest import SMALL, Running, posted, running, wait_for
 from tiered_cache import KVTierConfig
 
 NUM_STREAMS = 1000
 FLAT_BYTES = 32 << 20  # between two rounds of the same work, the first of which has warmed it up
 MAX_LAG_S = 0.05
-HEAD = b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
-
-
-def sent(body: dict[str, Any]) -> bytes:
-    content = json.dumps(body).encode()
-    return HEAD + b"Content-Length: %d\r\n\r\n%b" % (len(content), content)
 
 
 def rss() -> int:
@@ -61,7 +55,7 @@ async def ask_all(port: int, prompts: list[str], seed: int) -> dict[int, str]:
     async def ask(i: int) -> str | None:
         reader, writer = await asyncio.open_connection("127.0.0.1", port)
         fields = {"prompt": prompts[i], "max_tokens": 24, "temperature": 0, "stream": True}
-        writer.write(sent(fields | {"ignore_eos": True}))
+        writer.write(posted(fields | {"ignore_eos": True}))
         found = b""
 
         async def read() -> None:
@@ -85,10 +79,7 @@ async def ask_all(port: int, prompts: list[str], seed: int) -> dict[int, str]:
 
 
 def wait_until_idle(server: Running, seconds: float = 60) -> None:
-    end = time.monotonic() + seconds
-    while not server.is_idle():
-        assert time.monotonic() < end
-        time.sleep(0.05)
+    wait_for(server.is_idle, seconds)
     assert server.llm.num_unfinished == 0
 
 
@@ -162,7 +153,7 @@ def test_a_reader_of_one_byte_a_second() -> None:
     long = {"prompt": "x", "max_tokens": 1500, "ignore_eos": True, "stream": True, "logprobs": 5}
     with running() as server, socket.create_connection(("127.0.0.1", server.port)) as slow:
         slow.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
-        slow.sendall(sent(long))
+        slow.sendall(posted(long))
         end = time.monotonic() + 20
         num_answers = 0
         while time.monotonic() < end:
@@ -189,7 +180,7 @@ def test_a_client_that_is_killed_in_the_middle(server: Running) -> None:
     before = server.call(lambda engine: engine.stats().num_aborted)
     with subprocess.Popen(command, **pipes) as client:
         assert client.stdin is not None and client.stdout is not None
-        client.stdin.write(sent(body))
+        client.stdin.write(posted(body))
         client.stdin.close()
         assert b"HTTP/1.1" in client.stdout.readline()
         client.send_signal(signal.SIGKILL)

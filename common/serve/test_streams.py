@@ -12,7 +12,16 @@ from starlette.types import Message
 
 from common.serve.deltas import CompletionDelta, RequestDelta
 from common.serve.engine_loop import EngineError
-from common.serve.streams import EventStream, accepted, close_all, gathered, merged, unless_gone
+from common.serve.server_metrics import ServerMetrics
+from common.serve.streams import (
+    HEARTBEAT,
+    EventStream,
+    accepted,
+    close_all,
+    gathered,
+    merged,
+    unless_gone,
+)
 
 
 class Source:
@@ -64,9 +73,11 @@ def test_a_refused_prompt_ends_the_others() -> None:
             raise ValueError("no")
             yield
 
+        requests = [first.deltas, refused(), slow.deltas]
         with pytest.raises(ValueError, match="no"):
             slow.go.set()
-            await accepted([first.deltas, refused(), slow.deltas])
+            await accepted(requests)
+        await close_all(requests)
         assert not first.is_open and not slow.is_open
 
     asyncio.run(run())
@@ -160,3 +171,36 @@ def test_a_stream_is_closed_however_it_ends(heartbeat_s: float | None, how: str)
         assert not source.is_open and (is_closed or how == "head")
 
     asyncio.run(run())
+
+
+def test_a_stream_that_is_silent_says_that_it_is_there() -> None:
+    async def run() -> list[bytes | None]:
+        source, sent = Source(), list[bytes | None]()
+        await anext(source.deltas)
+
+        async def events() -> AsyncIterator[bytes]:
+            async for _ in source.deltas:
+                yield b"late"
+
+        async def send(message: Message) -> None:
+            sent.append(message.get("body"))
+            if sent.count(HEARTBEAT) == 2:
+                source.go.set()
+
+        stream = EventStream(events(), 0.001, [source.deltas])
+        await asyncio.wait_for(stream({}, never, send), 20)
+        return sent
+
+    sent = asyncio.run(run())
+    assert sent[:3] == [None, HEARTBEAT, HEARTBEAT] and sent[-2:] == [b"late", b""]
+
+
+def test_counting_closes_what_it_counts() -> None:
+    async def run() -> bool:
+        source = Source()
+        counted = ServerMetrics(None, "tiny").counted(source.deltas)  # pyright: ignore[reportArgumentType]
+        await anext(counted)
+        await close_all([counted])
+        return source.is_open
+
+    assert not asyncio.run(run())

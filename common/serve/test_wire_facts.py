@@ -3,12 +3,17 @@
 from __future__ import annotations
 
 import json
+import re
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
+from common.engine_config import EngineStats
 from common.llm import LLM, SamplingParams
 from common.serve.conftest import MODEL, Running
+from common.serve.server_metrics import ServerMetrics
+from common.serve.wire import CompletionBody
 
 PROMPT = "def fibonacci(n):\n    if n"
 CHAT = {"model": MODEL, "messages": [{"role": "user", "content": "a stack"}]}
@@ -75,6 +80,10 @@ def test_of_a_chat_the_role_comes_once_and_content_always(template_server: Runni
 def test_usage_is_not_sent_unasked(server: Running) -> None:
     *pieces, _ = server.events("/v1/completions", body())
     assert not any("usage" in piece for piece in pieces)
+    always = {"stream_options": {"continuous_usage_stats": True}, "ignore_eos": True}
+    *pieces, _ = server.events("/v1/completions", body(**always))
+    counts = [piece["usage"]["completion_tokens"] for piece in pieces]
+    assert counts == sorted(counts) and counts[-1] == 12
 
 
 def test_half_a_character_is_never_sent(server: Running, alone: LLM) -> None:
@@ -142,6 +151,12 @@ def test_errors_are_objects(server: Running) -> None:
         ("/v1/completions", body(response_format={"type": "xml"}), 400, "response_format"),
         ("/v1/chat/completions", CHAT, 400, None),  # no template
         ("/v1/chat/completions", {**CHAT, "messages": []}, 400, "messages"),
+        ("/tokenize", {"prompt": "x", "model": "gpt-4"}, 404, "model"),
+        ("/detokenize", {"tokens": [5], "model": "gpt-4"}, 404, "model"),
+        ("/v1/completions/render", body(model="gpt-4"), 404, "model"),
+        ("/v1/completions/render", body(temperature=-1), 400, "temperature"),
+        ("/v1/chat/completions/render", CHAT | {"model": "gpt-4"}, 404, "model"),
+        ("/v1/chat/completions/render", CHAT | {"temperature": -1}, 400, "temperature"),
         ("/v1/nothing", {}, 404, None),
         ("/v1/models", {}, 405, None),
     ):
@@ -161,6 +176,9 @@ def test_an_id_is_taken_and_given(server: Running) -> None:
     assert headers["x-request-id"] == "mine"
     _, headers, _ = server.request("GET", "/health")
     assert len(headers["x-request-id"]) == 32
+    for name in ("x" * 201, "\xe4"):
+        _, headers, _ = server.request("GET", "/health", headers={"X-Request-Id": name})
+        assert len(headers["x-request-id"]) == 32
 
 
 def test_tokens_there_and_back(server: Running) -> None:
@@ -169,6 +187,36 @@ def test_tokens_there_and_back(server: Running) -> None:
     assert server.post("/detokenize", {"tokens": found["tokens"]})[1] == {"prompt": PROMPT}
     _, rendered = server.post("/v1/completions/render", body())
     assert rendered[0]["token_ids"] == found["tokens"]
+    _, named = server.post("/tokenize", {"prompt": PROMPT, "return_token_strs": True})
+    assert "".join(named["token_strs"]) == PROMPT
+    _, answer = server.post("/v1/completions", body(return_token_ids=True))
+    _, text = server.post("/detokenize", {"tokens": answer["choices"][0]["token_ids"]})
+    assert text["prompt"] == answer["choices"][0]["text"]
+
+
+def test_special_tokens_are_added_unless_not_wanted(
+    server: Running, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tokenizer, seen = server.llm.tokenizer, []
+    encode = tokenizer.encode
+    monkeypatch.setattr(
+        tokenizer, "encode", lambda text, adds: seen.append(adds) or encode(text, adds)
+    )
+    for path in ("/v1/completions", "/tokenize"):
+        for adds in (None, True, False):
+            sent = {"prompt": "x", "max_tokens": 1, "add_special_tokens": adds}
+            assert server.post(path, sent)[0] == 200
+    assert seen == [True, True, False] * 2
+
+
+def test_only_who_has_the_salt_finds_what_is_cached(server: Running) -> None:
+    def num_cached(salt: str | None) -> int:
+        _, answer = server.post("/v1/completions", body(prompt=[7] * 40, cache_salt=salt))
+        return answer["usage"]["prompt_tokens_details"]["cached_tokens"]
+
+    assert [num_cached(salt) for salt in ("a", "b", "a")] == [0, 0, 32]
+    sent = CompletionBody(prompt="x", priority=-3, cache_salt="a")
+    assert sent.options() == {"priority": -3, "cache_salt": "a"}
 
 
 def test_json_objects_are_json(server: Running) -> None:
@@ -178,6 +226,9 @@ def test_json_objects_are_json(server: Running) -> None:
     _, answer = server.post("/v1/completions", body(response_format=form, max_tokens=60))
     found = json.loads(answer["choices"][0]["text"])
     assert list(found) == ["a"] and isinstance(found["a"], bool)
+    form = {"type": "json_object"}
+    _, answer = server.post("/v1/completions", body(response_format=form))
+    assert answer["choices"][0]["text"].lstrip().startswith("{")
     outputs = {"choice": ["yes", "no"]}
     _, answer = server.post("/v1/completions", body(structured_outputs=outputs))
     assert answer["choices"][0]["text"] in ("yes", "no")
@@ -185,20 +236,22 @@ def test_json_objects_are_json(server: Running) -> None:
 
 def test_metrics_have_vllms_names(server: Running) -> None:
 
-    def looked_at() -> list[str]:
-        return server.request("GET", "/metrics")[2].decode().splitlines()
+    def numbers() -> dict[str, float]:
+        lines = server.request("GET", "/metrics")[2].decode().splitlines()
+        found = [line.rsplit(" ", 1) for line in lines if not line.startswith("#")]
+        return {name: float(number) for name, number in found}
 
-    def number(lines: list[str]) -> float:
-        name = "vllm:inter_token_latency_seconds_count"
-        return next(float(line.split()[-1]) for line in lines if line.startswith(name))
-
-    before = number(looked_at())
+    before = numbers()
+    assert server.post("/v1/completions", body(prompt=[10**9]))[0] == 400
     server.post("/v1/completions", body(ignore_eos=True))
-    lines = looked_at()
-    assert number(lines) == before + 11
-    reasons = [line for line in lines if line.startswith("vllm:request_success_total")]
+    grown = {name: number - before[name] for name, number in numbers().items()}
+    (latencies,) = [name for name in grown if "inter_token_latency_seconds_count" in name]
+    assert grown[latencies] == 11
+    reasons = {name: n for name, n in grown.items() if name.startswith("vllm:request_success_t")}
     assert len(reasons) == 4, "from the start, for who adds them up"
-    names = {line.split("{")[0] for line in lines if not line.startswith("#")}
+    ended = [name for name, number in reasons.items() if number]
+    assert len(ended) == 1 and "length" in ended[0], "what is refused has not begun"
+    names = {name.split("{")[0] for name in grown}
     for name in (
         "num_requests_running",
         "num_requests_waiting",
@@ -215,6 +268,11 @@ def test_metrics_have_vllms_names(server: Running) -> None:
         "request_queue_time_seconds_bucket",
     ):
         assert f"vllm:{name}" in names
+    stats = EngineStats(num_running=3, num_waiting=2, kv_blocks_in_use=1, kv_blocks_total=4)
+    metrics = ServerMetrics(SimpleNamespace(latest_stats=stats), MODEL)  # pyright: ignore[reportArgumentType]
+    text = metrics.text().decode()
+    for name, number in ("requests_running", 3), ("requests_waiting", 2), ("usage_perc", 0.25):
+        assert re.search(rf"{name}{{.*}} {number}", text)
 
 
 def test_a_template_gets_texts(template_server: Running) -> None:

@@ -164,12 +164,15 @@ class CompletionBody(GenerateBody):
             raise bad(f"n is {self.n}: all prompts have at most {MAX_PROMPTS} together", "n")
         return prompts  # pyright: ignore[reportReturnType]
 
+    @property
+    def only_echo(self) -> bool:
+        return bool(self.echo) and self.max_tokens == 0
+
     def params(self) -> SamplingParams:
-        only_echo = self.echo and self.max_tokens == 0
         scores = self.echo and self.logprobs is not None
         return self.sampling_params(
             logprobs=self.logprobs,
-            max_tokens=1 if only_echo else self.max_tokens,
+            max_tokens=1 if self.only_echo else self.max_tokens,
             prompt_logprobs=self.logprobs if scores else self.prompt_logprobs,
         )
 
