@@ -1,8 +1,9 @@
 """A laboratory of routers' policies, SIMULATED: see `simulated_router.py` for what is assumed.
 
-    python -m common.serve.fleet.policy_lab --trace FILE ...   runs, writes record, figure, tables
-    python -m common.serve.fleet.policy_lab --tables           figure and tables, from the record
+    python -m common.serve.fleet.policy_lab --trace FILE ...   runs; the record, and the tables
+    python -m common.serve.fleet.policy_lab --tables           the tables alone, from the record
 
+`plot_policies.py` draws it.
 The record is made of Mooncake's synthetic and conversation traces (FAST'25). It depends on no
 clock: the same commit and files give the same numbers on any machine, busy or not.
 """
@@ -16,7 +17,7 @@ import sys
 from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from common.serve.fleet.simulated_router import (
     DECODE_SECONDS,
@@ -33,22 +34,18 @@ from common.workshop.bench.bench_record import (
     write_record,
 )
 from common.workshop.bench.side_by_side import write_table
-from common.workshop.tools.palette import BASELINE, CACHED, INK, NGRAM
 from prefix_workloads import TRACE_BLOCK_SIZE, TraceRequest, read_trace
 from replay_trace import make_cache, num_distinct_blocks, replay
 
-if TYPE_CHECKING:  # tables need none of it, and it takes a second
-    from matplotlib.figure import Figure
-
 HERE = Path(__file__).parent
 RECORD = HERE / "records" / "policies.json"
-FIGURES = HERE / "figures"
 CAPACITY = 1000  # blocks of an engine
 LOAD = 1.0
-ENGINES = (1, 4, 16, 64)
+ENGINES, TABLED = (2, 4, 8, 16, 32, 64), (4, 16, 64)
 WEIGHT = 0.1
+ALONE = Policy("turns")  # of one engine all policies are the same
 POLICIES = {
-    "round robin": Policy("turns"),
+    "round robin": ALONE,
     "power of two": Policy("two"),
     "tree, overlap alone": Policy("tree"),
     "exact, overlap alone": Policy("exact"),
@@ -57,12 +54,12 @@ POLICIES = {
     "exact, load weighed": Policy("exact", WEIGHT),
     "both, load weighed": Policy("both", WEIGHT),
 }
-SHOWN = 16  # engines: of them the tables say more
+SHOWN, ROUTERS = 16, 4  # of so many engines the tables say more: also with some routers in turn
 WEIGHTS = (0.0, 0.03, WEIGHT, 0.3, 1.0, 3.0, 10.0)
 
 
 def summary(
-    policy: Policy, num_engines: int, trace: Sequence[TraceRequest], served: Sequence[Served]
+    trace: Sequence[TraceRequest], served: Sequence[Served], num_engines: int
 ) -> dict[str, Any]:
     computed, requests = [0] * num_engines, [0] * num_engines
     for request, one in zip(trace, served, strict=True):
@@ -70,8 +67,6 @@ def summary(
         requests[one.engine] += 1
     p50, p90, p99 = percentiles([one.first_token for one in served], [50, 90, 99])
     return {
-        **asdict(policy),
-        "num_engines": num_engines,
         "num_tokens_expected": sum(one.expected for one in served),
         "num_tokens_hit": sum(one.hit for one in served),
         "computed_tokens": computed,
@@ -80,13 +75,17 @@ def summary(
     }
 
 
-def run_all(trace: Sequence[TraceRequest], num_engines: Sequence[int]) -> list[dict[str, Any]]:
-    wanted = [(policy, num) for num in num_engines for policy in POLICIES.values()]
-    wanted += [(Policy("both", weight), SHOWN) for weight in WEIGHTS]
+def run_all(trace: Sequence[TraceRequest]) -> list[dict[str, Any]]:
+    wanted = [(policy, num, 1) for num in ENGINES for policy in POLICIES.values()]
+    wanted += [(ALONE, 1, 1)]
+    wanted += [(policy, SHOWN, ROUTERS) for policy in POLICIES.values()]
+    wanted += [(Policy("both", weight), SHOWN, 1) for weight in WEIGHTS]
     runs = []
-    for policy, num in dict.fromkeys(wanted):
-        runs.append(summary(policy, num, trace, simulate(trace, policy, num, CAPACITY, LOAD)))
-        print(*list(runs[-1].values())[:6], runs[-1]["first_token_s"], flush=True)
+    for policy, num, num_routers in dict.fromkeys(wanted):
+        served = simulate(trace, policy, num, CAPACITY, LOAD, num_routers)
+        of_what = {**asdict(policy), "num_engines": num, "num_routers": num_routers}
+        runs.append({**of_what, **summary(trace, served, num)})
+        print(of_what, runs[-1]["num_tokens_hit"], runs[-1]["first_token_s"], flush=True)
     return runs
 
 
@@ -112,7 +111,7 @@ def measure(paths: Sequence[Path], arguments: Sequence[str]) -> dict[str, Any]:
             "num_tokens": sum(request.input_length for request in trace),
             "num_distinct_blocks": limit,
             "num_tokens_hit_unbounded": replay(trace, make_cache("hash", limit)).num_tokens_hit,
-            "runs": run_all(trace, ENGINES),
+            "runs": run_all(trace),
         }
     return record
 
@@ -120,8 +119,10 @@ def measure(paths: Sequence[Path], arguments: Sequence[str]) -> dict[str, Any]:
 # -- what is shown
 
 
-def find(work: dict[str, Any], policy: Policy, num_engines: int) -> dict[str, Any]:
-    wanted = {**asdict(policy), "num_engines": num_engines}
+def find(
+    work: dict[str, Any], policy: Policy, num_engines: int, num_routers: int = 1
+) -> dict[str, Any]:
+    wanted = {**asdict(policy), "num_engines": num_engines, "num_routers": num_routers}
     return next(run for run in work["runs"] if wanted.items() <= run.items())
 
 
@@ -140,21 +141,20 @@ def seconds(run: dict[str, Any]) -> str:
 
 
 def policy_table(work: dict[str, Any]) -> str:
-    head = ["policy"]
-    head += [f"{num} engines find" for num in ENGINES[1:]]
-    head += [f"{SHOWN}: first token p99, s", f"{SHOWN}: busiest, times the mean"]
+    head = ["policy", *(f"{num} engines find" for num in TABLED)]
+    head += [f"{SHOWN}, of {ROUTERS} routers", f"{SHOWN}: first token p99, s (busiest)"]
     rows = []
     for name, policy in POLICIES.items():
-        run = find(work, policy, SHOWN)
-        found = [hit_rate(work, find(work, policy, num)) for num in ENGINES[1:]]
-        rows.append([name, *(f"{f:.1%}" for f in found), seconds(run), f"{busiest(run):.2f}"])
+        run, runs = find(work, policy, SHOWN), [find(work, policy, num) for num in TABLED]
+        found = [hit_rate(work, one) for one in (*runs, find(work, policy, SHOWN, ROUTERS))]
+        rows.append([name, *(f"{f:.1%}" for f in found), f"{seconds(run)} ({busiest(run):.1f})"])
     return markdown_table(head, rows)
 
 
 def tables(record: dict[str, Any]) -> str:
     parts = []
     for name, work in record["traces"].items():
-        alone = hit_rate(work, find(work, POLICIES["round robin"], 1))
+        alone = hit_rate(work, find(work, ALONE, 1))
         unbounded = work["num_tokens_hit_unbounded"] / work["num_tokens"]
         parts.append(
             f"Mooncake's {name} trace: {work['num_requests']:,} requests, "
@@ -172,40 +172,6 @@ def tables(record: dict[str, Any]) -> str:
     return "\n\n".join(parts)
 
 
-COLORS = {"turns": BASELINE, "two": BASELINE, "tree": NGRAM, "exact": CACHED, "both": INK}
-
-
-def draw(record: dict[str, Any]) -> Figure:
-    import matplotlib.pyplot as plt
-
-    works = record["traces"]
-    figure, axes = plt.subplots(
-        2, len(works), figsize=(9, 8), sharex=True, squeeze=False, layout="constrained"
-    )
-    for (top, below), (name, work) in zip(axes.T, works.items(), strict=True):
-        for label, policy in POLICIES.items():
-            runs = [find(work, policy, num) for num in ENGINES]
-            dashes = ":" if policy.index == "two" or policy.tree_size > 1 else "-"
-            style: dict[str, Any] = {
-                "color": COLORS[policy.index],
-                "marker": "o" if policy.load_weight else "x",
-                "linestyle": "--" if label.endswith("alone") else dashes,
-                "label": label,
-            }
-            top.plot(ENGINES, [100 * hit_rate(work, run) for run in runs], **style)
-            below.plot(ENGINES, [run["first_token_s"]["p99"] for run in runs], **style)
-        top.set(title=f"{name} trace, simulated", xscale="log", ylim=0)
-        below.set(xlabel="engines", yscale="log")
-        below.set_xticks(ENGINES, [str(num) for num in ENGINES])
-        below.minorticks_off()
-        top.grid()
-        below.grid()
-    axes[0][0].set_ylabel("prompt tokens found, %")
-    axes[1][0].set_ylabel("first token, p99, s")
-    figure.legend(*axes[0][0].get_legend_handles_labels(), loc="outside lower center", ncols=3)
-    return figure
-
-
 def main() -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--trace", type=Path, nargs="+", help="JSONL, as Mooncake's FAST'25")
@@ -220,9 +186,6 @@ def main() -> int:
     record = read_record(args.output)
     print(tables(record))
     if args.output == RECORD:
-        from common.workshop.tools.figure_file import save
-
-        save({"policies": lambda: draw(record)}, FIGURES)
         for page in ("README.md", "README.zh.md"):
             write_table(HERE / page, "policies", tables(record), record)
     return 0

@@ -7,8 +7,9 @@ own KV events. The rest is a cost model:
               what its cache has when a prompt's turn comes is not computed again
     cache     as in `replay_trace.py`: one id of the trace is one block, cached once it is computed
     answers   `DECODE_SECONDS` a token; they hold up no prompt and take no room in the cache
-    router    one, of no cost; knows at once whom it sent where, which first token came, which
-              answer ended, and each event. Nobody dies, leaves, or asks an engine past it.
+    routers   one, or some in turn; of no cost. Each knows at once whom itself it sent where, which
+              of their first tokens came, which answers ended, and each event of every engine.
+              Nobody dies, leaves, or asks an engine past them.
     arrivals  those of the trace, in its order, faster: in all, `load` times the tokens that the
               fleet could compute if it found nothing. Those of one moment (some traces tell the
               time in steps of 3 s) are spread evenly until the next.
@@ -32,7 +33,7 @@ import random
 from collections import Counter, OrderedDict, deque
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import chain, groupby, takewhile
+from itertools import chain, groupby, product, takewhile
 
 from common.serve.kv_events import CacheChanges
 from common.serve.kv_wire import Event
@@ -173,13 +174,13 @@ class Router:
 
 
 class SimulatedEngine:
-    """`index`: who listens to its events, if anybody does."""
+    """`listeners`: one of each router that hears its events."""
 
-    def __init__(self, capacity: int, index: Exact | None) -> None:
-        self.cache, self._index = make_cache("radix", capacity), index
+    def __init__(self, capacity: int, listeners: Sequence[Exact]) -> None:
+        self.cache, self._listeners = make_cache("radix", capacity), listeners
         self.queue: deque[int] = deque()  # the first is being computed
         self._changes = CacheChanges(self.cache)
-        if index is not None:
+        if listeners:
             self._changes.put_in()
 
     def begin(self, request: TraceRequest) -> int:
@@ -189,9 +190,9 @@ class SimulatedEngine:
 
     def computed(self, request: TraceRequest) -> None:
         self.cache.cache_computed_blocks(request.hash_ids)
-        if self._index is not None:
-            for event in chain.from_iterable(self._changes.take()):
-                self._index.told(event)
+        if self._listeners:
+            for event, index in product(chain(*self._changes.take()), self._listeners):
+                index.told(event)
 
 
 def arrival_times(trace: Sequence[TraceRequest], num_engines: int, load: float) -> list[float]:
@@ -215,19 +216,22 @@ def simulate(
     num_engines: int,
     capacity: int,
     load: float = 1.0,
+    num_routers: int = 1,
     seed: int = 0,
 ) -> list[Served]:
     """What became of each request. `capacity`: blocks of the trace in each engine's cache."""
-    router = Router(policy, num_engines, capacity, seed)
-    indexes = [known if isinstance(known, Exact) else None for known in router.known]
-    engines = [SimulatedEngine(capacity, index) for index in indexes]
+    routers = [Router(policy, num_engines, capacity, seed + i) for i in range(num_routers)]
+    engines = [
+        SimulatedEngine(capacity, [index for index in indexes if isinstance(index, Exact)])
+        for indexes in zip(*(router.known for router in routers), strict=True)
+    ]
     arrivals = arrival_times(trace, num_engines, load)
     served: list[Served] = []
     happens = [(at, ARRIVES, number) for number, at in enumerate(arrivals)]  # a heap: it is sorted
 
     while happens:
         now, what, number = heapq.heappop(happens)
-        request = trace[number]
+        request, router = trace[number], routers[number % num_routers]
         if what == ARRIVES:
             served.append(router.send(request))
         one = served[number]

@@ -167,7 +167,15 @@ def test_more_engines_are_asked_faster_and_one_moment_lasts_until_the_next() -> 
         assert times == pytest.approx([at / num_engines / load for at in seconds])
 
 
+def test_each_router_hears_all_events_and_knows_only_what_it_sent_itself() -> None:
+    """Two routers in turn. The second has sent nothing when the prompt comes again."""
+    trace = [TraceRequest(9000 * i, 512, 0, (1,)) for i in range(3)]
+    for index, expected in (("exact", [0, 512, 512]), ("tree", [0, 0, 512])):
+        served = simulate(trace, Policy(index), 2, 10, 0.1, num_routers=2)
+        assert [one.expected for one in served] == expected, index
+
+
 def test_equal_seeds_give_equal_runs() -> None:
     trace = random_trace(3)
-    runs: list[list[Served]] = [simulate(trace, Policy("two"), 4, 40, 1.0, s) for s in (1, 1, 2)]
+    runs: list[list[Served]] = [simulate(trace, Policy("two"), 4, 40, 1.0, 1, s) for s in (1, 1, 2)]
     assert runs[0] == runs[1] != runs[2]
