@@ -11,7 +11,7 @@ matplotlib.use("svg")
 import matplotlib.pyplot as plt
 from matplotlib.figure import Figure
 
-from common.serve.fleet.policy_lab import ENGINES, HERE, POLICIES, RECORD, find, hit_rate
+from common.serve.fleet.policy_lab import ALONE, ENGINES, HERE, POLICIES, RECORD, find, hit_rate
 from common.workshop.bench.bench_record import read_record
 from common.workshop.tools.figure_file import save
 from common.workshop.tools.palette import BASELINE, CACHED, INK, OTHER, tint
@@ -20,6 +20,7 @@ COLORS = {"turns": BASELINE, "two": BASELINE, "tree": OTHER, "exact": CACHED, "b
 
 
 def draw() -> Figure:
+    numbers = (1, *ENGINES)
     works = read_record(RECORD)["traces"]
     figure, axes = plt.subplots(
         2,
@@ -32,7 +33,7 @@ def draw() -> Figure:
     )
     for (top, below), (name, work) in zip(axes.T, works.items(), strict=True):
         for label, policy in POLICIES.items():
-            runs = [find(work, policy, num) for num in ENGINES]
+            runs = [find(work, ALONE, 1), *(find(work, policy, num) for num in ENGINES)]
             is_other = policy.index == "two" or policy.tree_size > 1
             style: dict[str, Any] = {
                 "color": tint(COLORS[policy.index], 0.6 if is_other else 1),
@@ -40,11 +41,11 @@ def draw() -> Figure:
                 "marker": "s" if is_other else "o",
                 "label": label,
             }
-            top.plot(ENGINES, [100 * hit_rate(work, run) for run in runs], **style)
-            below.plot(ENGINES, [run["first_token_s"]["p99"] for run in runs], **style)
+            top.plot(numbers, [100 * hit_rate(work, run) for run in runs], **style)
+            below.plot(numbers, [run["first_token_s"]["p99"] for run in runs], **style)
         top.set(title=f"{name} trace, simulated", xscale="log", ylim=0)
         below.set(xlabel="engines", yscale="log")
-        below.set_xticks(ENGINES, [str(num) for num in ENGINES])
+        below.set_xticks(numbers, [str(num) for num in numbers])
         below.minorticks_off()
         top.grid()
         below.grid()
