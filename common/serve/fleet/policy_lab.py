@@ -58,7 +58,7 @@ POLICIES = {
     "both, load weighed": Policy("both", WEIGHT),
 }
 SHOWN, ROUTERS = 16, 4  # of so many engines the tables say more: also with some routers in turn
-WEIGHTS = (0.0, 0.03, WEIGHT, 0.3, 1.0, 3.0, 10.0)
+WEIGHTS = (0.0, WEIGHT, 1.0, 3.0, 10.0)
 
 
 def summary(
@@ -97,7 +97,7 @@ def run_all(trace: Sequence[TraceRequest]) -> list[dict[str, Any]]:
         return list(pool.map(partial(run_one, trace), *zip(*dict.fromkeys(wanted), strict=True)))
 
 
-def measure(paths: Sequence[Path], arguments: Sequence[str]) -> dict[str, Any]:
+def measure(paths: Sequence[Path], num_requests: int, arguments: Sequence[str]) -> dict[str, Any]:
     record = record_head("common.serve.fleet.policy_lab", arguments)
     record["config"] = {
         "simulated": True,
@@ -110,7 +110,7 @@ def measure(paths: Sequence[Path], arguments: Sequence[str]) -> dict[str, Any]:
     }
     record["traces"] = {}
     for path in paths:
-        trace = read_trace(path)
+        trace = read_trace(path)[:num_requests]
         limit = num_distinct_blocks(trace)
         record["traces"][path.stem.removeprefix("mooncake_").removesuffix("_trace")] = {
             "file": path.name,
@@ -165,7 +165,7 @@ def tables(record: dict[str, Any]) -> str:
         alone = hit_rate(work, find(work, ALONE, 1))
         unbounded = work["num_tokens_hit_unbounded"] / work["num_tokens"]
         parts.append(
-            f"Mooncake's {name} trace: {work['num_requests']:,} requests, "
+            f"Mooncake's {name} trace, the first {work['num_requests']:,} requests, "
             f"{work['num_tokens'] / 1e6:,.0f} million prompt tokens, "
             f"{work['num_distinct_blocks']:,} different blocks. One engine finds {alone:.1%}, one "
             f"whose cache never evicts {unbounded:.1%}.\n\n{policy_table(work)}"
@@ -183,6 +183,7 @@ def tables(record: dict[str, Any]) -> str:
 def main() -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--trace", type=Path, nargs="+", help="JSONL, as Mooncake's FAST'25")
+    parser.add_argument("--requests", type=int, default=4000, help="the first so many of each")
     parser.add_argument("--tables", action="store_true", help="from the record, without running")
     parser.add_argument("--output", type=Path, default=RECORD)
     args = parser.parse_args()
@@ -190,7 +191,7 @@ def main() -> int:
         if not args.trace or not all(path.exists() for path in args.trace):
             parser.error("--trace: Mooncake's traces, files of JSON lines")
         arguments = [Path(a).name if "/" in a else a for a in sys.argv[1:]]
-        write_record(args.output, measure(args.trace, arguments))
+        write_record(args.output, measure(args.trace, args.requests, arguments))
     record = read_record(args.output)
     print(tables(record))
     if args.output == RECORD:
