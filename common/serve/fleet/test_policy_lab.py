@@ -7,6 +7,7 @@ from itertools import takewhile
 
 import pytest
 
+from common.serve.fleet.policy_lab import HERE, RECORD, tables
 from common.serve.fleet.simulated_router import (
     PREFILL_RATE,
     Policy,
@@ -15,6 +16,7 @@ from common.serve.fleet.simulated_router import (
     arrival_times,
     simulate,
 )
+from common.workshop.bench.bench_record import made_on, read_record, replace_between_markers
 from prefix_workloads import TRACE_BLOCK_SIZE, TraceRequest
 from replay_trace import make_cache, num_distinct_blocks, replay
 
@@ -179,3 +181,10 @@ def test_equal_seeds_give_equal_runs() -> None:
     trace = random_trace(3)
     runs: list[list[Served]] = [simulate(trace, Policy("two"), 4, 40, 1.0, 1, s) for s in (1, 1, 2)]
     assert runs[0] == runs[1] != runs[2]
+
+
+@pytest.mark.parametrize("page", ["README.md", "README.zh.md"])
+def test_the_pages_show_the_record(page: str) -> None:
+    record, text = read_record(RECORD), (HERE / page).read_text(encoding="utf-8")
+    shown = f"{tables(record)}\n\n{made_on(record)}"
+    assert replace_between_markers(text, "policies", shown) == text
