@@ -152,6 +152,11 @@ def test_the_tree_knows_what_is_being_computed_and_events_do_not() -> None:
     assert sent(Policy("both"), trace, 10.0) == [0, 0, 0, 0]
 
 
+def test_of_idle_engines_the_one_of_which_less_is_known_is_taken() -> None:
+    trace = [TraceRequest(9000 * i, 512, 0, (i,)) for i in range(4)]
+    assert sent(Policy("exact"), trace, 0.1) == sent(Policy("tree"), trace, 0.1) == [0, 1, 0, 1]
+
+
 def test_of_two_the_one_with_fewer_unfinished_requests_is_taken() -> None:
     """Answers count as long as they run."""
     trace = [TraceRequest(1000 * i, 512, 10_000 * (i == 0), (i,)) for i in range(6)]
