@@ -113,7 +113,8 @@ notebooks: say-notebooks $(STAMP)
 	  { echo "make notebooks: failed. Run the script named above with $(PY) to see why."; exit 1; }
 
 figures: say-figures $(STAMP)
-	@for script in [0-9][0-9]_*/lab/plot_*.py common/workshop/*/plot_*.py common/workshop/*/lab/plot_*.py; do \
+	@for script in [0-9][0-9]_*/lab/plot_*.py common/workshop/*/plot_*.py common/workshop/*/lab/plot_*.py \
+	    common/serve/*/plot_*.py; do \
 	  [ -e "$$script" ] || continue; \
 	  echo "  $$script"; \
 	  $(PY) "$$script" || { echo "make figures: $$script failed; run it alone to see why."; exit 1; }; \

@@ -140,7 +140,7 @@ def law_of_common_floors(house: House) -> list[str]:
     two files import each other, however far round. Only the workshop and tests import a `lab`."""
     all_files = [p for p in house.python_files() if house.name(p).startswith("common/")]
     files = {house.name(p)[:-3].replace("/", "."): p for p in all_files if p.stem != "__init__"}
-    labs = {p.stem for p in house.python_files() if "lab" in p.parts[:-1]}
+    labs = {p.stem for p in house.python_files() if "/lab/" in house.name(p)}
     graph: dict[str, set[str]] = {}
     broken = []
     for name, path in sorted(files.items()):
