@@ -1,7 +1,7 @@
 """What the rules of `SamplingParams` cost: a step in which all rows have one, beside one without.
 
-    python -m common.workshop.bench.token_rules_bench           measures (minutes), writes the record
-    python -m common.workshop.bench.token_rules_bench --tables  writes the table of common/README.md
+    python -m common.workshop.bench.token_rules_bench           measures (minutes), and records
+    python -m common.workshop.bench.token_rules_bench --tables  the table of common/README.md
 
 The shipped model on this processor, greedy, one thread. The kinds take turns in each round, on one
 engine for each number of rows; the first round warms up. `two words` is a bad word of two tokens,
