@@ -8,6 +8,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from importlib.util import find_spec
 from itertools import accumulate
 from types import MappingProxyType
 from typing import TYPE_CHECKING
@@ -154,7 +155,9 @@ def _allocate_for(seq_lens: list[int], demand: KVDemand) -> PagedKVCache:
 
 def _measure(memory: MemoryReader, demand: KVDemand) -> BytesForKV:
     """Run the largest step twice: what the sampler keeps from step to step is there in the second.
-    Only the last stage samples. The memory of graphs is theirs alone: it comes on top."""
+    Only the last stage samples, from logits that every row's grammar has cut: a row's bits are
+    spread to 32-bit numbers, two for each token, and the logits are there twice while it samples.
+    The memory of graphs is theirs alone: it comes on top."""
     config, loaded, vocab_size = demand.config, demand.loaded, demand.vocab_size
     most = min(config.max_num_batched_tokens, config.max_num_seqs * demand.max_model_len)
     seq_lens = _parts_of(most, demand.max_model_len)
@@ -178,18 +181,32 @@ def _measure(memory: MemoryReader, demand: KVDemand) -> BytesForKV:
     staged: dict[str, object] = {}
     if demand.adapters is not None:
         staged |= demand.adapters.of_largest_step(*sizes)
+    cut = _grammars_of_all(num_rows, vocab_size, device)
     for _ in range(2):
         staged[SCORED] = ScoredPrompts.of_many(sum(seq_lens), vocab_size, device)
         logits = run_forward(loaded, kv_cache, demand.backend, seq_lens, num_rows, staged)
         if loaded.model.collectives.ranks.is_last_stage:
-            sampler.sample(logits, batch)
+            sampler.sample(cut(logits), batch)
         del logits
     graphs = None if demand.make_graphs is None else demand.make_graphs(kv_cache)
     after = memory.read()
     kv_bytes = kv_cache.num_blocks * kv_cache.kv_bytes_per_block
-    del sampler, kv_cache, graphs
+    del sampler, kv_cache, graphs, cut
     memory.reset()
     return remaining_bytes(before, after, kv_bytes, config.gpu_memory_utilization)
+
+
+def _grammars_of_all(
+    num_rows: int, vocab_size: int, device: torch.device
+) -> Callable[[torch.Tensor], torch.Tensor]:
+    """What is done to the logits if each row has a grammar; nothing, where none can come."""
+    if find_spec("llguidance") is None:
+        return lambda logits: logits
+    from common.grammars.grammar_masks import forbid
+
+    at, num_words = torch.arange(num_rows, device=device), -(-vocab_size // 32)
+    bits = torch.full((num_rows, num_words), -1, dtype=torch.int32, device=device)
+    return lambda logits: forbid(logits, at, bits)
 
 
 def _parts_of(total: int, largest: int) -> list[int]:

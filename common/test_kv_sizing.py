@@ -11,6 +11,8 @@ import torch
 from common import kv_sizing
 from common.adapters.adapter_slots import AdapterSlots
 from common.engine_config import EngineConfig
+from common.grammars import grammar_masks
+from common.grammars.grammar_masks import forbid
 from common.kv_sizing import KVDemand, Neighbours, make_kv_cache
 from common.loader import LoadedModel
 from common.model import SCORED
@@ -134,8 +136,8 @@ def test_the_peak_of_the_largest_step_is_not_given_to_kv(peak_blocks, loaded) ->
 
 
 def test_the_peak_is_that_of_sampling_the_most_rows_there_can_be(loaded, monkeypatch) -> None:
-    """Between the two readings, twice: all rows of 48 requests, each with every constraint and
-    log-probabilities, behind a forward pass of as many tokens as a step may have."""
+    """Between the two readings, twice: all rows of 48 requests, each with every constraint, a
+    grammar and log-probabilities, behind a forward pass of as many tokens as a step may have."""
     events: list = []
     steps = spy_on_forward(monkeypatch)
 
@@ -152,11 +154,16 @@ def test_the_peak_is_that_of_sampling_the_most_rows_there_can_be(loaded, monkeyp
             events.append((self.vocab_size, len(output.logprobs), logits.shape))
             return output
 
+    def spy_on_forbid(logits, at, bits) -> torch.Tensor:
+        events.append((at.tolist() == list(range(48)), bits.shape, bits.dtype))
+        return forbid(logits, at, bits)
+
     monkeypatch.setattr(kv_sizing, "Sampler", SpySampler)
+    monkeypatch.setattr(grammar_masks, "forbid", spy_on_forbid)
     config = EngineConfig(max_num_seqs=48, max_num_batched_tokens=200)
     make(config, loaded, max_model_len=90, memory=FakeMemory(0, events))
-    sampled = (VOCAB_SIZE, 48, (48, 300))
-    assert events == ["reset", "read", sampled, sampled, "read", "reset"]
+    twice = [(True, (48, 10), torch.int32), (VOCAB_SIZE, 48, (48, 300))] * 2
+    assert events == ["reset", "read", *twice, "read", "reset"]
     assert steps == [([90, 90, 20], 48)] * 2
 
 

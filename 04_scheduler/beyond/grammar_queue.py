@@ -29,26 +29,25 @@ class GrammarsCompiled(SchedulerPlugin):
     def __init__(self, compile: Callable[[str], Future[str]]) -> None:
         self._compile = compile
         self._futures: dict[str, Future[str]] = {}  # of unfinished requests
-        self._waits: set[str] = set()  # of them, those that were not compiled when the step began
+        self._waits: dict[str, Request] = {}  # those that were not compiled when the step began
 
     def arrived(self, request: Request) -> None:
         """It is in the books. Nothing happens if it brings no grammar."""
         source = request.features.get(self.name)
         if source is not None:
             self._futures[request.request_id] = self._compile(source)
-            self._waits.add(request.request_id)
+            self._waits[request.request_id] = request
+            request.status = RequestStatus.WAITING_FOR_GRAMMAR
 
     def begin_step(self) -> None:
         """Whatever is compiled from here on counts in the next step."""
-        self._waits = {name for name in self._waits if not _is_compiled(self._futures[name])}
+        for name in [name for name in self._waits if _is_compiled(self._futures[name])]:
+            self._waits.pop(name).status = RequestStatus.WAITING
 
     def may_start(self, request: Request) -> bool:
         if self.name in request.features and request.request_id not in self._futures:
             self.arrived(request)  # its arrival was interrupted
-        if request.request_id not in self._waits:
-            return True
-        request.status = RequestStatus.WAITING_FOR_GRAMMAR
-        return False
+        return request.request_id not in self._waits
 
     def planned(self, plan: SchedulerOutput) -> None:
         for new in plan.scheduled_new_reqs:
@@ -56,7 +55,7 @@ class GrammarsCompiled(SchedulerPlugin):
                 new.features = new.features | {self.name: future.result()}
 
     def ended(self, request: Request) -> None:
-        self._waits.discard(request.request_id)
+        self._waits.pop(request.request_id, None)
         future = self._futures.pop(request.request_id, None)
         if future is not None and all(other is not future for other in self._futures.values()):
             future.cancel()  # if it has not begun
@@ -77,7 +76,7 @@ class GrammarsCompiled(SchedulerPlugin):
         return bool(futures)
 
     def check(self) -> None:
-        assert self._waits <= self._futures.keys(), "waits for nothing"
+        assert self._waits.keys() <= self._futures.keys(), "waits for nothing"
 
 
 def _is_compiled(future: Future[str]) -> bool:

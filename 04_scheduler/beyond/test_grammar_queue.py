@@ -58,6 +58,8 @@ def test_a_request_waits_for_its_grammar_and_holds_up_nobody(queue, compiler) ->
     queue.begin_step()
     compiler.futures["digits"].set_result("DIGITS")
     assert not queue.may_start(waits), "in one step, one answer"
+    queue.begin_step()
+    assert waits.status == RequestStatus.WAITING, "whatever else may hold it back now"
     plan = loop.step()
     assert {new.req_id: new.features for new in plan.scheduled_new_reqs} == {
         "a": {"grammar": "DIGITS"},

@@ -38,6 +38,7 @@ REASONS = {
     "constraint": "a rule held it back: a static batch, too many long prompts, an adapter",
     "parent": "another request computes the very block that it could share",
     "remote_kv": "its KV is on its way from a tier or a store",
+    "grammar": "its grammar is being compiled",
     "pending": "a token of it was still under way when it was preempted",
     "turn": "it was the turn of those who decode",
     "enough": "so many were passed over before it that nobody else was asked",
@@ -78,7 +79,7 @@ class Run(Event):
 class Arrived(Event):
     """A request waits now, behind all others. `pieces[i]` is what `prompt[i]` adds to the text;
     empty without a tokenizer. `tenant` tells cache salts apart, and is no salt. `order_key` is what
-    the policy sorts by, as text."""
+    the policy sorts by, as text. `adapter` is the name of its own, `grammar` the kind: "json"."""
 
     kind: ClassVar[str] = "arrived"
     time: float
@@ -89,6 +90,8 @@ class Arrived(Event):
     priority: int
     tenant: str = ""
     order_key: str = ""
+    adapter: str = ""
+    grammar: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -329,11 +332,11 @@ class Snapshot(Event):
     holders are follows from it: tables, the cache, and loads.
 
     `requests`, in the order of arrival: "request", "prompt", "prompt_pieces", "max_tokens",
-    "priority", "tenant", "order_key", "arrived_at", "outputs", "pieces", "table",
-    "num_computed_tokens", "num_cached_tokens", "num_preemptions", "highest" (the position up to
-    which it was ever computed). `cached`, with those that nobody uses in the order of eviction:
-    "block", "parent" (a block or null), "tokens", "tenant", "hash". `loads`: "request", "prefix",
-    "blocks", "has_arrived". `under_way`, the oldest first: "step", "requests", "starts",
+    "priority", "tenant", "order_key", "adapter", "grammar", "arrived_at", "outputs", "pieces",
+    "table", "num_computed_tokens", "num_cached_tokens", "num_preemptions", "highest" (the position
+    up to which it was ever computed). `cached`, with those that nobody uses in the order of
+    eviction: "block", "parent" (a block or null), "tokens", "tenant", "hash". `loads`: "request",
+    "prefix", "blocks", "has_arrived". `under_way`, the oldest first: "step", "requests", "starts",
     "num_tokens", "drafts" of each plan, without those who have ended since."""
 
     kind: ClassVar[str] = "snapshot"

@@ -69,6 +69,7 @@ def _request_row(
         "priority": request.priority,
         "tenant": label_of(normalise_extra_keys(extra_keys_of(request))),
         "order_key": watch.order_key(request),
+        **watch.brought(request),
         "arrived_at": watch.log.since_start(request.arrival_time),
         "outputs": outputs,
         "pieces": texts.add(request, outputs),

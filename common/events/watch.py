@@ -51,7 +51,8 @@ class Watch:
         self._new_texts = partial(TextPieces, members, tokenizer)
         texts = self._new_texts()
         self.memory = MemoryWatch(self.log, parts.kv_memory, parts.connector)
-        self.requests = RequestWatch(self.log, texts, self.memory)
+        name_of = parts.adapters.name_of if parts.adapters else lambda digest: None
+        self.requests = RequestWatch(self.log, texts, self.memory, name_of)
         num_blocks, overlaps = parts.side.kv_cache.num_blocks, parts.plans_under_way is not None
         self.run = describe_run(config, parts.side.model, num_blocks, overlaps)
         self.log.note(self.run)

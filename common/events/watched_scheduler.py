@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, cast
 from weakref import proxy
 
@@ -43,8 +43,15 @@ _STOPS = {"admitted": "seat", "passed over": "enough"}  # what a plan says other
 class RequestWatch(PreemptionPlugin):
     """Of any scheduler with chapter 1's books, with preemption or without."""
 
-    def __init__(self, log: EventLog, texts: TextPieces, memory: MemoryWatch) -> None:
+    def __init__(
+        self,
+        log: EventLog,
+        texts: TextPieces,
+        memory: MemoryWatch,
+        adapter_name: Callable[[str], str | None],  # of a digest, while it has one
+    ) -> None:
         self.log, self.texts, self.memory = log, texts, memory
+        self._adapter_name = adapter_name
         self.is_updating = False
         self.passed_over: dict[str, str] = {}  # in the step that is being planned
         self.parents: dict[str, str] = {}
@@ -96,6 +103,12 @@ class RequestWatch(PreemptionPlugin):
         key = queue.key_of(request)
         return "" if key is None else str(key)
 
+    def brought(self, request: Request) -> dict[str, str]:
+        """Its adapter and its grammar, if it has any."""
+        digest, source = map(request.features.get, ("adapter", "grammar"))
+        adapter = digest and (self._adapter_name(digest) or digest[:8])
+        return {"adapter": adapter or "", "grammar": source.split('"')[1] if source else ""}
+
     def check(self) -> None:
         """Which has asked the queue for its order: a policy may answer anew."""
         self.note_queue()
@@ -114,6 +127,7 @@ class RequestWatch(PreemptionPlugin):
                 request.priority,
                 label_of(normalise_extra_keys(extra_keys_of(request))),
                 self.order_key(request),
+                **self.brought(request),
             )
         )
         self._order[request.request_id] = None
@@ -159,7 +173,9 @@ class RequestWatch(PreemptionPlugin):
         if request is None:
             return
         request_id, was_looked_up = request.request_id, memory.acts_for == request.request_id
-        if not was_looked_up:
+        if request.status is RequestStatus.WAITING_FOR_GRAMMAR:
+            reason = "grammar"
+        elif not was_looked_up:
             reason = "pending" if request.num_pending_tokens else "constraint"
         elif request.status is RequestStatus.WAITING_FOR_REMOTE_KVS:
             reason = "remote_kv"

@@ -10,6 +10,7 @@ from itertools import product
 from threading import Event
 from types import SimpleNamespace
 
+import jsonschema
 import numpy as np
 import pytest
 import torch
@@ -179,6 +180,61 @@ def test_what_may_follow_is_what_trying_all_texts_says(name) -> None:
         while EOS not in ours.outputs and len(ours.outputs) < 20:
             allowed = may_follow(tokenizer, texts_of(name), ours.outputs)
             assert ours.allowed().tolist() == sorted(allowed), ours.outputs
+            ours.outputs.append(rng.choice(allowed))
+
+
+VALUES: list = [None, True, False, 0, 1, 10, "aa", "ab", "ba", "bb", "no", 0.5]
+VALUES += [{}, *({name: value} for name in "ab" for value in VALUES)]
+
+
+def choice_of(*values: object, **more: object) -> dict:
+    return {"enum": list(values), **more}
+
+
+ONE_OF = {
+    "lists": [choice_of("aa", "ab", 1), choice_of("ab", "ba", None), choice_of(1, True, title="x")],
+    "twice": [choice_of("aa", "aa"), choice_of(10), {"const": 10}],
+    "types": [{"type": "boolean"}, {"type": "null"}],
+    "objects": [
+        {"properties": {"a": {"const": "aa"}}, "required": ["a"], "type": "object"},
+        {"properties": {"a": {"const": "ab"}}, "required": ["a"], "type": "object"},
+    ],
+}
+
+
+@pytest.mark.parametrize(
+    "more",
+    [
+        {},
+        {"enum": ["aa", "ba", True, 10]},
+        {"anyOf": [choice_of("ba", "aa", None)], "allOf": [choice_of("ba", None)]},
+    ],
+    ids=["alone", "with an enum", "with others"],
+)
+@pytest.mark.parametrize("name", ONE_OF)
+@pytest.mark.parametrize("is_inside", [False, True])
+def test_exactly_one_of_several_schemas_is_what_trying_all_values_says(
+    name, more, is_inside
+) -> None:
+    one_of = [{"additionalProperties": False, **one} for one in ONE_OF[name]]
+    schema: dict = {"oneOf": one_of if name == "objects" else ONE_OF[name], **more}
+    if is_inside:
+        outer = {"type": "object", "required": ["b"], "additionalProperties": False}
+        schema = {"properties": {"b": schema}, **outer}
+    values = [*VALUES, *({"b": value} for value in VALUES)]
+    is_right = jsonschema.Draft202012Validator(schema).is_valid
+    texts = {json.dumps(value).encode() for value in values if is_right(value)}
+    tokenizer, rng = small_tokenizer(), random.Random(name)
+    vocabulary = Vocabulary.of(tokenizer, tokenizer.vocab_size, [EOS])
+    if not texts:
+        with pytest.raises(ValueError, match="Unsatisfiable"):
+            Matching(vocabulary, Json(schema, 0))
+        return
+    for _ in range(2):
+        ours = Matching(vocabulary, Json(schema, 0))
+        while EOS not in ours.outputs and len(ours.outputs) < 20:
+            allowed = may_follow(tokenizer, texts, ours.outputs)
+            assert ours.allowed().tolist() == sorted(allowed), (schema, ours.outputs)
             ours.outputs.append(rng.choice(allowed))
 
 

@@ -15,6 +15,7 @@ from common.loader import load_model
 from common.model_config import ModelConfig
 from common.parallel.collectives import Communication
 from common.parallel.ranks import Ranks
+from common.tests.adapter_cases import KINDS, save_adapter, with_peft
 from common.tests.model_cases import save_case
 from common.tests.paged_harness import PagedHarness
 from common.workshop.parallel.communication import step_communication
@@ -54,10 +55,23 @@ def folder(tmp_path_factory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def ranks(folder) -> list[dict]:
+def adapted(folder) -> dict[str, dict[str, list[int]]]:
+    """Prompts by the directories of their adapters, for models of 2 and of 1 KV heads."""
+    found = {}
+    for name in ("qwen3", "llama3-scaling"):
+        paths = [
+            save_adapter(folder / name, folder / f"{name} {kind}", **KINDS[kind])
+            for kind in ("everything", "attention")
+        ]
+        found[name] = dict(zip(map(str, paths), PROMPTS))
+    return found
+
+
+@pytest.fixture(scope="module")
+def ranks(folder, adapted) -> list[dict]:
     """What each process has saved."""
     plan = {"num_processes": NUM_PROCESSES, "steps": STEPS, "worlds": WORLDS}
-    plan |= {"in_every_dtype": IN_EVERY_DTYPE}
+    plan |= {"in_every_dtype": IN_EVERY_DTYPE, "adapted": adapted}
     (folder / "plan.json").write_text(json.dumps(plan))
     command = [sys.executable, "-m", "common.tests.sharded_rank", str(folder)]
     run = subprocess.run(command, stderr=subprocess.PIPE, text=True, timeout=LIMIT_S)
@@ -138,6 +152,23 @@ def test_two_all_reduces_a_layer_one_for_the_embedding_one_gather(ranks):
         "num_sends": 0,
         "num_bytes": 2 * num_numbers,
     }
+
+
+def test_adapters_on_more_ranks_than_kv_heads_are_what_peft_says(ranks, folder, adapted):
+    """And nothing more is said between them."""
+    for name, prompts in adapted.items():
+        num_tokens = sum(map(len, prompts.values()))
+        config = ModelConfig.from_hf(json.loads((folder / name / "config.json").read_text()))
+        assert config.num_key_value_heads < NUM_PROCESSES
+        exact = [
+            with_peft(folder / name, Path(path))(torch.tensor([ids])).logits[0]
+            for path, ids in prompts.items()
+        ]
+        for rank, got in enumerate(ranks):
+            found, where = got["adapted"][name], Ranks(NUM_PROCESSES, 1, rank)
+            assert_near(found["output"], torch.cat(exact), 1e-11, (name, rank))
+            said = step_communication(config, where, num_tokens, num_tokens, 8)
+            assert Communication(**found["said"]) == said
 
 
 def test_the_least_is_that_of_all_stages(ranks):

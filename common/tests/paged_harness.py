@@ -45,6 +45,7 @@ class PagedHarness:
         work: list[tuple[int, int, list[int]]],
         logit_indices: list[int] | None = None,
         inputs: torch.Tensor | None = None,
+        **staged: object,  # by plugins
     ) -> torch.Tensor:
         """`work`: (request, first position, tokens). Logits of every row, or of those asked for.
         A stage that is not the first gets `inputs`, too."""
@@ -70,8 +71,7 @@ class PagedHarness:
             max_seq_len=max(seq_lens),
         )
         indices = list(range(len(ids))) if logit_indices is None else logit_indices
-        batch = ComposedBatch(
-            tensor(ids), tensor(positions), (metadata,), tensor(indices), hidden=inputs
-        )
+        where = tensor(positions), (metadata,), tensor(indices)
+        batch = ComposedBatch(tensor(ids), *where, hidden=inputs, staged=staged)
         batch.plan_attention(self.backend, self.model.num_heads, self.kv_cache)
         return self.model(batch, self.kv_cache)

@@ -18,6 +18,7 @@ from pathlib import Path
 import torch
 from torch.distributed import FileStore, PrefixStore
 
+from common.adapters.adapter_slots import AdapterSlots, Ordered, StepAdapters
 from common.loader import load_model
 from common.parallel.collectives import CollectiveError, Collectives, connect
 from common.parallel.ranks import Ranks
@@ -63,6 +64,31 @@ def run_case(folder: Path, name: str, plan: dict, collectives: Collectives) -> d
     return result
 
 
+def run_adapters(folder: Path, plan: dict, collectives: Collectives) -> dict:
+    make = partial(ShardedModel, collectives=collectives)
+    found = {}
+    for name, prompts in plan["adapted"].items():
+        model = load_model(folder / name, torch.float64, make=make).model
+        assert isinstance(model, ShardedModel)
+        found[name] = run_adapted(model, collectives, prompts)
+    return found
+
+
+def run_adapted(model: ShardedModel, collectives: Collectives, prompts: dict) -> dict:
+    """Prompts in one step, by the directories of their adapters."""
+    slots, start, segments = AdapterSlots(model, len(prompts), 16), 0, []
+    digests = [slots.load(directory) for directory in prompts]
+    slot_of = slots.bring_in(digests)
+    for digest, prompt in zip(digests, prompts.values()):
+        segments.append((slot_of[digest], start, start := start + len(prompt)))
+    rows, before = Ordered(None, segments), asdict(collectives.counts)
+    work = [(i, 0, prompt) for i, prompt in enumerate(prompts.values())]
+    step = StepAdapters(slots, rows, rows)
+    output = PagedHarness(model, len(prompts)).step(work, adapter=step)
+    after = asdict(collectives.counts)
+    return {"output": output.clone(), "said": {name: after[name] - before[name] for name in after}}
+
+
 def embedding_example(collectives: Collectives) -> dict:
     """A vocabulary of 10,000 on two ranks, and the tokens 123 and 6789."""
     whole = torch.randn(10_000, 8, generator=torch.Generator().manual_seed(0))
@@ -86,6 +112,7 @@ def run_rank(folder: Path, plan: dict, rank: int) -> None:
         results[name]["least"] = worlds[name].least(100 - ranks.rank)
         if (tp_size, num_stages) == (2, 1):
             results[name]["embedding"] = embedding_example(worlds[name])
+    results["adapted"] = run_adapters(folder, plan, worlds["4 ranks"])
     results["late"] = late_and_gone(store, worlds["4 ranks"])
     torch.save(results, folder / f"{rank}.pt")
     worlds["4 ranks"].least(0)  # nobody leaves before everybody is done

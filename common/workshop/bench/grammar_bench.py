@@ -70,23 +70,35 @@ class Clock:
         return timed
 
 
+def timed_batch(
+    engine: LLMEngine, num_rows: int, params: SamplingParams, begin: Callable[[], object] = int
+) -> tuple[float, int]:
+    """Seconds and steps of one batch, from the first step after the prompts, where `begin` is
+    called."""
+    for i in range(num_rows):
+        engine.add_request(str(i), [5 + i, 6, 7], params)
+    while engine.stats().num_running < num_rows:
+        engine.step()
+    begin()
+    before, start = engine.stats().num_steps, time.perf_counter()
+    while engine.has_unfinished_requests():
+        engine.step()
+    return time.perf_counter() - start, engine.stats().num_steps - before
+
+
 def run(engine: LLMEngine, num_rows: int, grammar: Grammar | None) -> dict[str, float]:
     """Of one batch, from the first step after the prompts: milliseconds a step."""
     params = SamplingParams(temperature=0, max_tokens=MAX_TOKENS, grammar=grammar)
     if grammar is None:
         params = SamplingParams(temperature=0, max_tokens=MAX_TOKENS, ignore_eos=True)
-    for i in range(num_rows):
-        engine.add_request(str(i), [5 + i, 6, 7], params)
-    while engine.stats().num_running < num_rows:
-        engine.step()
     fill, apply = Clock(), Clock()
     plain = GrammarMasks.before_sampling, grammar_masks.forbid
-    GrammarMasks.before_sampling = fill.around(plain[0])
-    grammar_masks.forbid = apply.around(plain[1])
-    before, start = engine.stats().num_steps, time.perf_counter()
-    while engine.has_unfinished_requests():
-        engine.step()
-    seconds, num_steps = time.perf_counter() - start, engine.stats().num_steps - before
+
+    def begin() -> None:
+        GrammarMasks.before_sampling = fill.around(plain[0])
+        grammar_masks.forbid = apply.around(plain[1])
+
+    seconds, num_steps = timed_batch(engine, num_rows, params, begin)
     GrammarMasks.before_sampling, grammar_masks.forbid = plain
     ms = {"step": 1e3 * seconds, "fill": fill.ms, "apply": apply.ms}
     return {name: round(value / num_steps, 4) for name, value in ms.items()}

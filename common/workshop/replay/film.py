@@ -58,6 +58,8 @@ class RequestState:
     priority: int
     tenant: str
     arrived_at: float
+    adapter: str = ""  # its name
+    grammar: str = ""  # its kind
     outputs: list[int] = field(default_factory=list)
     pieces: list[str] = field(default_factory=list)
     table: list[int] = field(default_factory=list)
@@ -217,6 +219,8 @@ class State:
             event.priority,
             event.tenant,
             event.time,
+            event.adapter,
+            event.grammar,
         )
         self.waiting.append(name)
 

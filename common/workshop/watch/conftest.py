@@ -15,7 +15,7 @@ import pytest
 
 from common.workshop.replay.film import Film
 from common.workshop.watch.chromium import BrowserUnavailableError, started_browser
-from common.workshop.watch.films import FILMS, Shot, shoot
+from common.workshop.watch.films import BEYOND, FILMS, Shot, shoot
 from common.workshop.watch.page_maker import Reel, make_page
 from common.workshop.watch.scene_runs import Pages
 from common.workshop.watch.workloads import DEFAULT, Cast, load_cast, perform
@@ -222,7 +222,7 @@ def shown(tmp_path_factory: pytest.TempPathFactory, cast: Cast) -> Pages:
 
 
 @pytest.fixture(scope="session")
-def shots(tmp_path_factory: pytest.TempPathFactory, cast: Cast) -> dict[int, Shot]:
-    """Each chapter's film, made once."""
+def shots(tmp_path_factory: pytest.TempPathFactory, cast: Cast) -> dict[int | str, Shot]:
+    """Each film that has a page, made once."""
     folder = tmp_path_factory.mktemp("films")
-    return {chapter: shoot(film, folder, cast) for chapter, film in FILMS.items()}
+    return {name: shoot(film, folder, cast) for name, film in (FILMS | BEYOND).items()}

@@ -16,14 +16,14 @@ CELL = "# %% [markdown]\n# ## Watch it run\n"  # begins the cell of a script
 def page_caption(shot: Shot) -> str:
     """Of a README.md: the picture, and what it shows."""
     caption = textwrap.fill(f"*{_words(shot)}*", 112, break_on_hyphens=False)
-    return f"![{_alt(shot)}](figures/film.png)\n\n{caption}"
+    return f"![{_alt(shot)}]({shot.film.picture}.png)\n\n{caption}"
 
 
 def chinese_caption(shot: Shot) -> str:
     """Of a README.zh.md, the same."""
     film = shot.film
     return (
-        f"![影片 {film.chapter}：{film.title[1]}](figures/film.zh.png)\n\n"
+        f"![影片 {film.name}：{film.title[1]}]({film.picture}.zh.png)\n\n"
         f"*{shot.caption[1]}{film.note[1]}*"
     )
 
@@ -45,7 +45,7 @@ def _words(shot: Shot) -> str:
 
 
 def _alt(shot: Shot) -> str:
-    return f"Film {shot.film.chapter}: {shot.film.title[0]}"
+    return f"Film {shot.film.name}: {shot.film.title[0]}"
 
 
 def script_of(shot: Shot, root: Path) -> Path:
@@ -54,10 +54,12 @@ def script_of(shot: Shot, root: Path) -> Path:
 
 
 def write_captions(shot: Shot, root: Path) -> None:
-    """Into the texts and the script, each of which has its place."""
-    folder = root / shot.film.folder
-    write_between_markers(folder / "README.md", MARKER, page_caption(shot))
-    write_between_markers(folder / "README.zh.md", MARKER, chinese_caption(shot))
+    """Into the texts and a chapter's script, each of which has its place."""
+    page = root / shot.film.folder / shot.film.page
+    write_between_markers(page.with_suffix(".md"), MARKER, page_caption(shot))
+    write_between_markers(page.with_suffix(".zh.md"), MARKER, chinese_caption(shot))
+    if not shot.film.chapter:
+        return
     script = script_of(shot, root)
     before, cell, behind = parted(script.read_text(encoding="utf-8"))
     if cell:

@@ -1,6 +1,7 @@
 """The films of the chapters, on the command line of `python -m common.workshop.watch`.
 
 --film 3 [--open]      the film of chapter 3: performed now, and one page made of it
+--film adapters        that of a page beyond the chapters, or "grammars"
 --films                all six, with a page that leads to them, in build/films/
 --stills               their decisive steps as pictures, for the chapters' texts"""
 
@@ -13,12 +14,15 @@ import webbrowser
 from pathlib import Path
 
 FOLDER = Path("build/films")
+NAMES = (*"123456", "adapters", "grammars")
 NUM_TAKES = 3  # of a film that is about time
 
 
 def add_films(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group("one film a chapter, performed now")
-    group.add_argument("--film", type=int, choices=range(1, 7), metavar="1-6", help="of a chapter")
+    group.add_argument(
+        "--film", choices=NAMES, metavar="1-6", help="of a chapter, or adapters, grammars"
+    )
     group.add_argument("--films", action="store_true", help=f"all six, into {FOLDER}/")
     group.add_argument("--stills", action="store_true", help="pictures of them, into the chapters")
 
@@ -29,7 +33,12 @@ def is_about_films(args: argparse.Namespace) -> bool:
 
 def make_films(args: argparse.Namespace, mine: tuple[int, int] | None = None) -> None:
     """What was asked for; `mine` is as for `page_of`. Raises `ValueError` if it cannot be done."""
-    from common.workshop.watch.films import FILMS, page_of, shoot  # torch, and all that computes
+    from common.workshop.watch.films import (
+        BEYOND,
+        FILMS,
+        page_of,
+        shoot,
+    )  # torch, and all that computes
     from common.workshop.watch.workloads import load_cast
 
     if args.stills:
@@ -39,7 +48,8 @@ def make_films(args: argparse.Namespace, mine: tuple[int, int] | None = None) ->
         return
     with tempfile.TemporaryDirectory() as folder:
         if args.film is not None:
-            shot = shoot(FILMS[args.film], Path(folder), num_takes=NUM_TAKES, has_knob=True)
+            film = BEYOND.get(args.film) or FILMS[int(args.film)]
+            shot = shoot(film, Path(folder), num_takes=NUM_TAKES, has_knob=True)
             print(shot.caption[0])
             _write(args.out or FOLDER / f"film_{args.film}.html", page_of(shot, mine), args.open)
             return

@@ -5,12 +5,14 @@ not show what the chapter is about, it raises `NotShown`: then there is no capti
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Iterator, Sequence
 from itertools import pairwise
 from typing import TypeVar
 
 from common.events.event_kinds import (
     Admitted,
+    Arrived,
     Computed,
     Event,
     Evicted,
@@ -334,3 +336,92 @@ def long_prompt(whole: Film, pieces: Film) -> Facts:
 
 def _prompt_of(step: list[Cell], name: str) -> int:
     return sum(c.num_tokens for c in step if c.request == name and c.kind == "prompt")
+
+
+# -- of pages beyond the chapters
+
+
+def mixed_adapters(film: Film) -> Facts:
+    """Two with one prompt and unlike adapters; one that waits for another's adapter to go."""
+    requests = film.last_state().requests
+    base = next(r for r in requests.values() if not r.adapter)
+    users = [r for r in requests.values() if r.adapter and r.prompt == base.prompt]
+    _require(len(users) == 2 and base.outputs != users[0].outputs, "a prompt with two texts")
+    owner, again = users
+    _require(not owner.num_cached_tokens, f"that {owner.request_id!r} finds nothing")
+    _require(again.num_cached_tokens, f"that {again.request_id!r} finds something")
+    step, name = _overtaken(film, "constraint")
+    other = requests[name].adapter
+    held = {requests[one].adapter for one in film.state_after(step).running} - {""}
+    _require(len(held) == film.run.config["max_loras"], "that all slots are taken")
+    _require(other not in held, f"that {name!r} wants another adapter")
+    late, _ = first(film, Admitted, lambda _, e: e.request == name, f"{name!r} at last")
+    gone = max(_end_of(film, user.request_id) for user in users)
+    _require(late == gone + 1, "that it begins when the slot is free")
+    return {
+        "a": base.request_id,
+        "b": owner.request_id,
+        "adapter": owner.adapter,
+        "f": again.request_id,
+        "found": first(film, Admitted, lambda _, e: e.request == again.request_id, "it")[0],
+        "num_found": again.num_cached_tokens,
+        "step": step,
+        "d": name,
+        "other": other,
+        "e": _overtaker(film, step),
+        "num_slots": len(held),
+        "late": late,
+        "gone": gone,
+    }
+
+
+def constrained(film: Film) -> Facts:
+    """One waits for its grammar and is overtaken; another brings the same; both texts fit it."""
+    requests = film.last_state().requests
+    free = next(r for r in requests.values() if not r.grammar)
+    step, name = _overtaken(film, "grammar")
+    bound = requests[name]
+    _require(bound.prompt == free.prompt, "two with one prompt")
+    begun = {e.request: at for at, e in happened(film, Admitted)}
+    late, others = begun[name], [n for n in requests if requests[n].grammar == bound.grammar]
+    twin = next((n for n in others if n != name and begun[n] == late), None)
+    _require(twin is not None, "two who wait for one grammar")
+    for one in (bound, requests[twin or name]):
+        _require(_is_json(one.text) and one.finish_reason == "stop", f"that {one} is JSON")
+    _require(not _is_json(free.text), "that a free text is none")
+    arrived = next(at for at, e in happened(film, Arrived) if e.request == name)
+    return {
+        "a": free.request_id,
+        "b": name,
+        "step": step,
+        "c": _overtaker(film, step),
+        "num_waited": late - arrived,
+        "late": late,
+        "e": str(twin),
+        "end": _end_of(film, name),
+    }
+
+
+def _overtaken(film: Film, reason: str) -> tuple[int, str]:
+    """The first step in which somebody waits for this reason and a later one begins; and who."""
+    order = list(film.last_state().requests)
+    for step, event in happened(film, Admitted):
+        state = film.state_after(step)
+        for name in state.waiting:
+            if state.reason_to_wait(name) == reason and order.index(name) < order.index(
+                event.request
+            ):
+                return step, name
+    raise NotShown(f"the film does not show who is overtaken ({reason})")
+
+
+def _overtaker(film: Film, step: int) -> str:
+    return [e.request for at, e in happened(film, Admitted) if at == step][-1]
+
+
+def _is_json(text: str) -> bool:
+    try:
+        json.loads(text)
+    except ValueError:
+        return False
+    return True

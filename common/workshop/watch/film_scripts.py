@@ -1,9 +1,10 @@
-"""The six chapters' scripts: four to six requests, some twenty steps. What each of them shows is
+"""The scripts of the films: four to six requests, some twenty steps. What each of them shows is
 read from its film (`film_facts.py`) and said in `films.py`."""
 
 from __future__ import annotations
 
 from common.workshop.watch.workloads import DEFAULT, Script, Visit
+from grammars import Choice, Json
 
 EVERYTHING = DEFAULT
 
@@ -134,3 +135,65 @@ WHOLE = Script(
     },
 )
 PIECES = WHOLE.but(chunked_prefill=32)
+
+# Three seats, and room for one adapter. Who comes second wants another one.
+_AREA = 'def area(width, height):\n    """Return the area of a rectangle."""'
+ADAPTED = Script(
+    (
+        Visit("a", 0, _AREA, 10),
+        Visit("b", 1, _AREA, 16, adapter="tests"),
+        Visit("c", 1, _LOOP, 5),
+        Visit("d", 2, _MEAN, 8, adapter="half"),
+        Visit("e", 3, _QUEUE, 12),
+        Visit("f", 7, _AREA, 6, adapter="tests"),
+    ),
+    {
+        "max_num_seqs": 3,
+        "max_num_batched_tokens": 48,
+        "block_size": 4,
+        "num_blocks": 40,
+        "prefix_cache": "hash",
+        "max_loras": 1,
+    },
+    adapters={"tests": 1.0, "half": 0.5},
+)
+
+# The signature of a function, as the model likes it and as JSON; and one of three words.
+_EXAMPLE = """def add(first, second):
+    return first + second
+
+signature = {"name": "add", "returns": "int"}
+
+
+"""
+_SIGNATURE = Json(
+    {
+        "type": "object",
+        "properties": {
+            "name": {"type": "string", "pattern": "^[a-z_]{2,12}$"},
+            "returns": {"enum": ["int", "str", "bool", None]},
+        },
+        "required": ["name", "returns"],
+        "additionalProperties": False,
+    },
+    max_whitespace=0,
+)
+_EVEN = f"{_EXAMPLE}def is_even(number):\n    return number % 2 == 0\n\nsignature = "
+_JOIN = f"{_EXAMPLE}def join(words, sep):\n    return sep.join(words)\n\nsignature = "
+CONSTRAINED = Script(
+    (
+        Visit("a", 0, _EVEN, 20),
+        Visit("b", 1, _EVEN, 30, grammar=_SIGNATURE),
+        Visit("c", 2, _RUN_AS, 12),
+        Visit("d", 2, 'answer = "', 6, grammar=Choice(["yes", "no", "none"])),
+        Visit("e", 3, _JOIN, 30, grammar=_SIGNATURE),
+    ),
+    {
+        "max_num_seqs": 5,
+        "max_num_batched_tokens": 128,
+        "block_size": 8,
+        "num_blocks": 48,
+        "prefix_cache": None,
+    },
+    compile_steps=3,
+)

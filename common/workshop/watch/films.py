@@ -8,7 +8,7 @@ above (`film_facts.py`). A film that does not show its point has no caption: `No
 
 What is said stands in `films.txt`, in two languages, a row for a film and then its moments:
 
-    film 3
+    film 3                                  its name: a chapter's number, or another word
     folder, title, label, caption, note     see `ChapterFilm`; in Chinese `title_zh`, ...
     scripts PREFIXES                        of `film_scripts.py`
     facts shared_prefix                     of `film_facts.py`
@@ -60,6 +60,7 @@ class ChapterFilm:
     """Of a chapter, or of none (0): its scripts, and what is said of them. `labels` tell two runs
     apart."""
 
+    name: str  # as it is asked for: that of a chapter is its number
     chapter: int
     folder: str
     title: Both
@@ -73,6 +74,16 @@ class ChapterFilm:
     labels: tuple[Both, ...]
     note: Both  # what it does not show
     rule: Both  # by which somebody is held back, if no setting of the engine names it
+
+    @property
+    def page(self) -> str:
+        """Where it is shown, from its folder, without ".md"."""
+        return "README" if self.chapter else f"beyond/{self.name.upper()}"
+
+    @property
+    def picture(self) -> str:
+        """Its still, as that page names it, without ".png"."""
+        return "figures/film" if self.chapter else f"../figures/film_{self.name}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -119,14 +130,14 @@ def shoot(
     cast = cast or load_cast()
     last = film.scripts[-1]
     names = "ab" if len(film.scripts) > 1 else ("",)
-    paths = tuple(folder / f"film_{film.chapter}{name}.jsonl" for name in names)
+    paths = tuple(folder / f"film_{film.name}{name}.jsonl" for name in names)
     for script, path in zip(film.scripts, paths):
         perform(script, path, cast)
         for _ in range(num_takes - 1 if film.columns == "time" else 0):
             perform(script, again := folder / "again.jsonl", cast)
             path.write_text(calmest(path.read_text("utf-8"), again.read_text("utf-8")), "utf-8")
     settings = [changes for _, changes in film.knob] if has_knob else []
-    turned = tuple(folder / f"film_{film.chapter}_{i}.jsonl" for i in range(len(settings)))
+    turned = tuple(folder / f"film_{film.name}_{i}.jsonl" for i in range(len(settings)))
     for changes, path in zip(settings, turned):
         perform(last.but(**changes), path, cast)
     return Shot(film, paths, film.facts(*map(Film.read, paths)), turned)
@@ -195,8 +206,10 @@ def read_films(text: str) -> Iterator[ChapterFilm]:
     for start, end in pairwise([*starts, len(rows)]):
         row, *moments = rows[start:end]
         labels = tuple(zip(row.said["label"], row.said["label_zh"]))
+        name = row.head.partition(" ")[2]
         yield ChapterFilm(
-            chapter=int(row.head.partition(" ")[2]),
+            name=name,
+            chapter=int(name) if name.isdigit() else 0,
             folder=row.text("folder"),
             title=_both(row, "title"),
             scripts=tuple(getattr(film_scripts, name) for name in row.text("scripts").split()),
@@ -229,6 +242,7 @@ def _both(row: TextRow, word: str) -> Both:
     return row.text(word), row.text(f"{word}_zh")
 
 
-# Film 0 is of no chapter: it is shown where nobody brings a run.
-EVERYTHING, *_CHAPTERS = read_films(TABLE.read_text(encoding="utf-8"))
-FILMS = {film.chapter: film for film in _CHAPTERS}
+# Film 0 is shown where nobody brings a run, those with other names when they are asked for.
+EVERYTHING, *_OTHERS = read_films(TABLE.read_text(encoding="utf-8"))
+FILMS = {film.chapter: film for film in _OTHERS if film.chapter}
+BEYOND = {film.name: film for film in _OTHERS if not film.chapter}

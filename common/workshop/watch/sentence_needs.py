@@ -111,9 +111,11 @@ def _sizes(event: Event, how: list[str], values: Event, name: str, *_: Any) -> b
     return values["n"] <= dict(zip(event["requests"], event["num_tokens"])).get(name, 0)
 
 
+_BROUGHT = ("adapter", "grammar")
 _NEEDS: dict[str, tuple[str, Callable[..., bool]]] = {
     "run": ("planned", lambda event, *_: event["step"] == 0),
     "arrived": ("arrived", lambda e, _, v, *__: len(e["prompt"]) == v["n"]),
+    "brings": ("arrived", lambda e, _, v, *__: all(e[x] in v["what"] for x in _BROUGHT)),
     "queue": ("queue", _always),
     "snapshot": ("snapshot", _always),
     "admitted": ("admitted", _with(num_cached_tokens="n")),

@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any
 
 from common.workshop.watch.chromium import BrowserUnavailableError, started_browser
 from common.workshop.watch.film_captions import write_captions
-from common.workshop.watch.films import FILMS, Shot, page_of, shoot
+from common.workshop.watch.films import BEYOND, FILMS, Shot, page_of, shoot
 from common.workshop.watch.live_still import take_lives
 from common.workshop.watch.workloads import Cast, load_cast
 
@@ -122,7 +122,7 @@ def _shot(page: Page, path: Path, view: View) -> bytes:
 
 def take_still(browser: Browser, shot: Shot, folder: Path, language: str = "en") -> Any:
     """The picture of a film, by its moments that are for one. The page is left in `folder`."""
-    page = folder / f"film_{shot.film.chapter}.html"
+    page = folder / f"film_{shot.film.name}.html"
     page.write_text(page_of(shot), encoding="utf-8")
     i = list(LANGUAGES).index(language)
     views = [
@@ -138,14 +138,14 @@ def take_still(browser: Browser, shot: Shot, folder: Path, language: str = "en")
 
 
 def make_stills(cast: Cast | None = None) -> None:
-    """Of every chapter. Raises `ValueError` with what to install where there is no browser."""
+    """Of every film. Raises `ValueError` with what to install where there is no browser."""
     try:
         with started_browser() as browser, tempfile.TemporaryDirectory() as folder:
             cast = cast or load_cast()
-            for film in FILMS.values():
+            for film in (*FILMS.values(), *BEYOND.values()):
                 shot = shoot(film, Path(folder), cast)
                 for language, ending in LANGUAGES.items():
-                    target = ROOT / film.folder / "figures" / f"film{ending}"
+                    target = ROOT / film.folder / "figures" / f"{Path(film.picture).name}{ending}"
                     still = take_still(browser, shot, Path(folder), language)
                     still.save(target, optimize=True)
                     print(f"{target.relative_to(ROOT)}: {target.stat().st_size / 1e3:.0f} kB")

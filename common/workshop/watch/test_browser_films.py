@@ -9,22 +9,24 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from common.workshop.watch.films import FILMS, Shot, page_of
+from common.workshop.watch.films import BEYOND, FILMS, Shot, page_of
 from common.workshop.watch.page_maker import Reel, make_page
 from common.workshop.watch.scene_runs import go
+from common.workshop.watch.sentence_needs import TOLD, unproven
 
 if TYPE_CHECKING:
     from playwright.sync_api import Page
 
 CHAPTERS = pytest.mark.parametrize("chapter", FILMS)
+ALL = pytest.mark.parametrize("name", FILMS | BEYOND)
 Opened = Callable[..., "Page"]
 
 
 @pytest.fixture
-def opened(open_page: Any, shots: dict[int, Shot], tmp_path: Path) -> Opened:
-    def opened(chapter: int, at: str = "", language: str = "en") -> Page:
-        path = tmp_path / f"film_{chapter}.html"
-        path.write_text(page_of(shots[chapter]), encoding="utf-8")
+def opened(open_page: Any, shots: dict[int | str, Shot], tmp_path: Path) -> Opened:
+    def opened(name: int | str, at: str = "", language: str = "en") -> Page:
+        path = tmp_path / f"film_{name}.html"
+        path.write_text(page_of(shots[name]), encoding="utf-8")
         page = open_page(path, at=at, language=language)
         page.wait_for_selector("html[data-ready]", state="attached")
         page.wait_for_selector(".film-caption .text")
@@ -33,16 +35,17 @@ def opened(open_page: Any, shots: dict[int, Shot], tmp_path: Path) -> Opened:
     return opened
 
 
-@CHAPTERS
+@ALL
 def test_a_film_opens_at_its_first_moment_and_its_buttons_lead_to_all(
-    chapter: int, opened: Opened, shots: dict[int, Shot]
+    name: int | str, opened: Opened, shots: dict[int | str, Shot]
 ) -> None:
     """With its caption, in both languages; all of it is on a screen of 1280 x 800. (Two films side
     by side scroll.)"""
-    shot, page = shots[chapter], opened(chapter)
+    shot, page = shots[name], opened(name)
     assert page.evaluate("Watch.store.step") == shot.step(shot.film.moments[0])
     assert page.inner_text(".film-caption .text") == shot.caption[0]
-    assert page.title() == f"Chapter {chapter}: {shot.film.title[0]}"
+    chapter = f"Chapter {name}: " if shot.film.chapter else ""
+    assert page.title() == chapter + shot.film.title[0]
     assert page.is_visible(".film-caption .note") == bool(shot.film.note[0])
     assert page.evaluate("document.documentElement.scrollHeight") <= 800
     caption = page.locator(".film-caption").bounding_box()
@@ -67,9 +70,27 @@ def test_a_film_opens_at_its_first_moment_and_its_buttons_lead_to_all(
     assert shot.say(shot.film.moments[0].words)[1] in page.inner_text(".film-caption button")
 
 
+def test_what_a_request_brings_is_said_wherever_it_is_named(opened: Opened) -> None:
+    page = opened("adapters", at="step=6&request=d")
+    assert page.evaluate("[...'abd'].map(Watch.tagOf)") == ["", "tests", "half"]
+    said = page.evaluate("Watch.cellWords(Watch.store.films[0], 'd', 6)")
+    assert said.startswith("d (half), step 6: waits: no slot is free for its adapter")
+    chips = page.locator(".queue-list .chip")
+    words = {words.split()[0]: words for words in chips.all_inner_texts()}
+    assert "adapter half" in words["d"] and "adapter tests" in words["b"]
+    assert "adapter" not in words["a"]
+    assert "outputs 0 · adapter half" in page.inner_text(".tokens-row")
+    assert unproven(page.evaluate(TOLD)) == []
+    go(page, step=2, language="zh")
+    assert "附带：适配器 half" in page.inner_text(".words-list")
+    page = opened("grammars", at="step=2&request=b")
+    assert "is passed over: its grammar is being compiled" in page.inner_text(".words-list")
+    assert "grammar json · grammar compiling" in page.inner_text(".queue-list")
+
+
 @pytest.mark.parametrize(("chapter", "given"), [(4, "a"), (3, 6)])
 def test_it_asks_before_the_decisive_step_and_tells_what_happened(
-    chapter: int, given: int | str, opened: Opened, shots: dict[int, Shot]
+    chapter: int, given: int | str, opened: Opened, shots: dict[int | str, Shot]
 ) -> None:
     shot, page = shots[chapter], opened(chapter)
     moment = shot.film.moments[0]
@@ -95,7 +116,7 @@ def test_it_asks_before_the_decisive_step_and_tells_what_happened(
 
 
 def test_in_the_step_that_preempted_and_no_other_that_is_why_nobody_is_admitted(
-    opened: Opened, shots: dict[int, Shot]
+    opened: Opened, shots: dict[int | str, Shot]
 ) -> None:
     step, page = shots[4].step(shots[4].film.moments[0]), opened(4)
     rule = "nobody is admitted in a step that preempted; 1 wait"
@@ -106,7 +127,7 @@ def test_in_the_step_that_preempted_and_no_other_that_is_why_nobody_is_admitted(
 
 
 def test_a_knob_shows_another_run_at_the_same_step(
-    open_page: Any, shots: dict[int, Shot], tmp_path: Path
+    open_page: Any, shots: dict[int | str, Shot], tmp_path: Path
 ) -> None:
     path = tmp_path / "film.html"
     shot = replace(shots[4], turned=shots[2].paths)
@@ -127,7 +148,7 @@ def test_a_knob_shows_another_run_at_the_same_step(
 
 @pytest.mark.parametrize(("address", "step"), [("lang=zh", None), ("step=2&lang=zh", 2)])
 def test_an_address_opens_at_the_first_moment_unless_it_names_a_step(
-    address: str, step: int | None, opened: Opened, shots: dict[int, Shot]
+    address: str, step: int | None, opened: Opened, shots: dict[int | str, Shot]
 ) -> None:
     shot, page = shots[4], opened(4, at=address)
     first = shot.step(shot.film.moments[0])
@@ -137,7 +158,7 @@ def test_an_address_opens_at_the_first_moment_unless_it_names_a_step(
 
 
 def test_another_run_takes_the_caption_away(
-    opened: Opened, shots: dict[int, Shot], tmp_path: Path
+    opened: Opened, shots: dict[int | str, Shot], tmp_path: Path
 ) -> None:
     page = opened(4)
     page.set_input_files("input[type=file]", shots[2].paths[0])
@@ -146,7 +167,7 @@ def test_another_run_takes_the_caption_away(
 
 
 def test_a_run_that_is_no_film_has_no_caption(
-    open_page: Any, shots: dict[int, Shot], tmp_path: Path
+    open_page: Any, shots: dict[int | str, Shot], tmp_path: Path
 ) -> None:
     path = tmp_path / "run.html"
     text = shots[2].paths[0].read_text(encoding="utf-8")

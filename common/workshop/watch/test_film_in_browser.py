@@ -17,7 +17,7 @@ from common.events.event_kinds import Planned, parse_events
 from common.tests.film_runs import Workshop
 from common.workshop.replay.film import Film, State
 from common.workshop.watch.conftest import OpenPage
-from common.workshop.watch.film_scripts import GUESSING, PREFIXES, SCARCE
+from common.workshop.watch.film_scripts import CONSTRAINED, GUESSING, PREFIXES, SCARCE
 from common.workshop.watch.page_maker import Reel, make_page
 from common.workshop.watch.workloads import Cast, Script, perform
 
@@ -35,7 +35,8 @@ STATE = """(state) => ({
   refCnt: state.refCnt, free: [...state.free], waiting: state.waiting, running: [...state.running],
   requests: [...state.requests.values()].map((r) => [r.id, r.table, r.numComputedTokens,
     r.numCachedTokens, r.numPreemptions, r.highest, r.outputs, r.text, r.finishReason,
-    r.stopReason, r.detail, r.priority, r.tenant, r.maxTokens]),
+    r.stopReason, r.detail, r.priority, r.tenant, r.maxTokens, r.adapter,
+    r.grammar]),
   cached: [...state.cached].map(
     ([b, c]) => [b, state.prefixOf(b), c.parent, c.tenant, c.blockHash]),
   evictionOrder: state.evictionOrder(), nodes: state.nodes(),
@@ -83,6 +84,7 @@ def state_in_python(state: State) -> dict[str, Any]:
                 *(r.request_id, r.table, r.num_computed_tokens, r.num_cached_tokens),
                 *(r.num_preemptions, r.highest, r.outputs, r.text, r.finish_reason),
                 *(r.stop_reason, r.detail, r.priority, r.tenant, r.max_tokens),
+                *(r.adapter, r.grammar),
             ]
             for r in state.requests.values()
         ],
@@ -154,8 +156,9 @@ def compare(page: Page, run: Path, seed: int = 0) -> Film:
         (PIECES, {"preempted"}),
         (SPECULATION, {"verified"}),
         (TREE, {"split", "evicted", "matched"}),
+        (CONSTRAINED, {"grammar"}),
     ],
-    ids=["pieces and preemption", "speculation", "a radix tree that evicts"],
+    ids=["pieces and preemption", "speculation", "a radix tree that evicts", "grammars"],
 )
 def test_the_page_has_the_state_that_python_has(
     script: Script, kinds: set[str], cast: Cast, shown: Callable[[Path], Page], tmp_path: Path
@@ -164,7 +167,8 @@ def test_the_page_has_the_state_that_python_has(
     perform(script, run, cast)
     film = compare(shown(run), run)
     there = {event.kind for event in film.events}
-    there |= {"verified"} if any(getattr(e, "verified", None) for e in film.events) else set()
+    fields = "verified", "grammar"
+    there |= {name for name in fields if any(getattr(e, name, None) for e in film.events)}
     assert kinds <= there, "the run shows nothing of what this test is about"
 
 

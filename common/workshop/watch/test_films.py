@@ -3,9 +3,11 @@ are found a second time, in the states that the films rebuild."""
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Callable
 from contextlib import nullcontext
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -16,15 +18,17 @@ from common.tests.film_answers import Answers
 from common.workshop.replay.film import Film
 from common.workshop.watch import film_facts, film_scripts, films, watch_command, workloads
 from common.workshop.watch.film_facts import NotShown
-from common.workshop.watch.films import FILMS, Shot, calmest, page_of
+from common.workshop.watch.film_scripts import CONSTRAINED
+from common.workshop.watch.films import BEYOND, FILMS, Shot, calmest, page_of
 from common.workshop.watch.workloads import Cast, Script, perform
 
-CHAPTERS = pytest.mark.parametrize("chapter", FILMS)
+ALL = FILMS | BEYOND
+EACH = pytest.mark.parametrize("name", ALL)
 
 
 @pytest.fixture(scope="module")
 def film_of(
-    shots: dict[int, Shot], cast: Cast, tmp_path_factory: pytest.TempPathFactory
+    shots: dict[int | str, Shot], cast: Cast, tmp_path_factory: pytest.TempPathFactory
 ) -> Callable[[Script], Film]:
     """A script performed once; those of the chapters' films have been."""
     known = {id(s): p for shot in shots.values() for s, p in zip(shot.film.scripts, shot.paths)}
@@ -55,30 +59,32 @@ def test_every_chapter_has_a_film() -> None:
     assert list(FILMS) == [int(folder[:2]) for folder in folders]
 
 
-@CHAPTERS
+@EACH
 def test_its_tokens_are_those_of_transformers(
-    chapter: int, shots: dict[int, Shot], answers: Answers
+    name: int | str, shots: dict[int | str, Shot], answers: Answers
 ) -> None:
-    shot = shots[chapter]
+    shot = shots[name]
     for film, script in zip(films_of(shot), shot.film.scripts, strict=True):
+        plain = tuple(v for v in script.visits if not (v.adapter or v.grammar))
         requests = film.last_state().requests
-        assert {name: r.outputs for name, r in requests.items()} == answers.of(script)
+        outputs = {visit.name: requests[visit.name].outputs for visit in plain}
+        assert outputs == answers.of(replace(script, visits=plain)) != {}
 
 
-@CHAPTERS
-def test_it_is_understood_in_two_minutes(chapter: int, shots: dict[int, Shot]) -> None:
-    for film in films_of(shots[chapter]):
+@EACH
+def test_it_is_understood_in_two_minutes(name: int | str, shots: dict[int | str, Shot]) -> None:
+    for film in films_of(shots[name]):
         assert 4 <= len(film.last_state().requests) <= 8
         assert 10 <= film.num_steps <= 40
-    for words, most in zip(shots[chapter].caption, (400, 200)):
+    for words, most in zip(shots[name].caption, (400, 200)):
         assert len(words) <= most
 
 
-@CHAPTERS
+@EACH
 def test_its_caption_says_the_same_numbers_in_both_languages(
-    chapter: int, shots: dict[int, Shot]
+    name: int | str, shots: dict[int | str, Shot]
 ) -> None:
-    shot = shots[chapter]
+    shot = shots[name]
     said = [words for m in shot.film.moments for words in (shot.say(m.words), shot.say(m.ask))]
     for both in [shot.caption, *said]:
         english, chinese = (sorted(re.findall(r"\d+", text)) for text in both)
@@ -86,9 +92,9 @@ def test_its_caption_says_the_same_numbers_in_both_languages(
         assert not set("{}") & set("".join(both))
 
 
-@CHAPTERS
-def test_its_moments_are_steps_of_it(chapter: int, shots: dict[int, Shot]) -> None:
-    shot = shots[chapter]
+@EACH
+def test_its_moments_are_steps_of_it(name: int | str, shots: dict[int | str, Shot]) -> None:
+    shot = shots[name]
     longest = max(film.num_steps for film in films_of(shot))
     names = set(films_of(shot)[0].last_state().requests)
     for moment in shot.film.moments:
@@ -102,9 +108,9 @@ def test_its_moments_are_steps_of_it(chapter: int, shots: dict[int, Shot]) -> No
     assert any(moment.ask[0] and moment.ask[1] for moment in shot.film.moments)
 
 
-@CHAPTERS
-def test_its_knob_has_settings_that_the_engine_takes(chapter: int) -> None:
-    film = FILMS[chapter]
+@EACH
+def test_its_knob_has_settings_that_the_engine_takes(name: int | str) -> None:
+    film = ALL[name]
     assert 3 <= len(film.knob) <= 5
     for label, changes in film.knob:
         changed = dict(film.scripts[-1].but(**changes).config)
@@ -112,12 +118,12 @@ def test_its_knob_has_settings_that_the_engine_takes(chapter: int) -> None:
         EngineConfig(**changed, device="cpu", dtype="float64")
 
 
-@CHAPTERS
-def test_its_page_holds_it(chapter: int, shots: dict[int, Shot]) -> None:
-    page = page_of(shots[chapter])
-    assert page.count('data-label="') == len(shots[chapter].paths)
-    assert f"Chapter {chapter}: " in page
-    assert shots[chapter].caption[0] in page
+@EACH
+def test_its_page_holds_it(name: int | str, shots: dict[int | str, Shot]) -> None:
+    page = page_of(shots[name])
+    assert page.count('data-label="') == len(shots[name].paths)
+    assert (f"Chapter {name}: " in page) == (name in FILMS)
+    assert shots[name].caption[0] in page
 
 
 @pytest.mark.parametrize(
@@ -126,7 +132,7 @@ def test_its_page_holds_it(chapter: int, shots: dict[int, Shot]) -> None:
     ids=lambda value: str(value),
 )
 def test_pages_know_how_many_functions_were_the_readers(
-    shots: dict[int, Shot],
+    shots: dict[int | str, Shot],
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
     arguments: list[str],
@@ -143,7 +149,7 @@ def test_pages_know_how_many_functions_were_the_readers(
 # -- what each caption claims, found otherwise
 
 
-def test_1_the_seat_is_empty_here_and_used_there(shots: dict[int, Shot]) -> None:
+def test_1_the_seat_is_empty_here_and_used_there(shots: dict[int | str, Shot]) -> None:
     static, continuous = films_of(shots[1])
     facts = shots[1].facts
     assert (static.num_steps, continuous.num_steps) == (24, 19)
@@ -165,7 +171,7 @@ def test_1_the_seat_is_empty_here_and_used_there(shots: dict[int, Shot]) -> None
     assert facts["num_seats"] == static.run.max_num_seqs == 3
 
 
-def test_2_blocks_are_reserved_and_somebody_waits_for_them(shots: dict[int, Shot]) -> None:
+def test_2_blocks_are_reserved_and_somebody_waits_for_them(shots: dict[int | str, Shot]) -> None:
     (film,) = films_of(shots[2])
     facts = shots[2].facts
     table = film.state_after(0).requests["a"].table[:]
@@ -185,7 +191,7 @@ def test_2_blocks_are_reserved_and_somebody_waits_for_them(shots: dict[int, Shot
     assert (facts["num_needed"], facts["num_free"], facts["table"]) == (3, 2, "13, 14, 12")
 
 
-def test_3_the_trunk_is_shared_and_outlives_a_branch(shots: dict[int, Shot]) -> None:
+def test_3_the_trunk_is_shared_and_outlives_a_branch(shots: dict[int | str, Shot]) -> None:
     (film,) = films_of(shots[3])
     facts = shots[3].facts
     assert list(film.state_after(3).cached) == [1, 2, 3, 4, 5, 6, 7]
@@ -204,7 +210,7 @@ def test_3_the_trunk_is_shared_and_outlives_a_branch(shots: dict[int, Shot]) -> 
     assert (facts["late"], facts["back"], facts["c"]) == (20, 22, "e")
 
 
-def test_4_one_gives_up_its_blocks_and_returns(shots: dict[int, Shot]) -> None:
+def test_4_one_gives_up_its_blocks_and_returns(shots: dict[int | str, Shot]) -> None:
     (film,) = films_of(shots[4])
     facts = shots[4].facts
     state = film.state_after(5)
@@ -226,7 +232,7 @@ def test_4_one_gives_up_its_blocks_and_returns(shots: dict[int, Shot]) -> None:
     assert (facts["step"], facts["late"], facts["num_waited"], facts["taker"]) == (6, 13, 7, "c")
 
 
-def test_5_right_guesses_save_steps_and_wrong_ones_nothing(shots: dict[int, Shot]) -> None:
+def test_5_right_guesses_save_steps_and_wrong_ones_nothing(shots: dict[int | str, Shot]) -> None:
     plain, guessing = films_of(shots[5])
     facts = shots[5].facts
     gained = {}
@@ -244,7 +250,7 @@ def test_5_right_guesses_save_steps_and_wrong_ones_nothing(shots: dict[int, Shot
     assert [r.outputs for r in ends[0].values()] == [r.outputs for r in ends[1].values()]
 
 
-def test_6_a_long_prompt_is_one_step_or_five(shots: dict[int, Shot]) -> None:
+def test_6_a_long_prompt_is_one_step_or_five(shots: dict[int | str, Shot]) -> None:
     whole, pieces = films_of(shots[6])
     facts = shots[6].facts
     loads = [
@@ -262,6 +268,46 @@ def test_6_a_long_prompt_is_one_step_or_five(shots: dict[int, Shot]) -> None:
             assert len(pieces.state_after(step).requests[name].outputs) == before + 1
     assert (facts["name"], facts["others"], facts["step"], facts["last"]) == ("c", "a and b", 5, 9)
     assert (facts["size"], facts["num_pieces"]) == (32, 5)
+
+
+def test_adapters_wait_for_a_slot_and_share_no_cache(shots: dict[int | str, Shot]) -> None:
+    (film,) = films_of(shots["adapters"])
+    facts, requests = shots["adapters"].facts, film.last_state().requests
+    assert {n: r.adapter for n, r in requests.items() if r.adapter} == {
+        **{"b": "tests", "f": "tests"},
+        "d": "half",
+    }
+    assert requests["a"].prompt == requests["b"].prompt == requests["f"].prompt
+    assert requests["b"].text.startswith(requests["f"].text) and "test_" in requests["f"].text
+    assert "test_" not in requests["a"].text
+    assert [requests[n].num_cached_tokens for n in "abf"] == [0, 0, 16]
+    for step, reason in ((5, "seat"), (6, "constraint"), (10, "constraint"), (16, "constraint")):
+        assert film.state_after(step).reason_to_wait("d") == reason
+    assert "e" not in film.state_after(5).running and "e" in film.state_after(6).running
+    assert "tests" in {requests[n].adapter for n in film.state_after(15).running}
+    assert "d" in film.state_after(17).running
+    assert (facts["step"], facts["gone"], facts["late"], facts["found"]) == (6, 16, 17, 10)
+    assert [facts[n] for n in "abdef"] == list("abdef")
+
+
+def test_grammars_are_waited_for_and_kept_to(shots: dict[int | str, Shot]) -> None:
+    (film,) = films_of(shots["grammars"])
+    facts, requests = shots["grammars"].facts, film.last_state().requests
+    assert {n: r.grammar for n, r in requests.items() if r.grammar} == {
+        **{"b": "json", "e": "json"},
+        "d": "choice",
+    }
+    reasons = [film.state_after(step).reason_to_wait("b") for step in range(5)]
+    assert reasons == [None, *["grammar"] * 3, None]
+    assert film.state_after(3).waiting == ["b", "d", "e"]
+    assert film.state_after(4).reason_to_wait("d") == "grammar"
+    assert {"b", "e"} <= film.state_after(4).running.keys()
+    assert json.loads(requests["b"].text).keys() == {"name", "returns"}
+    assert requests["d"].text in ("yes", "no", "none")
+    assert (facts["step"], facts["late"], facts["num_waited"]) == (2, 4, 3)
+    assert film.state_after(18).requests["b"].finish_reason is None
+    assert film.state_after(19).requests["b"].finish_reason == "stop" and facts["end"] == 19
+    assert [facts[n] for n in "abce"] == list("abce")
 
 
 def test_of_several_takes_each_step_is_the_shortest(tmp_path: Path, cast: Cast) -> None:
@@ -300,11 +346,13 @@ def _ms_of(events: list[Event]) -> float:
         (5, (film_scripts.PIECES, film_scripts.GUESSING)),
         (6, (film_scripts.WHOLE, film_scripts.WHOLE)),
         (6, (film_scripts.PIECES, film_scripts.PIECES)),
+        ("adapters", (film_scripts.ADAPTED.but(max_loras=2),)),
+        ("grammars", (replace(CONSTRAINED, visits=CONSTRAINED.visits[:2]),)),
     ],
 )
 def test_another_film_is_not_described(
-    chapter: int, scripts: tuple[Script, ...], film_of: Callable[[Script], Film]
+    chapter: int | str, scripts: tuple[Script, ...], film_of: Callable[[Script], Film]
 ) -> None:
     films = [film_of(script) for script in scripts]
     with pytest.raises(NotShown, match="the film does not show"):
-        FILMS[chapter].facts(*films)
+        ALL[chapter].facts(*films)

@@ -24,7 +24,7 @@ from common.workshop.watch.film_captions import (
     script_of,
 )
 from common.workshop.watch.film_command import index_page
-from common.workshop.watch.films import FILMS, Shot
+from common.workshop.watch.films import BEYOND, FILMS, Shot
 from common.workshop.watch.stills import LANGUAGES, ROOT, make_stills, take_still
 from common.workshop.watch.watch_command import main
 from common.workshop.watch.workloads import Cast
@@ -33,26 +33,30 @@ if TYPE_CHECKING:
     from playwright.sync_api import Browser
 
 CHAPTERS = pytest.mark.parametrize("chapter", FILMS)
+ALL = pytest.mark.parametrize("name", FILMS | BEYOND)
 IN_BOTH = pytest.mark.parametrize("language", LANGUAGES)
 
 
-def still_of(chapter: int, language: str) -> Path:
-    return ROOT / FILMS[chapter].folder / "figures" / f"film{LANGUAGES[language]}"
+def still_of(name: int | str, language: str) -> Path:
+    film = (FILMS | BEYOND)[name]
+    page = ROOT / film.folder / film.page
+    return page.parent / f"{film.picture}{LANGUAGES[language]}"
 
 
-@CHAPTERS
-def test_a_chapter_shows_its_film(chapter: int, shots: dict[int, Shot]) -> None:
+@ALL
+def test_a_page_shows_its_film(name: int | str, shots: dict[int | str, Shot]) -> None:
     """With the caption of today's film, and the command."""
-    shot = shots[chapter]
-    text = (ROOT / shot.film.folder / "README.md").read_text(encoding="utf-8")
+    shot = shots[name]
+    page = ROOT / shot.film.folder / shot.film.page
+    text = page.with_suffix(".md").read_text(encoding="utf-8")
     assert text == replace_between_markers(text, MARKER, page_caption(shot))
-    assert f'make watch ARGS="--film {chapter} --open"' in text
-    chinese = (ROOT / shot.film.folder / "README.zh.md").read_text(encoding="utf-8")
+    assert f'make watch ARGS="--film {name} --open"' in text
+    chinese = page.with_suffix(".zh.md").read_text(encoding="utf-8")
     assert chinese == replace_between_markers(chinese, MARKER, chinese_caption(shot))
 
 
 @CHAPTERS
-def test_a_notebook_shows_it_too(chapter: int, shots: dict[int, Shot]) -> None:
+def test_a_notebook_shows_it_too(chapter: int, shots: dict[int | str, Shot]) -> None:
     _, cell, _ = parted(script_of(shots[chapter], ROOT).read_text(encoding="utf-8"))
     assert cell == cell_caption(shots[chapter])
 
@@ -65,23 +69,23 @@ def test_a_cell_is_found_between_others() -> None:
     assert parted("a = 1\n") == ("a = 1\n", "", "")
 
 
-@CHAPTERS
+@ALL
 @IN_BOTH
-def test_a_picture_is_small_and_sharp(chapter: int, language: str) -> None:
-    assert still_of(chapter, language).stat().st_size < 150_000
-    with Image.open(still_of(chapter, language)) as picture:
+def test_a_picture_is_small_and_sharp(name: int | str, language: str) -> None:
+    assert still_of(name, language).stat().st_size < 150_000
+    with Image.open(still_of(name, language)) as picture:
         assert picture.width == 1800  # 900 of the page's pixels, twice
 
 
 @pytest.mark.sample(every=7)
-@CHAPTERS
+@ALL
 @IN_BOTH
 def test_a_picture_is_what_the_browser_draws(
-    chapter: int, language: str, shots: dict[int, Shot], browser: Browser, tmp_path: Path
+    name: int | str, language: str, shots: dict[int | str, Shot], browser: Browser, tmp_path: Path
 ) -> None:
     """Up to the fonts of a machine: the same size, and nearly the same marks."""
-    drawn = take_still(browser, shots[chapter], tmp_path, language).convert("RGB")
-    with Image.open(still_of(chapter, language)) as kept:
+    drawn = take_still(browser, shots[name], tmp_path, language).convert("RGB")
+    with Image.open(still_of(name, language)) as kept:
         assert drawn.size == kept.size
         small = [image.convert("L").resize((90, 60)) for image in (drawn, kept)]
     different = ImageChops.difference(*small).histogram()
@@ -123,7 +127,7 @@ def test_one_film(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
 
 
 def test_all_films_and_the_page_that_leads_to_them(
-    tmp_path: Path, shots: dict[int, Shot], monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, shots: dict[int | str, Shot], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """They are not performed again."""
     monkeypatch.setattr(films, "shoot", lambda film, *_, **__: shots[film.chapter])
@@ -141,7 +145,7 @@ def test_the_words_of_the_index_are_text() -> None:
 
 
 def test_a_page_is_opened_where_it_is_wanted(
-    tmp_path: Path, shots: dict[int, Shot], monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, shots: dict[int | str, Shot], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(films, "shoot", lambda film, *_, **__: shots[film.chapter])
     opened: list[str] = []

@@ -3,18 +3,23 @@ those of `transformers`."""
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
+from common.engine import LLMEngine
+from common.engine_config import SHIPPED_ADAPTER, EngineConfig
 from common.events.event_kinds import Cut, Evicted, Matched, Planned, Preempted, read_events
 from common.tests.film_answers import Answers
 from common.workshop.replay.film import Film
 from common.workshop.watch import workloads
 from common.workshop.watch.film_facts import cells
 from common.workshop.watch.workloads import DEFAULT, Cast, Script, Visit, perform
+from grammars import Regex
+from request import SamplingParams
 
 
 @pytest.fixture
@@ -155,3 +160,31 @@ def test_a_script_that_does_not_end_is_an_error(
     monkeypatch.setattr(workloads, "MAX_STEPS", 3)
     with pytest.raises(RuntimeError, match="has not ended after 3 steps"):
         play(Script((Visit("a", 0, "def", 9),), SMALL))
+
+
+def test_a_film_that_begins_in_the_middle_knows_what_requests_bring(
+    cast: Cast, tmp_path: Path
+) -> None:
+    config = EngineConfig(num_blocks=40, max_loras=1, device="cpu", dtype="float64")
+    engine = LLMEngine(config, loaded=cast.loaded, tokenizer=cast.tokenizer)
+    engine.load_adapter("tests", SHIPPED_ADAPTER)
+    options = SamplingParams(max_tokens=9, grammar=Regex("[a-z]*"))
+    engine.add_request("a", "def", options, adapter="tests")
+    engine.add_request("b", "def", SamplingParams(max_tokens=9))
+    brought = []
+    for name in "tests", None:
+        engine.watch(path := tmp_path / f"{name}.jsonl")
+        requests = Film.read(path).last_state().requests
+        assert (requests["b"].adapter, requests["b"].grammar) == ("", "")
+        brought.append((requests["a"].adapter, requests["a"].grammar))
+        if name is not None:
+            engine.unload_adapter(name)
+    digest = engine.scheduler.requests["a"].features["adapter"]
+    assert brought == [("tests", "regex"), (digest[:8], "regex")]
+    engine.close()
+    lines = path.read_text(encoding="utf-8").splitlines()
+    snapshot = json.loads(lines[1])
+    for row in snapshot["requests"]:
+        del row["adapter"], row["grammar"]  # as it was written before there were any
+    path.write_text(f"{lines[0]}\n{json.dumps(snapshot)}\n", encoding="utf-8")
+    assert Film.read(path).last_state().requests["a"].adapter == ""

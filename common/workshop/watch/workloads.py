@@ -9,7 +9,11 @@ another one. So two films of one script differ in their times and in nothing els
 
 from __future__ import annotations
 
+import json
+import shutil
+import tempfile
 from collections.abc import Mapping
+from concurrent.futures import wait
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -17,10 +21,12 @@ from typing import Any
 import torch
 
 from common.engine import LLMEngine
-from common.engine_config import SHIPPED_CHECKPOINT, EngineConfig
+from common.engine_config import SHIPPED_ADAPTER, SHIPPED_CHECKPOINT, EngineConfig
 from common.loader import LoadedModel, load_model
 from common.tokenizer import Tokenizer, load_tokenizer
-from request import Request, SamplingParams
+from grammar_queue import GrammarsCompiled
+from grammars import Grammar
+from request import Request, RequestStatus, SamplingParams
 from scheduler_books import SchedulerBooks, SchedulerPlugin
 
 MAX_STEPS = 500
@@ -35,17 +41,23 @@ class Visit:
     prompt: str
     max_tokens: int
     stop: tuple[str, ...] = ()
+    adapter: str | None = None
+    grammar: Grammar | None = None
 
 
 @dataclass(frozen=True, slots=True)
 class Script:
     """`visits` in order of arrival, and the engine's settings. `is_static`: a batch begins when
     nobody runs, with as many as have come and have a seat, and nobody joins it until its last
-    request has ended."""
+    request has ended. `adapters` are the shipped one with so much of its strength, by name. What a
+    grammar is compiled to counts `compile_steps` steps after its arrival, whatever the clock
+    says."""
 
     visits: tuple[Visit, ...]
     config: Mapping[str, Any] = field(default_factory=dict)
     is_static: bool = False
+    adapters: Mapping[str, float] = field(default_factory=dict)
+    compile_steps: int = 0
 
     def but(self, **changes: Any) -> Script:
         """The same visits, with other settings."""
@@ -72,10 +84,16 @@ def perform(script: Script, path: str | Path, cast: Cast | None = None) -> dict[
     cast = cast or load_cast()
     config = EngineConfig(**script.config, device="cpu", dtype="float64")
     engine = LLMEngine(config, loaded=cast.loaded, tokenizer=cast.tokenizer)
+    for name, strength in script.adapters.items():
+        with tempfile.TemporaryDirectory() as folder:
+            engine.load_adapter(name, _weakened(Path(folder), strength))
+    scheduler = engine.scheduler
+    assert isinstance(scheduler, SchedulerBooks)
     if script.is_static:  # no setting of the engine: it is what chapter 1 does away with
-        scheduler = engine.scheduler
-        assert isinstance(scheduler, SchedulerBooks)
         scheduler.set_plugins([StaticBatches(), *scheduler.plugins])
+    if script.compile_steps:
+        late = CompiledLate(script.compile_steps)
+        scheduler.set_plugins([late, *scheduler.plugins])
     engine.watch(path)
     to_come, answers = list(script.visits), dict[str, str]()
     for step in range(MAX_STEPS):
@@ -104,9 +122,46 @@ class StaticBatches(SchedulerPlugin):
         return self.is_open
 
 
+class CompiledLate(SchedulerPlugin):
+    """A grammar counts as compiled `num_steps` steps after somebody who brings it was asked."""
+
+    def __init__(self, num_steps: int) -> None:
+        self._num_steps, self._step = num_steps, 0
+        self._due: dict[str, int] = {}
+
+    def attach(self, books: SchedulerBooks) -> None:
+        self._books = books
+
+    def begin_step(self) -> None:
+        self._step += 1
+        for plugin in self._books.plugins:
+            if isinstance(plugin, GrammarsCompiled):
+                wait(plugin._futures.values())
+
+    def may_start(self, request: Request) -> bool:
+        if (source := request.features.get("grammar")) is None:
+            return True
+        due = self._due.setdefault(source, self._step + self._num_steps)
+        early, ready = RequestStatus.WAITING_FOR_GRAMMAR, RequestStatus.WAITING
+        request.status = early if self._step < due else ready
+        return request.status is ready
+
+
+def _weakened(folder: Path, strength: float) -> Path:
+    """The shipped adapter with another scale."""
+    shutil.copytree(SHIPPED_ADAPTER, folder, dirs_exist_ok=True)
+    path = folder / "adapter_config.json"
+    config = json.loads(path.read_text(encoding="utf-8"))
+    config["lora_alpha"] *= strength
+    path.write_text(json.dumps(config), encoding="utf-8")
+    return folder
+
+
 def _let_in(engine: LLMEngine, visit: Visit) -> None:
-    params = SamplingParams(temperature=0, max_tokens=visit.max_tokens, stop=visit.stop)
-    engine.add_request(visit.name, visit.prompt, params)
+    params = SamplingParams(
+        temperature=0, max_tokens=visit.max_tokens, stop=visit.stop, grammar=visit.grammar
+    )
+    engine.add_request(visit.name, visit.prompt, params, adapter=visit.adapter)
 
 
 # -- the run that is shown where nobody brings one

@@ -81,9 +81,9 @@
         step.marks.get(event.request).push(name);
       };
       if (event.kind === "snapshot") {
-        for (const {request} of event.requests) this.noteArrival(request, step.number);
+        for (const row of event.requests) this.noteArrival(row, step.number);
       } else if (event.kind === "arrived") {
-        this.noteArrival(event.request, step.number);
+        this.noteArrival(event, step.number);
         mark("arrived");
       } else if (event.kind === "admitted") {
         const isBack = state.requests.get(event.request)?.numPreemptions > 0;
@@ -103,7 +103,7 @@
       }
     }
 
-    noteArrival(id, step) {
+    noteArrival({request: id, adapter, grammar}, step) {
       if (!this.byId.has(id)) {
         const entry = {id, index: this.requests.length, lives: [], get arrivedStep() {
           return this.lives[0][0];
@@ -113,7 +113,9 @@
         this.byId.set(id, entry);
         this.requests.push(entry);
       }
-      this.byId.get(id).lives.push([step, null]); // [arrived in, ended in]
+      const entry = this.byId.get(id);
+      entry.tag = [adapter, grammar].filter(Boolean).join(" ");
+      entry.lives.push([step, null]); // [arrived in, ended in]
     }
 
     // Behind a plan: who it computes, who waits, who runs and has nothing in it.

@@ -62,7 +62,9 @@
     measure() {
       Object.assign(this, this.size); // width, height
       const longest = Math.max(3, ...this.rows.map((id) => Watch.label(id).length));
-      this.gutter = Math.min(110, 34 + 8 * longest);
+      const tag = Math.max(...this.rows.map((id) => Watch.tagOf(id).length));
+      this.gutter = Math.min(110, 34 + 8 * longest) + Math.min(70, 7 * tag);
+      this.tagAt = this.gutter - Math.min(70, 7 * tag);
       const fit = (room, num, least, most) =>
         Math.max(least, Math.min(most, Math.floor(room / Math.max(1, num))));
       const room = this.width - this.gutter - 4;

@@ -63,7 +63,10 @@
     pen.font = `${isChosen ? "700" : "400"} 13px system-ui, sans-serif`;
     pen.textAlign = "left";
     pen.textBaseline = "middle";
-    pen.fillText(Watch.label(id), 16, y + grid.row / 2 + 0.5, grid.gutter - 20);
+    pen.fillText(Watch.label(id), 16, y + grid.row / 2 + 0.5, grid.tagAt - 20);
+    pen.font = "11px system-ui, sans-serif";
+    pen.fillStyle = Watch.plain("var(--quiet)");
+    pen.fillText(Watch.tagOf(id), grid.tagAt - 8, y + grid.row / 2 + 0.5, grid.gutter - grid.tagAt);
   }
 
   // Where there is room for it a number; the step shown has a frame from top to bottom.

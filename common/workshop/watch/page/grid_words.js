@@ -41,7 +41,8 @@
     const said = cell.marks.map((mark) => t(`cell.${mark}`));
     const main = mainWords(film, id, step, cell);
     if (cell.look !== "empty" || !said.length) said.unshift(main);
-    return t("cell.at", {request: id, step, what: said.join(t("cell.and"))});
+    const tag = Watch.tagOf(id);
+    return t("cell.at", {request: tag ? `${id} (${tag})` : id, step, what: said.join(t("cell.and"))});
   };
 
   function mainWords(film, id, step, cell) {

@@ -46,7 +46,13 @@
         [...waits].map(([id, reason]) => this.waitingRow(id, reason)));
       const running = [...(facts?.cells.keys() ?? []), ...(facts?.idle ?? [])];
       fill(this.running, t("queue.running", {n: running.length, seats: film.run.max_num_seqs}),
-        running.map((id) => ({id, note: tokenWords(facts.cells.get(id) ?? []), says: ""})));
+        running.map((id) => ({id, note: this.note(id, tokenWords(facts.cells.get(id) ?? [])), says: ""})));
+    }
+
+    // With what the request brings.
+    note(id, words) {
+      const request = this.view.state.requests.get(id);
+      return [request && Watch.brings(request), words].filter(Boolean).join(" · ");
     }
 
     waitingRow(id, reason) {
@@ -54,7 +60,7 @@
       let note = t(`short.${reason}`);
       if (request?.orderKey) note = `${t("queue.key", {key: request.orderKey})} · ${note}`;
       else if (request?.priority) note = `${t("queue.priority", {n: request.priority})} · ${note}`;
-      return {id, note, says: Watch.reasonWords(this.view.film.run, reason)};
+      return {id, note: this.note(id, note), says: Watch.reasonWords(this.view.film.run, reason)};
     }
 
     drawBar(facts) {

@@ -15,6 +15,7 @@
     "reason.parent": ["another request computes the very block that it could share",
       "另一个请求正在计算它可以共享的那个块"],
     "reason.remote_kv": ["its KV is on its way from a tier or a store", "它的 KV 正从其他存储层传来"],
+    "reason.grammar": ["its grammar is being compiled", "它的语法正在编译"],
     "reason.pending": ["a token of it was still under way when it was preempted",
       "被抢占时它还有一个 token 在计算途中"],
     "reason.turn": ["it was the turn of those who decode", "这一步轮到解码的请求"],
@@ -31,10 +32,13 @@
     "short.constraint": ["held back", "受限"],
     "short.parent": ["waits to share", "等待共享"],
     "short.remote_kv": ["KV on its way", "KV 传输中"],
+    "short.grammar": ["grammar compiling", "语法编译中"],
     "short.pending": ["token under way", "token 在途"],
     "short.turn": ["decodes' turn", "轮到解码"],
     "short.enough": ["not asked", "未询问"],
     "short.": ["not asked", "未询问"],
+    "brings.adapter": ["adapter {name}", "适配器 {name}"],
+    "brings.grammar": ["grammar {name}", "语法 {name}"],
     "kind.prompt": ["prompt", "prompt"],
     "kind.decode": ["decode", "解码"],
     "kind.recomputed": ["recomputed", "重算"],
@@ -49,8 +53,17 @@
     discarded: "–",
   };
   Watch.reasonLetters = {
-    budget: "t", blocks: "m", seat: "s", constraint: "h", parent: "p", remote_kv: "k", pending: "u",
-    turn: "o", enough: "n", "": "w",
+    budget: "t", blocks: "m", seat: "s", constraint: "h", parent: "p", remote_kv: "k", grammar: "g",
+    pending: "u", turn: "o", enough: "n", "": "w",
+  };
+
+  // The adapter and the grammar of a request, or of an event that has them; of most neither.
+  const BRINGS = ["adapter", "grammar"];
+  Watch.brings = (request) => BRINGS.filter((what) => request[what])
+    .map((what) => t(`brings.${what}`, {name: request[what]})).join(" · ");
+  Watch.tagOf = (id) => {
+    const found = store.films.map((film) => film.byId.get(id)?.tag).find(Boolean);
+    return found ?? "";
   };
 
   // A rule by its name, where the settings of the run, or of the film, tell which one it can be.
@@ -59,7 +72,8 @@
     const {rule} = (Watch.isOwnFilm() && Watch.settings.film) || {};
     if (rule?.[0]) return rule[store.language === "zh" ? 1 : 0];
     if (config.max_long_partial_prefills) return t("rule.long", {n: config.max_long_partial_prefills});
-    return config.adapters ? t("rule.adapter", {n: config.max_loras}) : t("reason.constraint");
+    const takesAdapters = config.adapters || config.max_loras;
+    return takesAdapters ? t("rule.adapter", {n: config.max_loras ?? 4}) : t("reason.constraint");
   };
 
   // The cells of a request in a step by what came of them: guesses accepted and rejected, and a

@@ -10,6 +10,7 @@
       "arrives: {n} prompt tokens, at most {most} outputs",
       "到达：prompt {n} 个 token，最多输出 {most} 个",
     ],
+    "say.brings": ["comes with: {what}", "附带：{what}"],
     "say.queue": [
       "the queue stands in the order {order} (policy {policy})",
       "队列顺序变为 {order}（策略 {policy}）",

@@ -53,6 +53,8 @@
       this.priority = event.priority;
       this.tenant = event.tenant;
       this.orderKey = event.order_key;
+      this.adapter = event.adapter ?? ""; // a snapshot may be older than these two
+      this.grammar = event.grammar ?? "";
       this.arrivedAt = event.time;
       this.outputs = [];
       this.pieces = [];

@@ -47,6 +47,8 @@
       say(event.request, "say.arrived", {n: event.prompt.length, most: event.max_tokens}, [
         "arrived",
       ]);
+      const what = Watch.brings(event);
+      if (what) say(event.request, "say.brings", {what}, ["arrived"]);
     },
     snapshot(event, {say}) {
       const values = {running: event.running.length, waiting: event.waiting.length};

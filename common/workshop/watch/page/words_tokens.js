@@ -167,7 +167,7 @@
       h(
         "p",
         {class: "tokens-row", "data-request": id},
-        h("b", {}, title),
+        h("b", {}, [title, Watch.brings(request)].filter(Boolean).join(" · ")),
         " ",
         ...Watch.tokensOf(view, id, limits),
       ),
