@@ -37,14 +37,14 @@ def draw_experts() -> Drawing:
         400,
         "Which experts a step reads",
         "Eight experts, of which a row needs two. One row reads two of them, three rows read "
-        "three, twelve rows read all eight, most of them for few rows.",
+        "three, sixteen rows read all eight, most of them for few rows.",
     )
     title = "A row reads two of eight experts, a step all that its rows need"
     drawing.text(24, 32, title, size=LARGE, bold=True)
     left, width = 130, 72
     drawing.text(24, 77, "experts")
     drawing.cells(left, 60, list(map(str, range(NUM_EXPERTS))), PAPER, width=width)
-    for y, num_rows in zip((126, 192, 258), (1, 3, 12)):
+    for y, num_rows in zip((126, 192, 258), (1, 3, 16)):
         segments = {e: stop - start for e, start, stop in segments_of(num_rows)}
         label = "1 row" if num_rows == 1 else f"{num_rows} rows"
         drawing.text(24, y + 17, label)
