@@ -105,7 +105,11 @@ def test_the_slices_of_all_ranks_put_together_are_the_checkpoint(name, layout, t
     assert together.keys() == stored.keys()
     assert all(torch.equal(together[key], stored[key]) for key in stored)
     for key in stored:
-        if key.endswith(("proj.weight", "w1.weight")) and "k_proj" not in key and "v_proj" not in key:
+        if (
+            key.endswith(("proj.weight", "w1.weight"))
+            and "k_proj" not in key
+            and "v_proj" not in key
+        ):
             assert holders[key] == stored[key].numel(), "no two ranks have the same part"
 
 

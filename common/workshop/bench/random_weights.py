@@ -97,6 +97,7 @@ def write_random(family: str, path: Path, seed: int = 0) -> None:
     shipped = read_json(SHIPPED_CHECKPOINT / "config.json")
     of_tokens = {k: shipped[k] for k in ("vocab_size", "eos_token_id", "max_position_embeddings")}
     fields = {**_SIZES, **_HEADS, **of_tokens, "dtype": "float32", **FAMILIES[family]}
+    fields["model_type"] = family.replace("-", "_")
     decoder = random_model(ModelConfig.from_hf(fields), seed).model
     path.mkdir(parents=True, exist_ok=True)
     weights = {n: stored(t).clone() for n, t in decoder.checkpoint_tensors().items()}
