@@ -50,7 +50,7 @@ def qwen3_moe(fields: dict[str, Any]) -> ExpertsConfig | None:
     numbers = {
         name: fields[name] for name in ("num_experts", "num_local_experts") if name in fields
     }
-    if len(set(numbers.values())) > 1:
+    if len(set(map(repr, numbers.values()))) > 1:
         raise ValueError(f"num_experts and num_local_experts differ: {numbers}")
     every = _integers(fields, decoder_sparse_step=1)[0]
     dense = fields.get("mlp_only_layers") or []

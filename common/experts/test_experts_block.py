@@ -12,7 +12,6 @@ from transformers import MixtralConfig, Qwen3MoeConfig
 from transformers.models.mixtral.modeling_mixtral import MixtralTopKRouter
 from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeTopKRouter
 
-from batch_invariance import make_batch_invariant
 from common.experts.experts_block import ExpertsBlock
 from common.kernels.regions import Regions
 from common.linear import linear_layers, why_not_packed
@@ -169,19 +168,6 @@ def test_order_and_segments():
     assert order.tolist() == [1, 3, 4, 0, 2]
     assert segments == [(2, 0, 3), (7, 3, 5)]
     assert in_order(np.array([], dtype=np.int64))[1] == []
-
-
-@pytest.mark.parametrize("dtype", PACKED, ids=str)
-def test_batch_invariance_comes_with_the_matrices(dtype, tmp_path):
-    """Products in whole tiles, and the sum over a row's own experts: bits of a row in any crowd."""
-    block, _ = blocks_of("qwen3-moe", tmp_path, dtype)
-    for matrix in linear_layers(block):
-        matrix.pack()
-    make_batch_invariant(linear_layers(block), [block], dtype, 16)
-    x = rows(70, dtype)
-    together = ours(block, x)
-    for part in ([3], [3, 69, 1], list(range(5, 44))):
-        assert torch.equal(ours(block, x[part]), together[part]), part
 
 
 # -- configurations
