@@ -87,7 +87,8 @@ def mixtral(fields: dict[str, Any]) -> ExpertsConfig:
 
 
 def _integers(fields: dict[str, Any], **defaults: int | None) -> list[int]:
-    values = {n: default if fields.get(n) is None else fields[n] for n, default in defaults.items()}
+    values: dict[str, Any] = dict(defaults)
+    values |= {name: fields[name] for name in defaults if fields.get(name) is not None}
     check_integers(1, **values)
     return list(values.values())
 

@@ -15,6 +15,7 @@ import time
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import nn
@@ -45,13 +46,14 @@ def make_blocks(
     experts = qwen3_moe({**sizes, "num_hidden_layers": 1, "norm_topk_prob": True})
     assert experts is not None
     inner = experts.num_active * experts.intermediate_size
-    shape = dict(hidden_size=hidden, intermediate_size=inner, num_hidden_layers=1)
+    shape: dict[str, Any] = dict(hidden_size=hidden, intermediate_size=inner, num_hidden_layers=1)
     config = replace(QWEN3_0_6B, **shape, experts=experts)
     block, mlp = ExpertsBlock(config, dtype, "cpu"), MLPBlock(config, dtype, "cpu")
     generator = torch.Generator().manual_seed(0)
     for parameter in (*block.parameters(), *mlp.parameters()):
         parameter.normal_(0.0, 0.02, generator=generator)
-    theirs = Qwen3MoeConfig(hidden_size=hidden, norm_topk_prob=True, **sizes)
+    fields: dict[str, Any] = {**sizes, "hidden_size": hidden, "norm_topk_prob": True}
+    theirs = Qwen3MoeConfig(**fields)
     with torch.device("meta"):
         twin = Qwen3MoeSparseMoeBlock(theirs)
     weights = {
