@@ -268,6 +268,8 @@ def prepare_models(given: Given) -> None:
     set_regions(model, is_compiled, given.attention.is_triton)
     if draft is not None and draft.model is not model:
         set_regions(draft.model, False, given.attention.is_triton)
+    for layer in model.layers:
+        layer.mlp.prepare(config.wants_graphs(model.embed_weight.device))
     if config.pack_weights:
         for decoder in (model,) if draft is None else (model, draft.model):
             pack_weights(config, decoder)

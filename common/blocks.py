@@ -154,6 +154,9 @@ class MLPBlock(nn.Module):
     ) -> torch.Tensor:  # like hidden
         return self.down.add_to(hidden, regions.silu_and_multiply(self.gate_up(x), self.silu))
 
+    def prepare(self, is_captured: bool) -> None:
+        """In steps that are captured the host reads no tensor. Here it never does."""
+
     def checkpoint_tensors(self) -> dict[str, CheckpointTensor]:
         """By the checkpoint's names without the layer's prefix."""
         sizes = [self.gate_up.shape[0] // 2] * 2

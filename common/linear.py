@@ -45,8 +45,16 @@ class Linear(nn.Module):
         return self._packed is not None
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:  # [rows, in] -> [rows, out]
+        return self.summed(self.product(x))
+
+    def product(self, x: torch.Tensor) -> torch.Tensor:
+        """With what this process has of the matrix."""
         product = self._multiply(x)
         return product if self.addition is None else self.addition(x, product)
+
+    def summed(self, product: torch.Tensor) -> torch.Tensor:
+        """Over all processes that have a part of the sums."""
+        return product
 
     def _multiply(self, x: torch.Tensor) -> torch.Tensor:
         if self._packed is None:

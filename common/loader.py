@@ -123,6 +123,10 @@ def load_model(
     path, config = checkpoint.path, checkpoint.config
     files = _open_weights(path)
     decoder = make(config, _resolve_dtype(dtype, config, files, device), device)
+    if config.experts is not None:
+        from common.experts.fused_experts import per_expert
+
+        files = per_expert(files, config.experts.names)
     _fill(decoder, files)
     return LoadedModel(decoder, config, checkpoint.generation_eos_token_ids, path)
 

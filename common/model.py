@@ -1,4 +1,4 @@
-"""The decoder that serves tokens: Qwen3, Qwen2, Llama 3.x and Mistral in one class.
+"""The decoder that serves tokens: Qwen3, Qwen2, Llama 3.x, Mistral, and two with experts.
 
 It computes one step for any mix of requests, whose tokens lie end to end in one row:
 
@@ -38,13 +38,17 @@ from common.layer_groups import LayerGroups, deal_layers
 from common.linear import Linear, linear_layers, why_not_packed
 from common.model_config import ModelConfig
 from common.parallel.collectives import Alone, Collectives
+from common.roles import load
 from common.rotary import rotary_table
 from paged_attention import AttentionPlan, PagedKVCache
 
 # What layers are built of, by the names in `ModelConfig.blocks`. Another block is a file of its own
 # and a line here.
 ATTENTION_BLOCKS: dict[str, type[AttentionBlock]] = {"attention": AttentionBlock}
-MLP_BLOCKS: dict[str, type[MLPBlock]] = {"mlp": MLPBlock}
+MLP_BLOCKS = {
+    "mlp": "common.blocks:MLPBlock",
+    "experts": "common.experts.experts_block:ExpertsBlock",
+}
 SCORED = "prompt_logprobs"  # in what is staged: who takes the hidden states of all tokens
 
 
@@ -60,9 +64,9 @@ class DecoderLayer(nn.Module):
         into_stream: MakeLinear = Linear,
     ) -> None:
         super().__init__()
-        attention, mlp = config.blocks
+        attention, mlp = config.blocks_of(index)
         self.attention = ATTENTION_BLOCKS[attention](config, index, dtype, device, into_stream)
-        self.mlp = MLP_BLOCKS[mlp](config, dtype, device, into_stream)
+        self.mlp: MLPBlock = load(MLP_BLOCKS[mlp])(config, dtype, device, into_stream)
 
     def forward(
         self,

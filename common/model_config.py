@@ -1,13 +1,16 @@
 """`ModelConfig`: what a Hugging Face `config.json` says about a decoder, checked and made explicit.
 
-Four families are understood: Qwen3, Qwen2 (and 2.5), Llama 3.x and Mistral. They are one decoder;
-what differs is who has biases and who norms queries and keys:
+Six families are understood: Qwen3, Qwen2 (and 2.5), Llama 3.x, Mistral, Qwen3-MoE and Mixtral. They
+are one decoder; what differs is who has biases, who norms queries and keys, and who has experts in
+the place of an MLP (`experts/expert_config.py`):
 
     family     biases of q, k, v    bias of o         biases of the MLP    q_norm, k_norm
     Qwen3      attention_bias       attention_bias    none                 yes
     Qwen2      always               none              none                 no
     Llama      attention_bias       attention_bias    mlp_bias             no
     Mistral    none                 none              none                 no
+    Qwen3-MoE  attention_bias       attention_bias    none                 yes
+    Mixtral    none                 none              none                 no
 
 A feature that a configuration asks for and this decoder lacks is a `ValueError` that names the
 field: a model that runs without it answers fluently and wrongly. Fields nobody here knows are
@@ -21,15 +24,19 @@ parameters: `rope_theta` and `rope_scaling` (old), `rope_parameters` (since tran
 from __future__ import annotations
 
 import logging
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from common.layer_groups import Window
+from common.roles import load
 from common.rotary import RopeParameters
 from request import check_integers
 
 if TYPE_CHECKING:
     import torch
+
+    from common.experts.expert_config import ExpertsConfig
 
 logger = logging.getLogger(__name__)
 
@@ -58,6 +65,21 @@ class ModelConfig:
     eos_token_ids: tuple[int, ...] = ()
     layer_windows: tuple[Window, ...] = ()  # of each layer; (): no layer has one
     blocks: tuple[str, str] = ("attention", "mlp")  # of each layer, as `model.py` names them
+    experts: ExpertsConfig | None = None  # of the layers that have a block of them instead
+
+    def blocks_of(self, layer: int) -> tuple[str, str]:
+        attention, mlp = self.blocks
+        has_experts = self.experts is not None and layer in self.experts.layers
+        return attention, "experts" if has_experts else mlp
+
+    @property
+    def mlp_sizes(self) -> set[int]:
+        """The intermediate sizes that occur."""
+        experts = self.experts
+        if experts is None:
+            return {self.intermediate_size}
+        has_mlps = len(experts.layers) < self.num_hidden_layers
+        return {experts.intermediate_size} | ({self.intermediate_size} if has_mlps else set())
 
     @property
     def num_unhidden(self) -> int:
@@ -70,7 +92,9 @@ class ModelConfig:
         """From the contents of a `config.json`. Raises `ValueError` for what is not supported."""
         architecture = _architecture(fields)
         family = _FAMILIES[architecture]
+        fields = {**family.absent, **fields, **family.unread}
         _refuse_unsupported(fields, family)
+        num_layers = _positive_int(fields, "num_hidden_layers")
         num_heads = _positive_int(fields, "num_attention_heads")
         num_kv_heads = _positive_int(fields, "num_key_value_heads", num_heads)
         hidden_size = _positive_int(fields, "hidden_size")
@@ -87,7 +111,7 @@ class ModelConfig:
             vocab_size=_positive_int(fields, "vocab_size"),
             hidden_size=hidden_size,
             intermediate_size=_positive_int(fields, "intermediate_size"),
-            num_hidden_layers=_positive_int(fields, "num_hidden_layers"),
+            num_hidden_layers=num_layers,
             num_attention_heads=num_heads,
             num_key_value_heads=num_kv_heads,
             head_dim=head_dim,
@@ -103,6 +127,7 @@ class ModelConfig:
             eos_token_ids=token_ids("config.json: eos_token_id", fields.get("eos_token_id")),
             layer_windows=_layer_windows(fields, family),
             blocks=family.blocks,
+            experts=None if family.experts is None else load(family.experts)(fields),
         )
 
 
@@ -123,7 +148,8 @@ def token_ids(name: str, value: Any) -> tuple[int, ...]:
 class _Family:
     """`transformers`' class for `model_type`. `head_dim` is its default; None: the usual quotient.
     `sliding_window`: `"optional"` needs `use_sliding_window`, `"always"` is on unless null, and
-    then 4096 if absent; `"never"` has none."""
+    then 4096 if absent; `"never"` has none. `experts` reads what is said of experts in `own`
+    fields."""
 
     model_type: str
     has_attention_bias: bool = False  # is there a field of this name
@@ -133,8 +159,13 @@ class _Family:
     head_dim: int | None = None
     sliding_window: str = "never"
     blocks: tuple[str, str] = ("attention", "mlp")  # that a layer is built of
+    experts: str | None = None
+    own: frozenset[str] = frozenset()
+    absent: Mapping[str, Any] = field(default_factory=dict)  # what its absent fields are
+    unread: Mapping[str, Any] = field(default_factory=dict)  # what fields are that it has not
 
 
+_OF_EXPERTS = {"num_experts_per_tok", "output_router_logits", "router_aux_loss_coef"}
 _FAMILIES = {
     "Qwen3ForCausalLM": _Family(
         "qwen3", has_attention_bias=True, has_qk_norm=True, head_dim=128, sliding_window="optional"
@@ -142,12 +173,31 @@ _FAMILIES = {
     "Qwen2ForCausalLM": _Family("qwen2", has_qkv_bias=True, sliding_window="optional"),
     "LlamaForCausalLM": _Family("llama", has_attention_bias=True, has_mlp_bias=True),
     "MistralForCausalLM": _Family("mistral", sliding_window="always"),
+    "Qwen3MoeForCausalLM": _Family(
+        "qwen3_moe",
+        has_attention_bias=True,
+        has_qk_norm=True,
+        sliding_window="optional",
+        experts="common.experts.expert_config:qwen3_moe",
+        own=frozenset({"num_experts", "num_local_experts", "decoder_sparse_step", *_OF_EXPERTS})
+        | {"moe_intermediate_size", "norm_topk_prob", "mlp_only_layers"},
+        absent={"sliding_window": 4096},
+        unread={"max_window_layers": 0},  # a window is one of all layers
+    ),
+    "MixtralForCausalLM": _Family(
+        "mixtral",
+        sliding_window="always",
+        experts="common.experts.expert_config:mixtral",
+        own=frozenset({"num_local_experts", "router_jitter_noise", *_OF_EXPERTS}),  # in training
+        absent={"sliding_window": None, "rms_norm_eps": 1e-5, "rope_theta": 1e6},
+    ),
 }
 SUPPORTED_ARCHITECTURES = tuple(_FAMILIES)
 
 # Parts of field names that stand for something this decoder does not have.
 _UNSUPPORTED = (
-    "expert", "moe", "quantization", "softcap", "vision", "audio", "text_config", "multiplier",
+    "expert", "moe", "rout", "topk", "scoring", "n_group", "dense_replace", "quantization",
+    "softcap", "vision", "audio", "text_config", "multiplier",
     "cross_attention", "alibi", "clip_qkv", "logits_scaling", "logit_scale", "no_rope_layer",
     "use_qk_norm", "dual_chunk", "nextn", "mrope", "parallel_residual", "attention_chunk_size",
     "pruned_heads", "is_encoder_decoder", "relative_attention", "chunk_size_feed_forward",
@@ -188,7 +238,7 @@ def _is_unsupported(name: str) -> bool:
 
 def _refuse_unsupported(fields: dict[str, Any], family: _Family) -> None:
     for name, value in fields.items():
-        if _is_unsupported(name) and value not in _NEUTRAL:
+        if name not in family.own and _is_unsupported(name) and value not in _NEUTRAL:
             allowed = "its absence, null, false, 0 and 1"
             raise _refused(name, value, f"this decoder has no such feature; allowed are {allowed}")
     if fields.get("hidden_act", "silu") != "silu":
@@ -200,7 +250,9 @@ def _refuse_unsupported(fields: dict[str, Any], family: _Family) -> None:
     for name, has in has_biases.items():
         if fields.get(name) and not has:
             raise _refused(name, fields[name], f"{family.model_type} has no such biases")
-    names = [name for name in sorted(fields.keys() - _KNOWN) if not name.startswith("_")]
+    names = [
+        name for name in sorted(fields.keys() - _KNOWN - family.own) if not name.startswith("_")
+    ]
     if unknown := [name for name in names if not _is_unsupported(name)]:
         logger.warning("config.json: ignored, because unknown here: %s", ", ".join(unknown))
 

@@ -13,6 +13,7 @@ import numpy as np
 import torch
 
 from common.adapters.adapter_slots import AdaptedModel, AdapterSlots, Ordered, StepAdapters
+from common.row_order import in_order
 from common.sampling.runner_plugin import BroughtByFew, Cargo, StepRows
 from scheduler_interface import NewRequestData
 
@@ -47,11 +48,9 @@ class AdapterColumns(BroughtByFew):
 def ordered(slots: np.ndarray, cargo: Cargo) -> Callable[[], Ordered]:
     """By slot, in order of rows within each; those without an adapter are left out. Nobody may be
     left: of a step that only cuts prompts no row is sampled from."""
-    order = np.argsort(slots, kind="stable")
-    order = order[np.count_nonzero(slots == 0) :]
-    found, starts = np.unique(slots[order], return_index=True)
-    stops = [*starts.tolist(), len(order)][1:]
-    segments = list(zip(found.tolist(), starts.tolist(), stops, strict=True))
+    with_one = np.flatnonzero(slots)
+    order, segments = in_order(slots[with_one])
+    order = with_one[order]
     if not segments or np.array_equal(order, np.arange(len(slots))):
         return partial(Ordered, None, segments)
     sent: Callable[[], torch.Tensor] = cargo.add(order)

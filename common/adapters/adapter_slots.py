@@ -156,8 +156,10 @@ class AdapterSlots:
         parts: Mapping[str, CheckpointTensor],
     ) -> None:
         for block, name, own in _FUSED:
-            matrix: Linear = getattr(getattr(layer, block), name)
             names = [f"{prefix}.{part}" for part in own]
+            if f"{names[0]}.weight" not in parts:  # experts have no place for adapters
+                continue
+            matrix: Linear = getattr(getattr(layer, block), name)
             sizes = [len(_target(parts[f"{name}.weight"])) for name in names]
             matrix.addition = MatrixPlace(adapted, len(self.additions), is_last and name != "qkv")
             limits = self.num_slots, self.max_lora_rank

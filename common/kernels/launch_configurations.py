@@ -109,7 +109,7 @@ def layer_launches(model: ModelConfig, shape: AttentionShape) -> list[Launch]:
     return [
         add_rms_norm_launch(model.hidden_size, shape.dtype),
         rotate_and_write_launch(*heads, *place, model.has_qk_norm),
-        silu_and_multiply_launch(model.intermediate_size, shape.dtype),
+        *(silu_and_multiply_launch(size, shape.dtype) for size in sorted(model.mlp_sizes)),
     ]
 
 

@@ -34,8 +34,8 @@ class RowParallelLinear(Linear):
         super().__init__(weight, bias if collectives.ranks.tp_rank == 0 else None)
         self._collectives = collectives
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:  # [rows, in / ranks] -> [rows, out]
-        return self._collectives.all_reduce(super().forward(x))
+    def summed(self, product: torch.Tensor) -> torch.Tensor:
+        return self._collectives.all_reduce(product)
 
     def add_to(self, residual: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
         return residual.add_(self(x))

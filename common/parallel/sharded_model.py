@@ -6,7 +6,8 @@
     gate, up                  [a part of intermediate_size, hidden_size]  column-parallel
     down                      [hidden_size, that part]                    row-parallel, all-reduce
     embedding, head           [some tokens, hidden_size]                  vocabulary-parallel
-    norms                     whole
+    experts                   each as gate, up and down; what all add is reduced once
+    router, norms             whole
 
 Up to its row-parallel matrices, a rank's layer is a layer of a narrower model: with fewer heads and
 a smaller `intermediate_size` (`rank_config`). Its KV cache holds its own heads only.
@@ -20,6 +21,7 @@ So all of them sample the same tokens, and nobody has to be told."""
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 from functools import partial
 
@@ -54,6 +56,7 @@ def rank_config(config: ModelConfig, ranks: Ranks) -> ModelConfig:
         vocab_size=len(vocab[_part_of_vocab(config, ranks)]),
         intermediate_size=config.intermediate_size // size,
         num_hidden_layers=len(layers),
+        experts=None if config.experts is None else config.experts.part(layers, size),
         num_attention_heads=config.num_attention_heads // size,
         # Ranks outnumber the KV heads: several have the same one.
         num_key_value_heads=max(1, config.num_key_value_heads // size),
@@ -62,7 +65,7 @@ def rank_config(config: ModelConfig, ranks: Ranks) -> ModelConfig:
 
 def _check_divisible(config: ModelConfig, size: int) -> None:
     heads, kv_heads = config.num_attention_heads, config.num_key_value_heads
-    inner, vocab = config.intermediate_size, config.vocab_size
+    inner, vocab = math.gcd(*config.mlp_sizes), config.vocab_size
 
     def is_possible(n: int) -> bool:
         is_kv = kv_heads % n == 0 or n % kv_heads == 0
@@ -85,8 +88,9 @@ def _part_of_vocab(config: ModelConfig, ranks: Ranks) -> slice:
 
 
 # The dimension of a checkpoint's matrix that the ranks divide; what is not named, all have whole.
-_ROWS = ("q_proj", "k_proj", "v_proj", "gate_proj", "up_proj", "embed_tokens", "lm_head")
-_DIVIDED = {**{kind: 0 for kind in _ROWS}, "o_proj": 1, "down_proj": 1}
+_ROWS = ("q_proj", "k_proj", "v_proj", "gate_proj", "up_proj", "w1", "w3")
+_ROWS += ("embed_tokens", "lm_head")
+_DIVIDED = {**{kind: 0 for kind in _ROWS}, "o_proj": 1, "down_proj": 1, "w2": 1}
 
 
 class ShardedModel(DecoderModel):

@@ -9,10 +9,10 @@ from pathlib import Path
 import torch
 from peft import LoraConfig, PeftModel, get_peft_model
 from safetensors.torch import load_file, save_file
-from transformers import AutoModelForCausalLM
 
 from common.adapters.adapter_files import CONFIG, WEIGHTS
 from common.tests.engine_oracle import greedy
+from common.tests.model_cases import by_transformers
 
 logging.getLogger("peft").setLevel(logging.ERROR)
 # Of mixed ranks, scales and targets.
@@ -33,10 +33,17 @@ KINDS = {
         exclude_modules=["layers.1.mlp.down_proj"],
     ),
 }
+# Experts take none.
+OF_ATTENTION = {
+    name: {**kind, "target_modules": targets, "exclude_modules": None}
+    for (name, kind), targets in zip(
+        KINDS.items(), (["q_proj", "k_proj", "v_proj", "o_proj"], ["q_proj", "v_proj"], ["o_proj"])
+    )
+}
 
 
 def _base(path: Path) -> torch.nn.Module:
-    model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float64).eval()
+    model = by_transformers(path, torch.float64)
     model.generation_config.eos_token_id = None
     return model
 

@@ -19,14 +19,14 @@ from pathlib import Path
 from types import FrameType
 
 import torch
-from transformers import AutoModelForCausalLM, Qwen3Config, Qwen3ForCausalLM
+from transformers import AutoModelForCausalLM, PreTrainedConfig, Qwen3Config
 
 from bounded_loops import as_long_as
 from common.engine import EngineConfig, LLMEngine
 from common.loader import LoadedModel
 from common.outputs import RequestOutput
 from common.runner.model_runner import PagedModelRunner
-from common.tests.model_cases import tiny_config
+from common.tests.model_cases import by_transformers, tiny_config
 from request import SamplingParams
 from sglang_policies import POLICIES
 
@@ -51,16 +51,18 @@ class Oracle:
         return tokens
 
 
-def save_random_model(path: Path, seed: int = 0) -> None:
+def save_random_model(
+    path: Path, seed: int = 0, kind: type[PreTrainedConfig] = Qwen3Config, **fields: object
+) -> None:
     """A model whose greedy output is lively: an almost constant one would hide wrong positions."""
     torch.manual_seed(seed)
     config = tiny_config(
-        Qwen3Config,
+        kind,
         **dict(vocab_size=97, intermediate_size=48, num_hidden_layers=2),
         **dict(num_key_value_heads=2, head_dim=16, max_position_embeddings=256),
-        **dict(initializer_range=0.6, tie_word_embeddings=False),
+        **dict(initializer_range=0.6, tie_word_embeddings=False, **fields),
     )
-    Qwen3ForCausalLM(config).to(torch.float64).save_pretrained(path)
+    AutoModelForCausalLM.from_config(config).to(torch.float64).save_pretrained(path)
 
 
 def random_prompts(num_prompts: int, vocab_size: int, longest: int, seed: int) -> list[list[int]]:
@@ -80,7 +82,7 @@ def greedy(model: torch.nn.Module, prompt: list[int], max_tokens: int) -> list[i
 
 
 def make_oracle(path: Path, prompts: list[list[int]]) -> Oracle:
-    model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float64).eval()
+    model = by_transformers(path, torch.float64)
     model.generation_config.eos_token_id = None
     return Oracle(path, prompts, [greedy(model, prompt, MAX_TOKENS) for prompt in prompts])
 

@@ -24,11 +24,12 @@ from functools import cache, cached_property
 from pathlib import Path
 
 import torch
+from transformers import Qwen3MoeConfig
 
 from common.engine import EngineConfig, LLMEngine
 from common.engine_config import SHIPPED_CHECKPOINT, SHIPPED_DRAFT
 from common.loader import LoadedModel, load_model
-from common.tests.adapter_cases import KINDS, by_peft, save_adapter, with_peft
+from common.tests.adapter_cases import KINDS, OF_ATTENTION, by_peft, save_adapter, with_peft
 from common.tests.engine_oracle import (
     MAX_TOKENS,
     Oracle,
@@ -47,6 +48,8 @@ from step_record import StepRecord
 # Of two prompts the shorter is a prefix of the longer, or they part at the place given.
 PROMPT_LENGTHS = {"random": (1, 2, 16, 33, 48, 49, 64, 97), "shipped": (1, 5, 16, 33, 34, 40)}
 PARTS_AT = {"random": (0, 0, 0, 0, 16, 33, 48, 40), "shipped": (0, 0, 0, 0, 16, 20)}
+PROMPT_LENGTHS["experts"], PARTS_AT["experts"] = PROMPT_LENGTHS["shipped"], PARTS_AT["shipped"]
+EXPERTS = dict(num_experts=5, num_experts_per_tok=2, moe_intermediate_size=24)
 MAX_NUM_SEQS = 4
 SCORED = 3  # of this prompt, too, is said how likely it is
 NUM_POSITIONS = 1000  # of the ample pool
@@ -68,7 +71,8 @@ class Subject:
     @cached_property
     def adapters(self) -> dict[str, Path]:
         folder = Path(_folder().name) / self.oracle.path.name
-        return {n: save_adapter(self.oracle.path, folder / n, **kind) for n, kind in KINDS.items()}
+        kinds = KINDS if self.loaded.config.experts is None else OF_ATTENTION
+        return {n: save_adapter(self.oracle.path, folder / n, **kind) for n, kind in kinds.items()}
 
     def grammar_of(self, index: int) -> str | None:
         return (None, *CASES)[index % (1 + len(CASES))]
@@ -89,14 +93,15 @@ class Subject:
 
 @cache
 def subject(name: str) -> Subject:
-    """`"random"` or `"shipped"`, in float64. Made once in a process; takes seconds."""
+    """`"random"`, `"experts"` or `"shipped"`, in float64. Made once in a process; takes seconds."""
     device = torch.device("cpu")
     if name == "shipped":
         path = SHIPPED_CHECKPOINT
         draft = load_model(SHIPPED_DRAFT, torch.float64, device)
     else:
-        path = Path(_folder().name) / "model"
-        save_random_model(path, seed=3)
+        path = Path(_folder().name) / name
+        of_experts = (Qwen3MoeConfig,) if name == "experts" else ()
+        save_random_model(path, 3, *of_experts, **(EXPERTS if of_experts else {}))
         draft = with_noise(load_model(path, torch.float64, device))
     tokenizer = load_tokenizer(path) if name == "shipped" else small_tokenizer()
     eos = (tokenizer.eos_token_id,)

@@ -1,4 +1,4 @@
-"""Tiny random checkpoints of the four families, saved by `transformers`, and its logits."""
+"""Tiny random checkpoints of all families, saved by `transformers`, and its logits."""
 
 from __future__ import annotations
 
@@ -9,9 +9,11 @@ from transformers import (
     AutoModelForCausalLM,
     LlamaConfig,
     MistralConfig,
+    MixtralConfig,
     PreTrainedConfig,
     Qwen2Config,
     Qwen3Config,
+    Qwen3MoeConfig,
 )
 
 from common.tests.paged_harness import PagedHarness as PagedHarness
@@ -25,6 +27,7 @@ BANDS = dict(low_freq_factor=1.0, high_freq_factor=4.0, original_max_position_em
 LLAMA3 = dict(rope_type="llama3", rope_theta=10_000.0, factor=8.0, **BANDS)
 LINEAR = dict(rope_type="linear", rope_theta=500.0, factor=2.5)
 
+EXPERTS = dict(num_experts=5, num_experts_per_tok=3, moe_intermediate_size=24)
 # Query heads per KV head: 1, 2 and 4. head_dim: 8 is the quotient, others are not.
 CASES: dict[str, tuple[type[PreTrainedConfig], dict]] = {
     "qwen3": (Qwen3Config, dict(num_key_value_heads=2, head_dim=16, tie_word_embeddings=True)),
@@ -45,6 +48,19 @@ CASES: dict[str, tuple[type[PreTrainedConfig], dict]] = {
     ),
     "mistral": (MistralConfig, dict(num_key_value_heads=2, head_dim=24, sliding_window=None)),
     "mistral-window": (MistralConfig, dict(num_key_value_heads=4, sliding_window=48)),
+    "qwen3-moe": (
+        Qwen3MoeConfig,
+        dict(num_key_value_heads=2, head_dim=16, mlp_only_layers=[1], norm_topk_prob=True)
+        | EXPERTS,
+    ),
+    "qwen3-moe-every-second": (  # of three layers one, and weights do not add up to 1
+        Qwen3MoeConfig,
+        dict(num_key_value_heads=1, decoder_sparse_step=2, attention_bias=True, **EXPERTS),
+    ),
+    "mixtral": (
+        MixtralConfig,
+        dict(num_key_value_heads=4, num_local_experts=4, num_experts_per_tok=2),
+    ),
 }
 
 
@@ -66,10 +82,16 @@ def save_case(name: str, path: Path, seed: int = 0, **overrides: object) -> Path
     return path
 
 
+def by_transformers(path: Path, dtype: torch.dtype, **changes: object) -> torch.nn.Module:
+    """Experts one by one: the grouped product that is the default has no float64."""
+    how = {"dtype": dtype, "experts_implementation": "eager", **changes}
+    return AutoModelForCausalLM.from_pretrained(path, **how).eval()
+
+
 @torch.inference_mode()
 def reference_logits(
     path: Path, dtype: torch.dtype, prompts: list[list[int]], **changes: object
 ) -> list:
     """By `transformers`, `[len(prompt), vocab_size]` for each prompt."""
-    model = AutoModelForCausalLM.from_pretrained(path, dtype=dtype, **changes).eval()
+    model = by_transformers(path, dtype, **changes)
     return [model(input_ids=torch.tensor([prompt])).logits[0] for prompt in prompts]

@@ -50,7 +50,9 @@ def test_every_token_is_right(combination: Combination) -> None:
         assert summary.num_drafted_tokens > 0
     if settings["chunked_prefill"] in (1, 3) and settings["chunked_prefill"] is not True:
         assert summary.num_cut > 0
-    if settings["prefix_cache"] is not None and settings["block_size"] <= 3:
+    # Token by token, the prompts that have an adapter in common share less than a block.
+    can_hit = settings["adapters"] is None or str(settings["chunked_prefill"]) != "1"
+    if settings["prefix_cache"] is not None and settings["block_size"] <= 3 and can_hit:
         assert summary.num_cached_tokens > 0
     is_drained = settings["speculative"] is not None or settings["target_step_ms"] is not None
     assert (summary.num_overlapped > 0) == (settings["overlap_scheduling"] and not is_drained)
@@ -110,7 +112,7 @@ def accepted(product: list[dict[str, Value]]) -> list[dict[str, Value]]:
 
 def test_what_is_left_out_is_what_the_engine_refuses(product, accepted) -> None:
     assert [tied for tied in product if why_not(tied) is None] == accepted
-    assert num_valid() == sum(why_not(tied) is None for tied in PRODUCT) * 2 * 3 * 4 * 2**5
+    assert num_valid() == sum(why_not(tied) is None for tied in PRODUCT) * 3 * 3 * 4 * 2**5
 
 
 def test_free_axes_are_never_the_reason() -> None:

@@ -8,6 +8,7 @@ from functools import partial
 import pytest
 import torch
 
+from common.experts.expert_config import qwen3_moe
 from common.kernels.chosen_regions import set_regions
 from common.kernels.sampler_kernel import KERNELS as SAMPLER_KERNELS
 from common.kv_sizing import allocate_kv_cache
@@ -37,6 +38,9 @@ from split_attention_triton import SplitTritonAttentionBackend
 
 QWEN2 = replace(QWEN3_0_6B, has_qk_norm=False, qkv_bias=True, num_hidden_layers=3)
 MODELS = {"Qwen3-0.6B": replace(QWEN3_0_6B, num_hidden_layers=4), "Qwen2": QWEN2}
+OF_EXPERTS = dict(num_hidden_layers=2, num_experts=16, num_experts_per_tok=4)
+EXPERTS = qwen3_moe({**OF_EXPERTS, "moe_intermediate_size": 768})
+MODELS["experts"] = replace(QWEN3_0_6B, num_hidden_layers=2, experts=EXPERTS)
 BUCKETS = [1, 2, 4, 8, 16, 20]
 
 

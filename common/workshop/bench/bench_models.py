@@ -11,7 +11,7 @@ from common.engine_config import SHIPPED_CHECKPOINT
 from common.kernels.processor import is_bfloat16_fast
 from common.loader import LoadedModel, load_model
 from common.model_config import ModelConfig
-from common.workshop.bench.random_weights import QWEN3_0_6B, random_model
+from common.workshop.bench.random_weights import QWEN3_0_6B, random_model, stored
 from common.workshop.bench.vllm_system import VllmServer
 
 
@@ -49,12 +49,7 @@ def make_twin(loaded: LoadedModel) -> Qwen3ForCausalLM:
     config = loaded.config
     with torch.device("meta"):
         twin = Qwen3ForCausalLM(_hf_config(config))
-    weights = {}
-    for name, tensor in loaded.model.checkpoint_tensors().items():
-        assert tensor.target is not None  # nobody else has a part of this model
-        # A norm that we hold once per head is one tensor there.
-        is_per_head = tuple(tensor.target.shape) != tensor.shape
-        weights[name] = tensor.target[0] if is_per_head else tensor.target
+    weights = {name: stored(t) for name, t in loaded.model.checkpoint_tensors().items()}
     embedding = weights["model.embed_tokens.weight"]
     weights.setdefault("lm_head.weight", embedding)
     twin.load_state_dict(weights, strict=True, assign=True)

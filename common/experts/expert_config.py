@@ -1,0 +1,100 @@
+"""What a `config.json` says about experts: Qwen3-MoE and Mixtral.
+
+    family       which layers have experts               renormalised    weights of a token in
+    Qwen3-MoE    every `decoder_sparse_step`th, but      norm_topk_prob  the model's dtype
+                 not those in `mlp_only_layers`
+    Mixtral      all                                     always          float32
+
+Sizes of experts have no defaults here: a model of another size would be refused by its tensors
+anyway. Experts that every token reads ("shared"), groups of experts, and scores other than softmax
+are refused by name."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Any
+
+from request import check_integers
+
+
+@dataclass(frozen=True, slots=True)
+class ExpertNames:
+    """In a checkpoint, below a layer."""
+
+    block: str
+    gate: str
+    up: str
+    down: str
+
+
+@dataclass(frozen=True, slots=True)
+class ExpertsConfig:
+    num_experts: int
+    num_active: int  # that a token is multiplied with
+    intermediate_size: int  # of each
+    is_renormalised: bool  # do the weights of a token add up to 1
+    is_rounded: bool  # are they rounded to the model's dtype
+    layers: tuple[int, ...]  # that have experts; the others have an MLP
+    names: ExpertNames
+
+    def part(self, layers: range, num_ranks: int) -> ExpertsConfig:
+        """Of these layers, and of each matrix what one of so many ranks has."""
+        own = tuple(i - layers.start for i in self.layers if i in layers)
+        size = self.intermediate_size // num_ranks
+        return replace(self, layers=own, intermediate_size=size)
+
+
+def qwen3_moe(fields: dict[str, Any]) -> ExpertsConfig | None:
+    """None: no layer has experts. Raises `ValueError`."""
+    # transformers 5 writes the second name, checkpoints of before have the first one.
+    numbers = {
+        name: fields[name] for name in ("num_experts", "num_local_experts") if name in fields
+    }
+    if len(set(map(repr, numbers.values()))) > 1:
+        raise ValueError(f"num_experts and num_local_experts differ: {numbers}")
+    every = _integers(fields, decoder_sparse_step=1)[0]
+    dense = fields.get("mlp_only_layers") or []
+    num_layers = fields["num_hidden_layers"]
+    if not isinstance(dense, list) or not all(i in range(num_layers) for i in dense):
+        allowed = f"it must be a list of layers, 0 to {num_layers - 1}"
+        raise ValueError(f"mlp_only_layers is {dense!r}: {allowed}")
+    layers = [i for i in range(num_layers) if (i + 1) % every == 0 and i not in dense]
+    if not layers:
+        return None
+    name = next(iter(numbers), "num_experts")
+    names = ExpertNames("mlp", "gate_proj", "up_proj", "down_proj")
+    return _checked(
+        *_integers(fields, **{name: None}, num_experts_per_tok=None, moe_intermediate_size=None),
+        is_renormalised=bool(fields.get("norm_topk_prob")),
+        is_rounded=True,
+        layers=tuple(layers),
+        names=names,
+    )
+
+
+def mixtral(fields: dict[str, Any]) -> ExpertsConfig:
+    """Raises `ValueError`."""
+    names = ExpertNames("block_sparse_moe", "w1", "w3", "w2")
+    return _checked(
+        *_integers(
+            fields, num_local_experts=None, num_experts_per_tok=None, intermediate_size=None
+        ),
+        is_renormalised=True,
+        is_rounded=False,
+        layers=tuple(range(fields["num_hidden_layers"])),
+        names=names,
+    )
+
+
+def _integers(fields: dict[str, Any], **defaults: int | None) -> list[int]:
+    values: dict[str, Any] = dict(defaults)
+    values |= {name: fields[name] for name in defaults if fields.get(name) is not None}
+    check_integers(1, **values)
+    return list(values.values())
+
+
+def _checked(num_experts: int, num_active: int, size: int, **rest: Any) -> ExpertsConfig:
+    if num_active > num_experts:
+        why = f"there are {num_experts} experts"
+        raise ValueError(f"num_experts_per_tok is {num_active}: {why}")
+    return ExpertsConfig(num_experts, num_active, size, **rest)

@@ -1,0 +1,20 @@
+"""Rows by what they are multiplied with: experts, or adapters.
+
+owners of rows    7 2 7 2 2            whose matrices each row needs
+order             1 3 4 | 0 2          rows of one owner next to each other, as they stood
+segments          (2, 0, 3) (7, 3, 5)  owner, start, stop: one product each"""
+
+from __future__ import annotations
+
+import numpy as np
+
+Segments = list[tuple[int, int, int]]
+
+
+def in_order(owners: np.ndarray) -> tuple[np.ndarray, Segments]:
+    """Of `owners` [num_rows] int64: `order` [num_rows] int64, and where each owner's rows are in
+    it, the least owner first."""
+    order = np.argsort(owners, kind="stable")
+    found, starts = np.unique(owners[order], return_index=True)
+    stops = [*starts.tolist(), len(order)][1:]
+    return order, list(zip(found.tolist(), starts.tolist(), stops, strict=True))
