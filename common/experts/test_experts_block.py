@@ -212,7 +212,7 @@ def test_absent_fields_mean_what_they_mean_to_transformers():
     assert own.max_position_embeddings == 64 and theirs.sliding_window is None
     assert not ModelConfig.from_hf(QWEN).experts.is_renormalised
     on = {**QWEN, "use_sliding_window": True, "sliding_window": 16, "max_window_layers": 28}
-    assert ModelConfig.from_hf(on).max_position_embeddings == 16  # of all layers
+    assert ModelConfig.from_hf(on).layer_windows == (16,) * 6
 
 
 REFUSED = {
