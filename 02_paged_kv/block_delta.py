@@ -20,7 +20,6 @@ vLLM keeps such arrays on the host, in `InputBatch`, and copies of some on the d
 from __future__ import annotations
 
 from collections.abc import Collection, Sequence
-from dataclasses import dataclass
 from itertools import chain
 
 import numpy as np
@@ -32,26 +31,15 @@ from scheduler_books import RunnerDelta
 from scheduler_interface import CachedRequestData, NewRequestData, SchedulerOutput
 
 
-@dataclass(slots=True)
-class _SentTable:
-    block_ids: Sequence[int]  # a table of the request itself, which grows
-    num_blocks: int = 0  # of it that the runner knows
-
-    def take_new(self) -> list[int]:
-        new = list(self.block_ids[self.num_blocks :])
-        self.num_blocks += len(new)
-        return new
-
-
 class BlockDelta(RunnerDelta):
     def __init__(self, kv_memory: BlockMemory) -> None:
         super().__init__()
         self._kv_memory = kv_memory
-        self._tables: dict[str, list[_SentTable]] = {}
+        self._num_blocks: dict[str, list[int]] = {}  # of each table, that the runner knows
 
     def forget(self, request_id: str) -> None:
         super().forget(request_id)
-        self._tables.pop(request_id, None)
+        self._num_blocks.pop(request_id, None)
 
     def encode(self, plan: SchedulerOutput) -> None:
         super().encode(plan)
@@ -69,11 +57,10 @@ class BlockDelta(RunnerDelta):
     def new_block_ids(self, request_id: str) -> tuple[list[int], ...]:
         """What the runner does not know yet of each of its tables."""
         self._kv_memory.grown.discard(request_id)
-        sent = self._tables.get(request_id)
-        if sent is None:
-            tables = self._kv_memory.get_tables(request_id)
-            sent = self._tables[request_id] = [_SentTable(table) for table in tables]
-        return tuple(table.take_new() for table in sent)
+        tables = self._kv_memory.get_tables(request_id)
+        known = self._num_blocks.get(request_id) or [0] * len(tables)
+        self._num_blocks[request_id] = list(map(len, tables))
+        return tuple(list(ids[n:]) for ids, n in zip(tables, known, strict=True))
 
 
 class RequestRow(RunnerRequest):

@@ -59,9 +59,7 @@ class BlockMemory(Protocol):
         """The request's block table, empty if it has none. It is alive: copy it to keep it."""
         ...
 
-    def get_tables(self, request_id: str) -> tuple[Sequence[int], ...]:
-        """One for each group of layers. Most models have one group."""
-        ...
+    def get_tables(self, request_id: str) -> tuple[Sequence[int], ...]: ...  # of its layers' groups
 
 
 @dataclass(slots=True)

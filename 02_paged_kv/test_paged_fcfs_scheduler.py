@@ -85,7 +85,7 @@ class PagedFCFSMachine(FCFSMachine):
         super().teardown()
         if hasattr(self, "scheduler"):
             assert self.memory.num_blocks_in_use == 0
-            assert not self.scheduler.delta._tables and not self.runner.state.row_of
+            assert not self.scheduler.delta._num_blocks and not self.runner.state.row_of
 
 
 TestPagedFCFSMachine = PagedFCFSMachine.TestCase

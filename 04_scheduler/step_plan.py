@@ -98,7 +98,7 @@ class PreemptionDelta(BlockDelta):
         """Of what the runner knows of it, nothing holds any more. It will be sent whole."""
         if self.knows(request_id):
             self._num_sent[request_id] = 0
-            self._tables.pop(request_id, None)
+            self._num_blocks.pop(request_id, None)
             self._preempted.add(request_id)
 
     def forget(self, request_id: str) -> None:

@@ -24,7 +24,6 @@ from common.model import SCORED
 from common.runner.batch_state import BatchState
 from common.sampling.sampler import Sampler
 from common.sampling.sampling_columns import SamplingBatch, SamplingColumns
-from grouped_kv_memory import most_blocks
 from kv_budget import (
     BytesForKV,
     CudaMemory,
@@ -95,10 +94,12 @@ def make_kv_cache(
     kv_bytes_per_block = allocate_kv_cache(loaded, 1, config.block_size).kv_bytes_per_block
     if draft is not None:
         kv_bytes_per_block += allocate_kv_cache(draft, 1, config.block_size).kv_bytes_per_block
-    most = config.max_num_batched_tokens
-    blocks_per_request = most_blocks(
-        demand.max_model_len, config.block_size, loaded.model.groups.windows, most
-    )
+    blocks_per_request = None
+    if (groups := loaded.model.groups).have_windows:
+        from grouped_kv_memory import most_blocks
+
+        limits = config.block_size, groups.windows, config.max_num_batched_tokens
+        blocks_per_request = most_blocks(demand.max_model_len, *limits)
     sizes = config.block_size, config.max_num_seqs, demand.max_model_len
     budget = size_kv_cache(kv_bytes_per_block, *sizes, available, blocks_per_request)
     logger.info(budget.explanation)

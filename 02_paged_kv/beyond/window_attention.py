@@ -99,7 +99,7 @@ def compose_windows(
     return StepLayout(layout.order, arrays, compose_both)
 
 
-class WindowGroup(DecodeGroup):
+class WindowDecodeGroup(DecodeGroup):
     """Chapter 2's group, whose mask hides what lies in front of the window, too."""
 
     def __init__(
@@ -149,7 +149,7 @@ class WindowPlan(PagedPlan):
     ) -> list[DecodeGroup]:
         groups = group_short_queries(short, query_lens, seq_lens, max_group_slots(key_cache))
         step = starts, seq_lens, tables, self.num_heads, key_cache
-        return [WindowGroup(self.window, rows, *step) for rows in groups]
+        return [WindowDecodeGroup(self.window, rows, *step) for rows in groups]
 
     def attend_long(self, query: Tensor, long: LongQuery, gather: Gather, scale: float) -> Tensor:
         tiles, size = [], self.key_buffer.shape[1]

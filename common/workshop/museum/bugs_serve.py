@@ -48,8 +48,11 @@ def _choices(kind: str) -> list[dict[str, Any]]:
     """Of the pieces that a client gets: two tokens, and no more are allowed."""
     from common.serve.answers import Answer
     from common.serve.deltas import CompletionDelta, RequestDelta
+    from common.serve.wire import GenerateBody
+    from request import SamplingParams
 
-    answer = Answer(kind, "tiny", Any, [], n=1, has_logprobs=False)  # pyright: ignore[reportArgumentType]
+    none: Any = None  # of ids, no text is made here
+    answer = Answer(kind, "tiny", none, GenerateBody(), SamplingParams())
     deltas = CompletionDelta(0, "one", [5]), CompletionDelta(0, " two", [6], None, "length")
     pieces = answer.first_pieces(1)
     for delta in deltas:
