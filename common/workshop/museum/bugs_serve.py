@@ -52,7 +52,7 @@ def _choices(kind: str) -> list[dict[str, Any]]:
     from request import SamplingParams
 
     none: Any = None  # of ids, no text is made here
-    answer = Answer(kind, "tiny", none, GenerateBody(), SamplingParams())
+    answer = Answer(kind, "tiny", none, GenerateBody.model_validate({}), SamplingParams())
     deltas = CompletionDelta(0, "one", [5]), CompletionDelta(0, " two", [6], None, "length")
     pieces = answer.first_pieces(1)
     for delta in deltas:
