@@ -135,7 +135,7 @@ def test_a_batch_may_be_reordered():
 
 def test_no_more_is_read_than_a_tile_sees_and_who_repeats_says_the_same(monkeypatch):
     monkeypatch.setattr(module, "QUERY_TILE", 4)
-    window, sequences = 3, [(40, 40), (2, 30), (4, 30)]
+    window, sequences = 4, [(40, 40), (2, 30), (4, 30)]
     state, num_blocks = state_of(sequences, 2, [window], seed=2)
     cache = PagedKVCache(1, num_blocks, 2, 1, 4, torch.float64)
     batch = compose_windows(compose_in_order, [window], state, queries_of(sequences), 2).on(CPU)
@@ -154,4 +154,4 @@ def test_no_more_is_read_than_a_tile_sees_and_who_repeats_says_the_same(monkeypa
         return plan.gather(*cache.key_cache, *cache.value_cache, block_ids)
 
     plan.attend_long(torch.zeros(1, 1, 40, 4, dtype=torch.float64), plan.long_queries[0], gather, 1)
-    assert len(sizes) == 10 and max(sizes) == 3, "4 queries, and 2 tokens before the first"
+    assert len(sizes) == 10 and max(sizes) == 4, "4 queries, and 3 tokens before the first"
