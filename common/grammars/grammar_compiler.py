@@ -47,7 +47,7 @@ class GrammarCompiler:
 def _compile(source: str, vocabulary: Vocabulary) -> str:
     try:
         return compile_source(source, tokenizer_of(vocabulary))
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise ValueError(f"it does not compile: {error}") from error
 
 

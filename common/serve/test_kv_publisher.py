@@ -304,7 +304,17 @@ def test_an_address_that_cannot_be_had_changes_nothing(
     assert engine.scheduler.plugins == plugins and engine.prefix_cache.listener is listener
     with pytest.raises(ValueError) as caught:
         EventPublisher(Scripted([]), "inproc://i", taken)
-    EventPublisher(Scripted([]), "inproc://i").close()  # the name is free, though `caught` has it
+
+    def is_free() -> (
+        bool
+    ):  # the sockets are closed, though `caught` has them; soon its name is, too
+        with suppress(ValueError):
+            EventPublisher(Scripted([]), "inproc://i").close()
+            return True
+        return False
+
+    for _ in as_long_as(lambda: not is_free()):
+        time.sleep(0.02)
     assert caught.tb
     monkeypatch.setattr(CacheChanges, "put_in", lambda changes: 1 / 0)
     with pytest.raises(ZeroDivisionError) as caught:

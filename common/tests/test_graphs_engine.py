@@ -11,6 +11,7 @@ import torch
 
 from common import assembly
 from common.engine import EngineConfig, LLMEngine
+from common.layer_groups import deal_layers
 from common.loader import load_model
 from common.parallel.ranks import Ranks
 from common.runner.graph_maker import GraphMaker
@@ -165,7 +166,8 @@ def test_who_wants_graphs() -> None:
 def model_on(device: torch.device, **sizes: int) -> SimpleNamespace:
     """What is asked of a model."""
     weight, collectives = SimpleNamespace(device=device), SimpleNamespace(ranks=Ranks(**sizes))
-    return SimpleNamespace(embed_weight=weight, num_parameters=9, collectives=collectives)
+    sizes = {"num_parameters": 9, "groups": deal_layers([None], 9)}
+    return SimpleNamespace(embed_weight=weight, collectives=collectives, **sizes)
 
 
 @pytest.mark.parametrize(
