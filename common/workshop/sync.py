@@ -52,6 +52,7 @@ _TABLES = {
         ("common.workshop.bench.overlap_bench", "--tables"),
         ("common.workshop.bench.adapter_bench", "--tables"),
         ("common.workshop.bench.events_bench", "--tables"),
+        ("common.workshop.bench.experts_bench", "--tables"),
     ),
 }
 
