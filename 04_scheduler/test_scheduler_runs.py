@@ -494,7 +494,9 @@ def fingerprint(world: World, num_added: int) -> tuple:
     cache = scheduler.kv_memory.cache
     cached = ()
     if cache is not None:
-        cached = tuple(sorted((p.token_ids, p.num_users) for p in cache.cached_prefixes()))
+        group = lambda prefix: getattr(prefix, "group", 0)  # noqa: E731
+        found = cache.cached_prefixes()
+        cached = tuple(sorted((group(p), p.token_ids, p.num_users) for p in found))
     order = (tuple(scheduler.running), tuple(r.request_id for r in scheduler.waiting))
     plans = [tuple(plan.num_scheduled_tokens.items()) for plan in world.plans]
     ready = tuple(getattr(scheduler, "_ready", ()))  # where several steps are under way

@@ -360,6 +360,11 @@ class EngineConfig:
         wanted = self.overlap_scheduling is True
         return wanted or (self.overlap_scheduling == "auto" and device.type == "cuda")
 
+    def tokens_under_way(self, device: torch.device) -> int:
+        """At most so many of a request are computed, or planned, and not published yet."""
+        is_late = self.prefix_cache is not None and self.wants_overlap(device)
+        return self.max_num_batched_tokens * (2 if is_late else 1)
+
     def wants_graphs(self, device: torch.device) -> bool:
         return self.emulate_graphs or (device.type == "cuda" and not self.enforce_eager)
 

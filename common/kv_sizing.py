@@ -98,7 +98,8 @@ def make_kv_cache(
     if (groups := loaded.model.groups).have_windows:
         from grouped_kv_memory import most_blocks
 
-        limits = config.block_size, groups.windows, config.max_num_batched_tokens
+        most = config.tokens_under_way(loaded.model.embed_weight.device)
+        limits = config.block_size, groups.windows, most
         blocks_per_request = most_blocks(demand.max_model_len, *limits)
     sizes = config.block_size, config.max_num_seqs, demand.max_model_len
     budget = size_kv_cache(kv_bytes_per_block, *sizes, available, blocks_per_request)

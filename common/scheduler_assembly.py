@@ -132,7 +132,7 @@ def assemble_around(config: EngineConfig, side: RunnerSide) -> EngineParts:
     num_blocks = side.kv_cache.num_blocks
     windows = side.model.config.layer_windows
     if windows and (groups := deal_layers(windows, side.max_model_len)).have_windows:
-        kv_memory = make_grouped_memory(config, num_blocks, groups.windows)
+        kv_memory = make_grouped_memory(config, num_blocks, groups.windows, side.model.device)
     else:
         kv_memory = make_kv_memory(config, num_blocks, connector, listener, wait_for_steps)
     chunk_policy = make_chunk_policy(config)
@@ -388,18 +388,16 @@ def make_kv_memory(
 
 
 def make_grouped_memory(
-    config: EngineConfig, num_blocks: int, windows: Sequence[Window]
+    config: EngineConfig, num_blocks: int, windows: Sequence[Window], device: torch.device
 ) -> KVMemory:
-    from grouped_kv_memory import GroupedKVMemory
+    sizes = config.block_size, windows, config.tokens_under_way(device)
+    if config.prefix_cache is None:
+        from grouped_kv_memory import GroupedKVMemory
 
-    if config.prefix_cache is not None:
-        logger.warning(
-            "prefix_cache has no effect: none is built for layers that attend to a window; with "
-            "max_model_len=%d there are none",
-            min(window for window in windows if window is not None),
-        )
-    most = config.max_num_batched_tokens
-    return GroupedKVMemory(BlockPool(num_blocks), config.block_size, windows, most)
+        return GroupedKVMemory(BlockPool(num_blocks), *sizes)
+    from cached_grouped_memory import CachedGroupedMemory
+
+    return CachedGroupedMemory(BlockPool(num_blocks), *sizes)
 
 
 def make_cache(

@@ -18,15 +18,18 @@ Invariants: a request has room in all groups, or in none; what stands at positio
 table is held, or no token to come sees it. A refusal leaves every table as it was, but for blocks
 that nobody sees any more.
 
-No prefix is kept here. vLLM's coordinator of several managers does this and keeps prefixes, too."""
+No prefix is kept here: `cached_grouped_memory.py` does that. vLLM's coordinator of several managers
+does both."""
 
 from __future__ import annotations
 
 from bisect import bisect_right
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Sequence, Set
+from itertools import zip_longest
 
 from block_pool import NULL_BLOCK_ID, Block, BlockPool
+from kv_cache_manager import BlockTable
 from kv_memory import ComputedBlocks, KVMemory
 from request import Request, check_integers
 from scheduler_interface import BlockMove
@@ -38,16 +41,54 @@ class OneGroup(KVMemory):
     def __init__(self, pool: BlockPool, block_size: int, group: int) -> None:
         super().__init__(pool, block_size)
         self.group = group
+        self.moves: list[BlockMove] = []
+        self.num_given_up: Counter[str] = Counter()  # entries at the left of a table
 
-    def num_blocks_wanted(self, request_id: str, end: int, reserved_end: int) -> int:
-        """How long the table is to be: it reaches `end`, and what is reserved."""
-        return self.num_blocks_needed(max(end, reserved_end))
+    def most_reserved(self, num_given_up: int, end: int) -> int:
+        """How long a table is to be for who has reserved up to `end`."""
+        return self.num_blocks_needed(end)
+
+    def begin_with(self, request_id: str, found: Sequence[Block], num_blocks: int) -> None:
+        """Its table is to begin with `num_blocks`, of which the last are `found`."""
+        self.num_given_up[request_id] = num_blocks - len(found)
+        table = self._tables[request_id] = BlockTable()
+        table.append([self.pool.blocks[NULL_BLOCK_ID]] * (num_blocks - len(found)))
+        table.append(found)
 
     def lengthen(self, request: Request, num_blocks: int) -> bool:
         return self._reach(request.request_id, num_blocks * self.block_size)
 
+    def replace(self, request_id: str, index: int, block: Block) -> None:
+        """The runner is to be told."""
+        self._tables[request_id].replace(index, block)
+        self.moves.append(BlockMove(request_id, index, block.block_id, self.group))
+
+    def take_off(self, request_id: str) -> Sequence[Block | None]:
+        """Forget its table. Returns what it holds, None in the place of what was given up."""
+        self.moves = [move for move in self.moves if move.req_id != request_id]
+        self.grown.discard(request_id)
+        num_given_up = self.num_given_up.pop(request_id, 0)
+        table = self._tables.pop(request_id, None)
+        return [] if table is None else [None] * num_given_up + table.blocks[num_given_up:]
+
+    def requests(self) -> Set[str]:
+        """Who has a table."""
+        return self._tables.keys()
+
+    def tail(self, request_id: str, first: int) -> list[Block]:
+        return self._tables[request_id].blocks[first:]
+
+    def held(self, request_id: str) -> list[Block]:
+        return self.tail(request_id, self.num_given_up[request_id])
+
     def forget_all(self) -> None:
-        self._tables.clear()
+        for books in (self._tables, self.moves, self.num_given_up):
+            books.clear()
+
+    def _count_holders(self) -> Counter[int]:
+        holders = super()._count_holders()
+        del holders[NULL_BLOCK_ID]
+        return holders
 
 
 class WindowGroup(OneGroup):
@@ -58,45 +99,20 @@ class WindowGroup(OneGroup):
     ) -> None:
         super().__init__(pool, block_size, group)
         self.window, self.most = window, most
-        self.moves: list[BlockMove] = []
-        self._num_given_up: dict[str, int] = {}  # entries at the left of a table
 
-    def num_blocks_wanted(self, request_id: str, end: int, reserved_end: int) -> int:
-        num_reachable = self._num_given_up.get(request_id, 0) + self.most
-        reserved = min(self.num_blocks_needed(reserved_end), num_reachable)
-        return max(self.num_blocks_needed(end), reserved)
+    def most_reserved(self, num_given_up: int, end: int) -> int:
+        return min(self.num_blocks_needed(end), num_given_up + self.most)
 
-    def give_up(self, request: Request) -> None:
-        """What no token to come sees. O(blocks that are given up)."""
-        name, size = request.request_id, self.block_size
-        num_unseen = max(0, request.num_computed_tokens - self.window + 1) // size
-        first = self._num_given_up.get(name, 0)
-        if num_unseen <= first or name not in self._tables:
-            return
-        table, null = self._tables[name], self.pool.blocks[NULL_BLOCK_ID]
-        self._release(table.blocks[first:num_unseen])
-        for index in range(first, num_unseen):
-            table.replace(index, null)
-            self.moves.append(BlockMove(name, index, NULL_BLOCK_ID, self.group))
-        self._num_given_up[name] = num_unseen
-
-    def free(self, request: Request) -> None:
-        super().free(request)
-        self._num_given_up.pop(request.request_id, None)
-        self.moves = [move for move in self.moves if move.req_id != request.request_id]
-
-    def forget_all(self) -> None:
-        super().forget_all()
-        self._num_given_up.clear()
-        self.moves.clear()
-
-    def _release(self, blocks: Sequence[Block]) -> None:
-        super()._release([block for block in blocks if block.block_id != NULL_BLOCK_ID])
-
-    def _count_holders(self) -> Counter[int]:
-        holders = super()._count_holders()
-        del holders[NULL_BLOCK_ID]
-        return holders
+    def give_up(self, request: Request, most: int) -> None:
+        """O(blocks that are given up)."""
+        name = request.request_id
+        num_unseen = max(0, request.num_computed_tokens - self.window + 1) // self.block_size
+        first, end = self.num_given_up[name], min(num_unseen, most)
+        if end > first and name in self._tables:
+            self._release(self._tables[name].blocks[first:end])
+            for index in range(first, end):
+                self.replace(name, index, self.pool.blocks[NULL_BLOCK_ID])
+            self.num_given_up[name] = end
 
 
 class GroupedKVMemory(KVMemory):
@@ -148,17 +164,25 @@ class GroupedKVMemory(KVMemory):
         num_reserved_tokens: int = 0,
         computed: ComputedBlocks | None = None,
     ) -> bool:
+        name, num_found = request.request_id, 0 if computed is None else computed.num_tokens
         for group in self._windows:
-            group.give_up(request)
-        name, end = request.request_id, request.num_computed_tokens + num_new_tokens
+            group.give_up(request, self._may_be_given_up(request))
+        end = request.num_computed_tokens + num_found + num_new_tokens
         reserved_end = max(self._reserved_ends.get(name, 0), end + num_reserved_tokens)
-        wanted = [group.num_blocks_wanted(name, end, reserved_end) for group in self.groups]
-        lengths = map(len, self.get_tables(name))
-        if sum(max(0, w - n) for w, n in zip(wanted, lengths)) > self.pool.num_free_blocks:
+        num_new, wanted = 0, []
+        for group in self.groups:
+            num_reserved = group.most_reserved(group.num_given_up[name], reserved_end)
+            wanted.append(max(self.num_blocks_needed(end), num_reserved))
+            num_new += max(0, wanted[-1] - len(group.get_block_ids(name)))
+        if num_new > self.pool.num_free_blocks:
             return False
         if num_reserved_tokens:
             self._reserved_ends[name] = reserved_end
         return all([g.lengthen(request, n) for g, n in zip(self.groups, wanted, strict=True)])
+
+    def _may_be_given_up(self, request: Request) -> int:
+        """Entries at the left of its tables, if no token to come sees them."""
+        return request.num_computed_tokens // self.block_size
 
     def can_allocate(
         self,
@@ -168,17 +192,27 @@ class GroupedKVMemory(KVMemory):
         num_kept_free: int = 0,
         gone: Request | None = None,
     ) -> bool:
-        num_new = self.most_blocks(num_tokens)
-        held: set[int] = set()
-        if gone is not None:
-            held.update(*self.get_tables(gone.request_id))
-        num_free = self.pool.num_free_blocks + len(held - {NULL_BLOCK_ID})
-        return num_new + num_kept_free <= num_free
+        found = self._find(request, computed)
+        num_new, num_found = num_kept_free, computed.num_tokens // self.block_size
+        for group, blocks in zip(self.groups, found, strict=True):
+            end = computed.num_tokens + num_tokens
+            num_new += group.most_reserved(num_found - len(blocks), end) - num_found
+        released = [] if gone is None else [b for g in self.groups for b in g.held(gone.request_id)]
+        num_free = self.pool.num_free_blocks + sum(block.ref_cnt == 1 for block in released)
+        # What is found and has no other holder is free now, and no more when it is held.
+        taken = (b.ref_cnt == (b in released) for blocks in found for b in blocks)
+        return num_new + sum(taken) <= num_free
+
+    def _find(self, request: Request, computed: ComputedBlocks) -> list[list[Block]]:
+        """The blocks of `computed`, by groups."""
+        return [[] for _ in self.groups]
 
     def free(self, request: Request) -> None:
+        """The deepest of all groups come first: a prefix holds in all of them, or is of no use."""
         self._reserved_ends.pop(request.request_id, None)
-        for group in self.groups:
-            group.free(request)
+        tables = [group.take_off(request.request_id) for group in self.groups]
+        depths = [*zip_longest(*tables)][::-1]
+        self.pool.free([block for blocks in depths for block in blocks if block is not None])
 
     def begin_anew(self) -> None:
         self._reserved_ends.clear()
@@ -187,8 +221,8 @@ class GroupedKVMemory(KVMemory):
         super().begin_anew()
 
     def take_block_moves(self) -> list[BlockMove]:
-        moves = [move for group in self._windows for move in group.moves]
-        for group in self._windows:
+        moves = [move for group in self.groups for move in group.moves]
+        for group in self.groups:
             group.moves = []
         return moves
 
@@ -199,7 +233,7 @@ class GroupedKVMemory(KVMemory):
         """And that nothing which is seen was given up."""
         requests = list(requests)
         super().check_invariants(requests)
-        names = [group._tables.keys() for group in self.groups]
+        names = [group.requests() for group in self.groups]
         assert all(found == names[0] for found in names), "a table is missing in some group"
         for group in self._windows:
             for request in requests:

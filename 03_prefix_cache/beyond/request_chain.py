@@ -36,6 +36,10 @@ class RequestChains:
 
     def chain(self, request: Request, num_blocks: int) -> list[Link]:
         """Hash and tokens of the first `num_blocks` blocks, which must be full."""
+        return self.known(request, num_blocks)[:num_blocks]
+
+    def known(self, request: Request, num_blocks: int) -> list[Link]:
+        """The same list each time, of at least `num_blocks`. It grows: who keeps it keeps all."""
         chain = self._chains.setdefault(request, [])
         tokens, size = request.all_token_ids, self.block_size
         if not chain and num_blocks:
@@ -44,4 +48,4 @@ class RequestChains:
         for start in range(len(chain) * size, num_blocks * size, size):
             link = tuple(tokens[start : start + size])
             chain.append((compute_block_hash(chain[-1][0], link), link))
-        return chain[:num_blocks]
+        return chain

@@ -4,11 +4,14 @@ looks at what it reads in each group."""
 from __future__ import annotations
 
 import copy
+from collections import Counter
 from itertools import pairwise
+from typing import ClassVar
 
 import pytest
 
 from block_pool import BlockPool
+from cached_grouped_memory import CachedGroupedMemory
 from fake_model import FakeModelRunner
 from grouped_kv_memory import GroupedKVMemory, most_blocks, most_of_window
 from kv_memory import ComputedBlocks, SharingRunnerState
@@ -17,7 +20,7 @@ from scheduler import Scheduler
 from test_scheduler_runs import VOCAB, World, _explore
 
 
-class CheckedGroups(GroupedKVMemory):
+class Checked(GroupedKVMemory):
     """`can_allocate` says what freeing one and seating the other would come to, tried on a copy."""
 
     def can_allocate(self, request, num_tokens, computed, num_kept_free=0, gone=None):
@@ -26,10 +29,35 @@ class CheckedGroups(GroupedKVMemory):
         if gone is not None:
             memory.free(gone)
         num_new = min(num_tokens, self.max_step_tokens)
-        is_room = memory.allocate_slots(request, num_new, num_tokens - num_new)
+        is_room = memory.allocate_slots(request, num_new, num_tokens - num_new, computed)
         num_free = memory.pool.num_free_blocks
         assert answer == (is_room and num_free >= num_kept_free), (request, num_tokens, gone)
         return answer
+
+
+class CheckedCache(Checked, CachedGroupedMemory):
+    """And every hit is the longest that brute force finds."""
+
+    hits: ClassVar[Counter[str]] = Counter()  # of all copies
+
+    def get_computed_blocks(self, request, wait_for_others=True):
+        found = super().get_computed_blocks(request, wait_for_others)
+        if isinstance(found, ComputedBlocks):
+            known = {(k.group, k.token_ids) for k in self.cache.cached_prefixes()}
+            tokens, size = request.all_token_ids, self.block_size
+            holding = [
+                end
+                for end in range(0, len(tokens), size)
+                if all(
+                    (group, tuple(tokens[:stop])) in known
+                    for group, window in enumerate(self.windows)
+                    for stop in range(size, end + 1, size)
+                    if window is None or stop > end - window + 1
+                )
+            ]
+            assert found.num_tokens == holding[-1], (request, found)
+            self.hits[f"{found.num_tokens} tokens"] += 1
+        return found
 
 
 class GroupedModelRunner(FakeModelRunner):
@@ -67,12 +95,32 @@ class GroupedModelRunner(FakeModelRunner):
     ],
 )
 def test_every_interleaving_of_three_requests(windows, num_blocks, share):
-    prompts = [([0, 1, 1], 4, 1), ([0, 1, 2, 3], 3, 0), ([0, 1], 5, 1)]
-    memory = CheckedGroups(BlockPool(num_blocks + 1), 2, windows, max_step_tokens=5)
+    memory = Checked(BlockPool(num_blocks + 1), 2, windows, max_step_tokens=5)
+    _explore(make_world(memory), [([0, 1, 1], 4, 1), ([0, 1, 2, 3], 3, 0), ([0, 1], 5, 1)], share)
+
+
+@pytest.mark.parametrize(
+    ("windows", "num_blocks", "share"),
+    [
+        ([None, 4], 10, 0.85),
+        pytest.param([None, 4], 10, 1, marks=pytest.mark.slow),
+        pytest.param([None, 3], 13, 1, marks=pytest.mark.slow),
+        pytest.param([None, 2, 4], 16, 1, marks=pytest.mark.slow),
+    ],
+)
+def test_every_interleaving_with_a_prefix_cache(windows, num_blocks, share):
+    memory = CheckedCache(BlockPool(num_blocks + 1), 2, windows, max_step_tokens=5)
+    CheckedCache.hits.clear()
+    prompts = [([0, 1, 1, 0, 2], 4, 1), ([0, 1, 1, 3], 4, 0), ([2, 1], 5, 1)]
+    _explore(make_world(memory), prompts, share)
+    assert min(CheckedCache.hits[f"{n} tokens"] for n in (0, 2, 4, 6)) > 20, CheckedCache.hits
+
+
+def make_world(memory: GroupedKVMemory) -> World:
     limits = {"max_num_seqs": 2, "max_num_batched_tokens": 5, "max_preemptions": 2}
     world = World(memory, policy="fcfs", **limits)
-    world.runner = GroupedModelRunner(2, windows)
-    _explore(world, prompts, share)
+    world.runner = GroupedModelRunner(memory.block_size, memory.windows)
+    return world
 
 
 @pytest.mark.parametrize("window", [1, 2, 5, 8])

@@ -37,7 +37,7 @@ from common.serve.kv_wire import (
     add_stored,
 )
 from kv_tiers import nobody_listens
-from prefix_cache import NormalKeys
+from prefix_cache import NormalKeys, PrefixCache
 from prefix_cache_local import compute_block_hash
 from request_chain import root_keys
 from scheduler_books import SchedulerPlugin
@@ -46,7 +46,6 @@ from tiered_cache import TieredCache
 if TYPE_CHECKING:
     from block_pool import Block
     from common.engine import LLMEngine
-    from prefix_cache import PrefixCache
     from scheduler_books import SchedulerBooks
     from scheduler_interface import SchedulerOutput
 
@@ -249,6 +248,8 @@ class KVEvents(SchedulerPlugin):
     ) -> None:
         if engine.prefix_cache is None:
             raise ValueError("kv_events: this engine has no prefix cache; there is nothing to tell")
+        if not isinstance(engine.prefix_cache, PrefixCache):
+            raise ValueError("kv_events: they are not built for layers that attend to a window")
         owner = weakref.proxy(engine)  # which holds this
         self._changes = CacheChanges(engine.prefix_cache, lambda digest: owner.adapter_of(digest))
         self.publisher = EventPublisher(self._changes, endpoint, replay_endpoint, topic)

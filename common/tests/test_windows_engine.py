@@ -95,7 +95,7 @@ def draw_config(rng: random.Random, oracle: Oracle, loaded: LoadedModel) -> dict
         chunked_prefill=not whole,
         speculative={"method": "ngram", "num_spec_tokens": 3} if speculates else None,
         overlap_scheduling=not speculates and rng.random() < 0.3,
-        policy=rng.choice(["fcfs", "priority", "lof"]),
+        policy=rng.choice(["fcfs", "priority", "lof", "lpm", "dfs-weight"]),
         watermark=rng.choice([0.0, 0.1]),
         preempt_every=rng.choice([None, 2, 5]),
         shuffle_batch=rng.random() < 0.5,
@@ -113,6 +113,21 @@ def test_random_workloads(seed: int, windowed: tuple[Oracle, LoadedModel]) -> No
     engine.close()
 
 
+@pytest.mark.parametrize("step", [5, 100])
+def test_a_warm_run_equals_a_cold_one(step: int, windowed: tuple[Oracle, LoadedModel]) -> None:
+    """Each prompt once, then each again, with room for what all of them leave behind."""
+    oracle, loaded = windowed
+    sizes = dict(block_size=2, num_blocks=2_000, max_num_batched_tokens=step, max_num_seqs=4)
+    engine = full_of_nan(checked_engine(loaded, **sizes))
+    longest = sorted(range(len(oracle.prompts)), key=lambda i: -len(oracle.prompts[i]))[:3]
+    serve(engine, oracle, longest, 6)
+    cold = engine.stats().cached_tokens
+    serve(engine, oracle, longest, 6)
+    num_found = engine.stats().cached_tokens - cold
+    assert num_found == sum((len(oracle.prompts[i]) - 1) // 2 * 2 for i in longest) > 0
+    engine.close()
+
+
 def test_up_to_the_window_nothing_is_different(windowed: tuple[Oracle, LoadedModel]) -> None:
     oracle, loaded = windowed
     window = min(w for w in loaded.config.layer_windows if w is not None)
@@ -127,6 +142,7 @@ def test_up_to_the_window_nothing_is_different(windowed: tuple[Oracle, LoadedMod
 @pytest.mark.parametrize(
     ("settings", "named"),
     [
+        ({"prefix_cache": "radix"}, "prefix_cache='radix'"),
         ({"scheduler": "fcfs"}, "scheduler='fcfs'"),
         ({"scheduler": "prefill_first"}, "scheduler='prefill_first'"),
         ({"batch_invariant": True}, "batch_invariant"),

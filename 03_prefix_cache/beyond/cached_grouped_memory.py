@@ -1,0 +1,212 @@
+"""KV memory of layers in groups, with a prefix cache: a hit holds in all groups, or is none.
+
+    window 5, blocks of 2       positions     0 1   2 3   4 5   6 7   8 ..
+    found in group 0                           5     9     3     8
+    found in group 1                           0     0     4    11            0: nobody reads it
+    computed next                                                     8 and on
+
+What is written is published when its forward pass is over, in each group by itself; what a window
+leaves behind is given up after that, so it can be found until its block is handed out anew. For
+who waits for a block that another computes, and whose blocks are not to be trusted, the rules are
+those of `cached_kv_cache_manager.py`.
+
+Invariants: those of `GroupedKVMemory`; what a table has published is known by the cache under its
+own prefix, or has been withdrawn; a block stands in several tables only if it is or was known, at
+one place of one group. vLLM's coordinator of several managers does this."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+from block_pool import NULL_BLOCK_ID, Block, BlockPool
+from grouped_kv_memory import GroupedKVMemory
+from grouped_prefix_cache import GroupedPrefixCache
+from kv_memory import ComputedBlocks, NotReady
+from request import Request, RequestStatus
+from request_chain import Link, RequestChains
+
+
+@dataclass(slots=True)
+class _Published:
+    """Of a request that has tables."""
+
+    request: Request
+    num_blocks: int  # at the front, in each group
+    in_flight: bytes = b""  # hash of the block that it is the first to compute
+    num_withdrawn: int = 0  # blocks at the front that were published, and are not trusted
+
+
+class CachedGroupedMemory(GroupedKVMemory):
+    """A `GroupedKVMemory` whose requests share what any of them has computed."""
+
+    cache: GroupedPrefixCache  # pyright: ignore[reportIncompatibleVariableOverride]
+
+    def __init__(
+        self,
+        pool: BlockPool,
+        block_size: int,
+        windows: Sequence[int | None],
+        max_step_tokens: int,
+    ) -> None:
+        super().__init__(pool, block_size, windows, max_step_tokens)
+        self.cache = GroupedPrefixCache(pool, block_size, windows)
+        self._chains = RequestChains(block_size, ())
+        self._published: dict[str, _Published] = {}
+        self._in_flight: dict[bytes, str] = {}  # block being computed -> request
+
+    def get_computed_blocks(
+        self, request: Request, wait_for_others: bool = True
+    ) -> ComputedBlocks | NotReady:
+        """As without groups. Which blocks these are is asked again when they are held."""
+        if request.request_id in self._published:
+            raise ValueError(f"request {request.request_id!r} has a block table already")
+        if request.sampling_params.skip_reading_prefix_cache:
+            return ComputedBlocks()
+        chain = self._chains.chain(request, (request.num_tokens - 1) // self.block_size)
+        num_blocks = self.cache.longest_hit(chain)
+        self.waits_for = None
+        if wait_for_others and num_blocks < len(chain):
+            self.waits_for = self._in_flight.get(chain[num_blocks][0])
+        found = ComputedBlocks(num_tokens=num_blocks * self.block_size)
+        return NotReady.COMPUTED_NOW if self.waits_for else found
+
+    def find_cached_blocks(self, request: Request) -> Sequence[int]:
+        """Numbers that stand for the blocks' contents: a block may be gone in one of the groups."""
+        chain = self._chains.chain(request, (request.num_tokens - 1) // self.block_size)
+        if request.sampling_params.skip_reading_prefix_cache:
+            return ()
+        return [int.from_bytes(name[:8]) for name, _ in chain[: self.cache.longest_hit(chain)]]
+
+    def _find(self, request: Request, computed: ComputedBlocks) -> list[list[Block]]:
+        num_blocks = computed.num_tokens // self.block_size
+        return self.cache.find(self._chains.chain(request, num_blocks), num_blocks)
+
+    def allocate_slots(
+        self,
+        request: Request,
+        num_new_tokens: int,
+        num_reserved_tokens: int = 0,
+        computed: ComputedBlocks | None = None,
+    ) -> bool:
+        name, computed = request.request_id, computed or ComputedBlocks()
+        is_admission = name not in self._published
+        num_found = computed.num_tokens // self.block_size
+        if num_found:
+            if not is_admission:
+                raise ValueError(f"request {name!r} has a block table already")
+            found = self._find(request, computed)
+            self.cache.hold([block for blocks in found for block in blocks])
+            for group, blocks in zip(self.groups, found, strict=True):
+                group.begin_with(name, blocks, num_found)
+        lengths = list(map(len, self.get_tables(name)))
+        if not super().allocate_slots(request, num_new_tokens, num_reserved_tokens, computed):
+            if num_found:
+                super().free(request)
+            return False
+        for group, length in zip(self.groups, lengths, strict=True):
+            self.cache.forget(group.tail(name, length))
+        if is_admission:
+            self._published[name] = _Published(request, num_found)
+            reads = not request.sampling_params.skip_reading_prefix_cache
+            if request.num_preemptions == 0 and reads:
+                self.cache.stats.record(request.num_tokens, computed.num_tokens)
+        end = request.num_computed_tokens + computed.num_tokens + num_new_tokens
+        self._note_in_flight(request, min(end, request.num_tokens))
+        return True
+
+    def _note_in_flight(self, request: Request, end: int) -> None:
+        """The block that the request publishes next is being computed, if it will be full."""
+        state = self._published[request.request_id]
+        num_blocks = state.num_blocks + 1
+        is_next_known = state.in_flight or state.num_withdrawn  # or is never published
+        if not is_next_known and num_blocks * self.block_size <= end:
+            block_hash = self._chains.known(request, num_blocks)[num_blocks - 1][0]
+            if self._in_flight.setdefault(block_hash, request.request_id) == request.request_id:
+                state.in_flight = block_hash
+
+    def _may_be_given_up(self, request: Request) -> int:
+        """Not before it is published. Where steps are under way that is later than it is computed,
+        and a step more of tokens is held."""
+        state = self._published.get(request.request_id)
+        if state is None or state.num_withdrawn:
+            return super()._may_be_given_up(request)
+        return state.num_blocks
+
+    def cache_blocks(self, request: Request, num_computed_tokens: int) -> None:
+        """Publish the request's full blocks, in all groups. O(new full blocks)."""
+        state = self._published.get(request.request_id)
+        num_full = min(num_computed_tokens, request.num_tokens) // self.block_size
+        if state is None or num_full <= state.num_blocks or state.num_withdrawn:
+            return
+        chain = self._chains.known(request, num_full)
+        for group in self.groups:
+            blocks = group.tail(request.request_id, state.num_blocks)
+            for index, block in zip(range(state.num_blocks, num_full), blocks):
+                kept = self.cache.publish(group.group, chain, index, block)
+                if kept is not block:
+                    group.replace(request.request_id, index, kept)
+        state.num_blocks = num_full
+        self._in_flight.pop(state.in_flight, None)
+        state.in_flight = b""
+
+    def free(self, request: Request) -> None:
+        """Give up the request's blocks. What is published can be found until it is handed out,
+        unless the request has ended in an error."""
+        state = self._published.pop(request.request_id, None)
+        if state is not None:
+            self._in_flight.pop(state.in_flight, None)
+            chain = self._chains.chain(request, state.num_blocks)
+            if request.status == RequestStatus.FINISHED_ERROR:
+                self._withdraw(chain)
+            elif request.output_token_ids and request.num_computed_tokens >= request.num_tokens - 1:
+                self.cache.trust(chain)
+        super().free(request)
+
+    def _withdraw(self, chain: Sequence[Link]) -> None:
+        """Who else has such blocks goes on with them, and publishes nothing any more."""
+        start = self.cache.withdraw(chain)
+        for state in self._published.values():
+            own = self._chains.chain(state.request, state.num_blocks)
+            if start is not None and own[start : start + 1] == [chain[start]]:
+                state.num_withdrawn = max(state.num_withdrawn, state.num_blocks)
+                state.num_blocks = start
+                self._in_flight.pop(state.in_flight, None)
+                state.in_flight = b""
+
+    def begin_anew(self) -> None:
+        """And nothing is cached."""
+        self._published.clear()
+        self._in_flight.clear()
+        self.cache.begin_anew()
+        super().begin_anew()
+
+    def _check_sharing(self) -> None:
+        places: dict[int, tuple[object, int, int]] = {}
+        for name, state in self._published.items():
+            for number, ids in enumerate(self.get_tables(name)):
+                for index, block_id in enumerate(ids):
+                    is_known = self.cache.knows(self.pool.blocks[block_id])
+                    is_shared = is_known or index < state.num_withdrawn
+                    place = ("shared" if is_shared else name, number, index)
+                    is_alone = places.setdefault(block_id, place) == place
+                    assert is_alone or block_id == NULL_BLOCK_ID, (name, place)
+
+    def check_invariants(self, requests: Iterable[Request] = ()) -> None:
+        requests = list(requests)
+        assert self._published.keys() == self.groups[0].requests(), "tables without a state"
+        super().check_invariants(requests)
+        self.cache.check_invariants()
+        for block_hash, name in self._in_flight.items():
+            assert self._published[name].in_flight == block_hash, name
+        for request in requests:
+            state = self._published[request.request_id]
+            chain = self._chains.chain(request, state.num_blocks)
+            tokens = [token for _, of_block in chain for token in of_block]
+            assert tokens == request.all_token_ids[: len(tokens)], request
+            for group in self.groups:
+                blocks = group.held(request.request_id)
+                first = group.num_given_up[request.request_id]
+                for index, block in zip(range(first, state.num_blocks), blocks):
+                    key = group.group, chain[index][0]
+                    assert self.cache.key_of(block) == key, (request, key)

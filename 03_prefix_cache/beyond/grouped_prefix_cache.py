@@ -1,0 +1,173 @@
+"""A hit that holds for every group of layers: chapter 3's hash chain, with keys (group, hash).
+
+    window 6, blocks of 4          tokens   0-3   4-7  8-11 12-15   next: token 16
+    group 0   every position                 x     x     x     x
+    group 1   what a window sees             x     -     -     x       12-15, but not 11
+    the longest prefix that holds            4 tokens
+
+A prefix holds in a group that sees everything if all its blocks are there, and in one with a window
+if its last `window - 1` tokens are: nobody reads what is in front of them, so it may be gone. Both
+must hold at one length. Shortened for one group, a prefix may no longer hold in another, so they
+are asked in turn until all agree: no longer prefix holds, as each only ever refuses what does not.
+
+So here a parent may leave before its child, which chapter 3's caches forbid. And the cache is no
+holder: a block that nobody has keeps what is in it until the pool hands it out anew, and the pool's
+free order is the order of eviction.
+
+Invariants: of one (group, hash) at most one block is known; a block is known by one key at most;
+what it holds has not changed since it was published.
+
+vLLM's pool is such a cache, and its coordinator of several managers asks them in turn."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+from block_pool import Block, BlockPool
+from prefix_cache import CacheStats
+from prefix_cache_local import compute_block_hash
+from request_chain import Link
+
+
+@dataclass(slots=True, eq=False)
+class GroupedBlock:
+    """What is in `block`: KV of `group`'s layers of the last tokens of `chain[: index + 1]`."""
+
+    block: Block
+    group: int
+    chain: list[Link]  # of who published it
+    index: int
+    is_trusted: bool = False  # somebody has sampled a token with this prefix
+
+    @property
+    def key(self) -> tuple[int, bytes]:
+        return self.group, self.chain[self.index][0]
+
+    @property
+    def token_ids(self) -> tuple[int, ...]:
+        """Of the whole prefix. For checks; O(depth)."""
+        return tuple(token for _, tokens in self.chain[: self.index + 1] for token in tokens)
+
+    @property
+    def num_users(self) -> int:
+        return self.block.ref_cnt
+
+
+class GroupedPrefixCache:
+    """Known prefixes in blocks of `pool`. `windows`: of each group, in tokens; None sees all."""
+
+    def __init__(self, pool: BlockPool, block_size: int, windows: Sequence[int | None]) -> None:
+        self.pool, self.block_size = pool, block_size
+        self.stats = CacheStats()
+        # Whole blocks in front of a block's end that the next token sees.
+        self._num_seen = [None if w is None else -(-(w - 1) // block_size) for w in windows]
+        self._by_key: dict[tuple[int, bytes], GroupedBlock] = {}
+        self._by_block_id: dict[int, GroupedBlock] = {}
+
+    def longest_hit(self, chain: Sequence[Link]) -> int:
+        """Blocks of the longest prefix that holds in every group."""
+        hashes, num_agreeing, group = [link[0] for link in chain], 0, 0
+        while num_agreeing < len(self._num_seen):
+            num_blocks = self._longest_in(group, hashes)
+            num_agreeing = num_agreeing + 1 if num_blocks == len(hashes) else 1
+            hashes, group = hashes[:num_blocks], (group + 1) % len(self._num_seen)
+        return len(hashes)
+
+    def _longest_in(self, group: int, hashes: Sequence[bytes]) -> int:
+        num_seen = self._num_seen[group]
+        if num_seen is None:
+            missing = (i for i, name in enumerate(hashes) if (group, name) not in self._by_key)
+            return next(missing, len(hashes))
+        length = index = len(hashes)  # from the right: is all there that is seen behind `length`?
+        while index > max(0, length - num_seen):
+            index -= 1
+            if (group, hashes[index]) not in self._by_key:
+                length = index
+        return length
+
+    def find(self, chain: Sequence[Link], num_blocks: int) -> list[list[Block]]:
+        """What each group needs for the prefix of `num_blocks`, which holds: its last blocks."""
+        found = []
+        for group, num_seen in enumerate(self._num_seen):
+            first = 0 if num_seen is None else max(0, num_blocks - num_seen)
+            keys = [(group, name) for name, _ in chain[first:num_blocks]]
+            found.append([self._by_key[key].block for key in keys])
+        return found
+
+    def hold(self, blocks: Sequence[Block]) -> None:
+        """One holder more for known blocks, whether they have any or not."""
+        free = [block for block in blocks if block.ref_cnt == 0]
+        self.pool.touch([block for block in blocks if block.ref_cnt])
+        self.pool.reclaim(free)
+
+    def publish(self, group: int, chain: list[Link], index: int, block: Block) -> Block:
+        """`block` is full of what `chain` says. Returns the block that is known for it: this one,
+        or one that was known before and takes over its holder."""
+        new = GroupedBlock(block, group, chain, index)
+        known = self._by_key.setdefault(new.key, new)
+        if known is new:
+            self._by_block_id[block.block_id] = new
+        else:
+            self.hold([known.block])
+            self.pool.free([block])
+        return known.block
+
+    def forget(self, blocks: Sequence[Block]) -> None:
+        """They are handed out anew, or not to be trusted."""
+        for block in blocks:
+            known = self._by_block_id.pop(block.block_id, None)
+            if known is not None:
+                del self._by_key[known.key]
+
+    def trust(self, chain: Sequence[Link]) -> None:
+        for link in chain:
+            for known in self._known(link):
+                known.is_trusted = True
+
+    def withdraw(self, chain: Sequence[Link]) -> int | None:
+        """Forget the first block of `chain` that nobody has sampled a token with, in all groups,
+        and all that was computed behind it. Returns its index, if there is one."""
+        for index, link in enumerate(chain):
+            if not all(known.is_trusted for known in self._known(link)):
+                behind = (k for k in self._by_block_id.values() if k.index >= index)
+                self.forget([k.block for k in behind if k.chain[index] == link])
+                return index
+        return None
+
+    def _known(self, link: Link) -> Iterator[GroupedBlock]:
+        keys = ((group, link[0]) for group in range(len(self._num_seen)))
+        return (self._by_key[key] for key in keys if key in self._by_key)
+
+    def knows(self, block: Block) -> bool:
+        return block.block_id in self._by_block_id
+
+    def key_of(self, block: Block) -> tuple[int, bytes]:
+        return self._by_block_id[block.block_id].key
+
+    @property
+    def num_cached_blocks(self) -> int:
+        return len(self._by_block_id)
+
+    def reset(self) -> bool:
+        """Forget everything. False, and nothing has changed, while any of it is in use."""
+        if any(known.block.ref_cnt for known in self._by_block_id.values()):
+            return False
+        self.begin_anew()
+        return True
+
+    def begin_anew(self) -> None:
+        self._by_key.clear()
+        self._by_block_id.clear()
+
+    def cached_prefixes(self) -> Iterator[GroupedBlock]:
+        """For checks, in no order."""
+        return iter(self._by_block_id.values())
+
+    def check_invariants(self) -> None:
+        assert len(self._by_key) == len(self._by_block_id)
+        for block_id, known in self._by_block_id.items():
+            assert self._by_key[known.key] is known, known
+            assert self.pool.blocks[block_id] is known.block, known
+            before, (name, tokens) = known.chain[: known.index], known.chain[known.index]
+            assert not before or compute_block_hash(before[-1][0], tokens) == name, known

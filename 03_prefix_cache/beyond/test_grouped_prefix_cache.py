@@ -1,0 +1,212 @@
+"""The hit that holds in every group, against brute force; who is evicted; who is withdrawn."""
+
+from __future__ import annotations
+
+from itertools import product
+
+import pytest
+
+from block_pool import BlockPool
+from cached_grouped_memory import CachedGroupedMemory
+from grouped_kv_memory import most_blocks
+from grouped_prefix_cache import GroupedPrefixCache
+from kv_memory import NotReady
+from prefix_cache_local import compute_hash_chain
+from request import Request, RequestStatus
+from scheduler_interface import BlockMove
+
+SIZE = 2
+
+
+@pytest.mark.parametrize("windows", [(None, 4), (3, None), (2, 5), (1, None), (3, 4, None), (9,)])
+def test_the_longest_hit_is_that_of_brute_force(windows: tuple[int | None, ...]):
+    """Every set of blocks that can be there, of all groups."""
+    num_blocks = 4 if len(windows) < 3 else 3
+    chain = compute_hash_chain(range(SIZE * num_blocks), SIZE)
+    places = list(product(range(len(windows)), range(num_blocks)))
+    lengths = set()
+    for is_there in product([False, True], repeat=len(places)):
+        there = {place for place, is_it in zip(places, is_there) if is_it}
+        cache = GroupedPrefixCache(BlockPool(1 + len(places)), SIZE, windows)
+        for number, (group, index) in enumerate(places, 1):
+            if (group, index) in there:
+                cache.publish(group, chain, index, cache.pool.blocks[number])
+        expected = max(
+            length
+            for length in range(num_blocks + 1)
+            if all(
+                (group, position // SIZE) in there
+                for group, window in enumerate(windows)
+                for position in range(length * SIZE)
+                if window is None or position > length * SIZE - window
+            )
+        )
+        assert cache.longest_hit(chain) == expected, there
+        found = cache.find(chain, expected)
+        ids = [[(b.block_id - 1) % num_blocks for b in blocks] for blocks in found]
+        assert all(own == list(range(expected - len(own), expected)) for own in ids)
+        cache.check_invariants()
+        lengths.add(expected)
+    assert lengths == set(range(num_blocks + 1))
+
+
+def make_memory(num_blocks: int, windows=(None, 4), step: int = 20) -> CachedGroupedMemory:
+    return CachedGroupedMemory(BlockPool(num_blocks + 1), SIZE, windows, step)
+
+
+def compute(memory: CachedGroupedMemory, request: Request, num_tokens: int | None = None) -> int:
+    """A step of all that it has not computed, or of `num_tokens`. Returns what was found."""
+    found = 0
+    if not memory.get_block_ids(request.request_id):
+        computed = memory.get_computed_blocks(request)
+        assert not isinstance(computed, NotReady)
+        num_new = num_tokens or request.num_tokens - computed.num_tokens
+        assert memory.can_allocate(request, num_new, computed)
+        assert memory.allocate_slots(request, num_new, 0, computed)
+        found = request.num_computed_tokens = computed.num_tokens
+    else:
+        num_new = num_tokens or request.num_tokens - request.num_computed_tokens
+        assert memory.allocate_slots(request, num_new)
+    request.num_computed_tokens += num_new
+    memory.cache_blocks(request, request.num_computed_tokens)
+    memory.check_invariants([request])
+    return found
+
+
+def leave(memory: CachedGroupedMemory, request: Request) -> None:
+    memory.free(request)
+    memory.check_invariants()
+
+
+def test_the_example_of_the_page():
+    """A window of 5 and blocks of 2: 8 tokens are found, of which the window group holds 4."""
+    memory = make_memory(30, (None, 5))
+    first = Request.from_tokens("a", list(range(8)), 9)
+    assert compute(memory, first) == 0
+    leave(memory, first)
+    second = Request.from_tokens("b", [*range(8), 50], 9)
+    assert compute(memory, second) == 8
+    full, window = memory.get_tables("b")
+    assert 0 not in full and list(window[:2]) == [0, 0] and 0 not in window[2:]
+    assert memory.num_blocks_in_use == 4 + 2 + 2 and memory.cache.stats.hit_rate == 8 / 17
+
+
+def test_what_a_window_has_left_can_be_found_until_it_is_handed_out():
+    """A second request that parts from the first in the middle needs blocks that the first has
+    given up long ago."""
+    memory = make_memory(40, step=4)
+    first = Request.from_tokens("a", list(range(20)), 1)
+    while first.num_computed_tokens < 20:
+        compute(memory, first, 4)
+    assert 0 in memory.get_tables("a")[1]
+    parted = Request.from_tokens("b", [*range(9), 77], 1)
+    assert compute(memory, parted, 2) == 8
+    leave(memory, parted)
+    greedy = Request.from_tokens("c", [5] * 99, 1)
+    while memory.allocate_slots(greedy, 1):
+        greedy.num_computed_tokens += 1
+    memory.check_invariants([first, greedy])
+    assert memory.get_computed_blocks(parted).num_tokens == 0
+    assert memory.pool.num_free_blocks < 2
+
+
+@pytest.mark.parametrize("windows", [(None, 4), (3, 6), (None, 3, 5)])
+def test_eviction_takes_the_end_of_a_prefix_first(windows):
+    """Block by block, in all groups: what is left of a hit shrinks by a block, and never at once to
+    nothing while there are windows of blocks left."""
+    most = most_blocks(16, SIZE, windows, 20)
+    memory = make_memory(most, windows)
+    request = Request.from_tokens("a", list(range(16)), 1)
+    compute(memory, request)
+    leave(memory, request)
+    hits, probe = [], Request.from_tokens("b", [*range(16), 9], 1)
+    for _ in range(most):
+        hits.append(memory.get_computed_blocks(probe).num_tokens)
+        taken = memory.pool.allocate(1)
+        memory.cache.forget(taken)
+    assert hits == sorted(hits, reverse=True) and hits[0] == 16
+    assert set(hits) >= set(range(2, 17, 2)), hits
+
+
+def test_a_duplicate_is_given_back_in_its_own_group():
+    """Both begin in the same step, in the middle of a block: who is second takes the first's."""
+    memory = make_memory(30)
+    one, two = (Request.from_tokens(name, [1, 2, 3, 4], 4) for name in "ab")
+    for request in (one, two):
+        assert memory.allocate_slots(request, 1)
+        request.num_computed_tokens = 1
+    for request in (one, two):
+        compute(memory, request, 3)
+    memory.check_invariants([one, two])
+    assert memory.get_tables("a") == memory.get_tables("b") and memory.num_blocks_in_use == 4
+    moves = memory.take_block_moves()
+    tables = memory.get_tables("a")
+    assert moves == [BlockMove("b", i, tables[g][i], g) for g in (0, 1) for i in (0, 1)]
+    assert memory.take_block_moves() == []
+
+
+def test_who_could_use_a_block_that_is_computed_waits_for_it():
+    memory = make_memory(30)
+    one, two = (Request.from_tokens(name, [1, 2, 3, 4, int(name)], 4) for name in "56")
+    assert memory.allocate_slots(one, 4)
+    assert memory.get_computed_blocks(two) is NotReady.COMPUTED_NOW and memory.waits_for == "5"
+    assert memory.get_computed_blocks(two, wait_for_others=False).num_tokens == 0
+    one.num_computed_tokens = 4
+    memory.cache_blocks(one, 4)
+    assert memory.get_computed_blocks(two).num_tokens == 4 and memory.waits_for is None
+    short = Request.from_tokens("s", [1, 2], 4)
+    assert memory.get_computed_blocks(short).num_tokens == 0, "its last token is computed anyway"
+
+
+@pytest.mark.parametrize("has_sampled", [False, True])
+def test_what_an_error_may_come_from_is_withdrawn_in_all_groups(has_sampled: bool):
+    """Unless somebody has sampled a token with it. Who else has it publishes nothing any more."""
+    memory = make_memory(60)
+    first = Request.from_tokens("a", list(range(8)), 9)
+    compute(memory, first)
+    if has_sampled:
+        first.output_token_ids.append(8)
+        first.all_token_ids.append(8)
+    leave(memory, first)
+    other, wrong = (Request.from_tokens(n, [*range(8), 70, 71, 72], 9) for n in "bc")
+    assert compute(memory, other, 1) == 8
+    memory.check_invariants([other])
+    assert compute(memory, wrong) == 8
+    wrong.status = RequestStatus.FINISHED_ERROR
+    leave(memory, wrong)
+    memory.check_invariants([other])
+    probe = Request.from_tokens("d", [*range(8), 70, 71, 72], 9)
+    assert memory.get_computed_blocks(probe, False).num_tokens == (8 if has_sampled else 0)
+    compute(memory, other)
+    memory.check_invariants([other])
+    expected = 10 if has_sampled else 0
+    assert memory.get_computed_blocks(probe).num_tokens == expected
+    leave(memory, other)
+    assert memory.num_blocks_in_use == 0
+
+
+def test_nothing_is_given_up_before_it_is_published():
+    """Where a step is planned while another is under way, what is computed is not yet published."""
+    memory = make_memory(40, (4,), step=8)
+    request = Request.from_tokens("a", list(range(20)), 1)
+    for end in (6, 12, 18):
+        assert memory.allocate_slots(request, 6)
+        request.num_computed_tokens = end
+        memory.cache_blocks(request, end - 6)
+        memory.check_invariants([request])
+    for end in range(2, 13, 2):
+        probe = Request.from_tokens("b", [*range(end), 99], 1)
+        assert memory.get_computed_blocks(probe).num_tokens == end
+
+
+def test_a_reset_is_refused_while_a_block_is_used():
+    memory = make_memory(30)
+    request = Request.from_tokens("a", list(range(8)), 1)
+    compute(memory, request)
+    assert not memory.reset_prefix_cache() and memory.cache.num_cached_blocks == 8
+    leave(memory, request)
+    assert memory.reset_prefix_cache() and memory.cache.num_cached_blocks == 0
+    compute(memory, request := Request.from_tokens("b", list(range(8)), 1))
+    memory.begin_anew()
+    assert memory.cache.num_cached_blocks == 0 and memory.num_blocks_in_use == 0
+    assert compute(memory, Request.from_tokens("c", list(range(8)), 1)) == 0
