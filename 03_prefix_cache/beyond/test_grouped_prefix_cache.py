@@ -128,6 +128,31 @@ def test_eviction_takes_the_end_of_a_prefix_first(windows):
     assert set(hits) >= set(range(2, 17, 2)), hits
 
 
+def test_a_refusal_holds_nothing_and_a_hit_is_counted_once():
+    memory = make_memory(14)
+    first = Request.from_tokens("a", list(range(8)), 9)
+    compute(memory, first)
+    leave(memory, first)
+    long = Request.from_tokens("b", list(range(40)), 9)
+    computed = memory.get_computed_blocks(long)
+    assert not isinstance(computed, NotReady) and computed.num_tokens == 8
+    assert not memory.can_allocate(long, 20, computed)
+    assert not memory.allocate_slots(long, 20, 0, computed)
+    memory.check_invariants([long])
+    assert memory.num_blocks_in_use == 0 and memory.get_tables("b") == ((), ())
+    assert memory.allocate_slots(long, 4, 0, computed)
+    memory.check_invariants([long])
+    memory.free(long)
+    long.num_preemptions = 1
+    assert memory.allocate_slots(long, 4, 0, memory.get_computed_blocks(long))
+    stats = memory.cache.stats
+    assert (stats.num_requests, stats.num_tokens_looked_up, stats.num_tokens_hit) == (2, 48, 8)
+    with pytest.raises(ValueError, match="has a block table already"):
+        memory.allocate_slots(long, 4, 0, computed)
+    with pytest.raises(ValueError, match="has a block table already"):
+        memory.get_computed_blocks(long)
+
+
 def test_a_duplicate_is_given_back_in_its_own_group():
     """Both begin in the same step, in the middle of a block: who is second takes the first's."""
     memory = make_memory(30)
@@ -172,8 +197,13 @@ def test_what_an_error_may_come_from_is_withdrawn_in_all_groups(has_sampled: boo
     assert compute(memory, other, 1) == 8
     memory.check_invariants([other])
     assert compute(memory, wrong) == 8
+    stranger = Request.from_tokens("e", [90] * 12, 9)
+    compute(memory, stranger)
     wrong.status = RequestStatus.FINISHED_ERROR
     leave(memory, wrong)
+    leave(memory, stranger)
+    probe = Request.from_tokens("f", [90] * 12, 9)
+    assert memory.get_computed_blocks(probe, False).num_tokens == 10, "not of that prefix"
     memory.check_invariants([other])
     probe = Request.from_tokens("d", [*range(8), 70, 71, 72], 9)
     assert memory.get_computed_blocks(probe, False).num_tokens == (8 if has_sampled else 0)
