@@ -50,6 +50,21 @@ def test_the_longest_hit_is_that_of_brute_force(windows: tuple[int | None, ...])
     assert lengths == set(range(num_blocks + 1))
 
 
+def test_by_hand():
+    """The table of `GROUPS.md`: blocks of 4, windows None and 6."""
+    chain = compute_hash_chain(range(16), 4)
+    hits = {"xxxx": (16, 12), "x-xx": (16, 4), "xx-x": (8, 8), "-xxx": (16, 12), "x-x-": (4, 4)}
+    for in_group_1, (expected, shorter) in hits.items():
+        cache = GroupedPrefixCache(BlockPool(9), 4, (None, 6))
+        for index, is_there in enumerate(in_group_1):
+            cache.publish(0, chain, index, cache.pool.blocks[1 + index])
+            if is_there == "x":
+                cache.publish(1, chain, index, cache.pool.blocks[5 + index])
+        assert 4 * cache.longest_hit(chain) == expected, in_group_1
+        cache.forget([cache.pool.blocks[4]])  # the last one of group 0
+        assert 4 * cache.longest_hit(chain) == shorter, in_group_1
+
+
 def make_memory(num_blocks: int, windows=(None, 4), step: int = 20) -> CachedGroupedMemory:
     return CachedGroupedMemory(BlockPool(num_blocks + 1), SIZE, windows, step)
 
@@ -138,11 +153,13 @@ def test_a_refusal_holds_nothing_and_a_hit_is_counted_once():
     assert not isinstance(computed, NotReady) and computed.num_tokens == 8
     assert not memory.can_allocate(long, 20, computed)
     assert not memory.allocate_slots(long, 20, 0, computed)
-    memory.check_invariants([long])
+    memory.check_invariants()
     assert memory.num_blocks_in_use == 0 and memory.get_tables("b") == ((), ())
     assert memory.allocate_slots(long, 4, 0, computed)
+    long.num_computed_tokens = 8
     memory.check_invariants([long])
     memory.free(long)
+    long.num_computed_tokens = 0
     long.num_preemptions = 1
     assert memory.allocate_slots(long, 4, 0, memory.get_computed_blocks(long))
     stats = memory.cache.stats

@@ -1,6 +1,6 @@
 """What windows save, and what they do for a prefix cache: the figure and table of
-`beyond/GROUPS.md`. `--record groups` counts, without a model and without a clock: how this script is
-called is in `common/workshop/tools/lab_frame.py`.
+`beyond/GROUPS.md`. `--record groups` counts, without a model and without a clock. How this script
+is called: `common/workshop/tools/lab_frame.py`.
 
 A model with six groups of layers, as Gemma 3's are dealt: one that sees everything, five with a
 window of 1,024. Beside it the same layers without windows, in the same memory."""
