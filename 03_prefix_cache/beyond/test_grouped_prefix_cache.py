@@ -226,6 +226,7 @@ def test_what_an_error_may_come_from_is_withdrawn_in_all_groups(has_sampled: boo
     assert memory.get_computed_blocks(probe, False).num_tokens == (8 if has_sampled else 0)
     compute(memory, other)
     memory.check_invariants([other])
+    assert list(memory.get_tables("b")[1][:3]) == [0, 0, 0], "its window has moved on"
     expected = 10 if has_sampled else 0
     assert memory.get_computed_blocks(probe).num_tokens == expected
     leave(memory, other)
