@@ -200,13 +200,13 @@ def test_who_could_use_a_block_that_is_computed_waits_for_it():
     assert memory.get_computed_blocks(short).num_tokens == 0, "its last token is computed anyway"
 
 
-@pytest.mark.parametrize("has_sampled", [False, True])
-def test_what_an_error_may_come_from_is_withdrawn_in_all_groups(has_sampled: bool):
+@pytest.mark.parametrize("first_has", ["left early", "sampled", "sampled, and lost its KV"])
+def test_what_an_error_may_come_from_is_withdrawn_in_all_groups(first_has: str):
     """Unless somebody has sampled a token with it. Who else has it publishes nothing any more."""
-    memory = make_memory(60)
-    first = Request.from_tokens("a", list(range(8)), 9)
-    compute(memory, first)
-    if has_sampled:
+    memory, has_sampled = make_memory(60), first_has == "sampled"
+    first = Request.from_tokens("a", [*range(8), 60, 61, 62], 9)
+    compute(memory, first, 11 if has_sampled else 8)
+    if first_has != "left early":
         first.output_token_ids.append(8)
         first.all_token_ids.append(8)
     leave(memory, first)

@@ -17,7 +17,7 @@ from block_pool import BlockPool
 from cached_grouped_memory import CachedGroupedMemory
 from common.workshop.bench.bench_record import markdown_table
 from common.workshop.tools.lab_frame import Measurement, Part, run_lab
-from common.workshop.tools.palette import BASELINE, CACHED, label_line
+from common.workshop.tools.palette import BASELINE, CACHED
 from grouped_kv_memory import most_blocks
 from kv_memory import NotReady
 from prefix_workloads import PlannedRequest, PrefixWorkload
@@ -94,11 +94,9 @@ def measure(measurement: Measurement) -> dict:
 def draw(record: dict) -> Figure:
     figure, (left, right) = plt.subplots(1, 2, figsize=(9, 4.2), layout="constrained")
     for kind, color in COLORS.items():
-        left.plot(record["lengths"], record["held"][kind], color=color, marker="o")
-        x, y = record["lengths"][-2], record["held"][kind][-2]
-        label_line(left, x, y, kind, color, ha="right", offset=(-6, 4))
+        left.plot(record["lengths"], record["held"][kind], color=color, marker="o", label=kind)
         rates = [100 * rate for rate in record["found"][kind]]
-        right.plot(record["capacities"], rates, color=color, marker="o", label=kind)
+        right.plot(record["capacities"], rates, color=color, marker="o")
     left.set(
         title="A request holds",
         xlabel="tokens of a request that decodes",
@@ -114,7 +112,7 @@ def draw(record: dict) -> Figure:
         xscale="log",
         ylim=0,
     )
-    right.legend(loc="lower right", title="layers see")
+    left.legend(loc="upper left", title="layers see")
     for axis in (left, right):
         axis.grid()
     return figure

@@ -148,7 +148,7 @@ def test_up_to_the_window_nothing_is_different(windowed: tuple[Oracle, LoadedMod
         ({"batch_invariant": True}, "batch_invariant"),
         ({"kv_tiers": KVTierConfig(host_blocks=2)}, "kv_tiers"),
         ({"attention_backend": "triton"}, "attention_backend='triton'"),
-        ({"speculative": {"method": "draft", "model": "tiny"}}, "speculative with a draft model"),
+        ({"speculative": {"method": "draft", "model": "tiny"}}, "speculative other than \"ngram\""),
     ],
 )
 def test_what_is_not_built_is_refused_by_name(settings, named, tmp_path) -> None:
