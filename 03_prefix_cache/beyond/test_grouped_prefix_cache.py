@@ -254,7 +254,8 @@ def test_a_reset_is_refused_while_a_block_is_used():
     assert not memory.reset_prefix_cache() and memory.cache.num_cached_blocks == 8
     leave(memory, request)
     assert memory.reset_prefix_cache() and memory.cache.num_cached_blocks == 0
-    compute(memory, request := Request.from_tokens("b", list(range(8)), 1))
+    compute(memory, Request.from_tokens("b", [7] * 8, 1))
+    assert memory.allocate_slots(Request.from_tokens("d", list(range(8)), 1), 8)
     memory.begin_anew()
     assert memory.cache.num_cached_blocks == 0 and memory.num_blocks_in_use == 0
     assert compute(memory, Request.from_tokens("c", list(range(8)), 1)) == 0
