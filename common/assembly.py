@@ -341,7 +341,7 @@ def check_windows(config: EngineConfig, groups: LayerGroups) -> None:
         return
     how, backend = config.speculation, config.attention_backend
     refused = {
-        "speculative other than \"ngram\"": how is not None and how.method != "ngram",
+        'speculative other than "ngram"': how is not None and how.method != "ngram",
         "batch_invariant": config.batch_invariant,
         "kv_tiers": config.kv_tiers is not None,
         "kv_connector": config.kv_connector is not None,

@@ -130,14 +130,14 @@ class DecoderModel(nn.Module):
 
     def group_layers(self, max_model_len: int) -> None:
         """Who shares block tables, if no sequence is longer than `max_model_len`. Before there is a
-        KV cache: it has a tensor for each layer of a group. Raises `ValueError` where several ranks
+        KV cache: it has a tensor for each layer of a group. Raises `ValueError` where several stages
         would need more than one group."""
         windows = self.config.layer_windows or (None,) * self.num_layers
         groups = deal_layers(windows, max_model_len)
-        if len(windows) != self.num_layers or self.collectives.ranks.world_size > 1:
+        if len(windows) != self.num_layers:
             if groups.have_windows:
                 raise ValueError(
-                    f"max_model_len is {max_model_len}: with several ranks it must be at most the "
+                    f"max_model_len is {max_model_len}: with several stages it must be at most the "
                     f"window of attention, {min(w for w in windows if w)}"
                 )
             groups = deal_layers((None,) * self.num_layers, max_model_len)

@@ -12,7 +12,7 @@ from grouped_kv_memory import most_blocks
 from grouped_prefix_cache import GroupedPrefixCache
 from kv_memory import NotReady
 from prefix_cache_local import compute_hash_chain
-from request import Request, RequestStatus
+from request import Request, RequestStatus, SamplingParams
 from scheduler_interface import BlockMove
 
 SIZE = 2
@@ -168,6 +168,45 @@ def test_a_refusal_holds_nothing_and_a_hit_is_counted_once():
         memory.allocate_slots(long, 4, 0, computed)
     with pytest.raises(ValueError, match="has a block table already"):
         memory.get_computed_blocks(long)
+
+
+@pytest.mark.parametrize("num_new", [1, 3, 9])
+@pytest.mark.parametrize("num_found", [2, 10])
+def test_what_it_says_of_room_is_what_there_is(num_found: int, num_new: int):
+    """With a hit longer than a window group ever holds, and one shorter; by every number of free
+    blocks beside those that are found."""
+    tokens, answers = list(range(2 * num_found)), set()
+    for num_free in range(12):
+        memory = make_memory(50, (None, 2), step=9)
+        first = Request.from_tokens("a", tokens, 1)
+        compute(memory, first, 9 if num_found > 5 else None)
+        while first.num_computed_tokens < first.num_tokens:
+            compute(memory, first, min(9, first.num_tokens - first.num_computed_tokens))
+        taken = memory.pool.allocate(memory.pool.num_free_blocks) or []
+        memory.cache.forget(taken)
+        memory.pool.free(taken[:num_free])
+        request = Request.from_tokens("b", [*tokens, *[77] * num_new], 1)
+        computed = memory.get_computed_blocks(request)
+        assert not isinstance(computed, NotReady) and computed.num_tokens == 2 * num_found
+        says = memory.can_allocate(request, num_new, computed)
+        assert says == memory.allocate_slots(request, num_new, 0, computed), num_free
+        answers.add(says)
+    assert answers == {False, True}
+
+
+def test_who_must_compute_all_of_it_finds_nothing_and_is_not_counted():
+    """A prompt whose log-probabilities are asked for. What it computes is published as ever."""
+    memory = make_memory(60)
+    params = SamplingParams(max_tokens=1, skip_reading_prefix_cache=True)
+    for name in "ab":
+        request = Request(name, list(range(9)), params)
+        assert compute(memory, request) == 0 and memory.cache.stats.num_requests == 0
+        leave(memory, request)
+        assert memory.find_cached_blocks(request) == ()
+    reader = Request.from_tokens("c", list(range(9)), 1)
+    assert compute(memory, reader) == 8
+    leave(memory, reader)
+    assert len(memory.find_cached_blocks(reader)) == 4
 
 
 def test_a_duplicate_is_given_back_in_its_own_group():

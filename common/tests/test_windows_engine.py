@@ -6,6 +6,7 @@ from __future__ import annotations
 import io
 import random
 import re
+import shutil
 from pathlib import Path
 
 import pytest
@@ -20,7 +21,8 @@ from transformers import (
 
 from cached_kv_cache_manager import CachedKVCacheManager
 from common.engine import LLMEngine
-from common.engine_config import EngineConfig
+from common.engine_config import SHIPPED_CHECKPOINT, EngineConfig
+from common.llm import LLM
 from common.loader import LoadedModel, load_model
 from common.runner.model_runner import PagedModelRunner
 from common.tests.engine_oracle import (
@@ -34,6 +36,7 @@ from common.tests.engine_oracle import (
     tiny_config,
 )
 from grouped_kv_memory import most_blocks
+from request import SamplingParams
 from tiered_cache import KVTierConfig
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -128,6 +131,22 @@ def test_a_warm_run_equals_a_cold_one(step: int, windowed: tuple[Oracle, LoadedM
     engine.close()
 
 
+@pytest.mark.slow  # processes
+def test_two_ranks_have_the_tables_of_one(windowed: tuple[Oracle, LoadedModel]) -> None:
+    """A second time from the prefix cache."""
+    oracle, loaded = windowed
+    assert loaded.path is not None
+    for tokenizer in Path(SHIPPED_CHECKPOINT).glob("tokenizer*"):
+        shutil.copy(tokenizer, loaded.path)
+    sizes = {"num_blocks": 90, "block_size": 4, "max_num_batched_tokens": 7, "max_num_seqs": 3}
+    llm = LLM(str(loaded.path), dtype="float64", tensor_parallel_size=2, **sizes)
+    params = SamplingParams(temperature=0, max_tokens=6, ignore_eos=True)
+    for _ in range(2):
+        for index, output in enumerate(llm.generate(oracle.prompts[:4], params, use_tqdm=False)):
+            assert output.outputs[0].token_ids == oracle.expected(index, 6)
+    assert llm.engine.stats().cached_tokens > 0
+
+
 def test_up_to_the_window_nothing_is_different(windowed: tuple[Oracle, LoadedModel]) -> None:
     oracle, loaded = windowed
     window = min(w for w in loaded.config.layer_windows if w is not None)
@@ -148,7 +167,7 @@ def test_up_to_the_window_nothing_is_different(windowed: tuple[Oracle, LoadedMod
         ({"batch_invariant": True}, "batch_invariant"),
         ({"kv_tiers": KVTierConfig(host_blocks=2)}, "kv_tiers"),
         ({"attention_backend": "triton"}, "attention_backend='triton'"),
-        ({"speculative": {"method": "draft", "model": "tiny"}}, "speculative other than \"ngram\""),
+        ({"speculative": {"method": "draft", "model": "tiny"}}, 'speculative other than "ngram"'),
     ],
 )
 def test_what_is_not_built_is_refused_by_name(settings, named, tmp_path) -> None:
