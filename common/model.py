@@ -130,8 +130,8 @@ class DecoderModel(nn.Module):
 
     def group_layers(self, max_model_len: int) -> None:
         """Who shares block tables, if no sequence is longer than `max_model_len`. Before there is a
-        KV cache: it has a tensor for each layer of a group. Raises `ValueError` where several stages
-        would need more than one group."""
+        KV cache: it has a tensor for each layer of a group. Raises `ValueError` where several
+        stages would need more than one group."""
         windows = self.config.layer_windows or (None,) * self.num_layers
         groups = deal_layers(windows, max_model_len)
         if len(windows) != self.num_layers:
