@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from itertools import product
 
 import pytest
@@ -174,7 +175,7 @@ def test_a_refusal_holds_nothing_and_a_hit_is_counted_once():
 @pytest.mark.parametrize("num_found", [2, 10])
 def test_what_it_says_of_room_is_what_there_is(num_found: int, num_new: int):
     """With a hit longer than a window group ever holds, and one shorter; by every number of free
-    blocks beside those that are found."""
+    blocks beside those that are found; with the first who has it, and when it is to be gone."""
     tokens, answers = list(range(2 * num_found)), set()
     for num_free in range(12):
         memory = make_memory(50, (None, 2), step=9)
@@ -182,15 +183,21 @@ def test_what_it_says_of_room_is_what_there_is(num_found: int, num_new: int):
         compute(memory, first, 9 if num_found > 5 else None)
         while first.num_computed_tokens < first.num_tokens:
             compute(memory, first, min(9, first.num_tokens - first.num_computed_tokens))
+        other = Request.from_tokens("c", [*tokens[:4], 88], 1)  # shares some with the first
+        compute(memory, other)
         taken = memory.pool.allocate(memory.pool.num_free_blocks) or []
         memory.cache.forget(taken)
         memory.pool.free(taken[:num_free])
         request = Request.from_tokens("b", [*tokens, *[77] * num_new], 1)
         computed = memory.get_computed_blocks(request)
         assert not isinstance(computed, NotReady) and computed.num_tokens == 2 * num_found
-        says = memory.can_allocate(request, num_new, computed)
-        assert says == memory.allocate_slots(request, num_new, 0, computed), num_free
-        answers.add(says)
+        for who in (None, first):
+            says = memory.can_allocate(request, num_new, computed, 0, who)
+            tried, own, gone = copy.deepcopy((memory, request, who))
+            if gone is not None:
+                tried.free(gone)
+            assert says == tried.allocate_slots(own, num_new, 0, computed), (num_free, who)
+            answers.add(says)
     assert answers == {False, True}
 
 
