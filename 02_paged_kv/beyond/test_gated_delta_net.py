@@ -187,7 +187,7 @@ def test_chunks_of_any_size_are_the_same_as_token_by_token(num_tokens, seed, dec
 @settings(max_examples=20, deadline=None)
 @given(st.data())
 def test_from_a_state_everything_goes_on_as_from_the_start(data):
-    """Cut anywhere, shorter than the convolution, too; at the borders of blocks, and again there."""
+    """Cut anywhere, shorter than the convolution, too; at the borders of blocks, and there anew."""
     torch.manual_seed(data.draw(st.integers(0, 99)))
     layer, hidden = a_layer(), torch.randn(30, 24, dtype=torch.float64)
     expected, last = layer.forward(hidden, EMPTY)

@@ -1,8 +1,9 @@
 """Renews what is derived: `make sync`, `python -m common.workshop.sync [--since COMMIT] [--all]`.
 
     quotations        `python file=...` blocks of every page, from the source they name
-    pages             MUSEUM.md, BREAK_A_LINE.md, tables of MODELS.md, the lines to read in
-                      COURSE.md, its order in README.md and the chapters' heads, the rooms in CONTRIBUTING.md
+    pages             MUSEUM.md, BREAK_A_LINE.md, the tables of MODELS.md, the lines to read in
+                      COURSE.md, its order in README.md and the chapters' heads, the rooms in
+                      CONTRIBUTING.md
     tables            from records, by the scripts of those rooms whose records or scripts changed
     notebooks         executed where the script is not what the notebook holds
     Chinese pages     code, and numbers in tables, as in the English page beside them
