@@ -3,9 +3,11 @@ two forms beside each other; and what is kept at one place and gone on from."""
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
+from types import ModuleType
 
 import pytest
 import torch
@@ -15,6 +17,7 @@ from transformers import DynamicCache
 from transformers.models.qwen3_5 import modeling_qwen3_5 as qwen3_5
 from transformers.models.qwen3_next import modeling_qwen3_next as qwen3_next
 
+import gated_delta_net
 from gated_delta_net import (
     GatedDeltaNet,
     Sizes,
@@ -94,8 +97,12 @@ def layer_of(module: torch.nn.Module, dtype: torch.dtype = torch.float64) -> Gat
 
 
 @cache
+def a_module() -> torch.nn.Module:
+    return random_model("qwen3.5").layers[0].linear_attn
+
+
 def a_layer() -> GatedDeltaNet:
-    return layer_of(random_model("qwen3.5").layers[0].linear_attn)
+    return layer_of(a_module())
 
 
 EMPTY = SIZES.empty_state(torch.float64)
@@ -220,7 +227,7 @@ def test_what_is_kept_is_not_written_to():
 # -- by hand
 
 
-def test_the_example_of_the_page():
+def check_the_example():
     """Decay, beta, key, value; the memory afterwards, row by row."""
     steps = [
         (1.0, 1.0, (1, 0), (2, 0), [[2, 0], [0, 0]]),
@@ -239,6 +246,53 @@ def test_the_example_of_the_page():
             output, found = form(memory, tokens.piece(0, n))
             close(found[0], torch.tensor(expected, dtype=torch.float64), 1e-12)
             close(output[-1, 0], found[0, 0], 1e-12)  # a query of (1, 0) reads the first row
+
+
+def test_the_example_of_the_page():
+    check_the_example()
+
+
+def check_a_cut():
+    """In the middle of a block, and at its border."""
+    layer, hidden = a_layer(), torch.randn(11, 24, dtype=torch.float64)
+    expected, _ = layer.forward(hidden, EMPTY)
+    _, kept = with_snapshots(layer, hidden, EMPTY, 0, every=4)
+    for position in (4, 8):
+        close(layer.forward(hidden[position:], kept[position])[0], expected[position:])
+
+
+BUGS = {
+    "the answer is from before the decay": (
+        """memory = tokens.log_decay[i].exp()[:, None, None] * memory
+        answer = torch.einsum("hkv,hk->hv", memory, key)""",
+        """answer = torch.einsum("hkv,hk->hv", memory, key)
+        memory = tokens.log_decay[i].exp()[:, None, None] * memory""",
+        check_the_example,
+    ),
+    "beta is left out": ("delta = beta * (", "delta = (", check_the_example),
+    "a token does not see itself": (".triu(1)", ".triu(0)", check_the_example),
+    "a cut forgets the convolution": ("cat((recent, x))", "cat((0 * recent, x))", check_a_cut),
+    "a snapshot is a token late": (
+        "+ done] = state",
+        "+ done] = layer.forward(hidden[done - 1 : done], state)[1]",
+        check_a_cut,
+    ),
+}
+
+
+@pytest.mark.parametrize("bug", BUGS)
+def test_what_is_planted_is_noticed(bug, monkeypatch):
+    old, new, check = BUGS[bug]
+    check()
+    source = Path(gated_delta_net.__file__).read_text(encoding="utf-8")
+    assert source.count(old) == 1
+    planted = ModuleType("planted")
+    monkeypatch.setitem(sys.modules, "planted", planted)  # its dataclasses look for it
+    exec(source.replace(old, new), vars(planted))
+    for name in ("recurrent", "chunked", "with_snapshots", "GatedDeltaNet", "Written"):
+        monkeypatch.setitem(globals(), name, getattr(planted, name))
+    with pytest.raises(AssertionError):
+        check()
 
 
 PUBLISHED = {  # layers with a state, of them value heads; layers with KV, of them heads
