@@ -12,7 +12,7 @@ WHY_REFUSED: dict[str, str] = {
     "GptOssForCausalLM": "its attention has a sink in each head, and its experts are in MXFP4",
     "Qwen3Next*": f"three of four layers keep a state in the place of keys and values: {_STATES}",
     "Qwen3_5*": f"three of four layers keep a state in the place of keys and values: {_STATES}",
-    "*Mamba*": f"its layers, or most, keep a state in the place of keys and values: {_STATES}",
+    "*Mamba*": "its layers, or most, keep a state in the place of keys and values",
     "DeepseekV[23]*": "its keys and values are compressed (MLA), and experts come in groups",
     "Gemma2ForCausalLM": "scores and logits are capped (attn_logit_softcapping)",
     "Olmo[23]ForCausalLM": "its norms stand behind attention and MLP instead of before them",

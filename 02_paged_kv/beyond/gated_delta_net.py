@@ -22,8 +22,8 @@ known (the WY representation).
 Before that, q, k and v pass a convolution over the last `kernel` tokens, whose inputs are the other
 half of what a layer remembers. After it each head is normed, and gated.
 
-Invariants: nothing is overwritten, so a `State` that is kept is a snapshot; from the state after n
-tokens everything goes on as from the start, wherever n lies. States are at least float32.
+Invariants: nothing is overwritten, so a `LayerState` that is kept is a snapshot; from the state
+after n tokens everything goes on as from the start, wherever n lies. States are at least float32.
 
 Yang, Kautz, Hatamizadeh (arXiv 2412.06464). The order of operations is that of Qwen3-Next and
 Qwen3.5 in `transformers`."""
@@ -41,7 +41,7 @@ CHUNK = 64
 
 
 @dataclass(frozen=True, slots=True)
-class State:
+class LayerState:
     """What a layer remembers of all tokens so far."""
 
     memory: Tensor  # [num_value_heads, key_dim, value_dim]: S of each head
@@ -138,7 +138,7 @@ def gated_norm(x: Tensor, gate: Tensor, weight: Tensor, eps: float) -> Tensor:
 
 
 @dataclass(frozen=True, slots=True)
-class Sizes:
+class DeltaNetSizes:
     num_key_heads: int
     num_value_heads: int  # a multiple
     key_dim: int
@@ -152,23 +152,23 @@ class Sizes:
         values = self.num_value_heads * self.value_dim
         return 2 * self.num_key_heads * self.key_dim + values
 
-    def empty_state(self, dtype: torch.dtype) -> State:
+    def empty_state(self, dtype: torch.dtype) -> LayerState:
         """Before the first token."""
         wide = torch.promote_types(dtype, torch.float32)
         memory = torch.zeros(self.num_value_heads, self.key_dim, self.value_dim, dtype=wide)
-        return State(memory, torch.zeros(self.kernel - 1, self.channels, dtype=dtype))
+        return LayerState(memory, torch.zeros(self.kernel - 1, self.channels, dtype=dtype))
 
 
 @dataclass(frozen=True, slots=True)
 class GatedDeltaNet:
     """`weights` by Qwen3.5's names, below `linear_attn`."""
 
-    sizes: Sizes
+    sizes: DeltaNetSizes
     weights: Mapping[str, Tensor]
 
     def forward(
-        self, hidden: Tensor, state: State, chunk: int | None = CHUNK
-    ) -> tuple[Tensor, State]:
+        self, hidden: Tensor, state: LayerState, chunk: int | None = CHUNK
+    ) -> tuple[Tensor, LayerState]:
         """`hidden` [num_tokens, hidden_size], normed, are the next tokens after `state`. Gives what
         is added to the residual stream, and the state after them. `chunk` None: token by token."""
         weights, sizes, num_tokens = self.weights, self.sizes, len(hidden)
@@ -181,7 +181,8 @@ class GatedDeltaNet:
             output, memory = chunked(state.memory, tokens, chunk)
         gate = (hidden @ weights["in_proj_z.weight"].T).view(num_tokens, -1, sizes.value_dim)
         normed = gated_norm(output.to(hidden.dtype), gate, weights["norm.weight"], sizes.eps)
-        return normed.reshape(num_tokens, -1) @ weights["out_proj.weight"].T, State(memory, recent)
+        added = normed.reshape(num_tokens, -1) @ weights["out_proj.weight"].T
+        return added, LayerState(memory, recent)
 
     def written(self, hidden: Tensor, mixed: Tensor) -> Written:
         weights, sizes = self.weights, self.sizes
@@ -202,8 +203,8 @@ class GatedDeltaNet:
 
 
 def with_snapshots(
-    layer: GatedDeltaNet, hidden: Tensor, state: State, num_before: int, every: int
-) -> tuple[Tensor, dict[int, State]]:
+    layer: GatedDeltaNet, hidden: Tensor, state: LayerState, num_before: int, every: int
+) -> tuple[Tensor, dict[int, LayerState]]:
     """`forward` for tokens `num_before`, `num_before + 1`, ...; and the states after each whole
     block of `every` tokens, and after the last one, by the number of tokens that they remember."""
     outputs, kept, done = [], {num_before: state}, 0
@@ -216,7 +217,7 @@ def with_snapshots(
     return torch.cat(outputs), kept
 
 
-def by_head(weights: Mapping[str, Tensor], sizes: Sizes) -> dict[str, Tensor]:
+def by_head(weights: Mapping[str, Tensor], sizes: DeltaNetSizes) -> dict[str, Tensor]:
     """Qwen3-Next's weights by Qwen3.5's names: it stores q, k, v and z of a key head together, and
     so b and a."""
     heads, sharing = sizes.num_key_heads, sizes.num_value_heads // sizes.num_key_heads

@@ -19,9 +19,9 @@ from transformers.models.qwen3_next import modeling_qwen3_next as qwen3_next
 
 import gated_delta_net
 from gated_delta_net import (
+    DeltaNetSizes,
     GatedDeltaNet,
-    Sizes,
-    State,
+    LayerState,
     Written,
     by_head,
     chunked,
@@ -29,7 +29,7 @@ from gated_delta_net import (
     with_snapshots,
 )
 
-SIZES = Sizes(num_key_heads=2, num_value_heads=6, key_dim=8, value_dim=4, kernel=4)
+SIZES = DeltaNetSizes(num_key_heads=2, num_value_heads=6, key_dim=8, value_dim=4, kernel=4)
 FIELDS = dict(
     vocab_size=50,
     hidden_size=24,
@@ -109,7 +109,7 @@ EMPTY = SIZES.empty_state(torch.float64)
 
 
 def close(found, expected, within: float = 1e-10) -> None:
-    if isinstance(found, State):
+    if isinstance(found, LayerState):
         close(found.memory, expected.memory, within)
         found, expected = found.recent, expected.recent
     assert found.shape == expected.shape
@@ -219,7 +219,7 @@ def test_what_is_kept_is_not_written_to():
     layer, hidden = a_layer(), torch.randn(20, 24, dtype=torch.float64)
     for chunk in (None, 7):
         _, state = layer.forward(hidden, EMPTY)
-        copy = State(state.memory.clone(), state.recent.clone())
+        copy = LayerState(state.memory.clone(), state.recent.clone())
         layer.forward(hidden, state, chunk)
         close(state, copy, 0.0)
 
@@ -305,7 +305,7 @@ PUBLISHED = {  # layers with a state, of them value heads; layers with KV, of th
 @pytest.mark.parametrize("name", PUBLISHED)
 def test_the_bytes_of_the_page(name):
     num_states, value_heads, num_kv, kv_heads = PUBLISHED[name]
-    sizes = Sizes(16, value_heads, 128, 128, 4)
+    sizes = DeltaNetSizes(16, value_heads, 128, 128, 4)
     state = num_states * sizes.empty_state(torch.bfloat16).num_bytes
     per_token = num_kv * 2 * kv_heads * 256 * 2
     page = Path(__file__).with_name("STATES.md").read_text(encoding="utf-8")
