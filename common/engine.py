@@ -26,7 +26,7 @@ import torch
 from common.assembly import assemble
 from common.engine_config import SHIPPED_CHECKPOINT, SHIPPED_DRAFT, EngineConfig, EngineStats
 from common.intake import Intake, Prompt, RequestOptions, SharedOptions
-from common.loader import LoadedModel, load_model
+from common.loader import LoadedModel, load_model, read_checkpoint
 from common.outputs import OutputProcessor, RequestGroup, RequestOutput, spread
 from common.recent_stats import RecentCacheStats, Throughput
 from common.roles import claimed, release
@@ -705,9 +705,9 @@ def _make_parts(
         device = config.resolve_device()
         if device.index is not None:
             torch.cuda.set_device(device)  # kernels and events are the current device's
-        loaded = load_model(model, config.dtype, device)
-        assert loaded.path is not None
-        tokenizer = tokenizer or load_tokenizer(loaded.path)
+        checkpoint = read_checkpoint(model)  # what is wrong is said before weights are read
+        tokenizer = tokenizer or load_tokenizer(checkpoint.path)
+        loaded = load_model(checkpoint, config.dtype, device)
     weight, how = loaded.model.embed_weight, config.speculation
     if how is None or how.method != "draft":
         draft = None

@@ -20,7 +20,7 @@ import json
 import logging
 import re
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from hashlib import blake2b
 from pathlib import Path
 from typing import Any
@@ -42,8 +42,11 @@ _FILE_DTYPES = {
     "F16": torch.float16,
 }
 _DTYPES = {str(dtype).removeprefix("torch."): dtype for dtype in _FILE_DTYPES.values()}
+EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"  # one, if they are tied
 _WEIGHTS = "model.safetensors"
 _INDEX = "model.safetensors.index.json"
+_MOST_LAYERS = 10_000
+_PICKLED = {".bin", ".pt", ".pth", ".ckpt"}
 _DOWNLOADS = ["*.json", "model*.safetensors", "tokenizer*", "merges.txt", "*.jinja"]
 
 
@@ -93,7 +96,14 @@ class Checkpoint:
 def read_checkpoint(model: str | Path) -> Checkpoint:
     """Raises `FileNotFoundError` and `ValueError`, as `load_model` does."""
     path = resolve_checkpoint(model)
-    config = ModelConfig.from_hf(read_json(path / "config.json"))
+    fields = read_json(path / "config.json")
+    layers = fields.get("num_hidden_layers")
+    if isinstance(layers, int) and layers > _MOST_LAYERS:  # a list of them would be memory, too
+        raise ValueError(f"num_hidden_layers is {layers}: it must be at most {_MOST_LAYERS}")
+    try:
+        config = ModelConfig.from_hf(fields)
+    except (TypeError, OverflowError) as error:
+        raise ValueError(f"config.json holds a value of a wrong kind: {error}") from error
     return Checkpoint(path, config, _eos_token_ids(path, config))
 
 
@@ -110,7 +120,7 @@ def checkpoint_digest(path: Path) -> str:
 
 
 def load_model(
-    model: str | Path,
+    model: str | Path | Checkpoint,
     dtype: str | torch.dtype = "auto",
     device: str | torch.device = "cpu",
     make: Callable[[ModelConfig, torch.dtype, torch.device], DecoderModel] = DecoderModel,
@@ -118,15 +128,20 @@ def load_model(
     """A complete model, ready for `forward`. `dtype="auto"` is the checkpoint's own, except that a
     CPU without fast arithmetic for it gets float32. `make` may leave a part of the model to other
     processes (`common/parallel`); only what it takes is read. Raises `FileNotFoundError` for
-    missing files and `ValueError` for what does not fit."""
-    checkpoint, device = read_checkpoint(model), torch.device(device)
-    path, config = checkpoint.path, checkpoint.config
+    missing files and `ValueError` for what does not fit: before memory is taken or weights are
+    read."""
+    checkpoint = model if isinstance(model, Checkpoint) else read_checkpoint(model)
+    path, config, device = checkpoint.path, checkpoint.config, torch.device(device)
     files = _open_weights(path)
-    decoder = make(config, _resolve_dtype(dtype, config, files, device), device)
+    dtype = _resolve_dtype(dtype, config, files, device)
     if config.experts is not None:
         from common.experts.fused_experts import per_expert
 
         files = per_expert(files, config.experts.names)
+    _check_count(config, files)
+    short = replace(config, max_position_embeddings=1)  # its rotary table is no memory either
+    _places(make(short, dtype, torch.device("meta")), files)
+    decoder = make(config, dtype, device)
     _fill(decoder, files)
     return LoadedModel(decoder, config, checkpoint.generation_eos_token_ids, path)
 
@@ -154,7 +169,9 @@ def _open_weights(path: Path) -> dict[str, Any]:
             raise ValueError(f"{path / _INDEX}: weight_map must map tensor names to file names")
         file_names = sorted(set(index.values()))
     else:
-        raise FileNotFoundError(f"{path} has no weights: neither {_WEIGHTS} nor {_INDEX}")
+        others = [p.name for p in sorted(path.iterdir()) if p.suffix in _PICKLED]
+        why = f"; {others[0]} is not read, because reading it may run any code" if others else ""
+        raise FileNotFoundError(f"{path} has no weights: neither {_WEIGHTS} nor {_INDEX}{why}")
     files: dict[str, Any] = {}
     for file_name in file_names:
         file = _open_file(path, file_name)
@@ -216,14 +233,25 @@ def _resolve_dtype(
     return torch.float32
 
 
-def _fill(decoder: DecoderModel, files: dict[str, Any]) -> None:
-    """Copy every tensor to its place. Nothing is copied unless names, shapes and dtypes all fit."""
+def _check_count(config: ModelConfig, files: dict[str, Any]) -> None:
+    """A model of a million experts is not even described before a file has as many tensors."""
+    num_experts = 0 if config.experts is None else config.experts.num_experts
+    for name, count in (("layers", config.num_hidden_layers), ("experts", num_experts)):
+        if count > len(files):
+            sides = f"{count} by config.json, and the checkpoint has {len(files)} tensors"
+            raise ValueError(f"the number of {name} is {sides}")
+
+
+def _places(decoder: DecoderModel, files: dict[str, Any]) -> dict[str, CheckpointTensor]:
+    """Where every tensor goes. Raises `ValueError` unless all names, shapes and dtypes fit. Reads
+    no weights."""
     parts = decoder.checkpoint_tensors()
     names = {name for name in files if not name.endswith("rotary_emb.inv_freq")}
     if decoder.config.tie_word_embeddings:
-        names -= _check_tied(files, parts["model.embed_tokens.weight"])
-        if "model.embed_tokens.weight" not in names and "lm_head.weight" in names:
-            parts["lm_head.weight"] = parts.pop("model.embed_tokens.weight")
+        if EMBEDDING in names:
+            names.discard(HEAD)
+        elif HEAD in names:
+            parts[HEAD] = parts.pop(EMBEDDING)
     if missing := sorted(parts.keys() - names):
         raise ValueError(f"the checkpoint lacks tensors that the model needs: {_shown(missing)}")
     if unused := sorted(names - parts.keys()):
@@ -236,6 +264,14 @@ def _fill(decoder: DecoderModel, files: dict[str, Any]) -> None:
             raise ValueError(f"{name} has shape {sides}")
         if dtype not in _FILE_DTYPES:
             raise ValueError(f"{name} has dtype {dtype}: it must be {', '.join(_FILE_DTYPES)}")
+    return parts
+
+
+def _fill(decoder: DecoderModel, files: dict[str, Any]) -> None:
+    """Copy every tensor to its place."""
+    parts = _places(decoder, files)
+    if decoder.config.tie_word_embeddings and EMBEDDING in files and HEAD in files:
+        _check_tied(files, parts[EMBEDDING])
     targets = {name: part.target for name, part in parts.items() if part.target is not None}
     for name, target in targets.items():
         target.copy_(files[name].get_slice(name)[parts[name].part])
@@ -243,20 +279,15 @@ def _fill(decoder: DecoderModel, files: dict[str, Any]) -> None:
     assert filled == sum(p.numel() for p in decoder.parameters()), "a parameter has no tensor"
 
 
-def _check_tied(files: dict[str, Any], matrix: CheckpointTensor) -> set[str]:
-    """The names among the two of a tied matrix that are superfluous. Each process compares what it
-    has of it."""
-    tied = ("model.embed_tokens.weight", "lm_head.weight")
-    if not all(name in files for name in tied):
-        return set()
+def _check_tied(files: dict[str, Any], matrix: CheckpointTensor) -> None:
+    """A tied matrix stored twice is the same twice. Each process compares what it has of it."""
     part = matrix.part if matrix.target is not None else (slice(0),)
-    embedding, head = (files[name].get_slice(name)[part] for name in tied)
+    embedding, head = (files[name].get_slice(name)[part] for name in (EMBEDDING, HEAD))
     if not torch.equal(embedding, head):
         raise ValueError(
-            f"tie_word_embeddings is true, but {tied[0]} and {tied[1]} differ in the checkpoint: "
+            f"tie_word_embeddings is true, but {EMBEDDING} and {HEAD} differ in the checkpoint: "
             "set it to false if they are meant to"
         )
-    return {tied[1]}
 
 
 def _shown(names: list[str]) -> str:

@@ -224,8 +224,11 @@ def _architecture(fields: dict[str, Any]) -> str:
         name for name, family in _FAMILIES.items() if family.model_type == model_type
     ]
     if not isinstance(names, list) or len(names) != 1 or names[0] not in _FAMILIES:
+        from common.refused_models import why_refused  # imported late: it is nobody's way
+
         shown = fields.get("architectures") or f"absent, and model_type is {model_type!r}"
-        raise ValueError(f"architectures is {shown}: supported are {', '.join(_FAMILIES)}")
+        why = f"{found}; " if (found := why_refused(names)) else ""
+        raise ValueError(f"architectures is {shown}: {why}supported are {', '.join(_FAMILIES)}")
     expected = _FAMILIES[names[0]].model_type
     if model_type not in (None, expected):
         raise _refused("model_type", model_type, f"with {names[0]} it must be {expected!r}")
@@ -340,7 +343,8 @@ def _positive_float(fields: dict[str, Any], name: str, default: float | None = N
 
 
 def _refused(name: str, value: object, why: str) -> ValueError:
-    return ValueError(f"{name} is {value!r}: {why}")
+    text = repr(value)
+    return ValueError(f"{name} is {text if len(text) <= 200 else f'{text[:200]} ...'}: {why}")
 
 
 @dataclass(frozen=True, slots=True)

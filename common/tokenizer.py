@@ -126,7 +126,8 @@ def load_tokenizer(path: str | PathLike[str]) -> Tokenizer:
     try:
         loaded = AutoTokenizer.from_pretrained(str(path), local_files_only=True)
     except Exception as error:  # whatever the many tokenizer classes raise
-        raise ValueError(f"tokenizer: cannot be loaded from {path}: {error}") from error
+        reason = " ".join(str(error).split())
+        raise ValueError(f"tokenizer: cannot be loaded from {path}: {reason}") from error
     backend = getattr(loaded, "backend_tokenizer", None)
     if backend is None:
         raise ValueError(

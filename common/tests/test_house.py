@@ -412,7 +412,9 @@ def test_wheel_holds_flat_modules_and_nothing_else(tmp_path: Path) -> None:
         house.name(p)
         for p in house.files
         if house.name(p).startswith("common/")
-        and not house.name(p).startswith(("common/workshop/", "common/serve/fleet/"))
+        and not house.name(p).startswith(
+            ("common/workshop/", "common/serve/fleet/", "common/models")
+        )
         and not house.is_aside(p)
         and p.suffix not in (".md", ".svg")
     }

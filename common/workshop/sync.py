@@ -1,8 +1,9 @@
 """Renews what is derived: `make sync`, `python -m common.workshop.sync [--since COMMIT] [--all]`.
 
     quotations        `python file=...` blocks of every page, from the source they name
-    pages             MUSEUM.md, BREAK_A_LINE.md, the lines to read in COURSE.md, its order in
-                      README.md and the chapters' heads, the rooms in CONTRIBUTING.md
+    pages             MUSEUM.md, BREAK_A_LINE.md, the tables of MODELS.md, the lines to read in
+                      COURSE.md, its order in README.md and the chapters' heads, the rooms in
+                      CONTRIBUTING.md
     tables            from records, by the scripts of those rooms whose records or scripts changed
     notebooks         executed where the script is not what the notebook holds
     Chinese pages     code, and numbers in tables, as in the English page beside them
@@ -26,6 +27,7 @@ from pathlib import Path
 
 from markdown_it import MarkdownIt
 
+from common import models
 from common.workshop import notebooks, patches
 from common.workshop.museum import museum_page
 from common.workshop.tasks import reading
@@ -76,6 +78,7 @@ def renew_pages() -> Iterator[str]:
             for complaint in unfilled(page.read_text(encoding="utf-8"), page.parent)
         )
     _write(museum_page.PAGE, museum_page.render())
+    _write(models.PAGE, models.render())
     _write(patches.PAGE, patches.render())
     _write(ROOT / "CONTRIBUTING.md", written_counts())
     for page, text in reading.derived():
