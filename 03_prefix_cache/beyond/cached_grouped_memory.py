@@ -28,7 +28,7 @@ from request_chain import Link, RequestChains
 
 
 @dataclass(slots=True)
-class _Published:
+class _InTables:
     """Of a request that has tables."""
 
     request: Request
@@ -52,7 +52,7 @@ class CachedGroupedMemory(GroupedKVMemory):
         super().__init__(pool, block_size, windows, max_step_tokens)
         self.cache = GroupedPrefixCache(pool, block_size, windows)
         self._chains = RequestChains(block_size, ())
-        self._published: dict[str, _Published] = {}
+        self._published: dict[str, _InTables] = {}
         self._in_flight: dict[bytes, str] = {}  # block being computed -> request
 
     def get_computed_blocks(
@@ -107,7 +107,7 @@ class CachedGroupedMemory(GroupedKVMemory):
         for group, length in zip(self.groups, lengths, strict=True):
             self.cache.forget(group.tail(name, length))
         if is_admission:
-            self._published[name] = _Published(request, num_found)
+            self._published[name] = _InTables(request, num_found)
             reads = not request.sampling_params.skip_reading_prefix_cache
             if request.num_preemptions == 0 and reads:
                 self.cache.stats.record(request.num_tokens, computed.num_tokens)
