@@ -51,7 +51,7 @@ def test_the_longest_hit_is_that_of_brute_force(windows: tuple[int | None, ...])
     assert lengths == set(range(num_blocks + 1))
 
 
-def test_by_hand():
+def test_the_longest_hits_of_the_page():
     """The table of `GROUPS.md`: blocks of 4, windows None and 6."""
     chain = compute_hash_chain(range(16), 4)
     hits = {"xxxx": (16, 12), "x-xx": (16, 4), "xx-x": (8, 8), "-xxx": (16, 12), "x-x-": (4, 4)}
@@ -64,6 +64,19 @@ def test_by_hand():
         assert 4 * cache.longest_hit(chain) == expected, in_group_1
         cache.forget([cache.pool.blocks[4]])  # the last one of group 0
         assert 4 * cache.longest_hit(chain) == shorter, in_group_1
+
+
+def test_a_hit_that_is_cut_shorter_may_not_hold():
+    """Trap 71: the last token of a prompt is computed anyway, so no hit has its block. With it, all
+    would hold; without it, block 1 of the window group is wanted, and gone."""
+    memory, chain = make_memory(30), compute_hash_chain(range(8), SIZE)
+    blocks = iter(memory.pool.blocks[1:])
+    for group, indices in enumerate([(0, 1, 2, 3), (0, 2, 3)]):
+        for index in indices:
+            memory.cache.publish(group, chain, index, next(blocks))
+    assert memory.cache.longest_hit(chain) == 4
+    probe = Request.from_tokens("a", list(range(8)), 1)
+    assert memory.get_computed_blocks(probe).num_tokens == 2
 
 
 def make_memory(num_blocks: int, windows=(None, 4), step: int = 20) -> CachedGroupedMemory:
@@ -280,7 +293,8 @@ def test_what_an_error_may_come_from_is_withdrawn_in_all_groups(first_has: str):
 
 
 def test_nothing_is_given_up_before_it_is_published():
-    """Where a step is planned while another is under way, what is computed is not yet published."""
+    """Trap 70: where a step is planned while another is under way, what is computed is not yet
+    published."""
     memory = make_memory(40, (4,), step=8)
     request = Request.from_tokens("a", list(range(20)), 1)
     for end in (6, 12, 18):

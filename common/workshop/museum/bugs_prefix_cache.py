@@ -31,6 +31,14 @@ def make_scheduler(num_blocks: int = 20, **limits: Any) -> Any:
     return CachingFCFSScheduler(CachedKVCacheManager(cache.pool, 4, cache), **limits)
 
 
+def make_groups(*windows: int | None) -> Any:
+    """Tables in groups with these windows, and their cache, over blocks of two tokens."""
+    from block_pool import BlockPool
+    from cached_grouped_memory import CachedGroupedMemory
+
+    return CachedGroupedMemory(BlockPool(20), 2, windows, 8)
+
+
 def tokens_request(name: str, token_ids: list[int], max_tokens: int = 3) -> Any:
     from request import Request
 
@@ -201,3 +209,35 @@ def two_models_alike() -> str:
     other[4000] = 1.0  # another checkpoint: one row of a large matrix differs
     names = {weights_digest([("embedding", weight)]) for weight in (embedding, other)}
     return f"two checkpoints, different in one row: names for their KV: {len(names)}"
+
+
+def the_block_that_is_computed_anyway() -> str:
+    from prefix_cache_local import compute_hash_chain
+
+    memory, tokens = make_groups(None, 4), list(range(8))
+    blocks, chain = iter(memory.pool.blocks[1:]), compute_hash_chain(tokens, 2)
+    for group, indices in enumerate([(0, 1, 2, 3), (0, 2, 3)]):
+        for index in indices:
+            memory.cache.publish(group, chain, index, next(blocks))
+    end = memory.get_computed_blocks(tokens_request("a", tokens)).num_tokens
+    there = {known.index for known in memory.cache.cached_prefixes() if known.group == 1}
+    missing = [p for p in range(max(0, end - 3), end) if p // 2 not in there]
+    return (
+        f"of 8 cached tokens 2 and 3 are gone in the window group; found: {end}\n"
+        f"token {end} comes next; gone of what it sees: {missing}"
+    )
+
+
+def a_step_under_way() -> str:
+    memory, request = make_groups(4), tokens_request("a", list(range(20)))
+    memory.allocate_slots(request, 6)
+    first = [memory.pool.blocks[block_id] for block_id in memory.get_block_ids("a")]
+    request.num_computed_tokens = 6  # as soon as it is planned
+    memory.allocate_slots(request, 6)
+    free = [block.block_id for block in first if block.ref_cnt == 0]
+    memory.cache_blocks(request, 6)
+    cached = {known.index: known.block.block_id for known in memory.cache.cached_prefixes()}
+    return (
+        f"tokens 0-5 are being computed, 6-11 are planned; free blocks among theirs: {free}\n"
+        f"tokens 0-5 are computed; 0 and 1 are cached in block {cached[0]}"
+    )

@@ -111,3 +111,26 @@ def cuts() -> str:
     part = tree.cut(node, 2)
     lines.append(f"the lower, cut behind page 2: {part.key} and {node.key}")
     return "\n".join(lines)
+
+
+def longest_hits() -> str:
+    from block_pool import BlockPool
+    from grouped_prefix_cache import GroupedPrefixCache
+    from prefix_cache_local import compute_hash_chain
+
+    windows = (None, 10, 6, 1)
+    chain = compute_hash_chain(list(range(16)), 4)
+    lines = ["4 blocks of 4 tokens, x is there; blocks of the longest prefix that holds"]
+    for there in ("xxxx", "xxx-", "x-xx", "xx-x", "-xxx", "-x-x", "x---"):
+        cache = GroupedPrefixCache(BlockPool(17), 4, windows)
+        blocks = iter(cache.pool.blocks[1:])
+        for group in range(len(windows)):
+            for index, mark in enumerate(there if group else there[::-1]):
+                if mark == "x":
+                    cache.publish(group, chain, index, next(blocks))
+        hashes = [name for name, _ in chain]
+        everything, *others = (cache._longest_in(group, hashes) for group in range(len(windows)))
+        lines.append(
+            f"{there[::-1]}, all is seen: {everything}    {there}, windows of 10, 6 and 1: {others}"
+        )
+    return "\n".join(lines)
