@@ -48,7 +48,7 @@ def tried(task: Task, text: str, folder: Path) -> tuple[str, TestRun]:
     return apart(_tried, (task, ModuleSwap(name_of(task.path), file)), 120)
 
 
-@pytest.mark.sample(every=3)
+@pytest.mark.sample(every=4)
 @EVERY_TASK
 def test_the_blank_and_a_typical_mistake_fail_and_no_two_mistakes_look_alike(
     task: Task, tmp_path: Path
