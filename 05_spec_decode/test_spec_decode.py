@@ -343,7 +343,12 @@ def two_token_law(target: LanguageModel, temperature: float) -> dict[tuple[int, 
 
 @pytest.mark.parametrize(
     ("rule", "num_drafts", "temperature"),
-    [("rejection", 3, 1.0), ("rejection", 1, 2.0), ("matching", 3, 1.0), ("matching", 1, 2.0)],
+    [
+        ("rejection", 3, 1.0),
+        ("matching", 1, 2.0),
+        pytest.param("rejection", 1, 2.0, marks=pytest.mark.slow),
+        pytest.param("matching", 3, 1.0, marks=pytest.mark.slow),
+    ],
 )
 def test_two_sampled_tokens_have_the_law_of_the_target(rule, num_drafts, temperature):
     target, draft = LAW_MODELS

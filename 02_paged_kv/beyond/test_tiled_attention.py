@@ -29,6 +29,7 @@ def tiles(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, int]]:
     return calls
 
 
+@pytest.mark.sample
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("block_size", [1, 3, 16])
 def test_every_query_sees_what_it_should(block_size, dtype, tiles, monkeypatch):

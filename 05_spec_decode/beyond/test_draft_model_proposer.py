@@ -756,6 +756,7 @@ def run_random_trace(seed: int) -> World:
     return world
 
 
+@pytest.mark.sample(first_seed=3)
 @pytest.mark.parametrize("first_seed", range(0, 100, 20))
 def test_a_random_trace_has_the_drafts_of_a_model_without_blocks(first_seed):
     num_moved = num_preempted = num_cached = 0

@@ -398,7 +398,10 @@ def test_the_rows_of_draft_probs_are_those_that_children_were_drawn_from(tempera
         torch.testing.assert_close(probs[node + 1], token_probs(logits, temperature))
 
 
-@pytest.mark.parametrize(("branching", "temperature"), [((2, 2), 1.0), ((3, 1), 2.0)])
+@pytest.mark.parametrize(
+    ("branching", "temperature"),
+    [((2, 2), 1.0), pytest.param((3, 1), 2.0, marks=pytest.mark.slow)],
+)
 def test_two_sampled_tokens_have_the_law_of_the_target(branching, temperature):
     target = SimpleLM(3, seed=2)
     draft = target.noisy_copy(0.7)

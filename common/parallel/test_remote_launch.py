@@ -15,6 +15,8 @@ from unittest import mock
 
 import pytest
 import torch
+from torch.distributed.launcher.api import elastic_launch
+from torch.distributed.run import config_from_args, parse_args
 
 from common import demo
 from common.engine import EngineConfig, LLMEngine
@@ -22,6 +24,7 @@ from common.llm import LLM
 from common.parallel import remote_launch
 from common.parallel.channel import Channel, ChannelClosed
 from common.tests.every_kind import PROMPTS
+from common.tests.forked import Forked
 from common.tests.remote_cases import WORKERS, is_there
 from request import SamplingParams
 
@@ -145,7 +148,6 @@ def test_a_script_is_not_run_again_and_one_that_is_killed_leaves_nobody_behind(
 
 # -- torchrun
 
-TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
 DEMO = ["--dtype=float64", "--num-prompts=2", "--max-tokens=4", "--num-threads=1"]
 
 
@@ -153,20 +155,36 @@ def texts(printed: str) -> str:
     return printed[printed.index("--- ") : printed.index("=== Summary")]
 
 
-def test_torchrun_runs_the_demo_on_all_its_processes(capsys) -> None:
+def torchrun_demo(printed: Path) -> None:
+    """As the command does, but that its processes are forked."""
+    os.dup2(os.open(printed, os.O_CREAT | os.O_WRONLY | os.O_APPEND), 1)
+    standalone = ["--rdzv-backend=c10d", "--rdzv-endpoint=localhost:0", "--rdzv-id=x"]
+    settings, _, _ = config_from_args(parse_args([*standalone, "--nproc-per-node=2", "demo"]))
+    settings.start_method = "fork"
+    elastic_launch(settings, demo.main)(DEMO)
+
+
+def test_torchrun_runs_the_demo_on_all_its_processes(capsys, tmp_path) -> None:
     """They are the ranks of one engine, whose first process speaks for all."""
-    found = subprocess.run(
-        [*TORCHRUN, "-m", "common.demo", *DEMO],
-        env=environment(),
-        capture_output=True,
-        text=True,
-        timeout=240,
-    )
-    assert found.returncode == 0, found.stderr
-    assert "2 ranks" in found.stdout
+    process = Forked(torchrun_demo, tmp_path / "printed", daemon=False)
+    try:
+        assert process.wait(240) == 0
+    finally:
+        process.kill()
+    printed = (tmp_path / "printed").read_text()
+    assert "2 ranks" in printed
     assert demo.main(DEMO) == 0
-    assert texts(found.stdout) == texts(capsys.readouterr().out)
-    assert found.stdout.count("=== Summary") == 1
+    assert texts(printed) == texts(capsys.readouterr().out)
+    assert printed.count("=== Summary") == 1
+
+
+@pytest.mark.slow  # of the command, there is no more than that it starts processes
+def test_so_does_the_command() -> None:
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
+    how = dict(env=environment(), capture_output=True, text=True)
+    found = subprocess.run([*command, "-m", "common.demo", *DEMO], **how, timeout=240)
+    assert found.returncode == 0, found.stderr
+    assert "2 ranks" in found.stdout and found.stdout.count("=== Summary") == 1
 
 
 @pytest.fixture

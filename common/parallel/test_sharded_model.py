@@ -80,6 +80,7 @@ def read(monkeypatch) -> Counter:
     return read
 
 
+@pytest.mark.sample
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize(
     "name", ["qwen3", "qwen3-biases", "qwen2-untied", "llama-biases", "qwen3-moe", "mixtral"]

@@ -159,6 +159,7 @@ def test_what_another_listener_raises_is_no_secret_to_the_stream() -> None:
 # -- the engine
 
 
+@pytest.mark.sample
 @CACHES
 @pytest.mark.parametrize("write_policy", [None, "write_back", "write_through"])
 def test_after_each_step_the_stream_says_what_is_cached_and_where(

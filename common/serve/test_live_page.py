@@ -300,17 +300,18 @@ def test_a_prompt_may_be_stopped(tight: Running, open_tab: Callable[..., Page]) 
     assert future.result(30) and "stopped" in page.locator(".answers .chip").inner_text()
 
 
-@pytest.mark.parametrize(("language", "width"), [("en", 1280), ("zh", 390)])
-def test_nothing_of_the_page_stands_outside_of_it(
-    language: str, width: int, open_tab: Callable[..., Page]
-) -> None:
-    page = open_tab(language=language, width=width)
+def test_nothing_of_the_page_stands_outside_of_it(open_tab: Callable[..., Page]) -> None:
+    page = open_tab(language="zh", width=390)
     write(page)
     run_all(page)
-    assert page.evaluate("document.documentElement.scrollWidth <= innerWidth")
     wide = """[...document.querySelectorAll(".playground *, .transport *, .head *")]
         .filter((e) => e.getBoundingClientRect().right > innerWidth + 1).map((e) => e.outerHTML)"""
-    assert page.evaluate(wide) == []
+    for _ in range(2):
+        assert page.evaluate("document.documentElement.scrollWidth <= innerWidth")
+        assert page.evaluate(wide) == []
+        page.evaluate("Watch.set({language: 'en'})")
+        page.set_viewport_size({"width": 1280, "height": 800})
+        until(page, "document.documentElement.lang === 'en' && innerWidth === 1280")
 
 
 def test_every_text_is_there_in_english_and_chinese() -> None:

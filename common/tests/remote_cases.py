@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import signal
 import socket
-import subprocess
 from dataclasses import replace
-from typing import Any
 from unittest import mock
 
 import psutil
@@ -19,35 +17,19 @@ from common.parallel.executor import Executor, Link
 from common.parallel.remote import KVSizeOfRanks, RemoteRunner
 from common.runner import worker
 from common.scheduler_assembly import RunnerSide, assemble_around
+from common.tests.forked import Forked
 from common.tokenizer import Tokenizer
-from common.workshop.tools.apart import forked_with_libraries
 
 BLOCK_SIZE = 4
 WORKERS = dict(block_size=BLOCK_SIZE, num_blocks=300, dtype="float64", max_num_seqs=8)
-
-
-class Forked:
-    """What an executor asks of a `Popen`."""
-
-    def __init__(self, process: Any) -> None:
-        self._process, self.pid = process, process.pid
-        self.poll, self.kill = lambda: process.exitcode, process.kill
-
-    def wait(self, timeout: float | None = None) -> int:
-        self._process.join(timeout)
-        if self.poll() is None:
-            raise subprocess.TimeoutExpired("a worker", timeout or 0.0)
-        return self.poll()
 
 
 def start_forked(rank: int) -> Link:
     """In place of `remote_launch.start_process`: a worker that need not load PyTorch."""
     (channel, its_channel), (lifeline, its_lifeline) = (socket.socketpair() for _ in range(2))
     with its_channel, its_lifeline:
-        ends = its_channel, its_lifeline
-        process = forked_with_libraries().Process(target=_work, args=ends, daemon=True)
-        process.start()
-    return Link(rank, Channel(channel), Channel(lifeline), Forked(process))  # type: ignore
+        process = Forked(_work, its_channel, its_lifeline)
+    return Link(rank, Channel(channel), Channel(lifeline), process)  # type: ignore
 
 
 def _work(*ends: socket.socket) -> None:

@@ -1,18 +1,13 @@
-"""Ranks, each in a process of its own. Each runs the same steps and saves what it got.
+"""What a rank does in a process of its own: the same steps as the others. It saves what it got.
 
-    python -m common.tests.sharded_rank FOLDER
-
-`FOLDER` has a `plan.json` and a checkpoint for each case. A world is a set of processes that make
-one engine; each process is in several, one after the other, and keeps the connections of all."""
+The folder has a checkpoint for each case. A world is a set of processes that make one engine; each
+process is in several, one after the other, and keeps the connections of all."""
 
 from __future__ import annotations
 
-import json
-import sys
 import time
 from dataclasses import asdict
 from functools import partial
-from multiprocessing import get_context
 from pathlib import Path
 
 import torch
@@ -140,19 +135,3 @@ def late_and_gone(store: FileStore, everybody: Collectives) -> dict:
         except CollectiveError as error:
             found[name] = (str(error), time.monotonic() - start)
     return found
-
-
-def main(folder: Path) -> None:
-    """Forked: the libraries are loaded once."""
-    plan, fork = json.loads((folder / "plan.json").read_text()), get_context("fork")
-    each = range(plan["num_processes"])
-    ranks = [fork.Process(target=run_rank, args=(folder, plan, rank), daemon=True) for rank in each]
-    for rank in ranks:
-        rank.start()
-    for rank in ranks:
-        rank.join()
-    sys.exit(any(rank.exitcode for rank in ranks))
-
-
-if __name__ == "__main__":
-    main(Path(sys.argv[1]))

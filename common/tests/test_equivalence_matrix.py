@@ -33,10 +33,10 @@ from step_plan import PreemptingPlan
 
 ROWS = covering_array()
 SHIPPED = [row for row in ROWS if row.as_dict()["model"] == "shipped"]
-# The shipped model takes longer: twice in the normal run, else a random one in its place.
-CASES = [row for row in ROWS if row not in SHIPPED[2:]]
-CASES += [Combination.of(row.as_dict() | {"model": "random"}, row.seed) for row in SHIPPED[2:]]
-CASES += [pytest.param(row, marks=pytest.mark.slow) for row in SHIPPED[2:]]
+# The shipped model takes longer: once in the normal run, else a random one in its place.
+CASES = [row for row in ROWS if row not in SHIPPED[1:]]
+CASES += [Combination.of(row.as_dict() | {"model": "random"}, row.seed) for row in SHIPPED[1:]]
+CASES += [pytest.param(row, marks=pytest.mark.slow) for row in SHIPPED[1:]]
 
 
 @pytest.mark.parametrize("combination", CASES, ids=str)

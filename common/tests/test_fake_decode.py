@@ -77,6 +77,7 @@ KERNELS = {
 KERNELS[MixedTritonAttentionBackend] = KERNELS[SplitTritonAttentionBackend]
 
 
+@pytest.mark.sample
 @pytest.mark.parametrize("kind", KERNELS)
 @pytest.mark.parametrize("model", MODELS)
 def test_a_decode_step_of_every_bucket(kind, model, monkeypatch) -> None:

@@ -5,87 +5,75 @@ Without the store this is skipped, except in a CI, where it has to be there.
 
 from __future__ import annotations
 
-import json
 import os
-import subprocess
-import sys
 import time
 from collections.abc import Iterator
+from multiprocessing import Pipe
+from multiprocessing.connection import Connection
 from pathlib import Path
 
 import pytest
+import torch
 
+from bounded_loops import as_long_as
+from common.engine import EngineConfig, LLMEngine
+from common.loader import load_model
+from common.outputs import RequestOutput
 from common.tests.engine_oracle import Oracle
-from mooncake_master import MooncakeMaster, MooncakeUnavailableError
+from common.tests.forked import Forked
+from mooncake_master import MooncakeAddress, MooncakeMaster, MooncakeUnavailableError
+from mooncake_pool import MooncakePool
+from pool_connector import PoolConnector
+from request import SamplingParams
 
 BLOCK_SIZE = 4
 MAX_TOKENS = 6
 LATE_S = 60.0  # a loaded machine's tolerance
-ENGINE = """
-import json, sys
-import torch
-from bounded_loops import as_long_as
-from common.engine import EngineConfig, LLMEngine
-from common.loader import load_model
-from mooncake_pool import MooncakeAddress, MooncakePool
-from pool_connector import PoolConnector
-from request import SamplingParams
 
-path, block_size, *address = sys.argv[1:]
-pool = MooncakePool(MooncakeAddress(*address), segment_nbytes=32 << 20, transfer_timeout_s=30)
-config = EngineConfig(
-    block_size=int(block_size), num_blocks=400, max_num_seqs=2, check_invariants=True,
-    kv_connector=PoolConnector(pool, "node", load_timeout_s=30),
-)
-engine = LLMEngine(config, loaded=load_model(path, torch.float64, "cpu"))
-say = lambda **what: print(json.dumps(what), flush=True)
-say(ready=True)
-for line in sys.stdin:
-    job = json.loads(line)
-    params = SamplingParams(temperature=0, max_tokens=job["max_tokens"], ignore_eos=True)
-    for index, prompt in enumerate(job["prompts"]):
-        engine.add_request(str(index), prompt, params, cache_salt=job["salt"])
-    outputs = {}
-    before = engine.stats().scheduled_tokens
-    for _ in as_long_as(engine.has_unfinished_requests):
-        done = [output for output in engine.step() if output.finished]
-        outputs.update((int(output.request_id), output) for output in done)
-        say(num_finished=len(outputs))
-    outputs = [outputs[index] for index in sorted(outputs)]
-    say(
-        tokens=[output.outputs[0].token_ids for output in outputs],
-        num_cached_tokens=[output.num_cached_tokens for output in outputs],
-        num_scheduled_tokens=engine.stats().scheduled_tokens - before,
-        down_reason=pool.down_reason,
+
+def work(ours: Connection, path: Path, address: MooncakeAddress) -> None:
+    """An engine's process: jobs come, and what is said of each step and of the end goes."""
+    pool = MooncakePool(address, segment_nbytes=32 << 20, transfer_timeout_s=30)
+    config = EngineConfig(
+        block_size=BLOCK_SIZE,
+        num_blocks=400,
+        max_num_seqs=2,
+        check_invariants=True,
+        kv_connector=PoolConnector(pool, "node", load_timeout_s=30),
     )
-engine.close()
-pool.close()
-"""
+    engine = LLMEngine(config, loaded=load_model(path, torch.float64, torch.device("cpu")))
+    ours.send("ready")
+    while (job := ours.recv()) is not None:
+        prompts, salt = job
+        params = SamplingParams(temperature=0, max_tokens=MAX_TOKENS, ignore_eos=True)
+        for index, prompt in enumerate(prompts):
+            engine.add_request(str(index), prompt, params, cache_salt=salt)
+        outputs: dict[int, RequestOutput] = {}
+        before = engine.stats().scheduled_tokens
+        for _ in as_long_as(engine.has_unfinished_requests):
+            done = [output for output in engine.step() if output.finished]
+            outputs.update((int(output.request_id), output) for output in done)
+            ours.send({"num_finished": len(outputs)})
+        found = [outputs[index] for index in sorted(outputs)]
+        said = {"tokens": [output.outputs[0].token_ids for output in found]}
+        said["num_cached_tokens"] = [output.num_cached_tokens for output in found]
+        said["num_scheduled_tokens"] = engine.stats().scheduled_tokens - before
+        ours.send(said | {"down_reason": pool.down_reason})
+    engine.close()
+    pool.close()
 
 
 class EngineProcess:
-    """An engine in a process of its own, spoken to in lines of JSON."""
+    """An engine in a process of its own."""
 
     def __init__(self, path: Path, master: MooncakeMaster) -> None:
-        address = master.address
-        command = [sys.executable, "-c", ENGINE, str(path), str(BLOCK_SIZE)]
-        self.process = subprocess.Popen(
-            [*command, address.master, address.metadata],
-            env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path), "OMP_NUM_THREADS": "1"},
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            text=True,
-        )
-
-    def read(self) -> dict:
-        line = self.process.stdout.readline()
-        assert line, "the engine's process has failed: see its traceback"
-        return json.loads(line)
+        self.connection, theirs = Pipe()
+        self.process = Forked(work, theirs, path, master.address)
+        theirs.close()
+        self.read = self.connection.recv
 
     def start(self, prompts: list[list[int]], salt: str | None = None) -> None:
-        job = {"prompts": prompts, "max_tokens": MAX_TOKENS, "salt": salt}
-        self.process.stdin.write(json.dumps(job) + "\n")
-        self.process.stdin.flush()
+        self.connection.send((prompts, salt))
 
     def finish(self) -> dict:
         while "tokens" not in (said := self.read()):
@@ -114,12 +102,11 @@ def engines(family_oracle: Oracle, master: MooncakeMaster) -> Iterator[list[Engi
     engines = [EngineProcess(family_oracle.path, master) for _ in range(2)]
     try:
         for engine in engines:
-            assert engine.read() == {"ready": True}
+            assert engine.read() == "ready"
         yield engines
     finally:
         for engine in engines:
             engine.process.kill()
-            engine.process.communicate()
 
 
 def test_a_cold_engine_takes_prefixes_from_the_store_and_computes_them_when_it_is_killed(
@@ -157,8 +144,8 @@ def test_a_cold_engine_takes_prefixes_from_the_store_and_computes_them_when_it_i
         assert alone["num_scheduled_tokens"] == computed["num_scheduled_tokens"]
     assert time.monotonic() - start < LATE_S
     for engine in engines:
-        engine.process.communicate(timeout=LATE_S)
-        assert engine.process.returncode == 0
+        engine.connection.send(None)
+        assert engine.process.wait(LATE_S) == 0
 
 
 # Mutations tried, each caught:

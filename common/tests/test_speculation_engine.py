@@ -104,7 +104,7 @@ def test_any_guess_whatever_leaves_the_tokens_as_they_are(script, scheduler, ora
     assert stats.num_passes + stats.num_accepted_tokens == stats.output_tokens
 
 
-@pytest.mark.sample(seed=4)
+@pytest.mark.sample(seed=3)
 @pytest.mark.parametrize("scheduler", SCHEDULERS)
 @pytest.mark.parametrize("cache", CACHES)
 @pytest.mark.parametrize("seed", range(12))

@@ -11,7 +11,7 @@ from common.workshop.tools.trial import NEVER_ENDS, broken_copy, try_tests
 MOST_CPU_S = 10  # for the tests of an exhibit
 
 
-@pytest.mark.sample(every=10, first=7)
+@pytest.mark.sample(every=15, first=7)
 @pytest.mark.parametrize("exhibit", EXHIBITS, ids=lambda e: e.title)
 def test_an_exhibit_shows_its_symptom_and_is_caught(exhibit: Exhibit) -> None:
     assert exhibit.show() == exhibit.right

@@ -125,7 +125,7 @@ def differences(page: Page, shown: Shown, number: int) -> list[str]:
     return [f"step {number}: the page has {a}, the film {b}" for a, b in pairs if a != b]
 
 
-def steps_of(shown: Shown, every: int = 3) -> list[int]:
+def steps_of(shown: Shown, every: int = 5) -> list[int]:
     """And those that load something, and the last."""
     loads = [p.number for p in shown.film.steps() for e in p.events if e.kind == "loaded"]
     last = shown.film.num_steps - 1

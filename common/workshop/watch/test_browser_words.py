@@ -119,7 +119,10 @@ def differences(
     ]
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize(
+    "name",  # chains of hashes and FCFS have no sentences of their own
+    [pytest.param(n, marks=pytest.mark.slow) if n in ("hash", "fcfs") else n for n in NAMES],
+)
 def test_everything_that_happened_is_told_once_and_nothing_else(
     name: str, shown: Pages, open_page: OpenPage
 ) -> None:
