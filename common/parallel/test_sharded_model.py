@@ -84,13 +84,8 @@ def read(monkeypatch) -> Counter:
 @pytest.mark.parametrize(
     "name",
     [
-        "qwen3",
-        "qwen3-biases",
-        "qwen2-untied",
-        "llama-biases",
-        "gemma3-biases",
-        "qwen3-moe",
-        "mixtral",
+        *("qwen3", "qwen3-biases", "qwen2-untied", "llama-biases"),
+        *("gemma3-biases", "qwen3-moe", "mixtral"),
     ],
 )
 def test_the_slices_of_all_ranks_put_together_are_the_checkpoint(name, layout, tmp_path, read):
