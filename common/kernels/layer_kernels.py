@@ -203,7 +203,7 @@ def rotate_and_write_launch(
 ) -> Launch:
     names = ("query", "qkv", "rotary_table", "key_cache", "value_cache")
     arguments = dict.fromkeys(names, "*" + TRITON_TYPES[dtype])
-    arguments["norm_weight"] = "*" + TRITON_TYPES[norm_dtype or dtype]
+    arguments |= {"norm_weight": "*" + TRITON_TYPES[norm_dtype or dtype]}
     arguments |= {"positions": "*i64", "slot_mapping": "*i64", "eps": "fp32"}
     block_stride, slot_stride, head_stride = cache_strides
     constants = {
