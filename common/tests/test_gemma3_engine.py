@@ -111,10 +111,11 @@ def test_logits_in_bfloat16_are_as_near_as_those_of_transformers(short) -> None:
     )
     model = load_model(short.path, torch.bfloat16).model
     assert model.norm_weight.dtype == torch.float32
-    harness = PagedHarness(model, 4)
-    found = harness.step([(i, 0, prompt) for i, prompt in enumerate(short.prompts)]).double()
-    ours_off, theirs_off = ((x - exact).square().mean().sqrt() for x in (found, theirs))
-    assert 0 < ours_off < 1.3 * theirs_off
+    for regions in (Regions(), Regions(rms_norm_region, norm_and_rotate_region)):
+        model.regions, harness = regions, PagedHarness(model, 4)
+        found = harness.step([(i, 0, prompt) for i, prompt in enumerate(short.prompts)]).double()
+        ours_off, theirs_off = ((x - exact).square().mean().sqrt() for x in (found, theirs))
+        assert 0 < ours_off < 1.3 * theirs_off
 
 
 # -- checkpoints
