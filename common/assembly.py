@@ -278,7 +278,8 @@ def prepare_models(given: Given) -> None:
 
         dtype, head_dim = model.embed_weight.dtype, given.loaded.config.head_dim
         mlps = [layer.mlp for layer in model.layers]
-        make_batch_invariant(linear_layers(model), mlps, dtype, head_dim)
+        activation = given.loaded.config.activation
+        make_batch_invariant(linear_layers(model), mlps, activation, dtype, head_dim)
     if given.attention.is_triton and model.embed_weight.is_cuda:
         compile_kernels(given)
 
@@ -326,7 +327,7 @@ def kv_namespace(loaded: LoadedModel, kv_cache: PagedKVCache) -> tuple[tuple[str
     """What the bytes of a KV block depend on besides tokens. Reads every weight."""
     from weights_digest import weights_digest
 
-    model = f"{weights_digest(loaded.model.named_weights())} eps {loaded.config.rms_norm_eps}"
+    model = f"{weights_digest(loaded.model.named_weights())} {loaded.config.numerics}"
     shape = tuple(kv_cache.key_cache[0].shape[1:])
     layout = f"{kv_cache.key_cache[0].dtype} {len(kv_cache.key_cache)} x {shape}"
     return (("model", model), ("kv layout", layout), *loaded.model.namespace)

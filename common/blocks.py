@@ -5,12 +5,14 @@
 
 Each has its own norm, its own matrices and its own `checkpoint_tensors`. Where one block adds to
 the residual stream, the next one norms it: a layer does both at once (`model.py`), so an attention
-block gives what `o` multiplies, and an MLP block takes what is normed with `mlp_norm_weight`."""
+block gives what `o` multiplies, and an MLP block takes what is normed with `mlp_norm_weight`. Some
+families norm what `o` and `down` give, too, before it is added (`post_norm_weight`)."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch import nn
@@ -19,18 +21,20 @@ from torch.nn import functional as F
 from common.kernels.regions import Regions
 from common.linear import Linear
 from common.model_config import ModelConfig
+from common.rotary import Rotary
 from paged_attention import AttentionPlan, PagedKVCache
 
 
 @dataclass(frozen=True, slots=True)
 class CheckpointTensor:
     """Where a tensor of a checkpoint goes: `part` of it, by itself all, to `target`, a view of a
-    parameter, to which it is broadcast. It must have exactly `shape`. `target` is None where
-    another process has the tensor."""
+    parameter, to which it is broadcast, and `offset` is added. It must have exactly `shape`.
+    `target` is None where another process has the tensor."""
 
     target: torch.Tensor | None
     shape: tuple[int, ...]
     part: tuple[slice, ...] = (slice(None),)
+    offset: float = 0.0
 
 
 def allocator(dtype: torch.dtype, device: torch.device | str) -> Callable[..., nn.Parameter]:
@@ -40,6 +44,10 @@ def allocator(dtype: torch.dtype, device: torch.device | str) -> Callable[..., n
     return empty
 
 
+ACTIVATIONS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
+    "silu": F.silu,
+    "gelu_pytorch_tanh": partial(F.gelu, approximate="tanh"),
+}
 MakeLinear = Callable[[nn.Parameter, nn.Parameter | None], Linear]  # of weight and bias
 
 
@@ -73,6 +81,7 @@ class AttentionBlock(nn.Module):
     product is added to the residual stream."""
 
     group = 0  # of layers that have block tables, and a plan, in common
+    rotary = 0  # of the model's rotary tables
 
     def __init__(
         self,
@@ -84,25 +93,28 @@ class AttentionBlock(nn.Module):
     ) -> None:
         super().__init__()
         empty, self.eps = allocator(dtype, device), config.rms_norm_eps
+        norm = allocator(config.norm_dtype(dtype), device)
         self.index, self.head_dim = index, config.head_dim
-        self.scale = config.head_dim**-0.5
+        self.rotary = config.rotary_of(index)
+        self.scale = (config.query_pre_attn_scalar or config.head_dim) ** -0.5
         num_heads, self.num_kv_heads = config.num_attention_heads, config.num_key_value_heads
         # Heads of queries and keys: rotary embedding and their norm take them together.
         self.num_qk_heads = num_heads + self.num_kv_heads
         self.head_counts = (num_heads, self.num_kv_heads, self.num_kv_heads)
         hidden, q_size = config.hidden_size, num_heads * self.head_dim
         qkv_size = sum(self.head_counts) * self.head_dim
-        self.input_norm_weight = empty(hidden)
+        self.input_norm_weight = norm(hidden)
         self.qkv = linear(empty, (qkv_size, hidden), config.qkv_bias)
         # One row a head: q_norm's weight for each query head, k_norm's for each key head.
         heads = self.num_qk_heads, self.head_dim
-        self.qk_norm_weight = empty(*heads) if config.has_qk_norm else None
+        self.qk_norm_weight = norm(*heads) if config.has_qk_norm else None
         self.o = linear(empty, (hidden, q_size), config.o_bias, into_stream)
+        self.post_norm_weight = norm(hidden) if config.has_post_norms else None
 
     def attend(
         self,
         hidden: torch.Tensor,  # [num_tokens, hidden_size]
-        rotary: tuple[torch.Tensor, torch.Tensor],
+        rotaries: tuple[Rotary, ...],
         plans: tuple[AttentionPlan, ...],
         kv_cache: PagedKVCache,
         regions: Regions,
@@ -112,6 +124,7 @@ class AttentionBlock(nn.Module):
         qkv = self.qkv(x).view(num_tokens, -1, self.head_dim)
         keys, values = kv_cache.key_cache[self.index], kv_cache.value_cache[self.index]
         norm = self.qk_norm_weight, self.eps
+        rotary = rotaries[self.rotary]
         query = regions.rotate_and_write(qkv, *norm, rotary, keys, values, plan)
         return plan.attend(query, keys, values, self.scale).reshape(num_tokens, -1)
 
@@ -119,6 +132,8 @@ class AttentionBlock(nn.Module):
         """By the checkpoint's names without the layer's prefix."""
         sizes = [n * self.head_dim for n in self.head_counts]
         found = {"input_layernorm.weight": self.input_norm_weight}
+        if self.post_norm_weight is not None:
+            found["post_attention_layernorm.weight"] = self.post_norm_weight
         found |= parts_of("self_attn", ("q_proj", "k_proj", "v_proj"), sizes, self.qkv)
         parts = whole(found | parts_of("self_attn", ("o_proj",), [self.o.shape[0]], self.o))
         if self.qk_norm_weight is not None:
@@ -141,10 +156,12 @@ class MLPBlock(nn.Module):
         super().__init__()
         empty, self.eps = allocator(dtype, device), config.rms_norm_eps
         hidden, inner = config.hidden_size, config.intermediate_size
-        self.silu: Callable[[torch.Tensor], torch.Tensor] = F.silu
-        self.mlp_norm_weight = empty(hidden)
+        norm = allocator(config.norm_dtype(dtype), device)
+        self.activation = ACTIVATIONS[config.activation]
+        self.mlp_norm_weight = norm(hidden)
         self.gate_up = linear(empty, (2 * inner, hidden), config.mlp_bias)
         self.down = linear(empty, (hidden, inner), config.mlp_bias, into_stream)
+        self.post_norm_weight = norm(hidden) if config.has_post_norms else None
 
     def add_to(
         self,
@@ -152,7 +169,8 @@ class MLPBlock(nn.Module):
         x: torch.Tensor,  # the same, normed
         regions: Regions,
     ) -> torch.Tensor:  # like hidden
-        return self.down.add_to(hidden, regions.silu_and_multiply(self.gate_up(x), self.silu))
+        inner = regions.activate_and_multiply(self.gate_up(x), self.activation)
+        return regions.add(self.down, hidden, inner, self.eps, self.post_norm_weight)
 
     def prepare(self, is_captured: bool) -> None:
         """In steps that are captured the host reads no tensor. Here it never does."""
@@ -160,6 +178,10 @@ class MLPBlock(nn.Module):
     def checkpoint_tensors(self) -> dict[str, CheckpointTensor]:
         """By the checkpoint's names without the layer's prefix."""
         sizes = [self.gate_up.shape[0] // 2] * 2
-        found = {"post_attention_layernorm.weight": self.mlp_norm_weight}
+        if self.post_norm_weight is None:
+            found = {"post_attention_layernorm.weight": self.mlp_norm_weight}
+        else:
+            found = {"pre_feedforward_layernorm.weight": self.mlp_norm_weight}
+            found["post_feedforward_layernorm.weight"] = self.post_norm_weight
         found |= parts_of("mlp", ("gate_proj", "up_proj"), sizes, self.gate_up)
         return whole(found | parts_of("mlp", ("down_proj",), [self.down.shape[0]], self.down))

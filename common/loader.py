@@ -275,6 +275,8 @@ def _fill(decoder: DecoderModel, files: dict[str, Any]) -> None:
     targets = {name: part.target for name, part in parts.items() if part.target is not None}
     for name, target in targets.items():
         target.copy_(files[name].get_slice(name)[parts[name].part])
+        if offset := parts[name].offset:
+            target.add_(offset)
     filled = sum(target.numel() for target in targets.values())
     assert filled == sum(p.numel() for p in decoder.parameters()), "a parameter has no tensor"
 

@@ -1,4 +1,4 @@
-"""The decoder that serves tokens: Qwen3, Qwen2, Llama 3.x, Mistral, and two with experts.
+"""The decoder that serves tokens: Qwen3, Qwen2, Llama 3.x, Mistral, Gemma 3, and two with experts.
 
 It computes one step for any mix of requests, whose tokens lie end to end in one row:
 
@@ -25,6 +25,7 @@ One process has all of it here. A part of each matrix, or some of the layers, is
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import cast
 
 import torch
@@ -39,7 +40,7 @@ from common.linear import Linear, linear_layers, why_not_packed
 from common.model_config import ModelConfig
 from common.parallel.collectives import Alone, Collectives
 from common.roles import load
-from common.rotary import rotary_table
+from common.rotary import Rotary, rotary_table
 from paged_attention import AttentionPlan, PagedKVCache
 
 # What layers are built of, by the names in `ModelConfig.blocks`. Another block is a file of its own
@@ -71,18 +72,18 @@ class DecoderLayer(nn.Module):
     def forward(
         self,
         hidden: torch.Tensor,  # [num_tokens, hidden_size], overwritten
-        rotary: tuple[torch.Tensor, torch.Tensor],
+        rotaries: tuple[Rotary, ...],
         plans: tuple[AttentionPlan, ...],
         kv_cache: PagedKVCache,
         regions: Regions,
         rows: torch.Tensor | None = None,  # [num_rows] int64, the rows that are still needed
     ) -> torch.Tensor:  # [num_tokens or num_rows, hidden_size]
         attention, mlp = self.attention, self.mlp
-        attended = attention.attend(hidden, rotary, plans, kv_cache, regions)
+        attended = attention.attend(hidden, rotaries, plans, kv_cache, regions)
         if rows is not None:
             hidden, attended = hidden.index_select(0, rows), attended.index_select(0, rows)
         # What one block adds and the other's norm of it: one kernel on a GPU.
-        norm = mlp.mlp_norm_weight, mlp.eps
+        norm = mlp.mlp_norm_weight, mlp.eps, attention.post_norm_weight
         hidden, x = regions.add_and_norm(attention.o, hidden, attended, *norm)
         return mlp.add_to(hidden, x, regions)
 
@@ -95,6 +96,8 @@ class DecoderModel(nn.Module):
     """Token ids in, logits out, keys and values in a paged cache."""
 
     rotary_table: torch.Tensor
+    window_rotary_table: torch.Tensor | None  # of layers with a window; None: as the others
+    embedding_scale: torch.Tensor | None  # []
     namespace: tuple[tuple[str, str], ...] = ()  # of its KV, if that is not the whole model's
 
     def __init__(
@@ -109,7 +112,7 @@ class DecoderModel(nn.Module):
         self.embed_weight = empty(*vocab)
         is_tied = config.tie_word_embeddings
         self.lm_head = Linear(self.embed_weight if is_tied else empty(*vocab))
-        self.norm_weight = empty(config.hidden_size)
+        self.norm_weight = allocator(config.norm_dtype(dtype), device)(config.hidden_size)
         layers = [DecoderLayer(config, i, dtype, device) for i in range(config.num_hidden_layers)]
         self._complete(config, layers, Alone())
 
@@ -120,13 +123,18 @@ class DecoderModel(nn.Module):
         self.config, self.regions, self.collectives = config, Regions(), collectives
         self.layers = cast("list[DecoderLayer]", nn.ModuleList(layers))
         dtype, device = self.embed_weight.dtype, self.embed_weight.device
-        table = rotary_table(config.rope, config.head_dim, config.max_position_embeddings, dtype)
-        self.register_buffer("rotary_table", table.to(device), persistent=False)
+        has_scale = config.embedding_scale != 1
+        scale = torch.tensor(config.embedding_scale, dtype=dtype).to(device) if has_scale else None
+        self.register_buffer("embedding_scale", scale, persistent=False)
+        for name, rope in (("", config.rope), ("window_", config.window_rope)):
+            sizes = config.head_dim, config.max_position_embeddings, dtype
+            table = None if rope is None else rotary_table(rope, *sizes).to(device)
+            self.register_buffer(f"{name}rotary_table", table, persistent=False)
         self.num_parameters = sum(parameter.numel() for parameter in self.parameters())
         self.rank_config = config  # the shapes that this process computes with
         self.num_layers = len(layers)
         self.num_heads, self.num_kv_heads, _ = layers[0].attention.head_counts
-        self.group_layers(config.max_position_embeddings)
+        self.group_layers(config.num_unhidden)  # until an engine knows its longest sequence
 
     def group_layers(self, max_model_len: int) -> None:
         """Who shares block tables, if no sequence is longer than `max_model_len`. Before there is a
@@ -157,8 +165,15 @@ class DecoderModel(nn.Module):
         kv_cache: PagedKVCache,  # this step's keys and values are written into it
     ) -> torch.Tensor:  # [num_logit_rows, vocab_size]
         """One step: row r of the result are the logits of the token after `logit_indices[r]`."""
-        hidden = F.embedding(batch.input_ids, self.embed_weight)
-        return self.through_head(hidden, batch, kv_cache)
+        return self.through_head(self.embed(batch.input_ids), batch, kv_cache)
+
+    def embed(self, input_ids: torch.Tensor) -> torch.Tensor:  # [num_tokens, hidden_size]
+        """The stream that layers add to."""
+        hidden = self.look_up(input_ids)
+        return hidden if self.embedding_scale is None else hidden.mul_(self.embedding_scale)
+
+    def look_up(self, input_ids: torch.Tensor) -> torch.Tensor:
+        return F.embedding(input_ids, self.embed_weight)
 
     def through_head(
         self, hidden: torch.Tensor, batch: ComposedBatch, kv_cache: PagedKVCache
@@ -181,8 +196,9 @@ class DecoderModel(nn.Module):
         rows: torch.Tensor | None,  # [num_rows], those that are needed afterwards; None: all
     ) -> torch.Tensor:  # [num_tokens or num_rows, hidden_size]
         regions, last = self.regions, self.num_layers - 1
-        rotary = regions.rotary(self.rotary_table, batch.positions)
-        step = rotary, batch.plans, kv_cache, regions
+        tables = self.rotary_table, self.window_rotary_table
+        rotaries = tuple(regions.rotary(t, batch.positions) for t in tables if t is not None)
+        step = rotaries, batch.plans, kv_cache, regions
         for i, layer in enumerate(self.layers):
             hidden = layer(hidden, *step, rows if i == last else None)
         return hidden
@@ -230,4 +246,7 @@ class DecoderModel(nn.Module):
         for i, layer in enumerate(self.layers):
             for name, part in layer.checkpoint_tensors().items():
                 parts[f"model.layers.{i}.{name}"] = part
+        if offset := self.config.norm_offset:
+            norms = [name for name in parts if name.endswith("norm.weight")]
+            parts |= {name: replace(parts[name], offset=offset) for name in norms}
         return parts

@@ -1,14 +1,15 @@
 """`ModelConfig`: what a Hugging Face `config.json` says about a decoder, checked and made explicit.
 
-Six families are understood: Qwen3, Qwen2 (and 2.5), Llama 3.x, Mistral, Qwen3-MoE and Mixtral. They
-are one decoder; what differs is who has biases, who norms queries and keys, and who has experts in
-the place of an MLP (`experts/expert_config.py`):
+Seven families are understood: Qwen3, Qwen2 (and 2.5), Llama 3.x, Mistral, Gemma 3 (text alone),
+Qwen3-MoE and Mixtral. They are one decoder; what differs is who has biases, who norms queries and
+keys, and who has experts in the place of an MLP (`experts/expert_config.py`):
 
     family     biases of q, k, v    bias of o         biases of the MLP    q_norm, k_norm
     Qwen3      attention_bias       attention_bias    none                 yes
     Qwen2      always               none              none                 no
     Llama      attention_bias       attention_bias    mlp_bias             no
     Mistral    none                 none              none                 no
+    Gemma 3    attention_bias       attention_bias    none                 yes
     Qwen3-MoE  attention_bias       attention_bias    none                 yes
     Mixtral    none                 none              none                 no
 
@@ -16,10 +17,10 @@ A feature that a configuration asks for and this decoder lacks is a `ValueError`
 field: a model that runs without it answers fluently and wrongly. Fields nobody here knows are
 ignored, as `transformers` ignores them, and named in the log.
 
-Mistral's layers attend to a window, and Qwen's may: `layer_windows` says which.
+Mistral's layers attend to a window, most of Gemma's do, and Qwen's may: `layer_windows` says which.
+Gemma's turn by other angles there, norm what a block adds, and store norms' weights less 1.
 
-Defaults of absent fields are those of `transformers`, and so are both spellings of the rotary
-parameters: `rope_theta` and `rope_scaling` (old), `rope_parameters` (since transformers 5)."""
+Defaults of absent fields are those of `transformers`."""
 
 from __future__ import annotations
 
@@ -28,14 +29,15 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
+import torch
+
+from common.config_fields import positive_float, positive_int, read_ropes, refused
 from common.layer_groups import Window
 from common.roles import load
 from common.rotary import RopeParameters
 from request import check_integers
 
 if TYPE_CHECKING:
-    import torch
-
     from common.experts.expert_config import ExpertsConfig
 
 logger = logging.getLogger(__name__)
@@ -66,11 +68,34 @@ class ModelConfig:
     layer_windows: tuple[Window, ...] = ()  # of each layer; (): no layer has one
     blocks: tuple[str, str] = ("attention", "mlp")  # of each layer, as `model.py` names them
     experts: ExpertsConfig | None = None  # of the layers that have a block of them instead
+    window_rope: RopeParameters | None = None  # of layers with a window; None: as the others
+    query_pre_attn_scalar: float | None = None  # scores are divided by its root; None: head_dim
+    embedding_scale: float = 1.0  # what embeddings are multiplied with
+    activation: str = "silu"  # of an MLP
+    norm_offset: float = 0.0  # what a checkpoint's weights of norms lack
+    has_post_norms: bool = False  # is what a block adds normed
 
     def blocks_of(self, layer: int) -> tuple[str, str]:
         attention, mlp = self.blocks
         has_experts = self.experts is not None and layer in self.experts.layers
         return attention, "experts" if has_experts else mlp
+
+    def rotary_of(self, layer: int) -> int:
+        """0: `rope`, 1: `window_rope`."""
+        if self.window_rope is None or not self.layer_windows:
+            return 0
+        return int(self.layer_windows[layer] is not None)
+
+    def norm_dtype(self, dtype: torch.dtype) -> torch.dtype:
+        """Of norms' weights. In bfloat16 a sum with 1 would lose most of what is added to it."""
+        return torch.float32 if self.norm_offset else dtype
+
+    @property
+    def numerics(self) -> str:
+        """What KV depends on and no weight shows: eps, and the rest where it is not the usual."""
+        rest = self.query_pre_attn_scalar, self.activation
+        is_usual = rest == (None, "silu")
+        return f"eps {self.rms_norm_eps}" + ("" if is_usual else f" {rest}")
 
     @property
     def mlp_sizes(self) -> set[int]:
@@ -94,30 +119,31 @@ class ModelConfig:
         family = _FAMILIES[architecture]
         fields = {**family.absent, **fields, **family.unread}
         _refuse_unsupported(fields, family)
-        num_layers = _positive_int(fields, "num_hidden_layers")
-        num_heads = _positive_int(fields, "num_attention_heads")
-        num_kv_heads = _positive_int(fields, "num_key_value_heads", num_heads)
-        hidden_size = _positive_int(fields, "hidden_size")
-        head_dim = _positive_int(fields, "head_dim", family.head_dim or hidden_size // num_heads)
-        max_positions = _positive_int(fields, "max_position_embeddings")
+        num_layers = positive_int(fields, "num_hidden_layers")
+        num_heads = positive_int(fields, "num_attention_heads")
+        num_kv_heads = positive_int(fields, "num_key_value_heads", num_heads)
+        hidden_size = positive_int(fields, "hidden_size")
+        head_dim = positive_int(fields, "head_dim", family.head_dim or hidden_size // num_heads)
+        max_positions = positive_int(fields, "max_position_embeddings")
         if num_heads % num_kv_heads:
             why = f"it must divide num_attention_heads, {num_heads}"
-            raise _refused("num_key_value_heads", num_kv_heads, why)
+            raise refused("num_key_value_heads", num_kv_heads, why)
         if head_dim % 2:
-            raise _refused("head_dim", head_dim, "rotary embedding needs an even one")
+            raise refused("head_dim", head_dim, "rotary embedding needs an even one")
         attention_bias = bool(fields.get("attention_bias"))
+        rope, window_rope = read_ropes(fields, family.window_theta, max_positions)
         return cls(
             architecture=architecture,
-            vocab_size=_positive_int(fields, "vocab_size"),
+            vocab_size=positive_int(fields, "vocab_size"),
             hidden_size=hidden_size,
-            intermediate_size=_positive_int(fields, "intermediate_size"),
+            intermediate_size=positive_int(fields, "intermediate_size"),
             num_hidden_layers=num_layers,
             num_attention_heads=num_heads,
             num_key_value_heads=num_kv_heads,
             head_dim=head_dim,
             max_position_embeddings=max_positions,
-            rms_norm_eps=_positive_float(fields, "rms_norm_eps", 1e-6),
-            rope=_rope(fields, max_positions),
+            rms_norm_eps=positive_float(fields, "rms_norm_eps", 1e-6),
+            rope=rope,
             tie_word_embeddings=bool(fields.get("tie_word_embeddings")),
             qkv_bias=attention_bias if family.has_attention_bias else family.has_qkv_bias,
             o_bias=attention_bias and family.has_attention_bias,
@@ -128,6 +154,14 @@ class ModelConfig:
             layer_windows=_layer_windows(fields, family),
             blocks=family.blocks,
             experts=None if family.experts is None else load(family.experts)(fields),
+            window_rope=window_rope,
+            query_pre_attn_scalar=positive_float(fields, "query_pre_attn_scalar")
+            if "query_pre_attn_scalar" in family.own
+            else None,
+            embedding_scale=hidden_size**0.5 if family.scales_embeddings else 1.0,
+            activation=family.activation[1],
+            norm_offset=family.norm_offset,
+            has_post_norms=family.has_post_norms,
         )
 
 
@@ -137,7 +171,7 @@ def token_ids(name: str, value: Any) -> tuple[int, ...]:
         return ()
     ids = value if isinstance(value, list) else [value]
     if any(isinstance(i, bool) or not isinstance(i, int) for i in ids):
-        raise _refused(name, value, "it must be an integer, a list of integers or null")
+        raise refused(name, value, "it must be an integer, a list of integers or null")
     return tuple(ids)
 
 
@@ -148,8 +182,9 @@ def token_ids(name: str, value: Any) -> tuple[int, ...]:
 class _Family:
     """`transformers`' class for `model_type`. `head_dim` is its default; None: the usual quotient.
     `sliding_window`: `"optional"` needs `use_sliding_window`, `"always"` is on unless null, and
-    then 4096 if absent; `"never"` has none. `experts` reads what is said of experts in `own`
-    fields."""
+    then 4096 if absent; `"pattern"` is on in all layers but each `sliding_window_pattern`th;
+    `"never"` has none. `experts` reads what is said of experts in `own` fields. `window_theta` is
+    the base of layers with a window if it is not named; None: they have no angles of their own."""
 
     model_type: str
     has_attention_bias: bool = False  # is there a field of this name
@@ -160,6 +195,11 @@ class _Family:
     sliding_window: str = "never"
     blocks: tuple[str, str] = ("attention", "mlp")  # that a layer is built of
     experts: str | None = None
+    activation: tuple[str, str] = ("hidden_act", "silu")  # a field, and what it must be
+    window_theta: float | None = None
+    scales_embeddings: bool = False
+    norm_offset: float = 0.0
+    has_post_norms: bool = False
     own: frozenset[str] = frozenset()
     absent: Mapping[str, Any] = field(default_factory=dict)  # what its absent fields are
     unread: Mapping[str, Any] = field(default_factory=dict)  # what fields are that it has not
@@ -173,6 +213,23 @@ _FAMILIES = {
     "Qwen2ForCausalLM": _Family("qwen2", has_qkv_bias=True, sliding_window="optional"),
     "LlamaForCausalLM": _Family("llama", has_attention_bias=True, has_mlp_bias=True),
     "MistralForCausalLM": _Family("mistral", sliding_window="always"),
+    "Gemma3ForCausalLM": _Family(
+        "gemma3_text",
+        has_attention_bias=True,
+        has_qk_norm=True,
+        head_dim=256,
+        sliding_window="pattern",
+        activation=("hidden_activation", "gelu_pytorch_tanh"),
+        window_theta=1e4,
+        scales_embeddings=True,
+        norm_offset=1.0,
+        has_post_norms=True,
+        own=frozenset({"hidden_activation", "query_pre_attn_scalar", "rope_local_base_freq"})
+        | {"sliding_window_pattern", "cache_implementation"},
+        absent={"tie_word_embeddings": True, "num_key_value_heads": 4, "eos_token_id": 1}
+        | {"sliding_window": 4096, "query_pre_attn_scalar": 256, "rope_theta": 1e6}
+        | {"max_position_embeddings": 131_072, "hidden_activation": "gelu_pytorch_tanh"},
+    ),
     "Qwen3MoeForCausalLM": _Family(
         "qwen3_moe",
         has_attention_bias=True,
@@ -200,8 +257,8 @@ _UNSUPPORTED = (
     "softcap", "vision", "audio", "text_config", "multiplier",
     "cross_attention", "alibi", "clip_qkv", "logits_scaling", "logit_scale", "no_rope_layer",
     "use_qk_norm", "dual_chunk", "nextn", "mrope", "parallel_residual", "attention_chunk_size",
-    "pruned_heads", "is_encoder_decoder", "relative_attention", "chunk_size_feed_forward",
-    "output_gate", "auto_map",
+    "bidirectional", "pruned_heads", "is_encoder_decoder", "relative_attention",
+    "chunk_size_feed_forward", "output_gate", "auto_map",
 )  # fmt: skip
 _NEUTRAL = (None, False, 0, 1, [], {}, "")
 # Fields that are read below, and fields that do not change what the decoder computes.
@@ -231,7 +288,7 @@ def _architecture(fields: dict[str, Any]) -> str:
         raise ValueError(f"architectures is {shown}: {why}supported are {', '.join(_FAMILIES)}")
     expected = _FAMILIES[names[0]].model_type
     if model_type not in (None, expected):
-        raise _refused("model_type", model_type, f"with {names[0]} it must be {expected!r}")
+        raise refused("model_type", model_type, f"with {names[0]} it must be {expected!r}")
     return names[0]
 
 
@@ -241,18 +298,22 @@ def _is_unsupported(name: str) -> bool:
 
 def _refuse_unsupported(fields: dict[str, Any], family: _Family) -> None:
     for name, value in fields.items():
-        if name not in family.own and _is_unsupported(name) and value not in _NEUTRAL:
-            allowed = "its absence, null, false, 0 and 1"
-            raise _refused(name, value, f"this decoder has no such feature; allowed are {allowed}")
-    if fields.get("hidden_act", "silu") != "silu":
-        raise _refused("hidden_act", fields["hidden_act"], "it must be 'silu'")
+        if name in family.own or not _is_unsupported(name):
+            continue
+        is_cap = "softcap" in name  # one of 1 caps
+        if value is True or value not in (_NEUTRAL[:1] if is_cap else _NEUTRAL):
+            allowed = "its absence and null" if is_cap else "its absence, null, false, 0 and 1"
+            raise refused(name, value, f"this decoder has no such feature; allowed are {allowed}")
+    name, only = family.activation
+    if fields.get(name, only) != only:
+        raise refused(name, fields[name], f"it must be {only!r}")
     has_biases = {  # Qwen2's do not depend on the field
         "attention_bias": family.has_attention_bias or family.has_qkv_bias,
         "mlp_bias": family.has_mlp_bias,
     }
     for name, has in has_biases.items():
         if fields.get(name) and not has:
-            raise _refused(name, fields[name], f"{family.model_type} has no such biases")
+            raise refused(name, fields[name], f"{family.model_type} has no such biases")
     names = [
         name for name in sorted(fields.keys() - _KNOWN - family.own) if not name.startswith("_")
     ]
@@ -261,7 +322,7 @@ def _refuse_unsupported(fields: dict[str, Any], family: _Family) -> None:
 
 
 def _layer_windows(fields: dict[str, Any], family: _Family) -> tuple[Window, ...]:
-    num_layers = _positive_int(fields, "num_hidden_layers")
+    num_layers = positive_int(fields, "num_hidden_layers")
     kind = family.sliding_window
     window = fields.get("sliding_window", 4096 if kind == "always" else None)
     if kind == "optional":
@@ -270,11 +331,15 @@ def _layer_windows(fields: dict[str, Any], family: _Family) -> tuple[Window, ...
         check_integers(0, max_window_layers=first)
         derived = ["full_attention"] * min(first, num_layers)
         derived += ["sliding_attention"] * (num_layers - len(derived))
+    elif kind == "pattern":
+        every = positive_int(fields, "sliding_window_pattern", 6)
+        derived = [("sliding" if (i + 1) % every else "full") for i in range(num_layers)]
+        derived = [f"{name}_attention" for name in derived]
     elif window is not None and kind == "never":
-        raise _refused("sliding_window", window, f"{family.model_type} has none; it must be null")
+        raise refused("sliding_window", window, f"{family.model_type} has none; it must be null")
     else:
         derived = ["full_attention" if window is None else "sliding_attention"] * num_layers
-    layer_types = fields.get("layer_types") or (derived if window is not None else [])
+    layer_types = fields.get("layer_types") or derived
     allowed = ("full_attention",) if window is None else ("full_attention", "sliding_attention")
     if unsupported := sorted(set(layer_types) - set(allowed)):
         raise ValueError(
@@ -282,69 +347,18 @@ def _layer_windows(fields: dict[str, Any], family: _Family) -> tuple[Window, ...
             f"allowed then are {', '.join(allowed)}"
         )
     if layer_types and len(layer_types) != num_layers:
-        raise _refused("layer_types", layer_types, f"there are {num_layers} layers")
+        raise refused("layer_types", layer_types, f"there are {num_layers} layers")
     if window is None or (kind != "always" and "sliding_attention" not in layer_types):
         return ()
-    window = _positive_int({"sliding_window": window}, "sliding_window")
+    window = positive_int({"sliding_window": window}, "sliding_window")
     if kind == "always":
         return (window,) * num_layers
     return tuple(window if kind == "sliding_attention" else None for kind in layer_types)
 
 
-def _rope(fields: dict[str, Any], max_positions: int) -> RopeParameters:
-    source = "rope_scaling" if fields.get("rope_scaling") else "rope_parameters"
-    rope = fields.get(source) or {}
-    if not isinstance(rope, dict):
-        raise _refused(source, rope, "it must be an object or null")
-    for where in (fields, rope):
-        if (share := where.get("partial_rotary_factor")) not in (None, 1):
-            raise _refused("partial_rotary_factor", share, "it must be 1 or absent")
-    rope_type = rope.get("rope_type", rope.get("type", "default"))
-    frequencies = ("factor", "low_freq_factor", "high_freq_factor")
-    needed = {"default": (), "linear": ("factor",), "llama3": frequencies}
-    if rope_type not in needed:
-        raise _refused(f"{source}: rope_type", rope_type, f"it must be {', '.join(needed)}")
-    known = {"rope_type", "type", "rope_theta", "partial_rotary_factor", *frequencies}
-    if unknown := sorted(set(rope) - known - {"original_max_position_embeddings"}):
-        raise _refused(f"{source}: {unknown[0]}", rope[unknown[0]], "not supported")
-    values: dict[str, Any] = {name: _positive_float(rope, name) for name in needed[rope_type]}
-    if rope_type == "llama3":
-        low, high = values["low_freq_factor"], values["high_freq_factor"]
-        if high <= low:
-            why = f"it must exceed low_freq_factor, {low}"
-            raise _refused(f"{source}: high_freq_factor", high, why)
-        name = "original_max_position_embeddings"
-        original = {**rope, **{k: v for k, v in fields.items() if k.startswith("original_max")}}
-        values[name] = _positive_int(original, name, max_positions)
-    theta = {"rope_theta": rope.get("rope_theta", fields.get("rope_theta"))}
-    return RopeParameters(_positive_float(theta, "rope_theta", 10_000.0), rope_type, **values)
-
-
 def _dtype(fields: dict[str, Any]) -> str | None:
     value = fields.get("dtype", fields.get("torch_dtype"))
     return value.removeprefix("torch.") if isinstance(value, str) else None
-
-
-# -- single fields
-
-
-def _positive_int(fields: dict[str, Any], name: str, default: int | None = None) -> int:
-    values: dict[str, Any] = {name: default if fields.get(name) is None else fields[name]}
-    check_integers(1, **values)
-    return values[name]
-
-
-def _positive_float(fields: dict[str, Any], name: str, default: float | None = None) -> float:
-    value = fields.get(name)
-    value = default if value is None else value
-    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < 1e30:
-        raise _refused(name, value, "it must be a number > 0")
-    return float(value)
-
-
-def _refused(name: str, value: object, why: str) -> ValueError:
-    text = repr(value)
-    return ValueError(f"{name} is {text if len(text) <= 200 else f'{text[:200]} ...'}: {why}")
 
 
 @dataclass(frozen=True, slots=True)

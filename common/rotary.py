@@ -15,6 +15,8 @@ from dataclasses import dataclass
 
 import torch
 
+Rotary = tuple[torch.Tensor, torch.Tensor]  # what a layer turns with, `Regions.rotary`
+
 
 @dataclass(frozen=True, slots=True)
 class RopeParameters:

@@ -285,6 +285,7 @@ REFUSED = {
     "quantization": ({"quantization_config": {"bits": 4}}, "quantization_config"),
     "moe": ({"num_experts": 8}, "num_experts"),
     "softcap": ({"attn_logit_softcapping": 50.0}, "attn_logit_softcapping"),
+    "true is not 1": ({"use_qk_norm": True}, "use_qk_norm is True"),
     "vision": ({"vision_config": {"depth": 2}}, "vision_config"),
     "partial rotary": ({"partial_rotary_factor": 0.5}, "partial_rotary_factor is 0.5"),
     "partial rotary inside": (

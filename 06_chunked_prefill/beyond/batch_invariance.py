@@ -8,16 +8,17 @@ with a row when the batch around it changes; measured on PyTorch 2.13 and oneDNN
                                        rows: the same at every place in every number of tiles
     `F.linear`                         depend on the number of rows; not used
     RMSNorm, rotary, softmax, argmax   a row is summed by one thread, in one order
-    `F.silu`                           depend on the place: PyTorch computes whole vectors with one
+    `F.silu`, `F.gelu`                 depend on the place: PyTorch computes whole vectors with one
                                        exp, and what is left at a thread's end with another
     `torch.exp`                        the same at every place
 
-So products are computed in whole tiles, and SiLU by `torch.exp`. What was measured here may be
-otherwise on another processor: `make_batch_invariant` looks, and refuses where it is.
+So products are computed in whole tiles, and SiLU and GELU by `torch.exp`. What was measured here
+may be otherwise on another processor: `make_batch_invariant` looks, and refuses where it is.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable
 from typing import Any, Protocol
 
@@ -45,13 +46,27 @@ def silu(x: Tensor) -> Tensor:
     return (wide / wide.neg().exp_().add_(1)).to(x.dtype)
 
 
+def gelu_tanh(x: Tensor) -> Tensor:
+    """x (1 + tanh(y / 2)) / 2, which is x / (1 + exp(-y)), in the same way."""
+    wide = x.float()
+    y = wide * (1 + 0.044715 * wide * wide) * math.sqrt(8 / math.pi)
+    return (wide / y.neg_().exp_().add_(1)).to(x.dtype)
+
+
+ACTIVATIONS = {"silu": silu, "gelu_pytorch_tanh": gelu_tanh}
+
+
 def make_batch_invariant(
-    matrices: Iterable[Matrix], mlps: Iterable[Any], dtype: torch.dtype, head_dim: int
+    matrices: Iterable[Matrix],
+    mlps: Iterable[Any],
+    activation: str,  # of the MLPs: one of `ACTIVATIONS`
+    dtype: torch.dtype,
+    head_dim: int,
 ) -> None:
-    """Change the matrices, and the `silu` of the MLPs, for good. Raises `ValueError` if they have
-    other bits in other company all the same."""
+    """Change the matrices, and the activation of the MLPs, for good. Raises `ValueError` if they
+    have other bits in other company all the same."""
     for mlp in mlps:
-        mlp.silu = silu
+        mlp.activation = ACTIVATIONS[activation]
     tiles: dict[torch.Size, int] = {}
     for matrix in matrices:
         if matrix.shape not in tiles:

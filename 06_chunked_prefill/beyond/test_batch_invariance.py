@@ -4,6 +4,7 @@ bits it has alone, in one thread: of each operation that a batch-invariant model
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 
 import pytest
 import torch
@@ -11,7 +12,14 @@ from torch import nn
 from torch.nn import functional as F
 
 import batch_invariance as module
-from batch_invariance import ROW_TILES, check_attention, find_tile, make_batch_invariant, silu
+from batch_invariance import (
+    ROW_TILES,
+    check_attention,
+    find_tile,
+    gelu_tanh,
+    make_batch_invariant,
+    silu,
+)
 from common.kernels.regions import rms_norm
 from common.linear import Linear, why_not_packed
 from common.rotary import rotate
@@ -93,15 +101,17 @@ def test_a_row_of_every_other_operation(dtype, width):
     gate, up = x.chunk(2, dim=-1)  # views, as in the model
     operations: dict[str, Rows] = {
         "silu": lambda x, up: silu(x.chunk(2, dim=-1)[0]).mul_(up),
+        "gelu": lambda x, up: gelu_tanh(x.chunk(2, dim=-1)[0]).mul_(up),
         "norm": lambda x, up: rms_norm(up, weight, 1e-6),
         "softmax": lambda x, up: up.float().softmax(-1),
         "log_softmax": lambda x, up: up.float().log_softmax(-1),
     }
     for name, operation in operations.items():
         assert num_different(operation, x, up.contiguous()) == 0, name
-    wanted = F.silu(gate.double())
-    torch.testing.assert_close(silu(gate).double(), wanted, rtol=2**-7, atol=1e-6)
-    assert silu(torch.tensor([-1e4, 0.0, 1e4])).tolist() == [0.0, 0.0, 1e4]
+    for ours, theirs in ((silu, F.silu), (gelu_tanh, partial(F.gelu, approximate="tanh"))):
+        wanted = theirs(gate.double())
+        torch.testing.assert_close(ours(gate).double(), wanted, rtol=2**-7, atol=1e-6)
+        assert ours(torch.tensor([-1e4, 0.0, 1e4])).tolist() == [0.0, 0.0, 1e4]
 
 
 @pytest.mark.usefixtures("num_threads")
@@ -138,7 +148,7 @@ def test_the_silu_of_pytorch_would_not_pass(width):
 
 
 class MLP:
-    silu = staticmethod(F.silu)
+    activation = staticmethod(F.silu)
 
 
 def test_matrices_and_mlps_are_changed_and_looked_at_once_for_each_shape(monkeypatch):
@@ -148,10 +158,12 @@ def test_matrices_and_mlps_are_changed_and_looked_at_once_for_each_shape(monkeyp
     matrices = [matrix(shape, torch.float32) for shape in [(64, 32), (32, 64), (64, 32)]]
     looked_at.clear()
     mlps = [MLP(), MLP()]
-    make_batch_invariant(matrices, mlps, torch.float32, 16)
+    make_batch_invariant(matrices, mlps, "silu", torch.float32, 16)
     assert [m.row_tile for m in matrices] == [16] * 3
-    assert all(mlp.silu is silu for mlp in mlps)
-    assert looked_at == [*matrices[:2], (torch.float32, 16)]
+    assert all(mlp.activation is silu for mlp in mlps)
+    make_batch_invariant([], mlps, "gelu_pytorch_tanh", torch.float32, 16)
+    assert all(mlp.activation is gelu_tanh for mlp in mlps)
+    assert looked_at == [*matrices[:2], *[(torch.float32, 16)] * 2]
 
 
 class Faulty:

@@ -27,14 +27,21 @@ through the order instead of copying them. Shazeer et al. (arXiv 1701.06538); Ji
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import cast
 
 import torch
 from torch import nn
 from torch.nn import functional as F
 
-from common.blocks import CheckpointTensor, MakeLinear, allocator, linear, parts_of, whole
+from common.blocks import (
+    ACTIVATIONS,
+    CheckpointTensor,
+    MakeLinear,
+    allocator,
+    linear,
+    parts_of,
+    whole,
+)
 from common.kernels.regions import Regions
 from common.linear import Linear
 from common.model_config import ModelConfig
@@ -56,7 +63,7 @@ class ExpertsBlock(nn.Module):
         self.experts, self.eps = config.experts, config.rms_norm_eps
         empty, hidden = allocator(dtype, device), config.hidden_size
         number, inner = self.experts.num_experts, self.experts.intermediate_size
-        self.silu: Callable[[torch.Tensor], torch.Tensor] = F.silu
+        self.activation = ACTIVATIONS[config.activation]
         self.mlp_norm_weight = empty(hidden)
         self.router = linear(empty, (number, hidden), False)
         # Of all experts in one piece, [num_experts, out, in]; matrices are views of it.
@@ -100,7 +107,7 @@ class ExpertsBlock(nn.Module):
         for expert, start, stop in segments:
             pairs = torch.from_numpy(order[start:stop])
             rows = x.index_select(0, pairs // chosen.shape[1])
-            inner = regions.silu_and_multiply(self.gate_up[expert](rows), self.silu)
+            inner = regions.activate_and_multiply(self.gate_up[expert](rows), self.activation)
             products.index_copy_(0, pairs, self.down[expert].product(inner))
 
     def grouped(
@@ -113,7 +120,8 @@ class ExpertsBlock(nn.Module):
         numbers = torch.arange(len(gate_up), device=x.device)
         ends = torch.searchsorted(owners, numbers, right=True, out_int32=True)
         rows = x.index_select(0, order // chosen.shape[1])
-        inner = regions.silu_and_multiply(multiply(rows, gate_up, owners, ends), self.silu)
+        gates = multiply(rows, gate_up, owners, ends)
+        inner = regions.activate_and_multiply(gates, self.activation)
         products.index_copy_(0, order, multiply(inner, down, owners, ends))
 
     def checkpoint_tensors(self) -> dict[str, CheckpointTensor]:

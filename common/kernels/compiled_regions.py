@@ -39,12 +39,13 @@ def rms_norm_region(
     weight: torch.Tensor,  # [hidden_size]
     eps: float,
 ) -> torch.Tensor:  # like x
-    return _rms_norm(x, eps) * weight if x.dtype == torch.float64 else _fused(x, weight, eps)
+    is_double = weight.dtype == torch.float64
+    return _rms_norm(x, eps, weight.dtype) * weight if is_double else _fused(x, weight, eps)
 
 
-def _rms_norm(x: torch.Tensor, eps: float) -> torch.Tensor:
+def _rms_norm(x: torch.Tensor, eps: float, dtype: torch.dtype) -> torch.Tensor:
     single = x.float()
-    return (single * torch.rsqrt(single.pow(2).mean(-1, keepdim=True) + eps)).to(x.dtype)
+    return (single * torch.rsqrt(single.pow(2).mean(-1, keepdim=True) + eps)).to(dtype)
 
 
 def _fused(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
@@ -60,7 +61,7 @@ def norm_and_rotate_region(
     rotary: tuple[torch.Tensor, torch.Tensor],  # `cos | cos` and `-sin | sin`, of each token
 ) -> torch.Tensor:  # like qk, contiguous
     if weight is not None:
-        qk = _rms_norm(qk, eps) * weight
+        qk = (_rms_norm(qk, eps, weight.dtype) * weight).to(qk.dtype)
     half = qk.shape[-1] // 2
     cos, sin = rotary[0][..., :half], rotary[1][..., half:]
     a, b = qk.split(half, dim=-1)

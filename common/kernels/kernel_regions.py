@@ -18,6 +18,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 import torch
+from torch.nn import functional as F
 
 from common.kernels import layer_kernels
 from common.kernels.regions import Regions
@@ -59,11 +60,17 @@ class KernelRegions(Regions):
         x: torch.Tensor,
         weight: torch.Tensor,
         eps: float,
+        post_weight: torch.Tensor | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        return hidden, layer_kernels.add_rms_norm(hidden, matrix(x), weight, eps)
+        delta = matrix(x)
+        if post_weight is not None:
+            delta = self.rms_norm(delta, post_weight, eps)
+        return hidden, layer_kernels.add_rms_norm(hidden, delta, weight, eps)
 
-    def silu_and_multiply(
-        self, gate_up: torch.Tensor, silu: Callable[[torch.Tensor], torch.Tensor]
+    def activate_and_multiply(
+        self, gate_up: torch.Tensor, activation: Callable[[torch.Tensor], torch.Tensor]
     ) -> torch.Tensor:
-        """`silu` is the kernel's own."""
+        """SiLU is the kernel's own; another one has none."""
+        if activation is not F.silu:
+            return super().activate_and_multiply(gate_up, activation)
         return layer_kernels.silu_and_multiply(gate_up)

@@ -106,10 +106,12 @@ def layer_launches(model: ModelConfig, shape: AttentionShape) -> list[Launch]:
 
     heads = shape.num_heads, shape.num_kv_heads, shape.head_dim
     place = shape.block_size, shape.cache_strides, shape.dtype
+    norm_dtype = model.norm_dtype(shape.dtype)
+    sizes = sorted(model.mlp_sizes) if model.activation == "silu" else []
     return [
-        add_rms_norm_launch(model.hidden_size, shape.dtype),
-        rotate_and_write_launch(*heads, *place, model.has_qk_norm),
-        *(silu_and_multiply_launch(size, shape.dtype) for size in sorted(model.mlp_sizes)),
+        add_rms_norm_launch(model.hidden_size, shape.dtype, norm_dtype),
+        rotate_and_write_launch(*heads, *place, norm_dtype if model.has_qk_norm else None),
+        *(silu_and_multiply_launch(size, shape.dtype) for size in sizes),
     ]
 
 

@@ -22,6 +22,7 @@ from functools import cache
 import torch
 from torch.nn import functional as F
 
+from common.kernels.regions import rms_norm
 from common.rotary import rotary_factors, rotate
 from kernel_launch import TRITON_TYPES, Launch
 from paged_attention_triton import check_caches, next_power_of_2
@@ -43,7 +44,7 @@ def add_rms_norm_in_torch(
     eps: float,
 ) -> torch.Tensor:  # [num_tokens, hidden_size]
     """What is normed is the sum as it is stored, rounded."""
-    return F.rms_norm(hidden.add_(delta), hidden.shape[-1:], weight, eps)
+    return rms_norm(hidden.add_(delta), weight, eps)
 
 
 @jit_for_any()
@@ -70,9 +71,10 @@ def _add_rms_norm_kernel(
 
 
 @cache
-def add_rms_norm_launch(hidden_size: int, dtype: torch.dtype) -> Launch:
-    names = ("normed", "hidden", "delta", "weight")
-    arguments = dict.fromkeys(names, "*" + TRITON_TYPES[dtype]) | {"eps": "fp32"}
+def add_rms_norm_launch(hidden_size: int, dtype: torch.dtype, weight_dtype: torch.dtype) -> Launch:
+    names = ("normed", "hidden", "delta")
+    arguments = dict.fromkeys(names, "*" + TRITON_TYPES[dtype])
+    arguments |= {"weight": "*" + TRITON_TYPES[weight_dtype], "eps": "fp32"}
     constants = {"HIDDEN_SIZE": hidden_size, "WIDTH": next_power_of_2(hidden_size)}
     return Launch(_add_rms_norm_kernel, arguments, constants, 4 if hidden_size <= 2048 else 8)
 
@@ -85,7 +87,7 @@ def add_rms_norm(
         raise ValueError(f"hidden has strides {hidden.stride()}: it must be contiguous")
     normed = torch.empty_like(hidden)
     if len(hidden):
-        launch = add_rms_norm_launch(hidden.shape[1], hidden.dtype)
+        launch = add_rms_norm_launch(hidden.shape[1], hidden.dtype, weight.dtype)
         launch((len(hidden),), normed, hidden, delta.contiguous(), weight, eps)
     return normed
 
@@ -103,11 +105,11 @@ def rotate_and_write_in_torch(
     slot_mapping: torch.Tensor,  # [num_tokens] int64, -1: not written
     eps: float,
 ) -> torch.Tensor:  # [num_tokens, num_heads, head_dim], the queries
-    block_size, num_kv_heads, head_dim = key_cache.shape[1:]
+    block_size, num_kv_heads = key_cache.shape[1:3]
     num_heads = qkv.shape[1] - 2 * num_kv_heads
     qk, value = qkv.split((num_heads + num_kv_heads, num_kv_heads), dim=1)
     if norm_weight is not None:
-        qk = F.rms_norm(qk, (head_dim,), None, eps) * norm_weight
+        qk = (rms_norm(qk.to(norm_weight.dtype), None, eps) * norm_weight).to(qk.dtype)
     turned = rotate(qk, rotary_factors(rotary_table, positions))
     query, key = turned.split((num_heads, num_kv_heads), dim=1)
     is_real = slot_mapping >= 0
@@ -197,14 +199,15 @@ def rotate_and_write_launch(
     block_size: int,
     cache_strides: tuple[int, int, int],  # from block to block, slot to slot, head to head
     dtype: torch.dtype,
-    has_norm: bool,
+    norm_dtype: torch.dtype | None,  # None: there is no norm
 ) -> Launch:
-    names = ("query", "qkv", "norm_weight", "rotary_table", "key_cache", "value_cache")
+    names = ("query", "qkv", "rotary_table", "key_cache", "value_cache")
     arguments = dict.fromkeys(names, "*" + TRITON_TYPES[dtype])
+    arguments |= {"norm_weight": "*" + TRITON_TYPES[norm_dtype or dtype]}
     arguments |= {"positions": "*i64", "slot_mapping": "*i64", "eps": "fp32"}
     block_stride, slot_stride, head_stride = cache_strides
     constants = {
-        "HAS_NORM": has_norm,
+        "HAS_NORM": norm_dtype is not None,
         "NUM_HEADS": num_heads,
         "NUM_KV_HEADS": num_kv_heads,
         "HEAD_DIM": head_dim,
@@ -240,7 +243,7 @@ def rotate_and_write(
         block_size,
         key_cache.stride()[:3],
         qkv.dtype,
-        norm_weight is not None,
+        None if norm_weight is None else norm_weight.dtype,
     )
     if len(qkv):
         launch(

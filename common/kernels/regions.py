@@ -26,7 +26,10 @@ def rms_norm(
     weight: torch.Tensor | None,  # [size]
     eps: float,
 ) -> torch.Tensor:  # like x
-    """Over the last dimension, in float32 or below."""
+    """Over the last dimension, in float32 or below. A weight in float32 is multiplied before the
+    result is rounded to the dtype of `x`, another one after."""
+    if weight is not None and weight.dtype != x.dtype:
+        return rms_norm(x.to(weight.dtype), weight, eps).to(x.dtype)
     if x.dtype != torch.float64:
         return F.rms_norm(x, x.shape[-1:], weight, eps)
     single = x.float()
@@ -41,7 +44,9 @@ def norm_and_rotate(
     rotary: tuple[torch.Tensor, torch.Tensor],  # `rotary_factors` of the tokens
 ) -> torch.Tensor:  # like qk
     """Norm of each head, and rotary embedding."""
-    return rotate(qk if weight is None else rms_norm(qk, None, eps).mul_(weight), rotary)
+    if weight is not None:
+        qk = rms_norm(qk.to(weight.dtype), None, eps).mul_(weight).to(qk.dtype)
+    return rotate(qk, rotary)
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,13 +88,27 @@ class Regions:
         x: torch.Tensor,
         weight: torch.Tensor,  # [hidden_size]
         eps: float,
+        post_weight: torch.Tensor | None = None,  # [hidden_size]
     ) -> tuple[torch.Tensor, torch.Tensor]:  # like hidden
-        """`hidden + matrix(x)`, as it is and normed."""
-        hidden = matrix.add_to(hidden, x)
+        """What `add` gives, as it is and normed."""
+        hidden = self.add(matrix, hidden, x, eps, post_weight)
         return hidden, self.rms_norm(hidden, weight, eps)
 
-    def silu_and_multiply(
-        self, gate_up: torch.Tensor, silu: Callable[[torch.Tensor], torch.Tensor]
+    def add(
+        self,
+        matrix: Linear,
+        hidden: torch.Tensor,  # [num_tokens, hidden_size], may be overwritten
+        x: torch.Tensor,
+        eps: float,
+        post_weight: torch.Tensor | None,  # [hidden_size]; None: what is added is not normed
+    ) -> torch.Tensor:  # like hidden
+        """`hidden + matrix(x)`, or the norm of `matrix(x)` in its place."""
+        if post_weight is None:
+            return matrix.add_to(hidden, x)
+        return hidden.add_(self.rms_norm(matrix(x), post_weight, eps))
+
+    def activate_and_multiply(
+        self, gate_up: torch.Tensor, activation: Callable[[torch.Tensor], torch.Tensor]
     ) -> torch.Tensor:  # [num_tokens, intermediate_size]
         gate, up = gate_up.chunk(2, dim=-1)
-        return silu(gate).mul_(up)
+        return activation(gate).mul_(up)

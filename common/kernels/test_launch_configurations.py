@@ -10,10 +10,13 @@ import pytest
 import torch
 
 from common.engine import EngineConfig, LLMEngine
+from common.kernels.chosen_regions import set_regions
 from common.kernels.launch_configurations import attention_shape, launch_configurations
 from common.kernels.sampler_kernel import sampling_launches
 from common.loader import load_model
 from common.tests.engine_oracle import serve
+from common.tests.model_cases import save_case
+from common.tests.paged_harness import PagedHarness
 from common.workshop.bench.random_weights import QWEN3_0_6B
 from kernel_launch import TRITON_TYPES, Launch
 from paged_attention import AttentionMetadata
@@ -101,6 +104,19 @@ def test_an_engine_launches_nothing_else_and_says_what_the_oracle_says(
     if not samples_all:
         may_be_missing |= {launch.kernel.__name__ for launch in sampling_launches(97)}
     assert kernels >= {launch.kernel.__name__ for launch in allowed} - may_be_missing
+
+
+def test_a_model_whose_norms_are_in_float32_launches_what_was_foreseen(tmp_path, launched):
+    model = load_model(save_case("gemma3", tmp_path), torch.bfloat16).model
+    set_regions(model, is_compiled=False, is_triton=True)
+    PagedHarness(model, 1, block_size=16).step([(0, 0, [3, 1, 4])])
+    engine = EngineConfig(block_size=16, attention_backend="triton")
+    allowed = launch_configurations(model.config, engine, torch.bfloat16, is_interpreted=True)
+    known = {identity(launch, dict(launch.arguments)) for launch in allowed}
+    between = {kernel for kernel, key in launched if key in known}
+    assert between == {"_add_rms_norm_kernel", "_rotate_and_write_kernel"}
+    assert all(key in known for _, key in launched)
+    assert "_silu_and_multiply_kernel" not in {launch.kernel.__name__ for launch in allowed}
 
 
 def test_an_engine_has_few_configurations(random_oracle):

@@ -40,10 +40,11 @@ def check(found: torch.Tensor, expected: torch.Tensor, dtype: torch.dtype) -> No
 
 @DTYPES
 @pytest.mark.parametrize("hidden_size", [1, 24, 64, 1000])
-def test_the_residual_is_added_and_normed(hidden_size, dtype, device):
+@pytest.mark.parametrize("keeps_weight", [False, True])  # in float32
+def test_the_residual_is_added_and_normed(keeps_weight, hidden_size, dtype, device):
     torch.manual_seed(hidden_size)
     hidden, delta = (normal(5, hidden_size, dtype=dtype, device=device) for _ in range(2))
-    weight = normal(hidden_size, dtype=dtype, device=device)
+    weight = normal(hidden_size, dtype=torch.float32 if keeps_weight else dtype, device=device)
     total = hidden.double() + delta.double()
     normed = add_rms_norm(hidden, delta, weight, 1e-6)
     check(hidden, total, dtype)
@@ -63,7 +64,7 @@ def test_rows_of_zeros_are_normed_to_zeros(device):
 
 @pytest.mark.sample
 @DTYPES
-@pytest.mark.parametrize("has_norm", [False, True])
+@pytest.mark.parametrize("has_norm", [False, True, "in float32"])
 @pytest.mark.parametrize("kind", [PagedKVCache, HeadMajorKVCache])
 @pytest.mark.parametrize(
     ("num_heads", "num_kv_heads", "head_dim"), [(4, 2, 16), (6, 1, 80), (16, 8, 8), (1, 1, 2)]
@@ -78,7 +79,8 @@ def test_heads_are_normed_and_turned_and_written(
     qkv = normal(num_tokens, num_heads + 2 * num_kv_heads, head_dim, dtype=dtype, device=device)
     weight = None
     if has_norm:
-        weight = normal(num_heads + num_kv_heads, head_dim, dtype=dtype, device=device)
+        own = torch.float32 if has_norm == "in float32" else dtype
+        weight = normal(num_heads + num_kv_heads, head_dim, dtype=own, device=device)
     table = rotary_table(RopeParameters(), head_dim, 300, dtype).to(device)
     positions = torch.tensor([0, 1, 299, 17, 4, 5, 6], device=device)
     slots = torch.tensor([0, 17, -1, 5, 9, -1, 2], device=device)

@@ -56,6 +56,7 @@ def rank_config(config: ModelConfig, ranks: Ranks) -> ModelConfig:
         vocab_size=len(vocab[_part_of_vocab(config, ranks)]),
         intermediate_size=config.intermediate_size // size,
         num_hidden_layers=len(layers),
+        layer_windows=config.layer_windows[layers.start : layers.stop],
         experts=None if config.experts is None else config.experts.part(layers, size),
         num_attention_heads=config.num_attention_heads // size,
         # Ranks outnumber the KV heads: several have the same one.
@@ -119,7 +120,7 @@ class ShardedModel(DecoderModel):
         if ranks.is_last_stage:
             is_shared = config.tie_word_embeddings and ranks.is_first_stage
             self.lm_head = make_head(self.embed_weight if is_shared else empty(*vocab))
-            self.norm_weight = empty(config.hidden_size)
+            self.norm_weight = allocator(config.norm_dtype(dtype), device)(config.hidden_size)
         layers = range(narrow.num_hidden_layers)
         made = [DecoderLayer(narrow, i, dtype, device, into_stream) for i in layers]
         self._complete(config, made, collectives)
@@ -138,7 +139,7 @@ class ShardedModel(DecoderModel):
             return self.through_head(hidden, batch, kv_cache)
         return self.through_layers(hidden, batch, kv_cache, None)
 
-    def embed(self, input_ids: torch.Tensor) -> torch.Tensor:
+    def look_up(self, input_ids: torch.Tensor) -> torch.Tensor:
         return vocab_parallel_embedding(
             input_ids, self.embed_weight, self._first_id, self.collectives
         )
@@ -153,9 +154,9 @@ class ShardedModel(DecoderModel):
         whole = DecoderModel(self.config, device="meta").checkpoint_tensors()  # takes no memory
         targets = self._targets()
         return {
-            name: CheckpointTensor(target, tensor.shape, self._part(name, target))
+            name: replace(tensor, target=target, part=self._part(name, target))
             if (target := targets.get(name)) is not None
-            else CheckpointTensor(None, tensor.shape)
+            else replace(tensor, target=None)
             for name, tensor in whole.items()
         }
 

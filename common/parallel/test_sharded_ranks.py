@@ -31,12 +31,12 @@ STEPS = [
     ([(2, 0, PROMPTS[2]), (0, 7, PROMPTS[0][7:])], None),
 ]
 CASES = ("qwen3", "qwen3-biases", "qwen2-untied", "llama3-scaling", "llama-biases")
-CASES += ("qwen3-moe", "mixtral")
+CASES += ("gemma3", "qwen3-moe", "mixtral")
 # First process, ranks of a stage, stages, cases. The last world has everybody.
 WORLDS = {
     "2 ranks": (0, 2, 1, CASES),
     "2 stages": (2, 1, 2, ("qwen3", "qwen2-untied", "llama-biases", "mixtral")),
-    "3 stages": (1, 1, 3, ("qwen3", "llama-biases")),
+    "3 stages": (1, 1, 3, ("qwen3", "llama-biases", "gemma3")),
     "2 x 2": (0, 2, 2, ("qwen3", "llama-biases", "qwen2-untied", "qwen3-moe")),
     "4 ranks": (0, 4, 1, CASES),
 }

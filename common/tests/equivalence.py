@@ -24,7 +24,7 @@ from functools import cache, cached_property
 from pathlib import Path
 
 import torch
-from transformers import Qwen3MoeConfig
+from transformers import Gemma3TextConfig, PreTrainedConfig, Qwen3Config, Qwen3MoeConfig
 
 from common.engine import EngineConfig, LLMEngine
 from common.engine_config import SHIPPED_CHECKPOINT, SHIPPED_DRAFT
@@ -48,8 +48,16 @@ from step_record import StepRecord
 # Of two prompts the shorter is a prefix of the longer, or they part at the place given.
 PROMPT_LENGTHS = {"random": (1, 2, 16, 33, 48, 49, 64, 97), "shipped": (1, 5, 16, 33, 34, 40)}
 PARTS_AT = {"random": (0, 0, 0, 0, 16, 33, 48, 40), "shipped": (0, 0, 0, 0, 16, 20)}
-PROMPT_LENGTHS["experts"], PARTS_AT["experts"] = PROMPT_LENGTHS["shipped"], PARTS_AT["shipped"]
+for _name in ("experts", "gemma3"):
+    PROMPT_LENGTHS[_name], PARTS_AT[_name] = PROMPT_LENGTHS["shipped"], PARTS_AT["shipped"]
 EXPERTS = dict(num_experts=5, num_experts_per_tok=2, moe_intermediate_size=24)
+# No sequence is longer than the window: what is refused beside windows is not refused here.
+TWO_KINDS = dict(layer_types=["sliding_attention", "full_attention"], sliding_window=256)
+KINDS_OF_MODELS: dict[str, tuple[type[PreTrainedConfig], dict]] = {
+    "random": (Qwen3Config, {}),
+    "experts": (Qwen3MoeConfig, EXPERTS),
+    "gemma3": (Gemma3TextConfig, dict(query_pre_attn_scalar=9, **TWO_KINDS)),
+}
 MAX_NUM_SEQS = 4
 SCORED = 3  # of this prompt, too, is said how likely it is
 NUM_POSITIONS = 1000  # of the ample pool
@@ -93,15 +101,15 @@ class Subject:
 
 @cache
 def subject(name: str) -> Subject:
-    """`"random"`, `"experts"` or `"shipped"`, in float64. Made once in a process; takes seconds."""
+    """`"shipped"`, or of `KINDS_OF_MODELS`; float64. Made once in a process; takes seconds."""
     device = torch.device("cpu")
     if name == "shipped":
         path = SHIPPED_CHECKPOINT
         draft = load_model(SHIPPED_DRAFT, torch.float64, device)
     else:
         path = Path(_folder().name) / name
-        of_experts = (Qwen3MoeConfig,) if name == "experts" else ()
-        save_random_model(path, 3, *of_experts, **(EXPERTS if of_experts else {}))
+        kind, fields = KINDS_OF_MODELS[name]
+        save_random_model(path, 3, kind, **fields)
         draft = with_noise(load_model(path, torch.float64, device))
     tokenizer = load_tokenizer(path) if name == "shipped" else small_tokenizer()
     eos = (tokenizer.eos_token_id,)

@@ -19,7 +19,7 @@ SPECULATIVE: dict[str | None, dict | None] = {
     "draft": {"method": "draft", "num_spec_tokens": 3, "adaptive": False},
 }
 AXES: dict[str, tuple[Value, ...]] = {
-    "model": ("random", "experts", "shipped"),
+    "model": ("random", "experts", "gemma3", "shipped"),
     "scheduler": ("two_phase", "prefill_first", "fcfs"),
     "policy": tuple(POLICIES),
     "prefix_cache": (None, "hash", "radix"),

@@ -118,8 +118,8 @@ def _too_large(name: str, size: Size, limit: Size) -> list[str]:
 # A package may have modules on several floors: the longest name that fits counts.
 FLOORS = {
     "configuration, tokenizer, matrices": """
-        engine_config roles model_config refused_models layer_groups experts.expert_config
-        row_order rotary tokenizer linear parallel.ranks parallel.collectives
+        engine_config roles config_fields model_config refused_models layer_groups
+        experts.expert_config row_order rotary tokenizer linear parallel.ranks parallel.collectives
         kernels.regions kernels.kernel_regions kernels.layer_kernels kernels.processor""",
     "model": "blocks model loader experts kernels.compiled_regions kernels.chosen_regions",
     "sampling": "sampling kernels.sampler_kernel kernels.launch_configurations",

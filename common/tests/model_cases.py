@@ -7,6 +7,7 @@ from pathlib import Path
 import torch
 from transformers import (
     AutoModelForCausalLM,
+    Gemma3TextConfig,
     LlamaConfig,
     MistralConfig,
     MixtralConfig,
@@ -26,6 +27,8 @@ SHAPE = {**SIZES, **LIMITS, **NO_TOKENS}
 BANDS = dict(low_freq_factor=1.0, high_freq_factor=4.0, original_max_position_embeddings=64)
 LLAMA3 = dict(rope_type="llama3", rope_theta=10_000.0, factor=8.0, **BANDS)
 LINEAR = dict(rope_type="linear", rope_theta=500.0, factor=2.5)
+LOCAL = dict(rope_type="default", rope_theta=30.0)
+F, W = "full_attention", "sliding_attention"
 
 EXPERTS = dict(num_experts=5, num_experts_per_tok=3, moe_intermediate_size=24)
 # Query heads per KV head: 1, 2 and 4. head_dim: 8 is the quotient, others are not.
@@ -48,6 +51,16 @@ CASES: dict[str, tuple[type[PreTrainedConfig], dict]] = {
     ),
     "mistral": (MistralConfig, dict(num_key_value_heads=2, head_dim=24, sliding_window=None)),
     "mistral-window": (MistralConfig, dict(num_key_value_heads=4, sliding_window=48)),
+    "gemma3": (  # of three layers the second sees all; scores by another number than head_dim
+        Gemma3TextConfig,
+        dict(num_key_value_heads=2, head_dim=16, query_pre_attn_scalar=7, sliding_window=48)
+        | dict(layer_types=[W, F, W], rope_parameters={F: LINEAR, W: LOCAL}),
+    ),
+    "gemma3-biases": (
+        Gemma3TextConfig,
+        dict(num_key_value_heads=1, head_dim=24, attention_bias=True, tie_word_embeddings=False)
+        | dict(sliding_window=64),
+    ),
     "qwen3-moe": (
         Qwen3MoeConfig,
         dict(num_key_value_heads=2, head_dim=16, mlp_only_layers=[1], norm_topk_prob=True)

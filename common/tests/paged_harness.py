@@ -24,6 +24,7 @@ class PagedHarness:
     ) -> None:
         self.backend, parameter = backend or TorchAttentionBackend(), model.embed_weight
         self.model, self.block_size, self.device = model, block_size, parameter.device
+        model.group_layers(model.config.num_unhidden)  # one table: no window hides anything
         blocks_each = -(-max_len // block_size)
         self.kv_cache = kind(
             model.num_layers,

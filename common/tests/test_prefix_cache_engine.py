@@ -165,6 +165,8 @@ def test_kv_of_other_weights_is_not_ours(loaded):
     assert kv_namespace(other, engine.kv_cache) != kv_namespace(loaded, engine.kv_cache)
     other_eps = replace(loaded, config=replace(loaded.config, rms_norm_eps=0.5))
     assert kv_namespace(other_eps, engine.kv_cache) != kv_namespace(loaded, engine.kv_cache)
+    other_scale = replace(loaded, config=replace(loaded.config, query_pre_attn_scalar=7.0))
+    assert kv_namespace(other_scale, engine.kv_cache) != kv_namespace(loaded, engine.kv_cache)
     half = load_model(loaded.path, torch.float32, torch.device("cpu"))
     other_dtype = LLMEngine(EngineConfig(num_blocks=10), loaded=half)
     assert kv_namespace(half, other_dtype.kv_cache) != kv_namespace(loaded, engine.kv_cache)

@@ -48,6 +48,12 @@ FAMILIES: dict[str, dict[str, object]] = {
     "qwen2": {"architectures": ["Qwen2ForCausalLM"]},
     "llama": {"architectures": ["LlamaForCausalLM"]},
     "mistral": {"architectures": ["MistralForCausalLM"], "sliding_window": None},
+    "gemma3-text": {
+        "architectures": ["Gemma3ForCausalLM"],
+        "query_pre_attn_scalar": 32,
+        "sliding_window": 64,
+        "sliding_window_pattern": 3,
+    },
     "qwen3-moe": {
         "architectures": ["Qwen3MoeForCausalLM"],
         "num_experts": 16,
@@ -86,7 +92,8 @@ def random_model(
 def stored(tensor: CheckpointTensor) -> torch.Tensor:
     """As a checkpoint has it: a norm that we hold once per head is one tensor there."""
     assert tensor.target is not None  # nobody else has a part of this model
-    return tensor.target[0] if tuple(tensor.target.shape) != tensor.shape else tensor.target
+    is_per_head = tuple(tensor.target.shape) != tensor.shape
+    return (tensor.target[0] if is_per_head else tensor.target) - tensor.offset
 
 
 def write_random(family: str, path: Path, seed: int = 0) -> None:

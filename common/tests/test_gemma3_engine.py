@@ -1,0 +1,228 @@
+"""An engine over Gemma 3, whose layers are of two kinds: greedy tokens are those of `transformers`,
+in float64, with prompts far longer than the window; and what a configuration or a checkpoint may
+not say. Logits of whole prompts are compared in `common/test_model.py`."""
+
+from __future__ import annotations
+
+import json
+import logging
+import random
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from transformers import AutoConfig
+
+from common.kernels import compiled_regions
+from common.kernels.compiled_regions import norm_and_rotate_region, rms_norm_region
+from common.kernels.regions import Regions
+from common.loader import LoadedModel, load_model
+from common.model_config import ModelConfig
+from common.tests.adapter_cases import KINDS, by_peft, save_adapter
+from common.tests.engine_oracle import (
+    Oracle,
+    checked_engine,
+    greedy_params,
+    make_oracle,
+    random_prompts,
+    serve_a_crowd,
+)
+from common.tests.model_cases import LINEAR, LOCAL, F, PagedHarness, W, reference_logits, save_case
+from request import SamplingParams
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+LONG = dict(max_position_embeddings=256, initializer_range=0.6)
+# Layers of one kind, and of two: window layers turn by angles of their own in both.
+CASES: dict[str, dict] = {
+    "two kinds": dict(sliding_window=6, num_hidden_layers=4, layer_types=[W, W, F, W]),
+    "one kind": dict(sliding_window=9, layer_types=[W, W, W], tie_word_embeddings=False),
+}
+SETTINGS: dict[str, dict] = {
+    "whole prompts": dict(chunked_prefill=False, prefix_cache=None, block_size=16),
+    "chunks": dict(max_num_batched_tokens=24, preempt_every=5, prefix_cache="hash"),
+    "guesses": dict(speculative={"method": "ngram", "num_spec_tokens": 3}, block_size=3),
+    "a step ahead": dict(overlap_scheduling=True, prefix_cache="hash"),
+    "compiled": dict(compile=True),
+}
+
+
+@pytest.fixture(scope="module", params=CASES)
+def gemma(request, tmp_path_factory: pytest.TempPathFactory) -> tuple[Oracle, LoadedModel]:
+    path = save_case("gemma3", tmp_path_factory.mktemp("gemma"), 4, **LONG | CASES[request.param])
+    oracle = make_oracle(path, random_prompts(7, vocab_size=89, longest=60, seed=2))
+    assert len({t for tokens in oracle.continuations for t in tokens}) > 30, "output is too uniform"
+    return oracle, load_model(path, torch.float64)
+
+
+@pytest.mark.parametrize("name", SETTINGS)
+def test_greedy_tokens_are_those_of_transformers(name, gemma, monkeypatch) -> None:
+    oracle, loaded = gemma
+    regions = Regions(rms_norm_region, norm_and_rotate_region)
+    monkeypatch.setattr(compiled_regions, "compile_regions", lambda model: regions)
+    config = dict(num_blocks=400, block_size=4, max_num_seqs=3, shuffle_batch=True)
+    engine = checked_engine(loaded, **config | SETTINGS[name])
+    assert (loaded.model.regions == regions) == (name == "compiled")
+    serve_a_crowd(engine, oracle, random.Random(5), 5, num_requests=8)
+    assert None not in loaded.model.groups.windows or loaded.model.num_groups > 1
+    engine.close()
+
+
+# -- up to the window nothing is refused
+
+
+@pytest.fixture(scope="module")
+def short(tmp_path_factory: pytest.TempPathFactory) -> Oracle:
+    path = save_case("gemma3", tmp_path_factory.mktemp("short"), 5)
+    return make_oracle(path, random_prompts(4, vocab_size=89, longest=20, seed=3))
+
+
+def test_adapters_are_those_of_peft(short, tmp_path) -> None:
+    """What an adapter adds to `o` and `down` is normed with what they give."""
+    adapter = save_adapter(short.path, tmp_path / "own", **KINDS["everything"])
+    engine = checked_engine(
+        load_model(short.path, torch.float64), num_blocks=80, adapters={"own": adapter}
+    )
+    found = engine.generate_batch(short.prompts, greedy_params(6), adapter="own")
+    expected = by_peft(short.path, adapter, short.prompts, 6)
+    assert [o.outputs[0].token_ids for o in found.values()] == expected
+    assert expected != [short.expected(i, 6) for i in range(4)]
+
+
+def test_packed_and_batch_invariant(short) -> None:
+    loaded = load_model(short.path, torch.float32)
+    config = dict(num_blocks=80, batch_invariant=True, max_model_len=48)
+    engine = checked_engine(loaded, **config)
+    params = SamplingParams(temperature=0, max_tokens=6, logprobs=2, ignore_eos=True)
+
+    def seen(prompts: list[list[int]]) -> list[list]:
+        outputs = engine.generate_batch(prompts, params).values()
+        return [[(e.token_id, e.logprob) for e in o.outputs[0].logprobs] for o in outputs]
+
+    together = seen(short.prompts)
+    assert together == [seen([prompt])[0] for prompt in short.prompts]
+    assert [[t for t, _ in row] for row in together] == [short.expected(i, 6) for i in range(4)]
+
+
+@torch.inference_mode()
+def test_logits_in_bfloat16_are_as_near_as_those_of_transformers(short) -> None:
+    exact, theirs = (
+        torch.cat(reference_logits(short.path, dtype, short.prompts)).double()
+        for dtype in (torch.float64, torch.bfloat16)
+    )
+    model = load_model(short.path, torch.bfloat16).model
+    assert model.norm_weight.dtype == torch.float32
+    for regions in (Regions(), Regions(rms_norm_region, norm_and_rotate_region)):
+        model.regions, harness = regions, PagedHarness(model, 4)
+        found = harness.step([(i, 0, prompt) for i, prompt in enumerate(short.prompts)]).double()
+        ours_off, theirs_off = ((x - exact).square().mean().sqrt() for x in (found, theirs))
+        assert 0 < ours_off < 1.3 * theirs_off
+
+
+# -- checkpoints
+
+
+def test_every_norm_is_loaded_strictly(tmp_path) -> None:
+    path = save_case("gemma3", tmp_path)
+    tensors = load_file(path / "model.safetensors")
+    name = "model.layers.1.post_feedforward_layernorm.weight"
+
+    def save(change: dict) -> None:
+        changed = {k: v for k, v in (tensors | change).items() if v is not None}
+        save_file(changed, path / "model.safetensors", metadata={"format": "pt"})
+
+    model = load_model(path, torch.float64).model
+    stored = model.checkpoint_tensors()[name].target
+    assert torch.equal(stored, 1 + tensors[name].float())
+    for change, message in (
+        ({name: None}, f"lacks tensors that the model needs: {name}"),
+        ({name: torch.ones(16)}, rf"{name} has shape \(16,\)"),
+        ({"model.layers.0.post_layernorm.weight": torch.ones(32)}, "that the model lacks: "),
+    ):
+        save(change)
+        with pytest.raises(ValueError, match=message):
+            load_model(path, torch.float64)
+
+
+# -- configurations
+
+FIELDS = dict(architectures=["Gemma3ForCausalLM"], model_type="gemma3_text", vocab_size=89)
+FIELDS |= dict(hidden_size=32, intermediate_size=40, num_hidden_layers=8, num_attention_heads=4)
+
+
+def test_absent_fields_mean_what_they_mean_to_transformers() -> None:
+    ours, theirs = ModelConfig.from_hf(FIELDS), AutoConfig.for_model(**FIELDS)
+    window = theirs.sliding_window
+    assert ours.layer_windows == tuple(window if k == W else None for k in theirs.layer_types)
+    assert ours.layer_windows[5] is None and ours.layer_windows[6] == 4096
+    ropes = theirs.rope_parameters
+    assert ours.window_rope is not None
+    assert (ours.rope.theta, ours.window_rope.theta) == (
+        ropes[F]["rope_theta"],
+        ropes[W]["rope_theta"],
+    )
+    for name in ("head_dim", "num_key_value_heads", "max_position_embeddings", "rms_norm_eps"):
+        assert getattr(ours, name) == getattr(theirs, name), name
+    assert ours.query_pre_attn_scalar == theirs.query_pre_attn_scalar
+    assert ours.tie_word_embeddings == theirs.tie_word_embeddings
+    assert ours.eos_token_ids == (theirs.eos_token_id,)
+    assert ours.activation == theirs.hidden_activation
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        dict(rope_theta=5e4, rope_local_base_freq=300.0, rope_scaling={**LINEAR, "factor": 8.0}),
+        dict(rope_parameters={F: LINEAR, W: LOCAL}, rope_theta=7.0, rope_local_base_freq=8.0),
+        dict(rope_parameters={W: LINEAR}, sliding_window_pattern=3, sliding_window=7),
+        dict(layer_types=[F] * 8, sliding_window_pattern=3),
+    ],
+)
+def test_both_spellings_of_angles_and_windows_are_read_as_transformers_does(fields) -> None:
+    ours = ModelConfig.from_hf({**FIELDS, **fields})
+    theirs = AutoConfig.for_model(**json.loads(json.dumps({**FIELDS, **fields})))
+    for kind, rope in ((F, ours.rope), (W, ours.window_rope)):
+        assert rope is not None
+        wanted = theirs.rope_parameters[kind]
+        assert (rope.rope_type, rope.theta) == (wanted["rope_type"], wanted["rope_theta"])
+        assert rope.factor == wanted.get("factor", 1.0)
+    windows = [theirs.sliding_window if k == W else None for k in theirs.layer_types]
+    assert list(ours.layer_windows or [None] * 8) == windows
+    assert [ours.rotary_of(i) for i in range(8)] == [int(k == W) for k in theirs.layer_types]
+
+
+def test_a_configuration_as_transformers_writes_it_has_no_unknown_fields(tmp_path, caplog) -> None:
+    fields = json.loads((save_case("gemma3", tmp_path) / "config.json").read_text())
+    with caplog.at_level(logging.WARNING):
+        ModelConfig.from_hf(fields)
+        ModelConfig.from_hf({**FIELDS, "cache_implementation": "hybrid"})
+    assert not caplog.records
+
+
+REFUSED = {
+    "scores are capped": ({"attn_logit_softcapping": 50.0}, "attn_logit_softcapping is 50.0"),
+    "logits are capped": ({"final_logit_softcapping": 1.0}, "final_logit_softcapping is 1.0"),
+    "both ways": ({"use_bidirectional_attention": True}, "use_bidirectional_attention is True"),
+    "pictures": (
+        {"architectures": ["Gemma3ForConditionalGeneration"], "model_type": "gemma3"},
+        "architectures is ['Gemma3ForConditionalGeneration']",
+    ),
+    "activation": ({"hidden_activation": "gelu"}, "hidden_activation is 'gelu'"),
+    "scalar": ({"query_pre_attn_scalar": 0}, "query_pre_attn_scalar is 0"),
+    "no window": ({"sliding_window": None}, "sliding_window is None"),
+    "window of 0": ({"sliding_window": 0}, "sliding_window is 0"),
+    "pattern of 0": ({"sliding_window_pattern": 0}, "sliding_window_pattern"),
+    "kinds too few": ({"layer_types": [W, F]}, "there are 8 layers"),
+    "one rope for all": ({"rope_parameters": LINEAR}, "it must be an object of full_attention and"),
+    "unknown rope": (
+        {"rope_parameters": {F: {"rope_type": "yarn", "factor": 2.0}}},
+        "rope_type is 'yarn'",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_what_is_not_supported_is_refused_by_name(case: str) -> None:
+    change, message = REFUSED[case]
+    with pytest.raises(ValueError) as error:
+        ModelConfig.from_hf({**FIELDS, **change})
+    assert message in str(error.value)
