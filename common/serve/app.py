@@ -4,7 +4,6 @@ touches the engine."""
 from __future__ import annotations
 
 import asyncio
-import logging
 from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -19,6 +18,7 @@ from common.serve.answers import DONE, Answer, event, json_response, token_text
 from common.serve.async_llm import AsyncLLM
 from common.serve.chat import ChatPrompts
 from common.serve.deltas import RequestDelta
+from common.serve.engine_loop import EngineError, QueueFull
 from common.serve.errors import ApiError, ErrorAnswer, api_error, bad
 from common.serve.gate import Gate, GateConfig, error_response
 from common.serve.live_page import LivePage
@@ -39,12 +39,12 @@ from common.serve.wire import (
     DetokenizeBody,
     GenerateBody,
     LoadAdapterBody,
+    StreamOptions,
     TokenizeBody,
     UnloadAdapterBody,
 )
 from request import SamplingParams
 
-logger = logging.getLogger(__name__)
 VERSION = "0.1.0"
 # What the schema says besides: answers that are errors, and those that may be streams.
 ERRORS: dict[int | str, dict[str, Any]] = {
@@ -107,17 +107,13 @@ class Server:
         requests = [self.metrics.counted(call) for call in calls]
         is_theirs = False  # the stream's, to be closed
         try:
-            firsts = await unless_gone(request.receive, accepted(requests))
-            if firsts is None:
-                return CLIENT_IS_GONE
+            firsts = await accepted(requests)
             if answer.body.stream:
                 events = self._events(answer, firsts, requests)
                 is_theirs = True
                 return EventStream(events, self.config.heartbeat_seconds, requests)
             totals = await unless_gone(request.receive, gathered(firsts, requests))
             return CLIENT_IS_GONE if totals is None else json_response(answer.whole(totals))
-        except Exception as error:
-            raise api_error(error) from error
         finally:
             if not is_theirs:
                 await close_all(requests)
@@ -125,13 +121,12 @@ class Server:
     async def _events(
         self, answer: Answer, firsts: list[RequestDelta], requests: Sequence[Deltas]
     ) -> AsyncIterator[bytes]:
-        how = answer.body.stream_options
-        wants_usage = bool(how and how.include_usage)
-        always = bool(how and how.continuous_usage_stats)
+        how = answer.body.stream_options or StreamOptions()
 
         def made(pieces: list[dict[str, Any]]) -> bytes:
-            for piece in pieces:
-                if wants_usage or always:
+            always = how.continuous_usage_stats
+            if how.include_usage or always:
+                for piece in pieces:
                     piece["usage"] = answer.usage.content() if always else None
             return b"".join(map(event, pieces))
 
@@ -144,7 +139,7 @@ class Server:
             async for i, delta in merged(requests):
                 if data := made(answer.pieces(i, delta)):
                     yield data
-            if wants_usage:
+            if how.include_usage:
                 yield event(answer.usage_piece())
         except Exception as error:  # the answer has begun: its status can not change
             yield event(api_error(error).content())
@@ -309,17 +304,17 @@ def make_app(llm: AsyncLLM, config: ServeConfig) -> tuple[FastAPI, Gate]:
             responses={**ERRORS, **also},
             include_in_schema=path not in ("/", "/events"),  # for people
         )
-    app.add_exception_handler(ApiError, _on_api_error)
-    app.add_exception_handler(ValueError, _on_api_error)  # of a text that is none, or a path
+    # A `ValueError`: of a text that is none, or a path. Of others the log says where they were.
+    for kind in (ApiError, ValueError, QueueFull, EngineError, Exception):
+        app.add_exception_handler(kind, _on_error)
     app.add_exception_handler(RequestValidationError, _on_wrong_body)
     app.add_exception_handler(HTTPException, _on_http_error)
-    app.add_exception_handler(Exception, _on_other)
     gate = Gate(app, config.gate)
     server.live.is_draining = lambda: gate.is_draining
     return app, gate
 
 
-def _on_api_error(request: Request, error: Exception) -> Response:
+def _on_error(request: Request, error: Exception) -> Response:
     return error_response(api_error(error))
 
 
@@ -338,8 +333,3 @@ def _on_http_error(request: Request, error: Exception) -> Response:
     answer = error_response(ApiError(error.status_code, str(error.detail)))
     answer.headers.update(error.headers or {})  # `Allow` of a 405
     return answer
-
-
-def _on_other(request: Request, error: Exception) -> Response:
-    logger.error("a route has failed", exc_info=error)
-    return error_response(ApiError(500, f"{type(error).__name__}: {error}"))

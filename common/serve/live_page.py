@@ -144,7 +144,9 @@ class LivePage:
             raise ApiError(409, why)
         if len(self.viewers) >= MAX_VIEWERS:
             raise ApiError(429, f"{MAX_VIEWERS} look already")
-        return EventStream(self._events())
+        events = self._events()
+        await anext(events)  # the viewer is counted before anybody else is let in
+        return EventStream(events)
 
     async def _events(self) -> AsyncIterator[bytes]:
         viewer, loop = Viewer(), asyncio.get_running_loop()
@@ -152,6 +154,7 @@ class LivePage:
         self.viewers.add(viewer)
         again_at = loop.time()
         try:
+            yield b""
             while not self._is_over():
                 if viewer.is_behind:
                     await asyncio.sleep(again_at - loop.time())

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import base64
 import hashlib
 import http.client
@@ -26,8 +27,10 @@ from common.events.watch import Watch
 from common.serve import live_page
 from common.serve.app import ServeConfig
 from common.serve.conftest import MODEL, Running, running, wait_for
+from common.serve.errors import ApiError
 from common.serve.gate import GateConfig
 from common.serve.live_page import Viewer, server_sent
+from common.serve.streams import EventStream, close_all
 from common.workshop.replay.film import Film, State
 
 STACK = "class Stack:\n    def __init__(self):\n        self.items = []\n\n"
@@ -316,8 +319,18 @@ def test_a_server_without_the_workshop_says_so(
 def test_only_so_many_may_look(
     tight: Running, look: Callable[..., Onlooker], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(live_page, "MAX_VIEWERS", 2)
+    monkeypatch.setattr(live_page, "MAX_VIEWERS", 3)
     look(), look()
+    live = tight.app.state.server.live
+
+    async def two_at_once() -> list[Any]:
+        found = await asyncio.gather(live.events(), live.events(), return_exceptions=True)
+        await close_all([answer.events for answer in found if isinstance(answer, EventStream)])
+        return [type(answer) for answer in found]
+
+    running = asyncio.run_coroutine_threadsafe(two_at_once(), tight.loop)
+    assert running.result(20) == [EventStream, ApiError]
+    look()
     assert tight.request("GET", "/events")[0] == 429
 
 
