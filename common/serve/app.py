@@ -87,10 +87,8 @@ class Server:
         return await self._generate(answer, ids, request)
 
     async def chat_completions(self, body: ChatBody, request: Request) -> Response:
-        model = self._model(body)
-        body.check()
+        model, params = self._model(body), body.params(self.llm.max_model_len)
         ids = await self._chat_ids(body)
-        params = body.params(self.llm.max_model_len - len(ids))
         answer = Answer("chat", model, self.llm.tokenizer, body, params)
         return await self._generate(answer, [ids], request)
 

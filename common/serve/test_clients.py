@@ -401,7 +401,7 @@ def test_a_signal_lets_those_who_run_finish() -> None:
 
 
 def test_and_those_who_take_too_long_get_an_error() -> None:
-    with started("--drain-seconds", "1") as (process, said):
+    with started("--drain-seconds", "2") as (process, said):
         one = client_of(said)
         how: Any = {"max_tokens": 2000, "extra_body": {"ignore_eos": True}, "stream": True}
         streams = [
@@ -409,12 +409,13 @@ def test_and_those_who_take_too_long_get_an_error() -> None:
         ]
         next(streams[0])
         process.send_signal(signal.SIGTERM)
+        with pytest.raises(openai.InternalServerError, match="no new requests") as caught:
+            while True:  # until the signal is heard
+                one.completions.create(model=MODEL, prompt="x", max_tokens=1)
+        assert caught.value.response.headers["retry-after"]
         with pytest.raises(openai.APIError, match="shut down"):
             while True:
                 next(streams[0])
-        with pytest.raises(openai.InternalServerError, match="no new requests") as caught:
-            one.completions.create(model=MODEL, prompt="x")
-        assert caught.value.response.headers["retry-after"]
         assert process.wait(30) == 3
 
 
