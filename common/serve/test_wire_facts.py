@@ -189,6 +189,10 @@ def test_tokens_there_and_back(server: Running) -> None:
     assert rendered[0]["token_ids"] == found["tokens"]
     _, named = server.post("/tokenize", {"prompt": PROMPT, "return_token_strs": True})
     assert "".join(named["token_strs"]) == PROMPT
+    for prompt in (PROMPT, found["tokens"]):
+        _, answer = server.post("/v1/completions", body(prompt=prompt, echo=True, max_tokens=0))
+        assert answer["choices"][0]["text"] == PROMPT
+        assert answer["usage"]["completion_tokens"] == 0
     _, answer = server.post("/v1/completions", body(return_token_ids=True))
     _, text = server.post("/detokenize", {"tokens": answer["choices"][0]["token_ids"]})
     assert text["prompt"] == answer["choices"][0]["text"]
