@@ -199,18 +199,22 @@ def test_tokens_there_and_back(server: Running) -> None:
 
 
 def test_special_tokens_are_added_unless_not_wanted(
-    server: Running, monkeypatch: pytest.MonkeyPatch
+    server: Running, template_server: Running, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    tokenizer, seen = server.llm.tokenizer, []
-    encode = tokenizer.encode
-    monkeypatch.setattr(
-        tokenizer, "encode", lambda text, adds: seen.append(adds) or encode(text, adds)
-    )
-    for path in ("/v1/completions", "/tokenize"):
-        for adds in (None, True, False):
-            sent = {"prompt": "x", "max_tokens": 1, "add_special_tokens": adds}
-            assert server.post(path, sent)[0] == 200
-    assert seen == [True, True, False] * 2
+    """A chat's template has them already."""
+    for one, path, what, by_default in (
+        (server, "/v1/completions", {"prompt": "x"}, True),
+        (server, "/tokenize", {"prompt": "x"}, True),
+        (template_server, "/tokenize", {"messages": CHAT["messages"]}, False),
+    ):
+        encode, seen = one.llm.tokenizer.encode, list[bool]()
+        noted = lambda text, adds: seen.append(adds) or encode(text, adds)  # noqa: B023, E731
+        with monkeypatch.context() as patch:
+            patch.setattr(one.llm.tokenizer, "encode", noted)
+            for adds in (None, True, False):
+                sent = what | {"max_tokens": 1, "add_special_tokens": adds}
+                assert one.post(path, sent)[0] == 200
+        assert seen == [by_default, True, False], path
 
 
 def test_only_who_has_the_salt_finds_what_is_cached(server: Running) -> None:
