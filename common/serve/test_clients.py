@@ -155,7 +155,9 @@ def test_a_slow_reader_holds_up_nobody(server: Running) -> None:
     wait_for(server.is_idle, 20)
 
 
-def test_a_step_that_fails_is_told_to_whom_it_concerns(server: Running) -> None:
+def test_a_step_that_fails_is_told_to_whom_it_concerns(
+    server: Running, caplog: pytest.LogCaptureFixture
+) -> None:
     """A runner that fails once: the requests in that step get a 500, the next one its answer."""
 
     def break_once(engine: LLMEngine) -> None:
@@ -175,6 +177,7 @@ def test_a_step_that_fails_is_told_to_whom_it_concerns(server: Running) -> None:
     assert server.request("GET", "/health")[0] == 200
     assert server.post("/v1/completions", {**LONG, "max_tokens": 2})[0] == 200
     assert server.call(lambda engine: engine.stats().num_finished) == before + 1
+    assert len(caplog.records) == 1, "the step's, not the route's"
     server.call(break_once)
     *pieces, done = server.events("/v1/completions", LONG)
     assert done is None and "no memory left" in pieces[-1]["error"]["message"]
@@ -204,7 +207,7 @@ def test_a_dead_engine_is_said_to_be_dead() -> None:
         assert found.request("GET", "/health")[0] == 503
 
 
-def test_a_full_queue_is_said_at_once() -> None:
+def test_a_full_queue_is_said_at_once(caplog: pytest.LogCaptureFixture) -> None:
     with running(max_waiting=1, max_num_seqs=1) as found:
         connections = []
         for _ in range(2):
@@ -214,6 +217,7 @@ def test_a_full_queue_is_said_at_once() -> None:
         wait_for(lambda: found.call(lambda e: sum(e.core.get_request_counts())) == 2)
         status, headers, content = found.request("POST", "/v1/completions", LONG)
         assert status == 429 and int(headers["retry-after"]) > 0, content
+        assert not caplog.records, "nothing is wrong"
         for connection in connections:
             connection.close()
         wait_for(found.is_idle)

@@ -126,7 +126,7 @@ def test_logprobs_are_those_of_generate(server: Running, alone: LLM) -> None:
     assert found["text_offset"] == starts
 
 
-def test_errors_are_objects(server: Running) -> None:
+def test_errors_are_objects(server: Running, monkeypatch: pytest.MonkeyPatch) -> None:
     many = [1] * 5000
     for path, sent, status, field in (
         ("/v1/completions", body(temperature=-1), 400, "temperature"),
@@ -165,6 +165,9 @@ def test_errors_are_objects(server: Running) -> None:
         if status != 200:
             assert set(answer["error"]) == {"message", "type", "param", "code"}
             assert answer["error"]["param"] == field, answer
+    monkeypatch.setattr(server.app.state.server.metrics, "text", lambda: 1 / 0)
+    status, _, content = server.request("GET", "/metrics")
+    assert status == 500 and "ZeroDivision" in json.loads(content)["error"]["message"]
 
 
 def test_unknown_fields_are_passed_over(server: Running) -> None:
