@@ -34,7 +34,7 @@ class ChatPrompts:
             raise bad("this model has no chat template: start the server with --chat-template FILE")
         plain = [_plain(message, i) for i, message in enumerate(messages)]
         try:
-            text = self._source.apply_chat_template(  # pyright: ignore[reportOptionalMemberAccess]
+            return self._source.apply_chat_template(  # pyright: ignore[reportOptionalMemberAccess]
                 plain,
                 chat_template=self._template,
                 add_generation_prompt=adds,
@@ -44,7 +44,6 @@ class ChatPrompts:
             )
         except Exception as error:  # a template is a program, and says what it does not take
             raise bad(f"the chat template refuses these messages: {error}", "messages") from error
-        return text
 
 
 def _plain(message: dict[str, Any], i: int) -> dict[str, Any]:

