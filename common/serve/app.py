@@ -168,7 +168,7 @@ class Server:
     def _model(self, body: GenerateBody | TokenizeBody | DetokenizeBody) -> str:
         """The one that is asked for. Raises `ApiError` if it is not here."""
         known = [self.config.model_name, *self.llm.adapters]
-        model = known[0] if body.model is None else body.model
+        model = body.model or known[0]
         if model not in known:
             message = f"model is {model!r}: this server has {', '.join(known)}"
             raise ApiError(404, message, "model", "model_not_found")

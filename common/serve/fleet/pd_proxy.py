@@ -21,8 +21,6 @@ import argparse
 import json
 import logging
 import sys
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
 from typing import Any
 
 import httpx
@@ -88,13 +86,7 @@ def make_proxy(prefill: str, decode: str, prefill_seconds: float = 60.0) -> Star
         pieces = answer.aiter_raw()  # which a client that leaves closes, and so ends the request
         return StreamingResponse(pieces, answer.status_code, kept)
 
-    @asynccontextmanager
-    async def lifespan(_: Starlette) -> AsyncIterator[None]:
-        async with first, second:
-            yield
-
-    route = Route("/{path:path}", forward, methods=["GET", "POST"])
-    return Starlette(routes=[route], lifespan=lifespan)
+    return Starlette(routes=[Route("/{path:path}", forward, methods=["GET", "POST"])])
 
 
 def main() -> int:
