@@ -191,14 +191,14 @@ class Server:
 
     async def detokenize(self, body: DetokenizeBody) -> dict[str, Any]:
         self._model(body)
-        return {"prompt": await self._decode(body.tokens, "tokens", False)}
+        return {"prompt": await self._decode(body.tokens, "tokens")}
 
-    async def _decode(self, ids: list[int], field: str, skips_special: bool = True) -> str:
+    async def _decode(self, ids: list[int], field: str) -> str:
         vocab_size = self.llm.model_config.vocab_size
         if ids and max(ids) >= vocab_size:
             raise bad(f"{field} holds {max(ids)}: ids are below {vocab_size}", field)
         decode = self.llm.tokenizer.backend.decode_batch  # gives up Python's lock
-        return (await asyncio.to_thread(decode, [ids], skip_special_tokens=skips_special))[0]
+        return (await asyncio.to_thread(decode, [ids], skip_special_tokens=False))[0]
 
     async def render_completion(self, body: CompletionBody) -> list[dict[str, Any]]:
         """Token ids of each prompt, for routers that look for the same prefix."""

@@ -190,6 +190,8 @@ def test_tokens_there_and_back(server: Running) -> None:
     _, found = server.post("/tokenize", {"prompt": PROMPT})
     assert found["tokens"] == server.llm.tokenizer.encode(PROMPT) and found["count"] > 3
     assert server.post("/detokenize", {"tokens": found["tokens"]})[1] == {"prompt": PROMPT}
+    special = {"tokens": server.llm.tokenizer.encode("<|endoftext|>")}
+    assert server.post("/detokenize", special)[1] == {"prompt": "<|endoftext|>"}
     _, rendered = server.post("/v1/completions/render", body())
     assert rendered[0]["token_ids"] == found["tokens"]
     _, named = server.post("/tokenize", {"prompt": PROMPT, "return_token_strs": True})
