@@ -243,8 +243,6 @@ class Server:
         except OSError as error:
             message = f"lora_path is {body.lora_path!r}: it is not there"
             raise ApiError(404, message, "lora_path") from error
-        except ValueError as error:
-            raise bad(str(error), "lora_path") from error
         return PlainTextResponse(f"Success: LoRA adapter '{body.lora_name}' added successfully.")
 
     async def unload_adapter(self, body: UnloadAdapterBody) -> Response:

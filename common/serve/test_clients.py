@@ -346,8 +346,7 @@ def test_a_crowd_is_taken_a_few_at_a_time(server: Running, monkeypatch: pytest.M
         assert max(counts[name] for counts in turns) <= FEW
 
 
-def test_adapters_are_models(tmp_path: Path) -> None:
-    (tmp_path / "tests").symlink_to(SHIPPED_ADAPTER)
+def test_adapters_are_models() -> None:
     root = SHIPPED_ADAPTER.parent
     with running(ServeConfig(MODEL, adapter_root=root), max_loras=2) as found:
         load = {"lora_name": "tests", "lora_path": SHIPPED_ADAPTER.name}
@@ -358,15 +357,19 @@ def test_adapters_are_models(tmp_path: Path) -> None:
         assert found.request("POST", "/v1/load_lora_adapter", load)[0] == 200
         models = json.loads(found.request("GET", "/v1/models")[2])["data"]
         assert [m["id"] for m in models] == [MODEL, "tests"] and models[1]["parent"] == MODEL
+        assert {m["max_model_len"] for m in models} == {found.llm.max_model_len}
         other = found.post("/v1/completions", fields | {"model": "tests"})[1]
         assert other["choices"][0]["text"] != plain["choices"][0]["text"]
-        for path in ("../..", "/etc", "nothing"):
+        for path, status in (("../..", 403), ("/etc", 403), ("nothing", 404)):
             wrong = {"lora_name": "x", "lora_path": path}
-            assert found.post("/v1/load_lora_adapter", wrong)[0] in (403, 404)
-        assert found.request("POST", "/v1/unload_lora_adapter", {"lora_name": "tests"})[0] == 200
+            assert found.post("/v1/load_lora_adapter", wrong)[0] == status
+        for status in (200, 404):
+            gone = found.request("POST", "/v1/unload_lora_adapter", {"lora_name": "tests"})
+            assert gone[0] == status
         assert found.post("/v1/completions", fields | {"model": "tests"})[0] == 404
     with running(max_loras=2) as found:
         assert found.post("/v1/load_lora_adapter", load)[0] == 403
+        assert found.post("/v1/unload_lora_adapter", {"lora_name": "tests"})[0] == 403
 
 
 # -- the command

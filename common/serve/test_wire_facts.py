@@ -297,6 +297,8 @@ def test_a_template_gets_texts(template_server: Running) -> None:
     encode = template_server.llm.tokenizer.encode
     parts = [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]
     assert tokens([{"role": "user", "content": "x"}])[1]["tokens"] == encode("# x\ndef ")
+    _, rendered = template_server.post("/v1/chat/completions/render", CHAT)
+    assert rendered == {"model": MODEL, "token_ids": encode("# a stack\ndef ")}
     assert tokens([{"role": "user", "content": parts}])[1]["tokens"] == encode("# a\nb\ndef ")
     begun = [{"role": "user", "content": "x"}, {"role": "assistant", "content": "def f("}]
     _, found = tokens(begun, continue_final_message=True)
