@@ -18,7 +18,6 @@ from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor, wait
 from contextlib import ExitStack, contextmanager
 from functools import partialmethod
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
