@@ -69,11 +69,11 @@ class ServeConfig:
 class Server:
     """What the routes share."""
 
-    def __init__(self, llm: AsyncLLM, config: ServeConfig) -> None:
+    def __init__(self, llm: AsyncLLM, config: ServeConfig, gate: Gate) -> None:
         self.llm, self.config = llm, config
         self.chat = ChatPrompts(llm.tokenizer, config.chat_template)
         self.metrics = ServerMetrics(llm, config.model_name)
-        self.live = LivePage(llm)
+        self.live = LivePage(llm, gate)
 
     # -- generating
 
@@ -267,9 +267,9 @@ class Server:
 
 def make_app(llm: AsyncLLM, config: ServeConfig) -> tuple[FastAPI, Gate]:
     """The application, and the gate around it, which is what is served."""
-    server = Server(llm, config)
     app = FastAPI(title="vllm-from-scratch", version=VERSION, docs_url=None, redoc_url=None)
-    app.state.server = server
+    gate = Gate(app, config.gate)
+    server = app.state.server = Server(llm, config, gate)
     post: dict[str, Any] = {
         "/v1/completions": server.completions,
         "/v1/chat/completions": server.chat_completions,
@@ -305,8 +305,6 @@ def make_app(llm: AsyncLLM, config: ServeConfig) -> tuple[FastAPI, Gate]:
         app.add_exception_handler(kind, _on_error)
     app.add_exception_handler(RequestValidationError, _on_wrong_body)
     app.add_exception_handler(HTTPException, _on_http_error)
-    gate = Gate(app, config.gate)
-    server.live.is_draining = lambda: gate.is_draining
     return app, gate
 
 

@@ -13,7 +13,6 @@ import asyncio
 from collections import deque
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import suppress
-from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -73,7 +72,7 @@ class AsyncLLM:
         self._num_calls = 0
         self._given: deque[RequestDelta] = deque()
         self.num_handed_over, self._is_closed = 0, False
-        self.latest_stats = EngineStats()
+        self.stats = EngineStats()  # when the engine last handed something over
         self._engine_loop = self._make_loop(max_waiting)
         engine = self._engine_loop.made.result()
         assert engine.tokenizer is not None
@@ -165,10 +164,6 @@ class AsyncLLM:
 
     # -- the engine
 
-    def stats(self) -> EngineStats:
-        """When the engine last handed something over."""
-        return replace(self.latest_stats)
-
     @property
     def why_dead(self) -> str | None:
         """Why it computes nothing any more; None while it does."""
@@ -216,7 +211,7 @@ class AsyncLLM:
 
     def _deliver(self, hand_over: HandOver) -> None:
         """In the engine's thread."""
-        self.latest_stats = hand_over.stats
+        self.stats = hand_over.stats
         loop = self._loop
         if loop is not None:
             with suppress(RuntimeError):  # the loop has ended: nobody waits

@@ -31,6 +31,7 @@ from common.engine import LLMEngine
 from common.events.event_page import put_together
 from common.serve.async_llm import AsyncLLM
 from common.serve.errors import ApiError
+from common.serve.gate import Gate
 from common.serve.streams import EventStream
 
 if TYPE_CHECKING:
@@ -92,11 +93,10 @@ class Sink(io.TextIOBase):
 
 
 class LivePage:
-    """Both routes. `is_draining`: the server takes no new requests."""
+    """Both routes."""
 
-    def __init__(self, llm: AsyncLLM) -> None:
-        self.llm = llm
-        self.is_draining: Callable[[], bool] = lambda: False
+    def __init__(self, llm: AsyncLLM, gate: Gate) -> None:
+        self.llm, self.gate = llm, gate
         self.viewers: set[Viewer] = set()
         self._loop: asyncio.AbstractEventLoop | None = None
         self._watch: Watch | None = None  # the engine's thread has it
@@ -168,7 +168,7 @@ class LivePage:
             await self.llm.call(self._leave)
 
     def _is_over(self) -> bool:
-        is_shut_down = self.is_draining() and not self.llm.num_unfinished
+        is_shut_down = self.gate.is_draining and not self.llm.num_unfinished
         return is_shut_down or self.llm.why_dead is not None
 
     def _spread(self, text: str) -> None:

@@ -94,7 +94,7 @@ class ServerMetrics:
 
     def collect(self) -> Iterator[Metric]:
         """Called by the registry."""
-        stats = self.llm.latest_stats
+        stats = self.llm.stats
         usage = stats.kv_blocks_in_use / max(stats.kv_blocks_total, 1)
         for name, (field, says) in (_GAUGES | _COUNTERS).items():
             family = GaugeMetricFamily if name in _GAUGES else CounterMetricFamily

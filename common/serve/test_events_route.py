@@ -282,7 +282,7 @@ def test_the_key_covers_events_and_not_the_page_that_asks_for_it(tight: Running)
         with ThreadPoolExecutor(1) as pool:
             pool.submit(server.request, "POST", "/v1/completions", long, KEY)
             wait_for(lambda: server.llm.num_unfinished)
-            live.is_draining = lambda: True
+            live.gate.is_draining = True
             assert not live._is_over(), "what still runs is shown"
             server.loop.call_soon_threadsafe(server.llm.abort_all, "enough")
         onlooker._thread.join(10)

@@ -284,7 +284,7 @@ def test_metrics_have_vllms_names(server: Running) -> None:
     ):
         assert f"vllm:{name}" in names
     stats = EngineStats(num_running=3, num_waiting=2, kv_blocks_in_use=1, kv_blocks_total=4)
-    metrics = ServerMetrics(SimpleNamespace(latest_stats=stats), MODEL)  # pyright: ignore[reportArgumentType]
+    metrics = ServerMetrics(SimpleNamespace(stats=stats), MODEL)  # pyright: ignore[reportArgumentType]
     text = metrics.text().decode()
     for name, number in ("requests_running", 3), ("requests_waiting", 2), ("usage_perc", 0.25):
         assert re.search(rf"{name}{{.*}} {number}", text)
