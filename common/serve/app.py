@@ -51,7 +51,6 @@ ERRORS: dict[int | str, dict[str, Any]] = {
     code: {"model": ErrorAnswer, "description": "OpenAI's error object"} for code in ("4XX", "5XX")
 }
 STREAMS: dict[int | str, dict[str, Any]] = {200: {"content": {"text/event-stream": {}}}}
-TEXT: dict[int | str, dict[str, Any]] = {200: {"content": {"text/plain": {}}}}
 MAY_STREAM = ("/v1/completions", "/v1/chat/completions")
 
 
@@ -289,15 +288,14 @@ def make_app(llm: AsyncLLM, config: ServeConfig) -> tuple[FastAPI, Gate]:
         "/events": server.live.events,
     }
     for path, route in [*post.items(), *get.items()]:
-        is_text = path == "/metrics" or "lora" in path
-        also = STREAMS if path in MAY_STREAM else TEXT if is_text else {}
+        is_json = path not in ("/metrics", "/health") and "lora" not in path
         app.add_api_route(
             path,
             route,
             methods=["POST" if path in post else "GET"],
             response_model=None,
-            response_class=Response if is_text or path == "/health" else JSONResponse,
-            responses={**ERRORS, **also},
+            response_class=JSONResponse if is_json else Response,
+            responses={**ERRORS, **(STREAMS if path in MAY_STREAM else {})},
             include_in_schema=path not in ("/", "/events"),  # for people
         )
     # A `ValueError`: of a text that is none, or a path. Of others the log says where they were.
