@@ -207,23 +207,18 @@ def test_a_dead_engine_is_said_to_be_dead() -> None:
 
 
 def test_a_full_queue_is_said_at_once() -> None:
-    with running(max_waiting=1, max_num_seqs=1) as found:
-        connections = []
-        for _ in range(2):
-            connection = socket.create_connection(("127.0.0.1", found.port))
-            connection.sendall(posted(LONG))
-            connections.append(connection)
-        wait_for(lambda: found.call(lambda e: sum(e.core.get_request_counts())) == 2)
-        other = http.client.HTTPConnection("127.0.0.1", found.port, timeout=60)
-        for _ in range(2):  # over one connection: nothing is wrong with it
-            kind = {"Content-Type": "application/json"}
-            other.request("POST", "/v1/completions", json.dumps(LONG), kind)
-            answer = other.getresponse()
-            assert answer.status == 429 and int(answer.headers["retry-after"]) > 0, answer.read()
-            answer.read()
-        other.close()
-        for connection in connections:
-            connection.close()
+    with running(max_waiting=0, max_num_seqs=1) as found:
+        with socket.create_connection(("127.0.0.1", found.port)) as first:
+            first.sendall(posted(LONG))
+            wait_for(lambda: found.llm.num_unfinished)
+            other = http.client.HTTPConnection("127.0.0.1", found.port, timeout=60)
+            for _ in range(2):  # over one connection: nothing is wrong with it
+                kind = {"Content-Type": "application/json"}
+                other.request("POST", "/v1/completions", json.dumps(LONG), kind)
+                answer = other.getresponse()
+                assert answer.status == 429 and int(answer.headers["retry-after"]) > 0
+                answer.read()
+            other.close()
         wait_for(found.is_idle)
         assert found.post("/v1/completions", {**LONG, "max_tokens": 1})[0] == 200
 
