@@ -97,7 +97,7 @@ class EngineLoop:
             engine.close()
         except Exception:
             logger.exception("the engine could not be closed")
-        while not self._is_closing or not self._inbox.empty():  # whoever comes now is told so
+        while not self._is_closing:  # whoever comes now is told so
             self._obey()
             self._hand_over()
         self._hand_over(is_last=True)

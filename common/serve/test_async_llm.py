@@ -405,8 +405,10 @@ def test_closed_while_a_prompt_becomes_ids(monkeypatch: pytest.MonkeyPatch) -> N
 
         monkeypatch.setattr(llm, "encode", encode)
         engine = await llm.call(lambda engine: engine)
+        closed = []
 
         def close() -> None:
+            closed.append(engine)
             raise OSError("the workers are gone")
 
         monkeypatch.setattr(engine, "close", close)
@@ -416,7 +418,11 @@ def test_closed_while_a_prompt_becomes_ids(monkeypatch: pytest.MonkeyPatch) -> N
         may_go.set()
         with pytest.raises(EngineError, match="closed"):
             await asyncio.wait_for(one, 20)
-        assert not llm._engine_loop._thread.is_alive() and llm.why_dead == "the engine is closed"
+        assert (
+            closed
+            and not llm._engine_loop._thread.is_alive()
+            and llm.why_dead == "the engine is closed"
+        )
 
     asyncio.run(run())
 
