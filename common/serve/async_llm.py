@@ -112,12 +112,10 @@ class AsyncLLM:
         # What is under way of an aborted request must not come to the next one of its name.
         self._names[request_id] = name
         mailbox = self._mailboxes[name] = Mailbox()
-        is_told, is_finished = False, False
         try:
             token_ids = await self.encode(prompt) if isinstance(prompt, str) else plain(prompt)
-            self._bind()  # it may have been closed meanwhile
             self._engine_loop.add(name, token_ids, params or SamplingParams(), dict(options))
-            is_told = True
+            is_finished = False
             while not is_finished:
                 delta = await mailbox.take()
                 delta.request_id, is_finished = request_id, delta.finished
@@ -127,8 +125,7 @@ class AsyncLLM:
                     raise delta.error
         finally:
             del self._mailboxes[name], self._names[request_id]
-            if is_told and not is_finished:
-                self._engine_loop.abort(name)
+            self._engine_loop.abort(name)  # nothing, if it has come to its end
 
     async def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
         """Token ids of a text. Raises `ValueError` for what is no text."""
