@@ -28,8 +28,6 @@ class ChatPrompts:
         """Raises `ApiError`."""
         continues = bool(continue_final_message)
         adds = not continues if add_generation_prompt is None else add_generation_prompt
-        if continues and adds:
-            raise bad("continue_final_message: not with add_generation_prompt")
         if self._template is None and getattr(self._source, "chat_template", None) is None:
             raise bad("this model has no chat template: start the server with --chat-template FILE")
         plain = [_plain(message, i) for i, message in enumerate(messages)]
