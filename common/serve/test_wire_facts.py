@@ -230,6 +230,9 @@ def test_only_who_has_the_salt_finds_what_is_cached(server: Running) -> None:
         return answer["usage"]["prompt_tokens_details"]["cached_tokens"]
 
     assert [num_cached(salt) for salt in ("a", "b", "a")] == [0, 0, 32]
+    how = {"cache_salt": "a", "stream_options": {"include_usage": True}}
+    *_, last, _ = server.events("/v1/completions", body(prompt=[7] * 40, **how))
+    assert last["usage"]["prompt_tokens_details"]["cached_tokens"] == 32, "counted once"
     sent = CompletionBody(prompt="x", priority=-3, cache_salt="a")
     assert sent.options() == {"priority": -3, "cache_salt": "a"}
 
