@@ -244,7 +244,10 @@ def test_the_gate() -> None:
         ):
             got, _, content = found.request("POST", "/v1/completions", small, headers)
             assert got == status, (headers, content)
-        assert found.request("GET", "/metrics")[0] == 401
+        status, _, content = found.request("GET", "/metrics")
+        error = json.loads(content)["error"]
+        assert (status, error["type"]) == (401, "authentication_error")
+        assert error["code"] == "invalid_api_key"
         for prompt, status in (("x" * 2000, 413), ([1] * 40, 413), ([1] * 20, 200)):
             large = {"prompt": prompt, "max_tokens": 1}
             assert found.request("POST", "/v1/completions", large, key)[0] == status

@@ -12,6 +12,7 @@ import pytest
 from common.engine_config import EngineStats
 from common.llm import LLM, SamplingParams
 from common.serve.conftest import MODEL, Running
+from common.serve.errors import api_error
 from common.serve.server_metrics import ServerMetrics
 from common.serve.wire import CompletionBody
 
@@ -167,13 +168,15 @@ def test_errors_are_objects(server: Running, monkeypatch: pytest.MonkeyPatch) ->
         if status != 200:
             assert set(answer["error"]) == {"message", "type", "param", "code"}
             assert answer["error"]["param"] == field, answer
+    assert api_error(ValueError("2 are too many")).param is None, "no field's name"
     monkeypatch.setattr(server.app.state.server.metrics, "text", lambda: 1 / 0)
     status, _, content = server.request("GET", "/metrics")
     assert status == 500 and "ZeroDivision" in json.loads(content)["error"]["message"]
 
 
 def test_unknown_fields_are_passed_over(server: Running) -> None:
-    assert server.post("/v1/completions", body(frobnicate=3))[0] == 200
+    without_consequence = {"frobnicate": 3, "suffix": "", "best_of": 1, "functions": []}
+    assert server.post("/v1/completions", body(**without_consequence))[0] == 200
 
 
 def test_an_id_is_taken_and_given(server: Running) -> None:
