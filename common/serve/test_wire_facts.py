@@ -11,6 +11,7 @@ import pytest
 
 from common.engine_config import EngineStats
 from common.llm import LLM, SamplingParams
+from common.serve import wire
 from common.serve.conftest import MODEL, Running
 from common.serve.errors import api_error
 from common.serve.server_metrics import ServerMetrics
@@ -174,9 +175,12 @@ def test_errors_are_objects(server: Running, monkeypatch: pytest.MonkeyPatch) ->
     assert status == 500 and "ZeroDivision" in json.loads(content)["error"]["message"]
 
 
-def test_unknown_fields_are_passed_over(server: Running) -> None:
+def test_unknown_fields_are_passed_over(server: Running, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(wire, "_named", named := {str(i) for i in range(999)})
     without_consequence = {"frobnicate": 3, "suffix": "", "best_of": 1, "functions": []}
     assert server.post("/v1/completions", body(**without_consequence))[0] == 200
+    assert server.post("/v1/completions", body(another=3))[0] == 200
+    assert "frobnicate" in named and len(named) == 1000, "and no more"
 
 
 def test_an_id_is_taken_and_given(server: Running) -> None:
@@ -184,7 +188,7 @@ def test_an_id_is_taken_and_given(server: Running) -> None:
     assert headers["x-request-id"] == "mine"
     _, headers, _ = server.request("GET", "/health")
     assert len(headers["x-request-id"]) == 32
-    for name in ("x" * 201, "\xe4"):
+    for name in ("x" * 201, "\xe4", "a\tb"):
         _, headers, _ = server.request("GET", "/health", headers={"X-Request-Id": name})
         assert len(headers["x-request-id"]) == 32
 
