@@ -251,6 +251,10 @@ def test_the_gate() -> None:
         for prompt, status in (("x" * 2000, 413), ([1] * 40, 413), ([1] * 20, 200)):
             large = {"prompt": prompt, "max_tokens": 1}
             assert found.request("POST", "/v1/completions", large, key)[0] == status
+        with socket.create_connection(("127.0.0.1", found.port), timeout=20) as connection:
+            said = b"Authorization: Bearer secret\r\nTransfer-Encoding: chunked\r\n\r\n7d0\r\n"
+            connection.sendall(HEAD + said + b" " * 2000 + b"\r\n0\r\n\r\n")
+            assert connection.recv(12) == b"HTTP/1.1 413"
         for length, status in ((b"999999999999", b"413"), (b"50", b"408")):
             with socket.create_connection(("127.0.0.1", found.port), timeout=20) as connection:
                 said = b"Authorization: Bearer secret\r\nContent-Length: %b\r\n\r\n{" % length

@@ -272,6 +272,12 @@ def test_metrics_have_vllms_names(server: Running) -> None:
     grown = {name: number - before[name] for name, number in numbers().items()}
     (latencies,) = [name for name in grown if "inter_token_latency_seconds_count" in name]
     assert grown[latencies] == 11
+    for name in ("time_to_first_token", "e2e_request_latency", "request_queue_time"):
+        (count, total) = (
+            sum(n for key, n in grown.items() if f"{name}_seconds_{what}" in key)
+            for what in ("count", "sum")
+        )
+        assert count == 1 and 0 <= total < 60, name
     reasons = {name: n for name, n in grown.items() if name.startswith("vllm:request_success_t")}
     assert len(reasons) == 4, "from the start, for who adds them up"
     ended = [name for name, number in reasons.items() if number]
