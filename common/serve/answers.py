@@ -94,8 +94,7 @@ class Answer:
             self.count(prompt, total)
             pieces = map(total.completions.__getitem__, range(self.params.n))
             choices += [self._choice(prompt, piece, total) for piece in pieces]
-        made = "chat.completion" if self.kind == "chat" else "text_completion"
-        return self._object(made, choices) | {"usage": self.usage.content()}
+        return self._object("chat.completion", choices) | {"usage": self.usage.content()}
 
     # -- in pieces
 
@@ -104,10 +103,10 @@ class Answer:
         if self.kind != "chat":
             return []
         delta = {"role": "assistant", "content": ""}
-        choices = [
-            self._chat_choice(i, "delta", delta, None) for i in range(num_prompts * self.params.n)
+        num_choices = num_prompts * self.params.n
+        return [
+            self._piece([self._chat_choice(i, "delta", delta, None)]) for i in range(num_choices)
         ]
-        return [self._piece([choice]) for choice in choices]
 
     def pieces(self, prompt: int, delta: RequestDelta) -> list[dict[str, Any]]:
         """Of one prompt. A piece without text says that its choice has ended."""
@@ -123,13 +122,12 @@ class Answer:
         return self._piece([]) | {"usage": self.usage.content()}
 
     def _piece(self, choices: list[dict[str, Any]]) -> dict[str, Any]:
-        made = "chat.completion.chunk" if self.kind == "chat" else "text_completion"
-        return self._object(made, choices)
+        return self._object("chat.completion.chunk", choices)
 
-    def _object(self, made: str, choices: list[dict[str, Any]]) -> dict[str, Any]:
+    def _object(self, of_a_chat: str, choices: list[dict[str, Any]]) -> dict[str, Any]:
         return {
             "id": self.id,
-            "object": made,
+            "object": of_a_chat if self.kind == "chat" else "text_completion",
             "created": self.created,
             "model": self.model,
             "choices": choices,

@@ -4,7 +4,6 @@ touches the engine."""
 from __future__ import annotations
 
 import asyncio
-import logging
 from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -19,6 +18,7 @@ from common.serve.answers import DONE, Answer, event, json_response, token_text
 from common.serve.async_llm import AsyncLLM
 from common.serve.chat import ChatPrompts
 from common.serve.deltas import RequestDelta
+from common.serve.engine_loop import EngineError, QueueFull
 from common.serve.errors import ApiError, ErrorAnswer, api_error, bad
 from common.serve.gate import Gate, GateConfig, error_response
 from common.serve.live_page import LivePage
@@ -39,19 +39,18 @@ from common.serve.wire import (
     DetokenizeBody,
     GenerateBody,
     LoadAdapterBody,
+    StreamOptions,
     TokenizeBody,
     UnloadAdapterBody,
 )
 from request import SamplingParams
 
-logger = logging.getLogger(__name__)
 VERSION = "0.1.0"
 # What the schema says besides: answers that are errors, and those that may be streams.
 ERRORS: dict[int | str, dict[str, Any]] = {
     code: {"model": ErrorAnswer, "description": "OpenAI's error object"} for code in ("4XX", "5XX")
 }
 STREAMS: dict[int | str, dict[str, Any]] = {200: {"content": {"text/event-stream": {}}}}
-TEXT: dict[int | str, dict[str, Any]] = {200: {"content": {"text/plain": {}}}}
 MAY_STREAM = ("/v1/completions", "/v1/chat/completions")
 
 
@@ -69,11 +68,11 @@ class ServeConfig:
 class Server:
     """What the routes share."""
 
-    def __init__(self, llm: AsyncLLM, config: ServeConfig) -> None:
+    def __init__(self, llm: AsyncLLM, config: ServeConfig, gate: Gate) -> None:
         self.llm, self.config = llm, config
         self.chat = ChatPrompts(llm.tokenizer, config.chat_template)
         self.metrics = ServerMetrics(llm, config.model_name)
-        self.live = LivePage(llm)
+        self.live = LivePage(llm, gate)
 
     # -- generating
 
@@ -87,10 +86,8 @@ class Server:
         return await self._generate(answer, ids, request)
 
     async def chat_completions(self, body: ChatBody, request: Request) -> Response:
-        model = self._model(body)
-        body.check()
+        model, params = self._model(body), body.params(self.llm.max_model_len)
         ids = await self._chat_ids(body)
-        params = body.params(self.llm.max_model_len - len(ids))
         answer = Answer("chat", model, self.llm.tokenizer, body, params)
         return await self._generate(answer, [ids], request)
 
@@ -107,17 +104,13 @@ class Server:
         requests = [self.metrics.counted(call) for call in calls]
         is_theirs = False  # the stream's, to be closed
         try:
-            firsts = await unless_gone(request.receive, accepted(requests))
-            if firsts is None:
-                return CLIENT_IS_GONE
+            firsts = await accepted(requests)
             if answer.body.stream:
                 events = self._events(answer, firsts, requests)
                 is_theirs = True
                 return EventStream(events, self.config.heartbeat_seconds, requests)
             totals = await unless_gone(request.receive, gathered(firsts, requests))
             return CLIENT_IS_GONE if totals is None else json_response(answer.whole(totals))
-        except Exception as error:
-            raise api_error(error) from error
         finally:
             if not is_theirs:
                 await close_all(requests)
@@ -125,13 +118,12 @@ class Server:
     async def _events(
         self, answer: Answer, firsts: list[RequestDelta], requests: Sequence[Deltas]
     ) -> AsyncIterator[bytes]:
-        how = answer.body.stream_options
-        wants_usage = bool(how and how.include_usage)
-        always = bool(how and how.continuous_usage_stats)
+        how = answer.body.stream_options or StreamOptions()
 
         def made(pieces: list[dict[str, Any]]) -> bytes:
-            for piece in pieces:
-                if wants_usage or always:
+            always = how.continuous_usage_stats
+            if how.include_usage or always:
+                for piece in pieces:
                     piece["usage"] = answer.usage.content() if always else None
             return b"".join(map(event, pieces))
 
@@ -144,7 +136,7 @@ class Server:
             async for i, delta in merged(requests):
                 if data := made(answer.pieces(i, delta)):
                     yield data
-            if wants_usage:
+            if how.include_usage:
                 yield event(answer.usage_piece())
         except Exception as error:  # the answer has begun: its status can not change
             yield event(api_error(error).content())
@@ -175,7 +167,7 @@ class Server:
     def _model(self, body: GenerateBody | TokenizeBody | DetokenizeBody) -> str:
         """The one that is asked for. Raises `ApiError` if it is not here."""
         known = [self.config.model_name, *self.llm.adapters]
-        model = known[0] if body.model is None else body.model
+        model = body.model or known[0]
         if model not in known:
             message = f"model is {model!r}: this server has {', '.join(known)}"
             raise ApiError(404, message, "model", "model_not_found")
@@ -198,14 +190,14 @@ class Server:
 
     async def detokenize(self, body: DetokenizeBody) -> dict[str, Any]:
         self._model(body)
-        return {"prompt": await self._decode(body.tokens, "tokens", False)}
+        return {"prompt": await self._decode(body.tokens, "tokens")}
 
-    async def _decode(self, ids: list[int], field: str, skips_special: bool = True) -> str:
+    async def _decode(self, ids: list[int], field: str) -> str:
         vocab_size = self.llm.model_config.vocab_size
         if ids and max(ids) >= vocab_size:
             raise bad(f"{field} holds {max(ids)}: ids are below {vocab_size}", field)
         decode = self.llm.tokenizer.backend.decode_batch  # gives up Python's lock
-        return (await asyncio.to_thread(decode, [ids], skip_special_tokens=skips_special))[0]
+        return (await asyncio.to_thread(decode, [ids], skip_special_tokens=False))[0]
 
     async def render_completion(self, body: CompletionBody) -> list[dict[str, Any]]:
         """Token ids of each prompt, for routers that look for the same prefix."""
@@ -250,8 +242,6 @@ class Server:
         except OSError as error:
             message = f"lora_path is {body.lora_path!r}: it is not there"
             raise ApiError(404, message, "lora_path") from error
-        except ValueError as error:
-            raise bad(str(error), "lora_path") from error
         return PlainTextResponse(f"Success: LoRA adapter '{body.lora_name}' added successfully.")
 
     async def unload_adapter(self, body: UnloadAdapterBody) -> Response:
@@ -276,9 +266,9 @@ class Server:
 
 def make_app(llm: AsyncLLM, config: ServeConfig) -> tuple[FastAPI, Gate]:
     """The application, and the gate around it, which is what is served."""
-    server = Server(llm, config)
     app = FastAPI(title="vllm-from-scratch", version=VERSION, docs_url=None, redoc_url=None)
-    app.state.server = server
+    gate = Gate(app, config.gate)
+    server = app.state.server = Server(llm, config, gate)
     post: dict[str, Any] = {
         "/v1/completions": server.completions,
         "/v1/chat/completions": server.chat_completions,
@@ -298,28 +288,25 @@ def make_app(llm: AsyncLLM, config: ServeConfig) -> tuple[FastAPI, Gate]:
         "/events": server.live.events,
     }
     for path, route in [*post.items(), *get.items()]:
-        is_text = path == "/metrics" or "lora" in path
-        also = STREAMS if path in MAY_STREAM else TEXT if is_text else {}
+        is_json = path not in ("/metrics", "/health") and "lora" not in path
         app.add_api_route(
             path,
             route,
             methods=["POST" if path in post else "GET"],
             response_model=None,
-            response_class=Response if is_text or path == "/health" else JSONResponse,
-            responses={**ERRORS, **also},
+            response_class=JSONResponse if is_json else Response,
+            responses={**ERRORS, **(STREAMS if path in MAY_STREAM else {})},
             include_in_schema=path not in ("/", "/events"),  # for people
         )
-    app.add_exception_handler(ApiError, _on_api_error)
-    app.add_exception_handler(ValueError, _on_api_error)  # of a text that is none, or a path
+    # A `ValueError`: of a text that is none, or a path. Of others the log says where they were.
+    for kind in (ApiError, ValueError, QueueFull, EngineError, Exception):
+        app.add_exception_handler(kind, _on_error)
     app.add_exception_handler(RequestValidationError, _on_wrong_body)
     app.add_exception_handler(HTTPException, _on_http_error)
-    app.add_exception_handler(Exception, _on_other)
-    gate = Gate(app, config.gate)
-    server.live.is_draining = lambda: gate.is_draining
     return app, gate
 
 
-def _on_api_error(request: Request, error: Exception) -> Response:
+def _on_error(request: Request, error: Exception) -> Response:
     return error_response(api_error(error))
 
 
@@ -338,8 +325,3 @@ def _on_http_error(request: Request, error: Exception) -> Response:
     answer = error_response(ApiError(error.status_code, str(error.detail)))
     answer.headers.update(error.headers or {})  # `Allow` of a 405
     return answer
-
-
-def _on_other(request: Request, error: Exception) -> Response:
-    logger.error("a route has failed", exc_info=error)
-    return error_response(ApiError(500, f"{type(error).__name__}: {error}"))

@@ -13,7 +13,6 @@ import asyncio
 from collections import deque
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import suppress
-from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -73,7 +72,7 @@ class AsyncLLM:
         self._num_calls = 0
         self._given: deque[RequestDelta] = deque()
         self.num_handed_over, self._is_closed = 0, False
-        self.latest_stats = EngineStats()
+        self.stats = EngineStats()  # when the engine last handed something over
         self._engine_loop = self._make_loop(max_waiting)
         engine = self._engine_loop.made.result()
         assert engine.tokenizer is not None
@@ -113,12 +112,10 @@ class AsyncLLM:
         # What is under way of an aborted request must not come to the next one of its name.
         self._names[request_id] = name
         mailbox = self._mailboxes[name] = Mailbox()
-        is_told, is_finished = False, False
         try:
             token_ids = await self.encode(prompt) if isinstance(prompt, str) else plain(prompt)
-            self._bind()  # it may have been closed meanwhile
             self._engine_loop.add(name, token_ids, params or SamplingParams(), dict(options))
-            is_told = True
+            is_finished = False
             while not is_finished:
                 delta = await mailbox.take()
                 delta.request_id, is_finished = request_id, delta.finished
@@ -128,8 +125,7 @@ class AsyncLLM:
                     raise delta.error
         finally:
             del self._mailboxes[name], self._names[request_id]
-            if is_told and not is_finished:
-                self._engine_loop.abort(name)
+            self._engine_loop.abort(name)  # nothing, if it has come to its end
 
     async def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
         """Token ids of a text. Raises `ValueError` for what is no text."""
@@ -164,10 +160,6 @@ class AsyncLLM:
         return len(self._mailboxes)
 
     # -- the engine
-
-    def stats(self) -> EngineStats:
-        """When the engine last handed something over."""
-        return replace(self.latest_stats)
 
     @property
     def why_dead(self) -> str | None:
@@ -216,7 +208,7 @@ class AsyncLLM:
 
     def _deliver(self, hand_over: HandOver) -> None:
         """In the engine's thread."""
-        self.latest_stats = hand_over.stats
+        self.stats = hand_over.stats
         loop = self._loop
         if loop is not None:
             with suppress(RuntimeError):  # the loop has ended: nobody waits

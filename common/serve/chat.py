@@ -28,13 +28,11 @@ class ChatPrompts:
         """Raises `ApiError`."""
         continues = bool(continue_final_message)
         adds = not continues if add_generation_prompt is None else add_generation_prompt
-        if continues and adds:
-            raise bad("continue_final_message: not with add_generation_prompt")
         if self._template is None and getattr(self._source, "chat_template", None) is None:
             raise bad("this model has no chat template: start the server with --chat-template FILE")
         plain = [_plain(message, i) for i, message in enumerate(messages)]
         try:
-            text = self._source.apply_chat_template(  # pyright: ignore[reportOptionalMemberAccess]
+            return self._source.apply_chat_template(  # pyright: ignore[reportOptionalMemberAccess]
                 plain,
                 chat_template=self._template,
                 add_generation_prompt=adds,
@@ -44,7 +42,6 @@ class ChatPrompts:
             )
         except Exception as error:  # a template is a program, and says what it does not take
             raise bad(f"the chat template refuses these messages: {error}", "messages") from error
-        return text
 
 
 def _plain(message: dict[str, Any], i: int) -> dict[str, Any]:

@@ -81,14 +81,13 @@ class EngineLoop:
         except BaseException as error:
             self.made.set_exception(error)
             return
-        self._hand_over()
         self.made.set_result(engine)
         try:
             while not self._is_closing:
                 self._obey()
                 if engine.has_unfinished_requests():
                     self._step()
-                self._hand_over_what_there_is()
+                self._hand_over()
         except BaseException as error:
             logger.exception("the engine has stopped")
             self.why_dead = f"the engine has stopped: {_sentence(error)}"
@@ -98,9 +97,9 @@ class EngineLoop:
             engine.close()
         except Exception:
             logger.exception("the engine could not be closed")
-        while not self._is_closing or not self._inbox.empty():  # whoever comes now is told so
+        while not self._is_closing:  # whoever comes now is told so
             self._obey()
-            self._hand_over_what_there_is()
+            self._hand_over()
         self._hand_over(is_last=True)
 
     def _obey(self) -> None:
@@ -142,12 +141,10 @@ class EngineLoop:
                 delta.error = kind(detail)
         return delta
 
-    def _hand_over_what_there_is(self) -> None:
-        if self._deltas or self._answers:
-            self._hand_over()
-
     def _hand_over(self, is_last: bool = False) -> None:
         deltas, answers = self._deltas, self._answers
+        if not (deltas or answers or is_last):
+            return
         self._deltas, self._answers = [], {}
         self._deliver(HandOver(deltas, self._engine.stats(), answers, is_last))
 
@@ -162,9 +159,6 @@ class EngineLoop:
                 raise QueueFull(f"{len(self._sources)} requests are under way or wait: no more")
             group = engine.add_request(request_id, token_ids, params, **options)
         except Exception as error:
-            if not isinstance(error, ValueError | QueueFull | EngineError):
-                logger.exception("a request could not be added")
-                error = EngineError(_sentence(error))
             self._deltas.append(RequestDelta(request_id, finished=True, error=error))
             return
         source = self._sources[request_id] = DeltaSource(group)

@@ -8,6 +8,8 @@ import dataclasses
 import inspect
 import json
 import re
+from collections.abc import Callable
+from contextlib import suppress
 from typing import Any
 
 from common.engine_config import EngineConfig
@@ -23,7 +25,7 @@ def add_engine_flags(group: argparse._ArgumentGroup) -> None:
             says = f"{comments.get(field.name, '')} (default: {field.default})"
             group.add_argument(
                 "--" + field.name.replace("_", "-"),
-                type=_Value(field),
+                type=_reader(field),
                 nargs="?",
                 const=True,
                 default=argparse.SUPPRESS,
@@ -58,28 +60,23 @@ def field_comments() -> dict[str, str]:
     return found
 
 
-class _Value:
-    """A text as what the field may be; `EngineConfig` says whether it is right."""
+def _reader(field: dataclasses.Field) -> Callable[[str], Any]:
+    """Of a text what the field may be; `EngineConfig` says whether it is right."""
 
-    def __init__(self, field: dataclasses.Field) -> None:
-        self.field = field
-        self.__name__ = "value"  # argparse names it so
-
-    def __call__(self, text: str) -> Any:
-        kinds = str(self.field.type)
+    def value(text: str) -> Any:  # argparse names it so
         if text.startswith("{"):
-            value = json.loads(text)
-            return _tiers(value) if self.field.name == "kv_tiers" else value
+            found = json.loads(text)
+            return _tiers(found) if field.name == "kv_tiers" else found
         words = {"none": None, "true": True, "false": False}
         if text.lower() in words:
             return words[text.lower()]
         for kind, word in ((int, "int"), (float, "float")):
-            if word in kinds:
-                try:
+            if word in str(field.type):
+                with suppress(ValueError):
                     return kind(text)
-                except ValueError:
-                    continue
         return text
+
+    return value
 
 
 def _tiers(fields: dict[str, Any]) -> Any:

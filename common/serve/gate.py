@@ -44,9 +44,6 @@ class Gate:
         self.is_draining = False
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] != "http":
-            await self.app(scope, receive, send)
-            return
         headers = Headers(scope=scope)
         name = headers.get("x-request-id", "")
         if not (0 < len(name) <= MAX_ID and name.isascii() and name.isprintable()):
@@ -104,9 +101,8 @@ class Gate:
         if not said.isdecimal() or int(said[:20]) > most:
             raise too_large
         try:
-            body = await asyncio.wait_for(_read(receive, most), self.config.body_seconds)
-        except OverflowError as error:
-            raise too_large from error
+            reading = _read(receive, most, too_large)
+            body = await asyncio.wait_for(reading, self.config.body_seconds)
         except asyncio.TimeoutError as error:
             raise ApiError(408, "the body did not arrive in time") from error
         if body.count(b",") > most // BYTES_OF_A_VALUE:
@@ -114,7 +110,7 @@ class Gate:
         return body
 
 
-async def _read(receive: Receive, most: int) -> bytes:
+async def _read(receive: Receive, most: int, too_large: ApiError) -> bytes:
     """Whatever its length was said to be."""
     body, is_more = bytearray(), True
     while is_more:
@@ -124,7 +120,7 @@ async def _read(receive: Receive, most: int) -> bytes:
         body += message.get("body", b"")
         is_more = message.get("more_body", False)
         if len(body) > most:
-            raise OverflowError
+            raise too_large
     return bytes(body)
 
 

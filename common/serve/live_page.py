@@ -31,6 +31,7 @@ from common.engine import LLMEngine
 from common.events.event_page import put_together
 from common.serve.async_llm import AsyncLLM
 from common.serve.errors import ApiError
+from common.serve.gate import Gate
 from common.serve.streams import EventStream
 
 if TYPE_CHECKING:
@@ -92,11 +93,10 @@ class Sink(io.TextIOBase):
 
 
 class LivePage:
-    """Both routes. `is_draining`: the server takes no new requests."""
+    """Both routes."""
 
-    def __init__(self, llm: AsyncLLM) -> None:
-        self.llm = llm
-        self.is_draining: Callable[[], bool] = lambda: False
+    def __init__(self, llm: AsyncLLM, gate: Gate) -> None:
+        self.llm, self.gate = llm, gate
         self.viewers: set[Viewer] = set()
         self._loop: asyncio.AbstractEventLoop | None = None
         self._watch: Watch | None = None  # the engine's thread has it
@@ -144,7 +144,9 @@ class LivePage:
             raise ApiError(409, why)
         if len(self.viewers) >= MAX_VIEWERS:
             raise ApiError(429, f"{MAX_VIEWERS} look already")
-        return EventStream(self._events())
+        events = self._events()
+        await anext(events)  # the viewer is counted before anybody else is let in
+        return EventStream(events)
 
     async def _events(self) -> AsyncIterator[bytes]:
         viewer, loop = Viewer(), asyncio.get_running_loop()
@@ -152,6 +154,7 @@ class LivePage:
         self.viewers.add(viewer)
         again_at = loop.time()
         try:
+            yield b""
             while not self._is_over():
                 if viewer.is_behind:
                     await asyncio.sleep(again_at - loop.time())
@@ -165,7 +168,7 @@ class LivePage:
             await self.llm.call(self._leave)
 
     def _is_over(self) -> bool:
-        is_shut_down = self.is_draining() and not self.llm.num_unfinished
+        is_shut_down = self.gate.is_draining and not self.llm.num_unfinished
         return is_shut_down or self.llm.why_dead is not None
 
     def _spread(self, text: str) -> None:

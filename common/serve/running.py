@@ -86,6 +86,7 @@ class DrainingServer(uvicorn.Server):
         config = uvicorn.Config(
             gate,
             http=PatientProtocol,
+            ws="none",
             lifespan="off",
             log_level="warning",
             timeout_keep_alive=KEEP_ALIVE_SECONDS,

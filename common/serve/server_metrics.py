@@ -17,6 +17,12 @@ _LABELS = ("model_name", "engine")
 _SHORT = (0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1, 2.5, 5, 7.5, 10, 20)
 _LONG = (0.3, 0.5, 0.8, 1, 1.5, 2, 2.5, 5, 10, 15, 20, 30, 40, 50, 60, 120, 240, 480, 960)
 _TOKEN = (0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.75, 1, 2.5, 5, 7.5, 10, 20, 40)
+_HISTOGRAMS = (
+    ("time_to_first_token_seconds", "From arrival to the first token.", _SHORT),
+    ("inter_token_latency_seconds", "Between two tokens.", _TOKEN),
+    ("e2e_request_latency_seconds", "From arrival to the last token.", _LONG),
+    ("request_queue_time_seconds", "From arrival to the first step.", _LONG),
+)
 _REASONS = ("stop", "length", "abort", "error")
 # Of `EngineStats`: what it is there (None: worked out), what it says.
 _GAUGES = {
@@ -43,21 +49,11 @@ class ServerMetrics:
         self._registry = CollectorRegistry()
         self._registry.register(self)  # pyright: ignore[reportArgumentType]
 
-        def histogram(name: str, says: str, buckets: tuple[float, ...]) -> Histogram:
-            made = Histogram(
+        self._first, self._between, self._whole, self._queued = (
+            Histogram(
                 f"vllm:{name}", says, _LABELS, buckets=buckets, registry=self._registry
-            )
-            return made.labels(*self._labels)
-
-        self._first = histogram(
-            "time_to_first_token_seconds", "From arrival to the first token.", _SHORT
-        )
-        self._between = histogram("inter_token_latency_seconds", "Between two tokens.", _TOKEN)
-        self._whole = histogram(
-            "e2e_request_latency_seconds", "From arrival to the last token.", _LONG
-        )
-        self._queued = histogram(
-            "request_queue_time_seconds", "From arrival to the first step.", _LONG
+            ).labels(*self._labels)
+            for name, says, buckets in _HISTOGRAMS
         )
         self._ended = Counter(
             "vllm:request_success",
@@ -94,12 +90,11 @@ class ServerMetrics:
             self._queued.observe(times.queue_time)
         for seconds in times.inter_token_latencies:
             self._between.observe(seconds)
-        reasons = [c.finish_reason for c in delta.completions.values() if c.finish_reason]
-        return reasons[0] if reasons else "stop"
+        return next(c.finish_reason for c in delta.completions.values() if c.finish_reason)
 
     def collect(self) -> Iterator[Metric]:
         """Called by the registry."""
-        stats = self.llm.latest_stats
+        stats = self.llm.stats
         usage = stats.kv_blocks_in_use / max(stats.kv_blocks_total, 1)
         for name, (field, says) in (_GAUGES | _COUNTERS).items():
             family = GaugeMetricFamily if name in _GAUGES else CounterMetricFamily

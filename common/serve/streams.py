@@ -118,13 +118,10 @@ class EventStream(Response):
 
     async def _send_all(self, send: Send) -> None:
         events = self.events if self.heartbeat_s is None else self._with_heartbeats()
-        try:
-            async with aclosing(events):  # pyright: ignore[reportArgumentType]
-                async for data in events:
-                    await send({"type": "http.response.body", "body": data, "more_body": True})
-            await send({"type": "http.response.body", "body": b""})
-        except OSError:  # nobody listens
-            pass
+        async with aclosing(events):  # pyright: ignore[reportArgumentType]
+            async for data in events:
+                await send({"type": "http.response.body", "body": data, "more_body": True})
+        await send({"type": "http.response.body", "body": b""})
 
     async def _with_heartbeats(self) -> AsyncIterator[bytes]:
         while True:

@@ -405,8 +405,10 @@ def test_closed_while_a_prompt_becomes_ids(monkeypatch: pytest.MonkeyPatch) -> N
 
         monkeypatch.setattr(llm, "encode", encode)
         engine = await llm.call(lambda engine: engine)
+        closed = []
 
         def close() -> None:
+            closed.append(engine)
             raise OSError("the workers are gone")
 
         monkeypatch.setattr(engine, "close", close)
@@ -416,7 +418,11 @@ def test_closed_while_a_prompt_becomes_ids(monkeypatch: pytest.MonkeyPatch) -> N
         may_go.set()
         with pytest.raises(EngineError, match="closed"):
             await asyncio.wait_for(one, 20)
-        assert not llm._engine_loop._thread.is_alive() and llm.why_dead == "the engine is closed"
+        assert (
+            closed
+            and not llm._engine_loop._thread.is_alive()
+            and llm.why_dead == "the engine is closed"
+        )
 
     asyncio.run(run())
 
@@ -459,10 +465,17 @@ def test_steps_that_fail_now_and_then_end_nothing_and_three_in_a_row_do() -> Non
             with pytest.raises(EngineError, match="MemoryError: 0 more"):
                 await whole(llm, [5], few)
             assert (await whole(llm, [5], few)).finished
+        other = llm.generate([5], SamplingParams(max_tokens=1000, ignore_eos=True))
+        await anext(other)
+        await llm.call(LLMEngine.abort_request, f"request-{llm._num_requests}")
+        with pytest.raises(EngineError, match="was ended"):  # by no step that failed
+            await anext(other), await anext(other)
         await llm.call(broken, 9)
+        await llm.call(lambda engine: setattr(engine, "abort_request", None))
         for says in ("8 more", "7 more", "6 more", "has stopped", "has stopped"):
             with pytest.raises(EngineError, match=says):
                 await asyncio.wait_for(whole(llm, [5], few), 20)
+            llm._engine_loop.abort(f"request-{llm._num_requests}")  # it has ended
         assert "has stopped" in (llm.why_dead or "")
         await asyncio.to_thread(llm.close)
 

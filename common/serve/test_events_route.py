@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import base64
 import hashlib
 import http.client
@@ -26,8 +27,10 @@ from common.events.watch import Watch
 from common.serve import live_page
 from common.serve.app import ServeConfig
 from common.serve.conftest import MODEL, Running, running, wait_for
+from common.serve.errors import ApiError
 from common.serve.gate import GateConfig
 from common.serve.live_page import Viewer, server_sent
+from common.serve.streams import EventStream, close_all
 from common.workshop.replay.film import Film, State
 
 STACK = "class Stack:\n    def __init__(self):\n        self.items = []\n\n"
@@ -279,7 +282,7 @@ def test_the_key_covers_events_and_not_the_page_that_asks_for_it(tight: Running)
         with ThreadPoolExecutor(1) as pool:
             pool.submit(server.request, "POST", "/v1/completions", long, KEY)
             wait_for(lambda: server.llm.num_unfinished)
-            live.is_draining = lambda: True
+            live.gate.is_draining = True
             assert not live._is_over(), "what still runs is shown"
             server.loop.call_soon_threadsafe(server.llm.abort_all, "enough")
         onlooker._thread.join(10)
@@ -316,8 +319,18 @@ def test_a_server_without_the_workshop_says_so(
 def test_only_so_many_may_look(
     tight: Running, look: Callable[..., Onlooker], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(live_page, "MAX_VIEWERS", 2)
+    monkeypatch.setattr(live_page, "MAX_VIEWERS", 3)
     look(), look()
+    live = tight.app.state.server.live
+
+    async def two_at_once() -> list[Any]:
+        found = await asyncio.gather(live.events(), live.events(), return_exceptions=True)
+        await close_all([answer.events for answer in found if isinstance(answer, EventStream)])
+        return [type(answer) for answer in found]
+
+    running = asyncio.run_coroutine_threadsafe(two_at_once(), tight.loop)
+    assert running.result(20) == [EventStream, ApiError]
+    look()
     assert tight.request("GET", "/events")[0] == 429
 
 

@@ -139,7 +139,7 @@ def test_a_batch_that_cannot_be_packed_ends_nothing(caplog: pytest.LogCaptureFix
 
 def test_whoever_reads_nothing_for_a_while_misses_nothing() -> None:
     source = Scripted([[CLEARED]] * 5000)
-    publisher = EventPublisher(source, "inproc://f", "inproc://g")
+    publisher = EventPublisher(source, "inproc://f", "inproc://g", buffer_steps=5000)
     reader = Reader(publisher)
     publisher.start()
     for _ in as_long_as(lambda: source.batches, seconds=LIMIT_S):
@@ -154,7 +154,9 @@ def test_whoever_reads_nothing_for_a_while_misses_nothing() -> None:
         for number in range(5000):
             assert socket.poll(LIMIT_S * 1e3)
             assert int.from_bytes(socket.recv_multipart()[at], "big") == number
+    source.batches.append([CLEARED])
     publisher.close()
+    assert len(publisher._kept) == 5000, "and no more"
     reader.close()
 
 

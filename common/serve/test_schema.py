@@ -3,6 +3,7 @@ only as the schema says."""
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator
 from typing import Any
 
@@ -53,6 +54,10 @@ def ask(server: Running, num_examples: int, number: int) -> None:
 
 
 def test_thirty_requests_of_the_schema(short: Running) -> None:
+    paths = json.loads(short.request("GET", "/openapi.json")[2])["paths"]
+    answers = paths["/v1/completions"]["post"]["responses"]
+    assert "text/event-stream" in answers["200"]["content"] and {"4XX", "5XX"} < answers.keys()
+    assert "/events" not in paths
     ask(short, 30, 0)
 
 

@@ -75,7 +75,7 @@ def test_a_refused_prompt_ends_the_others() -> None:
 
         requests = [first.deltas, refused(), slow.deltas]
         with pytest.raises(ValueError, match="no"):
-            slow.go.set()
+            asyncio.get_running_loop().call_later(0.01, slow.go.set)
             await accepted(requests)
         await close_all(requests)
         assert not first.is_open and not slow.is_open

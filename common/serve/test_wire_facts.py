@@ -11,7 +11,9 @@ import pytest
 
 from common.engine_config import EngineStats
 from common.llm import LLM, SamplingParams
+from common.serve import wire
 from common.serve.conftest import MODEL, Running
+from common.serve.errors import api_error
 from common.serve.server_metrics import ServerMetrics
 from common.serve.wire import CompletionBody
 
@@ -126,7 +128,7 @@ def test_logprobs_are_those_of_generate(server: Running, alone: LLM) -> None:
     assert found["text_offset"] == starts
 
 
-def test_errors_are_objects(server: Running) -> None:
+def test_errors_are_objects(server: Running, monkeypatch: pytest.MonkeyPatch) -> None:
     many = [1] * 5000
     for path, sent, status, field in (
         ("/v1/completions", body(temperature=-1), 400, "temperature"),
@@ -152,6 +154,8 @@ def test_errors_are_objects(server: Running) -> None:
         ("/v1/chat/completions", CHAT, 400, None),  # no template
         ("/v1/chat/completions", {**CHAT, "messages": []}, 400, "messages"),
         ("/tokenize", {"prompt": "x", "model": "gpt-4"}, 404, "model"),
+        ("/tokenize", {}, 400, None),
+        ("/tokenize", {"prompt": "x", "messages": CHAT["messages"]}, 400, None),
         ("/detokenize", {"tokens": [5], "model": "gpt-4"}, 404, "model"),
         ("/v1/completions/render", body(model="gpt-4"), 404, "model"),
         ("/v1/completions/render", body(temperature=-1), 400, "temperature"),
@@ -165,10 +169,18 @@ def test_errors_are_objects(server: Running) -> None:
         if status != 200:
             assert set(answer["error"]) == {"message", "type", "param", "code"}
             assert answer["error"]["param"] == field, answer
+    assert api_error(ValueError("2 are too many")).param is None, "no field's name"
+    monkeypatch.setattr(server.app.state.server.metrics, "text", lambda: 1 / 0)
+    status, _, content = server.request("GET", "/metrics")
+    assert status == 500 and "ZeroDivision" in json.loads(content)["error"]["message"]
 
 
-def test_unknown_fields_are_passed_over(server: Running) -> None:
-    assert server.post("/v1/completions", body(frobnicate=3))[0] == 200
+def test_unknown_fields_are_passed_over(server: Running, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(wire, "_named", named := {str(i) for i in range(999)})
+    without_consequence = {"frobnicate": 3, "suffix": "", "best_of": 1, "functions": []}
+    assert server.post("/v1/completions", body(**without_consequence))[0] == 200
+    assert server.post("/v1/completions", body(another=3))[0] == 200
+    assert "frobnicate" in named and len(named) == 1000, "and no more"
 
 
 def test_an_id_is_taken_and_given(server: Running) -> None:
@@ -176,7 +188,7 @@ def test_an_id_is_taken_and_given(server: Running) -> None:
     assert headers["x-request-id"] == "mine"
     _, headers, _ = server.request("GET", "/health")
     assert len(headers["x-request-id"]) == 32
-    for name in ("x" * 201, "\xe4"):
+    for name in ("x" * 201, "\xe4", "a\tb"):
         _, headers, _ = server.request("GET", "/health", headers={"X-Request-Id": name})
         assert len(headers["x-request-id"]) == 32
 
@@ -185,28 +197,38 @@ def test_tokens_there_and_back(server: Running) -> None:
     _, found = server.post("/tokenize", {"prompt": PROMPT})
     assert found["tokens"] == server.llm.tokenizer.encode(PROMPT) and found["count"] > 3
     assert server.post("/detokenize", {"tokens": found["tokens"]})[1] == {"prompt": PROMPT}
+    special = {"tokens": server.llm.tokenizer.encode("<|endoftext|>")}
+    assert server.post("/detokenize", special)[1] == {"prompt": "<|endoftext|>"}
     _, rendered = server.post("/v1/completions/render", body())
     assert rendered[0]["token_ids"] == found["tokens"]
     _, named = server.post("/tokenize", {"prompt": PROMPT, "return_token_strs": True})
     assert "".join(named["token_strs"]) == PROMPT
+    for prompt in (PROMPT, found["tokens"]):
+        _, answer = server.post("/v1/completions", body(prompt=prompt, echo=True, max_tokens=0))
+        assert answer["choices"][0]["text"] == PROMPT
+        assert answer["usage"]["completion_tokens"] == 0
     _, answer = server.post("/v1/completions", body(return_token_ids=True))
     _, text = server.post("/detokenize", {"tokens": answer["choices"][0]["token_ids"]})
     assert text["prompt"] == answer["choices"][0]["text"]
 
 
 def test_special_tokens_are_added_unless_not_wanted(
-    server: Running, monkeypatch: pytest.MonkeyPatch
+    server: Running, template_server: Running, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    tokenizer, seen = server.llm.tokenizer, []
-    encode = tokenizer.encode
-    monkeypatch.setattr(
-        tokenizer, "encode", lambda text, adds: seen.append(adds) or encode(text, adds)
-    )
-    for path in ("/v1/completions", "/tokenize"):
-        for adds in (None, True, False):
-            sent = {"prompt": "x", "max_tokens": 1, "add_special_tokens": adds}
-            assert server.post(path, sent)[0] == 200
-    assert seen == [True, True, False] * 2
+    """A chat's template has them already."""
+    for one, path, what, by_default in (
+        (server, "/v1/completions", {"prompt": "x"}, True),
+        (server, "/tokenize", {"prompt": "x"}, True),
+        (template_server, "/tokenize", {"messages": CHAT["messages"]}, False),
+    ):
+        encode, seen = one.llm.tokenizer.encode, list[bool]()
+        noted = lambda text, adds: seen.append(adds) or encode(text, adds)  # noqa: E731
+        with monkeypatch.context() as patch:
+            patch.setattr(one.llm.tokenizer, "encode", noted)
+            for adds in (None, True, False):
+                sent = what | {"max_tokens": 1, "add_special_tokens": adds}
+                assert one.post(path, sent)[0] == 200
+        assert seen == [by_default, True, False], path
 
 
 def test_only_who_has_the_salt_finds_what_is_cached(server: Running) -> None:
@@ -215,6 +237,9 @@ def test_only_who_has_the_salt_finds_what_is_cached(server: Running) -> None:
         return answer["usage"]["prompt_tokens_details"]["cached_tokens"]
 
     assert [num_cached(salt) for salt in ("a", "b", "a")] == [0, 0, 32]
+    how = {"cache_salt": "a", "stream_options": {"include_usage": True}}
+    *_, last, _ = server.events("/v1/completions", body(prompt=[7] * 40, **how))
+    assert last["usage"]["prompt_tokens_details"]["cached_tokens"] == 32, "counted once"
     sent = CompletionBody(prompt="x", priority=-3, cache_salt="a")
     assert sent.options() == {"priority": -3, "cache_salt": "a"}
 
@@ -247,6 +272,12 @@ def test_metrics_have_vllms_names(server: Running) -> None:
     grown = {name: number - before[name] for name, number in numbers().items()}
     (latencies,) = [name for name in grown if "inter_token_latency_seconds_count" in name]
     assert grown[latencies] == 11
+    for name in ("time_to_first_token", "e2e_request_latency", "request_queue_time"):
+        (count, total) = (
+            sum(n for key, n in grown.items() if f"{name}_seconds_{what}" in key)
+            for what in ("count", "sum")
+        )
+        assert count == 1 and 0 <= total < 60, name
     reasons = {name: n for name, n in grown.items() if name.startswith("vllm:request_success_t")}
     assert len(reasons) == 4, "from the start, for who adds them up"
     ended = [name for name, number in reasons.items() if number]
@@ -269,7 +300,7 @@ def test_metrics_have_vllms_names(server: Running) -> None:
     ):
         assert f"vllm:{name}" in names
     stats = EngineStats(num_running=3, num_waiting=2, kv_blocks_in_use=1, kv_blocks_total=4)
-    metrics = ServerMetrics(SimpleNamespace(latest_stats=stats), MODEL)  # pyright: ignore[reportArgumentType]
+    metrics = ServerMetrics(SimpleNamespace(stats=stats), MODEL)  # pyright: ignore[reportArgumentType]
     text = metrics.text().decode()
     for name, number in ("requests_running", 3), ("requests_waiting", 2), ("usage_perc", 0.25):
         assert re.search(rf"{name}{{.*}} {number}", text)
@@ -282,6 +313,8 @@ def test_a_template_gets_texts(template_server: Running) -> None:
     encode = template_server.llm.tokenizer.encode
     parts = [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]
     assert tokens([{"role": "user", "content": "x"}])[1]["tokens"] == encode("# x\ndef ")
+    _, rendered = template_server.post("/v1/chat/completions/render", CHAT)
+    assert rendered == {"model": MODEL, "token_ids": encode("# a stack\ndef ")}
     assert tokens([{"role": "user", "content": parts}])[1]["tokens"] == encode("# a\nb\ndef ")
     begun = [{"role": "user", "content": "x"}, {"role": "assistant", "content": "def f("}]
     _, found = tokens(begun, continue_final_message=True)

@@ -106,7 +106,7 @@ class GenerateBody(Body):
 
     def sampling_params(self, **others: Any) -> SamplingParams:
         """`others` where the names differ. Raises `ApiError`."""
-        self.check()
+        self._check()
         names = SamplingParams.__dataclass_fields__.keys() & type(self).model_fields.keys()
         given = {name: getattr(self, name) for name in names - {"logit_bias", "logprobs"}}
         given |= {"grammar": self._grammar(), "logit_bias": self._logit_bias()} | others
@@ -115,7 +115,7 @@ class GenerateBody(Body):
         except ValueError as error:
             raise api_error(error) from error
 
-    def check(self) -> None:
+    def _check(self) -> None:
         if self.stream_options is not None and not self.stream:
             raise bad("stream_options: only with stream", "stream_options")
         for name, value in (self.model_extra or {}).items():
@@ -186,15 +186,15 @@ class ChatBody(GenerateBody):
     continue_final_message: bool | None = None
     chat_template_kwargs: dict[str, Any] | None = None
 
-    def params(self, room: int) -> SamplingParams:
-        """`room`: tokens that the model has left behind the prompt."""
+    def params(self, unlimited: int) -> SamplingParams:
+        """`unlimited`: more than the model has room for."""
         if self.top_logprobs is not None and not self.logprobs:
             raise bad("top_logprobs: it needs logprobs to be true", "top_logprobs")
         most = self.max_completion_tokens
         most = self.max_tokens if most is None else most
         return self.sampling_params(
             logprobs=(self.top_logprobs or 0) if self.logprobs else None,
-            max_tokens=max(1, room) if most is None else most,
+            max_tokens=unlimited if most is None else most,
         )
 
 

@@ -21,8 +21,6 @@ import argparse
 import json
 import logging
 import sys
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
 from typing import Any
 
 import httpx
@@ -70,7 +68,7 @@ def make_proxy(prefill: str, decode: str, prefill_seconds: float = 60.0) -> Star
     async def forward(request: Request) -> Response:
         path, content = request.url.path, await request.body()
         headers = {n: v for n, v in request.headers.items() if n in HEADERS}
-        if path in GENERATES and request.method == "POST":
+        if path in GENERATES:
             try:
                 body = json.loads(content)
             except ValueError:
@@ -84,23 +82,11 @@ def make_proxy(prefill: str, decode: str, prefill_seconds: float = 60.0) -> Star
         except httpx.HTTPError as error:
             return Response(f"the decode server does not answer: {error!r}", 502)
 
-        async def pieces() -> AsyncIterator[bytes]:
-            try:
-                async for piece in answer.aiter_raw():
-                    yield piece
-            finally:  # a client that leaves ends the request
-                await answer.aclose()
-
         kept = {n: v for n, v in answer.headers.items() if n in ("content-type", "x-request-id")}
-        return StreamingResponse(pieces(), answer.status_code, kept)
+        pieces = answer.aiter_raw()  # which a client that leaves closes, and so ends the request
+        return StreamingResponse(pieces, answer.status_code, kept)
 
-    @asynccontextmanager
-    async def lifespan(_: Starlette) -> AsyncIterator[None]:
-        async with first, second:
-            yield
-
-    route = Route("/{path:path}", forward, methods=["GET", "POST"])
-    return Starlette(routes=[route], lifespan=lifespan)
+    return Starlette(routes=[Route("/{path:path}", forward, methods=["GET", "POST"])])
 
 
 def main() -> int:

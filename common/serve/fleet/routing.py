@@ -111,31 +111,18 @@ class Fleet:
         self.router.wait_until_ready()
 
 
-def measure_policy(policy: str, requests: Sequence[Planned], num_blocks: int) -> dict[str, Any]:
+def measure_one(
+    policy: str, requests: Sequence[Planned], num_blocks: int, dies: bool = False
+) -> dict[str, Any]:
+    """If it `dies`, the first server does, halfway."""
     with ExitStack() as stack:
         fleet = Fleet(stack, policy, num_blocks)
-        outcomes = asyncio.run(replay(fleet.router.url, MODEL, requests))
-        return {
-            "servers": [server_counts(server) for server in fleet.servers],
-            "router": router_counts(fleet.router),
-            "requests": [outcome.content() for outcome in outcomes],
-        }
-
-
-def measure_death(policy: str, requests: Sequence[Planned], num_blocks: int) -> dict[str, Any]:
-    with ExitStack() as stack:
-        fleet = Fleet(stack, policy, num_blocks)
-        at: list[float] = []
-
-        def die() -> None:
-            at.append(requests[len(requests) // 2].at)
-            fleet.servers[0].kill()
-
-        outcomes = asyncio.run(replay(fleet.router.url, MODEL, requests, die))
+        halfway = fleet.servers[0].kill if dies else None
+        outcomes = asyncio.run(replay(fleet.router.url, MODEL, requests, halfway))
         return {
             "policy": policy,
-            "killed_at": round(at[0], 4),
-            "servers": [server_counts(fleet.servers[1])],
+            "killed_at": round(requests[len(requests) // 2].at, 4) if dies else None,
+            "servers": [server_counts(server) for server in fleet.servers[int(dies) :]],
             "router": router_counts(fleet.router),
             "requests": [outcome.content() for outcome in outcomes],
         }
@@ -176,9 +163,9 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
     for name, work in (("policies", requests), ("one_prefix", alike)):
         record[name] = {}
         for policy in args.policies:
-            record[name][policy] = measure_policy(policy, work, args.num_blocks)
+            record[name][policy] = measure_one(policy, work, args.num_blocks)
             print(row(policy, record[name][policy]), flush=True)
-    record["death"] = measure_death(args.policies[0], alike, args.num_blocks)
+    record["death"] = measure_one(args.policies[0], alike, args.num_blocks, dies=True)
     print(death_sentence(record["death"]), flush=True)
     return record
 

@@ -1,36 +1,145 @@
-"""Prefill and decode in two servers over the real store, by the proxy and by the real router."""
+"""Prefill and decode in two servers: the proxy between two that only note what they are asked; and
+over the real store, by the proxy and by the real router."""
 
 from __future__ import annotations
 
+import asyncio
 import json
 import random
+import socket
+import threading
 from collections.abc import Iterator
-from contextlib import ExitStack
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import httpx
 import pytest
+import uvicorn
+from starlette.applications import Starlette
+from starlette.requests import Request
+from starlette.responses import JSONResponse, Response
+from starlette.routing import Route
 
 from common.llm import LLM, SamplingParams
+from common.serve.conftest import Running, posted, wait_for
+from common.serve.fleet.pd_proxy import ASK, make_proxy
 from common.serve.fleet.programs import (
     HOW_TO_INSTALL,
     Program,
+    free_port,
     router_program,
     start_router,
     start_server,
 )
+from common.serve.ports import open_port
 from mooncake_master import MooncakeMaster, MooncakeUnavailableError
 
-pytestmark = pytest.mark.slow
 BLOCK_SIZE, MAX_TOKENS = 8, 12
 PROMPTS = [random.Random(i).choices(range(2, 4096), k=100) for i in range(4)]
 FULL = (100 - 1) // BLOCK_SIZE * BLOCK_SIZE  # tokens that a store can have of each
+BODY = {"prompt": "x", "max_tokens": 9, "temperature": 0}
+NOT_FOR_ONE = {"stream": True, "stream_options": {}, "min_tokens": 3, "n": 2}
+NOT_FOR_ONE["max_completion_tokens"] = 9
 
 
 @pytest.fixture
 def stack() -> Iterator[ExitStack]:
     with ExitStack() as found:
         yield found
+
+
+@contextmanager
+def served(app: Starlette) -> Iterator[str]:
+    server, listener = uvicorn.Server(uvicorn.Config(app)), open_port("127.0.0.1", 0)
+    thread = threading.Thread(target=server.run, kwargs={"sockets": [listener]}, daemon=True)
+    thread.start()
+    wait_for(lambda: server.started)
+    try:
+        yield f"http://127.0.0.1:{listener.getsockname()[1]}"
+    finally:
+        server.should_exit = True
+        thread.join(20)
+
+
+class Asked:
+    """A server that notes what it is asked, and says `answer`."""
+
+    def __init__(self, answer: Any) -> None:
+        self.answer, self.status, self.seconds = answer, 200, 0.0
+        self.seen: list[tuple[str, dict[str, str], bytes]] = []
+
+    def app(self) -> Starlette:
+        async def tell(request: Request) -> Response:
+            self.seen.append((request.url.path, dict(request.headers), await request.body()))
+            await asyncio.sleep(self.seconds)
+            headers = {"x-request-id": request.headers.get("x-request-id", "none"), "x-own": "1"}
+            return JSONResponse(self.answer, self.status, headers)
+
+        return Starlette(routes=[Route("/{path:path}", tell, methods=["GET", "POST"])])
+
+    def body(self) -> Any:
+        """Of the one request since the last call."""
+        ((_, _, body),) = self.seen
+        self.seen.clear()
+        return json.loads(body)
+
+
+def test_both_are_asked_as_vllm_asks_and_the_second_one_answers(stack: ExitStack) -> None:
+    first, second = Asked({"kv_transfer_params": {"where": 7}}), Asked({"text": "y"})
+    places = [stack.enter_context(served(one.app())) for one in (first, second)]
+    proxy = stack.enter_context(served(make_proxy(*places, prefill_seconds=0.3)))
+    headers = {"Authorization": "Bearer k", "X-Request-Id": "mine", "Cookie": "a=b"}
+
+    def ask(content: bytes, path: str = "/v1/completions") -> httpx.Response:
+        kind = {"Content-Type": "application/json"}
+        return httpx.post(f"{proxy}{path}", content=content, headers=headers | kind)
+
+    for path in ("/v1/completions", "/v1/chat/completions"):
+        answer = ask(json.dumps(BODY | NOT_FOR_ONE).encode(), path)
+        assert answer.json() == {"text": "y"} and answer.headers["x-request-id"] == "mine"
+        assert answer.headers["content-type"] == "application/json"
+        assert "x-own" not in answer.headers
+        for seen in (first.seen[0], second.seen[0]):
+            assert seen[0] == path and seen[1]["authorization"] == "Bearer k"
+            assert "cookie" not in seen[1] and seen[1]["x-request-id"] == "mine"
+        only = {"max_tokens": 1, "stream": False, "kv_transfer_params": ASK}
+        assert first.body() == BODY | only
+        assert second.body() == BODY | NOT_FOR_ONE | {"kv_transfer_params": {"where": 7}}
+
+    def is_passed_on(content: bytes = json.dumps(BODY).encode()) -> bool:
+        assert ask(content).json() == {"text": "y"}
+        return second.seen.pop()[2] == content
+
+    first.answer = {}
+    assert is_passed_on() and first.seen.pop()
+    first.status = 500
+    assert is_passed_on() and first.seen.pop()
+    first.status, first.seconds = 200, 1.0
+    assert is_passed_on() and first.seen.pop()
+    assert is_passed_on(b"{") and is_passed_on(b"[1]")
+    second.status = 418
+    assert ask(b"{}", "/tokenize").status_code == 418
+    assert httpx.get(f"{proxy}/v1/models").status_code == 418 and not first.seen
+    assert [path for path, *_ in second.seen] == ["/tokenize", "/v1/models"]
+
+
+def test_without_the_first_it_answers_and_whoever_leaves_ends_its_request(
+    server: Running, stack: ExitStack
+) -> None:
+    nobody = f"http://127.0.0.1:{free_port()}"
+    proxy = stack.enter_context(served(make_proxy(nobody, server.url)))
+    long = {"prompt": "x", "max_tokens": 1500, "ignore_eos": True, "stream": True}
+    with socket.create_connection(("127.0.0.1", int(proxy.rpartition(":")[2]))) as connection:
+        connection.sendall(posted(long))
+        assert connection.recv(100).startswith(b"HTTP/1.1 200")
+    before = server.call(lambda engine: engine.stats().num_finished)
+    wait_for(server.is_idle, 5)
+    assert server.call(lambda engine: engine.stats().num_finished) == before, "it was aborted"
+    alone = stack.enter_context(served(make_proxy(nobody, nobody)))
+    assert httpx.get(f"{alone}/v1/models").status_code == 502
+
+
+# -- over the store
 
 
 @pytest.fixture
@@ -82,6 +191,7 @@ def computed(server: Program) -> int:
     return int(queries - hits)
 
 
+@pytest.mark.slow
 def test_the_decode_server_loads_what_the_prefill_server_computed_and_lives_without_it(
     servers: list[Program], expected: list[str], stack: ExitStack
 ) -> None:
@@ -103,12 +213,9 @@ def test_the_decode_server_loads_what_the_prefill_server_computed_and_lives_with
 
     prefill.kill()
     assert ask_all(proxy.url, PROMPTS[3:]) == (expected[3:], [0])
-    bad = httpx.post(
-        f"{proxy.url}/v1/completions", content="{", headers={"content-type": "application/json"}
-    )
-    assert bad.status_code == 400 and "error" in bad.json()
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(router_program() is None, reason=HOW_TO_INSTALL)
 def test_the_real_router_does_so_too_while_the_prefill_server_lives(
     servers: list[Program], expected: list[str], stack: ExitStack

@@ -12,8 +12,7 @@ from common.serve.fleet.routing import (
     POLICIES,
     RECORD,
     death_sentence,
-    measure_death,
-    measure_policy,
+    measure_one,
     of_one_prefix,
     row,
     scaled,
@@ -79,7 +78,7 @@ def chats() -> list[TraceRequest]:
 @pytest.mark.skipif(router_program() is None, reason=HOW_TO_INSTALL)
 def test_who_looks_at_prefixes_finds_more_of_them_than_who_takes_turns() -> None:
     requests = scaled(chats(), 1.0, 4096)
-    found = {policy: measure_policy(policy, requests, 2000) for policy in POLICIES}
+    found = {policy: measure_one(policy, requests, 2000) for policy in POLICIES}
     hits = {}
     for policy, one in found.items():
         assert all(outcome["error"] is None for outcome in one["requests"])
@@ -97,7 +96,7 @@ def test_who_looks_at_prefixes_finds_more_of_them_than_who_takes_turns() -> None
 @pytest.mark.skipif(router_program() is None, reason=HOW_TO_INSTALL)
 def test_lost_are_those_who_were_being_answered_by_the_server_that_died() -> None:
     """And a few that the router has sent to the dead one again and again."""
-    death = measure_death("round_robin", of_one_prefix(40, 4096), 2000)
+    death = measure_one("round_robin", of_one_prefix(40, 4096), 2000, dies=True)
     outcomes, at = [Outcome(**outcome) for outcome in death["requests"]], death["killed_at"]
     lost = [outcome for outcome in outcomes if outcome.error is not None]
     answered = [outcome for outcome in lost if outcome.first_token is not None]
