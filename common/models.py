@@ -24,6 +24,7 @@ _WINDOWS = {
     "never": "none",
     "optional": "in the layers that `layer_types` says, if `use_sliding_window`",
     "always": "in every layer, unless `sliding_window` is null",
+    "pattern": "in five layers of six, or as `layer_types` says",
 }
 # What the other columns say, or what only spells a default.
 _ELSEWHERE = {"model_type", "sliding_window", "experts", "head_dim", "own", "absent", "unread"}
@@ -32,6 +33,11 @@ _OWN = {
     "has_mlp_bias": "biases of the MLP if `mlp_bias`",
     "has_qkv_bias": "biases of q, k and v",
     "has_qk_norm": "queries and keys are normed",
+    "activation": "GELU, approximated by tanh",
+    "window_theta": "rotary angles of their own in layers with a window",
+    "scales_embeddings": "embeddings are scaled",
+    "norm_offset": "norms are kept less 1",
+    "has_post_norms": "what a block adds is normed, too",
 }
 
 
