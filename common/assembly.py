@@ -29,7 +29,6 @@ from batch_layout import compose_in_order
 from common.engine_config import EngineConfig, SpeculativeConfig
 from common.kernels.chosen_regions import set_regions
 from common.kv_sizing import ALONE, KVDemand, Neighbours, allocate_kv_cache, make_kv_cache
-from common.layer_groups import LayerGroups
 from common.linear import linear_layers
 from common.loader import LoadedModel
 from common.model import DecoderModel
@@ -181,7 +180,10 @@ def make_runner(
     """What computes. `trim` wraps a runner that verifies guesses, `make_length` chooses their
     number. `tokenizer` is the checkpoint's, unless another one is given."""
     loaded.model.group_layers(max_model_len)
-    check_windows(config, loaded.model.groups)
+    if loaded.model.groups.have_windows:
+        from common.windows import check_windows
+
+        check_windows(config, loaded.model.groups)
     if draft is not None and draft.model is not loaded.model:  # it guesses no further
         draft.model.group_layers(draft.config.num_unhidden)
     attention = make_attention(config, loaded)
@@ -334,37 +336,6 @@ def kv_namespace(loaded: LoadedModel, kv_cache: PagedKVCache) -> tuple[tuple[str
 
 
 # -- the model's side
-
-
-def check_windows(config: EngineConfig, groups: LayerGroups) -> None:
-    """Raises `ValueError` for what is not built beside layers that attend to a window."""
-    if not groups.have_windows:
-        return
-    how, backend = config.speculation, config.attention_backend
-    refused = {
-        'speculative other than "ngram"': how is not None and how.method != "ngram",
-        "batch_invariant": config.batch_invariant,
-        "kv_tiers": config.kv_tiers is not None,
-        "kv_connector": config.kv_connector is not None,
-        "events": config.events is not None,
-        f"prefix_cache={config.prefix_cache!r}": config.prefix_cache not in (None, "hash"),
-        f"scheduler={config.scheduler!r}": config.scheduler != "two_phase",
-        f"attention_backend={backend!r}": backend not in ("auto", "torch"),
-    }
-    window = min(window for window in groups.windows if window is not None)
-    for name, is_asked in refused.items():
-        if is_asked:
-            raise ValueError(
-                f"{name}: it is not built for layers that attend to a window; with "
-                f"max_model_len={window} no layer does"
-            )
-    logger.info(
-        "%d groups of layers have block tables of their own; of %d places for a layer %d are "
-        "unused",
-        len(groups.windows),
-        len(groups.windows) * groups.num_tensors,
-        groups.num_unused,
-    )
 
 
 def make_attention(config: EngineConfig, loaded: LoadedModel) -> Attention:

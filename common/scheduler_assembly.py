@@ -26,7 +26,7 @@ import torch
 
 from block_pool import BlockPool
 from common.engine_config import EngineConfig
-from common.layer_groups import Window, deal_layers
+from common.layer_groups import deal_layers
 from common.model_config import ModelConfig, ModelFacts
 from common.roles import PREFIX_CACHES, SCHEDULERS, LearnsDurations, load
 from engine_core import EngineCore
@@ -132,6 +132,8 @@ def assemble_around(config: EngineConfig, side: RunnerSide) -> EngineParts:
     num_blocks = side.kv_cache.num_blocks
     windows = side.model.config.layer_windows
     if windows and (groups := deal_layers(windows, side.max_model_len)).have_windows:
+        from common.windows import make_grouped_memory
+
         kv_memory = make_grouped_memory(config, num_blocks, groups.windows, side.model.device)
     else:
         kv_memory = make_kv_memory(config, num_blocks, connector, listener, wait_for_steps)
@@ -385,19 +387,6 @@ def make_kv_memory(
     from loading_kv_cache_manager import LoadingKVCacheManager
 
     return LoadingKVCacheManager(pool, block_size, cache, connector, wait_for_steps)
-
-
-def make_grouped_memory(
-    config: EngineConfig, num_blocks: int, windows: Sequence[Window], device: torch.device
-) -> KVMemory:
-    sizes = config.block_size, windows, config.tokens_under_way(device)
-    if config.prefix_cache is None:
-        from grouped_kv_memory import GroupedKVMemory
-
-        return GroupedKVMemory(BlockPool(num_blocks), *sizes)
-    from cached_grouped_memory import CachedGroupedMemory
-
-    return CachedGroupedMemory(BlockPool(num_blocks), *sizes)
 
 
 def make_cache(

@@ -126,7 +126,7 @@ FLOORS = {
     "runner": "runner outputs kv_sizing adapters grammars",
     "parallel": "parallel",
     "assembly": """
-        assembly scheduler_assembly events kernels.warm_up
+        assembly scheduler_assembly windows events kernels.warm_up
         runner.worker parallel.worker_rank parallel.remote parallel.remote_launch""",
     "engine": """
         engine llm intake recent_stats turn step_trace collector demo grammars.grammar_demo
