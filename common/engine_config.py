@@ -362,7 +362,8 @@ class EngineConfig:
 
     def tokens_under_way(self, device: torch.device) -> int:
         """At most so many of a request are computed, or planned, and not published yet."""
-        is_late = self.prefix_cache is not None and self.wants_overlap(device)
+        one_by_one = self.speculative is not None or self.learns_durations
+        is_late = self.prefix_cache is not None and self.wants_overlap(device) and not one_by_one
         return self.max_num_batched_tokens * (2 if is_late else 1)
 
     def wants_graphs(self, device: torch.device) -> bool:

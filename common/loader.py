@@ -129,7 +129,7 @@ def load_model(
     CPU without fast arithmetic for it gets float32. `make` may leave a part of the model to other
     processes (`common/parallel`); only what it takes is read. Raises `FileNotFoundError` for
     missing files and `ValueError` for what does not fit: before memory is taken or weights are
-    read."""
+    read, but for a tied matrix that is stored twice and differs."""
     checkpoint = model if isinstance(model, Checkpoint) else read_checkpoint(model)
     path, config, device = checkpoint.path, checkpoint.config, torch.device(device)
     files = _open_weights(path)

@@ -25,8 +25,9 @@ WHY_REFUSED: dict[str, str] = {
 
 def why_refused(architectures: object) -> str | None:
     """None: not known. `architectures` is what a `config.json` says."""
-    names = architectures if isinstance(architectures, list) else []
+    given = architectures if isinstance(architectures, list) else []
+    names = [n for n in given if isinstance(n, str) and not fnmatchcase(n, "*Head*Model")]
     for pattern, why in WHY_REFUSED.items():
-        if any(isinstance(name, str) and fnmatchcase(name, pattern) for name in names):
+        if any(fnmatchcase(name, pattern) for name in names):
             return why
     return None

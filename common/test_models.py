@@ -50,6 +50,7 @@ def test_every_architecture_that_is_refused_by_name_is_one():
         fitting = [name for name in known if fnmatchcase(name, pattern)]
         assert any(why_refused([name]) == why for name in fitting), pattern
     assert why_refused(["SomethingNew"]) is why_refused("GptOssForCausalLM") is None
+    assert why_refused(["GPT2LMHeadModel"]) is why_refused(["GPT2DoubleHeadsModel"]) is None
 
 
 # -- the demo

@@ -8,7 +8,8 @@
 What is written is published when its forward pass is over, in each group by itself; what a window
 leaves behind is given up after that, so it can be found until its block is handed out anew. For
 who waits for a block that another computes, and whose blocks are not to be trusted, the rules are
-those of `cached_kv_cache_manager.py`.
+those of `cached_kv_cache_manager.py`. Blocks of a window are not shared by who has a reservation,
+or has been preempted and may get one: what it gives up has to be free then.
 
 Invariants: those of `GroupedKVMemory`; what a table has published is known by the cache under its
 own prefix, or has been withdrawn; a block stands in several tables only if it is or was known, at
@@ -34,7 +35,7 @@ class _InTables:
     request: Request
     num_blocks: int  # at the front, in each group
     in_flight: bytes = b""  # hash of the block that it is the first to compute
-    num_withdrawn: int = 0  # blocks at the front that were published, and are not trusted
+    num_withdrawn: int = 0  # blocks at the front; it publishes nothing any more
 
 
 class CachedGroupedMemory(GroupedKVMemory):
@@ -65,11 +66,23 @@ class CachedGroupedMemory(GroupedKVMemory):
             return ComputedBlocks()
         chain = self._chains.chain(request, (request.num_tokens - 1) // self.block_size)
         num_blocks = self.cache.longest_hit(chain)
+        if self._must_be_alone(request, self.cache.find(chain, num_blocks)):
+            num_blocks = 0
         self.waits_for = None
         if wait_for_others and num_blocks < len(chain):
             self.waits_for = self._in_flight.get(chain[num_blocks][0])
         found = ComputedBlocks(num_tokens=num_blocks * self.block_size)
         return NotReady.COMPUTED_NOW if self.waits_for else found
+
+    def _must_be_alone(self, request: Request, found: Sequence[Sequence[Block]]) -> bool:
+        """Would a block of a window be shared by who has a reservation, or may get one? What such a
+        request gives up at the left has to come back to it at the right, and what another one holds
+        does not."""
+        held = {block for g in self._windows for block in found[g.group] if block.ref_cnt}
+        if not held or request.num_preemptions:
+            return bool(held)
+        owners = ((group, name) for group in self._windows for name in self._reserved_ends)
+        return any(block in held for group, name in owners for block in group.held(name))
 
     def find_cached_blocks(self, request: Request) -> Sequence[int]:
         """Numbers that stand for the blocks' contents: a block may be gone in one of the groups."""
@@ -97,6 +110,7 @@ class CachedGroupedMemory(GroupedKVMemory):
                 raise ValueError(f"request {name!r} has a block table already")
             found = self._find(request, computed)
             self.cache.hold([block for blocks in found for block in blocks])
+            self.cache.share_links(self._chains.known(request, num_found), found)
             for group, blocks in zip(self.groups, found, strict=True):
                 group.begin_with(name, blocks, num_found)
         lengths = list(map(len, self.get_tables(name)))
@@ -140,6 +154,13 @@ class CachedGroupedMemory(GroupedKVMemory):
         if state is None or num_full <= state.num_blocks or state.num_withdrawn:
             return
         chain = self._chains.known(request, num_full)
+        given = chain[state.num_blocks : num_full]
+        if (request.num_preemptions or self._reserved_ends) and any(
+            self.cache.is_used(group.group, link) for group in self._windows for link in given
+        ):  # it would share a block of a window, and must be alone
+            state.num_withdrawn = max(1, state.num_blocks)
+            self._in_flight.pop(state.in_flight, None)
+            return
         for group in self.groups:
             blocks = group.tail(request.request_id, state.num_blocks)
             for index, block in zip(range(state.num_blocks, num_full), blocks):

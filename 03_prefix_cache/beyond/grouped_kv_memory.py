@@ -6,8 +6,9 @@
 
 Token 9 is computed next: it sees 5 to 9, and no token to come sees 0 to 4. A block is given up when
 all that is in it lies in front of what the next token sees, at the request's own next step: counted
-from what is computed, never from what is planned. Its entry becomes the null block, and the runner
-is told.
+from what is computed, never from what is planned next. (Where a step is under way, its tokens count
+as computed: it reads its blocks before the next one, which may get them, writes.) Its entry becomes
+the null block, and the runner is told.
 
 So a request holds at most `ceil((window - 1 + step) / block_size) + 1` blocks in a group with a
 window, whatever its length, if a step computes up to `step` of its tokens. Room that is reserved

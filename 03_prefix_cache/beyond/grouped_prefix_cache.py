@@ -95,6 +95,16 @@ class GroupedPrefixCache:
             found.append([self._by_key[key].block for key in keys])
         return found
 
+    def share_links(self, chain: list[Link], found: Sequence[Sequence[Block]]) -> None:
+        """`chain` begins with what is known in `found`: it may keep the same objects."""
+        for block in (blocks[-1] for blocks in found if blocks):
+            known = self._by_block_id[block.block_id]
+            chain[: known.index + 1] = known.chain[: known.index + 1]
+
+    def is_used(self, group: int, link: Link) -> bool:
+        known = self._by_key.get((group, link[0]))
+        return known is not None and known.block.ref_cnt > 0
+
     def hold(self, blocks: Sequence[Block]) -> None:
         """One holder more for known blocks, whether they have any or not."""
         free = [block for block in blocks if block.ref_cnt == 0]

@@ -246,6 +246,28 @@ def test_a_duplicate_is_given_back_in_its_own_group():
     assert memory.take_block_moves() == []
 
 
+@pytest.mark.parametrize("has_reserved", [False, True])
+def test_who_must_be_alone_keeps_its_own_duplicate(has_reserved: bool):
+    """And shares no block of a window: neither one that is found, nor one that both compute."""
+    memory = make_memory(60)
+    one, two = (Request.from_tokens(name, list(range(8)), 9) for name in "ab")
+    two.num_preemptions = 0 if has_reserved else 1
+    for request in (one, two):
+        assert memory.allocate_slots(request, 1, 9 if has_reserved else 0)
+        request.num_computed_tokens = 1
+    for request in (one, two):
+        compute(memory, request, 7)
+    memory.check_invariants([one, two])
+    assert not set(memory.get_tables("a")[1]) & set(memory.get_tables("b")[1])
+    three = Request.from_tokens("c", list(range(9)), 9)
+    assert memory.get_computed_blocks(three).num_tokens == (0 if has_reserved else 8)
+    three.num_preemptions = 1
+    assert memory.get_computed_blocks(three).num_tokens == 0
+    leave(memory, one)
+    assert memory.get_computed_blocks(three).num_tokens == 8, "nobody has them now"
+    leave(memory, two)
+
+
 def test_who_could_use_a_block_that_is_computed_waits_for_it():
     memory = make_memory(30)
     one, two = (Request.from_tokens(name, [1, 2, 3, 4, int(name)], 4) for name in "56")

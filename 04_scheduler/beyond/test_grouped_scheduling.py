@@ -15,9 +15,11 @@ from cached_grouped_memory import CachedGroupedMemory
 from fake_model import FakeModelRunner
 from grouped_kv_memory import GroupedKVMemory, most_blocks, most_of_window
 from kv_memory import ComputedBlocks, SharingRunnerState
-from request import Request
+from request import Request, SamplingParams
 from scheduler import Scheduler
+from scheduler_interface import StepOutput
 from test_scheduler_runs import VOCAB, World, _explore
+from whole_prompts import CutPrompts
 
 
 class Checked(GroupedKVMemory):
@@ -114,6 +116,38 @@ def test_every_interleaving_with_a_prefix_cache(windows, num_blocks, share):
     prompts = [([0, 1, 1, 0, 2], 4, 1), ([0, 1, 1, 3], 4, 0), ([2, 1], 5, 1)]
     _explore(make_world(memory), prompts, share)
     assert min(CheckedCache.hits[f"{n} tokens"] for n in (0, 2, 4, 6)) > 20, CheckedCache.hits
+
+
+@pytest.mark.parametrize(
+    ("windows", "num_blocks"), [([5], 5), ([5], 6), ([None, 5], 18), ([None, 5], 22)]
+)
+@pytest.mark.parametrize("length", [13, 14, 17])
+def test_who_may_not_wait_again_shares_no_window(windows, num_blocks, length):
+    """Two with one prompt, in memory for hardly one, each preempted as often as it may be. What
+    one of them gives up must be free then: the other is no victim. Their answers differ, so that
+    they do not meet again."""
+    memory = CachedGroupedMemory(BlockPool(num_blocks + 1), 4, windows, 4)
+    limits = {"max_num_batched_tokens": 4, "max_preemptions": 1, "max_model_len": 64}
+    scheduler = Scheduler(kv_memory=memory, max_num_seqs=8, chunk_policy=CutPrompts(), **limits)
+    params = SamplingParams(max_tokens=20, temperature=0, ignore_eos=True)
+    requests = {name: Request(name, list(range(length)), params) for name in "ab"}
+    for request in requests.values():
+        scheduler.add_request(request)
+    for _ in range(200):
+        for name, request in requests.items():
+            if request.num_preemptions == 0 and name in scheduler.running:
+                scheduler.preempt(request)
+        plan = scheduler.schedule()
+        sampled = {}
+        for request, start in zip(plan.scheduled_requests, plan.start_positions):
+            name = request.request_id
+            if start + plan.num_scheduled_tokens[name] == request.num_tokens:
+                sampled[name] = [request.num_tokens + {"a": 1000, "b": 5000}[name]]
+        scheduler.update_from_output(plan, StepOutput(token_ids=sampled))
+        memory.check_invariants(scheduler.running.values())
+        if not scheduler.has_unfinished_requests():
+            break
+    assert not scheduler.has_unfinished_requests() and memory.num_blocks_in_use == 0
 
 
 def make_world(memory: GroupedKVMemory) -> World:

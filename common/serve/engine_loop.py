@@ -46,6 +46,7 @@ class EngineLoop:
         self._inbox = SimpleQueue[tuple[Callable[..., None], tuple]]()
         self._sources: dict[str, DeltaSource] = {}
         self._deltas: list[RequestDelta] = []  # to be handed over
+        self._has_aborted = False  # since something was handed over: its statistics are old
         self._answers: dict[int, Any] = {}
         self._why: str | None = None  # the last step failed
         self._num_failures = 0
@@ -143,8 +144,9 @@ class EngineLoop:
 
     def _hand_over(self, is_last: bool = False) -> None:
         deltas, answers = self._deltas, self._answers
-        if not (deltas or answers or is_last):
+        if not (deltas or answers or is_last or self._has_aborted):
             return
+        self._has_aborted = False
         self._deltas, self._answers = [], {}
         self._deliver(HandOver(deltas, self._engine.stats(), answers, is_last))
 
@@ -167,6 +169,7 @@ class EngineLoop:
     def _abort(self, request_id: str) -> None:
         if self._sources.pop(request_id, None) is not None:
             self._engine.abort_request(request_id)
+            self._has_aborted = True
 
     def _call(self, number: int, method: Callable[..., Any], *arguments: Any) -> None:
         try:

@@ -36,8 +36,9 @@ from common.serve.kv_wire import (
     add_removed,
     add_stored,
 )
+from grouped_prefix_cache import GroupedPrefixCache
 from kv_tiers import nobody_listens
-from prefix_cache import NormalKeys, PrefixCache
+from prefix_cache import NormalKeys
 from prefix_cache_local import compute_block_hash
 from request_chain import root_keys
 from scheduler_books import SchedulerPlugin
@@ -46,6 +47,7 @@ from tiered_cache import TieredCache
 if TYPE_CHECKING:
     from block_pool import Block
     from common.engine import LLMEngine
+    from prefix_cache import PrefixCache
     from scheduler_books import SchedulerBooks
     from scheduler_interface import SchedulerOutput
 
@@ -248,7 +250,7 @@ class KVEvents(SchedulerPlugin):
     ) -> None:
         if engine.prefix_cache is None:
             raise ValueError("kv_events: this engine has no prefix cache; there is nothing to tell")
-        if not isinstance(engine.prefix_cache, PrefixCache):
+        if isinstance(engine.prefix_cache, GroupedPrefixCache):
             raise ValueError("kv_events: they are not built for layers that attend to a window")
         owner = weakref.proxy(engine)  # which holds this
         self._changes = CacheChanges(engine.prefix_cache, lambda digest: owner.adapter_of(digest))

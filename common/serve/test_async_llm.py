@@ -10,6 +10,7 @@ from typing import TypeVar
 import pytest
 
 from common.engine import LLMEngine
+from common.engine_config import EngineStats
 from common.llm import LLM, SamplingParams
 from common.serve.async_llm import AsyncLLM, EngineError, Mailbox, QueueFull
 from common.serve.conftest import SMALL
@@ -166,6 +167,25 @@ def test_nobody_is_computed_for_who_has_left(
         return await llm.call(lambda engine: engine.core.get_request_counts())
 
     assert loop.run_until_complete(leave()) == (0, 0)
+
+
+def test_the_last_who_leaves_is_not_counted_as_running(
+    llm: AsyncLLM, loop: asyncio.AbstractEventLoop
+) -> None:
+    """Routers read that, and nobody may come for an hour."""
+
+    async def leave() -> EngineStats:
+        request = llm.generate([5, 6], SamplingParams(max_tokens=1000, ignore_eos=True))
+        await anext(request)
+        await request.aclose()  # pyright: ignore[reportAttributeAccessIssue]
+        for _ in range(500):
+            if not (llm.stats.num_running or llm.stats.kv_blocks_in_use):
+                break
+            await asyncio.sleep(0.01)
+        return llm.stats
+
+    stats = loop.run_until_complete(leave())
+    assert stats.num_running == stats.kv_blocks_in_use == 0
 
 
 def test_who_leaves_leaves_nothing(llm: AsyncLLM, loop: asyncio.AbstractEventLoop) -> None:

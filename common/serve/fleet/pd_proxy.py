@@ -21,6 +21,7 @@ import argparse
 import json
 import logging
 import sys
+from collections.abc import AsyncIterator
 from typing import Any
 
 import httpx
@@ -82,9 +83,15 @@ def make_proxy(prefill: str, decode: str, prefill_seconds: float = 60.0) -> Star
         except httpx.HTTPError as error:
             return Response(f"the decode server does not answer: {error!r}", 502)
 
+        async def pieces() -> AsyncIterator[bytes]:
+            try:
+                async for piece in answer.aiter_raw():
+                    yield piece
+            finally:  # a client that leaves ends the request
+                await answer.aclose()
+
         kept = {n: v for n, v in answer.headers.items() if n in ("content-type", "x-request-id")}
-        pieces = answer.aiter_raw()  # which a client that leaves closes, and so ends the request
-        return StreamingResponse(pieces, answer.status_code, kept)
+        return StreamingResponse(pieces(), answer.status_code, kept)
 
     return Starlette(routes=[Route("/{path:path}", forward, methods=["GET", "POST"])])
 

@@ -93,7 +93,8 @@ def stored(tensor: CheckpointTensor) -> torch.Tensor:
     """As a checkpoint has it: a norm that we hold once per head is one tensor there."""
     assert tensor.target is not None  # nobody else has a part of this model
     is_per_head = tuple(tensor.target.shape) != tensor.shape
-    return (tensor.target[0] if is_per_head else tensor.target) - tensor.offset
+    held = tensor.target[0] if is_per_head else tensor.target
+    return held - tensor.offset if tensor.offset else held  # a copy only where it must be
 
 
 def write_random(family: str, path: Path, seed: int = 0) -> None:
