@@ -229,6 +229,17 @@ def test_who_must_compute_all_of_it_finds_nothing_and_is_not_counted():
     assert len(memory.find_cached_blocks(reader)) == 4
 
 
+def test_requests_with_one_prefix_keep_its_tokens_once():
+    """Cached blocks keep the chain of who published them: 26 chains of 8,000 tokens are much."""
+    memory, tokens = make_memory(90), list(range(20))
+    for name in "abc":
+        request = Request.from_tokens(name, [*tokens, *[ord(name)] * 4], 1)
+        compute(memory, request)
+        leave(memory, request)
+    links = [k.chain[i] for k in memory.cache.cached_prefixes() for i in range(k.index + 1)]
+    assert len(set(map(id, links))) == len(set(links)) == 10 + 3 * 2
+
+
 def test_a_duplicate_is_given_back_in_its_own_group():
     """Both begin in the same step, in the middle of a block: who is second takes the first's."""
     memory = make_memory(30)
