@@ -3,6 +3,7 @@ keyboard, and has a name."""
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from itertools import pairwise
 from typing import Any
 
@@ -76,7 +77,7 @@ def test_the_page_is_never_wider_than_the_window(open_run: OpenRun, default_run_
 # -- labels are inside their boxes
 
 
-def check_labels(run: RunPage, steps: range) -> None:
+def check_labels(run: RunPage, steps: Iterable[int]) -> None:
     faults: dict[str, int] = {}
     for step in steps:
         run.show(step=step)
@@ -95,7 +96,7 @@ def test_labels_are_whole_and_stand_apart(
     run = open_run(default_run_text, width=width, height=height)
     for language in ("en", "zh"):
         run.show(language=language, request=None)
-        check_labels(run, range(0, num_steps, 10))
+        check_labels(run, sorted({11, *range(0, num_steps, 10)}))
         run.show(request="c")
         check_labels(run, range(14, 15))
 
