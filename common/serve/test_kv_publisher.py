@@ -307,21 +307,22 @@ def test_an_address_that_cannot_be_had_changes_nothing(
     with pytest.raises(ValueError) as caught:
         EventPublisher(Scripted([]), "inproc://i", taken)
 
-    def is_free() -> (
-        bool
-    ):  # the sockets are closed, though `caught` has them; soon its name is, too
+    def is_free(address: str) -> bool:  # soon after its socket is closed
         with suppress(ValueError):
-            EventPublisher(Scripted([]), "inproc://i").close()
+            EventPublisher(Scripted([]), address).close()
             return True
         return False
 
-    for _ in as_long_as(lambda: not is_free()):
-        time.sleep(0.02)
+    def wait_until_free(address: str) -> None:
+        for _ in as_long_as(lambda: not is_free(address)):
+            time.sleep(0.02)
+
+    wait_until_free("inproc://i")  # the sockets are closed, though `caught` has them
     assert caught.tb
     monkeypatch.setattr(CacheChanges, "put_in", lambda changes: 1 / 0)
     with pytest.raises(ZeroDivisionError) as caught:
         KVEvents(engine, "inproc://j")
-    EventPublisher(Scripted([]), "inproc://j").close()
+    wait_until_free("inproc://j")
     assert engine.scheduler.plugins == plugins
     with pytest.raises(ValueError, match="no prefix cache"):
         KVEvents(engine_of(loaded, None), LOOPBACK)
