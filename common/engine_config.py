@@ -322,6 +322,14 @@ class EngineConfig:
         return self.target_step_ms is not None or is_told
 
     @property
+    def needs_ends_of_steps(self) -> str | None:
+        """What does not let a step be planned while the one before it runs."""
+        if self.speculative is not None:
+            return "speculative"
+        learning = "this chunked_prefill" if self.target_step_ms is None else "target_step_ms"
+        return learning if self.learns_durations else None
+
+    @property
     def chunk_size(self) -> int | None:
         """`chunked_prefill` if it is a number."""
         size = self.chunked_prefill
@@ -362,8 +370,8 @@ class EngineConfig:
 
     def tokens_under_way(self, device: torch.device) -> int:
         """At most so many of a request are computed, or planned, and not published yet."""
-        one_by_one = self.speculative is not None or self.learns_durations
-        is_late = self.prefix_cache is not None and self.wants_overlap(device) and not one_by_one
+        overlaps = self.wants_overlap(device) and self.needs_ends_of_steps is None
+        is_late = self.prefix_cache is not None and overlaps
         return self.max_num_batched_tokens * (2 if is_late else 1)
 
     def wants_graphs(self, device: torch.device) -> bool:

@@ -326,20 +326,13 @@ def is_overlapped(config: EngineConfig, device: torch.device) -> bool:
         return False
     if not config.wants_overlap(device):
         return False
-    learning = "target_step_ms" if config.target_step_ms is not None else "this chunked_prefill"
-    needs_its_end = {
-        "speculative": config.speculative is not None,
-        learning: config.learns_durations,
-    }
-    for name, is_given in needs_its_end.items():
-        if is_given:
-            logger.warning(
-                "overlap_scheduling has no effect with %s: each step is over before the next one "
-                "is planned",
-                name,
-            )
-            return False
-    return True
+    if (name := config.needs_ends_of_steps) is not None:
+        logger.warning(
+            "overlap_scheduling has no effect with %s: each step is over before the next one is "
+            "planned",
+            name,
+        )
+    return name is None
 
 
 def make_queued_runner(side: RunnerSide) -> QueuedRunner:

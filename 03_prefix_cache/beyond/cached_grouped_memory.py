@@ -66,7 +66,7 @@ class CachedGroupedMemory(GroupedKVMemory):
             return ComputedBlocks()
         chain = self._chains.chain(request, (request.num_tokens - 1) // self.block_size)
         num_blocks = self.cache.longest_hit(chain)
-        if self._must_be_alone(request, self.cache.find(chain, num_blocks)):
+        if self._minds_sharing(request) and self._is_window_held(request, chain, num_blocks):
             num_blocks = 0
         self.waits_for = None
         if wait_for_others and num_blocks < len(chain):
@@ -74,10 +74,14 @@ class CachedGroupedMemory(GroupedKVMemory):
         found = ComputedBlocks(num_tokens=num_blocks * self.block_size)
         return NotReady.COMPUTED_NOW if self.waits_for else found
 
-    def _must_be_alone(self, request: Request, found: Sequence[Sequence[Block]]) -> bool:
-        """Would a block of a window be shared by who has a reservation, or may get one? What such a
-        request gives up at the left has to come back to it at the right, and what another one holds
-        does not."""
+    def _minds_sharing(self, request: Request) -> bool:
+        """Has somebody a reservation, or may this one get one? What such a request gives up at the
+        left has to come back to it at the right, and what another one holds does not."""
+        return bool(request.num_preemptions or self._reserved_ends)
+
+    def _is_window_held(self, request: Request, chain: list[Link], num_blocks: int) -> bool:
+        """Are blocks of a window that are found held by those with whom they may not be shared?"""
+        found = self.cache.find(chain, num_blocks)
         held = {block for g in self._windows for block in found[g.group] if block.ref_cnt}
         if not held or request.num_preemptions:
             return bool(held)
@@ -155,11 +159,11 @@ class CachedGroupedMemory(GroupedKVMemory):
             return
         chain = self._chains.known(request, num_full)
         given = chain[state.num_blocks : num_full]
-        if (request.num_preemptions or self._reserved_ends) and any(
+        if self._minds_sharing(request) and any(
             self.cache.is_used(group.group, link) for group in self._windows for link in given
-        ):  # it would share a block of a window, and must be alone
+        ):
             state.num_withdrawn = max(1, state.num_blocks)
-            self._in_flight.pop(state.in_flight, None)
+            self._nobody_waits(state)
             return
         for group in self.groups:
             blocks = group.tail(request.request_id, state.num_blocks)
@@ -168,6 +172,10 @@ class CachedGroupedMemory(GroupedKVMemory):
                 if kept is not block:
                     group.replace(request.request_id, index, kept)
         state.num_blocks = num_full
+        self._nobody_waits(state)
+
+    def _nobody_waits(self, state: _InTables) -> None:
+        """For the block that it computes: it is published, or never will be."""
         self._in_flight.pop(state.in_flight, None)
         state.in_flight = b""
 
@@ -176,7 +184,7 @@ class CachedGroupedMemory(GroupedKVMemory):
         unless the request has ended in an error."""
         state = self._published.pop(request.request_id, None)
         if state is not None:
-            self._in_flight.pop(state.in_flight, None)
+            self._nobody_waits(state)
             chain = self._chains.chain(request, state.num_blocks)
             if request.status == RequestStatus.FINISHED_ERROR:
                 self._withdraw(chain)
@@ -192,8 +200,7 @@ class CachedGroupedMemory(GroupedKVMemory):
             if start is not None and own[start : start + 1] == [chain[start]]:
                 state.num_withdrawn = max(state.num_withdrawn, state.num_blocks)
                 state.num_blocks = start
-                self._in_flight.pop(state.in_flight, None)
-                state.in_flight = b""
+                self._nobody_waits(state)
 
     def begin_anew(self) -> None:
         """And nothing is cached."""

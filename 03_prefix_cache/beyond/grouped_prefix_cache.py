@@ -97,8 +97,8 @@ class GroupedPrefixCache:
 
     def share_links(self, chain: list[Link], found: Sequence[Sequence[Block]]) -> None:
         """`chain` begins with what is known in `found`: it may keep the same objects."""
-        for block in (blocks[-1] for blocks in found if blocks):
-            known = self._by_block_id[block.block_id]
+        if (last := next((blocks[-1] for blocks in found if blocks), None)) is not None:
+            known = self._by_block_id[last.block_id]
             chain[: known.index + 1] = known.chain[: known.index + 1]
 
     def is_used(self, group: int, link: Link) -> bool:

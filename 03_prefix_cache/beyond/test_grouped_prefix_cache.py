@@ -279,6 +279,25 @@ def test_who_must_be_alone_keeps_its_own_duplicate(has_reserved: bool):
     leave(memory, two)
 
 
+def test_who_stops_publishing_takes_nobody_else_s_mark_along():
+    """The first to compute a block, which keeps its own duplicate: when it leaves, another request
+    may be computing the same content."""
+    memory = make_memory(60)
+    alone, one, again, waiting = (Request.from_tokens(n, [1, 2, 3, 4], 4) for n in "abcd")
+    waiting.all_token_ids.append(5)
+    alone.num_preemptions = 1
+    for request in (alone, one):
+        assert memory.allocate_slots(request, 4)
+        request.num_computed_tokens = 4
+    memory.cache_blocks(one, 4)
+    memory.cache_blocks(alone, 4)
+    leave(memory, one)
+    memory.cache.forget(memory.pool.blocks)
+    assert memory.allocate_slots(again, 4)
+    memory.free(alone)
+    assert memory.get_computed_blocks(waiting) is NotReady.COMPUTED_NOW
+
+
 def test_who_could_use_a_block_that_is_computed_waits_for_it():
     memory = make_memory(30)
     one, two = (Request.from_tokens(name, [1, 2, 3, 4, int(name)], 4) for name in "56")
