@@ -1420,7 +1420,7 @@ def test_both_caches_hit_and_evict_the_very_same_blocks(make_caches, seed):
     logs = [walk(make, seed, 1000, num_usable, block_size).log for make in make_caches.values()]
     assert all(log == logs[0] for log in logs), f"seed {seed}"
     assert sum(kind == "hit" and len(found) > 1 for kind, found in logs[0]) > 100
-    assert sum(kind == "evicted" and len(victims) > 0 for kind, victims in logs[0]) > 100
+    assert sum(kind == "evicted" and len(victims) > 0 for kind, victims in logs[0]) > 80
 
 
 LIFE = (  # of a request: what it does, one step after the other
