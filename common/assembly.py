@@ -307,6 +307,7 @@ def compile_kernels(given: Given) -> None:
         architecture_of(model.embed_weight.device),
         draft=None if draft is None else draft.model.rank_config,
         vocab_size=given.vocab_size,
+        windows=model.groups.windows,
     )
     warm_up(launches, model.embed_weight.device)
 
@@ -350,12 +351,10 @@ def make_attention(config: EngineConfig, loaded: LoadedModel) -> Attention:
         from mixed_batch import compose as compose_mixed
 
         compose = partial(compose_mixed, decode_threshold=config.num_rows_per_request)
-    if loaded.model.groups.have_windows:
+    if has_windows := loaded.model.groups.have_windows:
         from window_attention import WindowBackend, compose_windows
 
-        others = load(ATTENTION_BACKENDS["torch"][is_mixed])()
-        windows = loaded.model.groups.windows
-        return Attention(WindowBackend(others), partial(compose_windows, compose, windows))
+        compose = partial(compose_windows, compose, loaded.model.groups.windows)
     if config.batch_invariant:
         from invariant_attention import InvariantAttentionBackend
 
@@ -369,11 +368,14 @@ def make_attention(config: EngineConfig, loaded: LoadedModel) -> Attention:
             if name == "triton":
                 raise
             logger.warning("attention falls back from Triton to PyTorch: %s", error)
+    in_torch = load(ATTENTION_BACKENDS["torch"][is_mixed])()
+    if has_windows:
+        return Attention(WindowBackend(in_torch), compose)
     if config.wants_compiled(loaded.model.num_parameters, device):
         compiled = make_compiled_attention(config, loaded, compose)
         if compiled is not None:
             return compiled
-    return Attention(load(ATTENTION_BACKENDS["torch"][is_mixed])(), compose)
+    return Attention(in_torch, compose)
 
 
 def make_compiled_attention(
@@ -403,9 +405,6 @@ def make_graph_maker(
 ) -> GraphMaker | None:
     """Who captures decode steps, if they are to be and can be."""
     if not config.wants_graphs(loaded.model.embed_weight.device):
-        return None
-    if loaded.model.groups.have_windows:
-        logger.warning("enforce_eager is set: a model with windows is not captured in graphs")
         return None
     from common.runner.graph_maker import GraphMaker
 

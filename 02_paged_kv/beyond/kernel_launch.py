@@ -74,6 +74,7 @@ class AttentionShape(NamedTuple):
     float32_precision: str = "ieee"
     is_interpreted: bool = False
     architecture: int = DEFAULT_ARCHITECTURE
+    window: int = 0  # tokens that a query sees, itself included; 0: all before it
 
     @classmethod
     def of(
@@ -82,6 +83,7 @@ class AttentionShape(NamedTuple):
         key_cache: torch.Tensor,  # [num_blocks, block_size, num_kv_heads, head_dim]
         float32_precision: str,
         is_interpreted: bool,
+        window: int = 0,
     ) -> AttentionShape:
         _, block_size, num_kv_heads, head_dim = key_cache.shape
         block, slot, head, _ = key_cache.stride()
@@ -96,6 +98,7 @@ class AttentionShape(NamedTuple):
             float32_precision,
             is_interpreted,
             architecture_of(key_cache.device),
+            window,
         )
 
     @property

@@ -12,7 +12,7 @@ Softmax is *online*: with the highest score so far m, the sum of exp(score - m) 
 of values are kept in float32 and rescaled whenever m grows. So no row of scores is ever stored, and
 one kernel serves any mix of one and many query tokens, any block size, any head_dim up to 256
 (padded to a power of two). Keys beyond what a tile may see are never loaded, so garbage cannot
-reach the output.
+reach the output; nor are keys that a window (`window_attention.py`) hides from all of a tile.
 
 `paged_attention.py` is what this is tested against: on a GPU, or anywhere in Triton's interpreter.
 Nothing here waits for the device. Caches may lie in memory in any order in which a head's channels
@@ -35,6 +35,7 @@ import torch
 from kernel_launch import TRITON_TYPES, AttentionShape, Launch
 from paged_attention import AttentionMetadata
 from triton_or_none import HAS_TRITON, jit, jit_for_any, tl, triton
+from window_attention import WindowMetadata
 
 MAX_HEAD_DIM = 256
 FLOAT32_PRECISIONS = ("ieee", "tf32x3")
@@ -87,6 +88,7 @@ def tile_constants(shape: AttentionShape, is_short: bool) -> tuple[dict[str, Any
         "BLOCK_M": max(16, next_power_of_2(tile_tokens * num_shared)),
         "BLOCK_N": num_keys,
         "BLOCK_D": max(16, next_power_of_2(shape.head_dim)),
+        "WINDOW": shape.window,
         "PRECISION": shape.float32_precision,
         "UPCAST": shape.is_interpreted,
     }
@@ -187,6 +189,7 @@ def _paged_attention_kernel(
     BLOCK_M: tl.constexpr,  # TILE_TOKENS * NUM_SHARED padded to a power of two
     BLOCK_N: tl.constexpr,  # keys to a tile
     BLOCK_D: tl.constexpr,  # HEAD_DIM padded to a power of two
+    WINDOW: tl.constexpr,  # tokens that a query sees, itself included; 0: all before it
     PRECISION: tl.constexpr,  # of a product of float32: "ieee" or "tf32x3"
     UPCAST: tl.constexpr,  # multiply in float32: the interpreter cannot in bfloat16
 ):
@@ -211,15 +214,21 @@ def _paged_attention_kernel(
     if UPCAST:
         q = q.to(tl.float32)
 
-    # Every row sees key 0, the padding rows too, so no row's highest score stays at -inf.
+    # Without a window every row sees key 0, the padding rows too: none's highest score stays -inf.
     highest = tl.full([BLOCK_M], float("-inf"), tl.float32)
     weight_sum = tl.zeros([BLOCK_M], tl.float32)
     weighted = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
     num_keys = history + tl.minimum(tile_start + TILE_TOKENS, query_len)
+    first_tile = 0
+    if WINDOW:
+        first_key = tl.maximum(history + tile_start - WINDOW + 1, 0)  # that any row sees
+        first_tile = first_key // BLOCK_N * BLOCK_N
     table = block_tables + seq * table_stride
-    for start in range(0, num_keys, BLOCK_N):
+    for start in range(first_tile, num_keys, BLOCK_N):
         position = start + tl.arange(0, BLOCK_N)
         is_key = position < num_keys
+        if WINDOW:
+            is_key = is_key & (position >= first_key)
         block_id = tl.load(table + position // BLOCK_SIZE, mask=is_key, other=0).to(tl.int64)
         place = block_id * BLOCK_STRIDE + position % BLOCK_SIZE * SLOT_STRIDE
         offsets = (place + kv_head * HEAD_STRIDE)[:, None] + dim[None, :]
@@ -231,10 +240,15 @@ def _paged_attention_kernel(
 
         scores = tl.dot(q, tl.trans(k), input_precision=PRECISION) * scale
         is_seen = is_key[None, :] & (position[None, :] <= (history + query_index)[:, None])
+        if WINDOW:
+            is_seen = is_seen & (position[None, :] > (history + query_index - WINDOW)[:, None])
         scores = tl.where(is_seen, scores, float("-inf"))
         new_highest = tl.maximum(highest, tl.max(scores, 1))
-        weights = tl.exp(scores - new_highest[:, None])
-        rescale = tl.exp(highest - new_highest)
+        shift = new_highest
+        if WINDOW:  # a row may have seen no key yet: -inf - -inf would be NaN
+            shift = tl.where(new_highest == float("-inf"), 0.0, new_highest)
+        weights = tl.exp(scores - shift[:, None])
+        rescale = tl.exp(highest - shift)
         weight_sum = weight_sum * rescale + tl.sum(weights, 1)
         product = tl.dot(weights.to(v.dtype), v, input_precision=PRECISION)
         weighted = weighted * rescale[:, None] + product
@@ -364,7 +378,8 @@ class TritonAttentionBackend:
                 f"takes 16 or 32 bits and head_dim <= {MAX_HEAD_DIM}; choose "
                 "attention_backend='torch'"
             )
-        options = self.float32_precision, self.is_interpreted
+        window = metadata.window if isinstance(metadata, WindowMetadata) else 0
+        options = self.float32_precision, self.is_interpreted, window
         return self.plan_type(metadata, AttentionShape.of(num_heads, key_cache, *options))
 
 

@@ -95,6 +95,7 @@ def _attend_item(
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_D: tl.constexpr,
+    WINDOW: tl.constexpr,
     PRECISION: tl.constexpr,
     UPCAST: tl.constexpr,
 ):
@@ -127,6 +128,8 @@ def _attend_item(
     whole_stop = (history + tile_start + 1) // BLOCK_N * BLOCK_N
     split_start = split * split_tiles * BLOCK_N
     split_stop = tl.minimum(split_start + split_tiles * BLOCK_N, num_keys)
+    if WINDOW:  # all tiles have a mask: there are few
+        whole_stop, first_key = 0, tl.maximum(history + tile_start - WINDOW + 1, 0)
 
     highest = tl.full([BLOCK_M], float("-inf"), tl.float32)
     weight_sum = tl.zeros([BLOCK_M], tl.float32)
@@ -137,11 +140,15 @@ def _attend_item(
         first, stop = split_start, tl.minimum(whole_stop, split_stop)
         if is_diagonal:
             first, stop = tl.maximum(whole_stop, split_start), split_stop
+            if WINDOW:
+                first = tl.maximum(first, first_key // BLOCK_N * BLOCK_N)
         for start in range(first, stop, BLOCK_N):
             position = start + tl.arange(0, BLOCK_N)
             key_mask = (dim < HEAD_DIM)[None, :]
             if is_diagonal:
                 is_key = position < num_keys
+                if WINDOW:
+                    is_key = is_key & (position >= first_key)
                 key_mask = key_mask & is_key[:, None]
                 block_id = tl.load(table + position // BLOCK_SIZE, mask=is_key, other=0)
             else:
@@ -156,6 +163,9 @@ def _attend_item(
             scores = tl.dot(q, tl.trans(k), input_precision=PRECISION) * scale
             if is_diagonal:
                 is_seen = position[None, :] <= (history + query_index)[:, None]
+                if WINDOW:
+                    left = (history + query_index - WINDOW)[:, None]
+                    is_seen = is_seen & (position[None, :] > left)
                 scores = tl.where(is_seen & is_key[None, :], scores, float("-inf"))
             new_highest = tl.maximum(highest, tl.max(scores, 1))
             # A row may see no key of its split: -inf - -inf would be NaN.
@@ -211,6 +221,7 @@ def _split_attention_kernel(
     BLOCK_M: tl.constexpr,  # TILE_TOKENS * NUM_SHARED padded to a power of two
     BLOCK_N: tl.constexpr,  # keys to a tile
     BLOCK_D: tl.constexpr,  # HEAD_DIM padded to a power of two
+    WINDOW: tl.constexpr,  # tokens that a query sees, itself included; 0: all before it
     PRECISION: tl.constexpr,  # of a product of float32: "ieee" or "tf32x3"
     UPCAST: tl.constexpr,  # multiply in float32: the interpreter cannot in bfloat16
     LOOPS: tl.constexpr,  # the grid is smaller than the number of items may be
@@ -252,6 +263,7 @@ def _split_attention_kernel(
                 BLOCK_M,
                 BLOCK_N,
                 BLOCK_D,
+                WINDOW,
                 PRECISION,
                 UPCAST,
             )
@@ -288,6 +300,7 @@ def _split_attention_kernel(
             BLOCK_M,
             BLOCK_N,
             BLOCK_D,
+            WINDOW,
             PRECISION,
             UPCAST,
         )
@@ -313,6 +326,7 @@ def _merge_splits_kernel(
     TILE_TOKENS: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_D: tl.constexpr,
+    WINDOW: tl.constexpr,
     BLOCK_SPLITS: tl.constexpr,
 ):
     own_seq = tl.load(token_seq + tl.program_id(0))
@@ -340,9 +354,13 @@ def _merge_splits_kernel(
         lse = tl.load(partial_lse + row, mask=is_split, other=float("-inf"))
         mask = is_split[:, None] & (dim < HEAD_DIM)[None, :]
         part = tl.load(partial + row[:, None] * HEAD_DIM + dim[None, :], mask=mask, other=0.0)
-        new_highest = tl.maximum(highest, tl.max(lse, 0))  # every row sees keys of split 0
-        weights = tl.exp(lse - new_highest)
-        rescale = tl.exp(highest - new_highest)
+        # Without a window every row sees keys of split 0.
+        new_highest = tl.maximum(highest, tl.max(lse, 0))
+        shift = new_highest
+        if WINDOW:
+            shift = tl.where(new_highest == float("-inf"), 0.0, new_highest)
+        weights = tl.exp(lse - shift)
+        rescale = tl.exp(highest - shift)
         weight_sum = weight_sum * rescale + tl.sum(weights, 0)
         weighted = weighted * rescale + tl.sum(part * weights[:, None], 0)
         highest = new_highest
@@ -372,7 +390,7 @@ def merge_launch(shape: AttentionShape, is_short: bool) -> Launch:
     arguments |= dict.fromkeys(("first_item", "token_seq"), "*i32")
     counts = ("first_seq", "num_seqs", "first_token", "split_tiles", "tile_rows")
     arguments |= dict.fromkeys(counts, "i32")
-    names = ("NUM_KV_HEADS", "NUM_SHARED", "HEAD_DIM", "TILE_TOKENS", "BLOCK_N", "BLOCK_D")
+    names = "NUM_KV_HEADS", "NUM_SHARED", "HEAD_DIM", "TILE_TOKENS", "BLOCK_N", "BLOCK_D", "WINDOW"
     tile, _ = tile_constants(shape, is_short)
     constants = {name: tile[name] for name in names} | {"BLOCK_SPLITS": SPLITS_AT_ONCE}
     return Launch(_merge_splits_kernel, arguments, constants, num_warps=2)

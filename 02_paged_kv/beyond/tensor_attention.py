@@ -20,6 +20,7 @@ import math
 import torch
 
 from paged_attention import AttentionMetadata
+from window_attention import WindowMetadata
 
 
 class TensorPlan:
@@ -61,7 +62,10 @@ class TensorPlan:
         seq = seq.clamp(max=tables.shape[0] - 1)
         seq_len = metadata.seq_lens.index_select(0, seq) * is_real
         position = torch.arange(tables.shape[1] * block_size, device=query.device)
-        is_seen = (position < seq_len[:, None])[:, None, :, None]  # [num_tokens, 1, keys, 1]
+        is_seen = position < seq_len[:, None]
+        if isinstance(metadata, WindowMetadata):
+            is_seen &= position >= seq_len[:, None] - metadata.window
+        is_seen = is_seen[:, None, :, None]  # [num_tokens, 1, keys, 1]
 
         def gather(cache: torch.Tensor) -> torch.Tensor:  # [num_tokens, num_kv_heads, keys, dim]
             own = cache[tables.index_select(0, seq)].flatten(1, 2).transpose(1, 2)

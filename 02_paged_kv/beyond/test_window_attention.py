@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import itertools
 import math
+from dataclasses import replace
 from functools import partial
 
 import numpy as np
@@ -12,11 +13,16 @@ import pytest
 import torch
 
 import window_attention as module
-from batch_layout import Queries, compose_in_order
+from batch_layout import ComposedBatch, Queries, compose_in_order
 from block_delta import PagedRunnerState
-from paged_attention import PagedKVCache, TorchAttentionBackend, write_kv
+from paged_attention import AttentionBackend, PagedKVCache, TorchAttentionBackend, write_kv
+from paged_attention_triton import TritonAttentionBackend
+from split_attention_triton import SplitTritonAttentionBackend
 from test_paged_attention import TOLERANCE
-from window_attention import WindowBackend, WindowPlan, compose_windows
+from test_split_attention_triton import poisoned_scratch, small_tiles
+from window_attention import Compose, WindowBackend, WindowPlan, compose_windows, window_of_decodes
+
+__all__ = ["poisoned_scratch", "small_tiles"]
 
 CPU = torch.device("cpu")
 # (query_len, seq_len): decodes, guesses behind them, chunks, whole prompts
@@ -66,37 +72,86 @@ def queries_of(sequences: list[tuple[int, int]]) -> Queries:
 )
 def test_a_query_sees_its_window(window, block_size, dtype, monkeypatch):
     monkeypatch.setattr(module, "QUERY_TILE", 7)
+    backend = WindowBackend(TorchAttentionBackend())
+    batch = check_backend(backend, compose_in_order, window, block_size, dtype)
+    assert [isinstance(plan, WindowPlan) for plan in batch.plans] == [False, True]
+
+
+@pytest.mark.sample(every=10, first=3)
+@pytest.mark.parametrize(
+    ("window", "block_size", "backend"),
+    [
+        *itertools.product([1, 2, 5, 15, 16, 17, 64], [1, 3, 16], [SplitTritonAttentionBackend]),
+        *itertools.product([1, 5, 16, 17], [3], [TritonAttentionBackend]),
+    ],
+)
+@pytest.mark.usefixtures("small_tiles", "poisoned_scratch")
+def test_the_kernels_see_it_too(window, block_size, backend, device):
+    """Windows around a tile of keys, and splits of two of them that a row sees nothing of."""
+    check_backend(backend(), compose_in_order, window, block_size, torch.float32, device)
+
+
+@pytest.mark.parametrize("window", [1, 6, 40])
+def test_decodes_are_laid_out_by_tensors_as_by_the_host(window):
+    """In a graph, which has whole tables and lengths, and rows that are nobody's."""
+    decodes, block_size = [(1, 1), (1, 40), (1, 13), (1, 8)], 4
+    state, _ = state_of(decodes, block_size, [window], seed=0)
+    queries = queries_of(decodes)
+    whole = compose_in_order(state, queries, block_size).on(CPU).attention[0]
+    (host,) = (
+        compose_windows(compose_in_order, [window], state, queries, block_size).on(CPU).attention
+    )
+    own = window_of_decodes(whole, window, block_size)
+    for found, expected in zip(own.seq_lens.tolist(), host.seq_lens.tolist(), strict=True):
+        assert found == expected <= own.max_seq_len
+    for row, n in enumerate(own.seq_lens.tolist()):
+        used = -(-n // block_size)
+        assert own.block_tables[row, :used].tolist() == host.block_tables[row, :used].tolist()
+    nobody = replace(whole, seq_lens=torch.zeros_like(whole.seq_lens))
+    assert not window_of_decodes(nobody, window, block_size).seq_lens.any()
+
+
+def check_backend(
+    backend: AttentionBackend,
+    compose: Compose,
+    window: int,
+    block_size: int,
+    dtype: torch.dtype,
+    device: torch.device = CPU,
+) -> ComposedBatch:
+    """A group that sees everything and one with a window."""
     windows, queries = [None, window], queries_of(SEQUENCES)
     state, num_blocks = state_of(SEQUENCES, block_size, windows, seed=window)
-    layout = compose_windows(compose_in_order, windows, state, queries, block_size)
-    cache = PagedKVCache(2, num_blocks, block_size, 2, 8, dtype)
+    layout = compose_windows(compose, windows, state, queries, block_size)
+    cache = PagedKVCache(2, num_blocks, block_size, 2, 8, dtype, device)
     for tensor in (*cache.key_cache, *cache.value_cache):
         tensor.fill_(math.nan)
-    batch = layout.on(CPU)
-    batch.plan_attention(WindowBackend(TorchAttentionBackend()), 4, cache)
-    assert [isinstance(plan, WindowPlan) for plan in batch.plans] == [False, True]
+    batch = layout.on(device)
+    batch.plan_attention(backend, 4, cache)
     generator = torch.Generator().manual_seed(block_size)
 
     def draw(*shape: int) -> torch.Tensor:
-        return torch.randn(*shape, generator=generator, dtype=torch.float64).to(dtype)
+        return torch.randn(*shape, generator=generator, dtype=torch.float64).to(device, dtype)
 
-    starts = [seq_len - query_len for query_len, seq_len in SEQUENCES]
+    sequences = [SEQUENCES[row] for row in layout.order]
+    starts = [seq_len - query_len for query_len, seq_len in sequences]
     for group, plan in enumerate(batch.plans):
         caches = cache.key_cache[group], cache.value_cache[group]
         first_seen = [0 if group == 0 else max(0, start - window + 1) for start in starts]
         keys, values, rows = [], [], []
-        for row, (_, seq_len) in enumerate(SEQUENCES):
+        for row, (_, seq_len) in enumerate(sequences):
             whole = draw(2, seq_len, 2, 8)
             seen = torch.arange(first_seen[row] // block_size * block_size, seq_len)
-            table = torch.from_numpy(state.groups[group].block_tables[row]).long()
-            slots = table[seen // block_size] * block_size + seen % block_size
+            table = state.groups[group].block_tables[layout.order[row]]
+            table = torch.from_numpy(table).long()
+            slots = (table[seen // block_size] * block_size + seen % block_size).to(device)
             write_kv(whole[0][seen], whole[1][seen], *caches, slots)
             keys.append(whole[0])
             values.append(whole[1])
         query = draw(len(batch.input_ids), 4, 8)
         output = plan.attend(query, *caches, 0.3)
         for (query_len, seq_len), key, value, own in zip(
-            SEQUENCES, keys, values, query.split([n for n, _ in SEQUENCES]), strict=True
+            sequences, keys, values, query.split([n for n, _ in sequences]), strict=True
         ):
             for i in range(query_len):
                 end = seq_len - query_len + i + 1
@@ -105,6 +160,7 @@ def test_a_query_sees_its_window(window, block_size, dtype, monkeypatch):
                 rows.append(dense_attention(own[i], *seen, 0.3))
         atol = TOLERANCE[dtype]
         torch.testing.assert_close(output.double(), torch.stack(rows), atol=atol, rtol=0)
+    return batch
 
 
 def test_what_is_read_follows_the_window_and_not_the_length():

@@ -9,8 +9,8 @@ given them up. So a sequence is laid out as if it began with the first block tha
 table, a shorter sequence, and a mask at its left end. What attention costs follows the window, not
 the length.
 
-There is one rule, for all layers with a window, whatever computes the others: decodes in chapter
-2's groups, long queries tile by tile.
+There is one layout, whatever computes the rest, and in PyTorch one rule: decodes in chapter 2's
+groups, long queries tile by tile. The Triton kernels have the window as a constant.
 
 Invariant: no slot in front of the first query's window is read, not even into a product with zero:
 what is there may be anybody's, or NaN.
@@ -97,6 +97,23 @@ def compose_windows(
         return replace(batch, attention=tuple(attention))
 
     return StepLayout(layout.order, arrays, compose_both)
+
+
+def window_of_decodes(metadata: AttentionMetadata, window: int, block_size: int) -> WindowMetadata:
+    """The window of a step of decodes, by tensors alone: it is part of a graph, and asks no host.
+    `metadata` has whole tables and lengths."""
+    first = (metadata.seq_lens - window).clamp(min=0) // block_size  # the block that is seen
+    tables, longest = metadata.block_tables, min(metadata.max_seq_len, window + block_size - 1)
+    columns = torch.arange(-(-longest // block_size), device=tables.device) + first[:, None]
+    return WindowMetadata(
+        metadata.query_start_loc,
+        metadata.seq_lens - first * block_size,
+        tables.gather(1, columns.clamp(max=tables.shape[1] - 1)),
+        metadata.slot_mapping,
+        1,
+        longest,
+        window,
+    )
 
 
 class WindowDecodeGroup(DecodeGroup):

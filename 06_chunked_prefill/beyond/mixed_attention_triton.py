@@ -28,7 +28,9 @@ from itertools import pairwise
 
 from mixed_batch import MixedMetadata
 from paged_attention import AttentionMetadata
+from paged_attention_triton import SHORT_ROWS
 from split_attention_triton import SequenceRange, SplitPlan, SplitTritonAttentionBackend
+from window_attention import WindowMetadata
 
 
 class MixedSplitPlan(SplitPlan):
@@ -36,10 +38,15 @@ class MixedSplitPlan(SplitPlan):
     has no border, and is planned as version 2 does."""
 
     def launches(self, metadata: AttentionMetadata) -> list[SequenceRange]:
-        if not isinstance(metadata, MixedMetadata) or not metadata.query_starts:
+        if not isinstance(metadata, (MixedMetadata, WindowMetadata)) or not metadata.query_starts:
             return super().launches(metadata)
         query_lens = [stop - start for start, stop in pairwise(metadata.query_starts)]
-        borders = 0, metadata.num_short, len(query_lens)
+        if isinstance(metadata, MixedMetadata):
+            num_short = metadata.num_short
+        else:  # those in front whose queries fit the smallest tile
+            most = SHORT_ROWS // self.shape.num_shared
+            num_short = next((i for i, n in enumerate(query_lens) if n > most), len(query_lens))
+        borders = 0, num_short, len(query_lens)
         return [
             SequenceRange(
                 first,

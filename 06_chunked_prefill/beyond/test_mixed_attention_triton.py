@@ -6,6 +6,7 @@ from __future__ import annotations
 import importlib
 import random
 import sys
+from functools import partial
 from unittest import mock
 
 import pytest
@@ -14,6 +15,7 @@ import torch
 import mixed_attention_triton as module
 import split_attention_triton as version_2
 from mixed_attention_triton import MixedTritonAttentionBackend
+from mixed_batch import compose
 from test_mixed_attention import mixed_metadata
 from test_paged_attention import Case, make_case
 from test_paged_attention_triton import check_refusals
@@ -25,6 +27,7 @@ from test_split_attention_triton import (
     set_tiles,
     spies,
 )
+from test_window_attention import check_backend
 
 __all__ = ["poisoned_scratch", "spies"]
 
@@ -96,6 +99,21 @@ def test_the_border_is_a_matter_of_speed(decode_threshold, num_shared, device):
 def test_tiles_of_their_normal_size_against_float64(dtype, device):
     lengths = [(1, 20), (1, 300), (70, 70), (33, 290)]
     check_mixed(make_case(lengths, 16, dtype, num_kv_heads=1, head_dim=16, device=device))
+
+
+@pytest.mark.sample(every=3, first=1)
+@pytest.mark.parametrize("window", [5, 17, 64])
+@pytest.mark.usefixtures("small_tiles", "poisoned_scratch")
+def test_a_window_hides_its_left_on_either_side(window, device):
+    """Guesses among the decodes. What is longer has a launch of its own: behind the border of the
+    batch, and with a window from the first that does not fit the smallest tile."""
+    in_order = partial(compose, decode_threshold=3)
+    backend = MixedTritonAttentionBackend()
+    batch = check_backend(backend, in_order, window, 4, torch.float32, device)
+    assert [[items.rows.num_seqs for items in plan.items] for plan in batch.plans] == [
+        [5, 4],
+        [6, 3],
+    ]
 
 
 @pytest.mark.usefixtures("small_tiles")

@@ -15,9 +15,12 @@ and for a GPU that is not there (`resources.py`).
 
 from __future__ import annotations
 
+from collections.abc import Collection
+
 import torch
 
 from common.engine_config import EngineConfig
+from common.layer_groups import Window
 from common.model_config import ModelConfig
 from kernel_launch import DEFAULT_ARCHITECTURE, AttentionShape, Launch
 
@@ -31,6 +34,7 @@ def launch_configurations(
     float32_precision: str = "ieee",
     is_interpreted: bool = False,
     vocab_size: int | None = None,  # None: the model's; an engine leaves out ids without a token
+    windows: Collection[Window] = (None,),  # of the model's groups of layers
 ) -> list[Launch]:
     """`dtype` is the one that the model was loaded in; nothing in float64 is Triton's but the
     rules of verification."""
@@ -40,7 +44,9 @@ def launch_configurations(
             shape = attention_shape(
                 config, engine, dtype, architecture, float32_precision, is_interpreted
             )
-            launches += attention_launches(engine, shape) + layer_launches(config, shape)
+            for window in {window or 0 for window in windows}:
+                launches += attention_launches(engine, shape._replace(window=window))
+            launches += layer_launches(config, shape)
         from common.kernels.sampler_kernel import sampling_launches
 
         launches += sampling_launches(vocab_size or model.vocab_size)

@@ -46,6 +46,7 @@ from common.runner.model_runner import Compose, PagedBatch, PagedModelRunner
 from common.sampling.runner_plugin import Cargo, StepRows
 from common.sampling.sampler import BatchSampler
 from paged_attention import AttentionBackend, AttentionMetadata, PagedKVCache
+from window_attention import window_of_decodes
 
 
 class CannotCapture(Exception):
@@ -285,8 +286,10 @@ class DecodeGraphs:
     def _compute(self, bucket: int) -> torch.Tensor:
         """Logits [bucket, vocab_size]."""
         x = self.inputs[bucket]
-        where = self.attention[bucket], x.logit_indices
-        batch = ComposedBatch(x.input_ids, x.positions, *where)
+        seen = zip(self.attention[bucket], self.model.groups.windows, strict=True)
+        size = self.kv_cache.block_size
+        where = tuple(m if w is None else window_of_decodes(m, w, size) for m, w in seen)
+        batch = ComposedBatch(x.input_ids, x.positions, where, x.logit_indices)
         if self.part is not None:
             own = self.part.in_graph(self.column[:bucket], x.logit_indices)
             batch.staged[self.part.name] = own

@@ -30,12 +30,17 @@ from common.tests.engine_oracle import (
     Oracle,
     checked_engine,
     make_oracle,
+    num_replays,
+    paged_runner,
     random_prompts,
     serve,
     serve_a_crowd,
     tiny_config,
 )
+from common.tests.test_graphs_engine import graph_engine
 from grouped_kv_memory import most_blocks
+from paged_attention import TorchAttentionBackend
+from paged_attention_triton import TritonAttentionBackend
 from request import SamplingParams
 from tiered_cache import KVTierConfig
 
@@ -88,8 +93,10 @@ def draw_config(rng: random.Random, oracle: Oracle, loaded: LoadedModel) -> dict
     whole = most == 200 and rng.random() < 0.5
     loaded.model.group_layers(256)
     longest = max(map(len, oracle.prompts)) + MAX_TOKENS
-    largest = most_blocks(longest, block_size, loaded.model.groups.windows, most)
     speculates = rng.random() < 0.3
+    overlaps = not speculates and rng.random() < 0.3
+    under_way = most * (2 if overlaps else 1)  # tokens, when blocks are asked for
+    largest = most_blocks(longest, block_size, loaded.model.groups.windows, under_way)
     return dict(
         block_size=block_size,
         num_blocks=1 + rng.choice([largest, largest + 1, 2 * largest, 20 * largest]),
@@ -97,7 +104,7 @@ def draw_config(rng: random.Random, oracle: Oracle, loaded: LoadedModel) -> dict
         max_num_batched_tokens=most,
         chunked_prefill=not whole,
         speculative={"method": "ngram", "num_spec_tokens": 3} if speculates else None,
-        overlap_scheduling=not speculates and rng.random() < 0.3,
+        overlap_scheduling=overlaps,
         policy=rng.choice(["fcfs", "priority", "lof", "lpm", "dfs-weight"]),
         watermark=rng.choice([0.0, 0.1]),
         preempt_every=rng.choice([None, 2, 5]),
@@ -111,8 +118,35 @@ def draw_config(rng: random.Random, oracle: Oracle, loaded: LoadedModel) -> dict
 def test_random_workloads(seed: int, windowed: tuple[Oracle, LoadedModel]) -> None:
     oracle, loaded = windowed
     rng = random.Random(seed)
-    engine = full_of_nan(checked_engine(loaded, **draw_config(rng, oracle, loaded)))
+    config = draw_config(rng, oracle, loaded) | {"emulate_graphs": seed % 4 == 3}
+    engine = full_of_nan(checked_engine(loaded, **config))
     serve_a_crowd(engine, oracle, rng, seed, num_requests=rng.randint(2, 10))
+    engine.close()
+
+
+def test_decodes_are_replayed(windowed: tuple[Oracle, LoadedModel]) -> None:
+    """Far beyond the window, in buckets with rows that are nobody's; found again in the cache."""
+    oracle, loaded = windowed
+    engine = graph_engine(loaded, max_model_len=150, block_size=3, max_num_seqs=3)
+    for _ in range(2):
+        serve(full_of_nan(engine), oracle, [0, 1, 2, 3], MAX_TOKENS)
+        engine.reset_prefix_cache()
+    assert num_replays(engine) > MAX_TOKENS
+    engine.close()
+
+
+@pytest.mark.sample(every=4, first=2)
+@pytest.mark.parametrize("chunked_prefill", [False, 16], ids=["version 1", "version 3"])
+@pytest.mark.parametrize("graphs", [False, True])
+def test_interpreted_kernels(graphs, chunked_prefill, windowed) -> None:
+    oracle, loaded = windowed
+    loaded = load_model(loaded.path, torch.float32, torch.device("cpu"))
+    sizes = dict(block_size=4, max_model_len=150, max_num_seqs=3, chunked_prefill=chunked_prefill)
+    make = graph_engine if graphs else checked_engine
+    engine = full_of_nan(make(loaded, attention_backend="triton", **sizes))
+    serve(engine, oracle, [0, 1, 2], 5)
+    assert isinstance(paged_runner(engine).backend, TritonAttentionBackend)
+    assert not graphs or num_replays(engine) >= 4
     engine.close()
 
 
@@ -166,7 +200,7 @@ def test_up_to_the_window_nothing_is_different(windowed: tuple[Oracle, LoadedMod
         ({"scheduler": "prefill_first"}, "scheduler='prefill_first'"),
         ({"batch_invariant": True}, "batch_invariant"),
         ({"kv_tiers": KVTierConfig(host_blocks=2)}, "kv_tiers"),
-        ({"attention_backend": "triton"}, "attention_backend='triton'"),
+        ({"attention_backend": TorchAttentionBackend()}, "an attention_backend of one's own"),
         ({"speculative": {"method": "draft", "model": "tiny"}}, 'speculative other than "ngram"'),
     ],
 )
