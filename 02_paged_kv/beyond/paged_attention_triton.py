@@ -12,7 +12,7 @@ Softmax is *online*: with the highest score so far m, the sum of exp(score - m) 
 of values are kept in float32 and rescaled whenever m grows. So no row of scores is ever stored, and
 one kernel serves any mix of one and many query tokens, any block size, any head_dim up to 256
 (padded to a power of two). Keys beyond what a tile may see are never loaded, so garbage cannot
-reach the output; nor are keys that a window (`window_attention.py`) hides from all of a tile.
+reach the output, nor whole tiles that a layer's window (`window_attention.py`) hides.
 
 `paged_attention.py` is what this is tested against: on a GPU, or anywhere in Triton's interpreter.
 Nothing here waits for the device. Caches may lie in memory in any order in which a head's channels
@@ -221,14 +221,11 @@ def _paged_attention_kernel(
     num_keys = history + tl.minimum(tile_start + TILE_TOKENS, query_len)
     first_tile = 0
     if WINDOW:
-        first_key = tl.maximum(history + tile_start - WINDOW + 1, 0)  # that any row sees
-        first_tile = first_key // BLOCK_N * BLOCK_N
+        first_tile = tl.maximum(history + tile_start - WINDOW + 1, 0) // BLOCK_N * BLOCK_N
     table = block_tables + seq * table_stride
     for start in range(first_tile, num_keys, BLOCK_N):
         position = start + tl.arange(0, BLOCK_N)
         is_key = position < num_keys
-        if WINDOW:
-            is_key = is_key & (position >= first_key)
         block_id = tl.load(table + position // BLOCK_SIZE, mask=is_key, other=0).to(tl.int64)
         place = block_id * BLOCK_STRIDE + position % BLOCK_SIZE * SLOT_STRIDE
         offsets = (place + kv_head * HEAD_STRIDE)[:, None] + dim[None, :]

@@ -128,8 +128,9 @@ def _attend_item(
     whole_stop = (history + tile_start + 1) // BLOCK_N * BLOCK_N
     split_start = split * split_tiles * BLOCK_N
     split_stop = tl.minimum(split_start + split_tiles * BLOCK_N, num_keys)
-    if WINDOW:  # all tiles have a mask: there are few
-        whole_stop, first_key = 0, tl.maximum(history + tile_start - WINDOW + 1, 0)
+    if WINDOW:  # all tiles of keys have a mask: there are few, and the first is that of a key seen
+        whole_stop = 0
+        first_tile = tl.maximum(history + tile_start - WINDOW + 1, 0) // BLOCK_N * BLOCK_N
 
     highest = tl.full([BLOCK_M], float("-inf"), tl.float32)
     weight_sum = tl.zeros([BLOCK_M], tl.float32)
@@ -141,14 +142,12 @@ def _attend_item(
         if is_diagonal:
             first, stop = tl.maximum(whole_stop, split_start), split_stop
             if WINDOW:
-                first = tl.maximum(first, first_key // BLOCK_N * BLOCK_N)
+                first = tl.maximum(first, first_tile)
         for start in range(first, stop, BLOCK_N):
             position = start + tl.arange(0, BLOCK_N)
             key_mask = (dim < HEAD_DIM)[None, :]
             if is_diagonal:
                 is_key = position < num_keys
-                if WINDOW:
-                    is_key = is_key & (position >= first_key)
                 key_mask = key_mask & is_key[:, None]
                 block_id = tl.load(table + position // BLOCK_SIZE, mask=is_key, other=0)
             else:

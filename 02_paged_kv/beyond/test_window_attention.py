@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 import torch
 
+import split_attention_triton
 import window_attention as module
 from batch_layout import ComposedBatch, Queries, compose_in_order
 from block_delta import PagedRunnerState
@@ -26,12 +27,21 @@ __all__ = ["poisoned_scratch", "small_tiles"]
 
 CPU = torch.device("cpu")
 # (query_len, seq_len): decodes, guesses behind them, chunks, whole prompts
-SEQUENCES = [(1, 1), (1, 40), (1, 13), (3, 20), (8, 8), (2, 33), (25, 25), (19, 41), (30, 33)]
+Lengths = list[tuple[int, int]]
+SEQUENCES: Lengths = [
+    (1, 1),
+    (1, 40),
+    (1, 13),
+    (3, 20),
+    (8, 8),
+    (2, 33),
+    (25, 25),
+    (19, 41),
+    (30, 33),
+]
 
 
-def state_of(
-    sequences: list[tuple[int, int]], block_size: int, windows: list[int | None], seed: int
-):
+def state_of(sequences: Lengths, block_size: int, windows: list[int | None], seed: int):
     """A state in which every group has its own blocks, and has given up what it may."""
     num_blocks = sum(-(-n // block_size) for _, n in sequences) * len(windows)
     ids = (np.random.default_rng(seed).permutation(num_blocks) + 1).tolist()
@@ -56,7 +66,7 @@ def dense_attention(query, keys, values, scale) -> torch.Tensor:
     return torch.einsum("hn,nhd->hd", weights, values)
 
 
-def queries_of(sequences: list[tuple[int, int]]) -> Queries:
+def queries_of(sequences: Lengths) -> Queries:
     query_lens, seq_lens = np.array(sequences).T
     rows = np.arange(len(sequences))
     return Queries(rows, seq_lens - query_lens, query_lens, np.ones_like(rows))
@@ -87,8 +97,15 @@ def test_a_query_sees_its_window(window, block_size, dtype, monkeypatch):
 )
 @pytest.mark.usefixtures("small_tiles", "poisoned_scratch")
 def test_the_kernels_see_it_too(window, block_size, backend, device):
-    """Windows around a tile of keys, and splits of two of them that a row sees nothing of."""
+    """Windows around a tile of keys."""
     check_backend(backend(), compose_in_order, window, block_size, torch.float32, device)
+
+
+@pytest.mark.usefixtures("small_tiles", "poisoned_scratch")
+def test_a_row_may_see_nothing_of_the_splits_that_are_merged_first(device, monkeypatch):
+    monkeypatch.setattr(split_attention_triton, "SPLITS_AT_ONCE", 1)
+    where = 5, 4, torch.float32, device, [(70, 75)]
+    check_backend(SplitTritonAttentionBackend(), compose_in_order, *where)
 
 
 @pytest.mark.parametrize("window", [1, 6, 40])
@@ -118,10 +135,11 @@ def check_backend(
     block_size: int,
     dtype: torch.dtype,
     device: torch.device = CPU,
+    lengths: Lengths = SEQUENCES,
 ) -> ComposedBatch:
     """A group that sees everything and one with a window."""
-    windows, queries = [None, window], queries_of(SEQUENCES)
-    state, num_blocks = state_of(SEQUENCES, block_size, windows, seed=window)
+    windows, queries = [None, window], queries_of(lengths)
+    state, num_blocks = state_of(lengths, block_size, windows, seed=window)
     layout = compose_windows(compose, windows, state, queries, block_size)
     cache = PagedKVCache(2, num_blocks, block_size, 2, 8, dtype, device)
     for tensor in (*cache.key_cache, *cache.value_cache):
@@ -133,7 +151,7 @@ def check_backend(
     def draw(*shape: int) -> torch.Tensor:
         return torch.randn(*shape, generator=generator, dtype=torch.float64).to(device, dtype)
 
-    sequences = [SEQUENCES[row] for row in layout.order]
+    sequences = [lengths[row] for row in layout.order]
     starts = [seq_len - query_len for query_len, seq_len in sequences]
     for group, plan in enumerate(batch.plans):
         caches = cache.key_cache[group], cache.value_cache[group]

@@ -17,6 +17,7 @@ from common.loader import load_model
 from common.tests.engine_oracle import serve
 from common.tests.model_cases import save_case
 from common.tests.paged_harness import PagedHarness
+from common.tests.test_windows_engine import save_windowed
 from common.workshop.bench.random_weights import QWEN3_0_6B
 from kernel_launch import TRITON_TYPES, Launch
 from paged_attention import AttentionMetadata
@@ -117,6 +118,19 @@ def test_a_model_whose_norms_are_in_float32_launches_what_was_foreseen(tmp_path,
     assert between == {"_add_rms_norm_kernel", "_rotate_and_write_kernel"}
     assert all(key in known for _, key in launched)
     assert "_silu_and_multiply_kernel" not in {launch.kernel.__name__ for launch in allowed}
+
+
+def test_a_window_is_a_constant_that_was_foreseen(tmp_path, launched):
+    loaded = load_model(save_windowed("one in three", tmp_path), torch.float32, torch.device("cpu"))
+    engine = EngineConfig(num_blocks=100, max_model_len=64, attention_backend="triton")
+    params = SamplingParams(temperature=0, max_tokens=2)
+    LLMEngine(engine, loaded=loaded).generate_batch([[*range(20)]], params)
+    windows = loaded.model.groups.windows
+    shapes = loaded.config, engine, torch.float32
+    allowed = launch_configurations(*shapes, is_interpreted=True, windows=windows)
+    known = {identity(launch, dict(launch.arguments)) for launch in allowed}
+    assert launched and all(key in known for _, key in launched)
+    assert {c for launch in allowed if (c := launch.constants.get("WINDOW")) is not None} == {0, 5}
 
 
 def test_an_engine_has_few_configurations(random_oracle):

@@ -6,6 +6,7 @@ import json
 import os
 import subprocess
 import sys
+from dataclasses import replace
 
 import pytest
 import torch
@@ -25,6 +26,7 @@ pytest.importorskip("triton")
 PROGRAM = """
 import json
 import sys
+from dataclasses import replace
 
 import torch
 import triton
@@ -138,3 +140,7 @@ def test_an_engine_compiles_all_of_its_launches_and_only_on_a_gpu(monkeypatch) -
     options = {"draft": draft.config, "vocab_size": 4000}
     assert launches == launch_configurations(loaded.config, config, torch.float32, **options)
     assert device == torch.device("cpu")
+    windows = replace(loaded.model.groups, windows=(None, 7))
+    monkeypatch.setattr(loaded.model, "groups", windows)
+    assembly.compile_kernels(given)
+    assert {launch.constants.get("WINDOW") for launch in found[1][0]} == {None, 0, 7}
