@@ -58,6 +58,7 @@ def _family(
     hidden_size: int,
     intermediate_size: int,
     has_qk_norm: bool = False,
+    window: int | None = None,
 ) -> ModelConfig:
     """Only what kernels depend on is that model's."""
     return replace(
@@ -69,6 +70,7 @@ def _family(
         num_key_value_heads=num_kv_heads,
         head_dim=head_dim,
         vocab_size=vocab_size,
+        layer_windows=() if window is None else (None, window),
     )
 
 
@@ -79,9 +81,12 @@ FAMILIES = {
     "Qwen2.5-7B": _family(28, 4, 128, 152064, 3584, 18944),
     "Qwen2.5-0.5B": _family(14, 2, 64, 151936, 896, 4864),
     "Llama-3.2-1B": _family(32, 8, 64, 128256, 2048, 8192),
+    "Mistral-7B-v0.1": _family(32, 8, 128, 32000, 4096, 14336, window=4096),
 }
-# No supported model has such heads, but the kernels take them.
-LARGE_HEADS = {"head_dim 256": _family(16, 8, 256, 151936, 4096, 8192, has_qk_norm=True)}
+LARGE_HEADS = {
+    "head_dim 256": _family(16, 8, 256, 151936, 4096, 8192, has_qk_norm=True),
+    "Gemma-3-4B": _family(8, 4, 256, 262208, 2560, 10240, has_qk_norm=True, window=1024),
+}
 ARCHITECTURES = (80, 89, 90, 100, 120)
 # Of a program, the smallest GPU of a kind: sm_86 and sm_120 have what sm_89 has.
 SHARED_BYTES = {80: 163 << 10, 89: 99 << 10, 90: 227 << 10, 100: 227 << 10, 120: 99 << 10}
@@ -103,6 +108,7 @@ ALLOWED_STACK_BYTES: dict[tuple[str, str, str, int, str], int] = {
     ("split_attention_kernel", "bfloat16", "Llama-3.2-1B", 80, "64 x 64"): 8,
     ("split_attention_kernel", "float16", "Qwen2.5-0.5B", 80, "64 x 64"): 16,
     ("split_attention_kernel", "bfloat16", "Qwen3-32B", 120, "64 x 64"): 16,
+    ("split_attention_kernel", "bfloat16", "Mistral-7B-v0.1", 120, "64 x 64, window"): 16,
     # With few registers of 255: the compiler's choice.
     ("split_attention_kernel", "float32", "Qwen3-0.6B", 89, "16 x 32"): 16,
     ("split_attention_kernel", "float32", "Qwen2.5-0.5B", 80, "16 x 32, looping"): 8,
@@ -178,6 +184,7 @@ def compile_launch(launch: Launch, architecture: int, family: str, kind: str) ->
     ptx = compiled.asm["ptx"]
     rows, keys = (launch.constants.get(name) for name in ("BLOCK_M", "BLOCK_N"))
     how = ", looping" if launch.constants.get("LOOPS") else ""
+    how += ", window" if launch.constants.get("WINDOW") else ""
     return Resources(
         kernel.__name__.strip("_"),
         family,
@@ -233,7 +240,12 @@ class Wanted:
         dtype, precision = KINDS[self.kind]
         model = (FAMILIES | LARGE_HEADS)[self.family]
         launches = launch_configurations(
-            model, self.engine, dtype, self.architecture, float32_precision=precision
+            model,
+            self.engine,
+            dtype,
+            self.architecture,
+            float32_precision=precision,
+            windows=model.layer_windows or (None,),
         )
         shape = attention_shape(model, self.engine, dtype, self.architecture, precision, False)
         heads = shape.num_kv_heads, shape.head_dim, shape.block_size, dtype
