@@ -35,6 +35,7 @@ from paged_attention import (
     PagedPlan,
 )
 from tiled_attention import attend_in_tiles, is_for_tiles
+from window_attention import WindowBackend, WindowPlan
 
 # Keys, KV heads and channels of all decodes of a step, multiplied: 512 keys of Qwen3-0.6B.
 # Measured: `python 02_paged_kv/lab/plot_decode_attention.py --record decode_attention --threads 1`
@@ -160,6 +161,18 @@ def _as_slice(indices: list[int]) -> slice | torch.Tensor:
     if indices[-1] - first == n - 1:  # they ascend
         return slice(first, first + n)
     return torch.tensor(indices)
+
+
+class HeadMajorWindowPlan(WindowPlan):
+    """Gathered, from this memory."""
+
+    write_kv = CompiledPlan.write_kv
+
+
+class HeadMajorWindowBackend(WindowBackend):
+    """Layers with a window beside others whose decodes are compiled."""
+
+    plan_type = HeadMajorWindowPlan
 
 
 class CompiledAttentionBackend:

@@ -37,13 +37,16 @@ from common.tests.engine_oracle import (
     serve_a_crowd,
     tiny_config,
 )
+from common.tests.test_compile_engine import calls, plain
 from common.tests.test_graphs_engine import graph_engine
+from compiled_attention import HeadMajorKVCache
 from grouped_kv_memory import most_blocks
 from paged_attention import TorchAttentionBackend
 from paged_attention_triton import TritonAttentionBackend
 from request import SamplingParams
 from tiered_cache import KVTierConfig
 
+__all__ = ["calls", "plain"]
 pytestmark = pytest.mark.usefixtures("one_thread")
 F, W = "full_attention", "sliding_attention"
 SIZES = dict(vocab_size=97, intermediate_size=48, num_key_value_heads=2, initializer_range=0.6)
@@ -132,6 +135,17 @@ def test_decodes_are_replayed(windowed: tuple[Oracle, LoadedModel]) -> None:
         serve(full_of_nan(engine), oracle, [0, 1, 2, 3], MAX_TOKENS)
         engine.reset_prefix_cache()
     assert num_replays(engine) > MAX_TOKENS
+    engine.close()
+
+
+def test_decodes_of_layers_that_see_everything_are_compiled(windowed, plain: list[int]) -> None:
+    """Those with a window read the same memory, in which a block lies head-major."""
+    oracle, loaded = windowed
+    engine = full_of_nan(checked_engine(loaded, compile=True, max_model_len=150, block_size=4))
+    sees_all = None in loaded.model.groups.windows
+    assert isinstance(engine.kv_cache, HeadMajorKVCache) is sees_all
+    serve(engine, oracle, [0, 1, 2], 8)
+    assert (max(plain, default=0) > 1) is sees_all
     engine.close()
 
 
