@@ -13,7 +13,6 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoConfig
 
-from common.kernels import compiled_regions
 from common.kernels.compiled_regions import norm_and_rotate_region, rms_norm_region
 from common.kernels.regions import Regions
 from common.loader import LoadedModel, load_model
@@ -24,12 +23,15 @@ from common.tests.engine_oracle import (
     checked_engine,
     greedy_params,
     make_oracle,
+    num_replays,
     random_prompts,
     serve_a_crowd,
 )
 from common.tests.model_cases import LINEAR, LOCAL, F, PagedHarness, W, reference_logits, save_case
+from common.tests.test_compile_engine import calls, plain
 from request import SamplingParams
 
+__all__ = ["calls", "plain"]
 pytestmark = pytest.mark.usefixtures("one_thread")
 LONG = dict(max_position_embeddings=256, initializer_range=0.6)
 # Layers of one kind, and of two: window layers turn by angles of their own in both.
@@ -43,6 +45,7 @@ SETTINGS: dict[str, dict] = {
     "guesses": dict(speculative={"method": "ngram", "num_spec_tokens": 3}, block_size=3),
     "a step ahead": dict(overlap_scheduling=True, prefix_cache="hash"),
     "compiled": dict(compile=True),
+    "replayed": dict(emulate_graphs=True, max_model_len=160),
 }
 
 
@@ -55,15 +58,16 @@ def gemma(request, tmp_path_factory: pytest.TempPathFactory) -> tuple[Oracle, Lo
 
 
 @pytest.mark.parametrize("name", SETTINGS)
-def test_greedy_tokens_are_those_of_transformers(name, gemma, monkeypatch) -> None:
+@pytest.mark.usefixtures("plain")
+def test_greedy_tokens_are_those_of_transformers(name, gemma) -> None:
     oracle, loaded = gemma
     regions = Regions(rms_norm_region, norm_and_rotate_region)
-    monkeypatch.setattr(compiled_regions, "compile_regions", lambda model: regions)
     config = dict(num_blocks=400, block_size=4, max_num_seqs=3, shuffle_batch=True)
     engine = checked_engine(loaded, **config | SETTINGS[name])
     assert (loaded.model.regions == regions) == (name == "compiled")
     serve_a_crowd(engine, oracle, random.Random(5), 5, num_requests=8)
     assert None not in loaded.model.groups.windows or loaded.model.num_groups > 1
+    assert (name == "replayed") == (num_replays(engine) > 0)
     engine.close()
 
 
