@@ -13,8 +13,10 @@ ARGS ?=
 BUG ?=
 N ?=
 EVENING ?=
-# Of tests. One more than two cores: some tests wait for a browser, a rank, a time limit.
-JOBS ?= 3
+# Of tests. One more than there are cores: some tests wait for a browser, a rank, a time limit. Each
+# takes up to 2 GB, so no more than eight.
+CORES := $(shell getconf _NPROCESSORS_ONLN 2>/dev/null || echo 2)
+JOBS ?= $(shell expr $(CORES) + 1 \& $(CORES) \< 8 \| 8)
 TORCH_VERSION := 2.13.0
 TRITON_VERSION := 3.9.0
 
