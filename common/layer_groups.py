@@ -7,7 +7,8 @@
 
 Page i of a group lies in tensors 0 to k - 1, so a block has the same bytes for all groups, and all
 draw from one pool. Where a kind is no multiple of k, its last tensors are not used by every group:
-that is what k is chosen by.
+that is what k is chosen by. A stage of a pipeline has the same groups, and a tensor for each of its
+own layers of one: a block is worth as much on every stage as that stage has of it.
 
 vLLM's hybrid KV cache manager deals layers in the same way."""
 
@@ -24,6 +25,14 @@ class LayerGroups:
     windows: tuple[Window, ...]  # of each group
     places: tuple[tuple[int, int], ...]  # of each layer: its group, and its tensor of the cache
     num_tensors: int  # of the cache, for keys, and as many for values
+
+    def of_stage(self, layers: range) -> LayerGroups:
+        """What there is of `layers` alone."""
+        counts, places = [0] * len(self.windows), []
+        for group, _ in (self.places[layer] for layer in layers):
+            places.append((group, counts[group]))
+            counts[group] += 1
+        return LayerGroups(self.windows, tuple(places), max(counts))
 
     @property
     def have_windows(self) -> bool:

@@ -35,7 +35,7 @@ from torch.nn import functional as F
 from batch_layout import ComposedBatch
 from common.blocks import AttentionBlock, CheckpointTensor, MakeLinear, MLPBlock, allocator
 from common.kernels.regions import Regions
-from common.layer_groups import LayerGroups, deal_layers
+from common.layer_groups import deal_layers
 from common.linear import Linear, linear_layers, why_not_packed
 from common.model_config import ModelConfig
 from common.parallel.collectives import Alone, Collectives
@@ -113,7 +113,8 @@ class DecoderModel(nn.Module):
         is_tied = config.tie_word_embeddings
         self.lm_head = Linear(self.embed_weight if is_tied else empty(*vocab))
         self.norm_weight = allocator(config.norm_dtype(dtype), device)(config.hidden_size)
-        layers = [DecoderLayer(config, i, dtype, device) for i in range(config.num_hidden_layers)]
+        self.layer_range = range(config.num_hidden_layers)
+        layers = [DecoderLayer(config, i, dtype, device) for i in self.layer_range]
         self._complete(config, layers, Alone())
 
     def _complete(
@@ -138,25 +139,16 @@ class DecoderModel(nn.Module):
 
     def group_layers(self, max_model_len: int) -> None:
         """Who shares block tables, if no sequence is longer than `max_model_len`. Before there is a
-        KV cache: it has a tensor for each layer of a group. Raises `ValueError` where several
-        stages would need more than one group."""
-        windows = self.config.layer_windows or (None,) * self.num_layers
-        groups = deal_layers(windows, max_model_len)
-        if len(windows) != self.num_layers:
-            if groups.have_windows:
-                raise ValueError(
-                    f"max_model_len is {max_model_len}: with several stages it must be at most the "
-                    f"window of attention, {min(w for w in windows if w)}"
-                )
-            groups = deal_layers((None,) * self.num_layers, max_model_len)
-        self.groups: LayerGroups = groups
-        for layer, place in zip(self.layers, groups.places, strict=True):
+        KV cache: it has a tensor for each layer of a group."""
+        windows = self.config.layer_windows or (None,) * self.config.num_hidden_layers
+        self.groups = deal_layers(windows, max_model_len).of_stage(self.layer_range)
+        for layer, place in zip(self.layers, self.groups.places, strict=True):
             layer.attention.group, layer.attention.index = place
 
     @property
     def num_groups(self) -> int:
         """Of layers: each has block tables, and a plan, of its own."""
-        return 1 + max(layer.attention.group for layer in self.layers)
+        return len(self.groups.windows)
 
     @torch.inference_mode()
     def forward(

@@ -38,3 +38,18 @@ def test_every_pattern_of_six_layers():
         assert {group for group, _ in groups.places} == set(range(len(groups.windows)))
         assert groups.have_windows == (set(windows) != {F})
         assert groups.windows[0] is F or F not in windows, "the first group sees everything"
+
+
+def test_stages_divide_the_layers_of_each_group():
+    for windows in itertools.product([F, 2, 3], repeat=5):
+        whole = deal_layers(windows, 10)
+        assert whole.of_stage(range(5)) == whole
+        for cut in range(1, 5):
+            stages = [whole.of_stage(layers) for layers in (range(cut), range(cut, 5))]
+            assert [stage.windows for stage in stages] == [whole.windows] * 2
+            groups = [group for stage in stages for group, _ in stage.places]
+            assert groups == [group for group, _ in whole.places]
+            for stage in stages:
+                assert len(set(stage.places)) == len(stage.places)
+                most = max(tensor for _, tensor in stage.places)
+                assert stage.num_tensors == most + 1, "none is unused by all"

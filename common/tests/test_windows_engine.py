@@ -37,11 +37,13 @@ from common.tests.engine_oracle import (
     serve_a_crowd,
     tiny_config,
 )
+from common.tests.local_stages import pipelined_engine
 from common.tests.test_compile_engine import calls, plain
 from common.tests.test_graphs_engine import graph_engine
+from common.tests.test_pipeline_engine import stages_of
 from compiled_attention import HeadMajorKVCache
 from grouped_kv_memory import most_blocks
-from paged_attention import TorchAttentionBackend
+from paged_attention import PagedKVCache, TorchAttentionBackend
 from paged_attention_triton import TritonAttentionBackend
 from request import SamplingParams
 from tiered_cache import KVTierConfig
@@ -86,9 +88,13 @@ def full_of_nan(engine: LLMEngine) -> LLMEngine:
     runner = engine.core.runner
     while not isinstance(runner, PagedModelRunner):
         runner = getattr(runner, "inner", None) or runner.runner  # pyright: ignore
-    for cache in (*runner.kv_cache.key_cache, *runner.kv_cache.value_cache):
-        cache.fill_(torch.nan)
+    full_of_nan_memory(runner.kv_cache)
     return engine
+
+
+def full_of_nan_memory(kv_cache: PagedKVCache) -> None:
+    for cache in (*kv_cache.key_cache, *kv_cache.value_cache):
+        cache.fill_(torch.nan)
 
 
 def draw_config(rng: random.Random, oracle: Oracle, loaded: LoadedModel) -> dict:
@@ -124,6 +130,21 @@ def test_random_workloads(seed: int, windowed: tuple[Oracle, LoadedModel]) -> No
     config = draw_config(rng, oracle, loaded) | {"emulate_graphs": seed % 4 == 3}
     engine = full_of_nan(checked_engine(loaded, **config))
     serve_a_crowd(engine, oracle, rng, seed, num_requests=rng.randint(2, 10))
+    engine.close()
+
+
+@pytest.mark.sample(seed=2)
+@pytest.mark.parametrize("seed", range(8))
+def test_stages_have_the_groups_of_one(seed: int, windowed, monkeypatch) -> None:
+    """One of them may lack all layers of a group."""
+    oracle, loaded = windowed
+    rng = random.Random(seed)
+    config = draw_config(rng, oracle, loaded) | {"overlap_scheduling": False, "speculative": None}
+    config |= {"pipeline_parallel_size": min(rng.choice([2, 3]), loaded.config.num_hidden_layers)}
+    engine = pipelined_engine(monkeypatch, loaded.path, **config)
+    for stage in stages_of(engine):
+        full_of_nan_memory(stage.local.kv_cache)
+    serve_a_crowd(engine, oracle, rng, seed, num_requests=rng.randint(2, 8))
     engine.close()
 
 
