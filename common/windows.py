@@ -20,7 +20,10 @@ def check_windows(config: EngineConfig, groups: LayerGroups) -> None:
     """Raises `ValueError` for what is not built beside layers that attend to a window."""
     how, backend = config.speculation, config.attention_backend
     refused = {
-        'speculative other than "ngram"': how is not None and how.method != "ngram",
+        # A draft model's keys lie where those of layers do that see everything.
+        'speculative other than "ngram", where no layer sees everything,': (
+            how is not None and how.method != "ngram" and None not in groups.windows
+        ),
         "batch_invariant": config.batch_invariant,
         "kv_tiers": config.kv_tiers is not None,
         "kv_connector": config.kv_connector is not None,

@@ -4,6 +4,7 @@ is switched on beside them. Slots that nobody has written to are NaN, the null b
 from __future__ import annotations
 
 import io
+import json
 import random
 import re
 import shutil
@@ -131,6 +132,42 @@ def test_random_workloads(seed: int, windowed: tuple[Oracle, LoadedModel]) -> No
     engine = full_of_nan(checked_engine(loaded, **config))
     serve_a_crowd(engine, oracle, rng, seed, num_requests=rng.randint(2, 10))
     engine.close()
+
+
+@pytest.mark.sample(seed=2)
+@pytest.mark.parametrize("seed", range(8))
+def test_a_draft_model_guesses_what_it_says_alone(seed: int, windowed, tmp_path) -> None:
+    """It has the target's weights and no windows. Its keys lie where those of layers do that see
+    everything; its memory is full of NaN, too."""
+    oracle, loaded = windowed
+    if None not in loaded.config.layer_windows:
+        pytest.skip("such a model has none: it is refused")
+    path = shutil.copytree(loaded.path, tmp_path / "draft")
+    fields = json.loads((path / "config.json").read_text())
+    fields |= {"use_sliding_window": False, "layer_types": None}
+    (path / "config.json").write_text(json.dumps(fields))
+    rng, draft = random.Random(seed), load_model(path, torch.float64, torch.device("cpu"))
+    how = {"method": "draft", "num_spec_tokens": 3, "adaptive": False}
+    config = draw_config(rng, oracle, loaded) | {"speculative": how, "overlap_scheduling": False}
+    engine = full_of_nan(checked_engine(loaded, draft=draft, **config))
+    proposer, guesses = engine.speculation.proposer.proposer, []
+    full_of_nan_memory(proposer.kv_cache)
+    propose = proposer.propose
+
+    def spy(followed, num_drafts):
+        known = {f.request.req_id: f.request.tokens(0, f.request.num_tokens) for f in followed}
+        found = propose(followed, num_drafts)
+        guesses.extend((known[name], tokens) for name, tokens in found.items() if tokens)
+        return {name: list(tokens) for name, tokens in found.items()}
+
+    proposer.propose = spy
+    serve_a_crowd(engine, oracle, rng, seed, num_requests=rng.randint(2, 8))
+    engine.close()
+    alone = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float64)
+    longest = sorted(guesses, key=lambda guess: -len(guess[0]))
+    for known, tokens in longest[:10] + rng.sample(guesses, min(10, len(guesses))):
+        logits = alone(torch.tensor([[*known, *tokens]])).logits[0]
+        assert logits[len(known) - 1 : -1].argmax(-1).tolist() == list(tokens)
 
 
 @pytest.mark.sample(seed=2)
