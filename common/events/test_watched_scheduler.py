@@ -376,7 +376,7 @@ def test_a_preempted_request_waits_for_blocks_and_returns(
     gone, back = kinds.index(("preempted", "b")), len(kinds) - kinds[::-1].index(("admitted", "b"))
     assert gone < back
     at = next(i for i, found in enumerate(reasons(path)) if "b" in found)
-    assert reasons(path)[at] == {"b": "blocks"}
+    assert reasons(path)[at : at + 2] == [{"b": "preempting"}, {"b": "blocks"}]
     assert film.last_state().requests["b"].num_preemptions >= 1
 
 

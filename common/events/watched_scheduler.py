@@ -205,7 +205,7 @@ class RequestWatch(PreemptionPlugin):
         if not isinstance(plan, PreemptingPlan):
             return self._stop_in_order(plan)
         if plan.admission_stop is None and plan.preempted_requests:
-            return ("blocks", "")  # nobody is admitted for the memory that was just missing
+            return ("preempting", "")
         return plan.admission_stop
 
     def _stop_in_order(self, plan: SchedulerOutput) -> tuple[str, str] | None:
