@@ -29,7 +29,7 @@
       "没有空闲的适配器槽（max_loras = {n}）"],
     "short.budget": ["no tokens left", "预算用完"],
     "short.blocks": ["no blocks", "块不够"],
-    "short.preempting": ["a preemption", "本步有抢占"],
+    "short.preempting": ["preemption", "本步有抢占"],
     "short.seat": ["no seat", "席位已满"],
     "short.constraint": ["held back", "受限"],
     "short.parent": ["waits to share", "等待共享"],
