@@ -2,10 +2,10 @@
 
 The requests of a step lie end to end, those with few tokens first:
 
-    tokens            | B | C | D d d | E: chunk of 4 | A: chunk of 6 |
-    query_start_loc   0   1   2       5               9               15
+    tokens            | B | C | D d d | A: chunk of 4 | E: chunk of 5 |
+    query_start_loc   0   1   2       5               9               14
     short             <-- 3 requests -->                               decode_threshold = 3
-    logit rows          x   x   x x x               .               x
+    logit rows          x   x   x x x               x               .
 
 Decodes (and the guesses behind them, chapter 5) are short queries against long histories: many of
 them are attended together. Chunks are long queries: one keeps the hardware busy. With the short

@@ -299,7 +299,7 @@ class LLMEngine:
             else:
                 self._stats.output_tokens += len(result.new_token_ids)
             if member.process(result, now):
-                self.scheduler.finish_requests(request_id, RequestStatus.FINISHED_STOPPED)
+                self.core.scheduler.finish_requests(request_id, RequestStatus.FINISHED_STOPPED)
             if member.is_finished and member.group.finished:
                 self._stats.num_finished += 1
                 self._end(member.group)

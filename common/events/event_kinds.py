@@ -34,6 +34,7 @@ VERSION = 1
 REASONS = {
     "budget": "the tokens of this step were spent",
     "blocks": "the KV memory had no room, or was kept for those who run",
+    "preempting": "a step that preempts admits nobody",
     "seat": "as many run as may (max_num_seqs)",
     "constraint": "a rule held it back: a static batch, too many long prompts, an adapter",
     "parent": "another request computes the very block that it could share",

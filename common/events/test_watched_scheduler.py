@@ -108,6 +108,23 @@ def test_llm_writes_a_film_of_text(tmp_path: Path) -> None:
     assert len(request.pieces) == len(request.outputs)
 
 
+def test_a_stop_string_in_the_last_token_that_may_come_is_the_reason(tmp_path: Path) -> None:
+    """It counts more than `max_tokens`, for the user and on film."""
+    path = tmp_path / "run.jsonl"
+    llm = LLM(events=path, num_blocks=50, dtype="float32", num_threads=1)
+
+    def ask(**how):
+        params = replace(GREEDY, **how)
+        return llm.generate("def add(a, b):", params, use_tqdm=False)[0].outputs[0]
+
+    whole, less = ask(max_tokens=4).text, ask(max_tokens=3).text
+    last = whole.removeprefix(less)
+    output = ask(max_tokens=4, stop=(last,))
+    assert (output.text, output.finish_reason, output.stop_reason) == (less, "stop", last)
+    ended = [*Film.read(path).last_state().requests.values()][-1]
+    assert (ended.text, ended.finish_reason, ended.stop_reason) == (less, "stop", last)
+
+
 def test_the_run_line_says_what_ran_and_names_no_folder(random_loaded, tmp_path: Path) -> None:
     path = tmp_path / "run.jsonl"
     tiers = KVTierConfig(8, 4, disk_path=tmp_path / "blocks")
@@ -376,7 +393,7 @@ def test_a_preempted_request_waits_for_blocks_and_returns(
     gone, back = kinds.index(("preempted", "b")), len(kinds) - kinds[::-1].index(("admitted", "b"))
     assert gone < back
     at = next(i for i, found in enumerate(reasons(path)) if "b" in found)
-    assert reasons(path)[at] == {"b": "blocks"}
+    assert reasons(path)[at : at + 2] == [{"b": "preempting"}, {"b": "blocks"}]
     assert film.last_state().requests["b"].num_preemptions >= 1
 
 

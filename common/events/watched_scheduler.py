@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, cast
 from weakref import proxy
 
@@ -152,9 +152,6 @@ class RequestWatch(PreemptionPlugin):
         self.memory.note(
             Finished(self.log.now(), request_id, reason, request.stop_reason, detail, rest)
         )
-        is_from_outside = not self.is_updating and request.status is RequestStatus.FINISHED_STOPPED
-        if is_from_outside and (cut := self.texts.cut_of(request_id)) is not None:
-            self.memory.note(cut)
 
     # -- why they wait
 
@@ -205,7 +202,7 @@ class RequestWatch(PreemptionPlugin):
         if not isinstance(plan, PreemptingPlan):
             return self._stop_in_order(plan)
         if plan.admission_stop is None and plan.preempted_requests:
-            return ("blocks", "")  # nobody is admitted for the memory that was just missing
+            return ("preempting", "")
         return plan.admission_stop
 
     def _stop_in_order(self, plan: SchedulerOutput) -> tuple[str, str] | None:
@@ -270,6 +267,11 @@ class StepWatch:
     def add_request(self, request: Request) -> None:
         self._scheduler.add_request(request)
         self._watch.arrived(request)
+
+    def finish_requests(self, request_ids: str | Iterable[str], status: RequestStatus) -> None:
+        self._scheduler.finish_requests(request_ids, status)
+        if isinstance(request_ids, str) and (cut := self._watch.texts.cut_of(request_ids)):
+            self._watch.memory.note(cut)  # its last token may have ended it already
 
     def schedule(self) -> SchedulerOutput:
         watch, log, step = self._watch, self._watch.log, self._num_planned

@@ -17,6 +17,7 @@ import ast
 import difflib
 import linecache
 import os
+import re
 import tempfile
 import textwrap
 import traceback
@@ -238,7 +239,8 @@ def recognised(task: Task, said: str, ours: str, others: Sequence[str]) -> Bug |
 
 
 def _first_difference(said: str, ours: str) -> tuple[int, str]:
-    """Which line, and what it says."""
+    """Which line, and what it says; of a `ValueError`, which has the reader's words, its type."""
+    said, ours = (re.sub(r"\bValueError: .*", "ValueError", text) for text in (said, ours))
     pairs = enumerate(zip_longest(said.splitlines(), ours.splitlines(), fillvalue=""))
     return next(((number, line) for number, (line, our) in pairs if line != our), (-1, ""))
 

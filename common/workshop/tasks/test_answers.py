@@ -71,12 +71,12 @@ GIVEN = tuple(_given())
 
 
 def _one_of_each() -> set[str]:
-    """Of every task one: a right one, a wrong one, in turn."""
+    """Of every task a right answer and a wrong one."""
     kept = set()
     for number, task in enumerate(TASKS):
-        of_it = [given for given in GIVEN if given.task is task]
-        some = [g.id for g in of_it if g.is_right is (number % 2 == 0)] or [g.id for g in of_it]
-        kept.add(some[number % len(some)])
+        for is_right in (True, False):
+            some = [g.id for g in GIVEN if g.task is task and g.is_right is is_right]
+            kept.add(some[number % len(some)])
     return kept
 
 

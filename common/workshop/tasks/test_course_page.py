@@ -18,6 +18,7 @@ PARTS = ["Predict", "Watch", "Read", "Do", "Break", "Measure"]
 TASK_ROW = re.compile(
     r"^\| `make task N=([\d.]+)` \| ([^|]+) \| `([\w.]+)` \| (\d+) \| (\w+) \|$", re.MULTILINE
 )
+CHAPTER_ROW = r"^\| (\d\.\d) \| ([^|]+) \| (\d+) \| (\w+) \|$"
 
 
 def evenings() -> dict[int, str]:
@@ -99,6 +100,9 @@ def test_an_evening_has_its_tasks_as_they_are(number: int) -> None:
         assert task is not None
         assert (title, place, int(minutes)) == (task.title, task.place, task.minutes)
         assert level == DIFFICULTIES[task.difficulty]
+    (chapter,) = ROOT.glob(f"0{number}_*/README.md")
+    listed = re.findall(CHAPTER_ROW, chapter.read_text(encoding="utf-8"), re.MULTILINE)
+    assert listed == [(name, title, minutes, level) for name, title, _, minutes, level in rows]
 
 
 @EVERY_EVENING

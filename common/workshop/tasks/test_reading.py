@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import re
+
 import pytest
 
 from common.workshop.tasks.reading import (
     ROOT,
     derived,
     files_of_evenings,
+    sums,
     with_head,
     with_map,
 )
+from common.workshop.tools.path import chapter_roots, count_lines, measure_default
 
 HEAD = """# A
 
@@ -62,3 +66,34 @@ def test_the_map_follows_its_evening() -> None:
     other = "| [common](common/README.md) | all | 9 | `llm.py` | bench |\n"
     assert with_map(row + other) == row.replace("`lost.py`", files) + other
     assert with_map(row) != row
+
+
+def minutes(text: str, num_lines: int) -> float:
+    """At 200 words and 10 lines a minute."""
+    return len(re.sub(r"```.*?```", "", text, flags=re.DOTALL).split()) / 200 + num_lines / 10
+
+
+def test_hours_and_minutes_are_counted_by_one_rule() -> None:
+    """In half hours, a chapter's text and root, or what `LLM()` loads of the engine; and the 65
+    minutes of an evening are its sections 1 to 4 and its table."""
+    lines = {name: size.num_lines for name, size in chapter_roots().items()}
+    engine = (name for name in measure_default().loaded if name.startswith("common/"))
+    lines["common"] = sum(count_lines(ROOT / name) for name in engine)
+    rows = re.findall(
+        r"^\| (?:\d )?\[.*\]\((\w+)/README.md\) \|[^|]+\| ([\d.]+) \|", read("README.md"), re.M
+    )
+    assert [name for name, _ in rows] == sorted(lines)
+    for name, hours in rows:
+        assert float(hours) == round(minutes(read(f"{name}/README.md"), lines[name]) / 30) / 2, name
+    course = read("COURSE.md")
+    parts = [read(f"{name}/README.md").partition("\n## 1.")[2] for name in sorted(chapter_roots())]
+    evenings = [
+        minutes(part.partition("\n## 5.")[0], num)
+        for part, num in zip(parts, sums(course), strict=True)
+    ]
+    (most,) = map(int, re.findall(r"^\| 3 \| read \| (\d+) \|", course, re.M))
+    assert most - 5 < max(evenings) <= most
+
+
+def read(name: str) -> str:
+    return (ROOT / name).read_text(encoding="utf-8")

@@ -138,6 +138,20 @@ def test_a_typical_mistake_gets_its_message_behind_the_test_that_fails(tmp_path:
     assert "assert " in verdict.text and "Traceback" not in verdict.text
 
 
+def test_a_mistake_is_known_whatever_the_readers_error_says(tmp_path: Path) -> None:
+    task = the("3.3")
+    text = answer(
+        task,
+        "held = self._cached(blocks, 'release')",
+        "if any(one.ref_cnt == 1 for one in held):",
+        "    raise ValueError('words of mine')",
+        "self.pool.free([one.block for one in held])",
+        "self._evictable.update((one.block_id, one) for one in held[::-1] if one.ref_cnt == 1)",
+    )
+    verdict = graded(task, text, tmp_path)
+    assert verdict.mistake is not None and "`cached.ref_cnt`" in verdict.mistake.message
+
+
 def test_an_exception_is_told_with_the_readers_line_and_what_was_printed(tmp_path: Path) -> None:
     task = the("2.2")
     verdict = graded(task, answer(task, "print('I am here')", "blocks.frobnicate()"), tmp_path)

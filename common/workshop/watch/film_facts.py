@@ -259,8 +259,11 @@ def preemption_and_return(film: Film) -> Facts:
     )
     _require(again == preempted.num_lost_tokens, "that what was lost is computed again")
     for at in range(step, late):
-        reason = film.state_after(at).reason_to_wait(name)
-        _require(reason == "blocks", f"that {name!r} waits for blocks in step {at}")
+        reason, why = (
+            film.state_after(at).reason_to_wait(name),
+            "blocks" if at > step else "preempting",
+        )
+        _require(reason == why, f"that {name!r} waits for blocks in step {at}")
     return {
         "step": step,
         "victim": name,

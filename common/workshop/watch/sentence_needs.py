@@ -81,9 +81,10 @@ def _preempted(event: Event, how: list[str], values: Event, name: str, events: l
 
 
 def _stop(event: Event, how: list[str], values: Event, name: str, events: list[Event]) -> bool:
-    is_any = any(one["kind"] == "admitted" for one in events)
-    is_preempting = not is_any and any(one["kind"] == "preempted" for one in events)
-    of_all = {"nobody": not is_any, "others": is_any, "preempting": is_preempting}
+    happened = {one["kind"] for one in events}
+    if event["stop"] and event["stop"][0] == "preempting" and "preempted" not in happened:
+        return False
+    of_all = {"nobody": "admitted" not in happened, "others": "admitted" in happened}
     is_of_one = bool(event["stop"]) and event["stop"][1] != ""
     return bool(event["stop"]) and of_all.get("".join(how), is_of_one)
 

@@ -119,10 +119,12 @@ def test_in_the_step_that_preempted_and_no_other_that_is_why_nobody_is_admitted(
     opened: Opened, shots: dict[int | str, Shot]
 ) -> None:
     step, page = shots[4].step(shots[4].film.moments[0]), opened(4)
-    rule = "nobody is admitted in a step that preempted; 1 wait"
+    rule = "nobody is admitted, 1 wait: a step that preempts admits nobody"
     assert rule in page.inner_text(".words-list")
+    assert "d\npreemption" in page.inner_text(".queue-lists")
     go(page, step=step + 1)
     assert rule not in page.inner_text(".words-list")
+    assert "d\nno blocks" in page.inner_text(".queue-lists")
     assert "admission stops at d: the KV memory had no room" in page.inner_text(".words-list")
 
 

@@ -27,7 +27,8 @@ PAGE = Path(__file__).parent / "page"
 # What an engine can not bring up: chapter 1's scheduler neither preempts nor sorts; who decodes has
 # a turn of its own where a batch is a prefill or a decode.
 NEVER = {
-    "fcfs": {"preempted", "queue", "reason:turn", "reason:enough", "reason:constraint"},
+    "fcfs": {"preempted", "queue"}
+    | {f"reason:{why}" for why in ("preempting", "turn", "enough", "constraint")},
     "two_phase": {"reason:turn"},
     "prefill_first": set(),
 }

@@ -8,6 +8,7 @@
     "reason.budget": ["the tokens of this step were spent", "这一步的 token 预算用完了"],
     "reason.blocks": ["the KV memory had no room, or was kept for those who run",
       "空闲的 KV 块不够，或要留给正在运行的请求"],
+    "reason.preempting": ["a step that preempts admits nobody", "抢占过的一步不再准入"],
     "reason.seat": ["as many run as may (max_num_seqs)", "运行中的请求数已到上限（max_num_seqs）"],
     "reason.constraint": [
       "a rule held it back: a static batch, too many long prompts, an adapter",
@@ -28,6 +29,7 @@
       "没有空闲的适配器槽（max_loras = {n}）"],
     "short.budget": ["no tokens left", "预算用完"],
     "short.blocks": ["no blocks", "块不够"],
+    "short.preempting": ["preemption", "本步有抢占"],
     "short.seat": ["no seat", "席位已满"],
     "short.constraint": ["held back", "受限"],
     "short.parent": ["waits to share", "等待共享"],
@@ -53,8 +55,8 @@
     discarded: "–",
   };
   Watch.reasonLetters = {
-    budget: "t", blocks: "m", seat: "s", constraint: "h", parent: "p", remote_kv: "k", grammar: "g",
-    pending: "u", turn: "o", enough: "n", "": "w",
+    budget: "t", blocks: "m", preempting: "v", seat: "s", constraint: "h", parent: "p",
+    remote_kv: "k", grammar: "g", pending: "u", turn: "o", enough: "n", "": "w",
   };
 
   // The adapter and the grammar of a request, or of an event that has them; of most neither.

@@ -126,10 +126,6 @@
       "nobody is admitted, {n} wait: {reason}",
       "本步没有准入，{n} 个在等：{reason}",
     ],
-    "say.stop.preempting": [
-      "nobody is admitted in a step that preempted; {n} wait",
-      "发生了抢占的一步不准入任何请求；{n} 个在等",
-    ],
     "say.stop.others": [
       "nobody else is admitted, {n} wait: {reason}",
       "没有再准入别的请求，{n} 个在等：{reason}",

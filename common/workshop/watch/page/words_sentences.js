@@ -196,9 +196,7 @@
     // At nobody: admission ended behind the last who was admitted, or never began.
     const was = (what) => events.slice(0, now).some(({kind}) => kind === what);
     const how = at !== "" ? "" : was("admitted") ? "others" : "nobody";
-    const isPreempting = how === "nobody" && reason === "blocks" && was("preempted");
-    const key = isPreempting ? "say.stop.preempting"
-      : how ? `say.stop.${how}` : others ? "say.stop.behind" : "say.stop";
+    const key = how ? `say.stop.${how}` : others ? "say.stop.behind" : "say.stop";
     const special = `reason:${reason}:${how}`;
     const source = how && Watch.sourceOf(run, special) ? special : `reason:${reason}`;
     say("", key, {who: Watch.label(at), n: others, reason: Watch.reasonWords(run, reason)}, [source]);
