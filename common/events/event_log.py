@@ -12,7 +12,7 @@ import logging
 import platform
 import time
 import weakref
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TextIO
@@ -109,7 +109,13 @@ def open_file(path: Path) -> TextIO:
 # -- the run line
 
 
-def describe_run(config: EngineConfig, facts: ModelFacts, num_blocks: int, overlaps: bool) -> Run:
+def describe_run(
+    config: EngineConfig,
+    facts: ModelFacts,
+    num_blocks: int,
+    overlaps: bool,
+    windows: Sequence[int | None],
+) -> Run:
     model = facts.config
     return Run(
         version=VERSION,
@@ -136,6 +142,7 @@ def describe_run(config: EngineConfig, facts: ModelFacts, num_blocks: int, overl
             "dtype": str(facts.dtype).removeprefix("torch."),
         },
         versions={"python": platform.python_version(), **_versions()},
+        windows=list(windows),
     )
 
 
