@@ -56,7 +56,7 @@ class Event:
 class Run(Event):
     """The first line: what ran, and with what. `config` holds the engine's settings by name.
 
-    With `windows` a request has a table for each of them (None: that sees everything), and the
+    With `windows` a request has a table for each of them (0 sees everything), and the
     cache holds nothing: what nobody holds is free, and known until it is taken."""
 
     kind: ClassVar[str] = "run"
@@ -73,7 +73,7 @@ class Run(Event):
     config: dict[str, Any]
     model: dict[str, Any]
     versions: dict[str, str]
-    windows: list[int | None] = field(default_factory=list)  # of its layers' groups, if several
+    windows: list[int] = field(default_factory=list)  # of its layers' groups, if any has one
 
 
 # -- requests

@@ -142,7 +142,7 @@ def describe_run(
             "dtype": str(facts.dtype).removeprefix("torch."),
         },
         versions={"python": platform.python_version(), **_versions()},
-        windows=list(windows),
+        windows=[window or 0 for window in windows],
     )
 
 
