@@ -66,6 +66,10 @@ class EventLog:
         """Within a step: where the next event goes."""
         return len(self._pending)
 
+    def ends_with(self, event: Event) -> bool:
+        """It was noted last, and is not written yet."""
+        return bool(self._pending) and self._pending[-1] is event
+
     def note_at(self, position: int, event: Event) -> None:
         """What is known only now, and led to what was noted since."""
         self._pending.insert(position, event)

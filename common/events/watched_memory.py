@@ -296,7 +296,7 @@ class GroupedCacheWatch(CacheWatch):
 
     _cache: Any
     _found: Sequence[Sequence[Block]] = ()
-    _published: tuple[Published, int] | None = None  # and where in the log the next event goes
+    _published = Published("", 0, [], [])  # last
 
     def find(self, chain: Sequence[Link], num_blocks: int) -> list[list[Block]]:
         self._found = found = self._cache.find(chain, num_blocks)
@@ -309,14 +309,12 @@ class GroupedCacheWatch(CacheWatch):
         self._cache.hold(blocks)
 
     def publish(self, group: int, chain: list[Link], index: int, block: Block) -> Block:
-        who, log = self._watch.who or "", self._watch.log
-        last, place = self._published or (None, 0)
-        is_next = last is not None and (last.request, last.group) == (who, group)
-        if not is_next or (log.position, last.start + len(last.given)) != (place, index):
+        who, last = self._watch.who or "", self._published
+        goes_on = (last.request, last.group, last.start + len(last.given)) == (who, group, index)
+        if not goes_on or not self._watch.log.ends_with(last):
             self._watch.settle()
-            last = Published(who, index, [], [], [], [], group)
+            last = self._published = Published(who, index, [], [], [], [], group)
             self._watch.note_published(last)
-            self._published = last, log.position
         with self._pool.saying(None):
             kept = self._cache.publish(group, chain, index, block)
         last.given.append(block.block_id)

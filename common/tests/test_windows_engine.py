@@ -3,7 +3,6 @@ is switched on beside them. Slots that nobody has written to are NaN, the null b
 
 from __future__ import annotations
 
-import io
 import random
 import re
 import shutil
@@ -23,6 +22,7 @@ from cached_kv_cache_manager import CachedKVCacheManager
 from common.engine import LLMEngine
 from common.engine_config import SHIPPED_CHECKPOINT, EngineConfig
 from common.llm import LLM
+from common.events.event_kinds import read_events
 from common.loader import LoadedModel, load_model
 from common.runner.model_runner import PagedModelRunner
 from common.tests.engine_oracle import (
@@ -35,6 +35,8 @@ from common.tests.engine_oracle import (
     serve_a_crowd,
     tiny_config,
 )
+from common.tests.film_runs import RecordedRun, check_film, replay
+from common.tests.film_runs import serve as record_run
 from grouped_kv_memory import most_blocks
 from request import SamplingParams
 from tiered_cache import KVTierConfig
@@ -116,6 +118,28 @@ def test_random_workloads(seed: int, windowed: tuple[Oracle, LoadedModel]) -> No
     engine.close()
 
 
+@pytest.mark.sample(seed=4)
+@pytest.mark.parametrize("first_step", [0, 4])
+@pytest.mark.parametrize("seed", range(20))
+def test_a_film_is_the_engine_whenever_it_begins(
+    seed: int, first_step: int, windowed: tuple[Oracle, LoadedModel], tmp_path: Path
+) -> None:
+    """Tables of all groups, the free order, and what of which group can be found."""
+    oracle, loaded = windowed
+    config = draw_config(random.Random(seed), oracle, loaded)
+    recorded = record_run(
+        tmp_path / "run.jsonl", loaded, None, oracle.prompts, seed, first_step=first_step, **config
+    )
+    check_film(recorded)
+    if config["prefix_cache"] and not first_step:
+        assert replay(recorded, without="evicted") or not noted(recorded, "evicted")
+        assert replay(recorded, without="table")
+
+
+def noted(recorded: RecordedRun, kind: str) -> bool:
+    return any(event.kind == kind for event in read_events(recorded.path))
+
+
 @pytest.mark.parametrize("step", [5, 100])
 def test_a_warm_run_equals_a_cold_one(step: int, windowed: tuple[Oracle, LoadedModel]) -> None:
     """Each prompt once, then each again, with room for what all of them leave behind."""
@@ -177,10 +201,3 @@ def test_what_is_not_built_is_refused_by_name(settings, named, tmp_path) -> None
     with pytest.raises(ValueError, match=re.escape(named)) as error:
         LLMEngine(config, loaded=loaded, draft=loaded if "speculative" in settings else None)
     assert "with max_model_len=7 no layer does" in str(error.value)
-
-
-def test_a_film_shows_one_table_and_there_are_several(windowed) -> None:
-    engine = checked_engine(windowed[1], num_blocks=40)
-    with pytest.raises(ValueError, match="a film shows one table"):
-        engine.watch(io.StringIO())
-    engine.close()
