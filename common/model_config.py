@@ -351,6 +351,9 @@ def _layer_windows(fields: dict[str, Any], family: _Family) -> tuple[Window, ...
     if window is None or (kind != "always" and "sliding_attention" not in layer_types):
         return ()
     window = positive_int({"sliding_window": window}, "sliding_window")
+    if window > (most := positive_int(fields, "max_position_embeddings")):
+        says = "sliding_window is %d and max_position_embeddings %d: it hides nothing, %s"
+        logger.warning(says, window, most, "so all layers are served as full attention")
     if kind == "always":
         return (window,) * num_layers
     return tuple(window if kind == "sliding_attention" else None for kind in layer_types)

@@ -344,9 +344,10 @@ class Snapshot(Event):
     `requests`, in the order of arrival: "request", "prompt", "prompt_pieces", "max_tokens",
     "priority", "tenant", "order_key", "adapter", "grammar", "arrived_at", "outputs", "pieces",
     "table", "num_computed_tokens", "num_cached_tokens", "num_preemptions", "highest" (the position
-    up to which it was ever computed), "tables" of the groups behind the first. `cached`, with those that nobody uses in the order of
-    eviction: "block", "parent" (a block or null), "tokens", "tenant", "hash"; with groups "group",
-    "place" (its index in tables), and no parent, which may be gone. `loads`: "request",
+    up to which it was ever computed), "tables" of the groups behind the first. `cached`, with those
+    that nobody uses in the order of eviction: "block", "parent" (a block or null), "tokens",
+    "tenant", "hash"; with groups "group", "place" (its index in tables), no tenant, and no parent,
+    which may be gone. `loads`: "request",
     "prefix", "blocks", "has_arrived". `under_way`, the oldest first: "step", "requests", "starts",
     "num_tokens", "drafts" of each plan, without those who have ended since."""
 

@@ -214,8 +214,8 @@ REFUSED = {
     "kinds too few": ({"layer_types": [W, F]}, "there are 8 layers"),
     "one rope for all": ({"rope_parameters": LINEAR}, "it must be an object of full_attention and"),
     "unknown rope": (
-        {"rope_parameters": {F: {"rope_type": "yarn", "factor": 2.0}}},
-        "rope_type is 'yarn'",
+        {"rope_parameters": {F: {"rope_type": "dynamic", "factor": 2.0}}},
+        "rope_type is 'dynamic'",
     ),
 }
 

@@ -21,8 +21,8 @@ from transformers import (
 from cached_kv_cache_manager import CachedKVCacheManager
 from common.engine import LLMEngine
 from common.engine_config import SHIPPED_CHECKPOINT, EngineConfig
+from common.events.event_kinds import Matched, Planned, read_events
 from common.llm import LLM
-from common.events.event_kinds import read_events
 from common.loader import LoadedModel, load_model
 from common.runner.model_runner import PagedModelRunner
 from common.tests.engine_oracle import (
@@ -134,6 +134,38 @@ def test_a_film_is_the_engine_whenever_it_begins(
     if config["prefix_cache"] and not first_step:
         assert replay(recorded, without="evicted") or not noted(recorded, "evicted")
         assert replay(recorded, without="table")
+
+
+def test_a_film_that_begins_late_knows_what_can_be_found(
+    windowed: tuple[Oracle, LoadedModel], tmp_path: Path
+) -> None:
+    """And who waits for the block that another computes."""
+    oracle, loaded = windowed
+    sizes = dict(num_blocks=400, block_size=2, max_num_batched_tokens=64, max_num_seqs=4)
+    engine = checked_engine(loaded, **sizes)
+    index = max(range(len(oracle.prompts)), key=lambda i: len(oracle.prompts[i]))
+    serve(engine, oracle, [index], 4)
+    recorded = RecordedRun(tmp_path / "run.jsonl")
+    engine.watch(recorded.path)
+    recorded.look(engine)
+    for name in "ab":
+        params = SamplingParams(temperature=0, max_tokens=4, ignore_eos=True)
+        engine.add_request(name, [*oracle.prompts[index], 1, 2, 3, 4], params)
+    while engine.has_unfinished_requests():
+        engine.step()
+        recorded.look(engine)
+    engine.close()
+    check_film(recorded)
+    events = list(read_events(recorded.path))
+    assert next(event.parents for event in events if isinstance(event, Planned)) == {"b": "a"}
+    found = [event for event in events if isinstance(event, Matched)]
+    groups = {event.group for event in found}
+    assert groups == set(range(len(loaded.model.groups.windows)))
+    for event in found:
+        window = loaded.model.groups.windows[event.group]
+        most = len(oracle.prompts[index]) // 2
+        wanted = most if window is None else min(most, window // 2)  # ceil((window - 1) / 2)
+        assert len(event.blocks) == wanted or event.request == "b"
 
 
 def noted(recorded: RecordedRun, kind: str) -> bool:

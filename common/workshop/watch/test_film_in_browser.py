@@ -44,7 +44,8 @@ STATE = """(state) => ({
     r.stopReason, r.detail, r.priority, r.tenant, r.maxTokens, r.adapter,
     r.grammar]),
   cached: [...state.cached].map(
-    ([b, c]) => [b, state.prefixOf(b), c.parent, c.tenant, c.blockHash, c.group ?? 0, c.place ?? null]),
+    ([b, c]) => [b, state.prefixOf(b), c.parent, c.tenant, c.blockHash,
+      c.group ?? 0, c.place ?? null]),
   evictionOrder: state.evictionOrder(), nodes: state.nodes(),
   lastMatch: state.lastMatch && [state.lastMatch.request, state.lastMatch.blocks],
   loads: [...state.loads].map(([id, l]) => [id, l.prefix, l.blocks, l.hasArrived]),
