@@ -97,9 +97,8 @@ def yarn(inv_freq: torch.Tensor, rope: RopeParameters) -> torch.Tensor:
 
     first = max(math.floor(pair_that_turns(rope.beta_fast)), 0)
     last = min(math.ceil(pair_that_turns(rope.beta_slow)), 2 * num_pairs - 1)
-    width = last - first if last != first else 0.001
     pairs = torch.arange(num_pairs, dtype=torch.float32)
-    share_kept = 1 - ((pairs - first) / width).clamp(0, 1)
+    share_kept = 1 - ((pairs - first) / ((last - first) or 1)).clamp(0, 1)
     exponents = torch.arange(0, 2 * num_pairs, 2, dtype=torch.float32) / (2 * num_pairs)
     slow = 1.0 / (rope.factor * rope.theta**exponents)  # `inv_freq / factor` would round otherwise
     return slow * (1 - share_kept) + inv_freq * share_kept

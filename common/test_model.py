@@ -18,6 +18,7 @@ from common.kernels.regions import rms_norm
 from common.loader import load_model
 from common.model_config import SUPPORTED_ARCHITECTURES, ModelConfig
 from common.rotary import inverse_frequencies, rotary_factors, rotary_table, rotate
+from common.tests.engine_oracle import checked_engine, make_oracle, serve
 from common.tests.model_cases import (
     CASES,
     LINEAR,
@@ -185,8 +186,12 @@ YARNS = {
     "defaults": {},
     "Qwen3's": dict(rope_theta=1e6, original_max_position_embeddings=32_768),
     "bands": dict(beta_fast=5.0, beta_slow=0.5, rope_theta=90.0),
-    "one pair": dict(beta_fast=1.001, beta_slow=1.0, rope_theta=1e4),
+    "one pair": dict(beta_fast=9.0, beta_slow=4.0),
     "no range": dict(rope_theta=1e4, beta_fast=1e4, beta_slow=1e3),
+    "small base": dict(
+        rope_theta=10.0, beta_fast=300.0, original_max_position_embeddings=2_000
+    ),
+    "no power of two": dict(factor=2.7),
     "given": dict(attention_factor=0.7),
     "mscale": dict(mscale=0.7, mscale_all_dim=1.3),
     "half of mscale": dict(mscale=0.7),
@@ -206,6 +211,15 @@ def test_yarn_has_the_angles_and_the_factor_of_transformers(name: str, head_dim:
     assert ours.attention_factor == factor
     cos = rotary_table(ours, head_dim, 50, torch.float64)[49, : head_dim // 2]
     assert torch.equal(cos, ((49 * inv_freq).cos() * factor).double())
+
+
+def test_greedy_tokens_with_yarn_are_those_of_transformers(tmp_path: Path) -> None:
+    """Behind the length of the first training, too."""
+    oracle = make_oracle(save_case("qwen3-yarn", tmp_path), random_prompts(seed=5))
+    assert max(map(len, oracle.prompts)) > YARN["original_max_position_embeddings"]
+    engine = checked_engine(load_model(tmp_path, torch.float64), num_blocks=80, block_size=4)
+    serve(engine, oracle, list(range(len(oracle.prompts))), 6)
+    engine.close()
 
 
 def test_the_yarn_case_covers_what_stays_what_is_blended_and_what_is_divided(checkpoints) -> None:

@@ -148,12 +148,13 @@ def test_a_film_that_begins_late_knows_what_can_be_found(
     recorded = RecordedRun(tmp_path / "run.jsonl")
     engine.watch(recorded.path)
     recorded.look(engine)
-    for name in "ab":
-        params = SamplingParams(temperature=0, max_tokens=4, ignore_eos=True)
-        engine.add_request(name, [*oracle.prompts[index], 1, 2, 3, 4], params)
-    while engine.has_unfinished_requests():
-        engine.step()
-        recorded.look(engine)
+    for names in ("ab", "c"):  # the last publishes alone, step after step
+        for name in names:
+            params = SamplingParams(temperature=0, max_tokens=9, ignore_eos=True)
+            engine.add_request(name, [*oracle.prompts[index], 1, 2, 3, 4], params)
+        while engine.has_unfinished_requests():
+            engine.step()
+            recorded.look(engine)
     engine.close()
     check_film(recorded)
     events = list(read_events(recorded.path))
@@ -165,7 +166,7 @@ def test_a_film_that_begins_late_knows_what_can_be_found(
         window = loaded.model.groups.windows[event.group]
         most = len(oracle.prompts[index]) // 2
         wanted = most if window is None else min(most, window // 2)  # ceil((window - 1) / 2)
-        assert len(event.blocks) == wanted or event.request == "b"
+        assert len(event.blocks) == wanted or event.request != "a"
 
 
 def noted(recorded: RecordedRun, kind: str) -> bool:
