@@ -45,9 +45,13 @@ from paged_attention import AttentionPlan, PagedKVCache
 
 # What layers are built of, by the names in `ModelConfig.blocks`. Another block is a file of its own
 # and a line here.
-ATTENTION_BLOCKS: dict[str, type[AttentionBlock]] = {"attention": AttentionBlock}
+ATTENTION_BLOCKS = {
+    "attention": "common.blocks:AttentionBlock",
+    "post-norm attention": "common.post_norm_blocks:PostNormAttention",
+}
 MLP_BLOCKS = {
     "mlp": "common.blocks:MLPBlock",
+    "post-norm mlp": "common.post_norm_blocks:PostNormMLP",
     "experts": "common.experts.experts_block:ExpertsBlock",
 }
 SCORED = "prompt_logprobs"  # in what is staged: who takes the hidden states of all tokens
@@ -66,7 +70,8 @@ class DecoderLayer(nn.Module):
     ) -> None:
         super().__init__()
         attention, mlp = config.blocks_of(index)
-        self.attention = ATTENTION_BLOCKS[attention](config, index, dtype, device, into_stream)
+        make: type[AttentionBlock] = load(ATTENTION_BLOCKS[attention])
+        self.attention = make(config, index, dtype, device, into_stream)
         self.mlp: MLPBlock = load(MLP_BLOCKS[mlp])(config, dtype, device, into_stream)
 
     def forward(
@@ -83,8 +88,11 @@ class DecoderLayer(nn.Module):
         if rows is not None:
             hidden, attended = hidden.index_select(0, rows), attended.index_select(0, rows)
         # What one block adds and the other's norm of it: one kernel on a GPU.
-        norm = mlp.mlp_norm_weight, mlp.eps, attention.post_norm_weight
-        hidden, x = regions.add_and_norm(attention.o, hidden, attended, *norm)
+        norm, post = mlp.mlp_norm_weight, (mlp.eps, attention.post_norm_weight)
+        if norm is None:
+            hidden = x = regions.add(attention.o, hidden, attended, *post)
+        else:
+            hidden, x = regions.add_and_norm(attention.o, hidden, attended, norm, *post)
         return mlp.add_to(hidden, x, regions)
 
     def checkpoint_tensors(self) -> dict[str, CheckpointTensor]:

@@ -11,6 +11,7 @@ from transformers import (
     LlamaConfig,
     MistralConfig,
     MixtralConfig,
+    Olmo3Config,
     PreTrainedConfig,
     Qwen2Config,
     Qwen3Config,
@@ -66,6 +67,15 @@ CASES: dict[str, tuple[type[PreTrainedConfig], dict]] = {
         Gemma3TextConfig,
         dict(num_key_value_heads=1, head_dim=24, attention_bias=True, tie_word_embeddings=False)
         | dict(sliding_window=64),
+    ),
+    "olmo3": (
+        Olmo3Config,
+        dict(num_key_value_heads=2, sliding_window=48, layer_types=[W, F, W])
+        | dict(rope_parameters={F: YARN, W: LOCAL}),
+    ),
+    "olmo3-biases": (  # windows by its pattern: the fourth layer sees all
+        Olmo3Config,
+        dict(num_key_value_heads=4, attention_bias=True, num_hidden_layers=4, sliding_window=48),
     ),
     "qwen3-moe": (
         Qwen3MoeConfig,
