@@ -1,7 +1,7 @@
 """The blocks of OLMo 3: a block's input is not normed, but what it adds is.
 
-    hidden --+-- qkv, norm of all queries and of all keys, rotary, KV cache, attention, o, norm --(+)
-    hidden --+-- gate and up, silu, product, down, norm ------------------------------------------(+)
+    hidden --+-- qkv, norm of queries and of keys, rotary, KV cache, attention, o, norm --(+)
+    hidden --+-- gate and up, silu, product, down, norm ----------------------------------(+)
 
 Queries are normed as one vector of all heads, and keys as another one, where other families norm
 each head by itself. Several ranks would have to know each other's sums for that: refused by name.

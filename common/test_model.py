@@ -188,9 +188,7 @@ YARNS = {
     "bands": dict(beta_fast=5.0, beta_slow=0.5, rope_theta=90.0),
     "one pair": dict(beta_fast=9.0, beta_slow=4.0),
     "no range": dict(rope_theta=1e4, beta_fast=1e4, beta_slow=1e3),
-    "small base": dict(
-        rope_theta=10.0, beta_fast=300.0, original_max_position_embeddings=2_000
-    ),
+    "small base": dict(rope_theta=10.0, beta_fast=300.0, original_max_position_embeddings=2_000),
     "no power of two": dict(factor=2.7),
     "given": dict(attention_factor=0.7),
     "mscale": dict(mscale=0.7, mscale_all_dim=1.3),
