@@ -1,7 +1,7 @@
 """`ModelConfig`: what a Hugging Face `config.json` says about a decoder, checked and made explicit.
 
-Seven families are understood: Qwen3, Qwen2 (and 2.5), Llama 3.x, Mistral, Gemma 3 (text alone),
-Qwen3-MoE and Mixtral. They are one decoder; what differs is who has biases, who norms queries and
+Eight families are understood: Qwen3, Qwen2 (and 2.5), Llama 3.x, Mistral, Gemma 3 (text alone),
+OLMo 3, Qwen3-MoE and Mixtral. They are one decoder; what differs is who has biases, who norms queries and
 keys, and who has experts in the place of an MLP (`experts/expert_config.py`):
 
     family     biases of q, k, v    bias of o         biases of the MLP    q_norm, k_norm
@@ -10,6 +10,7 @@ keys, and who has experts in the place of an MLP (`experts/expert_config.py`):
     Llama      attention_bias       attention_bias    mlp_bias             no
     Mistral    none                 none              none                 no
     Gemma 3    attention_bias       attention_bias    none                 yes
+    OLMo 3     attention_bias       attention_bias    none                 of all heads
     Qwen3-MoE  attention_bias       attention_bias    none                 yes
     Mixtral    none                 none              none                 no
 
@@ -17,8 +18,8 @@ A feature that a configuration asks for and this decoder lacks is a `ValueError`
 field: a model that runs without it answers fluently and wrongly. Fields nobody here knows are
 ignored, as `transformers` ignores them, and named in the log.
 
-Mistral's layers attend to a window, most of Gemma's do, and Qwen's may: `layer_windows` says which.
-Gemma's turn by other angles there, norm what a block adds, and store norms' weights less 1.
+Mistral's layers attend to a window, most of Gemma's and OLMo's do, and Qwen's may: `layer_windows`
+says which. Gemma's turn by other angles there, norm what a block adds, and store norms' weights less 1.
 
 Defaults of absent fields are those of `transformers`."""
 
