@@ -10,7 +10,7 @@ families norm what `o` and `down` give, too, before it is added (`post_norm_weig
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
 
@@ -72,7 +72,7 @@ def parts_of(
     return found
 
 
-def whole(tensors: dict[str, torch.Tensor]) -> dict[str, CheckpointTensor]:
+def whole(tensors: Mapping[str, torch.Tensor]) -> dict[str, CheckpointTensor]:
     return {name: CheckpointTensor(t, tuple(t.shape)) for name, t in tensors.items()}
 
 

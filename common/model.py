@@ -88,11 +88,8 @@ class DecoderLayer(nn.Module):
         if rows is not None:
             hidden, attended = hidden.index_select(0, rows), attended.index_select(0, rows)
         # What one block adds and the other's norm of it: one kernel on a GPU.
-        norm, post = mlp.mlp_norm_weight, (mlp.eps, attention.post_norm_weight)
-        if norm is None:
-            hidden = x = regions.add(attention.o, hidden, attended, *post)
-        else:
-            hidden, x = regions.add_and_norm(attention.o, hidden, attended, norm, *post)
+        norm = mlp.mlp_norm_weight, mlp.eps, attention.post_norm_weight
+        hidden, x = regions.add_and_norm(attention.o, hidden, attended, *norm)
         return mlp.add_to(hidden, x, regions)
 
     def checkpoint_tensors(self) -> dict[str, CheckpointTensor]:

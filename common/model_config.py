@@ -74,7 +74,6 @@ class ModelConfig:
     embedding_scale: float = 1.0  # what embeddings are multiplied with
     activation: str = "silu"  # of an MLP
     norm_offset: float = 0.0  # what a checkpoint's weights of norms lack
-    rounds_norms_once: bool = False  # behind the product with the weight
     has_post_norms: bool = False  # is what a block adds normed
 
     def blocks_of(self, layer: int) -> tuple[str, str]:
@@ -89,10 +88,11 @@ class ModelConfig:
         return int(self.layer_windows[layer] is not None)
 
     def norm_dtype(self, dtype: torch.dtype) -> torch.dtype:
-        """Of norms' weights. In bfloat16 a sum with 1 would lose most of what is added to it."""
-        if self.rounds_norms_once:
-            return torch.promote_types(dtype, torch.float32)
-        return torch.float32 if self.norm_offset else dtype
+        """Of norms' weights. In bfloat16 a sum with 1 would lose most of what is added to it. And
+        who norms what a block adds, rounds norms once: behind the product with the weight."""
+        if self.norm_offset or not self.has_post_norms:
+            return torch.float32 if self.norm_offset else dtype
+        return torch.promote_types(dtype, torch.float32)
 
     @property
     def numerics(self) -> str:
@@ -165,7 +165,6 @@ class ModelConfig:
             embedding_scale=hidden_size**0.5 if family.scales_embeddings else 1.0,
             activation=family.activation[1],
             norm_offset=family.norm_offset,
-            rounds_norms_once=family.rounds_norms_once,
             has_post_norms=family.has_post_norms,
         )
 
@@ -204,7 +203,6 @@ class _Family:
     window_theta: float | None = None
     scales_embeddings: bool = False
     norm_offset: float = 0.0
-    rounds_norms_once: bool = False
     has_post_norms: bool = False
     own: frozenset[str] = frozenset()
     absent: Mapping[str, Any] = field(default_factory=dict)  # what its absent fields are
@@ -242,7 +240,6 @@ _FAMILIES = {
         sliding_window="pattern",
         window_theta=5e5,
         blocks=("post-norm attention", "post-norm mlp"),
-        rounds_norms_once=True,
         has_post_norms=True,
         absent={"sliding_window": 4096, "rope_theta": 5e5, "rms_norm_eps": 1e-5}
         | {"max_position_embeddings": 2048, "eos_token_id": 50_279},

@@ -39,7 +39,6 @@ _OWN = {
     "scales_embeddings": "embeddings are scaled",
     "norm_offset": "norms are kept less 1",
     "blocks": "no norm before a block; queries are normed as a whole, keys too",
-    "rounds_norms_once": "norms are rounded once, after their weight",
     "has_post_norms": "what a block adds is normed, too",
 }
 
