@@ -10,7 +10,7 @@ families norm what `o` and `down` give, too, before it is added (`post_norm_weig
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
 
@@ -72,7 +72,7 @@ def parts_of(
     return found
 
 
-def whole(tensors: dict[str, torch.Tensor]) -> dict[str, CheckpointTensor]:
+def whole(tensors: Mapping[str, torch.Tensor]) -> dict[str, CheckpointTensor]:
     return {name: CheckpointTensor(t, tuple(t.shape)) for name, t in tensors.items()}
 
 
@@ -120,22 +120,30 @@ class AttentionBlock(nn.Module):
         regions: Regions,
     ) -> torch.Tensor:  # [num_tokens, num_heads * head_dim]
         num_tokens, plan = hidden.shape[0], plans[self.group]
-        x = regions.rms_norm(hidden, self.input_norm_weight, self.eps)
-        qkv = self.qkv(x).view(num_tokens, -1, self.head_dim)
+        qkv = self.project(hidden, regions)
         keys, values = kv_cache.key_cache[self.index], kv_cache.value_cache[self.index]
         norm = self.qk_norm_weight, self.eps
         rotary = rotaries[self.rotary]
         query = regions.rotate_and_write(qkv, *norm, rotary, keys, values, plan)
         return plan.attend(query, keys, values, self.scale).reshape(num_tokens, -1)
 
+    def project(
+        self, hidden: torch.Tensor, regions: Regions
+    ) -> torch.Tensor:  # [num_tokens, num_heads + 2 * num_kv_heads, head_dim]
+        x = regions.rms_norm(hidden, self.input_norm_weight, self.eps)
+        return self.qkv(x).view(len(hidden), -1, self.head_dim)
+
     def checkpoint_tensors(self) -> dict[str, CheckpointTensor]:
         """By the checkpoint's names without the layer's prefix."""
-        sizes = [n * self.head_dim for n in self.head_counts]
-        found = {"input_layernorm.weight": self.input_norm_weight}
+        sizes, found = [n * self.head_dim for n in self.head_counts], {}
         if self.post_norm_weight is not None:
             found["post_attention_layernorm.weight"] = self.post_norm_weight
         found |= parts_of("self_attn", ("q_proj", "k_proj", "v_proj"), sizes, self.qkv)
-        parts = whole(found | parts_of("self_attn", ("o_proj",), [self.o.shape[0]], self.o))
+        found |= parts_of("self_attn", ("o_proj",), [self.o.shape[0]], self.o)
+        return whole(found) | self.own_norms()
+
+    def own_norms(self) -> dict[str, CheckpointTensor]:
+        parts = whole({"input_layernorm.weight": self.input_norm_weight})
         if self.qk_norm_weight is not None:
             norms = self.qk_norm_weight.split(self.head_counts[:2])
             for name, rows in zip(("q_norm", "k_norm"), norms, strict=True):
@@ -158,7 +166,7 @@ class MLPBlock(nn.Module):
         hidden, inner = config.hidden_size, config.intermediate_size
         norm = allocator(config.norm_dtype(dtype), device)
         self.activation = ACTIVATIONS[config.activation]
-        self.mlp_norm_weight = norm(hidden)
+        self.mlp_norm_weight: nn.Parameter | None = norm(hidden)  # None: what comes is not normed
         self.gate_up = linear(empty, (2 * inner, hidden), config.mlp_bias)
         self.down = linear(empty, (hidden, inner), config.mlp_bias, into_stream)
         self.post_norm_weight = norm(hidden) if config.has_post_norms else None
@@ -178,10 +186,13 @@ class MLPBlock(nn.Module):
     def checkpoint_tensors(self) -> dict[str, CheckpointTensor]:
         """By the checkpoint's names without the layer's prefix."""
         sizes = [self.gate_up.shape[0] // 2] * 2
+        found = parts_of("mlp", ("gate_proj", "up_proj"), sizes, self.gate_up)
+        found |= parts_of("mlp", ("down_proj",), [self.down.shape[0]], self.down)
+        return whole(found) | self.own_norms()
+
+    def own_norms(self) -> dict[str, CheckpointTensor]:
+        assert self.mlp_norm_weight is not None
         if self.post_norm_weight is None:
-            found = {"post_attention_layernorm.weight": self.mlp_norm_weight}
-        else:
-            found = {"pre_feedforward_layernorm.weight": self.mlp_norm_weight}
-            found["post_feedforward_layernorm.weight"] = self.post_norm_weight
-        found |= parts_of("mlp", ("gate_proj", "up_proj"), sizes, self.gate_up)
-        return whole(found | parts_of("mlp", ("down_proj",), [self.down.shape[0]], self.down))
+            return whole({"post_attention_layernorm.weight": self.mlp_norm_weight})
+        found = {"pre_feedforward_layernorm.weight": self.mlp_norm_weight}
+        return whole(found | {"post_feedforward_layernorm.weight": self.post_norm_weight})

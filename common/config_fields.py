@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from common.roles import load
 from common.rotary import RopeParameters
 from request import check_integers
 
@@ -61,21 +62,18 @@ def _rope(fields: dict[str, Any], max_positions: int) -> RopeParameters:
         if (share := where.get("partial_rotary_factor")) not in (None, 1):
             raise refused("partial_rotary_factor", share, "it must be 1 or absent")
     rope_type = rope.get("rope_type", rope.get("type", "default"))
-    frequencies = ("factor", "low_freq_factor", "high_freq_factor")
-    needed = {"default": (), "linear": ("factor",), "llama3": frequencies}
-    if rope_type not in needed:
-        raise refused(f"{source}: rope_type", rope_type, f"it must be {', '.join(needed)}")
-    known = {"rope_type", "type", "rope_theta", "partial_rotary_factor", *frequencies}
-    if unknown := sorted(set(rope) - known - {"original_max_position_embeddings"}):
-        raise refused(f"{source}: {unknown[0]}", rope[unknown[0]], "not supported")
-    values: dict[str, Any] = {name: positive_float(rope, name) for name in needed[rope_type]}
-    if rope_type == "llama3":
-        low, high = values["low_freq_factor"], values["high_freq_factor"]
-        if high <= low:
-            why = f"it must exceed low_freq_factor, {low}"
-            raise refused(f"{source}: high_freq_factor", high, why)
-        name = "original_max_position_embeddings"
-        original = {**rope, **{k: v for k, v in fields.items() if k.startswith("original_max")}}
-        values[name] = positive_int(original, name, max_positions)
+    values: dict[str, Any] = {}
+    if rope_type != "default":
+        read = load("common.rope_scaling:read_scaling")
+        values = read(source, rope_type, rope, fields, max_positions)
+    else:
+        refuse_unknown(source, rope, set())
     theta = {"rope_theta": rope.get("rope_theta", fields.get("rope_theta"))}
     return RopeParameters(positive_float(theta, "rope_theta", 10_000.0), rope_type, **values)
+
+
+def refuse_unknown(source: str, rope: dict[str, Any], own: set[str]) -> None:
+    known = {"rope_type", "type", "rope_theta", "partial_rotary_factor"}
+    known |= {"original_max_position_embeddings", *own}
+    if unknown := sorted(set(rope) - known):
+        raise refused(f"{source}: {unknown[0]}", rope[unknown[0]], "not supported")

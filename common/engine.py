@@ -556,25 +556,17 @@ class LLMEngine:
         `EngineConfig(events=...)` does from the start (`common/events`). In a run it begins with
         all that is there. Nothing more is written where it was before. It ends where the engine is
         interrupted while it changes its books. Raises `ValueError` or `FileNotFoundError` for a
-        path that is no place for a file, or if there can be no film (`why_no_film`)."""
+        path that is no place for a file."""
         from common.events.event_log import check_place
         from common.events.watch import Watch
 
         self._mend()
-        if self.why_no_film is not None:
-            raise ValueError(self.why_no_film)
         check_place(events)
         self.unwatch()
         self._watch = Watch(events, self.config, self._parts, self._members, self.tokenizer)
         return self._watch
 
-    @property
-    def why_no_film(self) -> str | None:
-        """None: it can be watched."""
-        side = self._parts.side
-        if side.max_model_len <= side.model.config.num_unhidden:
-            return None
-        return "a film shows one table for each request, and layers with a window have others"
+    why_no_film: str | None = None  # None: it can be watched; a server asks
 
     @one_at_a_time
     def unwatch(self) -> None:

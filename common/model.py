@@ -45,9 +45,13 @@ from paged_attention import AttentionPlan, PagedKVCache
 
 # What layers are built of, by the names in `ModelConfig.blocks`. Another block is a file of its own
 # and a line here.
-ATTENTION_BLOCKS: dict[str, type[AttentionBlock]] = {"attention": AttentionBlock}
+ATTENTION_BLOCKS = {
+    "attention": "common.blocks:AttentionBlock",
+    "post-norm attention": "common.post_norm_blocks:PostNormAttention",
+}
 MLP_BLOCKS = {
     "mlp": "common.blocks:MLPBlock",
+    "post-norm mlp": "common.post_norm_blocks:PostNormMLP",
     "experts": "common.experts.experts_block:ExpertsBlock",
 }
 SCORED = "prompt_logprobs"  # in what is staged: who takes the hidden states of all tokens
@@ -66,7 +70,8 @@ class DecoderLayer(nn.Module):
     ) -> None:
         super().__init__()
         attention, mlp = config.blocks_of(index)
-        self.attention = ATTENTION_BLOCKS[attention](config, index, dtype, device, into_stream)
+        make: type[AttentionBlock] = load(ATTENTION_BLOCKS[attention])
+        self.attention = make(config, index, dtype, device, into_stream)
         self.mlp: MLPBlock = load(MLP_BLOCKS[mlp])(config, dtype, device, into_stream)
 
     def forward(

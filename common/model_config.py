@@ -1,7 +1,7 @@
 """`ModelConfig`: what a Hugging Face `config.json` says about a decoder, checked and made explicit.
 
-Seven families are understood: Qwen3, Qwen2 (and 2.5), Llama 3.x, Mistral, Gemma 3 (text alone),
-Qwen3-MoE and Mixtral. They are one decoder; what differs is who has biases, who norms queries and
+Eight families are understood: Qwen3, Qwen2 (and 2.5), Llama 3.x, Mistral, Gemma 3 (text alone),
+OLMo 3, Qwen3-MoE and Mixtral. They are one decoder; what differs is who has biases, who norms queries and
 keys, and who has experts in the place of an MLP (`experts/expert_config.py`):
 
     family     biases of q, k, v    bias of o         biases of the MLP    q_norm, k_norm
@@ -10,6 +10,7 @@ keys, and who has experts in the place of an MLP (`experts/expert_config.py`):
     Llama      attention_bias       attention_bias    mlp_bias             no
     Mistral    none                 none              none                 no
     Gemma 3    attention_bias       attention_bias    none                 yes
+    OLMo 3     attention_bias       attention_bias    none                 of all heads
     Qwen3-MoE  attention_bias       attention_bias    none                 yes
     Mixtral    none                 none              none                 no
 
@@ -17,8 +18,8 @@ A feature that a configuration asks for and this decoder lacks is a `ValueError`
 field: a model that runs without it answers fluently and wrongly. Fields nobody here knows are
 ignored, as `transformers` ignores them, and named in the log.
 
-Mistral's layers attend to a window, most of Gemma's do, and Qwen's may: `layer_windows` says which.
-Gemma's turn by other angles there, norm what a block adds, and store norms' weights less 1.
+Mistral's layers attend to a window, most of Gemma's and OLMo's do, and Qwen's may: `layer_windows`
+says which. Gemma's turn by other angles there, norm what a block adds, and store norms' weights less 1.
 
 Defaults of absent fields are those of `transformers`."""
 
@@ -87,8 +88,11 @@ class ModelConfig:
         return int(self.layer_windows[layer] is not None)
 
     def norm_dtype(self, dtype: torch.dtype) -> torch.dtype:
-        """Of norms' weights. In bfloat16 a sum with 1 would lose most of what is added to it."""
-        return torch.float32 if self.norm_offset else dtype
+        """Of norms' weights. In bfloat16 a sum with 1 would lose most of what is added to it. And
+        who norms what a block adds, rounds norms once: behind the product with the weight."""
+        if self.norm_offset or not self.has_post_norms:
+            return torch.float32 if self.norm_offset else dtype
+        return torch.promote_types(dtype, torch.float32)
 
     @property
     def numerics(self) -> str:
@@ -230,6 +234,18 @@ _FAMILIES = {
         | {"sliding_window": 4096, "query_pre_attn_scalar": 256, "rope_theta": 1e6}
         | {"max_position_embeddings": 131_072, "hidden_activation": "gelu_pytorch_tanh"},
     ),
+    "Olmo3ForCausalLM": _Family(
+        "olmo3",
+        has_attention_bias=True,
+        sliding_window="pattern",
+        window_theta=5e5,
+        blocks=("post-norm attention", "post-norm mlp"),
+        has_post_norms=True,
+        absent={"sliding_window": 4096, "rope_theta": 5e5, "rms_norm_eps": 1e-5}
+        | {"max_position_embeddings": 2048, "eos_token_id": 50_279},
+        own=frozenset({"sliding_window_pattern"}),
+        unread={"sliding_window_pattern": 4},
+    ),
     "Qwen3MoeForCausalLM": _Family(
         "qwen3_moe",
         has_attention_bias=True,
@@ -351,6 +367,9 @@ def _layer_windows(fields: dict[str, Any], family: _Family) -> tuple[Window, ...
     if window is None or (kind != "always" and "sliding_attention" not in layer_types):
         return ()
     window = positive_int({"sliding_window": window}, "sliding_window")
+    if window > (most := positive_int(fields, "max_position_embeddings")):
+        says = "sliding_window is %d and max_position_embeddings %d: it hides nothing, %s"
+        logger.warning(says, window, most, "so all layers are served as full attention")
     if kind == "always":
         return (window,) * num_layers
     return tuple(window if kind == "sliding_attention" else None for kind in layer_types)

@@ -25,6 +25,7 @@ _WINDOWS = {
     "optional": "in the layers that `layer_types` says, if `use_sliding_window`",
     "always": "in every layer, unless `sliding_window` is null",
     "pattern": "in five layers of six, or as `layer_types` says",
+    "pattern of 4": "in three layers of four, or as `layer_types` says",
 }
 # What the other columns say, or what only spells a default.
 _ELSEWHERE = {"model_type", "sliding_window", "experts", "head_dim", "own", "absent", "unread"}
@@ -37,6 +38,7 @@ _OWN = {
     "window_theta": "rotary angles of their own in layers with a window",
     "scales_embeddings": "embeddings are scaled",
     "norm_offset": "norms are kept less 1",
+    "blocks": "no norm before a block; queries are normed as a whole, keys too",
     "has_post_norms": "what a block adds is normed, too",
 }
 
@@ -62,6 +64,8 @@ def families() -> list[list[str]]:
 
 def windows_of(family: Any) -> str:
     kind = family.sliding_window
+    if kind == "pattern" and (every := family.unread.get("sliding_window_pattern")):
+        kind = f"pattern of {every}"
     if kind == "always" and family.absent.get("sliding_window", 0) is None:
         return "in every layer, if `sliding_window` says so"
     return _WINDOWS.get(kind, f"`{kind}`")

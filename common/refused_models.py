@@ -15,7 +15,7 @@ WHY_REFUSED: dict[str, str] = {
     "*Mamba*": "its layers, or most, keep a state in the place of keys and values",
     "DeepseekV[23]*": "its keys and values are compressed (MLA), and experts come in groups",
     "Gemma2ForCausalLM": "scores and logits are capped (attn_logit_softcapping)",
-    "Olmo[23]ForCausalLM": "its norms stand behind attention and MLP instead of before them",
+    "Olmo2ForCausalLM": "nobody here has compared it with anything; OLMo 3 is served",
     "*ForConditionalGeneration": "it reads pictures or sound, or has an encoder, too",
     "*ForMaskedLM": "it is an encoder, which has no next token",
     "*For*Classification": "it classifies, and has no next token",

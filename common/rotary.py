@@ -5,22 +5,23 @@ The tables hold cosines and sines in float32, cast to the model's dtype, exactly
 computes them. A step looks its rows up by `positions`: the tables have no state to get out of step
 with a cache.
 
-Source: RoFormer, arXiv 2104.09864; "llama3" scaling: the Llama 3.1 model card.
+Source: RoFormer, arXiv 2104.09864. For texts longer than in training: `rope_scaling.py`.
 """
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
 
 import torch
+
+from common.roles import load
 
 Rotary = tuple[torch.Tensor, torch.Tensor]  # what a layer turns with, `Regions.rotary`
 
 
 @dataclass(frozen=True, slots=True)
 class RopeParameters:
-    """`rope_type` is "default", "linear" (uses `factor`) or "llama3" (uses everything)."""
+    """`rope_type` is "default", which uses `theta` alone, or a kind of `rope_scaling.READS`."""
 
     theta: float = 10_000.0
     rope_type: str = "default"
@@ -28,33 +29,18 @@ class RopeParameters:
     low_freq_factor: float = 1.0
     high_freq_factor: float = 4.0
     original_max_position_embeddings: int = 8192
+    beta_fast: float = 32.0
+    beta_slow: float = 1.0
+    attention_factor: float = 1.0  # of cosines and sines
 
 
 def inverse_frequencies(rope: RopeParameters, head_dim: int) -> torch.Tensor:
     """Radians a position, `[head_dim / 2]` float32."""
     exponents = torch.arange(0, head_dim, 2, dtype=torch.float32) / head_dim
     inv_freq = 1.0 / rope.theta**exponents
-    if rope.rope_type == "linear":
-        return inv_freq / rope.factor
-    if rope.rope_type == "llama3":
-        return _llama3(inv_freq, rope)
-    return inv_freq
-
-
-def _llama3(inv_freq: torch.Tensor, rope: RopeParameters) -> torch.Tensor:
-    """High frequencies stay, low ones are divided by `factor`, those between are blended:
-
-    wavelength    short |  original / high_freq_factor  ...  original / low_freq_factor  | long
-                  as is |                          blended                               | / factor
-    """
-    original = rope.original_max_position_embeddings
-    wavelength = 2 * math.pi / inv_freq
-    is_long = wavelength > original / rope.low_freq_factor
-    is_short = wavelength < original / rope.high_freq_factor
-    share_kept = original / wavelength - rope.low_freq_factor
-    share_kept = share_kept / (rope.high_freq_factor - rope.low_freq_factor)
-    blended = (1 - share_kept) * inv_freq / rope.factor + share_kept * inv_freq
-    return torch.where(is_long, inv_freq / rope.factor, torch.where(is_short, inv_freq, blended))
+    if rope.rope_type == "default":
+        return inv_freq
+    return load(f"common.rope_scaling:{rope.rope_type}")(inv_freq, rope)
 
 
 def rotary_table(
@@ -63,7 +49,7 @@ def rotary_table(
     """Computed on the CPU, so that it does not depend on the device."""
     positions = torch.arange(num_positions, dtype=torch.float32)
     angles = positions[:, None] * inverse_frequencies(rope, head_dim)
-    return torch.cat((angles.cos(), angles.sin()), dim=-1).to(dtype)
+    return torch.cat((angles.cos(), angles.sin()), dim=-1).mul_(rope.attention_factor).to(dtype)
 
 
 def rotary_factors(

@@ -8,7 +8,8 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import AutoConfig
+from transformers import AutoConfig, Qwen3Config
+from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 from transformers.models.qwen3.modeling_qwen3 import Qwen3RMSNorm, apply_rotary_pos_emb
 
@@ -17,13 +18,16 @@ from common.kernels.regions import rms_norm
 from common.loader import load_model
 from common.model_config import SUPPORTED_ARCHITECTURES, ModelConfig
 from common.rotary import inverse_frequencies, rotary_factors, rotary_table, rotate
+from common.tests.engine_oracle import checked_engine, make_oracle, serve
 from common.tests.model_cases import (
     CASES,
     LINEAR,
     LLAMA3,
+    YARN,
     PagedHarness,
     reference_logits,
     save_case,
+    tiny_config,
 )
 
 TOLERANCE = {torch.float32: 1e-4, torch.float64: 1e-9}
@@ -178,6 +182,51 @@ def test_llama3_scaling_test_covers_all_three_kinds_of_wavelength(checkpoints):
     assert (ratio == 1).any() and is_blended.any() and (ratio > 7.99).any()
 
 
+YARNS = {
+    "defaults": {},
+    "Qwen3's": dict(rope_theta=1e6, original_max_position_embeddings=32_768),
+    "bands": dict(beta_fast=5.0, beta_slow=0.5, rope_theta=90.0),
+    "one pair": dict(beta_fast=9.0, beta_slow=4.0),
+    "no range": dict(rope_theta=1e4, beta_fast=1e4, beta_slow=1e3),
+    "small base": dict(rope_theta=10.0, beta_fast=300.0, original_max_position_embeddings=2_000),
+    "no power of two": dict(factor=2.7),
+    "given": dict(attention_factor=0.7),
+    "mscale": dict(mscale=0.7, mscale_all_dim=1.3),
+    "half of mscale": dict(mscale=0.7),
+    "shorter": dict(factor=0.5),
+}
+
+
+@pytest.mark.parametrize("name", YARNS)
+@pytest.mark.parametrize("head_dim", [16, 64, 128])
+def test_yarn_has_the_angles_and_the_factor_of_transformers(name: str, head_dim: int) -> None:
+    rope = YARN | YARNS[name]
+    sizes = dict(head_dim=head_dim, num_key_value_heads=2)
+    theirs = tiny_config(Qwen3Config, **sizes, rope_parameters=dict(rope))
+    inv_freq, factor = ROPE_INIT_FUNCTIONS["yarn"](theirs)
+    ours = ModelConfig.from_hf(theirs.to_dict()).rope
+    assert torch.equal(inverse_frequencies(ours, head_dim), inv_freq)
+    assert ours.attention_factor == factor
+    cos = rotary_table(ours, head_dim, 50, torch.float64)[49, : head_dim // 2]
+    assert torch.equal(cos, ((49 * inv_freq).cos() * factor).double())
+
+
+def test_greedy_tokens_with_yarn_are_those_of_transformers(tmp_path: Path) -> None:
+    """Behind the length of the first training, too."""
+    oracle = make_oracle(save_case("qwen3-yarn", tmp_path), random_prompts(seed=5))
+    assert max(map(len, oracle.prompts)) > YARN["original_max_position_embeddings"]
+    engine = checked_engine(load_model(tmp_path, torch.float64), num_blocks=80, block_size=4)
+    serve(engine, oracle, list(range(len(oracle.prompts))), 6)
+    engine.close()
+
+
+def test_the_yarn_case_covers_what_stays_what_is_blended_and_what_is_divided(checkpoints) -> None:
+    config = ModelConfig.from_hf(read_config(checkpoints["qwen3-yarn"]))
+    plain = inverse_frequencies(config.rope.__class__(config.rope.theta), config.head_dim)
+    ratio = plain / inverse_frequencies(config.rope, config.head_dim)
+    assert ratio[0] == 1 and ((ratio > 1.01) & (ratio < 3.99)).any() and ratio[-1] > 3.99
+
+
 # -- configurations: accepted
 
 
@@ -189,7 +238,7 @@ def write_config(path: Path, fields: dict) -> None:
     (path / "config.json").write_text(json.dumps(fields))
 
 
-@pytest.mark.parametrize("name", ["qwen3", "qwen2-untied", "llama3-scaling"])
+@pytest.mark.parametrize("name", ["qwen3", "qwen2-untied", "llama3-scaling", "qwen3-yarn"])
 @pytest.mark.parametrize("type_key", ["rope_type", "type"])
 def test_old_spelling_of_rotary_parameters(name, type_key, tmp_path):
     save_case(name, tmp_path)
@@ -239,6 +288,20 @@ def test_mistral_has_a_window_in_every_layer(checkpoints):
     del fields["sliding_window"]
     assert ModelConfig.from_hf(fields).layer_windows == (4096,) * 3  # as transformers has it
     assert ModelConfig.from_hf(fields).num_unhidden == 64
+
+
+@pytest.mark.parametrize(("window", "is_said"), [(65, True), (64, False)])
+def test_a_window_larger_than_the_model_is_said_once(
+    window: int, is_said: bool, tmp_path: Path, caplog
+) -> None:
+    save_case("mistral-window", tmp_path, sliding_window=window)
+    with caplog.at_level(logging.WARNING):
+        model = load_model(tmp_path, torch.float64).model
+    said = "sliding_window is 65 and max_position_embeddings 64: it hides nothing"
+    assert [said in record.getMessage() for record in caplog.records] == [True] * is_said
+    assert not model.groups.have_windows
+    model.group_layers(64)
+    assert not model.groups.have_windows
 
 
 def test_qwen_has_a_window_only_where_it_is_switched_on(checkpoints):
@@ -292,7 +355,10 @@ REFUSED = {
         {"rope_parameters": {"rope_type": "default", "partial_rotary_factor": 0.25}},
         "partial_rotary_factor is 0.25",
     ),
-    "yarn": ({"rope_parameters": {"rope_type": "yarn", "factor": 4.0}}, "'yarn'"),
+    "longrope": ({"rope_parameters": {"rope_type": "longrope", "factor": 4.0}}, "'longrope'"),
+    "yarn without factor": ({"rope_parameters": {"rope_type": "yarn"}}, "factor is None"),
+    "yarn reversed": ({"rope_parameters": {**YARN, "beta_fast": 0.5}}, "it must exceed beta_slow"),
+    "yarn, truncate": ({"rope_parameters": {**YARN, "truncate": False}}, "truncate is False"),
     "dynamic, old": ({"rope_scaling": {"type": "dynamic", "factor": 4.0}}, "'dynamic'"),
     "mrope": ({"rope_scaling": {"type": "default", "mrope_section": [1, 2]}}, "mrope_section"),
     "nested rope": ({"rope_parameters": {"full_attention": {"rope_theta": 1.0}}}, "full_attention"),

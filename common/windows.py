@@ -27,7 +27,6 @@ def check_windows(config: EngineConfig, groups: LayerGroups) -> None:
         "batch_invariant": config.batch_invariant,
         "kv_tiers": config.kv_tiers is not None,
         "kv_connector": config.kv_connector is not None,
-        "events": config.events is not None,
         f"prefix_cache={config.prefix_cache!r}": config.prefix_cache not in (None, "hash"),
         f"scheduler={config.scheduler!r}": config.scheduler != "two_phase",
         "an attention_backend of one's own": not isinstance(backend, str),

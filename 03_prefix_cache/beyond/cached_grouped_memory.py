@@ -62,6 +62,7 @@ class CachedGroupedMemory(GroupedKVMemory):
         """As without groups. Which blocks these are is asked again when they are held."""
         if request.request_id in self._published:
             raise ValueError(f"request {request.request_id!r} has a block table already")
+        self.acts_for = request.request_id
         if request.sampling_params.skip_reading_prefix_cache:
             return ComputedBlocks()
         chain = self._chains.chain(request, (request.num_tokens - 1) // self.block_size)
@@ -107,6 +108,7 @@ class CachedGroupedMemory(GroupedKVMemory):
         computed: ComputedBlocks | None = None,
     ) -> bool:
         name, computed = request.request_id, computed or ComputedBlocks()
+        self.acts_for = name
         is_admission = name not in self._published
         num_found = computed.num_tokens // self.block_size
         if num_found:
@@ -157,6 +159,7 @@ class CachedGroupedMemory(GroupedKVMemory):
         num_full = min(num_computed_tokens, request.num_tokens) // self.block_size
         if state is None or num_full <= state.num_blocks or state.num_withdrawn:
             return
+        self.acts_for = request.request_id
         chain = self._chains.known(request, num_full)
         given = chain[state.num_blocks : num_full]
         if self._minds_sharing(request) and any(

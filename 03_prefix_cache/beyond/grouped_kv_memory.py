@@ -166,6 +166,7 @@ class GroupedKVMemory(KVMemory):
         computed: ComputedBlocks | None = None,
     ) -> bool:
         name, num_found = request.request_id, 0 if computed is None else computed.num_tokens
+        self.acts_for = name
         for group in self._windows:
             group.give_up(request, self._may_be_given_up(request))
         end = request.num_computed_tokens + num_found + num_new_tokens
@@ -210,6 +211,7 @@ class GroupedKVMemory(KVMemory):
 
     def free(self, request: Request) -> None:
         """The deepest of all groups come first: a prefix holds in all of them, or is of no use."""
+        self.acts_for = request.request_id
         self._reserved_ends.pop(request.request_id, None)
         tables = [group.take_off(request.request_id) for group in self.groups]
         depths = [*zip_longest(*tables)][::-1]

@@ -55,7 +55,10 @@ class Event:
 
 @dataclass(frozen=True, slots=True)
 class Run(Event):
-    """The first line: what ran, and with what. `config` holds the engine's settings by name."""
+    """The first line: what ran, and with what. `config` holds the engine's settings by name.
+
+    With `windows` a request has a table for each of them (0 sees everything), and the
+    cache holds nothing: what nobody holds is free, and known until it is taken."""
 
     kind: ClassVar[str] = "run"
     version: int
@@ -71,6 +74,7 @@ class Run(Event):
     config: dict[str, Any]
     model: dict[str, Any]
     versions: dict[str, str]
+    windows: list[int] = field(default_factory=list)  # of its layers' groups, if any has one
 
 
 # -- requests
@@ -161,7 +165,7 @@ class Taken(Event):
 
 @dataclass(frozen=True, slots=True)
 class Shared(Event):
-    """One reference more for each of these cached blocks."""
+    """One reference more for each of these cached blocks, be it the first."""
 
     kind: ClassVar[str] = "shared"
     request: str | None
@@ -179,12 +183,14 @@ class Freed(Event):
 
 @dataclass(frozen=True, slots=True)
 class Table(Event):
-    """The request's block table is its first `keep` entries, and these behind them."""
+    """The request's block table is its first `keep` entries, and these behind them. 0 is an entry
+    that was given up, since no token to come sees it."""
 
     kind: ClassVar[str] = "table"
     request: str
     keep: int
     blocks: list[int]
+    group: int = 0
 
 
 # -- the prefix cache
@@ -193,11 +199,13 @@ class Table(Event):
 @dataclass(frozen=True, slots=True)
 class Matched(Event):
     """The longest cached prefix of a request was looked up: these blocks, head first, are used
-    now. A look-up that finds nothing leaves no trace."""
+    now. A look-up that finds nothing leaves no trace. With groups it is noted for each of them, and
+    `blocks` stand at the end of the prefix: what is in front of them nobody sees."""
 
     kind: ClassVar[str] = "matched"
     request: str | None
     blocks: list[int]
+    group: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -216,6 +224,7 @@ class Published(Event):
     kept: list[int]
     hashes: list[str] = field(default_factory=list)
     node_heads: list[int] = field(default_factory=list)
+    group: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -229,7 +238,8 @@ class Split(Event):
 @dataclass(frozen=True, slots=True)
 class Evicted(Event):
     """The cache gave these blocks up, and they are free, in this order, but for those that somebody
-    holds: they were withdrawn, since a request with them ended in an error. Children come first."""
+    holds: they were withdrawn, since a request with them ended in an error. Children come first.
+    With groups: what was in them is not known any more, since somebody has taken them."""
 
     kind: ClassVar[str] = "evicted"
     blocks: list[int]
@@ -335,8 +345,10 @@ class Snapshot(Event):
     `requests`, in the order of arrival: "request", "prompt", "prompt_pieces", "max_tokens",
     "priority", "tenant", "order_key", "adapter", "grammar", "arrived_at", "outputs", "pieces",
     "table", "num_computed_tokens", "num_cached_tokens", "num_preemptions", "highest" (the position
-    up to which it was ever computed). `cached`, with those that nobody uses in the order of
-    eviction: "block", "parent" (a block or null), "tokens", "tenant", "hash". `loads`: "request",
+    up to which it was ever computed), "tables" of the groups behind the first. `cached`, with those
+    that nobody uses in the order of eviction: "block", "parent" (a block or null), "tokens",
+    "tenant", "hash"; with groups "group", "place" (its index in tables), no tenant, and no parent,
+    which may be gone. `loads`: "request",
     "prefix", "blocks", "has_arrived". `under_way`, the oldest first: "step", "requests", "starts",
     "num_tokens", "drafts" of each plan, without those who have ended since."""
 

@@ -12,7 +12,7 @@ import logging
 import platform
 import time
 import weakref
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TextIO
@@ -66,6 +66,10 @@ class EventLog:
         """Within a step: where the next event goes."""
         return len(self._pending)
 
+    def ends_with(self, event: Event) -> bool:
+        """It was noted last, and is not written yet."""
+        return bool(self._pending) and self._pending[-1] is event
+
     def note_at(self, position: int, event: Event) -> None:
         """What is known only now, and led to what was noted since."""
         self._pending.insert(position, event)
@@ -109,7 +113,13 @@ def open_file(path: Path) -> TextIO:
 # -- the run line
 
 
-def describe_run(config: EngineConfig, facts: ModelFacts, num_blocks: int, overlaps: bool) -> Run:
+def describe_run(
+    config: EngineConfig,
+    facts: ModelFacts,
+    num_blocks: int,
+    overlaps: bool,
+    windows: Sequence[int | None],
+) -> Run:
     model = facts.config
     return Run(
         version=VERSION,
@@ -136,6 +146,7 @@ def describe_run(config: EngineConfig, facts: ModelFacts, num_blocks: int, overl
             "dtype": str(facts.dtype).removeprefix("torch."),
         },
         versions={"python": platform.python_version(), **_versions()},
+        windows=[window or 0 for window in windows],
     )
 
 

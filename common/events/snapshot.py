@@ -9,6 +9,7 @@ from typing import Any
 from common.events.event_kinds import Snapshot
 from common.events.event_log import EventLog, TextPieces, label_of
 from common.events.watched_scheduler import RequestWatch
+from grouped_prefix_cache import GroupedPrefixCache
 from prefix_cache import NormalKeys, PrefixCache, extra_keys_of, normalise_extra_keys
 from request import Request
 from scheduler_books import SchedulerBooks
@@ -36,7 +37,7 @@ def take_snapshot(
         list(books.running),
         [block.block_id for block in memory.pool.free_order()],
         [] if cache is None else _cached_rows(cache),
-        [] if cache is None else [i for i in cache.cached_block_ids() if _begins_node(cache, i)],
+        [] if cache is None else _node_heads(cache),
         [
             {
                 "request": load.request.request_id,
@@ -73,7 +74,7 @@ def _request_row(
         "arrived_at": watch.log.since_start(request.arrival_time),
         "outputs": outputs,
         "pieces": texts.add(request, outputs),
-        "table": list(watch.memory.memory.get_block_ids(name)),
+        **_tables(watch.memory.memory.get_tables(name)),
         "num_computed_tokens": request.num_computed_tokens,
         "num_cached_tokens": request.num_cached_tokens,
         "num_preemptions": request.num_preemptions,
@@ -102,7 +103,25 @@ def _plan_row(step: int, plan: SchedulerOutput, books: SchedulerBooks) -> dict[s
     return {"step": step, **columns, "drafts": drafts}
 
 
-def _cached_rows(cache: PrefixCache) -> list[dict[str, Any]]:
+def _tables(tables: Sequence[Sequence[int]]) -> dict[str, Any]:
+    first, *others = map(list, tables)
+    return {"table": first, **({"tables": others} if others else {})}
+
+
+def _cached_rows(cache: PrefixCache | GroupedPrefixCache) -> list[dict[str, Any]]:
+    if isinstance(cache, GroupedPrefixCache):
+        return [
+            {
+                "block": known.block.block_id,
+                "parent": None,
+                "tokens": list(known.chain[known.index][1]),
+                "tenant": "",
+                "hash": known.key[1].hex()[:8],
+                "group": known.group,
+                "place": known.index,
+            }
+            for known in cache.cached_prefixes()
+        ]
     prefixes, size = list(cache.cached_prefixes()), cache.block_size
     ids: dict[tuple[NormalKeys, tuple[int, ...]], int] = {}
     for prefix in prefixes:
@@ -119,5 +138,8 @@ def _cached_rows(cache: PrefixCache) -> list[dict[str, Any]]:
     ]
 
 
-def _begins_node(cache: PrefixCache, block_id: int) -> bool:
-    return cache.begins_node(cache.pool.blocks[block_id])
+def _node_heads(cache: PrefixCache | GroupedPrefixCache) -> list[int]:
+    if isinstance(cache, GroupedPrefixCache):
+        return []
+    blocks = (cache.pool.blocks[block_id] for block_id in cache.cached_block_ids())
+    return [block.block_id for block in blocks if cache.begins_node(block)]

@@ -54,7 +54,8 @@ class Watch:
         name_of = parts.adapters.name_of if parts.adapters else lambda digest: None
         self.requests = RequestWatch(self.log, texts, self.memory, name_of)
         num_blocks, overlaps = parts.side.kv_cache.num_blocks, parts.plans_under_way is not None
-        self.run = describe_run(config, parts.side.model, num_blocks, overlaps)
+        windows = self.memory.windows
+        self.run = describe_run(config, parts.side.model, num_blocks, overlaps, windows)
         self.log.note(self.run)
         under_way = self.recorder.plans_under_way
         self.scheduler = StepWatch(inner, self.requests, len(under_way))

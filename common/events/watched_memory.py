@@ -33,6 +33,7 @@ from common.events.event_kinds import (
     Taken,
 )
 from common.events.event_log import EventLog
+from grouped_kv_memory import GroupedKVMemory
 from kv_connector import KVConnector
 from kv_loads import KVLoads, Load, LoadListener
 from kv_memory import KVMemory
@@ -46,6 +47,7 @@ from prefix_cache import (
     PrefixMatch,
     PrefixPath,
 )
+from request_chain import Link
 
 
 class LoadingMemory(Protocol):
@@ -60,9 +62,11 @@ class MemoryWatch(LoadListener):
     def __init__(self, log: EventLog, memory: KVMemory, connector: KVConnector | None) -> None:
         self.log, self.memory, self.connector = log, memory, connector
         self.pool, self.cache = memory.pool, memory.cache
+        self._groups = memory.groups if isinstance(memory, GroupedKVMemory) else ()
+        self.windows = memory.windows if isinstance(memory, GroupedKVMemory) else ()
         self._loads_for: str | None = None
         self._num_loaded = {} if connector is None else dict(connector.num_loaded_blocks())
-        self._tables: dict[str, list[int]] = {}  # as they are on film
+        self._tables: dict[str, list[list[int]]] = {}  # of groups, as they are on film
         self._touched: str | None = None  # for whom the pool worked last
         self.num_found = 0  # tokens, by the last look-up
 
@@ -72,22 +76,35 @@ class MemoryWatch(LoadListener):
 
     def put_in(self, request_ids: Sequence[str]) -> None:
         """`request_ids` may have tables by now."""
-        self._tables = {name: list(self.memory.get_block_ids(name)) for name in request_ids}
+        self._tables = {name: self._tables_of(name) for name in request_ids}
         pool = cast(BlockPool, PoolWatch(self.pool, self))
-        self.memory.pool = pool
+        self._put_in_pool(pool)
         if self.cache is None:
             return
-        self.cache.pool = pool
+        if self._groups:
+            self.memory.cache = cast(PrefixCache, GroupedCacheWatch(self.cache, self))
+            return
         self.cache.tell_of_cuts(lambda block_id: self.note(Split(block_id)))
         cache = self.memory.cache = cast(PrefixCache, CacheWatch(self.cache, self))
         if self.loads is not None:
             self.loads.cache, self.loads.listener = cache, self
 
+    def _put_in_pool(self, pool: BlockPool) -> None:
+        """Where the memory, its groups and the cache have theirs."""
+        caches = () if self.cache is None else (self.cache,)
+        for holder in (self.memory, *self._groups, *caches):
+            holder.pool = pool
+
+    def _tables_of(self, request_id: str) -> list[list[int]]:
+        return [list(ids) for ids in self.memory.get_tables(request_id)]
+
     def take_out(self) -> None:
-        self.memory.pool = self.pool
+        self._put_in_pool(self.pool)
         if self.cache is None:
             return
-        self.memory.cache, self.cache.pool = self.cache, self.pool
+        self.memory.cache = self.cache
+        if self._groups:
+            return
         self.cache.tell_of_cuts(None)
         if self.loads is not None:
             self.loads.cache, self.loads.listener = self.cache, LoadListener()
@@ -119,16 +136,17 @@ class MemoryWatch(LoadListener):
         request_id, self._touched = self._touched, None
         if request_id is None:
             return
-        now, before = list(self.memory.get_block_ids(request_id)), self._tables.get(request_id, [])
-        if now == before:
-            return
-        keep = 0
-        while keep < min(len(now), len(before)) and now[keep] == before[keep]:
-            keep += 1
-        self._tables[request_id] = now
-        if not now:
+        tables = self._tables_of(request_id)
+        known = self._tables.get(request_id) or [[] for _ in tables]
+        for group, (now, before) in enumerate(zip(tables, known, strict=True)):
+            keep = 0
+            while keep < min(len(now), len(before)) and now[keep] == before[keep]:
+                keep += 1
+            if now != before:
+                self.log.note(Table(request_id, keep, now[keep:], group))
+        self._tables[request_id] = tables
+        if not any(tables):
             del self._tables[request_id]
-        self.log.note(Table(request_id, keep, now[keep:]))
 
     # -- loads
 
@@ -186,6 +204,11 @@ class PoolWatch:
             self._watch.note_pool(Freed(self._watch.who, _ids(blocks)))
         else:
             self._watch.note_pool(Evicted(_ids(blocks)))
+
+    def reclaim(self, blocks: Sequence[Block]) -> None:
+        self._pool.reclaim(blocks)
+        if self.says is not None and blocks:
+            self._watch.note_pool(Shared(self._watch.who, _ids(blocks)))
 
     @contextmanager
     def saying(self, says: type[Evicted] | None) -> Iterator[None]:
@@ -266,6 +289,57 @@ class CacheWatch:
     def reset(self) -> bool:
         with self._pool.saying(Evicted):
             return self._cache.reset()
+
+
+class GroupedCacheWatch(CacheWatch):
+    """A `GroupedPrefixCache`: known blocks that nobody holds are the pool's."""
+
+    _cache: Any
+    _found: Sequence[Sequence[Block]] = ()
+    _published = Published("", 0, [], [])  # last
+
+    def find(self, chain: Sequence[Link], num_blocks: int) -> list[list[Block]]:
+        self._found = found = self._cache.find(chain, num_blocks)
+        return found
+
+    def hold(self, blocks: Sequence[Block]) -> None:
+        """What was found last."""
+        for group, found in enumerate(self._found):
+            self._watch.note(Matched(self._watch.who, _ids(found), group))
+        self._cache.hold(blocks)
+
+    def publish(self, group: int, chain: list[Link], index: int, block: Block) -> Block:
+        who, last = self._watch.who or "", self._published
+        goes_on = (last.request, last.group, last.start + len(last.given)) == (who, group, index)
+        if not goes_on or not self._watch.log.ends_with(last):
+            self._watch.settle()
+            last = self._published = Published(who, index, [], [], [], [], group)
+            self._watch.note_published(last)
+        with self._pool.saying(None):
+            kept = self._cache.publish(group, chain, index, block)
+        last.given.append(block.block_id)
+        last.kept.append(kept.block_id)
+        last.hashes.append(chain[index][0].hex()[:8])
+        return kept
+
+    def forget(self, blocks: Sequence[Block]) -> None:
+        with self._noting_what_goes():
+            self._cache.forget(blocks)
+
+    def withdraw(self, chain: Sequence[Link]) -> int | None:  # pyright: ignore[reportIncompatibleMethodOverride]
+        with self._noting_what_goes():
+            return self._cache.withdraw(chain)
+
+    def reset(self) -> bool:
+        with self._noting_what_goes():
+            return self._cache.reset()
+
+    @contextmanager
+    def _noting_what_goes(self) -> Iterator[None]:
+        before = [known.block for known in self._cache.cached_prefixes()]
+        yield
+        if gone := [block.block_id for block in before if not self._cache.knows(block)]:
+            self._watch.note(Evicted(gone))
 
 
 def _ids(blocks: Sequence[HasBlockId]) -> list[int]:

@@ -106,5 +106,5 @@ def _first_call(model: DecoderModel, norm: Callable, rotate: Callable) -> None:
     rotary = rotary_factors(model.rotary_table, torch.zeros(num_tokens, dtype=torch.int64))
     for tensor in (hidden, qk, *rotary):
         torch._dynamo.mark_dynamic(tensor, 0)
-    norm(hidden, layer.input_norm_weight, layer.eps)
+    norm(hidden, model.norm_weight, layer.eps)
     rotate(qk, layer.qk_norm_weight, layer.eps, rotary)

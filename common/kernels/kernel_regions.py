@@ -58,10 +58,12 @@ class KernelRegions(Regions):
         matrix: Linear,
         hidden: torch.Tensor,
         x: torch.Tensor,
-        weight: torch.Tensor,
+        weight: torch.Tensor | None,
         eps: float,
         post_weight: torch.Tensor | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor]:
+        if weight is None:
+            return super().add_and_norm(matrix, hidden, x, weight, eps, post_weight)
         delta = matrix(x)
         if post_weight is not None:
             delta = self.rms_norm(delta, post_weight, eps)

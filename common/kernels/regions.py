@@ -86,13 +86,13 @@ class Regions:
         matrix: Linear,
         hidden: torch.Tensor,  # [num_tokens, hidden_size], may be overwritten
         x: torch.Tensor,
-        weight: torch.Tensor,  # [hidden_size]
+        weight: torch.Tensor | None,  # [hidden_size]; None: it is not normed, and given twice
         eps: float,
         post_weight: torch.Tensor | None = None,  # [hidden_size]
     ) -> tuple[torch.Tensor, torch.Tensor]:  # like hidden
         """What `add` gives, as it is and normed."""
         hidden = self.add(matrix, hidden, x, eps, post_weight)
-        return hidden, self.rms_norm(hidden, weight, eps)
+        return hidden, hidden if weight is None else self.rms_norm(hidden, weight, eps)
 
     def add(
         self,

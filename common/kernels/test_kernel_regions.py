@@ -55,6 +55,7 @@ def all_logits(harness: PagedHarness) -> list[torch.Tensor]:
         ("llama-biases", "heads", torch.float32, 1e-5),
         ("gemma3", "slots", torch.bfloat16, 2e-1),  # its attention is sharp
         ("gemma3-biases", "heads", torch.float32, 1e-5),
+        ("olmo3", "slots", torch.float32, 1e-5),
     ],
 )
 def test_the_logits_are_those_of_float64(
@@ -79,8 +80,12 @@ def test_the_logits_are_those_of_float64(
         assert (one - wanted).abs().max() <= tolerance * wanted.abs().max()
         assert dtype != torch.float32 or torch.equal(one.argmax(-1), wanted.argmax(-1))
     num_layers = len(STEPS) * plain.config.num_hidden_layers
-    own = () if name.startswith("gemma3") else ("silu_and_multiply",)  # GELU has no kernel
-    for kernel in ("add_rms_norm", "rotate_and_write", *own):
+    own = {"add_rms_norm", "rotate_and_write", "silu_and_multiply"}
+    if name.startswith("gemma3"):
+        own.remove("silu_and_multiply")  # GELU has no kernel
+    if name == "olmo3":
+        own.remove("add_rms_norm")  # what comes to its MLP is not normed
+    for kernel in own:
         assert launched.count(f"_{kernel}_kernel") == num_layers
     assert "_write_kv_kernel" not in launched, "it is part of rotate_and_write"
 

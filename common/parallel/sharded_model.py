@@ -65,6 +65,11 @@ def rank_config(config: ModelConfig, ranks: Ranks) -> ModelConfig:
 
 
 def _check_divisible(config: ModelConfig, size: int) -> None:
+    if size > 1 and config.blocks[0] == "post-norm attention":
+        raise ValueError(
+            f"tensor_parallel_size is {size}: {config.architecture} norms the queries of all heads "
+            "as one vector, and no rank has them all; it must be 1"
+        )
     heads, kv_heads = config.num_attention_heads, config.num_key_value_heads
     inner, vocab = math.gcd(*config.mlp_sizes), config.vocab_size
 

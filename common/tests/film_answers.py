@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from functools import cache
+
 import torch
-from transformers import AutoModelForCausalLM, GenerationConfig
+from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig, PreTrainedModel
 
 from common.engine_config import SHIPPED_CHECKPOINT
 from common.tests.engine_oracle import greedy
@@ -11,27 +13,40 @@ from common.tokenizer import Tokenizer
 from common.workshop.watch.workloads import Script, Visit
 
 
+@cache
+def _model(window: int | None) -> PreTrainedModel:
+    """Every second layer sees no more than `window`."""
+    config = AutoConfig.from_pretrained(SHIPPED_CHECKPOINT)
+    if window is not None:
+        config.use_sliding_window, config.sliding_window = True, window
+        kinds = "full_attention", "sliding_attention"
+        config.layer_types = [kinds[i % 2] for i in range(config.num_hidden_layers)]
+    model = AutoModelForCausalLM.from_pretrained(
+        SHIPPED_CHECKPOINT, config=config, dtype=torch.float64
+    )
+    model.generation_config.eos_token_id = None
+    return model
+
+
 class Answers:
     """Each prompt is continued once, as far as anybody wants."""
 
     def __init__(self, tokenizer: Tokenizer) -> None:
-        self._model = AutoModelForCausalLM.from_pretrained(SHIPPED_CHECKPOINT, dtype=torch.float64)
         generation = GenerationConfig.from_pretrained(SHIPPED_CHECKPOINT)
         eos = generation.eos_token_id
         self._eos = set(eos if isinstance(eos, list) else [eos])
-        self._model.generation_config.eos_token_id = None
         self._tokenizer = tokenizer
-        self._known: dict[tuple[str, int], list[int]] = {}
+        self._known: dict[tuple[int | None, str, int], list[int]] = {}
 
     def of(self, script: Script) -> dict[str, list[int]]:
         """The tokens of each request."""
-        return {visit.name: self._of(visit) for visit in script.visits}
+        return {visit.name: self._of(visit, script.window) for visit in script.visits}
 
-    def _of(self, visit: Visit) -> list[int]:
-        known = (visit.prompt, visit.max_tokens)
+    def _of(self, visit: Visit, window: int | None) -> list[int]:
+        known = (window, visit.prompt, visit.max_tokens)
         if known not in self._known:
             prompt = self._tokenizer.encode(visit.prompt)
-            self._known[known] = greedy(self._model, prompt, visit.max_tokens)
+            self._known[known] = greedy(_model(window), prompt, visit.max_tokens)
         tokens = self._known[known]
         for end in range(1, len(tokens) + 1):
             text = self._tokenizer.decode(tokens[:end])

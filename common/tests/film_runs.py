@@ -15,6 +15,8 @@ from common.events.event_log import label_of
 from common.tests.engine_oracle import MAX_TOKENS, Oracle, paged_runner
 from common.tokenizer import Tokenizer
 from common.workshop.replay.film import State
+from grouped_kv_memory import GroupedKVMemory
+from grouped_prefix_cache import GroupedPrefixCache
 from loading_kv_cache_manager import LoadingKVCacheManager
 from prefix_cache import PrefixCache
 from prefix_cache_local import PrefixCacheLocal
@@ -31,7 +33,7 @@ def state_of_engine(engine: LLMEngine) -> dict[str, Any]:
     state = {
         "ref_cnt": [block.ref_cnt for block in pool.blocks],
         "free": [block.block_id for block in pool.free_order()],
-        "tables": {name: list(table.block_ids) for name, table in manager._tables.items()},
+        "tables": _tables_of(manager),
         "waiting": queue_of(engine),
         "running": list(scheduler.running),
         "computed": {n: r.num_computed_tokens for n, r in scheduler.requests.items()},
@@ -46,7 +48,12 @@ def state_of_engine(engine: LLMEngine) -> dict[str, Any]:
         "loads": {},
         "loaded": {},
     }
-    if cache is not None:
+    if isinstance(cache, GroupedPrefixCache):
+        known = {prefix.block.block_id: prefix for prefix in cache.cached_prefixes()}
+        state["eviction order"] = [block for block in state["free"] if block in known]
+        state["hashes"] = {b: p.key[1].hex()[:8] for b, p in known.items()}
+        state["cached"] = {b: (p.chain[p.index][1], p.group, p.index) for b, p in known.items()}
+    elif cache is not None:
         for prefix in cache.cached_prefixes():
             name = prefix.block.block_id
             state["cached"][name] = (prefix.token_ids, label_of(prefix.extra_keys))
@@ -78,6 +85,12 @@ def state_of_engine(engine: LLMEngine) -> dict[str, Any]:
     return state
 
 
+def _tables_of(manager: Any) -> dict[str, list[list[int]]]:
+    groups = manager.groups if isinstance(manager, GroupedKVMemory) else [manager]
+    names = [name for group in groups for name in group._tables]
+    return {name: [list(group.get_block_ids(name)) for group in groups] for name in names}
+
+
 def cache_of(engine: LLMEngine) -> PrefixCache | None:
     """Its own, and not what looks on."""
     return engine.prefix_cache if engine._watch is None else engine._watch.memory.cache
@@ -97,7 +110,7 @@ def state_of_film(state: State) -> dict[str, Any]:
     found = {
         "ref_cnt": state.ref_cnt,
         "free": list(state.free),
-        "tables": {n: r.table for n, r in state.requests.items() if r.table},
+        "tables": {n: r.tables for n, r in state.requests.items() if any(r.tables)},
         "waiting": state.waiting,
         "running": list(state.running),
         "computed": {n: r.num_computed_tokens for n, r in unfinished.items()},
@@ -106,7 +119,10 @@ def state_of_film(state: State) -> dict[str, Any]:
         "outputs": {n: r.outputs for n, r in unfinished.items()},
         "limits": {n: r.max_tokens for n, r in unfinished.items()},
         "under way": len(state.under_way),
-        "cached": {b: (state.prefix_of(b), c.tenant) for b, c in state.cached.items()},
+        "cached": {
+            b: (state.prefix_of(b), c.tenant) if c.place is None else (c.tokens, c.group, c.place)
+            for b, c in state.cached.items()
+        },
         "eviction order": state.eviction_order(),
         "nodes": sorted(state.nodes()) if has_tree else [],
         "loads": {n: (x.prefix, x.blocks, x.has_arrived) for n, x in state.loads.items()},

@@ -11,6 +11,7 @@ from transformers import (
     LlamaConfig,
     MistralConfig,
     MixtralConfig,
+    Olmo3Config,
     PreTrainedConfig,
     Qwen2Config,
     Qwen3Config,
@@ -27,6 +28,8 @@ SHAPE = {**SIZES, **LIMITS, **NO_TOKENS}
 BANDS = dict(low_freq_factor=1.0, high_freq_factor=4.0, original_max_position_embeddings=64)
 LLAMA3 = dict(rope_type="llama3", rope_theta=10_000.0, factor=8.0, **BANDS)
 LINEAR = dict(rope_type="linear", rope_theta=500.0, factor=2.5)
+# Of eight pairs of channels the first stays, the last is divided, and between them are shares.
+YARN = dict(rope_type="yarn", rope_theta=50.0, factor=4.0, original_max_position_embeddings=24)
 LOCAL = dict(rope_type="default", rope_theta=30.0)
 F, W = "full_attention", "sliding_attention"
 
@@ -34,6 +37,10 @@ EXPERTS = dict(num_experts=5, num_experts_per_tok=3, moe_intermediate_size=24)
 # Query heads per KV head: 1, 2 and 4. head_dim: 8 is the quotient, others are not.
 CASES: dict[str, tuple[type[PreTrainedConfig], dict]] = {
     "qwen3": (Qwen3Config, dict(num_key_value_heads=2, head_dim=16, tie_word_embeddings=True)),
+    "qwen3-yarn": (
+        Qwen3Config,
+        dict(num_key_value_heads=2, head_dim=16, rope_parameters=YARN | dict(beta_fast=2.0)),
+    ),
     "qwen3-biases": (Qwen3Config, dict(num_key_value_heads=1, head_dim=8, attention_bias=True)),
     "qwen2": (Qwen2Config, dict(num_key_value_heads=4, tie_word_embeddings=True)),
     "qwen2-untied": (Qwen2Config, dict(num_key_value_heads=2, rope_parameters=LINEAR)),
@@ -60,6 +67,15 @@ CASES: dict[str, tuple[type[PreTrainedConfig], dict]] = {
         Gemma3TextConfig,
         dict(num_key_value_heads=1, head_dim=24, attention_bias=True, tie_word_embeddings=False)
         | dict(sliding_window=64),
+    ),
+    "olmo3": (
+        Olmo3Config,
+        dict(num_key_value_heads=2, sliding_window=48, layer_types=[W, F, W])
+        | dict(rope_parameters={F: YARN, W: LOCAL}),
+    ),
+    "olmo3-biases": (  # windows by its pattern: the fourth layer sees all
+        Olmo3Config,
+        dict(num_key_value_heads=4, attention_bias=True, num_hidden_layers=4, sliding_window=48),
     ),
     "qwen3-moe": (
         Qwen3MoeConfig,

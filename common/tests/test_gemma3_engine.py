@@ -1,6 +1,6 @@
-"""An engine over Gemma 3, whose layers are of two kinds: greedy tokens are those of `transformers`,
-in float64, with prompts far longer than the window; and what a configuration or a checkpoint may
-not say. Logits of whole prompts are compared in `common/test_model.py`."""
+"""An engine over Gemma 3 or OLMo 3, whose layers are of two kinds: greedy tokens are those of
+`transformers`, in float64, with prompts far longer than the window; and what a configuration or a
+checkpoint may not say. Logits of whole prompts are compared in `common/test_model.py`."""
 
 from __future__ import annotations
 
@@ -17,6 +17,8 @@ from common.kernels.compiled_regions import norm_and_rotate_region, rms_norm_reg
 from common.kernels.regions import Regions
 from common.loader import LoadedModel, load_model
 from common.model_config import ModelConfig
+from common.parallel.ranks import Ranks
+from common.parallel.sharded_model import rank_config
 from common.tests.adapter_cases import KINDS, by_peft, save_adapter
 from common.tests.engine_oracle import (
     Oracle,
@@ -27,17 +29,31 @@ from common.tests.engine_oracle import (
     random_prompts,
     serve_a_crowd,
 )
-from common.tests.model_cases import LINEAR, LOCAL, F, PagedHarness, W, reference_logits, save_case
+from common.tests.model_cases import (
+    LINEAR,
+    LOCAL,
+    YARN,
+    F,
+    PagedHarness,
+    W,
+    reference_logits,
+    save_case,
+)
 from common.tests.test_compile_engine import calls, plain
 from request import SamplingParams
 
 __all__ = ["calls", "plain"]
 pytestmark = pytest.mark.usefixtures("one_thread")
 LONG = dict(max_position_embeddings=256, initializer_range=0.6)
+TWO = dict(sliding_window=6, num_hidden_layers=4, layer_types=[W, W, F, W])
 # Layers of one kind, and of two: window layers turn by angles of their own in both.
-CASES: dict[str, dict] = {
-    "two kinds": dict(sliding_window=6, num_hidden_layers=4, layer_types=[W, W, F, W]),
-    "one kind": dict(sliding_window=9, layer_types=[W, W, W], tie_word_embeddings=False),
+CASES: dict[str, tuple[str, dict]] = {
+    "two kinds": ("gemma3", TWO),
+    "one kind": (
+        "gemma3",
+        dict(sliding_window=9, layer_types=[W, W, W], tie_word_embeddings=False),
+    ),
+    "OLMo 3": ("olmo3", TWO),
 }
 SETTINGS: dict[str, dict] = {
     "whole prompts": dict(chunked_prefill=False, prefix_cache=None, block_size=16),
@@ -51,7 +67,8 @@ SETTINGS: dict[str, dict] = {
 
 @pytest.fixture(scope="module", params=CASES)
 def gemma(request, tmp_path_factory: pytest.TempPathFactory) -> tuple[Oracle, LoadedModel]:
-    path = save_case("gemma3", tmp_path_factory.mktemp("gemma"), 4, **LONG | CASES[request.param])
+    name, fields = CASES[request.param]
+    path = save_case(name, tmp_path_factory.mktemp("gemma"), 4, **LONG | fields)
     oracle = make_oracle(path, random_prompts(7, vocab_size=89, longest=60, seed=2))
     assert len({t for tokens in oracle.continuations for t in tokens}) > 30, "output is too uniform"
     return oracle, load_model(path, torch.float64)
@@ -74,18 +91,21 @@ def test_greedy_tokens_are_those_of_transformers(name, gemma) -> None:
 # -- up to the window nothing is refused
 
 
-@pytest.fixture(scope="module")
-def short(tmp_path_factory: pytest.TempPathFactory) -> Oracle:
-    path = save_case("gemma3", tmp_path_factory.mktemp("short"), 5)
+@pytest.fixture(scope="module", params=["gemma3", "olmo3"])
+def short(request, tmp_path_factory: pytest.TempPathFactory) -> Oracle:
+    path = save_case(request.param, tmp_path_factory.mktemp("short"), 5)
     return make_oracle(path, random_prompts(4, vocab_size=89, longest=20, seed=3))
 
 
 def test_adapters_are_those_of_peft(short, tmp_path) -> None:
     """What an adapter adds to `o` and `down` is normed with what they give."""
     adapter = save_adapter(short.path, tmp_path / "own", **KINDS["everything"])
-    engine = checked_engine(
-        load_model(short.path, torch.float64), num_blocks=80, adapters={"own": adapter}
-    )
+    loaded = load_model(short.path, torch.float64)
+    if loaded.config.architecture == "Olmo3ForCausalLM":
+        with pytest.raises(ValueError, match="adapters: they are not built for Olmo3ForCausalLM"):
+            checked_engine(loaded, num_blocks=80, adapters={"own": adapter})
+        return
+    engine = checked_engine(loaded, num_blocks=80, adapters={"own": adapter})
     found = engine.generate_batch(short.prompts, greedy_params(6), adapter="own")
     expected = by_peft(short.path, adapter, short.prompts, 6)
     assert [o.outputs[0].token_ids for o in found.values()] == expected
@@ -147,7 +167,51 @@ def test_every_norm_is_loaded_strictly(tmp_path) -> None:
             load_model(path, torch.float64)
 
 
+@pytest.mark.parametrize("norm", ["self_attn.q_norm", "post_feedforward_layernorm"])
+def test_every_norm_of_olmo3_is_loaded_strictly(norm: str, tmp_path) -> None:
+    path = save_case("olmo3", tmp_path)
+    tensors = load_file(path / "model.safetensors")
+    del tensors[f"model.layers.1.{norm}.weight"]
+    save_file(tensors, path / "model.safetensors", metadata={"format": "pt"})
+    with pytest.raises(ValueError, match=f"lacks tensors .* model.layers.1.{norm}.weight"):
+        load_model(path, torch.float64)
+
+
+def test_olmo3_on_several_ranks_is_refused_by_name(tmp_path) -> None:
+    config = load_model(save_case("olmo3", tmp_path), torch.float64).config
+    with pytest.raises(ValueError, match="tensor_parallel_size is 2: Olmo3ForCausalLM norms"):
+        rank_config(config, Ranks(2))
+
+
 # -- configurations
+
+OLMO = dict(architectures=["Olmo3ForCausalLM"], model_type="olmo3", vocab_size=89)
+OLMO |= dict(hidden_size=32, intermediate_size=40, num_hidden_layers=8, num_attention_heads=4)
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {},
+        dict(rope_theta=7e4, rope_scaling={**YARN, "factor": 8.0}, sliding_window=7),
+        dict(rope_parameters={F: LINEAR, W: LOCAL}, num_key_value_heads=2),
+        dict(layer_types=[F] * 8, sliding_window_pattern=3),
+    ],
+)
+def test_olmo3_is_read_as_transformers_does(fields) -> None:
+    ours, theirs = ModelConfig.from_hf(OLMO | fields), AutoConfig.for_model(**OLMO | fields)
+    kinds = [theirs.sliding_window if kind == W else None for kind in theirs.layer_types]
+    assert ours.layer_windows == (tuple(kinds) if any(kinds) else ())
+    for rope, name in ((ours.rope, F), (ours.window_rope, W)):
+        assert rope is not None
+        wanted = theirs.rope_parameters[name]
+        assert (rope.rope_type, rope.theta) == (wanted["rope_type"], wanted["rope_theta"])
+        assert rope.factor == wanted.get("factor", 1.0)
+    for name in ("num_key_value_heads", "max_position_embeddings", "rms_norm_eps"):
+        assert getattr(ours, name) == getattr(theirs, name), name
+    assert ours.tie_word_embeddings == theirs.tie_word_embeddings
+    assert ours.eos_token_ids == (theirs.eos_token_id,)
+
 
 FIELDS = dict(architectures=["Gemma3ForCausalLM"], model_type="gemma3_text", vocab_size=89)
 FIELDS |= dict(hidden_size=32, intermediate_size=40, num_hidden_layers=8, num_attention_heads=4)
@@ -218,8 +282,8 @@ REFUSED = {
     "kinds too few": ({"layer_types": [W, F]}, "there are 8 layers"),
     "one rope for all": ({"rope_parameters": LINEAR}, "it must be an object of full_attention and"),
     "unknown rope": (
-        {"rope_parameters": {F: {"rope_type": "yarn", "factor": 2.0}}},
-        "rope_type is 'yarn'",
+        {"rope_parameters": {F: {"rope_type": "dynamic", "factor": 2.0}}},
+        "rope_type is 'dynamic'",
     ),
 }
 

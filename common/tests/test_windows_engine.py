@@ -3,7 +3,6 @@ is switched on beside them. Slots that nobody has written to are NaN, the null b
 
 from __future__ import annotations
 
-import io
 import json
 import random
 import re
@@ -23,6 +22,7 @@ from transformers import (
 from cached_kv_cache_manager import CachedKVCacheManager
 from common.engine import LLMEngine
 from common.engine_config import SHIPPED_CHECKPOINT, EngineConfig
+from common.events.event_kinds import Matched, Planned, read_events
 from common.llm import LLM
 from common.loader import LoadedModel, load_model
 from common.runner.model_runner import PagedModelRunner
@@ -38,6 +38,8 @@ from common.tests.engine_oracle import (
     serve_a_crowd,
     tiny_config,
 )
+from common.tests.film_runs import RecordedRun, check_film, replay
+from common.tests.film_runs import serve as record_run
 from common.tests.local_stages import pipelined_engine
 from common.tests.test_compile_engine import calls, plain
 from common.tests.test_graphs_engine import graph_engine
@@ -222,6 +224,61 @@ def test_interpreted_kernels(graphs, chunked_prefill, windowed) -> None:
     engine.close()
 
 
+@pytest.mark.sample(seed=4)
+@pytest.mark.parametrize("first_step", [0, 4])
+@pytest.mark.parametrize("seed", range(20))
+def test_a_film_is_the_engine_whenever_it_begins(
+    seed: int, first_step: int, windowed: tuple[Oracle, LoadedModel], tmp_path: Path
+) -> None:
+    """Tables of all groups, the free order, and what of which group can be found."""
+    oracle, loaded = windowed
+    config = draw_config(random.Random(seed), oracle, loaded)
+    recorded = record_run(
+        tmp_path / "run.jsonl", loaded, None, oracle.prompts, seed, first_step=first_step, **config
+    )
+    check_film(recorded)
+    if config["prefix_cache"] and not first_step:
+        assert replay(recorded, without="evicted") or not noted(recorded, "evicted")
+        assert replay(recorded, without="table")
+
+
+def test_a_film_that_begins_late_knows_what_can_be_found(
+    windowed: tuple[Oracle, LoadedModel], tmp_path: Path
+) -> None:
+    """And who waits for the block that another computes."""
+    oracle, loaded = windowed
+    sizes = dict(num_blocks=400, block_size=2, max_num_batched_tokens=64, max_num_seqs=4)
+    engine = checked_engine(loaded, **sizes)
+    index = max(range(len(oracle.prompts)), key=lambda i: len(oracle.prompts[i]))
+    serve(engine, oracle, [index], 4)
+    recorded = RecordedRun(tmp_path / "run.jsonl")
+    engine.watch(recorded.path)
+    recorded.look(engine)
+    for names in ("ab", "c"):  # the last publishes alone, step after step
+        for name in names:
+            params = SamplingParams(temperature=0, max_tokens=9, ignore_eos=True)
+            engine.add_request(name, [*oracle.prompts[index], 1, 2, 3, 4], params)
+        while engine.has_unfinished_requests():
+            engine.step()
+            recorded.look(engine)
+    engine.close()
+    check_film(recorded)
+    events = list(read_events(recorded.path))
+    assert next(event.parents for event in events if isinstance(event, Planned)) == {"b": "a"}
+    found = [event for event in events if isinstance(event, Matched)]
+    groups = {event.group for event in found}
+    assert groups == set(range(len(loaded.model.groups.windows)))
+    for event in found:
+        window = loaded.model.groups.windows[event.group]
+        most = len(oracle.prompts[index]) // 2
+        wanted = most if window is None else min(most, window // 2)  # ceil((window - 1) / 2)
+        assert len(event.blocks) == wanted or event.request != "a"
+
+
+def noted(recorded: RecordedRun, kind: str) -> bool:
+    return any(event.kind == kind for event in read_events(recorded.path))
+
+
 @pytest.mark.parametrize("step", [5, 100])
 def test_a_warm_run_equals_a_cold_one(step: int, windowed: tuple[Oracle, LoadedModel]) -> None:
     """Each prompt once, then each again, with room for what all of them leave behind."""
@@ -283,10 +340,3 @@ def test_what_is_not_built_is_refused_by_name(settings, named, tmp_path) -> None
     with pytest.raises(ValueError, match=re.escape(named)) as error:
         LLMEngine(config, loaded=loaded, draft=loaded if "speculative" in settings else None)
     assert "with max_model_len=7 no layer does" in str(error.value)
-
-
-def test_a_film_shows_one_table_and_there_are_several(windowed) -> None:
-    engine = checked_engine(windowed[1], num_blocks=40)
-    with pytest.raises(ValueError, match="a film shows one table"):
-        engine.watch(io.StringIO())
-    engine.close()

@@ -54,6 +54,7 @@ FAMILIES: dict[str, dict[str, object]] = {
         "sliding_window": 64,
         "sliding_window_pattern": 3,
     },
+    "olmo3": {"architectures": ["Olmo3ForCausalLM"], "sliding_window": 64},
     "qwen3-moe": {
         "architectures": ["Qwen3MoeForCausalLM"],
         "num_experts": 16,

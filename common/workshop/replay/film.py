@@ -62,7 +62,7 @@ class RequestState:
     grammar: str = ""  # its kind
     outputs: list[int] = field(default_factory=list)
     pieces: list[str] = field(default_factory=list)
-    table: list[int] = field(default_factory=list)
+    tables: list[list[int]] = field(default_factory=lambda: [[]])  # of each group of layers
     num_computed_tokens: int = 0
     num_cached_tokens: int = 0  # at its first admission
     num_preemptions: int = 0
@@ -73,6 +73,11 @@ class RequestState:
     rest: str = ""
     text_length: int | None = None
     finished_at: float | None = None
+
+    @property
+    def table(self) -> list[int]:
+        """Of the first group, and most models have no other."""
+        return self.tables[0]
 
     @property
     def tokens(self) -> list[int]:
@@ -86,12 +91,15 @@ class RequestState:
 
 @dataclass(frozen=True, slots=True)
 class CachedBlockState:
-    """What a cached block holds, behind the block before it."""
+    """What a cached block holds, behind the block before it. With groups that may be gone, and only
+    its `place` in tables is known."""
 
     tokens: tuple[int, ...]
     parent: int | None
     tenant: str
     block_hash: str
+    group: int = 0
+    place: int | None = None
 
 
 @dataclass(slots=True)
@@ -117,6 +125,7 @@ class State:
 
     def __init__(self, run: Run) -> None:
         self.run = run
+        self.cache_refs = 0 if run.windows else 1  # that the cache has on each of its blocks
         self.requests: dict[str, RequestState] = {}
         self.waiting: list[str] = []  # in the order of service
         self.running: dict[str, None] = {}  # in order of admission
@@ -157,6 +166,8 @@ class State:
 
     def eviction_order(self) -> list[int]:
         """Cached blocks that nobody uses, the next to be evicted first."""
+        if not self.cache_refs:
+            return [block for block in self.free if block in self.cached]
         idle = (block for block in self.cached if self.ref_cnt[block] == 1)
         return sorted(idle, key=self._last_use.__getitem__)
 
@@ -186,7 +197,8 @@ class State:
 
     def users_of(self, block: int) -> list[str]:
         """Whose tables name it."""
-        return [name for name, request in self.requests.items() if block in request.table]
+        requests = self.requests.items()
+        return [name for name, request in requests if any(block in t for t in request.tables)]
 
     def cells(self, planned: Planned) -> Iterator[Cell]:
         """A plan by kinds of tokens. To be asked before or after the plan is applied, but before
@@ -221,6 +233,7 @@ class State:
             event.time,
             event.adapter,
             event.grammar,
+            tables=[[] for _ in self.run.windows or "1"],
         )
         self.waiting.append(name)
 
@@ -288,12 +301,14 @@ class State:
                 self._use(block)
 
     def _on_table(self, event: Table) -> None:
-        table = self.request(event.request).table
+        table = self.request(event.request).tables[event.group]
         self._require(event.keep <= len(table), f"table of {event.request!r} is {table}: {event}")
         table[event.keep :] = event.blocks
 
     def _hold(self, block: int) -> None:
-        self._require(self.ref_cnt[block] > 0, f"block {block} was shared, and is free")
+        is_known = not self.cache_refs and block in self.cached
+        self._require(self.ref_cnt[block] > 0 or is_known, f"block {block} was shared, and is free")
+        self.free.pop(block, None)
         self.ref_cnt[block] += 1
 
     def _drop(self, block: int) -> None:
@@ -318,8 +333,8 @@ class State:
     def _on_published(self, event: Published) -> None:
         request, size = self.request(event.request), self.run.block_size
         load = self.loads.get(event.request)
-        before = request.table if load is None else load.prefix
-        parent = before[event.start - 1] if event.start else None
+        before = request.tables[event.group] if load is None else load.prefix
+        parent = before[event.start - 1] if event.start and self.cache_refs else None
         hashes = event.hashes or [""] * len(event.kept)
         tokens = request.tokens
         for kept, given in zip(event.kept, event.given, strict=True):
@@ -330,13 +345,17 @@ class State:
                 self._require(kept in self.cached, f"block {kept} is not cached: {event}")
                 self._drop(given)
             else:
-                self._hold(given)
+                if self.cache_refs:
+                    self._hold(given)
                 content = tuple(tokens[index * size : (index + 1) * size])
                 self._require(len(content) == size, f"block {given} is not full: {event}")
                 name = hashes[index - event.start]
-                self.cached[given] = CachedBlockState(content, parent, request.tenant, name)
+                group = {} if self.cache_refs else {"group": event.group, "place": index}
+                self.cached[given] = CachedBlockState(
+                    content, parent, request.tenant, name, **group
+                )
                 self._last_use[given] = 0
-            parent = kept
+            parent = kept if self.cache_refs else None
         self.node_heads.update(event.node_heads)
 
     def _on_split(self, event: Split) -> None:
@@ -348,7 +367,8 @@ class State:
             self._require(block in self.cached, f"block {block} was evicted, and is not cached")
             del self.cached[block], self._last_use[block]
             self.node_heads.discard(block)
-            self._drop(block)
+            if self.cache_refs:
+                self._drop(block)
 
     # -- KV from elsewhere
 
@@ -428,21 +448,21 @@ class State:
         self.waiting, self.running = list(event.waiting), dict.fromkeys(event.running)
         self.node_heads, self.num_loaded = set(event.node_heads), dict(event.loaded)
         self.free = OrderedDict.fromkeys(event.free)
-        holders = [request.table for request in self.requests.values()] + [list(self.cached)]
+        holders = [table for request in self.requests.values() for table in request.tables]
+        holders += [list(self.cached)] * self.cache_refs
         holders += [load.prefix + load.blocks for load in self.loads.values()]
-        for block in (block for blocks in holders for block in blocks):
+        for block in (block for blocks in holders for block in blocks if block):
             self.ref_cnt[block] += 1
         is_free = {b for b, ref_cnt in enumerate(self.ref_cnt) if b and not ref_cnt}
         self._require(is_free == set(event.free), "a block is free and held, or neither")
 
     def _restore_request(self, request: str, arrived_at: float, order_key: str, **row: Any) -> None:
-        row |= {name: list(row[name]) for name in ("outputs", "pieces", "table")}  # they grow
+        row |= {name: list(row[name]) for name in ("outputs", "pieces")}  # they grow
+        row["tables"] = [list(table) for table in (row.pop("table"), *row.get("tables", ()))]
         self.requests[request] = RequestState(request_id=request, arrived_at=arrived_at, **row)
 
-    def _restore_cached(
-        self, block: int, tokens: list[int], parent: int | None, tenant: str, hash: str
-    ) -> None:
-        self.cached[block] = CachedBlockState(tuple(tokens), parent, tenant, hash)
+    def _restore_cached(self, block: int, tokens: list[int], hash: str, **row: Any) -> None:
+        self.cached[block] = CachedBlockState(tuple(tokens), block_hash=hash, **row)
         self._use(block)
 
     def _on_run(self, event: Run) -> None:

@@ -1,7 +1,7 @@
 """The films of the chapters, on the command line of `python -m common.workshop.watch`.
 
 --film 3 [--open]      the film of chapter 3: performed now, and one page made of it
---film adapters        that of a page beyond the chapters, or "grammars"
+--film adapters        that of a page beyond the chapters; or "grammars", "windows"
 --films                all six, with a page that leads to them, in build/films/
 --stills               their decisive steps as pictures, for the chapters' texts"""
 
@@ -14,14 +14,14 @@ import webbrowser
 from pathlib import Path
 
 FOLDER = Path("build/films")
-NAMES = (*"123456", "adapters", "grammars")
+NAMES = (*"123456", "adapters", "grammars", "windows")
 NUM_TAKES = 3  # of a film that is about time
 
 
 def add_films(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group("one film a chapter, performed now")
     group.add_argument(
-        "--film", choices=NAMES, metavar="1-6", help="of a chapter, or adapters, grammars"
+        "--film", choices=NAMES, metavar="1-6", help="of a chapter, or adapters, grammars, windows"
     )
     group.add_argument("--films", action="store_true", help=f"all six, into {FOLDER}/")
     group.add_argument("--stills", action="store_true", help="pictures of them, into the chapters")

@@ -20,6 +20,7 @@ from common.events.event_kinds import (
     Matched,
     Planned,
     Preempted,
+    Table,
     Taken,
 )
 from common.workshop.replay.film import Cell, Film
@@ -403,6 +404,54 @@ def constrained(film: Film) -> Facts:
         "e": str(twin),
         "end": _end_of(film, name),
     }
+
+
+def window_groups(film: Film) -> Facts:
+    """One gives up blocks at the left in a group with a window; one finds there what the window
+    sees; one finds nothing, though the other group has its prefix."""
+    windowed = next((i for i, window in enumerate(film.run.windows) if window), None)
+    if windowed is None:
+        raise NotShown("the film does not show layers with a window")
+    step, left = first(
+        film, Table, lambda _, e: e.group == windowed and 0 in e.blocks, "a table without its left"
+    )
+    gone = film.state_after(step - 1).requests[left.request].tables[windowed][left.keep]
+    found, hit = first(film, Matched, lambda _, e: e.group == windowed and e.blocks, "a hit")
+    whole = next(e for at, e in happened(film, Matched) if (at, e.group) == (found, 0))
+    _require(len(hit.blocks) < len(whole.blocks), "that a window needs less")
+    owner = next(n for n in film.state_after(found - 1).users_of(hit.blocks[-1]))
+    for lost, event in happened(film, Admitted):
+        prompt = film.last_state().requests[event.request].prompt
+        num_there = [_num_known(film, lost - 1, prompt, group) for group in (0, windowed)]
+        if not event.num_cached_tokens and num_there[0] > num_there[1]:
+            break
+    else:
+        raise NotShown("the film does not show a prefix that holds in one group alone")
+    return {
+        "window": film.run.windows[windowed],
+        "step": step,
+        "a": left.request,
+        "gone": gone,
+        "found": found,
+        "c": str(hit.request),
+        "owner": owner,
+        "num_found": len(whole.blocks) * film.run.block_size,
+        "num_all": len(whole.blocks),
+        "num_seen": len(hit.blocks),
+        "first_seen": hit.blocks[0],
+        "lost": lost,
+        "e": event.request,
+        "num_there": num_there[0] * film.run.block_size,
+    }
+
+
+def _num_known(film: Film, step: int, prompt: list[int], group: int) -> int:
+    """Blocks of a prompt, from the first on, that can be found in a group after a step."""
+    cached, size = film.state_after(step).cached.values(), film.run.block_size
+    known = {(c.place, c.tokens) for c in cached if c.group == group}
+    blocks = [tuple(prompt[i : i + size]) for i in range(0, len(prompt) - 1, size)]
+    missing = (i for i, tokens in enumerate(blocks) if (i, tokens) not in known)
+    return next(missing, len(blocks))
 
 
 def _overtaken(film: Film, reason: str) -> tuple[int, str]:

@@ -158,6 +158,27 @@ ADAPTED = Script(
     adapters={"tests": 1.0, "half": 0.5},
 )
 
+# Layers in two groups, of which one sees a window: `c` finds what `a` has left, `e` comes too late.
+WINDOWED = Script(
+    (
+        Visit("a", 0, f"{_STACK}    def pop(self):", 10),
+        Visit("b", 3, _PRIME, 14),
+        Visit("c", 6, f"{_STACK}    def size(self):", 8),
+        Visit("d", 8, _MAIN, 10),
+        Visit("e", 18, f"{_STACK}    def clear(self):", 6),
+    ),
+    {
+        "max_num_seqs": 4,
+        "max_num_batched_tokens": 32,
+        "block_size": 4,
+        "num_blocks": 40,
+        "prefix_cache": "hash",
+        "watermark": 0,
+        "chunked_prefill": 8,
+    },
+    window=10,
+)
+
 # The signature of a function, as the model likes it and as JSON; and one of three words.
 _EXAMPLE = """def add(first, second):
     return first + second

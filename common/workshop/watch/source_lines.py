@@ -45,6 +45,7 @@ class Rule:
     policy: str | None = None
     setting: str | None = None  # a field of the engine's configuration that must be on
     overlaps: bool | None = None
+    windows: bool | None = None  # of layers in groups
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,7 +116,7 @@ def source_lines(rules: Sequence[Rule], root: Path = ROOT) -> dict[str, Any]:
     """What the page embeds: `places`, and `rules` that name them by number."""
     places = list(dict.fromkeys(rule.place for rule in rules))
     numbers = {place: number for number, place in enumerate(places)}
-    fields = ("scheduler", "prefix_cache", "policy", "setting", "overlaps")
+    fields = ("scheduler", "prefix_cache", "policy", "setting", "overlaps", "windows")
     return {
         "places": [_as_json(place, find(place, root)) for place in places],
         "rules": [

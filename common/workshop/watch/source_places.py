@@ -25,13 +25,14 @@ TABLE = Path(__file__).with_name("source_places.txt")
 
 
 def read_rules(text: str) -> Iterator[Rule]:
-    for row in read_rows(text, "scheduler prefix_cache policy setting overlaps always"):
+    for row in read_rows(text, "scheduler prefix_cache policy setting overlaps windows always"):
         for word, lines in row.said.items():
             for line in lines:
                 when: dict[str, Any] = {}
                 if word != "always":
                     value, _, line = line.partition(" ")
-                    when = {word: value == "yes" if word == "overlaps" else value}
+                    is_switch = word in ("overlaps", "windows")
+                    when = {word: value == "yes" if is_switch else value}
                 yield Rule(row.head, SourcePlace(*line.split(" ", 2)), **when)
 
 

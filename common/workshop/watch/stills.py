@@ -49,7 +49,8 @@ html, body { height: auto; overflow: visible; }
 .cache .cache-about { min-height: 0 !important; }
 .pool .pool-changes { height: 18px !important; }
 .cache-details .quiet { display: none; }
-.words-list, .pool-details, .pool-orders, .queue-lists { display: none !important; }
+.words-list, .pool-orders, .queue-lists { display: none !important; }
+.pool:not(.has-groups) .pool-details { display: none !important; }
 .cache-details { flex: none !important; height: auto !important; max-height: none !important; }
 """
 _PREPARE = """([wanted, heading]) => {

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
+from common.workshop.replay.film import Film
 from common.workshop.watch.films import BEYOND, FILMS, Shot, page_of
 from common.workshop.watch.page_maker import Reel, make_page
 from common.workshop.watch.scene_runs import go
@@ -86,6 +87,47 @@ def test_what_a_request_brings_is_said_wherever_it_is_named(opened: Opened) -> N
     page = opened("grammars", at="step=2&request=b")
     assert "is passed over: its grammar is being compiled" in page.inner_text(".words-list")
     assert "grammar json · grammar compiling" in page.inner_text(".queue-list")
+
+
+def test_a_request_has_a_table_for_each_group_of_layers(
+    opened: Opened, shots: dict[int | str, Shot]
+) -> None:
+    (film,) = map(Film.read, shots["windows"].paths)
+    page = opened("windows", at="step=6&request=c")
+    rows = page.locator(".pool-table tr")
+    for name, step in (("c", 6), ("a", 6), ("a", 11), ("b", 17)):
+        go(page, step=step, request=name)
+        tables = film.state_after(step).requests[name].tables
+        for row, words, table in zip((1, 2), ("0, sees all", "1, window 10"), tables):
+            if table:
+                shown = [str(block or "–") for block in table]
+                assert rows.nth(row).locator("td").all_inner_texts() == shown
+                assert rows.nth(row).locator("th").inner_text() == f"group {words}"
+        lit = page.locator(".pool-cell.is-lit").evaluate_all(
+            "cells => cells.map((cell) => Number(cell.dataset.block))"
+        )
+        assert sorted(lit) == sorted(block for table in tables for block in table if block)
+    go(page, step=6, request="c")
+    found = [rows.nth(row).locator("td.is-found").all_inner_texts() for row in (1, 2)]
+    assert found == [["1", "2", "5", "6", "9", "10"], ["8", "11", "12"]]
+    label = page.locator(".pool-cell[data-block='8'] .pool-label").inner_text()
+    assert label == "3₁"
+    state = film.state_after(6)
+    idle, free = len(state.eviction_order()), len(state.free)
+    counts = f"{39 - free} in use · {idle} cached, unused · {free - idle} free · of 39"
+    assert page.inner_text(".pool-counts") == counts
+    boxes = page.locator(".cache-box.is-windowed:not(.is-gone)").evaluate_all(
+        "boxes => boxes.map((box) => Number(box.dataset.blocks))"
+    )
+    there = {block for block, known in state.cached.items() if known.group == 1}
+    assert set(boxes) <= there and {8, 11, 12} <= set(boxes)
+    said = page.inner_text(".words-list")
+    assert "finds blocks 8, 11–12 in group 1" in said
+    assert unproven(page.evaluate(TOLD)) == []
+    assert page.evaluate("Watch.store.films[0].contradiction") is None
+    go(page, step=2, request="a", block=3)
+    about = page.inner_text(".pool-about")
+    assert "cached, and nobody uses it · positions 0–3 · group 1, window 10" in about
 
 
 @pytest.mark.parametrize(("chapter", "given"), [(4, "a"), (3, 6)])

@@ -17,7 +17,13 @@ from common.events.event_kinds import Planned, parse_events
 from common.tests.film_runs import Workshop
 from common.workshop.replay.film import Film, State
 from common.workshop.watch.conftest import OpenPage
-from common.workshop.watch.film_scripts import CONSTRAINED, GUESSING, PREFIXES, SCARCE
+from common.workshop.watch.film_scripts import (
+    CONSTRAINED,
+    GUESSING,
+    PREFIXES,
+    SCARCE,
+    WINDOWED,
+)
 from common.workshop.watch.page_maker import Reel, make_page
 from common.workshop.watch.workloads import Cast, Script, perform
 
@@ -33,12 +39,13 @@ TREE = PREFIXES.but(prefix_cache="radix")
 
 STATE = """(state) => ({
   refCnt: state.refCnt, free: [...state.free], waiting: state.waiting, running: [...state.running],
-  requests: [...state.requests.values()].map((r) => [r.id, r.table, r.numComputedTokens,
+  requests: [...state.requests.values()].map((r) => [r.id, r.tables, r.numComputedTokens,
     r.numCachedTokens, r.numPreemptions, r.highest, r.outputs, r.text, r.finishReason,
     r.stopReason, r.detail, r.priority, r.tenant, r.maxTokens, r.adapter,
     r.grammar]),
   cached: [...state.cached].map(
-    ([b, c]) => [b, state.prefixOf(b), c.parent, c.tenant, c.blockHash]),
+    ([b, c]) => [b, state.prefixOf(b), c.parent, c.tenant, c.blockHash,
+      c.group ?? 0, c.place ?? null]),
   evictionOrder: state.evictionOrder(), nodes: state.nodes(),
   lastMatch: state.lastMatch && [state.lastMatch.request, state.lastMatch.blocks],
   loads: [...state.loads].map(([id, l]) => [id, l.prefix, l.blocks, l.hasArrived]),
@@ -81,7 +88,7 @@ def state_in_python(state: State) -> dict[str, Any]:
         "running": list(state.running),
         "requests": [
             [
-                *(r.request_id, r.table, r.num_computed_tokens, r.num_cached_tokens),
+                *(r.request_id, r.tables, r.num_computed_tokens, r.num_cached_tokens),
                 *(r.num_preemptions, r.highest, r.outputs, r.text, r.finish_reason),
                 *(r.stop_reason, r.detail, r.priority, r.tenant, r.max_tokens),
                 *(r.adapter, r.grammar),
@@ -89,7 +96,10 @@ def state_in_python(state: State) -> dict[str, Any]:
             for r in state.requests.values()
         ],
         "cached": [
-            [block, state.prefix_of(block), c.parent, c.tenant, c.block_hash]
+            [
+                *(block, state.prefix_of(block), c.parent, c.tenant, c.block_hash),
+                *(c.group, c.place),
+            ]
             for block, c in state.cached.items()
         ],
         "evictionOrder": state.eviction_order(),
@@ -157,8 +167,9 @@ def compare(page: Page, run: Path, seed: int = 0) -> Film:
         (SPECULATION, {"verified"}),
         (TREE, {"split", "evicted", "matched"}),
         (CONSTRAINED, {"grammar"}),
+        (WINDOWED, {"group", "matched", "evicted"}),
     ],
-    ids=["pieces and preemption", "speculation", "a radix tree that evicts", "grammars"],
+    ids=["pieces and preemption", "speculation", "a radix tree that evicts", "grammars", "windows"],
 )
 def test_the_page_has_the_state_that_python_has(
     script: Script, kinds: set[str], cast: Cast, shown: Callable[[Path], Page], tmp_path: Path
@@ -167,7 +178,7 @@ def test_the_page_has_the_state_that_python_has(
     perform(script, run, cast)
     film = compare(shown(run), run)
     there = {event.kind for event in film.events}
-    fields = "verified", "grammar"
+    fields = "verified", "grammar", "group"
     there |= {name for name in fields if any(getattr(e, name, None) for e in film.events)}
     assert kinds <= there, "the run shows nothing of what this test is about"
 

@@ -18,7 +18,7 @@ from common.tests.film_answers import Answers
 from common.workshop.replay.film import Film
 from common.workshop.watch import film_facts, film_scripts, films, watch_command, workloads
 from common.workshop.watch.film_facts import NotShown
-from common.workshop.watch.film_scripts import CONSTRAINED
+from common.workshop.watch.film_scripts import CONSTRAINED, WINDOWED
 from common.workshop.watch.films import BEYOND, FILMS, Shot, calmest, page_of
 from common.workshop.watch.workloads import Cast, Script, perform
 
@@ -310,6 +310,29 @@ def test_grammars_are_waited_for_and_kept_to(shots: dict[int | str, Shot]) -> No
     assert [facts[n] for n in "abce"] == list("abce")
 
 
+def test_windows_give_up_their_left_and_a_hit_holds_in_both_groups(
+    shots: dict[int | str, Shot],
+) -> None:
+    (film,) = films_of(shots["windows"])
+    facts = shots["windows"].facts
+    assert film.run.windows == [0, 10]
+    assert [table[0] for table in film.state_after(1).requests["a"].tables] == [1, 3]
+    assert film.state_after(2).requests["a"].tables[1][:2] == [0, 4]
+    assert 3 in film.state_after(2).free and 3 in film.state_after(2).cached
+    full, windowed = film.state_after(6).requests["c"].tables
+    assert (full[:6], windowed[:6]) == ([1, 2, 5, 6, 9, 10], [0, 0, 0, 8, 11, 12])
+    assert film.state_after(6).requests["c"].num_cached_tokens == 24
+    assert film.state_after(18).requests["e"].num_cached_tokens == 0
+    known, prompt = [set(), set()], film.last_state().requests["e"].prompt
+    for block in film.state_after(17).cached.values():
+        start = 4 * block.place
+        if block.tokens == tuple(prompt[start : start + 4]):
+            known[block.group].add(block.place)
+    assert known[0] == {0, 1, 2, 3, 4, 5} and facts["num_there"] == 4 * len(known[0])
+    assert not [h for h in range(1, 7) if set(range(max(0, h - 3), h)) <= known[1]]
+    assert (facts["step"], facts["gone"], facts["found"], facts["lost"]) == (2, 3, 6, 18)
+
+
 def test_of_several_takes_each_step_is_the_shortest(tmp_path: Path, cast: Cast) -> None:
     paths = [tmp_path / name for name in ("1.jsonl", "2.jsonl")]
     for path in paths:
@@ -348,6 +371,8 @@ def _ms_of(events: list[Event]) -> float:
         (6, (film_scripts.PIECES, film_scripts.PIECES)),
         ("adapters", (film_scripts.ADAPTED.but(max_loras=2),)),
         ("grammars", (replace(CONSTRAINED, visits=CONSTRAINED.visits[:2]),)),
+        ("windows", (WINDOWED.but(num_blocks=80),)),
+        ("windows", (replace(WINDOWED, window=None),)),
     ],
 )
 def test_another_film_is_not_described(

@@ -59,7 +59,7 @@ def test_every_kind_and_every_reason_has_a_place(
     scheduler: str, prefix_cache: str, policy: str
 ) -> None:
     ran = {"scheduler": scheduler, "prefix_cache": prefix_cache, "policy": policy}
-    ran |= {"setting": None, "overlaps": False}
+    ran |= {"setting": None, "overlaps": False, "windows": False}
     wanted = [sentence for kind in KINDS for sentence in sentences_of(kind)]
     wanted += [f"reason:{reason}" for reason in REASONS]
     if prefix_cache == "hash":

@@ -15,6 +15,7 @@ import tempfile
 from collections.abc import Mapping
 from concurrent.futures import wait
 from dataclasses import dataclass, field, replace
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +23,7 @@ import torch
 
 from common.engine import LLMEngine
 from common.engine_config import SHIPPED_ADAPTER, SHIPPED_CHECKPOINT, EngineConfig
-from common.loader import LoadedModel, load_model
+from common.loader import LoadedModel, load_model, read_checkpoint
 from common.tokenizer import Tokenizer, load_tokenizer
 from grammar_queue import GrammarsCompiled
 from grammars import Grammar
@@ -50,14 +51,15 @@ class Script:
     """`visits` in order of arrival, and the engine's settings. `is_static`: a batch begins when
     nobody runs, with as many as have come and have a seat, and nobody joins it until its last
     request has ended. `adapters` are the shipped one with so much of its strength, by name. What a
-    grammar is compiled to counts `compile_steps` steps after its arrival, whatever the clock
-    says."""
+    grammar is compiled to counts `compile_steps` steps after its arrival, whatever the clock says.
+    With a `window` every second layer of the model sees no more than that."""
 
     visits: tuple[Visit, ...]
     config: Mapping[str, Any] = field(default_factory=dict)
     is_static: bool = False
     adapters: Mapping[str, float] = field(default_factory=dict)
     compile_steps: int = 0
+    window: int | None = None
 
     def but(self, **changes: Any) -> Script:
         """The same visits, with other settings."""
@@ -71,6 +73,9 @@ class Cast:
     loaded: LoadedModel
     tokenizer: Tokenizer
 
+    def model_for(self, script: Script) -> LoadedModel:
+        return self.loaded if script.window is None else load_windowed(script.window)
+
 
 def load_cast() -> Cast:
     """The shipped checkpoint."""
@@ -78,12 +83,20 @@ def load_cast() -> Cast:
     return Cast(loaded, load_tokenizer(SHIPPED_CHECKPOINT))
 
 
+@cache
+def load_windowed(window: int) -> LoadedModel:
+    checkpoint = read_checkpoint(SHIPPED_CHECKPOINT)
+    windows = (None, window) * (checkpoint.config.num_hidden_layers // 2)
+    config = replace(checkpoint.config, layer_windows=windows)
+    return load_model(replace(checkpoint, config=config), torch.float64, torch.device("cpu"))
+
+
 def perform(script: Script, path: str | Path, cast: Cast | None = None) -> dict[str, str]:
     """Serve a script, and write what happens to `path`. The answers, by request. Raises
     `ValueError` or `FileNotFoundError` for a path that is no place for a file."""
     cast = cast or load_cast()
     config = EngineConfig(**script.config, device="cpu", dtype="float64")
-    engine = LLMEngine(config, loaded=cast.loaded, tokenizer=cast.tokenizer)
+    engine = LLMEngine(config, loaded=cast.model_for(script), tokenizer=cast.tokenizer)
     for name, strength in script.adapters.items():
         with tempfile.TemporaryDirectory() as folder:
             engine.load_adapter(name, _weakened(Path(folder), strength))

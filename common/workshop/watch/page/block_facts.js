@@ -50,11 +50,17 @@
     const num = state.refCnt.length;
     const users = new Array(num).fill(null);
     const places = new Array(num).fill(-1); // the same in every table: a block stands for a prefix
+    const groups = new Array(num).fill(0); // of layers, whose KV is in it
+    for (const [block, {group}] of state.cached) groups[block] = group ?? 0;
     for (const id of state.running) {
       // only who runs has a table
-      state.request(id).table.forEach((block, place) => {
-        (users[block] ??= []).push(id);
-        places[block] = place;
+      state.request(id).tables.forEach((table, group) => {
+        table.forEach((block, place) => {
+          if (block === 0) return; // given up
+          (users[block] ??= []).push(id);
+          places[block] = place;
+          groups[block] = group;
+        });
       });
     }
     const loading = new Map(); // block -> [request, has it arrived]
@@ -71,12 +77,13 @@
     return {
       users,
       places,
+      groups,
       loading,
       nextTaken,
       evictable,
-      nextEvicted: evictable.slice(0, NUM_NEXT),
+      nextEvicted: state.cacheRefs ? evictable.slice(0, NUM_NEXT) : [], // else it is the free order
       changes: changesOf(events),
-      numFree: state.free.size,
+      numFree: state.free.size - (state.cacheRefs ? 0 : evictable.length),
     };
   }
 

@@ -11,6 +11,10 @@
       "Hash chains: {n} blocks cached, {used} of them in use",
       "哈希链：缓存了 {n} 块，其中 {used} 块在使用",
     ],
+    "cache.groups": [
+      "Known by (group, hash): {n} blocks, {used} of them in use",
+      "按（组，哈希）认识 {n} 块，其中 {used} 块在使用",
+    ],
     "cache.radix": [
       "Radix tree: {n} blocks cached in {nodes} nodes, {used} of them in use",
       "基数树：{nodes} 个节点，缓存了 {n} 块，其中 {used} 块在使用",
@@ -32,6 +36,10 @@
     "cache.hint": [
       "Point at a box: its tokens, who uses it, and what comes before it. Filled: in use. Dark: matched in this step. ×3: ref_cnt, the cache counts as one. + published, ‖ split, × evicted.",
       "指向一个方框：看它的 token、谁在用它、接在什么后面。浅色底：使用中；深色底：本步命中。×3：ref_cnt，缓存算一个。＋ 发布，‖ 拆分，× 淘汰。",
+    ],
+    "cache.hint.groups": [
+      "Dotted: of layers with a window. Filled: in use. Dark: found in this step. What nobody uses can be found until its block is taken.",
+      "点线框：有窗口的层。浅色底：使用中；深色底：本步找到。没人用的块，在被重新取用之前都找得到。",
     ],
     "cache.details": ["What is pointed at in the cache", "缓存中所指之处的详情"],
     "cache.tenant": ["tenant {tenant}", "租户 {tenant}"],
@@ -74,7 +82,8 @@
       // A parent may be gone, and its place have a new owner: then the path ends, and never circles.
       for (let at = block; cached.has(at) && !lit.has(at); at = cached.get(at).parent)
         lit.add(at);
-      for (const at of requests.get(request)?.table ?? []) if (cached.has(at)) lit.add(at);
+      const table = requests.get(request)?.tables.flat() ?? [];
+      for (const at of table) if (cached.has(at)) lit.add(at);
       return lit;
     }
 
@@ -85,7 +94,7 @@
       this.about.textContent =
         n === 0
           ? Watch.t("cache.empty")
-          : Watch.t(`cache.${this.kind}`, {
+          : Watch.t(`cache.${state.cacheRefs ? this.kind : "groups"}`, {
               n,
               used,
               nodes: this.kind === "radix" ? state.nodeHeads.size : 0,
@@ -139,7 +148,7 @@
       if (box === null) {
         this.details.replaceChildren(
           ...this.eventsOfStep(),
-          h("p", {class: "quiet"}, Watch.t("cache.hint")),
+          h("p", {class: "quiet"}, Watch.t(`cache.hint${state.cacheRefs ? "" : ".groups"}`)),
         );
         return;
       }

@@ -38,7 +38,8 @@
   Watch.drawCacheBox = (scene, element, box) => {
     const {view, width, lit} = scene;
     const {blocks, lane, column} = box;
-    const users = box.isGone ? 0 : view.state.refCnt[blocks[0]] - 1;
+    const {refCnt, cacheRefs} = view.state;
+    const users = box.isGone ? 0 : refCnt[blocks[0]] - cacheRefs;
     const flags = {
       gone: box.isGone,
       match: box.matched.length,
@@ -46,6 +47,7 @@
       split: box.isSplit,
       used: users > 0,
       lit: !box.isGone && blocks.some((block) => lit.has(block)),
+      windowed: Boolean(view.film.run.windows[box.group]),
     };
     element.box = box;
     element.dataset.blocks = blocks.join(" ");
@@ -62,11 +64,12 @@
     const name = Watch.blockRanges(blocks);
     const hasRoom = blocks.length * width - GAP >= name.length * DIGIT + BESIDE;
     element.parts.name.textContent = name;
-    element.parts.users.textContent = users > 0 && hasRoom ? `×${users + 1}` : "";
+    const refs = users + cacheRefs;
+    element.parts.users.textContent = refs > 1 && hasRoom ? `×${refs}` : "";
     element.parts.mark.textContent = SIGNS[markOf(box)];
     element.parts.text.textContent = box.isGone ? "" : textOf(view, blocks);
     element.setAttribute("aria-label", nameOf(scene, box));
-    drawLine(element.line, box, width);
+    drawLine(element.line, box, width, view.step);
   };
 
   const markOf = (box) =>
@@ -94,9 +97,9 @@
   }
 
   // From the parent's box to this one: straight on, or down (up) to another lane.
-  function drawLine(line, {lane, column, parent}, width) {
-    line.hidden = parent === null;
-    if (parent === null) return;
+  function drawLine(line, {lane, column, parent}, width, step) {
+    line.hidden = parent === null || (parent.died !== null && parent.died < step);
+    if (line.hidden) return;
     const middle = (at) => at * HEIGHT + HEIGHT / 2;
     const [from, to] = [middle(parent.lane), middle(lane)];
     line.className = `cache-line ${to < from ? "is-up" : from === to ? "is-straight" : ""}`;

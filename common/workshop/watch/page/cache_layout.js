@@ -16,7 +16,7 @@
       this.diedIn = new Map(); // step -> the lives that ended in it
       this.lanes = []; // the living of each lane, in the order of columns
       this.numColumns = 0;
-      this.tables = new Map(); // request -> its block table, or what a load goes on behind
+      this.tables = new Map(); // request -> its block tables, or what a load goes on behind
       this.living = new Map(); // block -> its life
       film.steps.forEach((step, number) => {
         for (const event of step.events) this.note(event, number);
@@ -27,16 +27,18 @@
 
     note(event, number) {
       if (event.kind === "table") {
-        const table = this.tables.get(event.request) ?? [];
-        this.tables.set(event.request, [...table.slice(0, event.keep), ...event.blocks]);
+        const tables = [...(this.tables.get(event.request) ?? [])];
+        tables[event.group] = (tables[event.group] ?? []).slice(0, event.keep).concat(event.blocks);
+        this.tables.set(event.request, tables);
       } else if (event.kind === "load_begun") {
-        this.tables.set(event.request, event.prefix);
+        this.tables.set(event.request, [event.prefix]);
       } else if (event.kind === "published") {
         this.publish(event, number);
       } else if (event.kind === "evicted") {
         for (const block of event.blocks) this.end(block, number);
       } else if (event.kind === "snapshot") {
-        for (const {request, table} of event.requests) this.tables.set(request, table);
+        for (const {request, table, tables = []} of event.requests)
+          this.tables.set(request, [table, ...tables]);
         const rows = new Map(event.cached.map((row) => [row.block, row]));
         for (const block of rows.keys()) this.restore(block, rows);
       }
@@ -48,27 +50,35 @@
       for (let at = block; rows.has(at) && !this.living.has(at); at = rows.get(at).parent)
         path.push(at);
       for (const at of path.reverse())
-        this.begin(at, this.living.get(rows.get(at).parent) ?? null, BEFORE);
+        this.restored(rows.get(at));
+    }
+
+    restored({block, parent: before, place, group}) {
+      const parent = this.living.get(before) ?? null;
+      this.begin(block, parent, BEFORE, place ?? (parent === null ? 0 : parent.column + 1), group);
     }
 
     // Behind the block that stands before `start` in the request's table; each before the next.
     publish(event, number) {
-      const before = event.start ? this.tables.get(event.request)?.[event.start - 1] : undefined;
+      const {start, group} = event;
+      const before = start ? this.tables.get(event.request)?.[group]?.[start - 1] : undefined;
       let parent = this.living.get(before) ?? null;
       event.kept.forEach((block, i) => {
-        if (block === event.given[i]) this.begin(block, parent, number);
+        if (block === event.given[i]) this.begin(block, parent, number, start + i, group);
         parent = this.living.get(block) ?? null;
       });
     }
 
-    begin(block, parent, number) {
+    // With groups a parent may be gone before its child, and `place` alone says where that stands.
+    begin(block, parent, number, place, group = 0) {
       const goesOn = parent !== null && this.lanes[parent.lane].at(-1) === parent;
       const lane = goesOn ? parent.lane : this.emptyLane();
       const life = {
         block,
         parent,
         lane,
-        column: parent === null ? 0 : parent.column + 1,
+        column: place,
+        group,
         born: number,
         died: null,
       };
@@ -130,6 +140,7 @@
         blocks,
         lane: life.lane,
         column: life.column,
+        group: life.group,
         parent: life.parent,
         isGone: false,
         matched: by,
@@ -137,10 +148,11 @@
         isSplit: splits.has(blocks[0]),
       };
     });
-    const gone = (layout.diedIn.get(step) ?? []).map(({block, lane, column, parent}) => ({
+    const gone = (layout.diedIn.get(step) ?? []).map(({block, lane, column, group, parent}) => ({
       blocks: [block],
       lane,
       column,
+      group,
       parent,
       isGone: true,
       matched: [],
@@ -154,8 +166,9 @@
   Watch.matchesOf = (view) => {
     const matches = new Map();
     for (const event of view.facts?.events ?? []) {
-      if (event.kind === "matched" && event.request !== null)
-        matches.set(event.request, new Set(event.blocks));
+      if (event.kind !== "matched" || event.request === null) continue;
+      const before = event.group ? matches.get(event.request) : [];
+      matches.set(event.request, new Set([...(before ?? []), ...event.blocks]));
     }
     return matches;
   };

@@ -84,7 +84,7 @@
     const each = {
       place: (id) => t(`fact.${placeOf(id)}`),
       plan: (id) => planned?.num_tokens[planned.requests.indexOf(id)] ?? 0,
-      table: (id) => list(of(id)?.table ?? []),
+      table: (id) => list(of(id)?.tables.flat() ?? []),
       outputs: (id) => of(id)?.outputs.length ?? 0,
       found: (id) => of(id)?.numCachedTokens ?? 0,
       why: (id) => (waits.has(id) ? Watch.reasonWords(film.run, waits.get(id)) : ""),

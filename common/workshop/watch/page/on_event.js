@@ -13,7 +13,9 @@
     const known = state.requests.get(id);
     require(known === undefined || known.finishReason !== null, "twice", {request: id});
     state.requests.delete(id); // it stands last, among the new ones
-    state.requests.set(id, new Watch.Request(event, state.numLives++));
+    const request = new Watch.Request(event, state.numLives++);
+    if (state.run.windows.length) request.tables = state.run.windows.map(() => []);
+    state.requests.set(id, request);
     state.owned.add(id);
     state.waiting.push(id);
   };
@@ -94,9 +96,10 @@
 
   on.table = (state, event) => {
     const request = state.own(event.request);
-    const {request: id, keep} = event;
-    require(keep <= request.table.length, "table", {request: id, keep});
-    request.table = request.table.slice(0, event.keep).concat(event.blocks);
+    const {request: id, keep, group, blocks} = event;
+    const table = request.tables[group] ?? [];
+    require(keep <= table.length, "table", {request: id, keep});
+    request.tables = request.tables.with(group, table.slice(0, keep).concat(blocks));
   };
 
   // -- the prefix cache
@@ -110,14 +113,15 @@
   };
 
   on.published = (state, event) => {
-    const {start, given, kept} = event;
+    const {start, given, kept, group} = event;
     require(given.length === kept.length, "length");
     const request = state.request(event.request);
     const size = state.run.block_size;
     const load = state.loads.get(event.request);
-    const before = load === undefined ? request.table : load.prefix;
+    const before = load === undefined ? request.tables[group] : load.prefix;
     require(start <= before.length, "table", {request: event.request, keep: start});
-    let parent = start ? before.at(start - 1) : null;
+    const {cacheRefs} = state;
+    let parent = start && cacheRefs ? before.at(start - 1) : null;
     const tokens = request.tokens;
     kept.forEach((block, i) => {
       if (block !== given[i]) state.hold(block);
@@ -127,14 +131,15 @@
         require(state.cached.has(block), "not_cached", {block});
         state.drop(given[i]);
       } else {
-        state.hold(block);
+        if (cacheRefs) state.hold(block);
         const content = tokens.slice((start + i) * size, (start + i + 1) * size);
         require(content.length === size, "not_full", {block});
         const blockHash = event.hashes[i] ?? "";
-        state.cached.set(block, {tokens: content, parent, tenant: request.tenant, blockHash});
+        const known = {tokens: content, parent, tenant: request.tenant, blockHash};
+        state.cached.set(block, cacheRefs ? known : {...known, group, place: start + i});
         state.lastUse.set(block, 0);
       }
-      parent = block;
+      if (cacheRefs) parent = block;
     });
     for (const block of event.node_heads) state.nodeHeads.add(block);
   };
@@ -150,7 +155,7 @@
       state.cached.delete(block);
       state.lastUse.delete(block);
       state.nodeHeads.delete(block);
-      state.drop(block);
+      if (state.cacheRefs) state.drop(block);
     }
   };
 
@@ -228,8 +233,8 @@
   on.snapshot = (state, event) => {
     require(state.requests.size === 0 && state.cached.size === 0, "snapshot");
     for (const row of event.requests) restoreRequest(state, row);
-    for (const {block, parent, tokens, tenant, hash} of event.cached) {
-      state.cached.set(block, {tokens, parent, tenant, blockHash: hash});
+    for (const {block, hash: blockHash, ...row} of event.cached) {
+      state.cached.set(block, {...row, blockHash});
       state.use(block);
     }
     for (const {request, prefix, blocks, has_arrived: hasArrived} of event.loads) {
@@ -247,10 +252,10 @@
     state.nodeHeads = new Set(event.node_heads);
     for (const [source, num] of Object.entries(event.loaded)) state.numLoaded.set(source, num);
     state.free = new Set(event.free);
-    const holders = [...state.requests.values()].map(({table}) => table);
-    holders.push([...state.cached.keys()]);
+    const holders = [...state.requests.values()].flatMap(({tables}) => tables);
+    if (state.cacheRefs) holders.push([...state.cached.keys()]);
     for (const {prefix, blocks} of state.loads.values()) holders.push(prefix, blocks);
-    for (const block of holders.flat()) state.refCnt[block] += 1;
+    for (const block of holders.flat()) if (block) state.refCnt[block] += 1;
     const isRight = state.refCnt.every((n, block) => !block || (n === 0) === state.free.has(block));
     require(isRight, "snapshot");
   };
@@ -261,7 +266,7 @@
     Object.assign(request, {
       outputs: row.outputs,
       pieces: row.pieces,
-      table: row.table,
+      tables: [row.table, ...(row.tables ?? [])],
       numComputedTokens: row.num_computed_tokens,
       numCachedTokens: row.num_cached_tokens,
       numPreemptions: row.num_preemptions,

@@ -59,6 +59,7 @@
 
     build() {
       this.root.classList.add("pool");
+      this.root.classList.toggle("has-groups", this.view.film.run.windows.length > 0);
       this.counts = h("p", {class: "pool-counts"});
       this.cells = h("div", {class: "pool-cells"});
       this.cells.id = `pool-cells-${this.view.index}`;
@@ -140,8 +141,9 @@
 
     drawCells(facts, looked) {
       const {view} = this;
-      const table = view.state.requests.get(looked.request)?.table ?? [];
-      const lit = table.length === 0 ? null : new Map(table.map((block, place) => [block, place]));
+      const tables = view.state.requests.get(looked.request)?.tables ?? [[]];
+      const places = tables.flatMap((table) => table.map((block, place) => [block, place]));
+      const lit = places.length === 0 ? null : new Map(places.filter(([block]) => block));
       const cursor = this.cursor();
       // A canvas shows what is looked at in a layer of its own.
       const isDue = !this.painter.isLayered || this.drawn !== facts;
@@ -208,7 +210,7 @@
       const rows = [
         ["next_taken", facts.nextTaken],
         ["next_evicted", facts.nextEvicted],
-      ];
+      ].slice(0, 1 + this.view.state.cacheRefs);
       this.orders.replaceChildren(
         ...rows.map(([name, blocks]) => {
           const next = blocks.map((block) =>

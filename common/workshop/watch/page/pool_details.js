@@ -34,12 +34,24 @@
     "pool.table.elsewhere": ["is not in this run", "不在本次运行中"],
     "pool.position": ["position", "位置"],
     "pool.in_block": ["block", "块"],
+    "pool.group": ["group {group}, sees all", "组 {group}，看到全部"],
+    "pool.group.window": ["group {group}, window {window}", "组 {group}，窗口 {window}"],
+    "pool.tables": ["Block tables of {request}, one for each group of layers", "{request} 的块表，每组层一张"],
+    "pool.given_up": ["given up: no token to come sees it", "已交还：之后的 token 都看不到它"],
+    "pool.found": ["found in the cache in this step", "本步在缓存里找到"],
     "pool.shared_by": ["also {who}", "同用：{who}"],
+    "pool.hint.groups": [
+      "Point at a block: who holds it, and what it holds. Point at a request, in any panel: its block tables. a₁: of a, group 1. Filled corner: can be found until it is taken.",
+      "指向一个块：看谁持有它、里面是什么。指向任一面板里的请求：看它的各张块表。a₁：a 的，组 1。填色角：被取用之前都找得到。",
+    ],
     "pool.hint": [
       "Point at a block: who holds it, and what it holds. Point at a request, in any panel: its block table. Pale and dashed: reserved, nothing written. ×3 is ref_cnt, in which the cache counts as one.",
       "指向一个块：看谁持有它、里面是什么。指向任一面板里的请求：看它的块表。浅色虚线框：已预留，还没写入。×3 是 ref_cnt，缓存也算一个。",
     ],
   });
+
+  Watch.groupWords = ({windows}, group) =>
+    Watch.t(windows[group] ? "pool.group.window" : "pool.group", {group, window: windows[group]});
 
   const join = (parts) => parts.filter(Boolean).join(" · ");
 
@@ -48,7 +60,8 @@
     if (facts.users[block]) return "held";
     const load = facts.loading.get(block);
     if (load) return load[1] ? "held" : "loading";
-    if (view.state.cached.has(block)) return view.state.refCnt[block] > 1 ? "held" : "idle";
+    const {cached, refCnt, cacheRefs} = view.state;
+    if (cached.has(block)) return refCnt[block] > cacheRefs ? "held" : "idle";
     return view.state.refCnt[block] > 0 ? "held" : "free";
   };
 
@@ -58,7 +71,8 @@
     const kind = Watch.blockStateOf(view, facts, block);
     const cached = state.cached.get(block);
     const users = facts.users[block] ?? [];
-    const place = facts.places[block];
+    const place = cached?.place ?? facts.places[block];
+    const hasGroup = film.run.windows.length > 0 && place >= 0;
     const size = film.run.block_size;
     const taken = facts.nextTaken.indexOf(block) + 1;
     const evicted = facts.nextEvicted.indexOf(block) + 1;
@@ -66,10 +80,12 @@
     return join([
       Watch.t(`pool.is.${kind}`),
       place >= 0 && Watch.t("pool.positions", {first: place * size, last: (place + 1) * size - 1}),
-      users.length || cached || facts.loading.has(block) ? holders(view, facts, block) : "",
+      hasGroup && Watch.groupWords(film.run, facts.groups[block]),
+      users.length || (cached && state.cacheRefs) || facts.loading.has(block) ? holders(view, facts, block) : "",
       cached && kind !== "idle" && Watch.t("pool.published"),
       cached?.blockHash && Watch.t("pool.hash", {hash: cached.blockHash}),
       cached &&
+        state.cacheRefs > 0 &&
         (cached.parent === null
           ? Watch.t("pool.no_parent")
           : Watch.t("pool.parent", {parent: cached.parent})),
@@ -83,7 +99,7 @@
     const who = (facts.users[block] ?? []).map(Watch.label);
     const load = facts.loading.get(block);
     if (load) who.push(Watch.t("pool.a_load", {request: Watch.label(load[0])}));
-    if (view.state.cached.has(block)) who.push(Watch.t("pool.the_cache"));
+    if (view.state.cached.has(block) && view.state.cacheRefs) who.push(Watch.t("pool.the_cache"));
     const n = view.state.refCnt[block];
     return Watch.t(n === 1 ? "pool.ref" : "pool.refs", {n, who: who.join(", ")});
   }
@@ -113,7 +129,7 @@
   function tableDetails(view, facts, id) {
     const request = view.state.requests.get(id);
     const name = Watch.label(id);
-    if (request === undefined || request.table.length === 0) {
+    if (request === undefined || request.tables.every((table) => table.length === 0)) {
       const absent = view.film.byId.has(id) ? "later" : "elsewhere";
       const why =
         request === undefined ? absent : request.finishReason === null ? "waits" : "ended";
@@ -121,28 +137,39 @@
       return [h("p", {class: "pool-about"}, Watch.t("pool.table.none", values))];
     }
     const n = request.table.length;
-    const title = h(
-      "p",
-      {class: "pool-about"},
-      h("b", {}, Watch.t(n === 1 ? "pool.table.one" : "pool.table", {request: name, n})),
-    );
+    const {run} = view.film;
+    const key = run.windows.length ? "pool.tables" : n === 1 ? "pool.table.one" : "pool.table";
+    const title = h("p", {class: "pool-about"}, h("b", {}, Watch.t(key, {request: name, n})));
     const size = view.film.run.block_size;
     const positions = h("tr", {}, h("th", {scope: "row"}, Watch.t("pool.position")));
-    const blocks = h("tr", {}, h("th", {scope: "row"}, Watch.t("pool.in_block")));
-    request.table.forEach((block, place) => {
-      const others = (facts.users[block] ?? []).filter((other) => other !== id).map(Watch.label);
-      const shared = others.length ? Watch.t("pool.shared_by", {who: others.join(", ")}) : null;
+    request.table.forEach((_, place) => {
       positions.append(h("td", {}, `${place * size}–${(place + 1) * size - 1}`));
-      blocks.append(
-        h("td", {"data-block": block, class: shared && "is-shared", title: shared}, String(block)),
-      );
     });
-    return [title, h("table", {class: "pool-table"}, positions, blocks)];
+    const rows = request.tables.map((table, group) => {
+      const words = run.windows.length ? Watch.groupWords(run, group) : Watch.t("pool.in_block");
+      const cells = table.map((block) => tableCell(view, facts, id, block));
+      return h("tr", {}, h("th", {scope: "row"}, words), ...cells);
+    });
+    return [title, h("table", {class: "pool-table"}, positions, ...rows)];
+  }
+
+  // An entry: bold where others have the block, too; with groups, marked where it was found.
+  function tableCell(view, facts, id, block) {
+    if (block === 0) return h("td", {class: "is-given-up", title: Watch.t("pool.given_up")}, "–");
+    const others = (facts.users[block] ?? []).filter((other) => other !== id).map(Watch.label);
+    const isFound = !view.state.cacheRefs && Watch.matchesOf(view).get(id)?.has(block);
+    const title = join([
+      isFound && Watch.t("pool.found"),
+      others.length && Watch.t("pool.shared_by", {who: others.join(", ")}),
+    ]);
+    const classes = [others.length && "is-shared", isFound && "is-found"].filter(Boolean).join(" ");
+    return h("td", {"data-block": block, class: classes || null, title: title || null}, String(block));
   }
 
   Watch.poolDetails = (view, facts, {block, request}) => {
     if (block !== null && block < view.state.refCnt.length) return blockDetails(view, facts, block);
     if (request !== null) return tableDetails(view, facts, request);
-    return [h("p", {class: "pool-about quiet"}, Watch.t("pool.hint"))];
+    const hint = `pool.hint${view.state.cacheRefs ? "" : ".groups"}`;
+    return [h("p", {class: "pool-about quiet"}, Watch.t(hint))];
   };
 })();

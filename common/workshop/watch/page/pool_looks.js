@@ -3,6 +3,7 @@
 // place in the orders, and what the step did to it.
 (() => {
   const MOST_OWNERS = 3; // colours in a cell
+  const SUBSCRIPTS = "₀₁₂₃₄₅₆₇₈₉";
 
   // `looked`: `lit`, the places of the request's table that is looked at, or null; the `block` that
   // is; the `cursor` of the keyboard; the `order` numbers; and whether cells have room for labels.
@@ -15,12 +16,12 @@
     return {
       state: Watch.blockStateOf(view, facts, block),
       owners: users.length ? users.slice(0, MOST_OWNERS) : load ? [load[0]] : [],
-      label: isDim || !looked.hasLabels ? "" : labelOf(block, users, load, lit),
+      label: isDim || !looked.hasLabels ? "" : labelOf(block, users, load, lit) + groupOf(view, facts, block),
       refs: isDim ? 0 : state.refCnt[block], // no words in a pale cell
       order: isDim ? "" : (order.get(block) ?? ""),
       change: facts.changes.get(block)?.at(-1) ?? null,
       isEmpty: users.length > 0 && isReserved(view, users, facts.places[block]),
-      isPublished: state.cached.has(block) && state.refCnt[block] > 1,
+      isPublished: state.cached.has(block) && state.refCnt[block] > state.cacheRefs,
       isDim,
       isLit: lit !== null ? !isDim : looked.block === block,
       isCursor: cursor === block,
@@ -31,6 +32,12 @@
   function isReserved({film, state}, users, place) {
     const first = place * film.run.block_size;
     return users.every((id) => state.request(id).numComputedTokens <= first);
+  }
+
+  // Whose layers' KV is in it, if there are groups of them.
+  function groupOf({state}, facts, block) {
+    const isOwned = facts.users[block] !== null || state.cached.has(block);
+    return state.cacheRefs || !isOwned ? "" : SUBSCRIPTS[facts.groups[block]];
   }
 
   // Of a request that is looked at, the place in its table; else whose it is: "a", or "a+2".

@@ -67,8 +67,10 @@
       "finds {n} tokens of its prefix in the cache: {blocks}",
       "前缀有 {n} 个 token 命中缓存：{blocks}",
     ],
+    "say.matched.group": ["finds {blocks} in group {group}", "在组 {group} 找到{blocks}"],
     "say.published": ["publishes {blocks}", "发布{blocks}"],
     "say.published.hash": ["publishes {blocks}, hash {hash}", "发布{blocks}，哈希 {hash}"],
+    "say.published.group": ["publishes {blocks} in group {group}", "在组 {group} 发布{blocks}"],
     "say.known": [
       "{given} held what {kept} has already: it uses that one",
       "{given} 的内容与{kept} 相同：改用后者",
@@ -86,6 +88,10 @@
     "say.evicted.for": [
       "{blocks} evicted, so that {who} gets room: unused for longest",
       "{blocks} 被淘汰，给 {who} 腾地方：闲置最久",
+    ],
+    "say.evicted.taken": [
+      "what was in {blocks} can no longer be found: handed out anew",
+      "{blocks} 原来的内容找不到了：已重新分配",
     ],
     "say.load_begun": [
       "its KV is on its way into {blocks}, from a tier or a store",

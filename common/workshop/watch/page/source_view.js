@@ -16,7 +16,11 @@
 
   const fits = (run, when) =>
     Object.entries(when).every(([name, value]) =>
-      name === "setting" ? Boolean(run.config[value]) : run[name] === value,
+      name === "setting"
+        ? Boolean(run.config[value])
+        : name === "windows"
+          ? run.windows.length > 0
+          : run[name] === value,
     );
 
   // The first rule that fits what ran; null for an engine that nobody has rules for.

@@ -58,7 +58,7 @@
       this.arrivedAt = event.time;
       this.outputs = [];
       this.pieces = [];
-      this.table = [];
+      this.tables = [[]]; // of each group of layers
       this.numComputedTokens = 0;
       this.numCachedTokens = 0; // at its first admission
       this.numPreemptions = 0;
@@ -69,6 +69,11 @@
       this.rest = "";
       this.textLength = null;
       this.finishedAt = null;
+    }
+
+    // Of the first group, and most models have no other.
+    get table() {
+      return this.tables[0];
     }
 
     get tokens() {
@@ -85,13 +90,14 @@
   class State {
     constructor(run) {
       this.run = run;
+      this.cacheRefs = run.windows.length ? 0 : 1; // that the cache has on each of its blocks
       this.requests = new Map();
       this.waiting = []; // in the order of service
       this.running = new Set(); // in order of admission
       this.refCnt = new Array(run.num_blocks).fill(0);
       this.free = new Set(); // in the free order
       for (let block = 1; block < run.num_blocks; block++) this.free.add(block);
-      this.cached = new Map(); // block -> {tokens, parent, tenant, blockHash}
+      this.cached = new Map(); // block -> {tokens, parent, tenant, blockHash, group, place}
       this.nodeHeads = new Set(); // with a radix tree: blocks that begin a node
       this.lastMatch = null;
       this.loads = new Map(); // request -> {prefix, blocks, hasArrived}
@@ -159,6 +165,7 @@
 
     // Cached blocks that nobody uses, the next to be evicted first.
     evictionOrder() {
+      if (!this.cacheRefs) return [...this.free].filter((block) => this.cached.has(block));
       const idle = [...this.cached.keys()].filter((block) => this.refCnt[block] === 1);
       return idle.sort((a, b) => this.lastUse.get(a) - this.lastUse.get(b));
     }
@@ -188,7 +195,9 @@
     // Whose tables name it.
     usersOf(block) {
       const users = [];
-      for (const [id, request] of this.requests) if (request.table.includes(block)) users.push(id);
+      for (const [id, {tables}] of this.requests) {
+        if (tables.some((table) => table.includes(block))) users.push(id);
+      }
       return users;
     }
 
@@ -219,7 +228,9 @@
     // -- holders of blocks
 
     hold(block) {
-      require(this.refCnt[block] > 0, "shared", {block});
+      const isKnown = !this.cacheRefs && this.cached.has(block);
+      require(this.refCnt[block] > 0 || isKnown, "shared", {block});
+      this.free.delete(block);
       this.refCnt[block] += 1;
     }
 

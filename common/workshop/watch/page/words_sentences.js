@@ -80,13 +80,13 @@
     cut(event, {say}) {
       say(event.request, "say.cut", {text: Watch.visible(event.stop_string)}, ["cut"]);
     },
-    taken(event, {say, events, at}) {
+    taken(event, {say, events, at, run}) {
       const next = events
         .slice(at + 1)
         .find(({kind, request}) => TAKERS.has(kind) && request === event.request);
       const table = next?.kind === "table" ? next : undefined;
       const blocks = Watch.sayBlocks(event.blocks);
-      if (!table?.blocks.length) say(event.request ?? "cache", "say.taken", {blocks}, ["taken"]);
+      if (!table?.blocks.length || run.windows.length) say(event.request ?? "cache", "say.taken", {blocks}, ["taken"]);
       else
         say(event.request, "say.taken.table", {blocks, n: table.keep + table.blocks.length}, [
           "taken",
@@ -102,8 +102,8 @@
       const sorted = {free: [], cached: [], used: []};
       for (const block of event.blocks) {
         const left = state.refCnt[block] - 1;
-        const isCached = left === 1 && state.cached.has(block);
-        sorted[left === 0 ? "free" : isCached ? "cached" : "used"].push(block);
+        const isCached = left === state.cacheRefs && state.cached.has(block);
+        sorted[isCached ? "cached" : left === 0 ? "free" : "used"].push(block);
       }
       const parts = Object.entries(sorted)
         .filter(([, blocks]) => blocks.length)
@@ -114,16 +114,20 @@
       const values = {
         n: event.blocks.length * run.block_size,
         blocks: Watch.sayBlocks(event.blocks),
+        group: event.group,
       };
-      say(event.request ?? "cache", "say.matched", values, ["matched"]);
+      const key = run.windows.length ? "say.matched.group" : "say.matched";
+      say(event.request ?? "cache", key, values, ["matched"]);
     },
-    published(event, {say, events, at}) {
+    published(event, {say, events, at, run}) {
       const isNew = (block, i) => block === event.given[i];
       const added = event.kept.filter(isNew);
       if (added.length) {
         const blocks = Watch.sayBlocks(added);
         const hash = event.hashes[event.kept.indexOf(added[0])];
-        if (added.length === 1 && hash)
+        if (run.windows.length)
+          say(event.request, "say.published.group", {blocks, group: event.group}, ["published"]);
+        else if (added.length === 1 && hash)
           say(event.request, "say.published.hash", {blocks, hash}, ["published"]);
         else say(event.request, "say.published", {blocks}, ["published"]);
       }
@@ -135,7 +139,7 @@
         const named = events
           .slice(at)
           .filter(({kind, request}) => kind === "table" && request === event.request)
-          .filter(({keep}) => keep <= place)
+          .filter(({keep, group}) => keep <= place && group === event.group)
           .map(({keep, blocks}) => blocks[place - keep]);
         if (named.includes(kept))
           say(event.request, "say.known", values, ["published:known", "table:moved"]);
@@ -148,13 +152,14 @@
     split(event, {say}) {
       say("cache", "say.split", {blocks: Watch.sayBlocks([event.block])}, ["split"]);
     },
-    evicted(event, {say, events, at}) {
+    evicted(event, {say, events, at, run}) {
       const who = nextTaker(events, at + 1);
       const values = {
         blocks: Watch.sayBlocks(event.blocks),
         who: who === null ? "" : Watch.label(who),
       };
-      say("cache", who === null ? "say.evicted" : "say.evicted.for", values, ["evicted"]);
+      const how = run.windows.length ? ".taken" : who === null ? "" : ".for";
+      say("cache", `say.evicted${how}`, values, ["evicted"]);
     },
     load_begun(event, {say}) {
       say(event.request, "say.load_begun", {blocks: Watch.sayBlocks(event.blocks)}, ["load_begun"]);
