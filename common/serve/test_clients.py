@@ -18,22 +18,20 @@ from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor, wait
 from contextlib import ExitStack, contextmanager
 from functools import partialmethod
-from types import SimpleNamespace
 from typing import Any
 
 import openai
 import pytest
-from starlette.responses import Response
 
 from common.engine import LLMEngine
 from common.engine_config import SHIPPED_ADAPTER
 from common.llm import LLM, SamplingParams
 from common.serve.app import ServeConfig
 from common.serve.conftest import HEAD, MODEL, Running, posted, running, wait_for
-from common.serve.gate import Gate, GateConfig
+from common.serve.gate import GateConfig
 from common.serve.kv_wire import Event
 from common.serve.ports import open_port
-from common.serve.running import FEW, DrainingServer, PatientProtocol
+from common.serve.running import FEW, PatientProtocol
 from common.tests.forked import Forked, start_program
 from scheduler_interface import SchedulerOutput
 
@@ -265,44 +263,6 @@ def test_the_gate() -> None:
         assert not [name for name in headers if name.lower().startswith("access-control")]
 
 
-@pytest.mark.parametrize(
-    ("config", "headers", "status"),
-    [
-        *((GateConfig(), {"host": name}, 204) for name in ("LocalHost", "127.0.0.1:8", "[::1]:8")),
-        (GateConfig(), {"host": "evil.example:8"}, 403),
-        (GateConfig(), {}, 403),
-        *((GateConfig("::1"), {"host": name}, 204) for name in ("[::1]", "[::1]:8", "localhost")),
-        (GateConfig("::1"), {"host": "evil.example"}, 403),
-        (GateConfig("127.0.0.7"), {"host": "127.0.0.7:8"}, 204),
-        (GateConfig("127.0.0.7"), {"host": "evil.example"}, 403),
-        *((GateConfig(own), {"host": "my.name:8"}, 204) for own in ("0.0.0.0", "::", "10.0.0.7")),
-        *(
-            (GateConfig("0.0.0.0"), {"host": "my.name:8", "origin": origin}, status)
-            for origin, status in (
-                ("http://my.name:8", 204),
-                ("https://my.name:8", 204),
-                ("http://my.name", 403),
-            )
-        ),
-        (GateConfig("::", "schlüssel"), {"authorization": "Bearer schlüssel"}, 204),
-        (GateConfig("::", "schlüssel"), {"authorization": "Bearer schlussel"}, 401),
-        (GateConfig("::", "plain"), {"authorization": "Bearer schlüssel"}, 401),
-    ],
-)
-def test_the_gate_knows_its_names_and_its_key(
-    config: GateConfig, headers: dict[str, str], status: int
-) -> None:
-    found: list[Any] = []
-
-    async def send(message: Any) -> None:
-        found.append(message)
-
-    own = [(name.encode(), value.encode()) for name, value in headers.items()]
-    scope = {"type": "http", "method": "GET", "path": "/events", "headers": own}
-    asyncio.run(Gate(Response(status_code=204), config)(scope, None, send))  # pyright: ignore[reportArgumentType]
-    assert found[0]["status"] == status
-
-
 def test_slow_headers_time_out(server: Running, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("common.serve.running.HEADER_SECONDS", 0.2)
     with socket.create_connection(("127.0.0.1", server.port), timeout=20) as connection:
@@ -430,21 +390,6 @@ def test_and_those_who_take_too_long_get_an_error() -> None:
                 next(streams[0])
         one.close()
         assert process.wait(30) == 3
-
-
-def test_a_second_signal_does_not_wait() -> None:
-    async def run() -> DrainingServer:
-        llm, gate = SimpleNamespace(num_unfinished=1, abort_all=str), SimpleNamespace()
-        gate.is_draining = False
-        server = DrainingServer(llm, gate, drain_seconds=60.0)  # pyright: ignore[reportArgumentType]
-        for _ in range(2):
-            assert not server.should_exit
-            server.handle_exit(signal.SIGTERM, None)
-            await asyncio.sleep(0.2)
-        return server
-
-    server = asyncio.run(run())
-    assert server.should_exit and server.num_cut_short == 1
 
 
 @pytest.mark.parametrize("host", ["127.0.0.1", "::1", "0.0.0.0"])

@@ -110,7 +110,7 @@ class GenerateBody(Body):
         """`others` where the names differ. Raises `ApiError`."""
         self._check()
         names = SamplingParams.__dataclass_fields__.keys() & type(self).model_fields.keys()
-        given = {name: getattr(self, name) for name in names - {"logit_bias", "logprobs"}}
+        given = {name: getattr(self, name) for name in names}
         given |= {"grammar": self._grammar(), "logit_bias": self._logit_bias()} | others
         try:
             return SamplingParams(**{k: v for k, v in given.items() if v is not None})
@@ -162,7 +162,7 @@ class CompletionBody(GenerateBody):
         prompt = self.prompt
         many = not isinstance(prompt, str) and bool(prompt) and not isinstance(prompt[0], int)
         prompts = prompt if many else [prompt]
-        if not 0 < len(prompts) <= MAX_PROMPTS or not all(prompts):
+        if len(prompts) > MAX_PROMPTS or not all(prompts):
             raise bad(f"prompt: 1 to {MAX_PROMPTS} of them, and none may be empty", "prompt")
         if len(prompts) * (self.n or 1) > MAX_PROMPTS:
             raise bad(f"n is {self.n}: all prompts have at most {MAX_PROMPTS} together", "n")
