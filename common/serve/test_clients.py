@@ -106,9 +106,11 @@ def test_the_clients_exceptions_are_those_it_has_for_them(server: Running) -> No
         one.completions.create(model="gpt-4", prompt="x")
     with pytest.raises(openai.BadRequestError, match="temperature"):
         one.completions.create(model=MODEL, prompt="x", temperature=-1)
-    with pytest.raises(openai.BadRequestError, match="at most") as caught:
-        one.completions.create(model=MODEL, prompt=[1] * 5000)
-    assert caught.value.code == "context_length_exceeded"
+    too_long: list[Any] = [[1] * 5000, "def " * 5000, ["x", "x" * 1_000_000]]
+    for prompt in too_long:
+        with pytest.raises(openai.BadRequestError, match="at most") as caught:
+            one.completions.create(model=MODEL, prompt=prompt)
+        assert (caught.value.code, caught.value.param) == ("context_length_exceeded", "prompt")
     assert [model.id for model in one.models.list()] == [MODEL]
 
 
