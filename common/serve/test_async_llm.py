@@ -440,7 +440,7 @@ def test_closed_while_a_prompt_becomes_ids(monkeypatch: pytest.MonkeyPatch) -> N
         llm = AsyncLLM(**SMALL)
         begun, may_go = asyncio.Event(), asyncio.Event()
 
-        async def encode(text: str) -> list[int]:
+        async def encode(text: str, add_special_tokens: bool) -> list[int]:
             begun.set()
             await may_go.wait()
             return [5]

@@ -433,6 +433,15 @@ def test_a_port_in_use_is_a_sentence(server: Running) -> None:
     assert f"port {server.port} of 127.0.0.1 can not be had: Address already" in found.stderr
 
 
+def test_an_interrupt_while_it_loads_is_no_traceback() -> None:
+    process, stderr = start_program("common.serve", "--port", "0")
+    with stderr:
+        assert "loading" in stderr.readline()
+        process.send_signal(signal.SIGINT)
+        assert "Traceback" not in stderr.read()
+        assert process.wait(60) == 130
+
+
 def test_kv_events_of_a_server_are_heard() -> None:
     """By a reader that has only the address which the server prints."""
     pytest.importorskip("zmq")
