@@ -60,7 +60,7 @@ class ServeConfig:
 
     model_name: str
     gate: GateConfig = field(default_factory=GateConfig)
-    chat_template: Path | None = None
+    chat_template: str | None = None  # its text
     adapter_root: Path | None = None
     heartbeat_seconds: float | None = None
 

@@ -118,10 +118,11 @@ def test_every_flag_arrives_where_it_counts(
 ) -> None:
     flags = {"model": tmp_path, "host": "::1", "api-key": "k", "max-waiting": 7, "drain-seconds": 3}
     flags |= {"chat-template": tmp_path / "t", "adapter-root": tmp_path / "a"}
+    (tmp_path / "t").write_text("é: {{ messages }}", encoding="utf-8")
     flags |= {"heartbeat-seconds": 2, "max-body-bytes": 1000}
     assert run(*(f"--{name}={value}" for name, value in flags.items()), num_blocks=9) == 0
     gate = GateConfig("::1", "k", 1000)
-    expected = ServeConfig(tmp_path.name, gate, tmp_path / "t", tmp_path / "a", 2.0)
+    expected = ServeConfig(tmp_path.name, gate, "é: {{ messages }}", tmp_path / "a", 2.0)
     assert (served.config, served.drain_seconds) == (expected, 3.0)
     assert served.model == str(tmp_path) and served.settings == {"max_waiting": 7, "num_blocks": 9}
     said = capsys.readouterr().err
@@ -140,6 +141,14 @@ def test_a_model_has_a_name(
     assert served.config.model_name == name and served.config.gate.api_key is None
     said = capsys.readouterr().err
     assert f'"model": "{name}"' in said and "Bearer" not in said
+
+
+def test_a_template_that_is_not_there_is_said_before_a_model_is_loaded(
+    served: SimpleNamespace, tmp_path: Path
+) -> None:
+    with pytest.raises(FileNotFoundError, match="nothing"):
+        run(f"--chat-template={tmp_path / 'nothing'}")
+    assert not hasattr(served, "model")
 
 
 def test_the_exit_code_says_whether_all_could_finish(served: SimpleNamespace) -> None:
