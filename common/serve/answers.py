@@ -149,7 +149,7 @@ class Answer:
         choice |= {"finish_reason": piece.finish_reason, "stop_reason": piece.stop_reason}
         if self.body.return_token_ids:
             choice["token_ids"] = piece.token_ids
-        if self.body.prompt_logprobs is not None and where == "message":
+        if self.body.prompt_logprobs is not None:
             choice["prompt_logprobs"] = [self._scored(entry) for entry in of.prompt_logprobs or []]
         return choice
 

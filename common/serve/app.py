@@ -60,7 +60,7 @@ class ServeConfig:
 
     model_name: str
     gate: GateConfig = field(default_factory=GateConfig)
-    chat_template: Path | None = None
+    chat_template: str | None = None  # its text
     adapter_root: Path | None = None
     heartbeat_seconds: float | None = None
 
@@ -77,9 +77,9 @@ class Server:
     # -- generating
 
     async def completions(self, body: CompletionBody, request: Request) -> Response:
-        model, params, prompts = self._model(body), body.params(), body.prompts()
-        ids = await self._ids(body, prompts)
-        echoed = prompts if body.echo else []
+        model, params = self._model(body), body.params()
+        ids = await self._ids(body, params)
+        echoed = body.prompts() if body.echo else []
         texts = [p if isinstance(p, str) else await self._decode(p, "prompt") for p in echoed]
         tokenizer = self.llm.tokenizer
         answer = Answer("completion", model, tokenizer, body, params, texts, body.only_echo)
@@ -87,20 +87,17 @@ class Server:
 
     async def chat_completions(self, body: ChatBody, request: Request) -> Response:
         model, params = self._model(body), body.params(self.llm.max_model_len)
-        ids = await self._chat_ids(body)
+        ids = await self._chat_ids(body, params)
         answer = Answer("chat", model, self.llm.tokenizer, body, params)
         return await self._generate(answer, [ids], request)
 
     async def _generate(
         self, answer: Answer, prompts: list[list[int]], request: Request
     ) -> Response:
-        params = answer.params
-        for ids in prompts:
-            self._check_length(ids, params)
         options = answer.body.options()
         if answer.model != self.config.model_name:
             options["adapter"] = answer.model
-        calls = [self.llm.generate(ids, params, **options) for ids in prompts]
+        calls = [self.llm.generate(ids, answer.params, **options) for ids in prompts]
         requests = [self.metrics.counted(call) for call in calls]
         is_theirs = False  # the stream's, to be closed
         try:
@@ -142,27 +139,19 @@ class Server:
             yield event(api_error(error).content())
         yield DONE
 
-    def _check_length(self, ids: list[int], params: SamplingParams) -> None:
-        most = self.llm.max_model_len
-        if len(ids) >= most and params.truncate_prompt_tokens is None:
-            raise bad(
-                f"the prompt has {len(ids)} tokens: this model takes at most {most - 1}, since "
-                f"prompt and answer together may have {most}",
-                "prompt",
-                "context_length_exceeded",
-            )
-
-    async def _ids(
-        self, body: CompletionBody, prompts: list[str] | list[list[int]]
-    ) -> list[list[int]]:
+    async def _ids(self, body: CompletionBody, params: SamplingParams) -> list[list[int]]:
         adds = body.add_special_tokens is not False
-        return [p if isinstance(p, list) else await self.llm.encode(p, adds) for p in prompts]
+        return [await self.llm.prompt_ids(p, params, adds) for p in body.prompts()]
 
-    async def _chat_ids(self, body: ChatBody | TokenizeBody) -> list[int]:
+    async def _chat_ids(self, body: ChatBody, params: SamplingParams) -> list[int]:
+        return await self.llm.prompt_ids(
+            await self._chat_text(body), params, bool(body.add_special_tokens)
+        )
+
+    async def _chat_text(self, body: ChatBody | TokenizeBody) -> str:
         assert body.messages is not None
         how = body.add_generation_prompt, body.continue_final_message, body.chat_template_kwargs
-        text = await asyncio.to_thread(self.chat.text, body.messages, *how)
-        return await self.llm.encode(text, bool(body.add_special_tokens))
+        return await asyncio.to_thread(self.chat.text, body.messages, *how)
 
     def _model(self, body: GenerateBody | TokenizeBody | DetokenizeBody) -> str:
         """The one that is asked for. Raises `ApiError` if it is not here."""
@@ -179,10 +168,10 @@ class Server:
         self._model(body)
         if (body.prompt is None) == (body.messages is None):
             raise bad("give prompt or messages, and not both")
-        if body.prompt is None:
-            ids = await self._chat_ids(body)
-        else:
-            ids = await self.llm.encode(body.prompt, body.add_special_tokens is not False)
+        text, adds = body.prompt, body.add_special_tokens is not False
+        if text is None:
+            text, adds = await self._chat_text(body), bool(body.add_special_tokens)
+        ids = await self.llm.encode(text, adds)
         found = {"count": len(ids), "max_model_len": self.llm.max_model_len, "tokens": ids}
         if body.return_token_strs:
             found["token_strs"] = [token_text(self.llm.tokenizer, i) for i in ids]
@@ -201,13 +190,12 @@ class Server:
 
     async def render_completion(self, body: CompletionBody) -> list[dict[str, Any]]:
         """Token ids of each prompt, for routers that look for the same prefix."""
-        model, _ = self._model(body), body.params()
-        ids = await self._ids(body, body.prompts())
-        return [{"model": model, "token_ids": i} for i in ids]
+        model, params = self._model(body), body.params()
+        return [{"model": model, "token_ids": ids} for ids in await self._ids(body, params)]
 
     async def render_chat(self, body: ChatBody) -> dict[str, Any]:
-        model, _ = self._model(body), body.params(1)
-        return {"model": model, "token_ids": await self._chat_ids(body)}
+        model, params = self._model(body), body.params(self.llm.max_model_len)
+        return {"model": model, "token_ids": await self._chat_ids(body, params)}
 
     # -- the server
 

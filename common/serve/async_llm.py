@@ -10,6 +10,7 @@ at a time, and holds up nobody."""
 from __future__ import annotations
 
 import asyncio
+import math
 from collections import deque
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import suppress
@@ -21,6 +22,7 @@ from common.engine_config import EngineConfig, EngineStats
 from common.intake import plain
 from common.serve.deltas import HandOver, RequestDelta
 from common.serve.engine_loop import EngineError, EngineLoop, QueueFull
+from common.serve.prompt_length import PromptTooLong, longest_token
 from request import SamplingParams
 
 if TYPE_CHECKING:
@@ -28,7 +30,7 @@ if TYPE_CHECKING:
 
     from common.intake import RequestOptions
 
-__all__ = ["AsyncLLM", "EngineError", "QueueFull", "RequestDelta"]
+__all__ = ["AsyncLLM", "EngineError", "PromptTooLong", "QueueFull", "RequestDelta"]
 LONG_TEXT = 4096  # characters; a longer prompt becomes token ids beside the loop
 NUM_AT_ONCE = 8  # deltas that are given out before the loop may do something else
 
@@ -78,6 +80,7 @@ class AsyncLLM:
         assert engine.tokenizer is not None
         self.tokenizer, self.max_model_len = engine.tokenizer, engine.max_model_len
         self.vocab_size, self.model_config = engine.vocab_size, engine.model_config
+        self._max_token_bytes = longest_token(self.tokenizer)
         self.adapters = _adapters_of(engine)  # names that are loaded
         self.why_no_film = engine.why_no_film
 
@@ -113,8 +116,10 @@ class AsyncLLM:
         self._names[request_id] = name
         mailbox = self._mailboxes[name] = Mailbox()
         try:
-            token_ids = await self.encode(prompt) if isinstance(prompt, str) else plain(prompt)
-            self._engine_loop.add(name, token_ids, params or SamplingParams(), dict(options))
+            params = params or SamplingParams()
+            is_text = isinstance(prompt, str)
+            token_ids = await self.prompt_ids(prompt, params) if is_text else plain(prompt)
+            self._engine_loop.add(name, token_ids, params, dict(options))
             is_finished = False
             while not is_finished:
                 delta = await mailbox.take()
@@ -126,6 +131,27 @@ class AsyncLLM:
         finally:
             del self._mailboxes[name], self._names[request_id]
             self._engine_loop.abort(name)  # nothing, if it has come to its end
+
+    async def prompt_ids(
+        self, prompt: str | list[int], params: SamplingParams, add_special_tokens: bool = True
+    ) -> list[int]:
+        """Of a prompt. Raises `PromptTooLong`, and for a text of so many bytes that its tokens must
+        be too many without counting them."""
+
+        def check(num_tokens: int, more: str = "") -> None:
+            if num_tokens >= self.max_model_len and params.truncate_prompt_tokens is None:
+                raise PromptTooLong(
+                    f"the prompt has {num_tokens} tokens{more}: this model takes at most "
+                    f"{self.max_model_len - 1}, since prompt and answer together may have "
+                    f"{self.max_model_len}"
+                )
+
+        if isinstance(prompt, str):
+            num_bytes = len(prompt.encode(errors="replace"))
+            check(math.ceil(num_bytes / self._max_token_bytes), " or more")
+            prompt = await self.encode(prompt, add_special_tokens)
+        check(len(prompt))
+        return prompt
 
     async def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
         """Token ids of a text. Raises `ValueError` for what is no text."""

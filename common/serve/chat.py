@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any
 
 from common.serve.errors import bad
@@ -10,13 +9,10 @@ from common.tokenizer import Tokenizer
 
 
 class ChatPrompts:
-    """`template`: instead of the model's. Raises `FileNotFoundError`."""
+    """`template`: instead of the model's."""
 
-    def __init__(self, tokenizer: Tokenizer, template: Path | None = None) -> None:
-        if template is not None and not template.is_file():
-            raise FileNotFoundError(f"--chat-template {template}: there is no such file")
-        self._source = tokenizer.source
-        self._template = None if template is None else template.read_text(encoding="utf-8")
+    def __init__(self, tokenizer: Tokenizer, template: str | None = None) -> None:
+        self._source, self._template = tokenizer.source, template
 
     def text(
         self,

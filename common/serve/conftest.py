@@ -35,7 +35,7 @@ SMALL = dict(num_blocks=400, dtype="float64", num_threads=1, compile=False)
 TIGHT = dict(block_size=4, num_blocks=26, max_num_seqs=6, max_num_batched_tokens=48, watermark=0.0)
 MODEL = "tiny"
 HEAD = b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
-TEMPLATE = Path(__file__).parent / "chat_template.jinja"
+TEMPLATE = (Path(__file__).parent / "chat_template.jinja").read_text(encoding="utf-8")
 
 
 def posted(body: Any) -> bytes:

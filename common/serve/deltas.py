@@ -76,21 +76,19 @@ class DeltaSource:
         self.group = group
         self._num_sent = [0] * len(group.members)
         self._is_closed = [False] * len(group.members)
-        self._has_scores = False  # of the prompt, given away
 
     def accepted(self) -> RequestDelta:
         return RequestDelta(self.group.request_id, prompt_token_ids=self.group.prompt_token_ids)
 
     def take(self) -> RequestDelta:
-        group = self.group
-        pieces = [self._take(i, member) for i, member in enumerate(group.members)]
-        moved = {piece.index: piece for piece in pieces if piece is not None}
-        delta = RequestDelta(group.request_id, moved)
-        delta.num_cached_tokens, delta.finished = group.num_cached_tokens, group.finished
-        if moved and not self._has_scores:
-            self._has_scores, delta.prompt_logprobs = True, group.prompt_logprobs
-        if delta.finished:
-            delta.metrics = group.metrics
+        group, scores = self.group, self.group.prompt_logprobs
+        delta = RequestDelta(group.request_id, num_cached_tokens=group.num_cached_tokens)
+        delta.finished, delta.metrics = group.finished, group.metrics if group.finished else None
+        # One continuation computes them for all. The others, found in the cache, may be earlier.
+        if scores is None or len(scores) == len(group.prompt_token_ids) or group.finished:
+            pieces = [self._take(i, member) for i, member in enumerate(group.members)]
+            delta.completions = {piece.index: piece for piece in pieces if piece is not None}
+            delta.prompt_logprobs = scores
         return delta
 
     def _take(self, i: int, member: OutputProcessor) -> CompletionDelta | None:
@@ -105,7 +103,7 @@ class DeltaSource:
             completion.index,
             member.take_delta(),
             token_ids,
-            None if logprobs is None else logprobs[start : start + len(token_ids)],
+            None if logprobs is None else logprobs[start:],
             completion.finish_reason,
             completion.stop_reason,
         )

@@ -137,7 +137,7 @@ class EngineLoop:
             if "abort" in reasons:  # by nobody whom this thread serves
                 delta.error = EngineError(why or "the request was ended")
             elif "error" in reasons:
-                detail = source.group.metrics.finish_detail or "the model gave no usable logits"
+                detail = str(source.group.metrics.finish_detail)
                 kind = ValueError if detail.startswith(UNCOMPILED) else EngineError
                 delta.error = kind(detail)
         return delta

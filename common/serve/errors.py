@@ -7,6 +7,7 @@ from typing import Any
 from pydantic import BaseModel
 
 from common.serve.engine_loop import EngineError, QueueFull
+from common.serve.prompt_length import PromptTooLong
 
 _TYPES = {
     401: "authentication_error",
@@ -59,6 +60,8 @@ def api_error(error: Exception) -> ApiError:
         return error
     if isinstance(error, QueueFull):
         return ApiError(429, str(error), None, "queue_full")
+    if isinstance(error, PromptTooLong):
+        return bad(str(error), "prompt", "context_length_exceeded")
     if isinstance(error, ValueError):
         first = str(error).split(" ")[0].rstrip(":")
         return bad(str(error), first if first.isidentifier() else None)

@@ -154,11 +154,9 @@ class CacheChanges:
         return adapter, [*keys, *(values.values() if is_first else ())] or None
 
     def _forget(self, blocks: Iterable[Block]) -> None:
-        names = [self._hashes.pop(block.block_id, None) for block in blocks]
         with self._lock:
-            for name in names:
-                if name is not None:
-                    self._remove(name, GPU)
+            for block in blocks:
+                self._remove(self._hashes.pop(block.block_id, b""), GPU)
             if not self._hashes:
                 self.say_all()
 

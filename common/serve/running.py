@@ -130,6 +130,7 @@ async def serve(args: argparse.Namespace, settings: dict[str, Any], listener: so
     """The exit code. Raises what `AsyncLLM` does."""
     name = args.served_model_name or _name(args.model)
     _say(f"loading {name} ...")
+    template = args.chat_template and args.chat_template.read_text(encoding="utf-8")
     spare_what_is_loaded()
     llm = await asyncio.to_thread(AsyncLLM, args.model, max_waiting=args.max_waiting, **settings)
     kv_events = None
@@ -140,9 +141,7 @@ async def serve(args: argparse.Namespace, settings: dict[str, Any], listener: so
             kv_events = await llm.call(KVEvents, args.kv_events, args.kv_events_replay)
             _say(f"KV events are at {kv_events.publisher.endpoint}")
         gate_config = GateConfig(args.host, args.api_key or None, args.max_body_bytes)
-        config = ServeConfig(
-            name, gate_config, args.chat_template, args.adapter_root, args.heartbeat_seconds
-        )
+        config = ServeConfig(name, gate_config, template, args.adapter_root, args.heartbeat_seconds)
         _, gate = make_app(llm, config)
         server = DrainingServer(llm, gate, args.drain_seconds)
         _tell(args, name, listener)

@@ -12,7 +12,7 @@ import pytest
 from common.engine import LLMEngine
 from common.engine_config import EngineStats
 from common.llm import LLM, SamplingParams
-from common.serve.async_llm import AsyncLLM, EngineError, Mailbox, QueueFull
+from common.serve.async_llm import AsyncLLM, EngineError, Mailbox, PromptTooLong, QueueFull
 from common.serve.conftest import SMALL
 from common.serve.deltas import CompletionDelta, RequestDelta
 
@@ -300,6 +300,28 @@ def test_a_long_prompt_holds_up_nobody(llm: AsyncLLM, loop: asyncio.AbstractEven
     assert token_ids == llm.tokenizer.encode(text) and num_turns > 5
 
 
+def test_a_text_that_cannot_fit_is_refused_before_its_tokens_are_counted(
+    llm: AsyncLLM, loop: asyncio.AbstractEventLoop, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """16 MB of text took a core a minute."""
+    tokenized, most = list[int](), int(llm._max_token_bytes) * (llm.max_model_len - 1)
+
+    async def encode(text: str, add_special_tokens: bool = True) -> list[int]:
+        tokenized.append(len(text))
+        return [5]
+
+    monkeypatch.setattr(llm, "encode", encode)
+    few = SamplingParams(max_tokens=1)
+    for text in ("x" * (most + 1), "é" * (most // 2 + 1)):
+        with pytest.raises(PromptTooLong, match="or more: this model takes at most 2047, since"):
+            loop.run_until_complete(whole(llm, text, few))
+    assert tokenized == []
+    loop.run_until_complete(whole(llm, "x" * most, few))
+    cut = SamplingParams(max_tokens=1, truncate_prompt_tokens=9)
+    loop.run_until_complete(whole(llm, "x" * (most + 1), cut))
+    assert tokenized == [most, most + 1]
+
+
 def test_it_belongs_to_one_loop(llm: AsyncLLM) -> None:
     with pytest.raises(RuntimeError, match="another event loop"):
         asyncio.run(whole(llm, "x", SamplingParams(max_tokens=1)))
@@ -418,7 +440,7 @@ def test_closed_while_a_prompt_becomes_ids(monkeypatch: pytest.MonkeyPatch) -> N
         llm = AsyncLLM(**SMALL)
         begun, may_go = asyncio.Event(), asyncio.Event()
 
-        async def encode(text: str) -> list[int]:
+        async def encode(text: str, add_special_tokens: bool) -> list[int]:
             begun.set()
             await may_go.wait()
             return [5]

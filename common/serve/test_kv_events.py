@@ -146,6 +146,8 @@ def test_what_another_listener_raises_is_no_secret_to_the_stream() -> None:
     with pytest.raises(OSError):
         cache.evict(2)
     check(changes, index, cache)
+    with pytest.raises(OSError):
+        cache.withdraw(next(iter(cache.cached_prefixes())).block)  # not taken when it is taken out
     other = CacheChanges(cache)
     other.put_in()
     with pytest.raises(RuntimeError, match="another listener"):

@@ -12,8 +12,9 @@ import pytest
 from common.engine_config import EngineStats
 from common.llm import LLM, SamplingParams
 from common.serve import wire
+from common.serve.chat import ChatPrompts
 from common.serve.conftest import MODEL, Running
-from common.serve.errors import api_error
+from common.serve.errors import ApiError, api_error
 from common.serve.server_metrics import ServerMetrics
 from common.serve.wire import CompletionBody
 
@@ -330,6 +331,19 @@ def test_a_template_gets_texts(template_server: Running) -> None:
     ):
         status, answer = tokens(messages, **others)
         assert status == 400, answer
+
+
+def test_a_models_own_template_is_used_unless_there_is_another() -> None:
+    def apply(messages: list[dict], *, chat_template: str | None, **_: Any) -> str:
+        return f"{chat_template} of {messages[0]['content']}"
+
+    source = SimpleNamespace(chat_template="own", apply_chat_template=apply)
+    tokenizer: Any = SimpleNamespace(source=source)
+    assert ChatPrompts(tokenizer).text(CHAT["messages"]) == "None of a stack"
+    assert ChatPrompts(tokenizer, "other").text(CHAT["messages"]) == "other of a stack"
+    source.chat_template = None
+    with pytest.raises(ApiError, match="has no chat template: start the server with --chat-temp"):
+        ChatPrompts(tokenizer).text(CHAT["messages"])
 
 
 def test_log_probabilities_of_a_prompt(server: Running, alone: LLM) -> None:

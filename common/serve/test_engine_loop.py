@@ -1,0 +1,99 @@
+"""The engine's thread, with an engine that does what it is told."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from queue import Queue
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from common.engine_config import EngineStats
+from common.serve.deltas import HandOver, RequestDelta
+from common.serve.engine_loop import MAX_FAILURES, UNCOMPILED, EngineError, EngineLoop
+from common.serve.test_deltas import Growing
+from request import SamplingParams
+
+
+class Engine:
+    """`steps`: what each does with the one request; it runs until there are no more."""
+
+    def __init__(self, *steps: Callable[[Growing], None]) -> None:
+        self.steps, self.request, self.num_steps = [*steps], Growing(), 0
+        self.config, self.is_asked = SimpleNamespace(max_num_seqs=1), False
+        self.handed_over = Queue[HandOver]()
+        self.stats, self.close = EngineStats, lambda: None
+        self.loop = EngineLoop(lambda: self, self.handed_over.put)  # pyright: ignore[reportArgumentType]
+
+    def add_request(self, *_: Any) -> Any:
+        self.is_asked = True
+        return self.request.group
+
+    def has_unfinished_requests(self) -> bool:
+        return self.is_asked and bool(self.steps)
+
+    def step(self) -> list[Any]:
+        self.num_steps += 1
+        self.steps.pop(0)(self.request)
+        return [self.request.group, SimpleNamespace(request_id="of nobody here")]
+
+    def ask(self) -> list[RequestDelta]:
+        """All that comes of the request."""
+        self.loop.add("x", [7, 8, 9], SamplingParams(), {})
+        found: list[RequestDelta] = []
+        while not (found and found[-1].finished):
+            found += self.handed_over.get(timeout=20).deltas
+        self.loop.close()
+        assert [delta.request_id for delta in found] == ["x"] * len(found)
+        return found
+
+
+def ends(reason: str, detail: str | None = None) -> Callable[[Growing], None]:
+    def step(request: Growing) -> None:
+        for i in range(2):
+            request.grow(i, 5, reason)
+        request.group.finished, request.group.metrics.finish_detail = True, detail
+
+    return step
+
+
+def fails(error: Exception) -> Callable[[Growing], None]:
+    def step(request: Growing) -> None:
+        raise error
+
+    return step
+
+
+@pytest.mark.parametrize(
+    ("step", "kind", "says"),
+    [
+        (ends("stop"), None, ""),
+        (ends("error", f"{UNCOMPILED}: (x"), ValueError, f"{UNCOMPILED}: (x"),
+        (ends("error", "logits hold nan"), EngineError, "logits hold nan"),
+        (ends("abort"), EngineError, "the request was ended"),
+    ],
+    ids=["whole", "what was sent", "what was computed", "by somebody"],
+)
+def test_how_it_ended_is_said(step: Any, kind: type | None, says: str) -> None:
+    *_, last = Engine(step).ask()
+    assert type(last.error) is (kind or type(None)) and says in str(last.error)
+    assert set(last.completions) == {0, 1}
+
+
+@pytest.mark.parametrize("is_final", [True, False])
+def test_an_engine_that_does_not_recover_is_given_up(is_final: bool) -> None:
+    error = RuntimeError("a rank is gone")
+    if is_final:
+        error.is_final = True  # pyright: ignore[reportAttributeAccessIssue]
+    engine = Engine(*[fails(error)] * 5)
+    *_, last = engine.ask()
+    assert engine.num_steps == (1 if is_final else MAX_FAILURES)
+    assert isinstance(last.error, EngineError) and "RuntimeError: a rank is gone" in str(last.error)
+    assert engine.loop.why_dead == str(last.error), "and not that it was closed"
+
+
+def test_a_step_that_fails_is_why_its_requests_end() -> None:
+    error = MemoryError("no memory left")
+    *_, last = Engine(fails(error), fails(error), ends("abort")).ask()
+    assert str(last.error) == "MemoryError: no memory left"

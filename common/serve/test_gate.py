@@ -1,0 +1,188 @@
+"""Who may come in, and with what: without a server."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from typing import Any
+
+import pytest
+
+from common.serve.gate import Gate, GateConfig
+
+JSON = {"content-type": "application/json", "host": "localhost"}
+
+
+class Asked:
+    """One request, in pieces, at a gate; and what came of it. `body`: what the application read."""
+
+    def __init__(
+        self, config: GateConfig, headers: dict[str, str], *parts: Any, **scope: Any
+    ) -> None:
+        self.sent: list[Any] = []
+        self.read: list[Any] = []
+        self._parts = [*parts]
+        self.gate = Gate(self._app, config)
+        self.gate.is_draining = scope.pop("is_draining", False)
+        own = [(name.encode(), value.encode()) for name, value in headers.items()]
+        about = {"type": "http", "method": "POST", "path": "/v1/completions", "headers": own}
+        asyncio.run(self.gate(about | scope, self._receive, self._send))
+        self.status = self.sent[0]["status"]
+        self.headers = {k.decode(): v.decode() for k, v in self.sent[0]["headers"]}
+
+    async def _receive(self) -> Any:
+        if not self._parts:
+            await asyncio.Event().wait()
+        part = self._parts.pop(0)
+        if isinstance(part, bytes):
+            return {
+                "type": "http.request",
+                "body": part,
+                "more_body": bytes in map(type, self._parts),
+            }
+        return part
+
+    async def _send(self, message: Any) -> None:
+        self.sent.append(message)
+
+    async def _app(self, scope: Any, receive: Any, send: Any) -> None:
+        if scope["method"] == "POST":
+            self.read.append(await receive())
+        if self._parts:
+            self.read.append(await receive())
+        await send({"type": "http.response.start", "status": 204, "headers": []})
+
+    @property
+    def error(self) -> dict[str, Any]:
+        return json.loads(self.sent[1]["body"])["error"]
+
+
+@pytest.mark.parametrize(
+    ("config", "headers", "status"),
+    [
+        *((GateConfig(), {"host": name}, 204) for name in ("LocalHost", "127.0.0.1:8", "[::1]:8")),
+        (GateConfig(), {"host": "evil.example:8"}, 403),
+        (GateConfig(), {}, 403),
+        *((GateConfig("::1"), {"host": name}, 204) for name in ("[::1]", "[::1]:8", "localhost")),
+        (GateConfig("::1"), {"host": "evil.example"}, 403),
+        (GateConfig("127.0.0.7"), {"host": "127.0.0.7:8"}, 204),
+        (GateConfig("127.0.0.7"), {"host": "evil.example"}, 403),
+        *((GateConfig(own), {"host": "my.name:8"}, 204) for own in ("0.0.0.0", "::", "10.0.0.7")),
+        *(
+            (GateConfig("0.0.0.0"), {"host": "my.name:8", "origin": origin}, status)
+            for origin, status in (
+                ("http://my.name:8", 204),
+                ("https://my.name:8", 204),
+                ("http://my.name", 403),
+            )
+        ),
+        (GateConfig("::", "schlüssel"), {"authorization": "Bearer schlüssel"}, 204),
+        (GateConfig("::", "schlüssel"), {"authorization": "Bearer schlussel"}, 401),
+        (GateConfig("::", "plain"), {"authorization": "Bearer schlüssel"}, 401),
+    ],
+)
+def test_the_gate_knows_its_names_and_its_key(
+    config: GateConfig, headers: dict[str, str], status: int
+) -> None:
+    for path in ("/events", "/"):
+        key_is_asked = path == "/events" or status != 401
+        found = Asked(config, headers, method="GET", path=path)
+        assert found.status == (status if key_is_asked else 204), path
+
+
+def test_a_body_is_read_here_and_again_by_the_application() -> None:
+    gone = {"type": "http.disconnect"}
+    found = Asked(GateConfig(), JSON, b'{"a"', b": 1}", gone)
+    assert found.status == 204
+    assert found.read == [{"type": "http.request", "body": b'{"a": 1}', "more_body": False}, gone]
+    assert (
+        Asked(GateConfig(), JSON, {"body": b"{", "more_body": True, "type": ""}, gone).status == 400
+    )
+
+
+@pytest.mark.parametrize(
+    ("said", "body", "status"),
+    [
+        ("10", b"x" * 10, 204),
+        ("11", b"", 413),
+        ("9" * 5000, b"", 413),
+        ("x", b"", 413),
+        ("0", b"x" * 10, 204),  # whatever was said
+        ("0", b"x" * 11, 413),
+    ],
+)
+def test_a_body_has_its_limit(said: str, body: bytes, status: int) -> None:
+    parts = [bytes([byte]) for byte in body] or [b""]
+    config = GateConfig(max_body_bytes=10)
+    assert Asked(config, JSON | {"content-length": said}, *parts).status == status
+    many = GateConfig(max_body_bytes=320)
+    assert Asked(many, JSON, b"," * 10).status == 204
+    assert "commas" in Asked(many, JSON, b"," * 11).error["message"]
+
+
+def test_a_late_body_is_not_waited_for() -> None:
+    assert (
+        Asked(
+            GateConfig(body_seconds=0.05), JSON, {"type": "http.request", "more_body": True}
+        ).status
+        == 408
+    )
+
+
+@pytest.mark.parametrize(
+    ("kind", "status"),
+    [
+        ("application/json", 204),
+        ("Application/JSON ; charset=utf-8", 204),
+        ("text/plain", 415),
+        ("", 415),
+    ],
+)
+def test_a_body_is_json(kind: str, status: int) -> None:
+    assert Asked(GateConfig(), JSON | {"content-type": kind}, b"{}").status == status
+
+
+def test_origins_are_looked_at_where_something_is_done_or_shown() -> None:
+    evil = JSON | {"origin": "http://evil.example"}
+    for method, path, status in (
+        ("POST", "/tokenize", 403),
+        ("GET", "/", 403),
+        ("GET", "/events", 403),
+        ("GET", "/health", 204),
+        ("GET", "/v1/models", 204),
+    ):
+        assert Asked(GateConfig(), evil, b"{}", method=method, path=path).status == status, path
+    for origin, status in ("", 403), ("null", 403), ("http://localhost", 204):
+        assert Asked(GateConfig(), JSON | {"origin": origin}, b"{}").status == status, origin
+
+
+def test_the_key_is_asked_for_everywhere_but_at_health_and_by_the_page() -> None:
+    config = GateConfig(api_key="k")
+    for path, status in ("/health", 204), ("/", 204), ("/v1/models", 401), ("/nothing", 401):
+        found = Asked(config, JSON, method="GET", path=path)
+        assert found.status == status, path
+    assert found.error["code"] == "invalid_api_key"
+    for given, status in ("Bearer k", 204), ("Bearer ", 401), ("", 401), ("Bearer kk", 401):
+        sent = JSON | {"authorization": given}
+        assert Asked(config, sent, method="GET", path="/metrics").status == status, given
+
+
+def test_while_it_drains_what_is_new_is_refused_and_health_says_so() -> None:
+    for method, path, status in (
+        ("POST", "/v1/completions", 503),
+        ("GET", "/health", 503),
+        ("GET", "/metrics", 204),
+        ("GET", "/events", 204),
+    ):
+        found = Asked(GateConfig(), JSON, b"{}", method=method, path=path, is_draining=True)
+        assert found.status == status, path
+        assert ("Retry-After" in {k.title() for k in found.headers}) == (status == 503)
+
+
+@pytest.mark.parametrize("name", ["mine", "", "x" * 201, "a\tb", "ä"])
+def test_an_id_is_taken_if_it_is_one(name: str) -> None:
+    found = Asked(GateConfig(), JSON | {"x-request-id": name}, method="GET", path="/health")
+    given = found.headers["x-request-id"]
+    assert given == name if name == "mine" else len(given) == 32
+    again = Asked(GateConfig(), JSON, method="GET", path="/health").headers["x-request-id"]
+    assert again != given, "another one each time"

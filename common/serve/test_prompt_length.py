@@ -1,0 +1,83 @@
+"""A bound on a text's tokens that holds for every text."""
+
+from __future__ import annotations
+
+import math
+import unicodedata
+from typing import Any
+
+import pytest
+from tokenizers import AddedToken, Regex, decoders, models, normalizers, pre_tokenizers
+from tokenizers import Tokenizer as Backend
+
+from common.engine_config import SHIPPED_CHECKPOINT
+from common.serve.prompt_length import NFC_SHRINKS, longest_token
+from common.tokenizer import Tokenizer, load_tokenizer
+
+BYTES = {name: i for i, name in enumerate(sorted(pre_tokenizers.ByteLevel.alphabet()))}
+SPACES = normalizers.Replace(" ", "▁")
+
+
+def tokenizer(
+    normalizer: Any = None, splitter: Any = None, model: Any = None, **added: bool
+) -> Tokenizer:
+    backend = Backend(model or models.BPE(BYTES | {"abc": 256}, []))
+    if normalizer is not None:
+        backend.normalizer = normalizer
+    backend.pre_tokenizer = splitter or pre_tokenizers.ByteLevel(add_prefix_space=False)
+    backend.decoder = decoders.ByteLevel()
+    backend.add_tokens([AddedToken("<|x|>", **added)])
+    return Tokenizer(backend)
+
+
+def fallback(vocab: dict[str, int], **how: Any) -> models.BPE:
+    return models.BPE(vocab, [], byte_fallback=True, unk_token="<unk>", **how)
+
+
+FALLBACK = {f"<0x{byte:02X}>": byte for byte in range(256)} | {"<unk>": 256, "▁the": 257}
+
+
+@pytest.mark.parametrize(
+    ("one", "longest"),
+    [
+        (tokenizer(), 5),
+        (tokenizer(normalizers.NFC()), 5 * NFC_SHRINKS),
+        (tokenizer(normalizers.Sequence([normalizers.Prepend("▁"), SPACES])), 5),
+        (tokenizer(SPACES, pre_tokenizers.Metaspace(), fallback(FALLBACK)), 6),
+        (tokenizer(model=models.BPE({"a": 0}, [])), math.inf),  # a byte is no token
+        (tokenizer(SPACES, pre_tokenizers.Metaspace(), fallback({"<unk>": 0})), math.inf),
+        (tokenizer(SPACES, pre_tokenizers.Metaspace(), models.BPE(FALLBACK, [])), math.inf),
+        (tokenizer(normalizers.Strip()), math.inf),
+        (tokenizer(normalizers.Replace(Regex(" +"), " ")), math.inf),
+        (tokenizer(splitter=pre_tokenizers.Whitespace()), math.inf),
+        (tokenizer(splitter=pre_tokenizers.Split(" ", "removed")), math.inf),
+        (tokenizer(model=models.WordLevel(BYTES, "a")), math.inf),
+        (tokenizer(rstrip=True), math.inf),
+        (tokenizer(lstrip=True), math.inf),
+    ],
+)
+def test_a_bound_where_each_byte_goes_to_some_token(one: Tokenizer, longest: float) -> None:
+    assert longest_token(one) == longest
+
+
+def test_no_token_of_the_shipped_tokenizer_has_more_bytes() -> None:
+    shipped = load_tokenizer(SHIPPED_CHECKPOINT)
+    most = max(len(shipped.token_bytes(i)) for i in range(shipped.vocab_size))
+    assert most <= longest_token(shipped) <= 2 * most
+
+
+def test_nfc_shortens_no_text_more() -> None:
+    """Canonical parts, each written as long as may be, beside the character of them all."""
+    last = 0x30000  # no character above has others as its canonical parts
+    characters = [chr(code) for code in range(last) if not 0xD800 <= code < 0xE000]
+    longest: dict[str, int] = {}
+    apart = {c: unicodedata.normalize("NFD", c) for c in characters}
+    for c, parts in apart.items():
+        if len(parts) == 1:
+            longest[parts] = max(longest.get(parts, 0), len(c.encode()))
+    shrinks = []
+    for c, parts in apart.items():
+        whole = unicodedata.normalize("NFC", c)
+        most = max(len(c.encode()), sum(longest[part] for part in parts))
+        shrinks.append(most / len(whole.encode()))
+    assert max(shrinks) == NFC_SHRINKS

@@ -1,0 +1,183 @@
+"""From the command's flags to a server, and to its end: with an engine that computes nothing."""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from common.serve import running
+from common.serve.__main__ import parse_args
+from common.serve.app import ServeConfig
+from common.serve.gate import GateConfig
+from common.serve.running import CUT_SHORT, DrainingServer, serve
+
+
+class Engine:
+    """What a server asks of an `AsyncLLM`. `num_unfinished` requests run, and end as it is told."""
+
+    def __init__(self, num_unfinished: int = 0) -> None:
+        self.num_unfinished, self.why_dead = num_unfinished, None
+        self.said: list[str] = []
+
+    def abort_all(self, why: str) -> None:
+        self.said.append(f"{self.num_unfinished} aborted: {why}")
+
+    def close(self) -> None:
+        self.said.append("closed")
+
+    async def call(self, method: Any, *arguments: Any) -> Any:
+        return method(self, *arguments)
+
+
+async def drained(
+    engine: Engine, drain_seconds: float, ends_after: float | None, num_signals: int
+) -> DrainingServer:
+    """By a signal, or two, while requests run."""
+    gate: Any = SimpleNamespace(is_draining=False)
+    server = DrainingServer(engine, gate, drain_seconds)  # pyright: ignore[reportArgumentType]
+    server.handle_exit(15, None)
+    assert gate.is_draining and not server.should_exit, "what runs may finish"
+    for _ in range(num_signals - 1):
+        await asyncio.sleep(0.1)
+        server.handle_exit(15, None)
+    if ends_after is not None:
+        await asyncio.sleep(ends_after)
+        assert not server.should_exit and not engine.said
+        engine.num_unfinished = 0
+    for _ in range(100):
+        if server.should_exit:
+            return server
+        await asyncio.sleep(0.02)
+    raise AssertionError("it does not end")
+
+
+@pytest.mark.parametrize(
+    ("num", "drain_seconds", "ends_after", "num_cut_short", "num_signals"),
+    [
+        (0, 60, None, 0, 1),
+        (2, 60, 0.2, 0, 1),
+        (2, 0.2, None, 2, 1),
+        (2, 0, None, 2, 1),
+        (2, 60, None, 2, 2),
+    ],
+    ids=["nobody", "who finishes", "who takes too long", "no time", "a second signal"],
+)
+def test_who_runs_may_finish_in_time(
+    num: int,
+    drain_seconds: float,
+    ends_after: float | None,
+    num_cut_short: int,
+    num_signals: int,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    caplog.set_level("INFO")
+    engine = Engine(num)
+    server = asyncio.run(drained(engine, drain_seconds, ends_after, num_signals))
+    assert server.num_cut_short == num_cut_short
+    assert engine.said == [f"{num_cut_short} aborted: the server is shut down"]
+    assert f"{num} requests may finish" in caplog.text
+
+
+@pytest.fixture
+def served(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
+    """What `serve` makes; the server ends at once, and has cut off `num_cut_short`."""
+    found = SimpleNamespace(engine=Engine(), num_cut_short=0)
+
+    def make_llm(model: str | None, **settings: Any) -> Engine:
+        found.model, found.settings = model, settings
+        return found.engine
+
+    def make_app(llm: Engine, config: ServeConfig) -> tuple[None, None]:
+        found.config = config
+        return None, None
+
+    class Server:
+        def __init__(self, llm: Engine, gate: Any, drain_seconds: float) -> None:
+            found.drain_seconds, self.num_cut_short = drain_seconds, found.num_cut_short
+
+        async def serve(self, sockets: list[socket.socket]) -> None:
+            found.engine.said.append("served")
+
+    for name, made in ("AsyncLLM", make_llm), ("make_app", make_app), ("DrainingServer", Server):
+        monkeypatch.setattr(running, name, made)
+    return found
+
+
+def run(*flags: str, **settings: Any) -> int:
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        return asyncio.run(serve(parse_args([*flags]), settings, listener))
+
+
+def test_every_flag_arrives_where_it_counts(
+    served: SimpleNamespace, tmp_path: Path, capsys: pytest.CaptureFixture
+) -> None:
+    flags = {"model": tmp_path, "host": "::1", "api-key": "k", "max-waiting": 7, "drain-seconds": 3}
+    flags |= {"chat-template": tmp_path / "t", "adapter-root": tmp_path / "a"}
+    (tmp_path / "t").write_text("é: {{ messages }}", encoding="utf-8")
+    flags |= {"heartbeat-seconds": 2, "max-body-bytes": 1000}
+    assert run(*(f"--{name}={value}" for name, value in flags.items()), num_blocks=9) == 0
+    gate = GateConfig("::1", "k", 1000)
+    expected = ServeConfig(tmp_path.name, gate, "é: {{ messages }}", tmp_path / "a", 2.0)
+    assert (served.config, served.drain_seconds) == (expected, 3.0)
+    assert served.model == str(tmp_path) and served.settings == {"max_waiting": 7, "num_blocks": 9}
+    said = capsys.readouterr().err
+    assert f"loading {tmp_path.name} ..." in said and "Bearer $KEY" in said
+    assert served.engine.said == ["served", "closed"]
+
+
+@pytest.mark.parametrize(
+    ("flags", "name"),
+    [((), "tiny"), (("--model=a/b",), "a/b"), (("--served-model-name=c", "--model=a/b"), "c")],
+)
+def test_a_model_has_a_name(
+    served: SimpleNamespace, flags: tuple[str, ...], name: str, capsys: pytest.CaptureFixture
+) -> None:
+    assert run(*flags, "--api-key=") == 0
+    assert served.config.model_name == name and served.config.gate.api_key is None
+    said = capsys.readouterr().err
+    assert f'"model": "{name}"' in said and "Bearer" not in said
+
+
+def test_a_template_that_is_not_there_is_said_before_a_model_is_loaded(
+    served: SimpleNamespace, tmp_path: Path
+) -> None:
+    with pytest.raises(FileNotFoundError, match="nothing"):
+        run(f"--chat-template={tmp_path / 'nothing'}")
+    assert not hasattr(served, "model")
+
+
+def test_the_exit_code_says_whether_all_could_finish(served: SimpleNamespace) -> None:
+    served.num_cut_short = 1
+    assert run() == CUT_SHORT == 3 and served.engine.said[-1] == "closed"
+
+
+@pytest.mark.parametrize("why_dead", [None, "broken"])
+def test_kv_events_end_before_the_engine_does(
+    served: SimpleNamespace, why_dead: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """But a dead one is not asked."""
+    pytest.importorskip("zmq")
+
+    class KVEvents:
+        def __init__(self, engine: Engine, endpoint: str, replay: str | None) -> None:
+            self.publisher, engine.why_dead = SimpleNamespace(endpoint=endpoint), why_dead
+            engine.said.append(f"tells {endpoint}, {replay}")
+
+        def take_out(self, engine: Engine) -> None:
+            engine.said.append("told")
+
+    monkeypatch.setattr("common.serve.kv_events.KVEvents", KVEvents)
+    assert run("--kv-events=a", "--kv-events-replay=b") == 0
+    told = [] if why_dead else ["told"]
+    assert served.engine.said == ["tells a, b", "served", *told, "closed"]
+
+
+def test_an_address_of_six_groups_stands_in_brackets(capsys: pytest.CaptureFixture) -> None:
+    listener: Any = SimpleNamespace(getsockname=lambda: ("::1", 80, 0, 0))
+    running._tell(parse_args([]), "m", listener)
+    assert "http://[::1]:80/v1" in capsys.readouterr().err

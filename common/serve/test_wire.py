@@ -1,0 +1,162 @@
+"""What a body may say, and what it means to the engine: without either."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from pydantic import ValidationError
+
+from common.serve import wire
+from common.serve.errors import ApiError
+from common.serve.wire import (
+    MAX_BIASES,
+    MAX_LOGPROBS,
+    MAX_N,
+    MAX_PROMPTS,
+    ChatBody,
+    CompletionBody,
+    DetokenizeBody,
+    LoadAdapterBody,
+)
+from grammars import Json
+from request import SamplingParams
+
+MESSAGES = [{"role": "user", "content": "x"}]
+NOT_BUILT = {
+    "tools": [{}],
+    "tool_choice": "auto",
+    "functions": [{}],
+    "function_call": {"name": "f"},
+}
+NOT_BUILT |= {"audio": {}, "modalities": ["audio"], "prediction": {}, "web_search_options": {}}
+NOT_BUILT |= {"suffix": "x", "best_of": 2, "use_beam_search": True, "chat_template": "x"}
+NOT_BUILT |= {"prompt_embeds": "x", "echo": True, "guided_json": {}, "guided_regex": "x"}
+NOT_BUILT |= {"guided_choice": ["x"], "guided_grammar": "x"}
+NO_CHANGE = {"tools": [], "tool_choice": "none", "functions": [], "function_call": "none"}
+NO_CHANGE |= {"modalities": ["text"], "suffix": "", "best_of": 1, "use_beam_search": False}
+NO_CHANGE |= {"echo": False, "user": "me", "store": True, "kv_transfer_params": {}}
+
+
+def completion(**fields: Any) -> SamplingParams:
+    body = CompletionBody.model_validate({"prompt": "x"} | fields)
+    body.prompts()
+    return body.params()
+
+
+def chat(**fields: Any) -> SamplingParams:
+    return ChatBody.model_validate({"messages": MESSAGES} | fields).params(99)
+
+
+def refused(make: Any, **fields: Any) -> str | None:
+    """The field that is named; None if it is taken."""
+    try:
+        make(**fields)
+    except ValidationError as error:
+        return str(error.errors()[0]["loc"][0])
+    except ApiError as error:
+        assert error.status == 400 and (error.param or "-") in error.message
+        return error.param
+    return None
+
+
+@pytest.mark.parametrize("name", NOT_BUILT)
+def test_what_would_change_the_answer_is_refused_by_name(name: str) -> None:
+    assert refused(chat, **{name: NOT_BUILT[name]}) == name
+    assert refused(chat, **{name: None}) is None
+    assert refused(chat, **{name: NO_CHANGE[name]} if name in NO_CHANGE else {}) is None
+
+
+def test_what_nobody_knows_is_named_once_in_the_log(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(wire, "_named", set())
+    for _ in range(2):
+        chat(frobnicate=1, **NO_CHANGE)
+    chat(**{"x" * 200: 1})
+    assert [r.args for r in caplog.records] == [("frobnicate",), ("x" * 200,)]
+    assert max(len(r.getMessage()) for r in caplog.records) < 200
+
+
+def test_fields_are_those_of_the_engine() -> None:
+    same = {"n": 2, "temperature": 0.5, "top_p": 0.5, "top_k": 3, "min_p": 0.1, "seed": 4}
+    same |= {"repetition_penalty": 1.5, "presence_penalty": 0.5, "frequency_penalty": 0.25}
+    same |= {"max_tokens": 7, "min_tokens": 2, "stop": ("a", "b"), "stop_token_ids": (5,)}
+    same |= {"ignore_eos": True, "skip_special_tokens": False, "include_stop_str_in_output": True}
+    same |= {"allowed_token_ids": [3, 4], "bad_words": ["w"], "prompt_logprobs": 2, "logprobs": 3}
+    sent = {k: list(v) if isinstance(v, tuple) else v for k, v in same.items()}
+    expected = SamplingParams(**same, logit_bias={5: -1.5})
+    assert completion(**sent, logit_bias={"5": -1.5}) == expected
+    assert completion(truncate_prompt_tokens=3) == SamplingParams(truncate_prompt_tokens=3)
+    assert completion(**dict.fromkeys(same)) == completion() == SamplingParams()
+    assert completion(echo=True, logprobs=2) == SamplingParams(logprobs=2, prompt_logprobs=2)
+    assert completion(echo=True, max_tokens=0).max_tokens == 1, "and it is not shown"
+    assert completion(logprobs=2).prompt_logprobs is None
+    assert chat(logprobs=True).logprobs == 0 and chat(logprobs=True, top_logprobs=3).logprobs == 3
+    limits = [{}, {"max_tokens": 5}, {"max_completion_tokens": 6}]
+    assert [chat(**limit).max_tokens for limit in limits] == [99, 5, 6]
+    assert chat(max_tokens=5, max_completion_tokens=6).max_tokens == 6
+    grammar = chat(response_format={"type": "json_schema", "json_schema": {"schema": {"a": 1}}})
+    assert grammar.grammar == Json({"a": 1})
+    assert chat(response_format={"type": "json_object"}).grammar == Json({"type": "object"})
+    choice = {"choice": ["a"]}
+    assert chat(structured_outputs=choice, response_format={"type": "text"}).grammar == choice
+    body = CompletionBody(prompt="x", priority=-3, cache_salt="a")
+    assert body.options() == {"priority": -3, "cache_salt": "a"}
+
+
+@pytest.mark.parametrize(
+    ("make", "name", "taken", "wrong"),
+    [
+        (completion, "n", [1, MAX_N], [0, MAX_N + 1]),
+        (completion, "logprobs", [0, MAX_LOGPROBS], [-1, MAX_LOGPROBS + 1, True]),
+        (completion, "prompt_logprobs", [0, MAX_LOGPROBS], [-1, MAX_LOGPROBS + 1]),
+        (completion, "prompt", ["x", [1], [[1], [2]], ["x"] * MAX_PROMPTS], ["", [], [[]], [-1]]),
+        (completion, "prompt", [], [["x"] * (MAX_PROMPTS + 1), ["x", ""], ["x", 1], [True]]),
+        (completion, "stop", ["x", ["x"] * 1024], [["x"] * 1025, [""], 5]),
+        (completion, "bad_words", [["x"] * 1024], [["x"] * 1025, "x"]),
+        (
+            completion,
+            "logit_bias",
+            [{"1": 2.0}],
+            [{"x": 1}, {str(i): 1 for i in range(MAX_BIASES + 1)}],
+        ),
+        (completion, "temperature", [0, 2.0], [-1, "1", float("nan"), float("inf")]),
+        (completion, "max_tokens", [1], [0, 1.5, "1"]),
+        (chat, "top_logprobs", [None], [3]),  # without logprobs
+        (chat, "messages", [MESSAGES], [[], ["x"], "x"]),
+        (
+            chat,
+            "response_format",
+            [{"type": "text"}],
+            [{"type": "xml"}, {"type": "json_schema"}, {}],
+        ),
+        (chat, "response_format", [], [{"type": "xml", "json_schema": {"schema": {}}}]),
+        (chat, "stream_options", [None], [{"include_usage": True}]),  # without a stream
+    ],
+)
+def test_what_a_field_may_be(make: Any, name: str, taken: list, wrong: list) -> None:
+    for value in taken:
+        assert refused(make, **{name: value}) is None, value
+    for value in wrong:
+        assert refused(make, **{name: value}) == name, value
+
+
+def test_what_does_not_go_together() -> None:
+    assert refused(completion, prompt=["x"] * 20, n=MAX_N) == "n"
+    assert refused(completion, prompt=["x"] * (MAX_PROMPTS // MAX_N), n=MAX_N) is None
+    form = {"type": "json_object"}
+    assert (
+        refused(chat, response_format=form, structured_outputs={"regex": "x"}) == "response_format"
+    )
+    assert refused(completion, prompt_logprobs=1, stream=True) == "prompt_logprobs"
+    assert refused(completion, echo=True, truncate_prompt_tokens=5) == "echo"
+    assert refused(chat, logprobs=True, top_logprobs=MAX_LOGPROBS + 1) == "top_logprobs"
+    assert refused(chat, stream=True, stream_options={"include_usage": True}) is None
+    for make, fields in (
+        (DetokenizeBody, {"tokens": [-1]}),
+        (LoadAdapterBody, {"lora_name": "", "lora_path": "x"}),
+        (LoadAdapterBody, {"lora_name": "x", "lora_path": ""}),
+    ):
+        with pytest.raises(ValidationError):
+            make.model_validate(fields)
