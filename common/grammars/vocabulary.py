@@ -10,11 +10,20 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache, partial
 
-from llguidance import LLMatcher, LLTokenizer, TokenizerWrapper
+from llguidance import LLMatcher, LLParserLimits, LLTokenizer, TokenizerWrapper
 
 from common.tokenizer import Tokenizer
 
 _NOTHING = b"\xff"  # no text has this byte
+RULES = "// rules of single characters\n"
+# What the library may do for one text, counted: so all ranks give up at the same token. Rules can
+# be read in many ways at once, which costs the square of those or more: `s ::= s s | "a"`. So few
+# ways are borne there, and more places in the tree of tokens, since each character is one. Others
+# have as many ways as they have texts or properties, and each costs as much as the last.
+_LIMITS = {
+    True: LLParserLimits(max_items_in_row=300, step_max_items=300_000),
+    False: LLParserLimits(max_items_in_row=20_000),
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,7 +51,8 @@ class Beginning:
     error."""
 
     def __init__(self, tokenizer: LLTokenizer, text: str) -> None:
-        self._make = partial(LLMatcher, tokenizer, text, log_level=0)
+        limits = _LIMITS[RULES in text]
+        self._make = partial(LLMatcher, tokenizer, text, log_level=0, limits=limits)
         self.begin_anew()
 
     def begin_anew(self) -> None:

@@ -72,7 +72,7 @@ def run_adapters(folder: Path, plan: dict, collectives: Collectives) -> dict:
 def run_adapted(model: ShardedModel, collectives: Collectives, prompts: dict) -> dict:
     """Prompts in one step, by the directories of their adapters."""
     slots, start, segments = AdapterSlots(model, len(prompts), 16), 0, []
-    digests = [slots.load(directory) for directory in prompts]
+    digests = [load(slots, directory) for directory in prompts]
     slot_of = slots.bring_in(digests)
     for digest, prompt in zip(digests, prompts.values()):
         segments.append((slot_of[digest], start, start := start + len(prompt)))
