@@ -57,7 +57,7 @@ def sentence_of(error: str) -> str:
         return NOTHING_FITS
     if re.search(r"Current row has \d+ items|Too many items", error):
         return TOO_MANY_WAYS
-    return re.sub(r"^(at )?[\d()]+: ", "", re.split(r"\n<state>|\n +\d+ \|", error)[0])
+    return re.sub(r"^(at )?[\d()]+: ", "", re.split(r"\n<|\n +\d+ \|", error)[0])
 
 
 def _lark_of(wanted: dict[str, Any]) -> str:
@@ -66,7 +66,8 @@ def _lark_of(wanted: dict[str, Any]) -> str:
     if "regex" in wanted:
         return f"{_HEAD}start: /{regex_to_lark(wanted['regex'])}/"
     if "choice" in wanted:
-        return f"{_HEAD}start: " + " | ".join(map(_quoted, wanted["choice"]))
+        # As one word, since alternatives of a rule are each looked at apart.
+        return f"{_HEAD}start: TEXTS\nTEXTS: " + " | ".join(map(_quoted, wanted["choice"]))
     schema, most = _without_lists(wanted["json"]), wanted["max_whitespace"]
     how: dict[str, Any] = {"whitespace_pattern": f"[ \\n\\t]{{0,{most}}}"}
     if most == 0:

@@ -17,12 +17,14 @@ from common.tokenizer import Tokenizer
 _NOTHING = b"\xff"  # no text has this byte
 RULES = "// rules of single characters\n"
 # What the library may do for one text, counted: so all ranks give up at the same token. Rules can
-# be read in many ways at once, which costs the square of those or more: `s ::= s s | "a"`. So few
-# ways are borne there, and more places in the tree of tokens, since each character is one. Others
-# have as many ways as they have texts or properties, and each costs as much as the last.
+# be read in many ways at once, which costs the square of those or more: `s ::= s s | "a"`. So fewer
+# are borne there; and more places in the tree of tokens, since each character is a word of its own.
+# Others have as many ways as properties or texts, and each costs what the last one did.
 _LIMITS = {
-    True: LLParserLimits(max_items_in_row=300, step_max_items=300_000),
-    False: LLParserLimits(max_items_in_row=20_000),
+    True: LLParserLimits(
+        max_items_in_row=500, step_max_items=200_000, max_grammar_size=10_000, verbose_errors=False
+    ),
+    False: LLParserLimits(max_items_in_row=20_000, verbose_errors=False),
 }
 
 

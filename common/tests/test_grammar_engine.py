@@ -38,7 +38,6 @@ pytestmark = pytest.mark.usefixtures("one_thread")
 NAMES = (None, *CASES)
 MOST = 10
 NUM_TEXTS = 500  # drawn
-NUM_TEXTS = 500  # drawn
 TOKENIZER = small_tokenizer()
 
 
@@ -382,7 +381,7 @@ def test_what_would_take_for_ever_ends_in_an_error_soon(loaded, family_oracle, e
         Ebnf("root ::= " + "(" * 12 + "[ab]*" + ")*" * 12 + ' "c"'),
     ]
     params = [SamplingParams(temperature=0, grammar=g) for g in endless]
-    rules, a = Ebnf('root ::= s\ns ::= s s s | "a"'), TOKENIZER.encode("a")
+    rules, a = Ebnf('root ::= s\ns ::= s s | s s s | "a"'), TOKENIZER.encode("a")
     ways = SamplingParams(temperature=0, max_tokens=1000, grammar=rules, allowed_token_ids=a)
     began = time.monotonic()
     outputs = engine.generate_batch([prompt] * 5, [*params, ways, params_of(None)]).values()
