@@ -138,7 +138,7 @@ class LLMEngine:
         self._check_id(request_id)
         params = SamplingParams() if sampling_params is None else sampling_params
         if (adapter := options.get("adapter")) is not None:
-            options["adapter"] = adapter = self._named_adapters().digest_of(adapter)
+            options["adapter"] = adapter = self.named_adapters().digest_of(adapter)
         group = self._intake.make_group(request_id, prompt, params, **options)
         for member in group.members:
             self._check_id(member.request_id)  # of a sample: "name#0" may be somebody's name
@@ -453,16 +453,12 @@ class LLMEngine:
     def load_adapter(self, name: str, directory: str | Path) -> None:
         """A LoRA adapter in PEFT's format, for requests that name it. Raises `ValueError` or
         `FileNotFoundError`, and nothing has changed, for what can not be computed exactly."""
-        self._check_is_open()
-        self._mend()
-        self._named_adapters().load(name, directory)
+        self.named_adapters().load(name, directory)
 
     @one_at_a_time
     def unload_adapter(self, name: str) -> None:
         """No request to come gets it. Those that have it end with it."""
-        self._check_is_open()
-        self._mend()
-        self._named_adapters().unload(name)
+        self.named_adapters().unload(name)
 
     @property
     def adapters(self) -> list[str]:
@@ -473,7 +469,10 @@ class LLMEngine:
         """The name by which requests get the adapter now that KV is keyed by."""
         return None if self._adapters is None else self._adapters.name_of(digest)
 
-    def _named_adapters(self) -> AdapterNames:
+    def named_adapters(self) -> AdapterNames:
+        """For whose turn it is."""
+        self._check_is_open()
+        self._mend()
         if self._adapters is None:
             raise ValueError("this engine takes no adapters: make it with max_loras or adapters")
         return self._adapters

@@ -13,12 +13,28 @@ from pathlib import Path
 from typing import Protocol
 
 
+class Loading(Protocol):
+    """An adapter that is being read, while steps go on. The rest is said between two steps."""
+
+    def is_over(self) -> bool: ...
+
+    def digest(self) -> str:
+        """Of its content; waits for it. Raises `ValueError` and `FileNotFoundError`."""
+        ...
+
+    def take(self) -> None:
+        """Into memory, for the steps to come."""
+        ...
+
+    def forget(self) -> None:
+        """Nobody will take it, or has."""
+        ...
+
+
 class AdapterLoader(Protocol):
     """Where the model is: here, or on every rank."""
 
-    def load(self, directory: str | Path) -> str:
-        """Into memory. The digest of its content. Raises `ValueError` and `FileNotFoundError`."""
-        ...
+    def begin(self, directory: str | Path) -> Loading: ...
 
     def drop(self, digest: str) -> None:
         """Out of it. No step to come uses it; one that is under way may."""
@@ -40,18 +56,34 @@ class AdapterNames:
     def load(self, name: str, directory: str | Path) -> None:
         """Raises `ValueError`, and changes nothing, for a name that is taken and an adapter that
         can not be computed."""
+        self.end_load(name, self.begin_load(name, directory))
+
+    def begin_load(self, name: str, directory: str | Path) -> Loading:
+        """What `end_load` wants: steps may come between."""
+        self._check_is_free(name)
+        if not isinstance(directory, str | Path):
+            raise ValueError(f"directory is {directory!r}: it must be a path")
+        self._drop_unused()
+        return self._loader.begin(directory)
+
+    def end_load(self, name: str, loading: Loading) -> None:
+        try:
+            self._check_is_free(name)  # another one may have been faster
+            digest = loading.digest()
+            self._users.setdefault(digest, set())  # of what stands here alone, the next call
+            loading.take()  # drops the content
+            self._digests[name] = digest
+        except BaseException:
+            loading.forget()
+            raise
+
+    def _check_is_free(self, name: str) -> None:
         if not isinstance(name, str) or not name:
             raise ValueError(f"name is {name!r}: it must be a non-empty str")
         if name in self._digests:
             raise ValueError(
                 f"name is {name!r}: an adapter of this name is loaded; unload it first"
             )
-        if not isinstance(directory, str | Path):
-            raise ValueError(f"directory is {directory!r}: it must be a path")
-        self._drop_unused()
-        digest = self._loader.load(directory)
-        self._users.setdefault(digest, set())  # first: of what stands here alone, the next call
-        self._digests[name] = digest  # drops the content
 
     def unload(self, name: str) -> None:
         """Requests that use it go on. Raises `ValueError` for a name that is not there."""

@@ -29,6 +29,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Iterable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -181,11 +182,12 @@ class AdapterSlots:
 
     # -- who can be brought in
 
-    def load(self, directory: str | Path) -> str:
-        """As `read_adapter` reads it; raises what that raises. Its digest."""
-        adapter = read_adapter(directory, self.shapes, self.max_lora_rank, self.dtype)
-        self.take(adapter)
-        return adapter.digest
+    def begin(self, directory: str | Path) -> Reading:
+        return Reading(self, directory)
+
+    def read(self, directory: str | Path) -> Adapter:
+        """In any thread. Raises what `read_adapter` raises."""
+        return read_adapter(directory, self.shapes, self.max_lora_rank, self.dtype)
 
     def take(self, adapter: Adapter) -> None:
         """Into the host's memory: this rank's part of it."""
@@ -224,6 +226,27 @@ class AdapterSlots:
     def _fill(self, slot: int, adapter: Adapter) -> None:
         for addition in self.additions:
             addition.fill(slot, adapter.matrices)
+
+
+class Reading:
+    """The `Loading` of one process: a thread reads."""
+
+    def __init__(self, slots: AdapterSlots, directory: str | Path) -> None:
+        self._slots, thread = slots, ThreadPoolExecutor(1, thread_name_prefix="adapter")
+        self._adapter = thread.submit(slots.read, directory)
+        thread.shutdown(wait=False)
+
+    def is_over(self) -> bool:
+        return self._adapter.done()
+
+    def digest(self) -> str:
+        return self._adapter.result().digest
+
+    def take(self) -> None:
+        self._slots.take(self._adapter.result())
+
+    def forget(self) -> None:
+        pass
 
 
 class Addition:

@@ -3,13 +3,14 @@ two threads."""
 
 from __future__ import annotations
 
-import signal
 import threading
+from dataclasses import dataclass
 from types import SimpleNamespace
 
 import pytest
 import torch
 
+from common.adapters import adapter_slots
 from common.adapters.adapter_files import Adapter
 from common.adapters.adapter_names import AdapterNames
 from common.adapters.adapter_slots import AdaptedModel, AdapterSlots, Ordered, StepAdapters
@@ -23,13 +24,33 @@ class Loader:
 
     def __init__(self) -> None:
         self.there: list[str] = []
+        self.num_forgotten = 0
 
-    def load(self, directory: str) -> str:
-        self.there += [directory[0]] * (directory[0] not in self.there)
-        return directory[0]
+    def begin(self, directory: str) -> Loaded:
+        return Loaded(self, directory[0])
 
     def drop(self, digest: str) -> None:
         self.there.remove(digest)
+
+
+@dataclass
+class Loaded:
+    loader: Loader
+    content: str
+
+    def is_over(self) -> bool:
+        return True
+
+    def digest(self) -> str:
+        if self.content == "?":
+            raise ValueError("it can not be read")
+        return self.content
+
+    def take(self) -> None:
+        self.loader.there += [self.content] * (self.content not in self.loader.there)
+
+    def forget(self) -> None:
+        self.loader.num_forgotten += 1
 
 
 class Interrupted(dict):
@@ -78,49 +99,110 @@ def test_steps_under_way_are_waited_for_and_their_errors_are_their_own() -> None
     assert waited == [["a"]] and loader.there == []
 
 
+def test_of_two_who_load_under_one_name_the_slower_changes_nothing() -> None:
+    loader = Loader()
+    names = AdapterNames(loader, int)
+    slow = names.begin_load("x", "a")
+    names.load("x", "b")
+    with pytest.raises(ValueError, match="unload it first"):
+        names.end_load("x", slow)
+    with pytest.raises(ValueError, match="can not be read"):
+        names.load("y", "?")
+    assert loader.there == ["b"] and loader.num_forgotten == 2 and names.names == ["x"]
+
+
+def test_what_is_unloaded_while_the_same_is_being_read_is_there_again() -> None:
+    loader = Loader()
+    names = AdapterNames(loader, int)
+    names.load("x", "a")
+    again = names.begin_load("y", "a")
+    names.unload("x")
+    assert loader.there == []
+    names.end_load("y", again)
+    assert loader.there == ["a"] and names.digest_of("y") == "a"
+
+
 class Ranks:
-    """An executor whose ranks answer `answers` in turn, until they are gone."""
+    """An executor whose ranks answer `answers` in turn, one of them a look, until they are gone."""
 
     def __init__(self, *answers: list[str | None]) -> None:
-        self.answers, self.dropped, self.is_gone = list(answers), [], False
+        self.answers, self.is_gone = list(answers), False
+        self.links, self.loading, self.told = [0, 1], {}, []
 
     def send(self, content: bytes) -> None:
         if self.is_gone:
             raise WorkerError("gone")
-        kind, told = unpack(content, {"adapter": ["directory"], "drop": ["digest"]})
-        if kind == "drop":
-            self.dropped.append(told["digest"])
+        kinds = {"adapter": ["number", "directory"], "take": ["number", "is_wanted"]}
+        kind, told = unpack(content, kinds | {"drop": ["digest"]})
+        self.told.append((kind, *told.values()))
 
-    def collect(self, what: str) -> list[dict]:
-        why = {"kind_of_error": "ValueError", "sentence": "half a file"}
-        return [{"digest": digest, **why} for digest in self.answers.pop(0)]
+    def look(self, seconds: float) -> None:
+        if self.is_gone:
+            raise WorkerError("gone")
+        number, why = max(self.loading), {"kind_of_error": "ValueError", "sentence": "half a file"}
+        rank, digests = len(self.loading[number]), self.answers[0]
+        self.loading[number][rank] = {"digest": digests.pop(0), **why}
+        if not digests:
+            self.answers.pop(0)
 
 
-def test_ranks_that_disagree_keep_what_they_had() -> None:
+def test_ranks_keep_only_what_all_have_read() -> None:
+    """Each answers when it has read, and steps may come between."""
     ranks = Ranks(["a", "a"], ["a", "b"], ["a", None], ["c", "d"])
     adapters = RemoteAdapters(ranks)
-    assert adapters.load("x") == "a"
+    loading = adapters.begin("x")
+    assert [loading.is_over() for _ in range(3)] == [False, True, True]
+    assert loading.digest() == "a"
+    loading.take()
+    names = AdapterNames(adapters, int)
     for why in ("not the same on all ranks", "half a file", "not the same"):
         with pytest.raises(ValueError, match=why):
-            adapters.load("x")
-    assert sorted(ranks.dropped) == ["b", "c", "d"]
+            names.load("x", "x")
+    assert [told[1:] for told in ranks.told if told[0] == "take"] == [
+        (1, True),
+        (2, False),
+        (3, False),
+        (4, False),
+    ]
+    assert not ranks.loading and not names.names
     ranks.is_gone = True
     adapters.drop("a")
+    with pytest.raises(WorkerError):
+        names.load("x", "x")
+    assert not ranks.loading
 
 
-def test_what_ranks_took_in_an_interrupted_load_is_dropped_again() -> None:
+def test_what_ranks_took_in_an_interrupted_load_is_dropped_by_the_next_call() -> None:
     class Interrupting(Ranks):
-        def collect(self, what: str) -> list[dict]:
-            signal.raise_signal(signal.SIGINT)
-            return super().collect(what)
+        def send(self, content: bytes) -> None:
+            super().send(content)
+            if self.told[-1] == ("take", 2, True):
+                raise KeyboardInterrupt
 
-    ranks = Interrupting(["a", "a"], ["b", "b"])
-    adapters = RemoteAdapters(ranks)
-    adapters._held.add("a")
-    for path in ("x", "y"):
-        with pytest.raises(KeyboardInterrupt):
-            adapters.load(path)
-    assert ranks.dropped == ["b"], "a is somebody's"
+    ranks = Interrupting(["a", "a"], ["b", "b"], ["c", "c"])
+    names = AdapterNames(RemoteAdapters(ranks), int)
+    names.load("x", "x")
+    with pytest.raises(KeyboardInterrupt):
+        names.load("y", "y")
+    names.load("y", "z")
+    assert [told for told in ranks.told if told[0] == "drop"] == [("drop", "b")]
+    assert names.names == ["x", "y"] and names.digest_of("y") == "c"
+
+
+def test_files_are_read_in_a_thread_and_taken_when_it_is_said(random_loaded, monkeypatch) -> None:
+    slots, goes_on = AdapterSlots(random_loaded.model, 1, 4), threading.Event()
+
+    def read(directory: str, *_: object) -> Adapter:
+        assert goes_on.wait(60)
+        return Adapter(directory, {})
+
+    monkeypatch.setattr(adapter_slots, "read_adapter", read)
+    loading = slots.begin("x")
+    assert not loading.is_over()
+    goes_on.set()
+    assert loading.digest() == "x" and loading.is_over() and not slots.taken
+    loading.take()
+    assert list(slots.taken) == ["x"]
 
 
 def test_a_pass_in_another_thread_has_adapters_of_its_own(random_loaded) -> None:

@@ -58,7 +58,7 @@ def test_batch_invariance_holds_to_the_last_bit(path):
 def test_what_an_adapter_holds_for_experts_is_refused_by_name(path, tmp_path):
     slots = AdapterSlots(load_model(path, torch.float64).model, 1, 8)
     own = save_adapter(path, tmp_path / "own", **OF_ATTENTION["everything"])
-    slots.load(own)
+    slots.begin(own).take()
     name = "base_model.model.model.layers.0.mlp.experts.0.gate_proj.lora_{}.weight"
     inner, hidden = EXPERTS["moe_intermediate_size"], 32
 
@@ -67,4 +67,4 @@ def test_what_an_adapter_holds_for_experts_is_refused_by_name(path, tmp_path):
         weights[name.format("B")] = torch.zeros(inner, 8)
 
     with pytest.raises(ValueError, match=r"also holds .*experts\.0\.gate_proj"):
-        slots.load(edited(own, tmp_path / "more", tensors=add))
+        slots.begin(edited(own, tmp_path / "more", tensors=add)).digest()

@@ -25,7 +25,7 @@ import torch
 import torch.nn.functional as F
 from llguidance.numpy import fill_next_token_bitmask
 
-from common.grammars.lark_text import NOTHING_FITS, sentence_of
+from common.grammars.lark_text import NOTHING_FITS, TOO_MANY_WAYS, sentence_of
 from common.grammars.vocabulary import Beginning, Vocabulary, beginning_of, tokenizer_of
 from common.loader import LoadedModel
 from common.sampling.runner_plugin import BroughtByFew, Cargo, HasTokens, StepRows
@@ -153,7 +153,8 @@ class Matched:
         if self._matcher.is_error():
             why = sentence_of(self._matcher.get_error())
             self.gave_up = "" if why == NOTHING_FITS else why
-            self.beginning.begin_anew()
+            if why != TOO_MANY_WAYS:  # those are a text's own
+                self.beginning.begin_anew()
             self._begin()
 
     def fill(self, bits: np.ndarray, row: int, drafts: Sequence[int]) -> bool:

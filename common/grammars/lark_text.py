@@ -15,10 +15,14 @@ from typing import Any
 
 from llguidance import LLTokenizer, regex_to_lark
 
-from common.grammars.vocabulary import beginning_of
+from common.grammars.vocabulary import RULES, beginning_of
 
 _HEAD = '%llguidance {"no_forcing": true}\n'
 NOTHING_FITS = "no text fits it"
+TOO_MANY_WAYS = (
+    "it can be read in too many ways at once: where a rule is made of itself several times, or ends "
+    "with itself, say * or +"
+)
 _TOKEN = re.compile(
     r"""\s+ | \#[^\n]*
     | (?P<defined>[A-Za-z_][\w-]*)\s*::=
@@ -51,16 +55,19 @@ def sentence_of(error: str) -> str:
     """Without places in a text that nobody wrote, and what the library knows of its state."""
     if error.startswith("NoExtensionBias"):
         return NOTHING_FITS
-    return re.sub(r"^(at )?[\d()]+: ", "", re.split(r"\n<state>|\n +\d+ \|", error)[0])
+    if re.search(r"Current row has \d+ items|Too many items", error):
+        return TOO_MANY_WAYS
+    return re.sub(r"^(at )?[\d()]+: ", "", re.split(r"\n<|\n +\d+ \|", error)[0])
 
 
 def _lark_of(wanted: dict[str, Any]) -> str:
     if "ebnf" in wanted:
-        return _HEAD + " ".join(_rules(wanted["ebnf"]))
+        return _HEAD + RULES + " ".join(_rules(wanted["ebnf"]))
     if "regex" in wanted:
         return f"{_HEAD}start: /{regex_to_lark(wanted['regex'])}/"
     if "choice" in wanted:
-        return f"{_HEAD}start: " + " | ".join(map(_quoted, wanted["choice"]))
+        # As one word, since alternatives of a rule are each looked at apart.
+        return f"{_HEAD}start: TEXTS\nTEXTS: " + " | ".join(map(_quoted, wanted["choice"]))
     schema, most = _without_lists(wanted["json"]), wanted["max_whitespace"]
     how: dict[str, Any] = {"whitespace_pattern": f"[ \\n\\t]{{0,{most}}}"}
     if most == 0:

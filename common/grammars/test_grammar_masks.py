@@ -19,7 +19,7 @@ import xgrammar
 from common.engine_config import SHIPPED_CHECKPOINT
 from common.grammars.grammar_compiler import GrammarCompiler
 from common.grammars.grammar_masks import GrammarMasks, forbid
-from common.grammars.lark_text import compile_source
+from common.grammars.lark_text import TOO_MANY_WAYS, compile_source
 from common.grammars.vocabulary import Vocabulary, beginning_of, tokenizer_of
 from common.tests.grammar_cases import CASES, EOS, may_follow, small_tokenizer, texts_of
 from common.tokenizer import load_tokenizer
@@ -286,6 +286,62 @@ def test_a_guess_over_which_the_library_gives_up_ends_nobodys_text() -> None:
     ours.matched.num_possible([spell[b"c"]] * 3)
     ours.outputs += [spell[b"c"]]
     assert ours.allowed().tolist() == [EOS]
+
+
+@pytest.mark.parametrize(
+    ("rules", "can_end"),
+    [
+        ('root ::= s\ns ::= s s s | "a"', True),
+        ('root ::= s\ns ::= s s | s s s | [ab]', True),
+        ('root ::= "a" root | "a"', True),
+        ('root ::= "a"*', False),
+        ('root ::= root "a" | "a"', False),
+        ('root ::= "a" root "b" | "c"', False),
+    ],
+)
+def test_rules_that_can_be_read_in_too_many_ways_come_to_an_end(rules, can_end) -> None:
+    """Before their tokens take tenths of a second each, in which nobody else gets one. The same
+    token on every machine: it is counted. What has one reading, or few, has no end."""
+    tokenizer = small_tokenizer()
+    vocabulary = Vocabulary.of(tokenizer, tokenizer.vocab_size, [EOS])
+    ours, a = Matching(vocabulary, Ebnf(rules)), tokenizer.encode("a")[0]
+    matcher = ours.matched.beginning.matcher
+    while len(ours.outputs) < 1000 and a in ours.allowed():
+        ours.outputs.append(a)
+    assert (len(ours.outputs) < 1000) == can_end
+    assert (ours.matched.gave_up == TOO_MANY_WAYS) == can_end
+    assert ours.matched.beginning.matcher is matcher, "it is compiled once"
+    assert 30 <= len(ours.outputs) <= 500 or not can_end
+
+
+def test_what_has_thousands_of_alternatives_is_no_puzzle() -> None:
+    tokenizer = small_tokenizer()
+    vocabulary = Vocabulary.of(tokenizer, tokenizer.vocab_size, [EOS])
+    spell = {piece: i for i, piece in enumerate(vocabulary.pieces)}
+    with pytest.raises(ValueError, match="too big"):  # row by row it would take seconds
+        Matching(vocabulary, Ebnf("root ::= " + '("a"|"b"|"") ' * 9000))
+    many = {f"p{i}": {"type": "integer"} for i in range(700)}
+    for grammar, text in (
+        (Choice([f"label {i}" for i in range(3000)]), "label 2999"),
+        (Json({"type": "object", "properties": many}, 0), '{"p1": 5, "p699": 1}'),
+    ):
+        ours = Matching(vocabulary, grammar)
+        for token_id in (spell[character.encode()] for character in text):
+            assert token_id in ours.allowed()
+            ours.outputs.append(token_id)
+        assert EOS in ours.allowed()
+
+
+def test_rules_of_words_have_masks_over_a_large_vocabulary() -> None:
+    """Each character is a word to the library, and it counts them."""
+    rng = random.Random(0)
+    texts = {bytes(rng.choices(b"ab ", k=12)) for _ in range(30_000)}
+    vocabulary = Vocabulary((b"", *sorted(texts)), (0,))
+    allowed = Matching(vocabulary, Ebnf('root ::= (word " ")*\nword ::= [ab]+')).allowed()
+    right = [
+        i for i, piece in enumerate(vocabulary.pieces) if re.fullmatch(rb"([ab]+ )*[ab]*", piece)
+    ]
+    assert allowed.tolist() == right and len(right) > 1000
 
 
 def test_special_tokens_are_no_text() -> None:

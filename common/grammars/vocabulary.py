@@ -10,11 +10,22 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache, partial
 
-from llguidance import LLMatcher, LLTokenizer, TokenizerWrapper
+from llguidance import LLMatcher, LLParserLimits, LLTokenizer, TokenizerWrapper
 
 from common.tokenizer import Tokenizer
 
 _NOTHING = b"\xff"  # no text has this byte
+RULES = "// rules of single characters\n"
+# What the library may do for one text, counted: so all ranks give up at the same token. Rules can
+# be read in many ways at once, which costs the square of those or more: `s ::= s s | "a"`. So fewer
+# are borne there; and more places in the tree of tokens, since each character is a word of its own.
+# Others have as many ways as properties or texts, and each costs what the last one did.
+_LIMITS = {
+    True: LLParserLimits(
+        max_items_in_row=500, step_max_items=200_000, max_grammar_size=10_000, verbose_errors=False
+    ),
+    False: LLParserLimits(max_items_in_row=20_000, verbose_errors=False),
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,7 +53,8 @@ class Beginning:
     error."""
 
     def __init__(self, tokenizer: LLTokenizer, text: str) -> None:
-        self._make = partial(LLMatcher, tokenizer, text, log_level=0)
+        limits = _LIMITS[RULES in text]
+        self._make = partial(LLMatcher, tokenizer, text, log_level=0, limits=limits)
         self.begin_anew()
 
     def begin_anew(self) -> None:

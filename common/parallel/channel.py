@@ -60,6 +60,7 @@ class Channel:
         self.is_torn = False  # somewhere in the middle of a message
         self._buffer = bytearray()
         self._unsent = memoryview(b"")
+        self._sending = threading.Lock()
 
     def fileno(self) -> int:
         return self.sock.fileno()
@@ -70,8 +71,10 @@ class Channel:
     # -- a worker's way
 
     def send(self, message: bytes) -> None:
+        """From any thread."""
         try:
-            self.sock.sendall(_LENGTH.pack(len(message)) + message)
+            with self._sending:
+                self.sock.sendall(_LENGTH.pack(len(message)) + message)
         except OSError as error:
             raise ChannelClosed(str(error)) from error
 

@@ -46,7 +46,7 @@ ANSWERS = {
     "ready": ("facts",),
     "output": ("step", "output", "digest"),
     "block": ("data",),
-    "adapter": ("digest", "kind_of_error", "sentence"),
+    "adapter": ("number", "digest", "kind_of_error", "sentence"),
     "error": ("kind_of_error", "sentence", "is_collective"),
 }
 # What is wrong with the arguments of `LLM` is raised as such, wherever it was found.
@@ -86,6 +86,8 @@ class Executor:
         self._pid = os.getpid()
         self._outputs: list[dict[int, dict[str, Any]]] = [{} for _ in links]  # by step
         self._answers: list[deque[dict[str, Any]]] = [deque() for _ in links]
+        # Of adapters that are being read, by number, what each rank says in the end.
+        self.loading: dict[int, dict[int, dict[str, Any]]] = {}
         self._errors: dict[int, dict[str, Any]] = {}
         self._gone: set[int] = set()
         self._selector = selectors.DefaultSelector()
@@ -161,6 +163,11 @@ class Executor:
         self._check()
         return self._collect(self.timeout_s, what)
 
+    def look(self, seconds: float) -> None:
+        """Take what comes in so long."""
+        self._check()
+        self._take_what_came(seconds)
+
     def _collect(self, timeout_s: float, what: str) -> list[dict[str, Any]]:
         deadline = time.monotonic() + timeout_s
         while not all(self._answers):
@@ -194,6 +201,8 @@ class Executor:
                 self._outputs[link.rank][content["step"]] = content
             elif kind == "error":
                 self._errors[link.rank] = content
+            elif kind == "adapter":  # nobody may want it any more
+                self.loading.get(content["number"], {})[link.rank] = content
             else:
                 self._answers[link.rank].append(content)
 

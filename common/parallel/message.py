@@ -3,7 +3,8 @@
     to a worker     start        its rank, the configuration, where the ranks meet
                     plan         the message of a step (chapter 1's `PlanMessage`)
                     read, write  the bytes of a KV block
-                    adapter      a directory: load what it holds, or forget it (`drop`)
+                    adapter      a directory: read what it holds, while steps go on
+                    take, drop   keep what was read for the steps to come, or forget it
                     close
     from a worker   ready        what its model is
                     output       the answer to a plan (`StepOutput`), or nothing from most ranks

@@ -171,38 +171,65 @@ class RemoteBlockIO:
             raise ValueError(f"block_id is {block_id}: it must be in [1, {num_blocks})")
 
 
-class RemoteAdapters:
-    """An `AdapterLoader` over all ranks: each reads its own part of a file that all can see."""
+class RemoteLoading:
+    """A `Loading` over all ranks: each reads a file that all can see, in a thread."""
 
-    def __init__(self, executor: Executor) -> None:
-        self.executor = executor
-        self._held: set[str] = set()  # by all ranks
-
-    def load(self, directory: str | Path) -> str:
-        path = str(Path(directory).expanduser().resolve())
-        answers: list[dict[str, Any]] = []
+    def __init__(self, executor: Executor, number: int, path: str) -> None:
+        self._executor, self._number, self._path = executor, number, path
+        self._answers = executor.loading[number] = {}
         try:
-            with interrupts_held():
-                self.executor.send(message.pack("adapter", directory=path))
-                answers = self.executor.collect("loading an adapter")
-        except KeyboardInterrupt:  # nobody will know what they have taken
-            for digest in {answer["digest"] for answer in answers} - {None} - self._held:
-                self.drop(digest)
+            executor.send(message.pack("adapter", number=number, directory=path))
+        except BaseException:
+            self.forget()
             raise
-        digests = {answer["digest"] for answer in answers}
-        if len(digests) == 1 and (digest := digests.pop()) is not None:
-            self._held.add(digest)
-            return digest
-        for other in digests - {None} - self._held:
-            self.drop(other)
+
+    def is_over(self) -> bool:
+        return self._has_come(0)
+
+    def _has_come(self, seconds: float) -> bool:
+        num_ranks = len(self._executor.links)
+        if len(self._answers) < num_ranks:
+            self._executor.look(seconds)
+        return len(self._answers) == num_ranks
+
+    def digest(self) -> str:
+        while not self._has_come(1.0):  # a rank that is gone is an error
+            pass
+        answers = [self._answers[rank] for rank in sorted(self._answers)]
         for answer in answers:
             if answer["digest"] is None:
                 raise OF_THE_USER[answer["kind_of_error"]](answer["sentence"])
-        raise ValueError(f"{path} is not the same on all ranks: it was written meanwhile")
+        digest = answers[0]["digest"]
+        if any(answer["digest"] != digest for answer in answers):
+            raise ValueError(f"{self._path} is not the same on all ranks: it was written meanwhile")
+        return digest
+
+    def take(self) -> None:
+        self._end(is_wanted=True)
+
+    def forget(self) -> None:
+        """Where the ranks are gone, so is what they have read."""
+        with suppress(WorkerError):
+            self._end(is_wanted=False)
+
+    def _end(self, is_wanted: bool) -> None:
+        self._executor.loading.pop(self._number, None)
+        self._executor.send(message.pack("take", number=self._number, is_wanted=is_wanted))
+
+
+class RemoteAdapters:
+    """An `AdapterLoader` over all ranks."""
+
+    def __init__(self, executor: Executor) -> None:
+        self.executor, self._num_begun = executor, 0
+
+    def begin(self, directory: str | Path) -> RemoteLoading:
+        self._num_begun += 1
+        path = Path(directory).expanduser().resolve()
+        return RemoteLoading(self.executor, self._num_begun, str(path))
 
     def drop(self, digest: str) -> None:
         """Where the ranks are gone, so is what they held: the next step says that."""
-        self._held.discard(digest)
         with suppress(WorkerError):
             self.executor.send(message.pack("drop", digest=digest))
 

@@ -6,12 +6,12 @@ import logging
 import os
 from collections import deque
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from datetime import timedelta
 from functools import partial
 from hashlib import blake2b
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed
@@ -34,13 +34,17 @@ from kv_block_io import PagedBlockIO
 from scheduler_interface import StepHandle, StepOutput
 from speculating_runner import DraftLength
 
+if TYPE_CHECKING:
+    from common.adapters.adapter_files import Adapter
+
 logger = logging.getLogger(__name__)
 QUESTIONS = {
     "start": ("config", "rank", "limits", "meeting", "threads", "log_level", "has_connector"),
     "plan": ("step", "plan", "times"),
     "read": ("block_id",),
     "write": ("block_id", "data"),
-    "adapter": ("directory",),
+    "adapter": ("number", "directory"),
+    "take": ("number", "is_wanted"),
     "drop": ("digest",),
     "close": (),
 }
@@ -64,6 +68,8 @@ class Rank:
         self.blocks = PagedBlockIO(local.kv_cache)
         self.num_plans = 0
         self._answering: ThreadPoolExecutor | None = None
+        self._reader: ThreadPoolExecutor | None = None  # of adapters, while steps go on
+        self._reading: dict[int, Future[Adapter]] = {}
         if local.paged.device.type != "cpu":
             self._answering = ThreadPoolExecutor(1, thread_name_prefix="answers")
 
@@ -141,20 +147,23 @@ class Rank:
             self._send(lambda: message.pack("block", data=block))
         elif kind == "write":
             self.blocks.write_block(told["block_id"], told["data"])
-        elif kind == "adapter":  # in the host's memory before any step that uses it
-            self._send(partial(self._load_adapter, told["directory"]))
+        elif kind == "adapter":
+            self._read_adapter(told["number"], told["directory"])
+        elif kind == "take":  # in the host's memory before any step that uses it
+            reading = self._reading.pop(told["number"], None)
+            if told["is_wanted"] and reading is not None and self.local.adapters is not None:
+                self.local.adapters.take(reading.result())
         elif kind == "drop" and self.local.adapters is not None:
             self.local.adapters.drop(told["digest"])
         return kind == "close"
 
-    def _load_adapter(self, directory: str) -> bytes:
+    def _read_adapter(self, number: int, directory: str) -> None:
+        """In a thread, which answers, too."""
         assert self.local.adapters is not None
-        try:
-            digest = self.local.adapters.load(directory)
-        except (ValueError, FileNotFoundError) as error:
-            wrong = {"kind_of_error": type(error).__name__, "sentence": str(error)}
-            return message.pack("adapter", digest=None, **wrong)
-        return message.pack("adapter", digest=digest, kind_of_error="", sentence="")
+        self._reader = self._reader or ThreadPoolExecutor(1, thread_name_prefix="adapters")
+        reading = self._reader.submit(self.local.adapters.read, directory)
+        self._reading[number] = reading
+        self._reader.submit(_send_or_report, self.channel, partial(_what_was_read, number, reading))
 
     def _execute(self, told: dict[str, Any]) -> None:
         self.num_plans += 1
@@ -187,6 +196,15 @@ class Rank:
 
     def close(self) -> None:
         self.collectives.close()
+
+
+def _what_was_read(number: int, reading: Future[Adapter]) -> bytes:
+    found: dict[str, Any] = {"digest": None, "kind_of_error": "", "sentence": ""}
+    try:
+        found["digest"] = reading.result().digest
+    except (ValueError, FileNotFoundError) as error:
+        found |= {"kind_of_error": type(error).__name__, "sentence": str(error)}
+    return message.pack("adapter", number=number, **found)
 
 
 def _send(channel: Channel, make: Callable[[], bytes | None]) -> None:

@@ -28,6 +28,7 @@ from request import SamplingParams
 if TYPE_CHECKING:
     from typing import Unpack
 
+    from common.adapters.adapter_names import Loading
     from common.intake import RequestOptions
 
 __all__ = ["AsyncLLM", "EngineError", "PromptTooLong", "QueueFull", "RequestDelta"]
@@ -193,8 +194,15 @@ class AsyncLLM:
         return self._engine_loop.why_dead
 
     async def load_adapter(self, name: str, directory: str | Path) -> None:
-        """`LLMEngine.load_adapter`."""
-        await self.call(LLMEngine.load_adapter, name, directory)
+        """`LLMEngine.load_adapter`. Steps go on while it is read. What has begun comes to its end,
+        even if who waits for it is cancelled."""
+        await asyncio.shield(self._load_adapter(name, directory))
+
+    async def _load_adapter(self, name: str, directory: str | Path) -> None:
+        loading = await self.call(_begin_load, name, directory)
+        while not await self.call(lambda engine: loading.is_over()):
+            await asyncio.sleep(0.01)
+        await self.call(_end_load, name, loading)
         self.adapters = await self.call(_adapters_of)
 
     async def unload_adapter(self, name: str) -> None:
@@ -269,6 +277,16 @@ class AsyncLLM:
                 mailbox.put(delta)
         if self._given and self._loop is not None:
             self._loop.call_soon(self._give_out)
+
+
+def _begin_load(engine: LLMEngine, name: str, directory: str | Path) -> Loading:
+    with engine.turn:
+        return engine.named_adapters().begin_load(name, directory)
+
+
+def _end_load(engine: LLMEngine, name: str, loading: Loading) -> None:
+    with engine.turn:
+        engine.named_adapters().end_load(name, loading)
 
 
 def _adapters_of(engine: LLMEngine) -> list[str]:

@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import asyncio
 import random
+import threading
 from collections.abc import Awaitable, Callable, Iterator
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import pytest
 
+from common.adapters import adapter_slots
 from common.engine import LLMEngine
-from common.engine_config import EngineStats
+from common.engine_config import SHIPPED_ADAPTER, EngineStats
 from common.llm import LLM, SamplingParams
 from common.serve.async_llm import AsyncLLM, EngineError, Mailbox, PromptTooLong, QueueFull
 from common.serve.conftest import SMALL
@@ -331,6 +333,36 @@ def test_a_call_raises_what_it_raises(llm: AsyncLLM, loop: asyncio.AbstractEvent
     with pytest.raises(ValueError, match="takes no adapters"):
         loop.run_until_complete(llm.load_adapter("x", "nowhere"))
     assert llm.adapters == []
+
+
+def test_an_adapter_is_read_while_steps_go_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    """And even if nobody waits for it any more."""
+    goes_on, read = threading.Event(), adapter_slots.read_adapter
+
+    def wait_and_read(*arguments: Any) -> adapter_slots.Adapter:
+        assert goes_on.wait(60)
+        return read(*arguments)
+
+    monkeypatch.setattr(adapter_slots, "read_adapter", wait_and_read)
+
+    async def run() -> None:
+        llm = AsyncLLM(**SMALL, max_loras=1)
+        left, load = (asyncio.ensure_future(llm.load_adapter(n, SHIPPED_ADAPTER)) for n in "xy")
+        params = SamplingParams(temperature=0, max_tokens=9)
+        before = await whole(llm, PROMPT, params)
+        assert not left.done() and not load.done() and llm.adapters == []
+        left.cancel()
+        goes_on.set()
+        await asyncio.wait_for(load, 60)
+        for _ in range(2000):
+            await asyncio.sleep(0.005 * (len(llm.adapters) < 2))
+        assert sorted(llm.adapters) == ["x", "y"]
+        delta = [d async for d in llm.generate(PROMPT, params, adapter="x")][-1]
+        assert delta.finished and delta.error is None
+        assert (await whole(llm, PROMPT, params)).completions == before.completions
+        llm.close()
+
+    asyncio.run(run())
 
 
 def test_a_model_that_is_not_there_is_said() -> None:

@@ -72,10 +72,12 @@ def run_adapters(folder: Path, plan: dict, collectives: Collectives) -> dict:
 def run_adapted(model: ShardedModel, collectives: Collectives, prompts: dict) -> dict:
     """Prompts in one step, by the directories of their adapters."""
     slots, start, segments = AdapterSlots(model, len(prompts), 16), 0, []
-    digests = [slots.load(directory) for directory in prompts]
-    slot_of = slots.bring_in(digests)
-    for digest, prompt in zip(digests, prompts.values()):
-        segments.append((slot_of[digest], start, start := start + len(prompt)))
+    adapters = [slots.read(directory) for directory in prompts]
+    for adapter in adapters:
+        slots.take(adapter)
+    slot_of = slots.bring_in(adapter.digest for adapter in adapters)
+    for adapter, prompt in zip(adapters, prompts.values()):
+        segments.append((slot_of[adapter.digest], start, start := start + len(prompt)))
     rows, before = Ordered(None, segments), asdict(collectives.counts)
     work = [(i, 0, prompt) for i, prompt in enumerate(prompts.values())]
     step = StepAdapters(slots, rows, rows)

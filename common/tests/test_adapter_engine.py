@@ -13,6 +13,7 @@ import torch
 from bounded_loops import as_long_as
 from common.adapters.adapter_files import CONFIG, WEIGHTS
 from common.engine import EngineConfig, LLMEngine
+from common.linear import why_not_packed
 from common.loader import load_model
 from common.tests.adapter_cases import KINDS, by_peft, edited, save_adapter
 from common.tests.engine_oracle import (
@@ -25,6 +26,7 @@ from common.tests.every_kind import must_be_as_likely
 from request import SamplingParams
 
 pytestmark = pytest.mark.usefixtures("one_thread")
+CPU = torch.device("cpu")
 NUM_TOKENS = 8
 PARAMS = greedy_params(NUM_TOKENS)
 NAMES = (None, *KINDS)
@@ -57,7 +59,7 @@ def expected(family_oracle, directories, prompts) -> dict[str | None, list[list[
 
 @pytest.fixture
 def model(family_oracle):
-    return load_model(family_oracle.path, torch.float64, torch.device("cpu"))
+    return load_model(family_oracle.path, torch.float64, CPU)
 
 
 def mixed(prompts: list[list[int]]) -> tuple[list[list[int]], list[str | None]]:
@@ -137,6 +139,25 @@ def test_a_prompt_is_scored_by_its_own_adapter(model, directories, prompts) -> N
     for output, before in zip(scored, said, strict=True):
         if output.prompt_logprobs is not None:
             must_be_as_likely(output.prompt_logprobs[-NUM_TOKENS:], before.outputs[0].logprobs)
+
+
+@pytest.mark.skipif(why_not_packed(torch.float32, CPU) is not None, reason="it packs nothing")
+def test_packed_matrices_have_the_same_additions(family_oracle, directories, prompts) -> None:
+    """In their own order of sums; one adapter changes the numbers a thousand times as much."""
+    asked, adapters = mixed(prompts)
+    wanted = SamplingParams(temperature=0, max_tokens=1, logprobs=-1)
+    found = []
+    for packs in (True, False):
+        model = load_model(family_oracle.path, torch.float32, CPU)
+        config = EngineConfig(num_blocks=400, adapters=directories, pack_weights=packs)
+        engine = LLMEngine(config, loaded=model)
+        assert model.model.layers[0].mlp.down.is_packed == packs
+        outputs = engine.generate_batch(asked, wanted, adapter=adapters).values()
+        tops = [output.outputs[0].logprobs[0].top for output in outputs]
+        found.append(torch.tensor([[top[i] for i in range(len(top))] for top in tops]))
+    torch.testing.assert_close(*found, rtol=0, atol=1e-3)
+    by_prompt = found[0].unflatten(0, (len(prompts), len(NAMES)))
+    assert (by_prompt - by_prompt.roll(1, dims=1)).abs().amax(-1).min() > 1
 
 
 def test_two_engines_over_one_model_do_not_see_each_other(

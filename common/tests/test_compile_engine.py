@@ -39,6 +39,7 @@ COMBINATIONS = [
     "two_phase chunked_prefill=16 speculative=draft block_size=1 pool=just",
     "prefill_first chunked_prefill=16 mixing=True prefix_cache=hash preempt_every=3",
     "fcfs chunked_prefill=False block_size=3",
+    "two_phase chunked_prefill=3 block_size=3 preempt_every=3 adapters=mixed grammars=mixed",
 ]
 
 
@@ -75,7 +76,8 @@ def serve_compiled(text: str) -> None:
     combination = Combination.parse([f"scheduler={text.split()[0]}", *text.split()[1:]])
     which = subject("random")
     config = replace(make_config(combination), compile=True)
-    engine = LLMEngine(config, loaded=which.loaded, draft=which.draft)
+    tokenizer = which.tokenizer if combination.as_dict()["grammars"] else None
+    engine = LLMEngine(config, loaded=which.loaded, draft=which.draft, tokenizer=tokenizer)
     assert isinstance(engine.kv_cache, HeadMajorKVCache)
     serve_combination(combination, engine)
 

@@ -19,6 +19,7 @@ from transformers import Qwen3ForCausalLM
 from bounded_loops import as_long_as
 from common.engine import EngineConfig, LLMEngine
 from common.grammars import grammar_compiler
+from common.grammars.lark_text import TOO_MANY_WAYS
 from common.grammars.vocabulary import beginning_of
 from common.loader import load_model
 from common.tests.engine_oracle import num_replays, with_noise
@@ -36,7 +37,6 @@ from request import SamplingParams
 pytestmark = pytest.mark.usefixtures("one_thread")
 NAMES = (None, *CASES)
 MOST = 10
-NUM_TEXTS = 500  # drawn
 NUM_TEXTS = 500  # drawn
 TOKENIZER = small_tokenizer()
 
@@ -381,11 +381,15 @@ def test_what_would_take_for_ever_ends_in_an_error_soon(loaded, family_oracle, e
         Ebnf("root ::= " + "(" * 12 + "[ab]*" + ")*" * 12 + ' "c"'),
     ]
     params = [SamplingParams(temperature=0, grammar=g) for g in endless]
+    rules, a = Ebnf('root ::= s\ns ::= s s | s s s | "a"'), TOKENIZER.encode("a")
+    ways = SamplingParams(temperature=0, max_tokens=1000, grammar=rules, allowed_token_ids=a)
     began = time.monotonic()
-    outputs = engine.generate_batch([prompt] * 4, [*params, params_of(None)]).values()
+    outputs = engine.generate_batch([prompt] * 5, [*params, ways, params_of(None)]).values()
     assert time.monotonic() - began < 100
-    *bad, free = outputs
+    *bad, ambiguous, free = outputs
     assert free.outputs[0].token_ids == expected[None][0]
+    assert set(ambiguous.outputs[0].token_ids) == set(a)
+    assert f"grammar ({TOO_MANY_WAYS})" in str(ambiguous.metrics.finish_detail)
     for output in bad:
         assert output.outputs[0].finish_reason in ("error", "length", "stop")
     assert bad[0].outputs[0].finish_reason == "error", bad[0].metrics
