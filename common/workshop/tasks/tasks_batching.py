@@ -47,6 +47,12 @@ def admissions() -> str:
         scheduler.add_request(request("r", 4))
         setattr(scheduler, name, lambda request: False)
         lines.append(f"{told}: the first step computes {next(steps(scheduler, most=1))}")
+    scheduler, asked = FCFSScheduler(8, 10), []
+    setattr(scheduler, "_has_room", lambda request: not asked.append(request.request_id))  # noqa: B010
+    for request_id, num_tokens in cases[1][2].items():
+        scheduler.add_request(request(request_id, num_tokens))
+    next(steps(scheduler, most=1))
+    lines.append(f"prompts of 4, 9 and 3: room is asked for {asked}")
     return "\n".join(lines)
 
 
