@@ -106,3 +106,6 @@ def test_minus_infinity_is_a_number_wherever_it_stands() -> None:
     bare = TokenLogprobs(A, -0.5, 1, {})
     (choice,) = answer(logprobs=True).whole([total("a", logprobs=[bare])])["choices"]
     assert choice["logprobs"]["top_logprobs"] == [{"a": -0.5}]
+    scored = [total("a", prompt=[i], scores=[None], logprobs=[bare]) for i in (B, C)]
+    said = answer(logprobs=True, prompts=("b", "c")).whole(scored)
+    assert [c["logprobs"]["tokens"] for c in said["choices"]] == [["b", "a"], ["c", "a"]]
