@@ -346,6 +346,28 @@ def test_a_models_own_template_is_used_unless_there_is_another() -> None:
         ChatPrompts(tokenizer).text(CHAT["messages"])
 
 
+def test_a_template_gets_messages_as_they_are_with_their_content_as_a_text() -> None:
+    def apply(messages: list[dict], **_: Any) -> str:
+        if messages[0]["role"] == "system":
+            raise RuntimeError("no system, please")
+        return json.dumps(messages)
+
+    tokenizer: Any = SimpleNamespace(source=SimpleNamespace(apply_chat_template=apply))
+    prompts = ChatPrompts(tokenizer, "a template")
+    said = {"role": "assistant", "content": None, "name": "x"}
+    assert json.loads(prompts.text([said])) == [said | {"content": ""}]
+    for message, says in (
+        ({"role": "system", "content": "x"}, "no system, please"),
+        ({"role": "", "content": "x"}, "has no role"),
+        ({"role": 5, "content": "x"}, "has no role"),
+        ({"role": "user", "content": ["x"]}, "parts of type 'text' only"),
+        ({"role": "user", "content": 5}, "must be a text"),
+    ):
+        with pytest.raises(ApiError, match=says) as caught:
+            prompts.text([message])
+        assert (caught.value.status, caught.value.param) == (400, "messages")
+
+
 def test_log_probabilities_of_a_prompt(server: Running, alone: LLM) -> None:
     params = SamplingParams(max_tokens=1, prompt_logprobs=2)
     expected = alone.generate(PROMPT, params, use_tqdm=False)[0].prompt_logprobs

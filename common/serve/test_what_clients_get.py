@@ -1,0 +1,111 @@
+"""What a client gets, of what an engine has handed over: without either."""
+
+from __future__ import annotations
+
+import json
+from types import SimpleNamespace
+from typing import Any
+
+from common.sampling.distributions import TokenLogprobs
+from common.serve.answers import Answer, to_json
+from common.serve.deltas import CompletionDelta, RequestDelta
+from common.serve.wire import GenerateBody
+from request import SamplingParams
+
+LETTERS: Any = SimpleNamespace(token_bytes=lambda i: b"\xff" if i == 255 else chr(i).encode())
+A, B, C = map(ord, "abc")
+MINUS_INFINITY = float("-inf")
+
+
+def answer(kind: str = "completion", n: int = 1, prompts: Any = (), **fields: Any) -> Answer:
+    logprobs = 1 if fields.pop("logprobs", False) else None
+    params = SamplingParams(n=n, logprobs=logprobs)
+    return Answer(kind, "m", LETTERS, GenerateBody(**fields), params, prompts)
+
+
+def total(*texts: str, prompt: Any = (A, B), scores: Any = None, **fields: Any) -> RequestDelta:
+    """A whole request of so many continuations, last one first."""
+    found = RequestDelta("x", prompt_token_ids=[*prompt], prompt_logprobs=scores, finished=True)
+    found.num_cached_tokens = 1
+    for i in reversed(range(len(texts))):
+        ids = [*map(ord, texts[i])]
+        found.completions[i] = CompletionDelta(i, texts[i], ids, None, "stop", "z")
+        for name, value in fields.items():
+            setattr(found.completions[i], name, value)
+    return found
+
+
+def test_json_has_no_line_ends_of_any_kind_and_stays_text() -> None:
+    text = "\x85 \u2028 \u2029 é \ud800"
+    written = to_json({"a": text})
+    assert b"\\u0085 \\u2028 \\u2029 \xc3\xa9 \\ud800" in written
+    assert json.loads(written) == {"a": text}
+
+
+def test_choices_and_what_they_used_are_those_of_all_prompts() -> None:
+    one = answer(n=2, prompts=("P", "Q"))
+    said = one.whole([total("ab", "c"), total("d", "e", prompt=(A, B, C))])
+    assert [(c["index"], c["text"]) for c in said["choices"]] == [
+        (0, "Pab"),
+        (1, "Pc"),
+        (2, "Qd"),
+        (3, "Qe"),
+    ]
+    assert {(c["finish_reason"], c["stop_reason"]) for c in said["choices"]} == {("stop", "z")}
+    assert said["id"].startswith("cmpl-") and said["created"] == one.created > 1e9
+    usage = said["usage"]
+    details = usage.pop("prompt_tokens_details")
+    assert details == {"cached_tokens": 2}
+    assert usage == {"prompt_tokens": 5, "completion_tokens": 5, "total_tokens": 10}
+    assert "token_ids" not in said["choices"][0] and "prompt_logprobs" not in said["choices"][0]
+
+
+def test_a_chat_has_its_own_names() -> None:
+    one = answer("chat", n=2)
+    firsts = [piece["choices"][0] for piece in one.first_pieces(1)]
+    assert [choice["index"] for choice in firsts] == [0, 1]
+    (choice, _) = one.whole([total("a", "b")])["choices"]
+    assert choice["message"] == {"role": "assistant", "refusal": None, "content": "a"}
+    assert one.id.startswith("chatcmpl-") and choice["logprobs"] is None
+
+
+def test_a_piece_without_text_is_sent_where_it_says_something() -> None:
+    silent = CompletionDelta(0, "", [A])
+    delta = RequestDelta("x", {0: silent}, [A])
+    assert answer().pieces(0, delta) == []
+    (piece,) = answer(return_token_ids=True).pieces(0, delta)
+    assert piece["choices"][0]["token_ids"] == [A]
+    silent.logprobs = [TokenLogprobs(A, -1.0, 1, {})]
+    assert len(answer(logprobs=True).pieces(0, delta)) == 1
+
+
+def test_minus_infinity_is_a_number_wherever_it_stands() -> None:
+    """And a token that is no text by itself is one character."""
+    entry = TokenLogprobs(255, MINUS_INFINITY, 3, {B: MINUS_INFINITY})
+    whole = total("b", scores=[None, entry], logprobs=[entry])
+    said = answer(logprobs=True, prompt_logprobs=1, prompts=("ab",)).whole([whole])
+    (choice,) = said["choices"]
+    assert choice["logprobs"] == {
+        "text_offset": [0, 1, 2],
+        "token_logprobs": [None, -9999.0, -9999.0],
+        "tokens": ["a", "\ufffd", "\ufffd"],
+        "top_logprobs": [None, {"b": -9999.0}, {"b": -9999.0}],
+    }
+    assert choice["prompt_logprobs"] == [
+        None,
+        {
+            B: {"logprob": -9999.0, "rank": 1, "decoded_token": "b"},
+            255: {"logprob": -9999.0, "rank": 3, "decoded_token": "\ufffd"},
+        },
+    ]
+    (choice,) = answer("chat", logprobs=True).whole([whole])["choices"]
+    top = {"token": "b", "logprob": -9999.0, "bytes": [B]}
+    own = {"token": "\ufffd", "logprob": -9999.0, "bytes": [255], "top_logprobs": [top]}
+    assert choice["logprobs"] == {"content": [own]}
+    json.loads(to_json(said))
+    bare = TokenLogprobs(A, -0.5, 1, {})
+    (choice,) = answer(logprobs=True).whole([total("a", logprobs=[bare])])["choices"]
+    assert choice["logprobs"]["top_logprobs"] == [{"a": -0.5}]
+    scored = [total("a", prompt=[i], scores=[None], logprobs=[bare]) for i in (B, C)]
+    said = answer(logprobs=True, prompts=("b", "c")).whole(scored)
+    assert [c["logprobs"]["tokens"] for c in said["choices"]] == [["b", "a"], ["c", "a"]]
