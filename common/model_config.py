@@ -1,8 +1,8 @@
 """`ModelConfig`: what a Hugging Face `config.json` says about a decoder, checked and made explicit.
 
 Eight families are understood: Qwen3, Qwen2 (and 2.5), Llama 3.x, Mistral, Gemma 3 (text alone),
-OLMo 3, Qwen3-MoE and Mixtral. They are one decoder; what differs is who has biases, who norms queries and
-keys, and who has experts in the place of an MLP (`experts/expert_config.py`):
+OLMo 3, Qwen3-MoE and Mixtral. They are one decoder; what differs is who has biases, who norms
+queries and keys, and who has experts in the place of an MLP (`experts/expert_config.py`):
 
     family     biases of q, k, v    bias of o         biases of the MLP    q_norm, k_norm
     Qwen3      attention_bias       attention_bias    none                 yes
@@ -19,7 +19,8 @@ field: a model that runs without it answers fluently and wrongly. Fields nobody 
 ignored, as `transformers` ignores them, and named in the log.
 
 Mistral's layers attend to a window, most of Gemma's and OLMo's do, and Qwen's may: `layer_windows`
-says which. Gemma's turn by other angles there, norm what a block adds, and store norms' weights less 1.
+says which. Gemma's and OLMo's turn by other angles there, and norm what a block adds. Gemma stores
+norms' weights less 1.
 
 Defaults of absent fields are those of `transformers`."""
 
