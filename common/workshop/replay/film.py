@@ -461,9 +461,7 @@ class State:
         row["tables"] = [list(table) for table in (row.pop("table"), *row.get("tables", ()))]
         self.requests[request] = RequestState(request_id=request, arrived_at=arrived_at, **row)
 
-    def _restore_cached(
-        self, block: int, tokens: list[int], hash: str, **row: Any
-    ) -> None:
+    def _restore_cached(self, block: int, tokens: list[int], hash: str, **row: Any) -> None:
         self.cached[block] = CachedBlockState(tuple(tokens), block_hash=hash, **row)
         self._use(block)
 
