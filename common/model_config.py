@@ -19,8 +19,8 @@ field: a model that runs without it answers fluently and wrongly. Fields nobody 
 ignored, as `transformers` ignores them, and named in the log.
 
 Mistral's layers attend to a window, most of Gemma's and OLMo's do, and Qwen's may: `layer_windows`
-says which. Gemma's turn by other angles there, norm what a block adds, and store norms' weights
-less 1.
+says which. Gemma's and OLMo's turn by other angles there, and norm what a block adds. Gemma stores
+norms' weights less 1.
 
 Defaults of absent fields are those of `transformers`."""
 

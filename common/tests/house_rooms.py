@@ -119,9 +119,12 @@ def _too_large(name: str, size: Size, limit: Size) -> list[str]:
 FLOORS = {
     "configuration, tokenizer, matrices": """
         engine_config roles config_fields model_config refused_models layer_groups
-        experts.expert_config row_order rotary tokenizer linear parallel.ranks parallel.collectives
+        experts.expert_config row_order rotary rope_scaling tokenizer linear
+        parallel.ranks parallel.collectives
         kernels.regions kernels.kernel_regions kernels.layer_kernels kernels.processor""",
-    "model": "blocks model loader experts kernels.compiled_regions kernels.chosen_regions",
+    "model": """
+        blocks post_norm_blocks model loader experts
+        kernels.compiled_regions kernels.chosen_regions""",
     "sampling": "sampling kernels.sampler_kernel kernels.launch_configurations",
     "runner": "runner outputs kv_sizing adapters grammars",
     "parallel": "parallel",
