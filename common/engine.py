@@ -565,8 +565,6 @@ class LLMEngine:
         self._watch = Watch(events, self.config, self._parts, self._members, self.tokenizer)
         return self._watch
 
-    why_no_film: str | None = None  # None: it can be watched; a server asks
-
     @one_at_a_time
     def unwatch(self) -> None:
         """Nothing more is written, and a file is closed. Nothing happens if nobody watches."""

@@ -292,7 +292,7 @@ def test_a_guess_over_which_the_library_gives_up_ends_nobodys_text() -> None:
     ("rules", "can_end"),
     [
         ('root ::= s\ns ::= s s s | "a"', True),
-        ('root ::= s\ns ::= s s | s s s | [ab]', True),
+        ("root ::= s\ns ::= s s | s s s | [ab]", True),
         ('root ::= "a" root | "a"', True),
         ('root ::= "a"*', False),
         ('root ::= root "a" | "a"', False),

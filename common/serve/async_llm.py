@@ -83,7 +83,6 @@ class AsyncLLM:
         self.vocab_size, self.model_config = engine.vocab_size, engine.model_config
         self._max_token_bytes = longest_token(self.tokenizer)
         self.adapters = _adapters_of(engine)  # names that are loaded
-        self.why_no_film = engine.why_no_film
 
     def _make_loop(self, max_waiting: int | None) -> EngineLoop:
         return EngineLoop(self._make_engine, self._deliver, max_waiting)

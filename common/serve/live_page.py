@@ -140,8 +140,6 @@ class LivePage:
             raise ApiError(
                 409, "this engine's events are written elsewhere, and one film at a time"
             )
-        if (why := self.llm.why_no_film) is not None:
-            raise ApiError(409, why)
         if len(self.viewers) >= MAX_VIEWERS:
             raise ApiError(429, f"{MAX_VIEWERS} look already")
         events = self._events()
