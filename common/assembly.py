@@ -258,8 +258,6 @@ def make_adapter_slots(given: Given) -> AdapterSlots | None:
     config = given.config
     if not config.takes_adapters:
         return None
-    if (model := given.loaded.config).blocks[0] != "attention":
-        raise ValueError(f"adapters: they are not built for {model.architecture}")
     from common.adapters.adapter_slots import AdapterSlots
 
     return AdapterSlots(given.loaded.model, config.max_adapters, config.max_lora_rank)

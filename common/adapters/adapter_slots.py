@@ -51,7 +51,7 @@ _FUSED = (
 )
 
 
-_FIRST = ".input_layernorm.weight"  # of each layer
+_FIRST = ".post_attention_layernorm.weight"  # of each layer, in every family
 
 
 def matrix_shapes(parts: Mapping[str, CheckpointTensor]) -> dict[str, tuple[int, ...]]:
