@@ -122,6 +122,45 @@ ALLOWED_STACK_BYTES: dict[tuple[str, str, str, int, str], int] = {
     ("paged_attention_kernel", "float32 as tf32x3", "Qwen3-0.6B", 100, "16 x 32"): 8,
     ("paged_attention_kernel", "float32 as tf32x3", "Qwen3-0.6B", 120, "16 x 32"): 16,
     ("paged_attention_kernel", "float32 as tf32x3", "Qwen2.5-0.5B", 90, "32 x 32"): 16,
+    # The widest rows, with a mask more, or without.
+    ("paged_attention_kernel", "bfloat16", "Mistral-7B-v0.1", 89, "64 x 32, window"): 8,
+    ("split_attention_kernel", "float32", "Gemma-3-4B", 80, "16 x 16, window"): 16,
+    ("split_attention_kernel", "float32", "Gemma-3-4B", 100, "16 x 16, looping, window"): 8,
+    ("split_attention_kernel", "float32 as tf32x3", "Gemma-3-4B", 80, "16 x 16, looping"): 8,
+    (
+        "split_attention_kernel",
+        "float32 as tf32x3",
+        "Gemma-3-4B",
+        80,
+        "16 x 16, looping, window",
+    ): 16,
+    ("split_attention_kernel", "float32 as tf32x3", "Gemma-3-4B", 90, "16 x 16, looping"): 32,
+    (
+        "split_attention_kernel",
+        "float32 as tf32x3",
+        "Gemma-3-4B",
+        90,
+        "16 x 16, looping, window",
+    ): 40,
+    ("split_attention_kernel", "float32 as tf32x3", "Gemma-3-4B", 100, "16 x 16, looping"): 32,
+    (
+        "split_attention_kernel",
+        "float32 as tf32x3",
+        "Gemma-3-4B",
+        100,
+        "16 x 16, looping, window",
+    ): 40,
+    ("split_attention_kernel", "float32 as tf32x3", "Gemma-3-4B", 120, "16 x 16, looping"): 40,
+    (
+        "split_attention_kernel",
+        "float32 as tf32x3",
+        "Gemma-3-4B",
+        120,
+        "16 x 16, looping, window",
+    ): 48,
+    ("paged_attention_kernel", "float32 as tf32x3", "Gemma-3-4B", 120, "16 x 16"): 8,
+    # A vocabulary of 262,208 in one row.
+    ("draw_kernel", "bfloat16", "Gemma-3-4B", 120, ""): 112,
 }
 CHUNKED = EngineConfig(speculative={"method": "draft"})
 WHOLE = EngineConfig(chunked_prefill=False)
