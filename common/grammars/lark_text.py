@@ -20,8 +20,8 @@ from common.grammars.vocabulary import RULES, beginning_of
 _HEAD = '%llguidance {"no_forcing": true}\n'
 NOTHING_FITS = "no text fits it"
 TOO_MANY_WAYS = (
-    "it can be read in too many ways at once: where a rule is made of itself several times, or ends "
-    "with itself, say * or +"
+    "it can be read in too many ways at once: where a rule is made of itself several times, or "
+    "ends with itself, say * or +"
 )
 _TOKEN = re.compile(
     r"""\s+ | \#[^\n]*

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import itertools
+import random
 from collections.abc import Callable
 from dataclasses import replace
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -15,7 +17,7 @@ from common.adapters.adapter_files import CONFIG, WEIGHTS
 from common.engine import EngineConfig, LLMEngine
 from common.linear import why_not_packed
 from common.loader import load_model
-from common.tests.adapter_cases import KINDS, by_peft, edited, save_adapter
+from common.tests.adapter_cases import KINDS, by_peft, edited, save_adapter, with_peft
 from common.tests.engine_oracle import (
     checked_engine,
     greedy_params,
@@ -23,6 +25,7 @@ from common.tests.engine_oracle import (
     paged_runner,
 )
 from common.tests.every_kind import must_be_as_likely
+from common.tests.grammar_cases import CASES, EOS, greedy_within, small_tokenizer
 from request import SamplingParams
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -219,6 +222,91 @@ def test_who_uses_an_adapter_that_is_unloaded_ends_with_it(
     assert len(slots.taken) == 2, "nobody needs it any more"
     engine.load_adapter("everything", directories["everything"])
     assert serve(engine, prompts, "everything") == [[t] for t in expected["everything"]]
+
+
+TOGETHER = {
+    "ahead": dict(overlap_scheduling=True, preempt_every=3, chunked_prefill=3, block_size=3),
+    "draft": dict(speculative={"method": "draft", "num_spec_tokens": 3}, num_blocks=60),
+    "graphs": dict(emulate_graphs=True, overlap_scheduling=True, max_model_len=100),
+    "tree": dict(prefix_cache="radix", block_size=1, scheduler="prefill_first", shuffle_batch=True),
+}
+
+
+@pytest.fixture(scope="module")
+def right(family_oracle, directories, prompts) -> Callable[..., list[int]]:
+    """By `peft`, among what may follow: of an adapter, a grammar, a prompt."""
+    model_of = cache(lambda kind: with_peft(family_oracle.path, directories.get(kind)))
+    tokenizer = small_tokenizer()
+    return cache(
+        lambda kind, grammar, i: greedy_within(
+            model_of(kind), tokenizer, prompts[i], grammar, NUM_TOKENS
+        )
+    )
+
+
+@pytest.mark.sample(seed=1)
+@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize(
+    "way", [w if w == "ahead" else pytest.param(w, marks=pytest.mark.slow) for w in TOGETHER]
+)
+def test_names_change_their_content_while_requests_with_grammars_run(
+    way, seed, model, draft, directories, prompts, right
+) -> None:
+    """Adapters come and go under three names, some read while steps go on; requests that have one,
+    and a grammar, and up to three samples, are aborted by chance."""
+    config = {"num_blocks": 400, "check_invariants": True, "max_num_seqs": 5, **TOGETHER[way]}
+    config = EngineConfig(**config, adapters={}, max_loras=1 + seed % 3)
+    loaded, tokenizer = replace(model, generation_eos_token_ids=(EOS,)), small_tokenizer()
+    own_draft = draft if config.speculation is not None else None
+    engine = LLMEngine(config, loaded=loaded, draft=own_draft, tokenizer=tokenizer)
+    rng, names, loading = random.Random(f"{way} {seed}"), engine.named_adapters(), {}
+    kind_of: dict[str, str] = {}  # by name: what is loaded
+    asked: dict[str, tuple] = {}
+    done: dict[str, list[tuple[list[int], str | None]]] = {}
+
+    def change() -> None:
+        name, kind = rng.choice("xyz"), rng.choice([*KINDS])
+        if name in loading:
+            kind_of[name], begun = loading.pop(name)
+            names.end_load(name, begun)
+        elif name in kind_of:
+            engine.unload_adapter(name)
+            del kind_of[name]
+        else:
+            loading[name] = kind, names.begin_load(name, directories[kind])
+
+    def ask() -> None:
+        name, i = rng.choice([None, *kind_of]), rng.randrange(len(prompts))
+        grammar = rng.choice([None, *CASES])
+        params = SamplingParams(
+            rng.choice([1, 1, 3]),
+            0,
+            max_tokens=NUM_TOKENS,
+            ignore_eos=grammar is None,
+            grammar=None if grammar is None else CASES[grammar][0],
+        )
+        request_id = str(len(asked))
+        engine.add_request(request_id, prompts[i], params, adapter=name)
+        asked[request_id] = kind_of.get(name), grammar, i
+
+    to_do = rng.choices([change, ask, int], k=120)
+    for _ in as_long_as(lambda: to_do or engine.has_unfinished_requests(), most=3000):
+        for do in to_do[-2:]:
+            do()
+        del to_do[-2:]
+        if asked and rng.random() < 0.1:
+            engine.abort_request(rng.choice([*asked]))
+        for output in engine.step():
+            if output.finished:
+                done[output.request_id] = [(c.token_ids, c.finish_reason) for c in output.outputs]
+    assert len(asked) > 20 and asked.keys() == done.keys()
+    for request_id, case in asked.items():
+        for tokens, reason in done[request_id]:
+            whole = right(*case)
+            assert tokens == (whole[: len(tokens)] if reason == "abort" else whole), case
+    for name in kind_of:
+        engine.unload_adapter(name)
+    assert not engine._side.adapters.taken and engine.stats().kv_blocks_in_use == 0
 
 
 def test_whom_an_abort_ends_holds_no_adapter(model, directories, prompts) -> None:
