@@ -726,7 +726,7 @@ def test_tokens_are_those_of_an_uninterrupted_run(cache, policy, num_aborts):
         most = options["max_preemptions"]
         assert all(r.num_preemptions <= most for r in loop.requests.values())
         num_preempted += loop.scheduler.get_stats().total_preempted
-    assert num_preempted > 20
+    assert num_preempted > 10
 
 
 @pytest.mark.parametrize("num_pages", [7, 8, 9])
