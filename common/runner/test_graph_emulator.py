@@ -17,7 +17,7 @@ import common.runner.graphs as module
 from common.loader import load_model
 from common.runner.graph_emulator import EmulatedGraphs, GraphError
 from common.runner.graphs import CannotCapture, DecodeGraphs, EagerGraphs, StaticMemory
-from common.runner.test_graphs import BLOCK_SIZE, MOST, decode, make_graphs, make_state
+from common.runner.test_graphs import BLOCK_SIZE, MOST, deal, decode, make_graphs, make_state
 from mixed_attention import MixedAttentionBackend
 from mixed_attention_triton import MixedTritonAttentionBackend
 from paged_attention import TorchAttentionBackend
@@ -63,7 +63,7 @@ def is_right(random_loaded, graphs: DecodeGraphs, num_steps: int = 8) -> bool:
 @pytest.mark.parametrize("num_groups", [1, 2])
 def test_replays_are_right(num_groups: int, random_loaded, monkeypatch) -> None:
     """With one table for all layers, and with another one for the last layer."""
-    monkeypatch.setattr(random_loaded.model.layers[-1].attention, "group", num_groups - 1)
+    deal(random_loaded, num_groups, monkeypatch)
     graphs = make(random_loaded)
     assert is_right(random_loaded, graphs) and graphs.num_replays == 8
 

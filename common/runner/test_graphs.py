@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import random
 from contextlib import contextmanager, nullcontext
+from dataclasses import replace
 from functools import partial
 
 import numpy as np
@@ -171,6 +172,14 @@ def make_graphs(random_loaded, graphs=None, backend=None) -> DecodeGraphs:
     return DecodeGraphs(graphs or EagerGraphs(), *where, MOST, MAX_MODEL_LEN)
 
 
+def deal(random_loaded, num_groups: int, monkeypatch) -> None:
+    """The last layer's block tables become those of the others, or its own."""
+    model = random_loaded.model
+    groups = replace(model.groups, windows=(None,) * num_groups)
+    monkeypatch.setattr(model, "groups", groups)
+    monkeypatch.setattr(model.layers[-1].attention, "group", num_groups - 1)
+
+
 @pytest.fixture(scope="module")
 def graphs(random_loaded) -> DecodeGraphs:
     return make_graphs(random_loaded)
@@ -178,9 +187,8 @@ def graphs(random_loaded) -> DecodeGraphs:
 
 @pytest.mark.parametrize("num_groups", [1, 2])
 def test_padding_changes_no_row(num_groups: int, random_loaded, monkeypatch) -> None:
-    """Against the same step without padding, by chapter 2's attention. The last layer's block
-    tables are those of the others, or its own."""
-    monkeypatch.setattr(random_loaded.model.layers[-1].attention, "group", num_groups - 1)
+    """Against the same step without padding, by chapter 2's attention."""
+    deal(random_loaded, num_groups, monkeypatch)
     graphs = make_graphs(random_loaded)
     for bucket, state, queries in random_steps(num_each=2, num_groups=num_groups):
         plain_cache = copy.deepcopy(graphs.kv_cache)

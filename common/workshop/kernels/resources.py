@@ -316,16 +316,21 @@ def everything() -> list[Wanted]:
 
 
 def compile_all(wanted: list[Wanted], every: int = 1) -> list[Resources]:
-    """Each machine code once, though several engines launch it; of them one in `every`."""
+    """Each machine code once, though several engines launch it; of them one in `every`, and the
+    first of each kernel, family, dtype and architecture."""
     launches: dict[str, tuple[Wanted, Launch]] = {}
     for one in wanted:
         for launch in one.launches():
             key = f"{launch.kernel.__name__} {one.architecture} {launch.arguments} "
             launches.setdefault(key + f"{launch.constants} {launch.options}", (one, launch))
-    return [
-        compile_launch(launch, one.architecture, one.family, one.kind)
-        for one, launch in list(launches.values())[::every]
-    ]
+    known: set[object] = set()
+    found = []
+    for i, (one, launch) in enumerate(launches.values()):
+        where = one.architecture, one.family, one.kind
+        if i % every == 0 or not known.issuperset({*where, launch.kernel.__name__}):
+            known.update((*where, launch.kernel.__name__))
+            found.append(compile_launch(launch, *where))
+    return found
 
 
 def table(found: list[Resources]) -> str:

@@ -54,7 +54,7 @@ def check_what_was_compiled(found: list[Resources]) -> None:
 @pytest.mark.timeout(900)  # seconds of one core, which may be busy with other tests
 def test_no_kernel_spills_and_all_fit_and_use_the_tensor_cores():
     """A sample, in which nearly every kernel and dtype occurs, and every family."""
-    found = compile_in_another_process("--every", "8")
+    found = compile_in_another_process("--every", "16")
     check_what_was_compiled(found)
     assert {one.architecture for one in found} == {80, 90, 100}
 
