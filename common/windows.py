@@ -24,7 +24,6 @@ def check_windows(config: EngineConfig, groups: LayerGroups) -> None:
         'speculative other than "ngram", where no layer sees everything,': (
             how is not None and how.method != "ngram" and None not in groups.windows
         ),
-        "batch_invariant": config.batch_invariant,
         "kv_tiers": config.kv_tiers is not None,
         "kv_connector": config.kv_connector is not None,
         f"prefix_cache={config.prefix_cache!r}": config.prefix_cache not in (None, "hash"),

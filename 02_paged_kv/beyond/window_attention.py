@@ -50,6 +50,7 @@ class WindowMetadata(AttentionMetadata):
     window: int = 0
     query_starts: Sequence[int] = ()  # query_start_loc, on the host
     host_seq_lens: Sequence[int] = ()  # seq_lens
+    skipped: Sequence[int] = ()  # positions of each sequence in front of its first block
 
 
 Compose = Callable[[PagedRunnerState, Queries, int], StepLayout]
@@ -75,13 +76,14 @@ def compose_windows(
             columns = first[:, None] + np.arange(-(-seq_lens.max() // block_size))
             tables = state.groups[number].block_tables
             columns = columns.clip(max=tables.shape[1] - 1)
-            made.append((number, window, len(arrays), seq_lens.tolist()))
+            skipped = (first * block_size).tolist()
+            made.append((number, window, len(arrays), seq_lens.tolist(), skipped))
             arrays += [seq_lens, tables[rows[:, None], columns]]
 
     def compose_both(*tensors: Tensor) -> ComposedBatch:
         batch = layout.compose(*tensors[: len(layout.arrays)])
         attention = list(batch.attention)
-        for number, window, at, host_seq_lens in made:
+        for number, window, at, host_seq_lens, skipped in made:
             whole = attention[number]
             attention[number] = WindowMetadata(
                 whole.query_start_loc,
@@ -93,6 +95,7 @@ def compose_windows(
                 window,
                 query_starts,
                 host_seq_lens,
+                skipped,
             )
         return replace(batch, attention=tuple(attention))
 

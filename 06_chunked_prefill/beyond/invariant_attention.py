@@ -16,6 +16,9 @@ span that is masked as a whole multiplies what there is by 1 and adds 0: nothing
     piece    up to `PIECE_ROWS` rows of one sequence: a decode, guesses, a chunk or a part of one
     group    pieces with equally many tiles, in one product; which they are changes no bit
 
+A window masks keys at the left as well; spans that lie in front of it are not taken in. What is in
+front of a row's own window is of no weight, and leaves it as it was: nothing.
+
 Sums are float32 for bfloat16 too. What is not a sequence's own is not read: in place of keys behind
 its end, its first one is, with the weight 0 (0 * NaN would be NaN).
 
@@ -36,6 +39,7 @@ from torch import Tensor
 
 from attention_plan import DecodeGroup
 from paged_attention import AttentionMetadata, PagedPlan, TorchAttentionBackend
+from window_attention import WindowMetadata
 
 KEY_TILE = 128
 ROW_TILE = 8
@@ -45,16 +49,21 @@ GROUP_KEY_BYTES = 2 << 20
 
 
 class Piece(NamedTuple):
+    """Positions are counted from the first block of the table, which with a window is the first
+    that a query of the sequence sees."""
+
     sequence: int
     first_token: int  # in the batch
     num_tokens: int
     first_position: int
     seq_len: int
+    first_seen: int  # key of its first token
+    first_span: int  # where the span of that key begins: in front of the table, perhaps
 
     @property
     def num_spans(self) -> int:
         """Up to the key of its own last token."""
-        return -(-(self.first_position + self.num_tokens) // KEY_TILE)
+        return -(-(self.first_position + self.num_tokens - self.first_span) // KEY_TILE)
 
 
 class Span(NamedTuple):
@@ -71,12 +80,18 @@ class Group:
     head_dim]`. Worked out once a step, for all layers."""
 
     def __init__(
-        self, pieces: list[Piece], num_rows: int, tables: Tensor, num_shared: int, block_size: int
+        self,
+        pieces: list[Piece],
+        num_rows: int,
+        tables: Tensor,
+        num_shared: int,
+        block_size: int,
+        window: int | None,
     ) -> None:
         """Most spans first. `num_shared` query heads share a KV head."""
         self.num_rows, self.num_shared = num_rows, num_shared
-        own = torch.tensor(pieces)[:, :, None]  # [num_pieces, 5, 1]
-        sequence, first_token, num_tokens, first_position, seq_len = own.unbind(1)
+        own = torch.tensor(pieces)[:, :, None]  # [num_pieces, 7, 1]
+        sequence, first_token, num_tokens, first_position, seq_len, seen, span = own.unbind(1)
         # Rows and tokens that a piece has not are its last one again.
         self.max_tokens = max(piece.num_tokens for piece in pieces)
         token = torch.arange(self.max_tokens).minimum(num_tokens - 1)
@@ -86,11 +101,14 @@ class Group:
         self.spans: list[Span] = []
         for start in range(0, pieces[0].num_spans * KEY_TILE, KEY_TILE):
             n = sum(piece.num_spans * KEY_TILE > start for piece in pieces)
-            keys = torch.arange(start, start + KEY_TILE)
-            first = min(start - piece.first_position for piece in pieces[:n]) * num_shared
+            keys = span[:n] + torch.arange(start, start + KEY_TILE)  # [n, KEY_TILE]
+            first = min(p.first_span + start - p.first_position for p in pieces[:n]) * num_shared
             first = max(first, 0) // ROW_TILE * ROW_TILE
-            hidden = keys > positions[:n, first:, None]
-            keys = torch.where(keys < seq_len[:n], keys, 0)
+            distance = positions[:n, first:, None] - keys[:, None]
+            hidden = distance < 0
+            if window is not None:
+                hidden |= distance >= window
+            keys = torch.where((keys >= seen[:n]) & (keys < seq_len[:n]), keys, seen[:n])
             slots = tables[sequence[:n], keys // block_size] * block_size + keys % block_size
             mask = hidden[:, None] if hidden.any() else None
             self.spans.append(Span(n, first, slots.long().flatten(), mask))
@@ -118,7 +136,12 @@ class InvariantPlan(PagedPlan):
     def lengths(
         self, metadata: AttentionMetadata, key_cache: Tensor
     ) -> tuple[Sequence[int], Sequence[int], list[bool]]:
-        starts, seq_lens, _ = super().lengths(metadata, key_cache)
+        if isinstance(metadata, WindowMetadata):
+            self.window, self.skipped = metadata.window, metadata.skipped
+            starts, seq_lens = metadata.query_starts, metadata.host_seq_lens
+        else:
+            starts, seq_lens, _ = super().lengths(metadata, key_cache)
+            self.window, self.skipped = None, [0] * len(seq_lens)
         return starts, seq_lens, [True] * len(seq_lens)
 
     def make_groups(
@@ -138,7 +161,8 @@ class InvariantPlan(PagedPlan):
         self.pieces: list[Group] = []
         by_rows: dict[int, list[Piece]] = {}
         for row in short:
-            for piece in cut(row, starts[row], query_lens[row], seq_lens[row], num_shared):
+            own = query_lens[row], seq_lens[row], self.skipped[row]
+            for piece in cut(row, starts[row], *own, num_shared, self.window):
                 num_rows = -(-piece.num_tokens * num_shared // ROW_TILE) * ROW_TILE
                 by_rows.setdefault(num_rows, []).append(piece)
         for num_rows, pieces in by_rows.items():
@@ -146,7 +170,8 @@ class InvariantPlan(PagedPlan):
             most = max(1, min(num_keys // KEY_TILE, PIECE_ROWS // num_rows))
             for i in range(0, len(pieces), most):
                 some = pieces[i : i + most]
-                self.pieces.append(Group(some, num_rows, tables, num_shared, block_size))
+                how = num_rows, tables, num_shared, block_size, self.window
+                self.pieces.append(Group(some, *how))
         most_keys = max((len(g.spans[0].slots) for g in self.pieces), default=0)
         self.gathered = key_cache.new_empty(most_keys, num_kv_heads, head_dim)
         self.buffers = self.gathered.new_empty(2, self.gathered.numel(), dtype=self.wide)
@@ -186,7 +211,8 @@ class Softmax:
 
     def __init__(self, rows: Tensor) -> None:
         self.rows, self.output = rows, torch.zeros_like(rows)
-        self.highest = torch.full_like(rows[..., :1], -math.inf)
+        # Not -inf, less which nothing is a number: a window's first span may be hidden as a whole.
+        self.highest = torch.full_like(rows[..., :1], torch.finfo(rows.dtype).min)
         self.total = torch.zeros_like(self.highest)
 
     def take_in(self, span: Span, keys: Tensor, values: Tensor) -> None:
@@ -197,7 +223,6 @@ class Softmax:
         scores = rows @ keys.mT
         if span.hidden is not None:
             scores.masked_fill_(span.hidden, -math.inf)
-        # Every row sees key 0, so `now` is finite from the first span on.
         now = scores.amax(-1, keepdim=True).maximum(highest)
         weights = scores.sub_(now).exp_()
         shrink = highest.sub(now).exp_()
@@ -207,13 +232,22 @@ class Softmax:
 
 
 def cut(
-    sequence: int, first_token: int, query_len: int, seq_len: int, num_shared: int
+    sequence: int,
+    first_token: int,
+    query_len: int,
+    seq_len: int,
+    skipped: int,
+    num_shared: int,
+    window: int | None,
 ) -> Iterator[Piece]:
+    """`skipped` positions lie in front of the table: spans are counted from 0 all the same."""
     most = max(1, PIECE_ROWS // num_shared)
     for start in range(0, query_len, most):
         num_tokens = min(most, query_len - start)
         position = seq_len - query_len + start
-        yield Piece(sequence, first_token + start, num_tokens, position, seq_len)
+        seen = 0 if window is None else max(position - window + 1, 0)
+        span = (seen + skipped) // KEY_TILE * KEY_TILE - skipped
+        yield Piece(sequence, first_token + start, num_tokens, position, seq_len, seen, span)
 
 
 def wide_dtype(dtype: torch.dtype) -> torch.dtype:

@@ -13,11 +13,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import invariant_attention as module
+from batch_layout import compose_in_order
 from invariant_attention import KEY_TILE, InvariantAttentionBackend, cut
 from mixed_attention import MixedAttentionBackend
 from paged_attention import AttentionMetadata, PagedKVCache
 from test_mixed_attention import check, every_length, expected, mixed_metadata
 from test_paged_attention import TOLERANCE, make_case
+from test_window_attention import check_backend
+from window_attention import WindowMetadata
 
 DTYPES = [torch.float32, torch.bfloat16]
 
@@ -54,6 +57,24 @@ def test_every_dtype_and_number_of_heads(dtype, num_kv_heads, num_shared):
     check(case, attend(case, mixed_metadata(any_order, is_readable=True)))
 
 
+@pytest.mark.parametrize("block_size", [1, 3, 4, 16])
+@pytest.mark.parametrize("window", [1, 2, 4, 5, 16, 64])
+def test_a_query_sees_its_window(window, block_size, monkeypatch):
+    """Beside layers that see everything. Spans in which some rows see nothing, and pieces that
+    begin behind the first one."""
+    monkeypatch.setattr(module, "KEY_TILE", 4)
+    monkeypatch.setattr(module, "PIECE_ROWS", 8)
+    backend = InvariantAttentionBackend()
+    check_backend(backend, compose_in_order, window, block_size, torch.float64)
+
+
+def test_spans_in_front_of_a_window_are_not_read():
+    case = make_case([(1, 4096), (64, 4096)], 16, torch.float32, 2, 2)
+    metadata = windowed_metadata(case.metadata, [4095, 4032], 16, window=200)
+    plan = InvariantAttentionBackend.plan(metadata, 4, case.key_cache)
+    assert [len(group.spans) for group in plan.pieces] == [2, 3]
+
+
 def test_layers_share_a_plan_and_nothing_else():
     case = make_case([(1, 200), (30, 150)], 16, torch.float32)
     plan = case.plan(InvariantAttentionBackend())
@@ -75,7 +96,7 @@ def test_contradictions_and_empty_batches():
 @pytest.mark.parametrize("num_shared", [1, 3, 8, 600])
 def test_a_query_is_cut_into_pieces_that_cover_it(num_shared):
     for query_len in (1, 2, 63, 64, 65, 1200):
-        pieces = list(cut(4, 10, query_len, query_len + 50, num_shared))
+        pieces = list(cut(4, 10, query_len, query_len + 50, 0, num_shared, None))
         tokens = [p.first_token + i for p in pieces for i in range(p.num_tokens)]
         assert tokens == list(range(10, 10 + query_len))
         assert all(p.first_position - p.first_token == 40 for p in pieces)
@@ -85,6 +106,23 @@ def test_a_query_is_cut_into_pieces_that_cover_it(num_shared):
 # -- the same
 
 
+def windowed_metadata(
+    whole: AttentionMetadata, first_tokens: list[int], block_size: int, window: int
+) -> WindowMetadata:
+    """As `compose_windows` lays out sequences whose queries begin at `first_tokens`."""
+    skipped = [max(0, n - window + 1) // block_size for n in first_tokens]
+    tables = torch.zeros_like(whole.block_tables)
+    for row, num_gone in enumerate(skipped):
+        table = whole.block_tables[row, num_gone:]
+        tables[row, : len(table)] = table
+    skipped = [n * block_size for n in skipped]
+    seq_lens = whole.seq_lens - torch.tensor(skipped)
+    starts, slots = whole.query_start_loc, whole.slot_mapping
+    lengths = whole.max_query_len, int(seq_lens.max()), window
+    host = starts.tolist(), seq_lens.tolist(), skipped
+    return WindowMetadata(starts, seq_lens, tables, slots, *lengths, *host)
+
+
 @dataclass
 class World:
     """Sequences, with everything that is known of them in the end."""
@@ -92,6 +130,7 @@ class World:
     queries: list[torch.Tensor]  # [len, num_heads, head_dim]
     keys: list[torch.Tensor]  # [len, num_kv_heads, head_dim]
     values: list[torch.Tensor]
+    window: int | None = None
 
     @classmethod
     def make(cls, lengths, dtype, num_kv_heads, num_shared, head_dim, seed) -> World:
@@ -108,7 +147,8 @@ class World:
         self, parts: list[tuple[int, int, int]], block_size: int, rng: random.Random, backend=None
     ) -> list[torch.Tensor]:
         """Positions start to stop of a sequence, for each of the parts (sequence, start, stop) of
-        one batch. What is behind `stop` is not yet known: NaN, as is every other slot."""
+        one batch. What is behind `stop` is not yet known: NaN, as is every other slot, and what is
+        in front of the window of `start`."""
         num_blocks = [-(-stop // block_size) for _, _, stop in parts]
         ids = list(range(1, sum(num_blocks) + 4))
         rng.shuffle(ids)
@@ -122,12 +162,18 @@ class World:
             slots = (own[:, None] * block_size + torch.arange(block_size)).flatten()[:stop]
             for known, kv in zip((self.keys, self.values), caches, strict=True):
                 kv.view(-1, num_kv_heads, head_dim)[slots] = known[sequence][:stop]
+                if self.window is not None:
+                    gone = max(0, parts[row][1] - self.window + 1)
+                    kv.view(-1, num_kv_heads, head_dim)[slots[:gone]] = math.nan
         lens = [stop - start for _, start, stop in parts]
         stops = torch.tensor([stop for _, _, stop in parts])
         starts = torch.tensor([0, *lens]).cumsum(0)
         query = torch.cat([self.queries[i][start:stop] for i, start, stop in parts])
         slots = torch.zeros(len(query), dtype=torch.int64)
         metadata = AttentionMetadata(starts, stops, tables, slots, max(lens), int(stops.max()))
+        if self.window is not None:
+            first_tokens = [start for _, start, _ in parts]
+            metadata = windowed_metadata(metadata, first_tokens, block_size, self.window)
         backend = backend or InvariantAttentionBackend
         plan = backend.plan(metadata, query.shape[1], caches[0])
         return list(plan.attend(query, *caches, head_dim**-0.5).split(lens))
@@ -175,12 +221,13 @@ def num_different(world: World, lengths: list[int], rng: random.Random, backend=
     lengths=st.lists(st.sampled_from([1, 2, 30, 127, 128, 129, 260]), min_size=1, max_size=6),
     heads=st.sampled_from([(1, 1), (1, 4), (2, 2), (2, 3), (8, 2)]),
     head_dim=st.sampled_from([8, 64, 80]),
+    window=st.sampled_from([None, None, 1, 20, 128, 129, 200]),
     seed=st.integers(0, 2**20),
 )
 def test_a_token_has_the_same_bits_however_its_sequence_is_cut_and_in_any_company(
-    dtype, lengths, heads, head_dim, seed
+    dtype, lengths, heads, head_dim, window, seed
 ):
-    world = World.make(lengths, dtype, *heads, head_dim, seed)
+    world = replace(World.make(lengths, dtype, *heads, head_dim, seed), window=window)
     assert num_different(world, lengths, random.Random(seed)) == 0
 
 

@@ -20,6 +20,7 @@ from common.tests.batch_invariant_case import alone, config_of, make_engine, ser
 from common.tests.engine_oracle import paged_runner
 from common.tests.equivalence_axes import Combination
 from common.tests.equivalence_rows import covering_array
+from common.workshop.bench.random_weights import random_model
 from invariant_attention import InvariantAttentionBackend
 from tiered_cache import KVTierConfig
 
@@ -119,6 +120,40 @@ def test_keys_and_values_in_a_block_are_the_same_however_they_were_computed():
     whole = keys(chunked_prefill=False)
     assert torch.equal(keys(chunked_prefill=3), whole)
     assert torch.equal(keys(chunked_prefill=64, preempt_every=3), whole)
+
+
+@pytest.mark.parametrize("window", [20, pytest.param(130, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_layers_that_attend_to_a_window_keep_their_bits(dtype, window):
+    """Beside layers that see everything, and with a cache for both."""
+    sizes = {"vocab_size": 500, "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 3}
+    config = load_model(SHIPPED_CHECKPOINT, dtype, CPU).config
+    config = replace(config, **sizes, layer_windows=(None, window, window))
+    loaded = random_model(config, dtype=dtype)
+    for layer in loaded.model.layers:  # or every token says the same
+        layer.attention.qkv.weight.mul_(10)
+        layer.attention.o.weight.mul_(10)
+    trunk = [random.Random(5).randrange(500) for _ in range(140)]
+    prompts = [trunk[:n] for n in (1, 30, 131, 140)]
+    params = SamplingParams(temperature=0, max_tokens=6, logprobs=3, ignore_eos=True)
+
+    def run(batches: list[list[list[int]]], is_invariant: bool = True, **options) -> list:
+        sizes = {"num_blocks": 120, "block_size": 8}
+        settings = EngineConfig(**sizes, batch_invariant=is_invariant, **options)
+        engine = LLMEngine(settings, loaded=loaded)
+        outputs = [
+            o for prompts in batches for o in engine.generate_batch(prompts, params).values()
+        ]
+        engine.close()
+        return [(o.outputs[0].token_ids, o.outputs[0].logprobs) for o in outputs]
+
+    if dtype == torch.float32:  # so small a model's bfloat16 rounds the differences away
+        others = [run([prompts], False, chunked_prefill=chunk) for chunk in (7, False)]
+        assert others[0] != others[1]
+    one_by_one = run([[prompt] for prompt in prompts], prefix_cache=None)
+    assert run([prompts], chunked_prefill=37, preempt_every=5, shuffle_batch=True) == one_by_one
+    speculative = {"method": "ngram", "num_spec_tokens": 3}
+    assert run([prompts], chunked_prefill=False, speculative=speculative) == one_by_one
 
 
 # -- what it is made of, and where it is refused

@@ -327,7 +327,6 @@ def test_up_to_the_window_nothing_is_different(windowed: tuple[Oracle, LoadedMod
         ({"prefix_cache": "radix"}, "prefix_cache='radix'"),
         ({"scheduler": "fcfs"}, "scheduler='fcfs'"),
         ({"scheduler": "prefill_first"}, "scheduler='prefill_first'"),
-        ({"batch_invariant": True}, "batch_invariant"),
         ({"kv_tiers": KVTierConfig(host_blocks=2)}, "kv_tiers"),
         ({"attention_backend": TorchAttentionBackend()}, "an attention_backend of one's own"),
         ({"speculative": {"method": "draft", "model": "tiny"}}, 'speculative other than "ngram"'),
