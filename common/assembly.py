@@ -368,8 +368,7 @@ def make_attention(config: EngineConfig, loaded: LoadedModel) -> Attention:
             if name == "triton":
                 raise
             logger.warning("attention falls back from Triton to PyTorch: %s", error)
-    sees_all = None in loaded.model.groups.windows  # some layer does: the others are not compiled
-    if sees_all and config.wants_compiled(loaded.model.num_parameters, device):
+    if config.wants_compiled(loaded.model.num_parameters, device):
         compiled = make_compiled_attention(config, loaded, compose)
         if compiled is not None:
             return compiled
@@ -384,7 +383,7 @@ def make_compiled_attention(
     if loaded.model.embed_weight.device.type != "cpu":
         logger.warning("compile=True has no effect: what is compiled is attention on a CPU")
         return None
-    from compiled_attention import HeadMajorKVCache, HeadMajorWindowBackend
+    from compiled_attention import HeadMajorKVCache
 
     if config.cuts_prompts:
         from compiled_mixed_attention import CompiledMixedAttentionBackend as Backend
@@ -392,11 +391,7 @@ def make_compiled_attention(
         from compiled_attention import CompiledAttentionBackend as Backend
     few_blocks = allocate_kv_cache(loaded, 3, config.block_size, HeadMajorKVCache)
     backend = Backend.compiled_for(loaded.model.num_heads, few_blocks)
-    if backend is None:
-        return None
-    if loaded.model.groups.have_windows:
-        backend = HeadMajorWindowBackend(backend)
-    return Attention(backend, compose, kv_cache_kind=HeadMajorKVCache)
+    return None if backend is None else Attention(backend, compose, kv_cache_kind=HeadMajorKVCache)
 
 
 def make_graph_maker(

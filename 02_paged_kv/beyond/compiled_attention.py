@@ -35,7 +35,7 @@ from paged_attention import (
     PagedPlan,
 )
 from tiled_attention import attend_in_tiles, is_for_tiles
-from window_attention import WindowBackend, WindowPlan
+from window_attention import WindowMetadata, WindowPlan
 
 # Keys, KV heads and channels of all decodes of a step, multiplied: 512 keys of Qwen3-0.6B.
 # Measured: `python 02_paged_kv/lab/plot_decode_attention.py --record decode_attention --threads 1`
@@ -86,6 +86,8 @@ def write_kv_anywhere(
 class CompiledPlan(PagedPlan):
     """A plan that takes the decodes out, if they are worth it. Mixed into any other plan."""
 
+    window: int | None = None  # of all sequences; `WindowPlan` has one
+
     def __init__(
         self,
         metadata: AttentionMetadata,
@@ -122,7 +124,8 @@ class CompiledPlan(PagedPlan):
         if rows := self.decodes:
             lens = torch.tensor([seq_lens[row] for row in rows])
             tables_of_decodes = tables[_as_slice(rows)]
-            self.splits = split_sequences(lens, tables_of_decodes, key_cache.shape[1])
+            where = tables_of_decodes, key_cache.shape[1]
+            self.splits = split_sequences(lens, *where, self.window)
             self.tokens = _as_slice([starts[row] for row in rows])
             taken = set(rows)
             short = [row for row in short if row not in taken]
@@ -163,22 +166,17 @@ def _as_slice(indices: list[int]) -> slice | torch.Tensor:
     return torch.tensor(indices)
 
 
-class HeadMajorWindowPlan(WindowPlan):
-    """Gathered, from this memory."""
+class CompiledWindowPlan(CompiledPlan, WindowPlan):
+    """Without its decodes, a `WindowPlan`."""
 
-    write_kv = CompiledPlan.write_kv
-
-
-class HeadMajorWindowBackend(WindowBackend):
-    """Layers with a window beside others whose decodes are compiled."""
-
-    plan_type = HeadMajorWindowPlan
+    attend_long = WindowPlan.attend_long
 
 
 class CompiledAttentionBackend:
     """An `AttentionBackend` for a CPU. `decode` was compiled for `num_heads` query heads and caches
     like `key_cache`; other models (a draft model) are attended to as ever. With
-    `min_key_elements=0` it computes all decodes, however few."""
+    `min_key_elements=0` it computes all decodes, however few. Decodes that see a window are laid
+    out by `compose_windows`."""
 
     plan_type: type[CompiledPlan] = CompiledPlan
 
@@ -214,4 +212,5 @@ class CompiledAttentionBackend:
     def plan(
         self, metadata: AttentionMetadata, num_heads: int, key_cache: torch.Tensor
     ) -> CompiledPlan:
-        return self.plan_type(metadata, num_heads, key_cache, self)
+        kind = CompiledWindowPlan if isinstance(metadata, WindowMetadata) else self.plan_type
+        return kind(metadata, num_heads, key_cache, self)

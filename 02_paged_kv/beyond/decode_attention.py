@@ -54,6 +54,7 @@ class BlockList(NamedTuple):
     block_ids: torch.Tensor  # [num_blocks] int64, ascending
     owners: torch.Tensor  # [num_blocks] int64, the sequence
     num_keys: torch.Tensor  # [num_blocks] int64, of the sequence, from the block's first slot on
+    num_hidden: torch.Tensor  # [num_blocks] int64, slots at its beginning: in front of a window
     of_split: torch.Tensor  # [num_splits, FAN_IN] int64, places in this list, -1: none
 
 
@@ -74,6 +75,7 @@ def split_sequences(
     seq_lens: torch.Tensor,  # [num_seqs] int, each at least 1, on the host
     block_tables: torch.Tensor,  # [num_seqs, max_blocks] int
     block_size: int,
+    window: int | None = None,  # keys that a sequence sees, some of them in its first block
 ) -> DecodeSplits:
     seq_lens = seq_lens.long()
     if len(seq_lens) == 1:  # a second one, of one token
@@ -83,6 +85,7 @@ def split_sequences(
     owners, index = _enumerate(num_blocks)
     block_ids = block_tables[owners, index].long()
     num_keys = seq_lens[owners] - index * block_size
+    num_hidden = torch.zeros_like(num_keys) if window is None else (num_keys - window).clamp(min=0)
     of_split, num_splits = _neighbours(num_blocks)
     calls, merges = [], []
     for rows in of_split.tensor_split(-(-len(owners) // MAX_BLOCKS)):
@@ -92,7 +95,8 @@ def split_sequences(
         place[order] = torch.arange(len(order))
         of_call = torch.where(rows >= 0, place[(rows - start).clamp(min=0)], -1)
         order += start
-        calls.append(BlockList(in_memory, owners[order], num_keys[order], of_call))
+        of_blocks = owners[order], num_keys[order], num_hidden[order]
+        calls.append(BlockList(in_memory, *of_blocks, of_call))
     while num_splits.max() > 1:
         places, num_splits = _neighbours(num_splits)
         merges.append(places)
@@ -121,6 +125,7 @@ def attend_splits(
     block_ids: torch.Tensor,  # as the next ones of `BlockList`
     owners: torch.Tensor,
     num_keys: torch.Tensor,
+    num_hidden: torch.Tensor,
     of_split: torch.Tensor,
 ) -> Partials:
     """The partial result of each split and head: the highest score and the sum of exp(score -
@@ -131,7 +136,8 @@ def attend_splits(
     keys = key_cache.transpose(1, 2)[block_ids]
     values = value_cache.transpose(1, 2)[block_ids]
     # [blocks of the list, num_kv_heads, block_size, head_dim]; scores are without head_dim
-    is_own = torch.arange(block_size, device=query.device) < num_keys[:, None, None]
+    slot = torch.arange(block_size, device=query.device)
+    is_own = (slot < num_keys[:, None, None]) & (slot >= num_hidden[:, None, None])
     pieces = values.split(VECTOR_BYTES // values.itemsize, dim=-1)
     highest, total, weighted = [], [], []
     # The query heads that share keys are written out one by one: so they share a loop, and loads.

@@ -9,12 +9,14 @@ import pytest
 import torch
 
 import compiled_attention as module
+from batch_layout import compose_in_order
 from attention_plan import SHORT_QUERIES
 from compiled_attention import CompiledAttentionBackend, HeadMajorKVCache, write_kv_anywhere
 from decode_attention import decode_attention
 from paged_attention import PagedKVCache, write_kv
 from test_decode_attention import head_major
 from test_paged_attention import MIXED, TOLERANCE, Case, make_case
+from test_window_attention import check_backend
 
 ALL_DECODES = 0
 
@@ -65,6 +67,24 @@ def test_decodes_alone_in_front_behind_and_none(lengths):
     backend, num_decodes = make_backend(case), sum(query_len == 1 for query_len, _ in lengths)
     case.check(attend(case, backend))
     assert backend.num_decodes == [num_decodes] * (num_decodes > 0)
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("window", [1, 2, 5, 16, 64])
+@pytest.mark.parametrize("block_size", [1, 3, 16])
+def test_decodes_see_their_window(window, block_size, dtype):
+    """Between others, which see it, too; beside a layer that sees everything. Nothing is read in
+    front of the first block that a query sees."""
+    like = PagedKVCache(1, 1, block_size, 2, 8, dtype).key_cache[0]
+    rows: list[int] = []
+
+    def decode(query, *rest):
+        rows.append(len(query))
+        return decode_attention(query, *rest)
+
+    backend = CompiledAttentionBackend(decode, 4, like, ALL_DECODES)
+    check_backend(backend, compose_in_order, window, block_size, dtype)
+    assert rows == [3, 3]
 
 
 def test_a_batch_without_tokens():

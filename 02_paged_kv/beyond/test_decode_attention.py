@@ -124,6 +124,16 @@ def test_what_is_read_and_who_merges_what(monkeypatch):
     assert second.owners.tolist() == [1, 1] and second.of_split.tolist() == [[1, 0, -1]]
 
 
+def test_slots_in_front_of_a_window_are_hidden():
+    """Of 14 keys the last 11; all 8 of a shorter sequence; and nobody's mate sees its own."""
+    tables = torch.tensor([[7, 2, 8, 3], [6, 5, 0, 0]])
+    (call,) = split_sequences(torch.tensor([14, 8]), tables, 4, window=11).calls
+    assert call.block_ids.tolist() == [2, 3, 5, 6, 7, 8]
+    assert call.num_hidden.tolist() == [0, 0, 0, 0, 3, 0]
+    (call,) = split_sequences(torch.tensor([4]), tables[:1], 4, window=1).calls
+    assert call.num_hidden.tolist() == [3, 0] and call.num_keys.tolist() == [4, 1]
+
+
 def test_splits_are_merged_until_there_is_one_for_each_sequence(monkeypatch):
     """One long sequence does not make many merges for short ones."""
     monkeypatch.setattr(module, "FAN_IN", 2)

@@ -191,12 +191,10 @@ class WindowPlan(PagedPlan):
 class WindowBackend:
     """An `AttentionBackend`: windows here, and all else by `others`."""
 
-    plan_type = WindowPlan
-
     def __init__(self, others: AttentionBackend) -> None:
         self.others = others
 
     def plan(self, metadata: AttentionMetadata, num_heads: int, key_cache: Tensor) -> AttentionPlan:
         if isinstance(metadata, WindowMetadata):
-            return self.plan_type(metadata, num_heads, key_cache)
+            return WindowPlan(metadata, num_heads, key_cache)
         return self.others.plan(metadata, num_heads, key_cache)

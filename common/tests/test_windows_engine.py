@@ -198,14 +198,15 @@ def test_decodes_are_replayed(windowed: tuple[Oracle, LoadedModel]) -> None:
     engine.close()
 
 
-def test_decodes_of_layers_that_see_everything_are_compiled(windowed, plain: list[int]) -> None:
-    """Those with a window read the same memory, in which a block lies head-major."""
+@pytest.mark.parametrize("chunked_prefill", [False, 16])
+def test_decodes_are_compiled(chunked_prefill, windowed, plain: list[int]) -> None:
+    """Those of every layer, whatever it sees."""
     oracle, loaded = windowed
-    engine = full_of_nan(checked_engine(loaded, compile=True, max_model_len=150, block_size=4))
-    sees_all = None in loaded.model.groups.windows
-    assert isinstance(engine.kv_cache, HeadMajorKVCache) is sees_all
+    sizes = dict(max_model_len=150, block_size=4, chunked_prefill=chunked_prefill)
+    engine = full_of_nan(checked_engine(loaded, compile=True, **sizes))
+    assert isinstance(engine.kv_cache, HeadMajorKVCache)
     serve(engine, oracle, [0, 1, 2], 8)
-    assert (max(plain, default=0) > 1) is sees_all
+    assert max(plain) > 1 and len(plain) >= 7 * loaded.model.num_layers
     engine.close()
 
 
