@@ -219,6 +219,20 @@ def test_compiled_once_for_any_number_of_sequences_splits_and_blocks(compiled, s
 
 @pytest.mark.slow
 @needs_compiler
+def test_compiled_windows_are_those_of_the_specification(compiled):
+    case = small_case(40, 33, 7, 41)
+    caches = head_major(case.key_cache), head_major(case.value_cache)
+    where = case.metadata
+    splits = split_sequences(where.seq_lens, where.block_tables, BLOCK_SIZE, window=38)
+    found, right = (
+        f(case.query, *caches, splits, case.scale) for f in (compiled, decode_attention)
+    )
+    torch.testing.assert_close(found, right, atol=1e-6, rtol=0)
+    assert (found - run(case, compiled)).abs().amax((1, 2)).gt(1e-3).tolist() == [1, 0, 0, 1]
+
+
+@pytest.mark.slow
+@needs_compiler
 def test_a_result_does_not_depend_on_the_batch_mates_bit_for_bit(compiled):
     """Alone, in any company, in any row, in other blocks: the same bits."""
     rng = random.Random(0)

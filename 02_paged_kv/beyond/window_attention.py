@@ -10,7 +10,8 @@ table, a shorter sequence, and a mask at its left end. What attention costs foll
 the length.
 
 There is one layout, whatever computes the rest, and in PyTorch one rule: decodes in chapter 2's
-groups, long queries tile by tile. The Triton kernels have the window as a constant.
+groups, long queries tile by tile. The Triton kernels have the window as a constant; compiled
+decodes hide slots of their first block.
 
 Invariant: no slot in front of the first query's window is read, not even into a product with zero:
 what is there may be anybody's, or NaN.
