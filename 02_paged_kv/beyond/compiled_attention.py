@@ -169,7 +169,10 @@ def _as_slice(indices: list[int]) -> slice | torch.Tensor:
 class CompiledWindowPlan(CompiledPlan, WindowPlan):
     """Without its decodes, a `WindowPlan`."""
 
-    attend_long = WindowPlan.attend_long
+    def attend_long(
+        self, query: torch.Tensor, long: LongQuery, gather: Gather, scale: float
+    ) -> torch.Tensor:
+        return WindowPlan.attend_long(self, query, long, gather, scale)
 
 
 class CompiledAttentionBackend:

@@ -9,8 +9,8 @@ import pytest
 import torch
 
 import compiled_attention as module
-from batch_layout import compose_in_order
 from attention_plan import SHORT_QUERIES
+from batch_layout import compose_in_order
 from compiled_attention import CompiledAttentionBackend, HeadMajorKVCache, write_kv_anywhere
 from decode_attention import decode_attention
 from paged_attention import PagedKVCache, write_kv
