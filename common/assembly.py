@@ -360,7 +360,7 @@ def make_attention(config: EngineConfig, loaded: LoadedModel) -> Attention:
 
         return Attention(InvariantAttentionBackend(), compose)
     if not isinstance(name, str):
-        return Attention(name, compose)
+        return Attention(WindowBackend(name) if has_windows else name, compose)
     if name == "triton" or (name == "auto" and device.type == "cuda"):
         try:
             return Attention(load(ATTENTION_BACKENDS["triton"][is_mixed])(), compose, True)

@@ -18,7 +18,7 @@ logger = logging.getLogger(__name__)
 
 def check_windows(config: EngineConfig, groups: LayerGroups) -> None:
     """Raises `ValueError` for what is not built beside layers that attend to a window."""
-    how, backend = config.speculation, config.attention_backend
+    how = config.speculation
     refused = {
         # A draft model's keys lie where those of layers do that see everything.
         'speculative other than "ngram", where no layer sees everything,': (
@@ -28,7 +28,6 @@ def check_windows(config: EngineConfig, groups: LayerGroups) -> None:
         "kv_connector": config.kv_connector is not None,
         f"prefix_cache={config.prefix_cache!r}": config.prefix_cache not in (None, "hash"),
         f"scheduler={config.scheduler!r}": config.scheduler != "two_phase",
-        "an attention_backend of one's own": not isinstance(backend, str),
     }
     window = min(window for window in groups.windows if window is not None)
     for name, is_asked in refused.items():

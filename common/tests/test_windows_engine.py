@@ -322,6 +322,23 @@ def test_up_to_the_window_nothing_is_different(windowed: tuple[Oracle, LoadedMod
     engine.close()
 
 
+def test_a_backend_of_ones_own_computes_what_sees_everything(windowed) -> None:
+    oracle, loaded = windowed
+
+    class Own(TorchAttentionBackend):
+        num_plans = 0
+
+        def plan(self, *arguments):
+            self.num_plans += 1
+            return super().plan(*arguments)
+
+    backend = Own()
+    engine = full_of_nan(checked_engine(loaded, attention_backend=backend, max_model_len=150))
+    serve(engine, oracle, [2, 3, 4], MAX_TOKENS)
+    assert (backend.num_plans > 1) is (None in loaded.model.groups.windows)
+    engine.close()
+
+
 @pytest.mark.parametrize(
     ("settings", "named"),
     [
@@ -329,7 +346,6 @@ def test_up_to_the_window_nothing_is_different(windowed: tuple[Oracle, LoadedMod
         ({"scheduler": "fcfs"}, "scheduler='fcfs'"),
         ({"scheduler": "prefill_first"}, "scheduler='prefill_first'"),
         ({"kv_tiers": KVTierConfig(host_blocks=2)}, "kv_tiers"),
-        ({"attention_backend": TorchAttentionBackend()}, "an attention_backend of one's own"),
         ({"speculative": {"method": "draft", "model": "tiny"}}, 'speculative other than "ngram"'),
     ],
 )
