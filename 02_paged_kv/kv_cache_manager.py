@@ -21,7 +21,7 @@ requests may share a block and one of them write it: `lab/forking_kv_cache_manag
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
@@ -147,6 +147,10 @@ class KVCacheManager:
         self._tables.clear()
         self.grown.clear()
         self.pool.begin_anew()
+
+    def num_written(self, starts: Collection[int], num_tokens: int) -> int:
+        """Slots with KV, of who computes `num_tokens` together in a step, from `starts` on."""
+        return sum(starts) + num_tokens
 
     # -- inside
 

@@ -352,7 +352,7 @@ def _tracer(engine) -> Callable:
 
     def show(record) -> None:
         record.step += 1 - num_warm_up  # the reader's first step is step 1
-        print(describe_step(record, engine.config.block_size, engine.tokenizer.decode))
+        print(describe_step(record, engine.kv_manager, engine.tokenizer.decode))
 
     return show
 

@@ -643,7 +643,7 @@ class LLMEngine:
         stats.kv_blocks_peak = max(stats.kv_blocks_peak, plan.num_kv_blocks_in_use)
         slots = plan.num_kv_blocks_in_use * self.config.block_size
         # Sequences that share a prompt count it each, so what is written can exceed what is held.
-        written = sum(plan.start_positions) + num_tokens
+        written = self.kv_manager.num_written(plan.start_positions, num_tokens)
         waste = max(0.0, 1 - written / slots) if slots else 0.0
         stats.kv_waste += (waste - stats.kv_waste) / stats.num_steps
 

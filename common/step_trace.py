@@ -16,21 +16,23 @@ from __future__ import annotations
 from collections.abc import Callable
 from itertools import islice
 
+from kv_cache_manager import KVCacheManager
 from step_record import StepRecord
 
 _MAX_SHOWN = 6
 
 
 def describe_step(
-    record: StepRecord, block_size: int, decode: Callable[[list[int]], str] | None = None
+    record: StepRecord, memory: KVCacheManager, decode: Callable[[list[int]], str] | None = None
 ) -> str:
     """The lines of one step. `decode` turns token ids into text; without it ids are shown."""
     scheduled = record.num_scheduled_tokens
     num_tokens = sum(scheduled.values())
     before = len(scheduled) - len(record.admitted)
     waited = record.num_waiting + len(record.admitted)
-    slots = record.kv_blocks_in_use * block_size
-    written = f", {record.kv_tokens_written / slots:.0%} of their slots written" if slots else ""
+    slots = record.kv_blocks_in_use * memory.block_size
+    num_written = memory.num_written(record.start_positions.values(), num_tokens)
+    written = f", {num_written / slots:.0%} of their slots written" if slots else ""
 
     def sampled(request_id: str) -> str:
         ids = record.new_token_ids.get(request_id, [])

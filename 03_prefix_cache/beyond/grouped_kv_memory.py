@@ -26,7 +26,7 @@ from __future__ import annotations
 
 from bisect import bisect_right
 from collections import Counter
-from collections.abc import Iterable, Sequence, Set
+from collections.abc import Collection, Iterable, Sequence, Set
 from itertools import zip_longest
 
 from block_pool import NULL_BLOCK_ID, Block, BlockPool
@@ -208,6 +208,14 @@ class GroupedKVMemory(KVMemory):
     def _find(self, request: Request, computed: ComputedBlocks) -> list[list[Block]]:
         """The blocks of `computed`, by groups."""
         return [[] for _ in self.groups]
+
+    def num_written(self, starts: Collection[int], num_tokens: int) -> int:
+        """In all groups, less what no token sees. A decode gives up where it begins a block; who
+        computes more may have given up a block that is counted here, or one less."""
+        borders, size = [start // self.block_size for start in starts], self.block_size
+        unseen = (n - -(-(g.window - 1) // size) for g in self._windows for n in borders)
+        num_given_up = sum(n for n in unseen if n > 0) * size
+        return len(self.groups) * super().num_written(starts, num_tokens) - num_given_up
 
     def free(self, request: Request) -> None:
         """The deepest of all groups come first: a prefix holds in all of them, or is of no use."""

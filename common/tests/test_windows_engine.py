@@ -322,6 +322,34 @@ def test_up_to_the_window_nothing_is_different(windowed: tuple[Oracle, LoadedMod
     engine.close()
 
 
+def test_slots_that_are_written_are_counted_in_every_group(windowed) -> None:
+    """Those of the blocks that are held, which are no longer NaN: exactly in decodes."""
+    oracle, loaded = windowed
+    sizes = dict(block_size=4, num_blocks=200, max_num_batched_tokens=16, prefix_cache=None)
+    engine = full_of_nan(checked_engine(loaded, **sizes))
+    engine.add_request("a", oracle.prompts[2], SamplingParams(temperature=0, max_tokens=MAX_TOKENS))
+    shares = []
+    while engine.has_unfinished_requests():
+        engine.step()
+        record, tables = engine.recorder.record(), engine.kv_manager.get_tables("a")
+        if not engine.has_unfinished_requests():
+            break  # and its blocks are free
+        ids = [[block_id for block_id in table if block_id] for table in tables]
+        of_groups = [engine.kv_cache.key_cache[0][table] for table in ids]
+        num_held = sum(len(keys) for keys in of_groups)
+        num_written = sum(int((~keys[..., 0, 0].isnan()).sum()) for keys in of_groups)
+        num_tokens = sum(record.num_scheduled_tokens.values())
+        starts = list(record.start_positions.values())
+        found = engine.kv_manager.num_written(starts, num_tokens)
+        num_unsure = 0 if num_tokens == 1 and starts[0] >= 64 else len(tables) * 4
+        assert abs(found - num_written) <= num_unsure, starts
+        assert record.kv_blocks_in_use == num_held
+        shares.append(1 - found / (4 * num_held))
+    waste = engine.stats().kv_waste * (len(shares) + 1)
+    assert 0 <= waste - sum(shares) < 0.5, "the last step's is not in the sum"
+    engine.close()
+
+
 def test_a_backend_of_ones_own_computes_what_sees_everything(windowed) -> None:
     oracle, loaded = windowed
 
