@@ -127,10 +127,11 @@ def draw_config(rng: random.Random, oracle: Oracle, loaded: LoadedModel) -> dict
 
 @pytest.mark.sample(seed=6)
 @pytest.mark.parametrize("seed", range(60))
-def test_random_workloads(seed: int, windowed: tuple[Oracle, LoadedModel]) -> None:
+def test_random_workloads(seed: int, windowed: tuple[Oracle, LoadedModel], plain) -> None:
     oracle, loaded = windowed
     rng = random.Random(seed)
-    config = draw_config(rng, oracle, loaded) | {"emulate_graphs": seed % 4 == 3}
+    config = draw_config(rng, oracle, loaded)
+    config |= {"emulate_graphs": seed % 4 == 3, "compile": seed % 4 == 1}
     engine = full_of_nan(checked_engine(loaded, **config))
     serve_a_crowd(engine, oracle, rng, seed, num_requests=rng.randint(2, 10))
     engine.close()
