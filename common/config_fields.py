@@ -43,8 +43,9 @@ def read_ropes(
     names = "full_attention", "sliding_attention"
     if not isinstance(kinds, dict) or not set(kinds) <= set(names):
         raise refused("rope_parameters", kinds, f"it must be an object of {' and '.join(names)}")
+    others = {k: v for k, v in fields.items() if k != "original_max_position_embeddings"}
     full, sliding = (
-        {**fields, "rope_parameters": kinds.get(name), "rope_scaling": None} for name in names
+        {**others, "rope_parameters": kinds.get(name), "rope_scaling": None} for name in names
     )
     if scaling := fields.get("rope_scaling"):
         own = kinds.get(names[0]) or {}

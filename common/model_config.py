@@ -244,8 +244,8 @@ _FAMILIES = {
         has_post_norms=True,
         absent={"sliding_window": 4096, "rope_theta": 5e5, "rms_norm_eps": 1e-5}
         | {"max_position_embeddings": 2048, "eos_token_id": 50_279},
-        own=frozenset({"sliding_window_pattern"}),
-        unread={"sliding_window_pattern": 4},
+        own=frozenset({"sliding_window_pattern", "rope_local_base_freq"}),
+        unread={"sliding_window_pattern": 4, "rope_local_base_freq": 5e5},
     ),
     "Qwen3MoeForCausalLM": _Family(
         "qwen3_moe",
@@ -358,9 +358,11 @@ def _layer_windows(fields: dict[str, Any], family: _Family) -> tuple[Window, ...
         derived = ["full_attention" if window is None else "sliding_attention"] * num_layers
     layer_types = fields.get("layer_types") or derived
     allowed = ("full_attention",) if window is None else ("full_attention", "sliding_attention")
-    if unsupported := sorted(set(layer_types) - set(allowed)):
+    if not isinstance(layer_types, list):
+        raise refused("layer_types", layer_types, "it must be a list")
+    if unsupported := [kind for kind in layer_types if kind not in allowed]:
         raise ValueError(
-            f"layer_types contains {unsupported}, sliding_window is {window!r}: "
+            f"layer_types contains {unsupported[:1]}, sliding_window is {window!r}: "
             f"allowed then are {', '.join(allowed)}"
         )
     if layer_types and len(layer_types) != num_layers:

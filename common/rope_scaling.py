@@ -23,6 +23,7 @@ from common.config_fields import positive_float, positive_int, refuse_unknown, r
 from common.rotary import RopeParameters
 
 _ORIGINAL = "original_max_position_embeddings"
+_BOUNDS = {"llama3": ("low_freq_factor", "high_freq_factor"), "yarn": ("beta_slow", "beta_fast")}
 # What must be there, and what is something if it is not. All are numbers > 0.
 READS: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
     "linear": (("factor",), ()),
@@ -38,7 +39,7 @@ def read_scaling(
     source: str, rope_type: str, rope: dict[str, Any], fields: dict[str, Any], max_positions: int
 ) -> dict[str, Any]:
     """Fields of `RopeParameters`. Raises `ValueError` for another kind, and for what it lacks."""
-    if rope_type not in READS:
+    if not isinstance(rope_type, str) or rope_type not in READS:
         known = ", ".join(["default", *READS])
         raise refused(f"{source}: rope_type", rope_type, f"it must be {known}")
     needed, optional = READS[rope_type]
@@ -46,14 +47,15 @@ def read_scaling(
     values: dict[str, Any] = {name: positive_float(rope, name) for name in needed}
     values |= {k: positive_float(rope, k) for k in optional if rope.get(k) is not None}
     if rope_type != "linear":
-        own = {**rope, **{k: v for k, v in fields.items() if k.startswith("original_max")}}
+        own = fields if fields.get(_ORIGINAL) is not None else rope
         values[_ORIGINAL] = positive_int(own, _ORIGINAL, max_positions)
-    pairs = {"llama3": ("low_freq_factor", "high_freq_factor"), "yarn": ("beta_slow", "beta_fast")}
-    low, high = pairs.get(rope_type, ("", ""))
-    if high in values and values[high] <= values.get(low, 1.0):
-        why = f"it must exceed {low}, {values.get(low, 1.0)}"
-        raise refused(f"{source}: {high}", values[high], why)
+        low, high = _BOUNDS[rope_type]
+        least, most = values.get(low, 1.0), values.get(high, 32.0)  # yarn's, if they are absent
+        if most <= least:
+            raise refused(f"{source}: {high}", most, f"it must exceed {low}, {least}")
     if rope_type == "yarn":
+        if rope.get("rope_theta", fields.get("rope_theta")) == 1:
+            raise refused("rope_theta", 1, "with yarn it must be another number")
         scales = [values.pop(name, None) for name in ("mscale", "mscale_all_dim")]
         values.setdefault("attention_factor", _attention_factor(values["factor"], *scales))
     return values

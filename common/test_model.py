@@ -207,6 +207,10 @@ def test_yarn_has_the_angles_and_the_factor_of_transformers(name: str, head_dim:
     ours = ModelConfig.from_hf(theirs.to_dict()).rope
     assert torch.equal(inverse_frequencies(ours, head_dim), inv_freq)
     assert ours.attention_factor == factor
+    assert (
+        ModelConfig.from_hf(theirs.to_dict() | {"original_max_position_embeddings": None}).rope
+        == ours
+    )
     cos = rotary_table(ours, head_dim, 50, torch.float64)[49, : head_dim // 2]
     assert torch.equal(cos, ((49 * inv_freq).cos() * factor).double())
 
@@ -358,6 +362,12 @@ REFUSED = {
     "longrope": ({"rope_parameters": {"rope_type": "longrope", "factor": 4.0}}, "'longrope'"),
     "yarn without factor": ({"rope_parameters": {"rope_type": "yarn"}}, "factor is None"),
     "yarn reversed": ({"rope_parameters": {**YARN, "beta_fast": 0.5}}, "it must exceed beta_slow"),
+    "yarn reversed by what is absent": (
+        {"rope_parameters": {**YARN, "beta_slow": 33}},
+        "beta_fast is 32.0: it must exceed beta_slow, 33.0",
+    ),
+    "yarn with a base of 1": ({"rope_parameters": {**YARN, "rope_theta": 1}}, "rope_theta is 1"),
+    "rope_type is a list": ({"rope_parameters": {"rope_type": ["yarn"]}}, "rope_type is ['yarn']"),
     "yarn, truncate": ({"rope_parameters": {**YARN, "truncate": False}}, "truncate is False"),
     "dynamic, old": ({"rope_scaling": {"type": "dynamic", "factor": 4.0}}, "'dynamic'"),
     "mrope": ({"rope_scaling": {"type": "default", "mrope_section": [1, 2]}}, "mrope_section"),
@@ -371,6 +381,8 @@ REFUSED = {
     "llama3 reversed": ({"rope_parameters": {**LLAMA3, "high_freq_factor": 0.5}}, "high_freq"),
     "negative factor": ({"rope_parameters": {**LINEAR, "factor": -1.0}}, "factor is -1.0"),
     "layer_types": ({"layer_types": ["linear_attention"] * 3}, "linear_attention"),
+    "layer_types in a list": ({"layer_types": [["full_attention"]] * 3}, "[['full_attention']]"),
+    "layer_types is a number": ({"layer_types": 3}, "layer_types is 3: it must be a list"),
     "window type without window": ({"layer_types": ["sliding_attention"] * 3}, "sliding_attention"),
     "kv heads": ({"num_key_value_heads": 3}, "num_key_value_heads is 3"),
     "odd head_dim": ({"head_dim": 15}, "head_dim is 15"),

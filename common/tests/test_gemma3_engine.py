@@ -191,7 +191,8 @@ OLMO |= dict(hidden_size=32, intermediate_size=40, num_hidden_layers=8, num_atte
         {},
         dict(rope_theta=7e4, rope_scaling={**YARN, "factor": 8.0}, sliding_window=7),
         dict(rope_parameters={F: LINEAR, W: LOCAL}, num_key_value_heads=2),
-        dict(layer_types=[F] * 8, sliding_window_pattern=3),
+        dict(layer_types=[F] * 8, sliding_window_pattern=3, rope_local_base_freq=77.0),
+        dict(rope_scaling=YARN, original_max_position_embeddings=100),
     ],
 )
 def test_olmo3_is_read_as_transformers_does(fields) -> None:
@@ -203,6 +204,9 @@ def test_olmo3_is_read_as_transformers_does(fields) -> None:
         wanted = theirs.rope_parameters[name]
         assert (rope.rope_type, rope.theta) == (wanted["rope_type"], wanted["rope_theta"])
         assert rope.factor == wanted.get("factor", 1.0)
+        if rope.rope_type == "yarn":
+            original = wanted["original_max_position_embeddings"]
+            assert rope.original_max_position_embeddings == original
     for name in ("num_key_value_heads", "max_position_embeddings", "rms_norm_eps"):
         assert getattr(ours, name) == getattr(theirs, name), name
     assert ours.tie_word_embeddings == theirs.tie_word_embeddings
