@@ -24,7 +24,13 @@ from functools import cache, cached_property
 from pathlib import Path
 
 import torch
-from transformers import Gemma3TextConfig, PreTrainedConfig, Qwen3Config, Qwen3MoeConfig
+from transformers import (
+    Gemma3TextConfig,
+    Olmo3Config,
+    PreTrainedConfig,
+    Qwen3Config,
+    Qwen3MoeConfig,
+)
 
 from common.engine import EngineConfig, LLMEngine
 from common.engine_config import SHIPPED_CHECKPOINT, SHIPPED_DRAFT
@@ -43,21 +49,25 @@ from common.tests.equivalence_axes import SPECULATIVE, Combination, Value
 from common.tests.equivalence_rows import num_valid, shuffled_product
 from common.tests.grammar_cases import CASES, greedy_within, small_tokenizer
 from common.tokenizer import Tokenizer, load_tokenizer
+from grouped_kv_memory import most_blocks
 from step_record import StepRecord
 
 # Of two prompts the shorter is a prefix of the longer, or they part at the place given.
 PROMPT_LENGTHS = {"random": (1, 2, 16, 33, 48, 49, 64, 97), "shipped": (1, 5, 16, 33, 34, 40)}
 PARTS_AT = {"random": (0, 0, 0, 0, 16, 33, 48, 40), "shipped": (0, 0, 0, 0, 16, 20)}
-for _name in ("experts", "gemma3"):
+for _name in ("experts", "gemma3", "olmo3"):
     PROMPT_LENGTHS[_name], PARTS_AT[_name] = PROMPT_LENGTHS["shipped"], PARTS_AT["shipped"]
 EXPERTS = dict(num_experts=5, num_experts_per_tok=2, moe_intermediate_size=24)
-# No sequence is longer than the window: what is refused beside windows is not refused here.
+# No sequence is longer than this window: what is refused beside windows is not refused. OLMo 3 has
+# one that hides most of a prompt.
 TWO_KINDS = dict(layer_types=["sliding_attention", "full_attention"], sliding_window=256)
 KINDS_OF_MODELS: dict[str, tuple[type[PreTrainedConfig], dict]] = {
     "random": (Qwen3Config, {}),
     "experts": (Qwen3MoeConfig, EXPERTS),
     "gemma3": (Gemma3TextConfig, dict(query_pre_attn_scalar=9, **TWO_KINDS)),
+    "olmo3": (Olmo3Config, TWO_KINDS | dict(sliding_window=10)),
 }
+WINDOWS = {"olmo3": (None, 10)}  # of groups of layers
 MAX_NUM_SEQS = 4
 SCORED = 3  # of this prompt, too, is said how likely it is
 NUM_POSITIONS = 1000  # of the ample pool
@@ -194,11 +204,10 @@ def make_config(combination: Combination) -> EngineConfig:
     largest = max(n + max_tokens_of(n) - 1 for n in lengths)  # the last token needs no slot
     # Replays are as wide as the longest request that there could be.
     max_model_len = largest + 1 if settings["emulate_graphs"] else None
-    num_positions = NUM_POSITIONS if settings.pop("pool") == "ample" else largest + size
+    is_ample, windows = settings.pop("pool") == "ample", WINDOWS.get(str(name), (None,))
     settings["speculative"] = SPECULATIVE[settings["speculative"]]
-    return EngineConfig(
+    config = EngineConfig(
         **settings,
-        num_blocks=1 + -(-num_positions // size),
         max_num_seqs=MAX_NUM_SEQS,
         max_model_len=max_model_len,
         attention_backend="torch",
@@ -206,6 +215,9 @@ def make_config(combination: Combination) -> EngineConfig:
         shuffle_batch=True,
         seed=combination.seed,
     )
+    step = config.tokens_under_way(torch.device("cpu"))
+    just = 1 + most_blocks(largest, size, windows, step)
+    return replace(config, num_blocks=1 + (-(-NUM_POSITIONS // size) if is_ample else just))
 
 
 def make_engine(combination: Combination) -> LLMEngine:

@@ -19,7 +19,7 @@ SPECULATIVE: dict[str | None, dict | None] = {
     "draft": {"method": "draft", "num_spec_tokens": 3, "adaptive": False},
 }
 AXES: dict[str, tuple[Value, ...]] = {
-    "model": ("random", "experts", "gemma3", "shipped"),
+    "model": ("random", "experts", "gemma3", "olmo3", "shipped"),
     "scheduler": ("two_phase", "prefill_first", "fcfs"),
     "policy": tuple(POLICIES),
     "prefix_cache": (None, "hash", "radix"),
@@ -38,8 +38,7 @@ AXES: dict[str, tuple[Value, ...]] = {
     "grammars": (None, "mixed"),  # one of four, or none
 }
 # No setting of these is ever refused.
-FREE_AXES = ("model", "prefix_cache", "block_size", "pool")
-FREE_AXES += ("overlap_scheduling", "emulate_graphs", "adapters", "grammars")
+FREE_AXES = ("block_size", "pool", "overlap_scheduling", "emulate_graphs", "adapters", "grammars")
 
 
 @dataclass(frozen=True)
@@ -98,6 +97,11 @@ def why_not(settings: Mapping[str, Value]) -> str | None:
                 return f"fcfs has no {axis}"
         if "chunked_prefill" in settings and not isinstance(chunks, bool):
             return "fcfs computes prompts whole"
+    if settings.get("model") == "olmo3":
+        if scheduler not in (None, "two_phase") or settings.get("mixing"):
+            return "its layers have tables of their own"
+        if settings.get("prefix_cache") == "radix":
+            return "a window leaves parents in front of their children"
     if settings.get("mixing") and scheduler not in (None, "prefill_first"):
         return "there is nothing to mix"
     if settings.get("target_step_ms") is not None and chunks is False:

@@ -11,6 +11,7 @@ import shlex
 import pytest
 
 from common.engine import LLMEngine
+from common.layer_groups import deal_layers
 from common.scheduler_assembly import (
     SchedulerParts,
     make_chunk_policy,
@@ -20,14 +21,16 @@ from common.scheduler_assembly import (
 )
 from common.tests.engine_oracle import paged_runner
 from common.tests.equivalence import (
+    WINDOWS,
     lengths_of,
     make_config,
     make_engine,
     run_matrix,
     serve_combination,
 )
-from common.tests.equivalence_axes import AXES, FREE_AXES, Combination, Value, why_not
+from common.tests.equivalence_axes import AXES, Combination, Value, why_not
 from common.tests.equivalence_rows import covering_array, num_valid, shuffled_product
+from common.windows import check_windows
 from request import Request
 from step_plan import PreemptingPlan
 
@@ -84,6 +87,8 @@ def refused_by_the_engine(settings: dict[str, Value]) -> str | None:
     comes."""
     try:
         config = make_config(Combination.of(settings))
+        if windows := WINDOWS.get(str(settings["model"])):
+            check_windows(config, deal_layers(windows, 256))
         kv_memory = make_kv_memory(config, config.num_blocks, None, None)
         plugins = make_plugins(config, None, None if config.speculation is None else 0)
         parts = SchedulerParts(config, 2048, kv_memory, make_chunk_policy(config), plugins)
@@ -94,10 +99,11 @@ def refused_by_the_engine(settings: dict[str, Value]) -> str | None:
     return None
 
 
-TIED = {axis: values for axis, values in AXES.items() if axis not in FREE_AXES}
 FREE = {"model": "random", "prefix_cache": "hash", "block_size": 33, "pool": "just"}
 FREE |= {"overlap_scheduling": False, "emulate_graphs": False}
 FREE |= {"adapters": None, "grammars": None}
+TIED = {axis: values for axis, values in AXES.items() if axis not in FREE}
+WITH_WINDOWS = {**FREE, "model": "olmo3"}  # FREE, but for what this refuses
 
 
 PRODUCT = [dict(zip(TIED, values)) for values in itertools.product(*TIED.values())]
@@ -117,14 +123,16 @@ def accepted(product: list[dict[str, Value]]) -> list[dict[str, Value]]:
 
 def test_what_is_left_out_is_what_the_engine_refuses(product, accepted) -> None:
     assert [tied for tied in product if why_not(tied) is None] == accepted
-    assert num_valid() == sum(why_not(tied) is None for tied in PRODUCT) * 4 * 3 * 4 * 2**5
+    with_windows = [why_not(tied | {"model": "olmo3"}) is None for tied in PRODUCT].count(True)
+    others = [why_not(tied) is None for tied in PRODUCT].count(True)
+    assert num_valid() == (others * 4 * 3 + with_windows * 2) * 4 * 2**5
 
 
 def test_free_axes_are_never_the_reason() -> None:
     rng = random.Random(0)
     for _ in range(2000):
         settings = {axis: rng.choice(values) for axis, values in AXES.items()}
-        told = refused_by_the_engine({**settings, "model": "random"})
+        told = refused_by_the_engine(settings)
         assert (told is None) == (why_not(settings) is None), f"{settings}: {told}"
 
 
@@ -139,11 +147,18 @@ def test_every_pair_that_can_meet_meets(accepted: list[dict[str, Value]]) -> Non
     for tied in accepted:
         wanted |= pairs(tied)
     tied_settings = {setting for pair in wanted for setting in pair}
-    free_settings = {(axis, repr(value)) for axis in FREE_AXES for value in AXES[axis]}
+    free_settings = {(axis, repr(value)) for axis in FREE for value in AXES[axis]}
     wanted |= {frozenset(pair) for pair in itertools.product(tied_settings, free_settings)}
     wanted |= {
         frozenset((a, b)) for a, b in itertools.combinations(free_settings, 2) if a[0] != b[0]
     }
+    taken = [{**tied, **WITH_WINDOWS, "prefix_cache": None} for tied in accepted]
+    taken = [settings for settings in taken if refused_by_the_engine(settings) is None]
+    taken += [{**taken[0], "prefix_cache": cache} for cache in AXES["prefix_cache"]]
+    taken = [settings for settings in taken if refused_by_the_engine(settings) is None]
+    can_meet = {(axis, repr(value)) for settings in taken for axis, value in settings.items()}
+    of_these = {s for s in tied_settings | free_settings if s[0] in (*TIED, "prefix_cache")}
+    wanted -= {frozenset((("model", "'olmo3'"), other)) for other in of_these - can_meet}
     seen = set().union(*(pairs(row.as_dict()) for row in ROWS))
     assert seen == wanted  # nothing is missing, and nothing is there that cannot be
     assert len(wanted) > 700
