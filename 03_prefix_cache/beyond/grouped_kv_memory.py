@@ -12,8 +12,8 @@ the null block, and the runner is told.
 
 So a request holds at most `ceil((window - 1 + step) / block_size) + 1` blocks in a group with a
 window, whatever its length, if a step computes up to `step` of its tokens. Room that is reserved
-for a whole request is no more than that, either: what it gives up at the left it gets again at the
-right, before anybody else can.
+for a whole request, when it is admitted, is no more than that: what it gives up at the left it gets
+again at the right, before anybody else can. (Slots asked for later are no reservation: guesses.)
 
 Invariants: a request has room in all groups, or in none; what stands at position p of a group's
 table is held, or no token to come sees it. A refusal leaves every table as it was, but for blocks
@@ -178,7 +178,7 @@ class GroupedKVMemory(KVMemory):
             num_new += max(0, wanted[-1] - len(group.get_block_ids(name)))
         if num_new > self.pool.num_free_blocks:
             return False
-        if num_reserved_tokens:
+        if num_reserved_tokens and not request.num_computed_tokens:  # when it is admitted
             self._reserved_ends[name] = reserved_end
         return all([g.lengthen(request, n) for g, n in zip(self.groups, wanted, strict=True)])
 
