@@ -14,6 +14,7 @@ import torch
 
 from bounded_loops import as_long_as
 from common.adapters.adapter_files import CONFIG, WEIGHTS
+from common.adapters.adapter_slots import AdapterSlots, Ordered
 from common.engine import EngineConfig, LLMEngine
 from common.linear import why_not_packed
 from common.loader import load_model
@@ -354,6 +355,46 @@ def test_a_step_without_adapters_stages_nothing(model, directories, prompts) -> 
     runner.forward = lambda batch: seen.append((batch.staged, batch.step)) or forward(batch)
     serve(engine, prompts, None)
     assert seen and all(step == ({}, None) for step in seen)
+
+
+# -- slots
+
+
+def test_a_digest_is_of_all_that_computes(model, directories, tmp_path) -> None:
+    slots, plain = AdapterSlots(model.model, 1, 8), directories["attention"]
+    changes = {
+        "same": {},
+        "number": {"tensors": put(0.125, "lora_B")},
+        "scale": {"config": {"lora_alpha": 9}},
+    }
+    found = {
+        name: slots.read(edited(plain, tmp_path / name, **change)).digest
+        for name, change in changes.items()
+    }
+    assert found["same"] == slots.read(plain).digest
+    assert len(set(found.values())) == 3
+
+
+def test_a_slot_keeps_nothing_of_who_was_in_it(model, directories) -> None:
+    """A graph reads all ranks of a slot. What is dropped leaves its slot to others."""
+    slots = AdapterSlots(model.model, 2, 8)
+    everything, attention, one_layer = (slots.read(directories[name]) for name in KINDS)
+    for adapter in (everything, attention, one_layer):
+        slots.take(adapter)
+    slots.bring_in([everything.digest, attention.digest])
+    slots.drop(everything.digest)
+    assert set(slots.bring_in([one_layer.digest])) == {one_layer.digest}
+    assert set(slots.slot_of) == {attention.digest, one_layer.digest}
+    slot, n = slots.slot_of[one_layer.digest], 5
+    step = slots.in_graph(torch.full((n,), slot), torch.arange(n))
+    for addition in slots.additions:
+        x = torch.randn(n, addition.a.shape[-1], dtype=torch.float64)
+        y = x.new_zeros(n, sum(addition.sizes))
+        found, right = (
+            addition.add(rows, x, y.clone())
+            for rows in (step.tokens, Ordered(None, [(slot, 0, n)]))
+        )
+        torch.testing.assert_close(found, right, atol=1e-12, rtol=0)
 
 
 def without(*parts: str) -> Callable[[dict], None]:
