@@ -115,7 +115,6 @@ class Matched:
         self._matcher = self.beginning.matcher.deep_copy()
         self._num_taken = 0  # outputs
         self._has_ended = False  # EOS was one of them
-        self._is_lost = False  # they are none of this grammar: nothing may follow
 
     def follow(self, state: HasTokens, row: int) -> None:
         """Take the outputs that are new. One that is pending is waited for."""
@@ -127,8 +126,8 @@ class Matched:
         for token_id in outputs:
             if token_id < 0 or self._has_ended:  # its request is over
                 return
-            is_right = self._end(token_id) or self._matcher.consume_token(token_id)
-            self._is_lost |= not is_right
+            if not self._end(token_id):
+                self._matcher.consume_token(token_id)  # one that is wrong makes an error of it
             self._num_taken += 1
 
     def _end(self, token_id: int) -> bool:
@@ -177,9 +176,8 @@ class Matched:
         return bool(bits[row].any())
 
     def _fill_row(self, bits: np.ndarray, row: int) -> None:
-        if not self._is_lost:
-            fill_next_token_bitmask(self._matcher, bits, row)
-        if self._is_lost or self._matcher.is_error():  # it has counted too many steps, and gives up
+        fill_next_token_bitmask(self._matcher, bits, row)
+        if self._matcher.is_error():  # the text is none, or it has counted too many steps
             bits[row] = 0
             return
         is_whole = self._matcher.is_accepting()

@@ -17,8 +17,9 @@ import torch
 import xgrammar
 
 from common.engine_config import SHIPPED_CHECKPOINT
+from common.grammars import grammar_compiler
 from common.grammars.grammar_compiler import GrammarCompiler
-from common.grammars.grammar_masks import GrammarMasks, forbid
+from common.grammars.grammar_masks import GrammarMasks, Matched, forbid
 from common.grammars.lark_text import TOO_MANY_WAYS, compile_source
 from common.grammars.vocabulary import Vocabulary, beginning_of, tokenizer_of
 from common.tests.grammar_cases import CASES, EOS, may_follow, small_tokenizer, texts_of
@@ -263,6 +264,50 @@ def test_guesses_are_matched_and_taken_back() -> None:
     assert ours.allowed().tolist() == []
 
 
+def test_what_comes_behind_the_end_is_not_looked_at() -> None:
+    """A step was under way when the end was sampled."""
+    tokenizer = small_tokenizer()
+    vocabulary = Vocabulary.of(tokenizer, tokenizer.vocab_size, [EOS])
+    spell = {tokenizer.token_bytes(i): i for i in range(tokenizer.vocab_size)}
+    ours = Matching(vocabulary, CASES["choice"][0])
+    ours.outputs = [spell[b"no"], EOS, spell[b"y"]]
+    ours.follow()
+    assert ours.matched.num_possible([]) == 0
+    bits = np.full((1, -(-ours.vocab_size // 32)), -1, dtype=np.int32)
+    assert ours.matched.fill(bits, 0, ()) and (bits == -1).all() and not ours.matched.gave_up
+
+
+def test_who_gives_up_begins_anew_once(monkeypatch) -> None:
+    tokenizer = small_tokenizer()
+    vocabulary = Vocabulary.of(tokenizer, tokenizer.vocab_size, [EOS])
+    compiled = compile_source(source_of(CASES["choice"][0]), tokenizer_of(vocabulary))
+    masks = GrammarMasks(vocabulary)
+    masks.grow(1)
+    masks.admit(0, SimpleNamespace(features={"grammar": compiled}))
+    fill, calls = Matched.fill, []
+
+    def gives_up_at_first(matched, bits, row, drafts) -> bool:
+        calls.append(row)
+        if len(calls) > 1:
+            return fill(matched, bits, row, drafts)
+        bits[row] = 0
+        return False
+
+    monkeypatch.setattr(Matched, "fill", gives_up_at_first)
+    one = np.zeros(1, dtype=np.int64)
+    step = SimpleNamespace(
+        queries=SimpleNamespace(rows=one, num_logit_rows=one + 1),
+        drafts={},
+        req_ids=["a"],
+        state=state_of([]),
+    )
+    sent: list[np.ndarray] = []
+    masks.before_sampling(step, SimpleNamespace(add=sent.append))
+    assert len(calls) == 2
+    allowed = may_follow(tokenizer, texts_of("choice"), [])
+    assert bits_of(sent[1], tokenizer.vocab_size).tolist() == sorted(allowed)
+
+
 def test_a_guess_over_which_the_library_gives_up_ends_nobodys_text() -> None:
     """What may follow without guesses is the same after them. Of the row behind such a guess
     nothing is known: nothing may come."""
@@ -275,10 +320,11 @@ def test_a_guess_over_which_the_library_gives_up_ends_nobodys_text() -> None:
     matchers = [beginning_of(tokens, text).matcher for text in texts]
     ours = Matching(vocabulary, grammar)
     ours.outputs = [spell[b"x"]]
-    bits = np.full((4, -(-ours.vocab_size // 32)), -1, dtype=np.int32)
+    bits = np.full((9, -(-ours.vocab_size // 32)), -1, dtype=np.int32)
     ours.follow()
-    ours.matched.fill(bits, 0, [spell[b"a"]] * 3)
-    assert not bits[-1].any(), "it gave up somewhere"
+    ours.matched.fill(bits, 0, [spell[b"a"]] * 8)
+    is_said = bits.any(1).tolist()
+    assert is_said == sorted(is_said, reverse=True) and 1 <= sum(is_said) < 8, "it gave up"
     is_kept = [beginning_of(tokens, text).matcher is m for text, m in zip(texts, matchers)]
     assert is_kept == [False, True], "the next one begins anew, and with another grammar as before"
     ours.outputs += [spell[b"c"]]
@@ -363,6 +409,23 @@ def test_what_was_given_up_or_failed_is_compiled_again() -> None:
     assert again is not given_up and compiler.submit(source_of(Regex("a"))) is again
     goes_on.set()
     assert "start: /a/" in again.result(60)
+    compiler.close()
+
+
+def test_the_least_recently_wanted_go_first_and_failures_are_not_kept(monkeypatch) -> None:
+    tokenizer = small_tokenizer()
+    compiler = GrammarCompiler(Vocabulary.of(tokenizer, tokenizer.vocab_size, [EOS]))
+    a, b, c, d = (source_of(Regex(text)) for text in "abcd")
+    first, second = compiler.submit(a), compiler.submit(b)
+    monkeypatch.setattr(grammar_compiler, "KEPT", len(first.result(60)) + len(second.result(60)))
+    assert compiler.submit(a) is first
+    compiler.submit(c).result(60)
+    compiler.submit(d).result(60)  # one too many is there
+    assert compiler.submit(a) is first and compiler.submit(b) is not second
+    for i in range(20):
+        with pytest.raises(ValueError, match="does not compile"):
+            compiler.submit(source_of(Regex(f"({i}"))).result(60)
+    assert len(compiler._futures) <= 4
     compiler.close()
 
 
