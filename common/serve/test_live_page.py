@@ -94,9 +94,12 @@ def write(page: Page, prompts: list[str] = PROMPTS) -> None:
     page.fill("[name=max_tokens]", str(EIGHT["max_tokens"]))
 
 
-def run_all(page: Page) -> None:
-    page.click(".run")
-    page.wait_for_selector(RESULT)
+def run_all(*pages: Page) -> None:
+    for page in pages:
+        page.click(".run")
+    for page in pages:
+        page.evaluate("new Promise(requestAnimationFrame)")  # from then on the button says so
+        page.wait_for_selector(RESULT)
 
 
 def shows_the_present(page: Page, onlooker: Onlooker) -> None:
@@ -182,10 +185,8 @@ def test_two_tabs_see_one_engine_and_each_its_own_answers(
     one, other = open_tab(), open_tab(path="/?lang=zh")
     write(one, [PROMPTS[0], *PROMPTS[:2]])
     write(other, PROMPTS[3:])
-    one.click(".run")
-    other.click(".run")
+    run_all(one, other)
     for page, num in ((one, 3), (other, 5)):
-        page.wait_for_selector(RESULT)
         assert page.locator(".answers li").count() == num
     onlooker = look()
     shows_the_present(one, onlooker)
