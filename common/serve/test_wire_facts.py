@@ -89,20 +89,38 @@ def test_usage_is_not_sent_unasked(server: Running) -> None:
     assert counts == sorted(counts) and counts[-1] == 12
 
 
-def test_half_a_character_is_never_sent(server: Running, alone: LLM) -> None:
-    """A token that is one byte of a character, forced; the piece after it makes it whole."""
+def test_half_a_character_is_never_sent(server: Running) -> None:
+    """Tokens of one byte each: those of four characters, and two of them as they are drawn."""
     tokenizer = server.llm.tokenizer
-    ids = tokenizer.encode("é€")
-    assert len(ids) > 2, "the shipped tokenizer cuts them into bytes"
-    for token_id in ids[:-1]:
-        fields = {"prompt": "x", "allowed_token_ids": [token_id], "max_tokens": 1}
-        *pieces, _ = server.events("/v1/completions", body(**fields))
-        texts = [p["choices"][0]["text"] for p in pieces]
-        assert texts == ["\ufffd"]  # its last: nothing can make it whole any more
-    fields = {"prompt": "x", "allowed_token_ids": [ids[0]], "max_tokens": 3}
-    *pieces, _ = server.events("/v1/completions", body(**fields))
-    texts = [p["choices"][0]["text"] for p in pieces]
-    assert "".join(texts) == "\ufffd" * 3 and "" not in texts[:-1]
+    ids = tokenizer.encode("é€😀!")
+    assert len(ids) == 10, "the shipped tokenizer cuts them into bytes"
+    drawn = {"allowed_token_ids": ids[:2], "temperature": 99, "max_tokens": 37}
+    for fields in (
+        {"structured_outputs": {"regex": "é€😀!"}},
+        drawn,
+        drawn | {"stop": ["éé", "é\ufffdé"]},
+        drawn | {"stop": ["éé", "é\ufffdé"], "include_stop_str_in_output": True},
+    ):
+        fields = body(n=2, seed=2, return_token_ids=True) | fields
+        _, whole = server.post("/v1/completions", fields)
+        *pieces, _ = server.events("/v1/completions", fields)
+        for choice in whole["choices"]:
+            data = b"".join(map(tokenizer.token_bytes, choice["token_ids"]))
+            expected = data.decode(errors="replace").removesuffix("<|endoftext|>")
+            if "stop" in fields:
+                why = choice["stop_reason"]
+                kept = why if "include_stop_str_in_output" in fields else ""
+                expected = expected[: expected.index(why)] + kept
+            assert choice["text"] == expected
+            text, token_ids = "", []
+            for own in (c for p in pieces for c in p["choices"] if c["index"] == choice["index"]):
+                text, token_ids = text + own["text"], token_ids + own["token_ids"]
+                assert expected.startswith(text), "nothing is taken back"
+            assert (text, token_ids) == (expected, choice["token_ids"])
+        if "stop" in fields:
+            assert [choice["stop_reason"] for choice in whole["choices"]] == fields["stop"][::-1]
+        elif "structured_outputs" in fields:
+            assert whole["choices"][1]["text"] == "é€😀!"
 
 
 def test_minus_infinity_is_a_number(server: Running) -> None:
