@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -13,7 +14,7 @@ from common.engine_config import EngineStats
 from common.llm import LLM, SamplingParams
 from common.serve import wire
 from common.serve.chat import ChatPrompts
-from common.serve.conftest import MODEL, Running
+from common.serve.conftest import MODEL, TEMPLATE, Running
 from common.serve.errors import ApiError, api_error
 from common.serve.server_metrics import ServerMetrics
 from common.serve.wire import CompletionBody
@@ -360,8 +361,10 @@ def test_a_models_own_template_is_used_unless_there_is_another() -> None:
     assert ChatPrompts(tokenizer).text(CHAT["messages"]) == "None of a stack"
     assert ChatPrompts(tokenizer, "other").text(CHAT["messages"]) == "other of a stack"
     source.chat_template = None
-    with pytest.raises(ApiError, match="has no chat template: start the server with --chat-temp"):
+    with pytest.raises(ApiError, match="has no chat template") as caught:
         ChatPrompts(tokenizer).text(CHAT["messages"])
+    way_out = Path(caught.value.message.split()[-1])
+    assert (Path(__file__).parents[2] / way_out).read_text(encoding="utf-8") == TEMPLATE
 
 
 def test_a_template_gets_messages_as_they_are_with_their_content_as_a_text() -> None:
