@@ -160,6 +160,75 @@ def test_whoever_reads_nothing_for_a_while_misses_nothing() -> None:
     reader.close()
 
 
+def test_it_sends_when_it_is_woken_and_ends_when_it_is_told(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """At once, and not when it would have looked."""
+    monkeypatch.setattr("common.serve.kv_publisher.POLL_S", 100.0)
+    source = Scripted([])
+    publisher = EventPublisher(source, "inproc://k", "inproc://l")
+    reader = Reader(publisher)
+    publisher.start()
+    for number in range(2):
+        time.sleep(0.05)  # it waits
+        source.batches.append([CLEARED])
+        publisher.wake()
+        assert reader.socket.poll(LIMIT_S * 1e3)
+        assert int.from_bytes(reader.socket.recv_multipart()[1], "big") == number
+    source.batches.append([CLEARED])
+    publisher.close()
+    assert not publisher._thread.is_alive() and not source.batches
+    reader.close()
+    wait_until_free("inproc://k")
+    wait_until_free("inproc://l")
+
+
+def wait_until_free(address: str) -> None:
+    """Soon after its socket is closed."""
+
+    def is_free() -> bool:
+        with suppress(ValueError):
+            EventPublisher(Scripted([]), address).close()
+            return True
+        return False
+
+    for _ in as_long_as(lambda: not is_free()):
+        time.sleep(0.02)
+
+
+@pytest.mark.parametrize("frames", [[b""], [b"x", bytes(8)], [b"", bytes(7)], [b"", b"", bytes(8)]])
+def test_what_is_no_request_for_a_replay_is_not_answered(
+    frames: list[bytes], caplog: pytest.LogCaptureFixture
+) -> None:
+    publisher = EventPublisher(Scripted([]), "inproc://n", "inproc://o")
+    reader = Reader(publisher)
+    publisher.start()
+    reader.replays.send_multipart(frames)
+    publisher.wake()
+    for _ in as_long_as(lambda: not caplog.records, seconds=LIMIT_S):
+        time.sleep(0.01)
+    publisher.close()
+    assert [record.message for record in caplog.records] == [
+        "a request for a replay is no \"'' | 8 bytes\""
+    ]
+    assert not reader.replays.poll(0)
+    reader.close()
+
+
+@pytest.mark.parametrize(("num", "first", "num_anew"), [(5, 2, 1), (5, 3, 0), (0, 0, 0)])
+def test_all_is_said_anew_only_if_something_wanted_is_kept_no_more(
+    num: int, first: int, num_anew: int
+) -> None:
+    source = Scripted([[CLEARED]] * num)
+    publisher = EventPublisher(source, "inproc://p", "inproc://q", buffer_steps=2)
+    reader = Reader(publisher)
+    reader.replays.send_multipart([b"", first.to_bytes(8, "big")])
+    publisher.start()
+    publisher.close()
+    assert source.num_anew == num_anew
+    reader.close()
+
+
 def test_it_may_end_in_its_own_thread() -> None:
     """Where the collector finds its engine there."""
     source = Scripted([])
@@ -306,16 +375,6 @@ def test_an_address_that_cannot_be_had_changes_nothing(
     assert engine.scheduler.plugins == plugins and engine.prefix_cache.listener is listener
     with pytest.raises(ValueError) as caught:
         EventPublisher(Scripted([]), "inproc://i", taken)
-
-    def is_free(address: str) -> bool:  # soon after its socket is closed
-        with suppress(ValueError):
-            EventPublisher(Scripted([]), address).close()
-            return True
-        return False
-
-    def wait_until_free(address: str) -> None:
-        for _ in as_long_as(lambda: not is_free(address)):
-            time.sleep(0.02)
 
     wait_until_free("inproc://i")  # the sockets are closed, though `caught` has them
     assert caught.tb
