@@ -164,7 +164,7 @@ def test_it_sends_when_it_is_woken_and_ends_when_it_is_told(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """At once, and not when it would have looked."""
-    monkeypatch.setattr("common.serve.kv_publisher.POLL_S", 100.0)
+    monkeypatch.setattr("common.serve.kv_publisher.POLL_S", 2 * LIMIT_S)
     source = Scripted([])
     publisher = EventPublisher(source, "inproc://k", "inproc://l")
     reader = Reader(publisher)
@@ -176,7 +176,9 @@ def test_it_sends_when_it_is_woken_and_ends_when_it_is_told(
         assert reader.socket.poll(LIMIT_S * 1e3)
         assert int.from_bytes(reader.socket.recv_multipart()[1], "big") == number
     source.batches.append([CLEARED])
+    begin = time.monotonic()
     publisher.close()
+    assert time.monotonic() - begin < LIMIT_S
     assert not publisher._thread.is_alive() and not source.batches
     reader.close()
     wait_until_free("inproc://k")

@@ -231,6 +231,38 @@ def test_a_tab_that_sleeps_holds_up_nobody_and_wakes_in_the_present(
     assert page.evaluate("Watch.store.films[0].events[0].kind") == "snapshot"
 
 
+def test_a_film_that_is_full_begins_anew_when_nobody_looks_at_it(
+    tight: Running, open_tab: Callable[..., Page], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whoever looks at what is over keeps it, and asks for the next one."""
+    live, begun = tight.app.state.server.live, list[Any]()
+    begin, page_text = live._begin, live._page[0].replace("MOST_STEPS = 2000", "MOST_STEPS = 30")
+    monkeypatch.setattr(live, "_begin", lambda *who: begun.append(who) or begin(*who))
+    monkeypatch.setitem(vars(live), "_page", (page_text, "connect-src 'self'"))
+    page = open_tab()
+    notice, button = page.locator(".notice"), page.locator("button.live")
+    write(page, PROMPTS[:1])
+    page.fill("[name=max_tokens]", "60")
+    assert len(begun) == 1 and not notice.is_visible()
+    run_all(page)
+    wait_for(lambda: len(begun) > 1)
+    until(page, "Watch.store.films[0].events[0].kind === 'snapshot' && Watch.numSteps() < 30")
+    assert button.get_attribute("aria-pressed") == "true" and not notice.is_visible()
+    page.evaluate("document.activeElement.blur()")
+    page.keyboard.press("Home")
+    num_begun = len(begun)
+    run_all(page)
+    wait_for(lambda: notice.is_visible() and not live.viewers)
+    num_steps = page.evaluate("Watch.numSteps()")
+    assert num_steps >= 30 and f"{num_steps} steps and ends here" in notice.inner_text()
+    assert page.evaluate("Watch.store.step") == 0 and len(begun) == num_begun
+    assert button.get_attribute("aria-pressed") == "false"
+    button.click()
+    wait_for(lambda: len(begun) > num_begun)
+    until(page, "Watch.numSteps() < 30")
+    assert button.get_attribute("aria-pressed") == "true" and not notice.is_visible()
+
+
 def test_the_page_asks_for_the_key(open_tab: Callable[..., Page]) -> None:
     with running(ServeConfig(MODEL, GateConfig(api_key="secret"))) as server:
         page = open_tab(server, may_be_refused=True)
@@ -238,9 +270,19 @@ def test_the_page_asks_for_the_key(open_tab: Callable[..., Page]) -> None:
         page.click(".key-form button")
         page.wait_for_selector(".key-form:visible")
         assert page.evaluate("Watch.store.films.length") == 0
+        assert "wants an API key" in page.locator(".notice").inner_text()
+        page.evaluate("document.querySelector('.key-form').hidden = true")
+        page.evaluate("Watch.setKey('wrong, too')")
+        page.wait_for_selector(".key-form:visible")
+        asked: list[str] = []
+        page.on("request", lambda request: asked.append(request.url))
+        page.wait_for_timeout(1200)
+        assert not asked, "nor every second"
         page.fill(".key-form input", "secret")
         page.click(".key-form button")
         until(page, "Watch.store.films.length === 1")
+        page.wait_for_selector(".model option", state="attached")
+        assert page.locator(".model option").all_inner_texts() == [MODEL]
         write(page, PROMPTS[:1])
         run_all(page)
         assert page.locator(".answers .text").text_content()
@@ -255,7 +297,8 @@ def test_what_is_wrong_is_said_and_a_schema_is_kept(
     tight: Running, open_tab: Callable[..., Page]
 ) -> None:
     page = open_tab(may_be_refused=True)
-    write(page, PROMPTS[:1])
+    write(page, ["", *PROMPTS[:1], ""])
+    until(page, "document.querySelector('.prompts .quiet').textContent.startsWith('1 prompt.')")
     page.click("summary")
     page.fill(".schema", "{")
     page.click(".run")
