@@ -358,6 +358,21 @@ def test_nothing_of_the_page_stands_outside_of_it(open_tab: Callable[..., Page])
         until(page, "document.documentElement.lang === 'en' && innerWidth === 1280")
 
 
+def test_eight_at_once_find_in_the_cache_what_the_course_says(
+    server: Running, open_tab: Callable[..., Page]
+) -> None:
+    fields = {"prompt": open_tab(server).evaluate("Watch.examples.eight"), "max_tokens": 2}
+    server.call(lambda engine: engine.reset_prefix_cache())
+    stats, found = [server.call(lambda engine: engine.stats())], list[tuple[int, int]]()
+    for _ in range(2):
+        assert server.post("/v1/completions", fields)[0] == 200
+        stats.append(server.call(lambda engine: engine.stats()))
+        (old, new) = stats[-2:]
+        looked_up = new.looked_up_tokens - old.looked_up_tokens
+        found.append((new.cached_tokens - old.cached_tokens, looked_up))
+    assert found == [(96, 207), (128, 207)]
+
+
 def test_every_text_is_there_in_english_and_chinese() -> None:
     text = "".join((FILES / name).read_text(encoding="utf-8") for name in SCRIPTS)
     said = {key: both for key, *both in SAID.findall(text)}
