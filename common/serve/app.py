@@ -118,10 +118,8 @@ class Server:
         how = answer.body.stream_options or StreamOptions()
 
         def made(pieces: list[dict[str, Any]]) -> bytes:
-            always = how.continuous_usage_stats
-            if how.include_usage or always:
-                for piece in pieces:
-                    piece["usage"] = answer.usage.content() if always else None
+            for piece in pieces if how.include_usage else ():
+                piece["usage"] = answer.usage.content() if how.continuous_usage_stats else None
             return b"".join(map(event, pieces))
 
         try:

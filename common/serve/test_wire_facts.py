@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import re
+from collections.abc import AsyncIterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -15,6 +17,7 @@ from common.llm import LLM, SamplingParams
 from common.serve import wire
 from common.serve.chat import ChatPrompts
 from common.serve.conftest import MODEL, TEMPLATE, Running
+from common.serve.deltas import CompletionDelta, RequestDelta
 from common.serve.errors import ApiError, api_error
 from common.serve.server_metrics import ServerMetrics
 from common.serve.wire import CompletionBody
@@ -82,10 +85,12 @@ def test_of_a_chat_the_role_comes_once_and_content_always(template_server: Runni
 
 
 def test_usage_is_not_sent_unasked(server: Running) -> None:
-    *pieces, _ = server.events("/v1/completions", body())
-    assert not any("usage" in piece for piece in pieces)
-    always = {"stream_options": {"continuous_usage_stats": True}, "ignore_eos": True}
-    *pieces, _ = server.events("/v1/completions", body(**always))
+    always = {"continuous_usage_stats": True}  # as at vLLM: nothing by itself
+    for options in (None, always):
+        *pieces, _ = server.events("/v1/completions", body(stream_options=options))
+        assert not any("usage" in piece for piece in pieces)
+    fields = {"stream_options": always | {"include_usage": True}, "ignore_eos": True}
+    *pieces, _ = server.events("/v1/completions", body(**fields))
     counts = [piece["usage"]["completion_tokens"] for piece in pieces]
     assert counts == sorted(counts) and counts[-1] == 12
 
@@ -324,6 +329,33 @@ def test_metrics_have_vllms_names(server: Running) -> None:
     text = metrics.text().decode()
     for name, number in ("requests_running", 3), ("requests_waiting", 2), ("usage_perc", 0.25):
         assert re.search(rf"{name}{{.*}} {number}", text)
+
+
+def test_the_first_tokens_time_is_known_before_a_request_ends() -> None:
+    """And of who leaves after it; one that was only accepted has none."""
+    metrics = ServerMetrics(SimpleNamespace(stats=EngineStats()), MODEL)  # pyright: ignore[reportArgumentType]
+
+    def count() -> float:
+        found = re.search(r"time_to_first_token_seconds_count{.*} (\S+)", metrics.text().decode())
+        assert found is not None
+        return float(found[1])
+
+    async def request() -> AsyncIterator[RequestDelta]:
+        yield RequestDelta("x", prompt_token_ids=[5])
+        for i in range(2):
+            yield RequestDelta("x", {0: CompletionDelta(0, "a", [i])})
+
+    async def read() -> list[float]:
+        found, deltas = [], metrics.counted(request())
+        async for _ in deltas:
+            found.append(count())
+        await metrics.counted(request()).aclose()
+        one = metrics.counted(request())
+        await anext(one)
+        await one.aclose()
+        return [*found, count()]
+
+    assert asyncio.run(read()) == [0, 1, 1, 1]
 
 
 def test_a_template_gets_texts(template_server: Running) -> None:
