@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
+from common.engine import LLMEngine
 from common.llm import LLM, SamplingParams
 from common.serve import live_page
 from common.serve.app import ServeConfig
@@ -32,6 +33,8 @@ from common.workshop.watch.test_page_maker import ASKED, SAID
 
 if TYPE_CHECKING:
     from playwright.sync_api import Browser, Page
+
+    from scheduler_interface import SchedulerOutput
 
 browser = pytest.fixture(scope="module")(browser_for_tests)
 NOW = f"({STATE})(Watch.store.films[0].now)"
@@ -143,6 +146,8 @@ def test_a_card_leads_to_its_request_and_the_film_may_be_wound_back(
     open_tab: Callable[..., Page],
 ) -> None:
     page = open_tab()
+    assert page.get_by_text("Open a run").count() == 0, "what is over is for `make watch`"
+    page.wait_for_selector(".model option", state="attached")
     write(page, PROMPTS[:2])
     run_all(page)
     page.wait_for_selector(".answers li:nth-child(2) .chip:not([disabled])")
@@ -157,6 +162,9 @@ def test_a_card_leads_to_its_request_and_the_film_may_be_wound_back(
     until(page, f"Watch.numSteps() > {num_steps}")
     assert page.evaluate("[Watch.store.step, Watch.store.request]") == [0, name]
     page.click("button.live")
+    page.wait_for_selector(".answers li:nth-child(2) .chip:not([disabled])")
+    page.click(".answers li:nth-child(2) .chip")
+    assert page.evaluate("Watch.store.request") not in (None, name), "the new one of two alike"
     last = page.evaluate("Watch.numSteps()") - 1
     assert page.evaluate("Watch.store.step") == last and last >= num_steps
 
@@ -310,6 +318,7 @@ def test_what_is_wrong_is_said_and_a_schema_is_kept(
     page.fill("[name=temperature]", "0")
     run_all(page)
     assert re.sub(r"\s", "", page.locator(".answers .text").text_content() or "") == "[7,7]"
+    assert not page.locator(".problem").is_visible()
     tight.call(lambda engine: fails(engine, "core"))
     page.click(".run")
     page.wait_for_selector(".problem:has-text('broken')")
@@ -337,11 +346,44 @@ def test_a_prompt_may_be_stopped(tight: Running, open_tab: Callable[..., Page]) 
     assert "\n" not in (page.locator(".answers .text").text_content() or "")
     held = tight.llm.call(lambda engine: may_go.wait(30))
     future = asyncio.run_coroutine_threadsafe(held, tight.loop)
-    page.click(".run")
+    before = tight.llm._num_requests
+    page.evaluate("for (const i of [1, 2]) document.querySelector('.prompts').requestSubmit()")
+    wait_for(lambda: tight.llm._num_requests > before)
     page.click(".go button[type=button]")
     page.wait_for_selector(RESULT)
     may_go.set()
     assert future.result(30) and "stopped" in page.locator(".answers .chip").inner_text()
+    assert not page.locator(".problem").is_visible() and tight.llm._num_requests == before + 1
+    page.fill("textarea >> nth=0", "---")
+    page.wait_for_selector(".run:disabled")
+
+
+def test_a_card_says_what_its_request_has_and_waits_for(
+    tight: Running, open_tab: Callable[..., Page]
+) -> None:
+    page, may_go = open_tab(), threading.Event()
+    write(page)
+
+    def hold(engine: LLMEngine) -> None:
+        """In the sixth step."""
+        runner, num_before = engine.core.runner, engine.stats().num_steps
+        whole = runner.execute
+
+        def execute(plan: SchedulerOutput) -> Any:
+            if engine.stats().num_steps >= num_before + 5:
+                runner.execute = whole
+                may_go.wait(30)
+            return whole(plan)
+
+        runner.execute = execute
+
+    tight.call(hold)
+    page.click(".run")
+    notes = page.locator(".answers .chip .quiet")
+    words = (r"\d+ blocks", r"\d+ shared", "waits: ")
+    wait_for(lambda: all(re.search(word, " ".join(notes.all_inner_texts())) for word in words))
+    may_go.set()
+    page.wait_for_selector(RESULT)
 
 
 def test_nothing_of_the_page_stands_outside_of_it(open_tab: Callable[..., Page]) -> None:
