@@ -23,7 +23,16 @@ from common.engine_config import SHIPPED_ADAPTER, EngineConfig
 from common.serve.kv_events import CacheChanges, KVEvents
 from common.serve.kv_listen import listen
 from common.serve.kv_publisher import EventPublisher
-from common.serve.kv_wire import CLEARED, Event, pack_batch
+from common.serve.kv_wire import (
+    CLEARED,
+    CPU,
+    GPU,
+    Event,
+    HeldBlock,
+    add_removed,
+    add_stored,
+    pack_batch,
+)
 from common.tests.engine_oracle import Oracle, greedy_params, serve
 from common.tests.kv_stream import LIMIT_S, Index, Reader, engine_of, prefixes_of, take
 from kv_slots import PREFIX_CACHES
@@ -83,6 +92,22 @@ def test_events_have_vllms_fields_in_vllms_order() -> None:
     ]:
         assert list(ours) == list(by_vllm[name]["content"][1][number])
     assert stored["extra_keys"] == [["sql", "tenant a"], ["sql"]]
+
+
+def test_an_event_is_of_one_kind_and_one_medium() -> None:
+    """A tier may lose a block before it gets what comes after it."""
+    one, other = b"a" * 8, b"b" * 8
+    events, block = list[Event](), HeldBlock(one, (1, 2), None, None)
+    add_removed(events, one, CPU)
+    add_stored(events, other, block, CPU)
+    add_removed(events, other, CPU)
+    add_removed(events, other, GPU)
+    assert [(event["type"], event["medium"], len(event["block_hashes"])) for event in events] == [
+        ("BlockRemoved", CPU, 1),
+        ("BlockStored", CPU, 1),
+        ("BlockRemoved", CPU, 1),
+        ("BlockRemoved", GPU, 1),
+    ]
 
 
 class Scripted:
