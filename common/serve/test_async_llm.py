@@ -487,7 +487,7 @@ def test_closed_while_a_prompt_becomes_ids(monkeypatch: pytest.MonkeyPatch) -> N
         llm = AsyncLLM(**SMALL)
         begun, may_go = asyncio.Event(), asyncio.Event()
 
-        async def encode(text: str, add_special_tokens: bool) -> list[int]:
+        async def encode(text: str, add_special_tokens: bool, counted: int) -> list[int]:
             begun.set()
             await may_go.wait()
             return [5]
@@ -502,7 +502,7 @@ def test_closed_while_a_prompt_becomes_ids(monkeypatch: pytest.MonkeyPatch) -> N
 
         monkeypatch.setattr(engine, "close", close)
         one = asyncio.ensure_future(whole(llm, "x", SamplingParams(max_tokens=1)))
-        await begun.wait()
+        await asyncio.wait_for(begun.wait(), 20)
         await asyncio.to_thread(llm.close)
         may_go.set()
         with pytest.raises(EngineError, match="closed"):
