@@ -26,10 +26,13 @@ NO_LOGPROB = -9999.0  # JSON has no infinity
 # Some clients of streams take these for ends of lines. Half a surrogate pair is escaped likewise.
 _LINE_ENDS = {code: f"\\u{code:04x}" for code in (0x85, 0x2028, 0x2029)}
 
+_encode = json.JSONEncoder(ensure_ascii=False, separators=(",", ":"), allow_nan=False).encode
+
 
 def to_json(content: Any) -> bytes:
-    text = json.dumps(content, ensure_ascii=False, separators=(",", ":"), allow_nan=False)
-    return text.translate(_LINE_ENDS).encode("utf-8", "backslashreplace")
+    text = _encode(content)
+    text = text if text.isascii() else text.translate(_LINE_ENDS)
+    return text.encode("utf-8", "backslashreplace")
 
 
 def json_response(content: Any, status: int = 200, headers: Any = None) -> Response:

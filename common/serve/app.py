@@ -118,10 +118,8 @@ class Server:
         how = answer.body.stream_options or StreamOptions()
 
         def made(pieces: list[dict[str, Any]]) -> bytes:
-            always = how.continuous_usage_stats
-            if how.include_usage or always:
-                for piece in pieces:
-                    piece["usage"] = answer.usage.content() if always else None
+            for piece in pieces if how.include_usage else ():
+                piece["usage"] = answer.usage.content() if how.continuous_usage_stats else None
             return b"".join(map(event, pieces))
 
         try:
@@ -288,14 +286,10 @@ def make_app(llm: AsyncLLM, config: ServeConfig) -> tuple[FastAPI, Gate]:
         )
     # A `ValueError`: of a text that is none, or a path. Of others the log says where they were.
     for kind in (ApiError, ValueError, QueueFull, EngineError, Exception):
-        app.add_exception_handler(kind, _on_error)
+        app.add_exception_handler(kind, lambda _, error: error_response(api_error(error)))
     app.add_exception_handler(RequestValidationError, _on_wrong_body)
     app.add_exception_handler(HTTPException, _on_http_error)
     return app, gate
-
-
-def _on_error(request: Request, error: Exception) -> Response:
-    return error_response(api_error(error))
 
 
 def _on_wrong_body(request: Request, error: Exception) -> Response:

@@ -33,6 +33,7 @@ if TYPE_CHECKING:
 
 __all__ = ["AsyncLLM", "EngineError", "PromptTooLong", "QueueFull", "RequestDelta"]
 LONG_TEXT = 4096  # characters; a longer prompt becomes token ids beside the loop
+COUNTED_BYTES = 1 << 20  # of a text that need not fit; 4 s of a core
 NUM_AT_ONCE = 8  # deltas that are given out before the loop may do something else
 
 
@@ -135,30 +136,34 @@ class AsyncLLM:
     async def prompt_ids(
         self, prompt: str | list[int], params: SamplingParams, add_special_tokens: bool = True
     ) -> list[int]:
-        """Of a prompt. Raises `PromptTooLong`, and for a text of so many bytes that its tokens must
-        be too many without counting them."""
-
-        def check(num_tokens: int, more: str = "") -> None:
-            if num_tokens >= self.max_model_len and params.truncate_prompt_tokens is None:
-                raise PromptTooLong(
-                    f"the prompt has {num_tokens} tokens{more}: this model takes at most "
-                    f"{self.max_model_len - 1}, since prompt and answer together may have "
-                    f"{self.max_model_len}"
-                )
-
+        """Of a prompt. Raises `ValueError` for what is no text, and `PromptTooLong`."""
+        is_cut = params.truncate_prompt_tokens is not None
         if isinstance(prompt, str):
-            num_bytes = len(prompt.encode(errors="replace"))
-            check(math.ceil(num_bytes / self._max_token_bytes), " or more")
-            prompt = await self.encode(prompt, add_special_tokens)
-        check(len(prompt))
+            counted = COUNTED_BYTES if is_cut else 0
+            prompt = await self.encode(prompt, add_special_tokens, counted)
+        if not is_cut:
+            self._check_room(len(prompt))
         return prompt
 
-    async def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
-        """Token ids of a text. Raises `ValueError` for what is no text."""
+    def _check_room(self, num_tokens: int, more: str = "") -> None:
+        if num_tokens >= self.max_model_len:
+            raise PromptTooLong(
+                f"the prompt has {num_tokens} tokens{more}: this model takes at most "
+                f"{self.max_model_len - 1}, since prompt and answer together may have "
+                f"{self.max_model_len}"
+            )
+
+    async def encode(
+        self, text: str, add_special_tokens: bool = True, counted: int = COUNTED_BYTES
+    ) -> list[int]:
+        """Token ids of a text. Raises `ValueError` for what is no text, and `PromptTooLong` for one
+        of more than `counted` bytes if these must be more tokens than the model takes."""
         try:
-            text.encode()
+            num_bytes = len(text.encode())
         except UnicodeEncodeError as error:
             raise ValueError("prompt holds half of a surrogate pair: it is no text") from error
+        if num_bytes > counted:
+            self._check_room(math.ceil(num_bytes / self._max_token_bytes), " or more")
         if len(text) < LONG_TEXT:
             return self.tokenizer.encode(text, add_special_tokens)
         # As a batch: with one text alone the library holds Python's lock until the end.

@@ -25,7 +25,10 @@ class ChatPrompts:
         continues = bool(continue_final_message)
         adds = not continues if add_generation_prompt is None else add_generation_prompt
         if self._template is None and getattr(self._source, "chat_template", None) is None:
-            raise bad("this model has no chat template: start the server with --chat-template FILE")
+            raise bad(
+                "this model has no chat template: start the server with --chat-template FILE, "
+                "such as common/serve/chat_template.jinja"
+            )
         plain = [_plain(message, i) for i, message in enumerate(messages)]
         try:
             return self._source.apply_chat_template(  # pyright: ignore[reportOptionalMemberAccess]

@@ -125,7 +125,7 @@ class EventPublisher:
                 answer = [reader, b"", self._topic, sequence.to_bytes(8, "big"), batch]
                 self._replay_socket.send_multipart(answer)
         self._replay_socket.send_multipart([reader, b"", b"", END, b""])
-        if first < (self._kept[0][0] if self._kept else self._sequence):
+        if self._kept and first < self._kept[0][0]:
             self._source.say_all()
 
     def _close_sockets(self) -> None:

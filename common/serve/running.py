@@ -22,7 +22,8 @@ from common.serve.gate import Gate, GateConfig
 
 logger = logging.getLogger(__name__)
 HEADER_SECONDS = 10.0
-KEEP_ALIVE_SECONDS = 65
+KEEP_ALIVE_SECONDS = 65  # proxies keep a connection for 60
+LAST_WORDS_SECONDS = 5  # for what is said to be read, at the end
 CUT_SHORT = 3  # exit code: some requests were ended before their end
 FEW = 8  # connections that are accepted or heard in one turn of the loop
 BACKLOG = 2048  # connections that the system keeps until they are accepted
@@ -90,7 +91,7 @@ class DrainingServer(uvicorn.Server):
             lifespan="off",
             log_level="warning",
             timeout_keep_alive=KEEP_ALIVE_SECONDS,
-            timeout_graceful_shutdown=5,
+            timeout_graceful_shutdown=LAST_WORDS_SECONDS,
             backlog=FEW,
         )
         super().__init__(config)
@@ -110,10 +111,13 @@ class DrainingServer(uvicorn.Server):
             self.drain_seconds = 0.0
             return
         self.gate.is_draining = True
-        asyncio.get_running_loop().call_soon_threadsafe(self._begin_drain)
-
-    def _begin_drain(self) -> None:
+        # The signal comes in the loop's thread.
         self._draining = asyncio.ensure_future(self._drain())
+
+    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        """Whoever is cut off, too, comes to an end."""
+        await super().shutdown(sockets)
+        await asyncio.gather(*self.server_state.tasks, return_exceptions=True)
 
     async def _drain(self) -> None:
         loop = asyncio.get_running_loop()

@@ -40,8 +40,9 @@ _COUNTERS = {
 
 
 class ServerMetrics:
-    """Gauges and counters are the engine's, read when somebody asks. Times are each request's, once
-    it has ended."""
+    """Gauges and counters are the engine's, read when somebody asks. The first token's time is that
+    of a request here, whether it comes to an end or not; other times are the engine's, at the end.
+    """
 
     def __init__(self, llm: AsyncLLM, model_name: str) -> None:
         self.llm, self.started_at, self.content_type = llm, time.time(), CONTENT_TYPE_LATEST
@@ -67,8 +68,12 @@ class ServerMetrics:
     async def counted(self, request: AsyncIterator[RequestDelta]) -> AsyncIterator[RequestDelta]:
         """The same deltas, on their way to the client."""
         reason = "abort"  # unless it comes to an end
+        begin, is_first = time.monotonic(), True
         try:
             async for delta in request:
+                if is_first and delta.completions:
+                    self._first.observe(time.monotonic() - begin)
+                    is_first = False
                 if delta.metrics is not None and delta.error is None:
                     reason = self._note(delta)
                 yield delta
@@ -83,8 +88,7 @@ class ServerMetrics:
     def _note(self, delta: RequestDelta) -> str:
         times = delta.metrics
         assert times is not None
-        if times.time_to_first_token is not None and times.last_token_time is not None:
-            self._first.observe(times.time_to_first_token)
+        if times.last_token_time is not None:
             self._whole.observe(times.last_token_time - times.arrival_time)
         if times.queue_time is not None:
             self._queued.observe(times.queue_time)

@@ -14,7 +14,15 @@ from common.adapters import adapter_slots
 from common.engine import LLMEngine
 from common.engine_config import SHIPPED_ADAPTER, EngineStats
 from common.llm import LLM, SamplingParams
-from common.serve.async_llm import AsyncLLM, EngineError, Mailbox, PromptTooLong, QueueFull
+from common.serve import async_llm
+from common.serve.async_llm import (
+    COUNTED_BYTES,
+    AsyncLLM,
+    EngineError,
+    Mailbox,
+    PromptTooLong,
+    QueueFull,
+)
 from common.serve.conftest import SMALL
 from common.serve.deltas import CompletionDelta, RequestDelta
 
@@ -305,23 +313,30 @@ def test_a_long_prompt_holds_up_nobody(llm: AsyncLLM, loop: asyncio.AbstractEven
 def test_a_text_that_cannot_fit_is_refused_before_its_tokens_are_counted(
     llm: AsyncLLM, loop: asyncio.AbstractEventLoop, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """16 MB of text took a core a minute."""
+    """16 MB of text took a core a minute. More is counted where it is cut, or only counted."""
     tokenized, most = list[int](), int(llm._max_token_bytes) * (llm.max_model_len - 1)
 
-    async def encode(text: str, add_special_tokens: bool = True) -> list[int]:
+    def encode(text: str, add_special_tokens: bool) -> list[int]:
         tokenized.append(len(text))
         return [5]
 
-    monkeypatch.setattr(llm, "encode", encode)
+    monkeypatch.setattr(llm.tokenizer, "encode", encode)
+    monkeypatch.setattr(async_llm, "LONG_TEXT", 1 << 30)
     few = SamplingParams(max_tokens=1)
-    for text in ("x" * (most + 1), "é" * (most // 2 + 1)):
+    cut = SamplingParams(max_tokens=1, truncate_prompt_tokens=9)
+    for refused in (
+        whole(llm, "x" * (most + 1), few),
+        whole(llm, "é" * (most // 2 + 1), few),
+        whole(llm, "x" * (COUNTED_BYTES + 1), cut),
+        llm.encode("é" * (COUNTED_BYTES // 2 + 1)),
+    ):
         with pytest.raises(PromptTooLong, match="or more: this model takes at most 2047, since"):
-            loop.run_until_complete(whole(llm, text, few))
+            loop.run_until_complete(refused)
     assert tokenized == []
     loop.run_until_complete(whole(llm, "x" * most, few))
-    cut = SamplingParams(max_tokens=1, truncate_prompt_tokens=9)
-    loop.run_until_complete(whole(llm, "x" * (most + 1), cut))
-    assert tokenized == [most, most + 1]
+    loop.run_until_complete(whole(llm, "x" * COUNTED_BYTES, cut))
+    assert loop.run_until_complete(llm.encode("x" * COUNTED_BYTES)) == [5]
+    assert tokenized == [most, COUNTED_BYTES, COUNTED_BYTES]
 
 
 def test_it_belongs_to_one_loop(llm: AsyncLLM) -> None:
@@ -472,7 +487,7 @@ def test_closed_while_a_prompt_becomes_ids(monkeypatch: pytest.MonkeyPatch) -> N
         llm = AsyncLLM(**SMALL)
         begun, may_go = asyncio.Event(), asyncio.Event()
 
-        async def encode(text: str, add_special_tokens: bool) -> list[int]:
+        async def encode(text: str, add_special_tokens: bool, counted: int) -> list[int]:
             begun.set()
             await may_go.wait()
             return [5]
@@ -487,7 +502,7 @@ def test_closed_while_a_prompt_becomes_ids(monkeypatch: pytest.MonkeyPatch) -> N
 
         monkeypatch.setattr(engine, "close", close)
         one = asyncio.ensure_future(whole(llm, "x", SamplingParams(max_tokens=1)))
-        await begun.wait()
+        await asyncio.wait_for(begun.wait(), 20)
         await asyncio.to_thread(llm.close)
         may_go.set()
         with pytest.raises(EngineError, match="closed"):

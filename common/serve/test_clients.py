@@ -62,10 +62,10 @@ def test_sixty_four_streams_at_once_say_what_generate_says(server: Running, alon
     assert asyncio.run(all_of_them()) == expected
 
 
-def test_a_hundred_requests_one_after_another(server: Running) -> None:
+def test_three_hundred_requests_one_after_another(server: Running) -> None:
     """Over one connection."""
     connection = http.client.HTTPConnection("127.0.0.1", server.port, timeout=60)
-    for i in range(100):
+    for i in range(300):
         sent = json.dumps({"prompt": [i + 10, 20], "max_tokens": 1})
         connection.request("POST", "/v1/completions", sent, {"Content-Type": "application/json"})
         answer = json.loads(connection.getresponse().read())

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import http.client
 import json
 import random
@@ -13,7 +14,8 @@ from typing import Any
 import pytest
 
 from common.serve.app import ServeConfig
-from common.serve.conftest import HEAD, MODEL, TEMPLATE, Running, running
+from common.serve.conftest import HEAD, MODEL, TEMPLATE, Running, posted, running, wait_for
+from common.serve.running import HEADER_SECONDS
 
 HUGE = 10**400
 SMALL = b'{"prompt":"x","max_tokens":1}'
@@ -184,7 +186,9 @@ def test_what_is_no_http_is_refused(server: Running) -> None:
     assert server.is_idle() and server.llm._num_requests == num_requests
 
 
-def test_two_requests_at_once_and_other_ways_to_ask(server: Running) -> None:
+def test_two_requests_at_once_and_other_ways_to_ask(
+    server: Running, caplog: pytest.LogCaptureFixture
+) -> None:
     last = WHOLE.replace(b"Host", b"Connection: close\r\nHost")
 
     def answered(*parts: bytes) -> bytes:
@@ -196,8 +200,14 @@ def test_two_requests_at_once_and_other_ways_to_ask(server: Running) -> None:
     found = answered(wrong, last)
     assert found.startswith(b"HTTP/1.1 415") and found.count(b"HTTP/1.1 200") == 1
     # The answer has begun when the rest of the body turns out to be nonsense.
-    found = answered(wrong.replace(b"Content-Length: 29", b"Transfer-Encoding: chunked"))
-    assert found == b"" or found.startswith(b"HTTP/1.1 4")
+    head = wrong.replace(b"Content-Length: 29", b"Transfer-Encoding: chunked").split(b"{")[0]
+    with socket.create_connection(("127.0.0.1", server.port), timeout=HEADER_SECONDS / 2) as one:
+        one.sendall(head)
+        assert one.recv(1 << 16).startswith(b"HTTP/1.1 415")
+        one.sendall(b"xyz\r\n")
+        while one.recv(1 << 16):
+            pass
+    assert "Fatal error" not in caplog.text
     head, body = last.replace(b"Host", b"Expect: 100-continue\r\nHost").split(b"\r\n\r\n")
     found = answered(head + b"\r\n\r\n", body)
     assert found.startswith(b"HTTP/1.1 100") and b"HTTP/1.1 200" in found
@@ -248,3 +258,29 @@ def test_a_kept_connection_is_kept(server: Running, monkeypatch: pytest.MonkeyPa
             answer.begin()
             assert answer.status == 200 and json.loads(answer.read())["choices"]
             time.sleep(0.5)
+
+
+def test_whoever_has_gone_is_waited_for_no_more(server: Running) -> None:
+    def waits() -> list[Any]:
+        timers = [timer for timer in server.loop._scheduled if not timer.cancelled()]  # pyright: ignore[reportAttributeAccessIssue]
+        return [timer for timer in timers if timer._callback.__name__ == "close"]
+
+    connection = socket.create_connection(("127.0.0.1", server.port), timeout=20)
+    wait_for(waits)
+    connection.close()
+    wait_for(lambda: not waits(), HEADER_SECONDS / 2)
+
+
+def test_who_reads_nothing_does_not_keep_the_server_from_its_end(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("common.serve.running.LAST_WORDS_SECONDS", 0.2)
+    with socket.socket() as reader, running() as server:
+        server.listener.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 4096)
+        reader.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+        reader.connect(("127.0.0.1", server.port))
+        sent = {"prompt": "x", "max_tokens": 150, "ignore_eos": True, "stream": True}
+        reader.sendall(posted(sent | {"logprobs": 20}))
+        wait_for(lambda: server.call(lambda engine: engine.stats().num_finished))
+        begin = time.monotonic()
+    assert time.monotonic() - begin < 10 and not asyncio.all_tasks(server.loop)

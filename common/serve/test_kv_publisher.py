@@ -23,7 +23,16 @@ from common.engine_config import SHIPPED_ADAPTER, EngineConfig
 from common.serve.kv_events import CacheChanges, KVEvents
 from common.serve.kv_listen import listen
 from common.serve.kv_publisher import EventPublisher
-from common.serve.kv_wire import CLEARED, Event, pack_batch
+from common.serve.kv_wire import (
+    CLEARED,
+    CPU,
+    GPU,
+    Event,
+    HeldBlock,
+    add_removed,
+    add_stored,
+    pack_batch,
+)
 from common.tests.engine_oracle import Oracle, greedy_params, serve
 from common.tests.kv_stream import LIMIT_S, Index, Reader, engine_of, prefixes_of, take
 from kv_slots import PREFIX_CACHES
@@ -83,6 +92,22 @@ def test_events_have_vllms_fields_in_vllms_order() -> None:
     ]:
         assert list(ours) == list(by_vllm[name]["content"][1][number])
     assert stored["extra_keys"] == [["sql", "tenant a"], ["sql"]]
+
+
+def test_an_event_is_of_one_kind_and_one_medium() -> None:
+    """A tier may lose a block before it gets what comes after it."""
+    one, other = b"a" * 8, b"b" * 8
+    events, block = list[Event](), HeldBlock(one, (1, 2), None, None)
+    add_removed(events, one, CPU)
+    add_stored(events, other, block, CPU)
+    add_removed(events, other, CPU)
+    add_removed(events, other, GPU)
+    assert [(event["type"], event["medium"], len(event["block_hashes"])) for event in events] == [
+        ("BlockRemoved", CPU, 1),
+        ("BlockStored", CPU, 1),
+        ("BlockRemoved", CPU, 1),
+        ("BlockRemoved", GPU, 1),
+    ]
 
 
 class Scripted:
@@ -157,6 +182,77 @@ def test_whoever_reads_nothing_for_a_while_misses_nothing() -> None:
     source.batches.append([CLEARED])
     publisher.close()
     assert len(publisher._kept) == 5000, "and no more"
+    reader.close()
+
+
+def test_it_sends_when_it_is_woken_and_ends_when_it_is_told(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """At once, and not when it would have looked."""
+    monkeypatch.setattr("common.serve.kv_publisher.POLL_S", 2 * LIMIT_S)
+    source = Scripted([])
+    publisher = EventPublisher(source, "inproc://k", "inproc://l")
+    reader = Reader(publisher)
+    publisher.start()
+    for number in range(2):
+        time.sleep(0.05)  # it waits
+        source.batches.append([CLEARED])
+        publisher.wake()
+        assert reader.socket.poll(LIMIT_S * 1e3)
+        assert int.from_bytes(reader.socket.recv_multipart()[1], "big") == number
+    source.batches.append([CLEARED])
+    begin = time.monotonic()
+    publisher.close()
+    assert time.monotonic() - begin < LIMIT_S
+    assert not publisher._thread.is_alive() and not source.batches
+    reader.close()
+    wait_until_free("inproc://k")
+    wait_until_free("inproc://l")
+
+
+def wait_until_free(address: str) -> None:
+    """Soon after its socket is closed."""
+
+    def is_free() -> bool:
+        with suppress(ValueError):
+            EventPublisher(Scripted([]), address).close()
+            return True
+        return False
+
+    for _ in as_long_as(lambda: not is_free()):
+        time.sleep(0.02)
+
+
+@pytest.mark.parametrize("frames", [[b""], [b"x", bytes(8)], [b"", bytes(7)], [b"", b"", bytes(8)]])
+def test_what_is_no_request_for_a_replay_is_not_answered(
+    frames: list[bytes], caplog: pytest.LogCaptureFixture
+) -> None:
+    publisher = EventPublisher(Scripted([]), "inproc://n", "inproc://o")
+    reader = Reader(publisher)
+    publisher.start()
+    reader.replays.send_multipart(frames)
+    publisher.wake()
+    for _ in as_long_as(lambda: not caplog.records, seconds=LIMIT_S):
+        time.sleep(0.01)
+    publisher.close()
+    assert [record.message for record in caplog.records] == [
+        "a request for a replay is no \"'' | 8 bytes\""
+    ]
+    assert not reader.replays.poll(0)
+    reader.close()
+
+
+@pytest.mark.parametrize(("num", "first", "num_anew"), [(5, 2, 1), (5, 3, 0), (0, 0, 0)])
+def test_all_is_said_anew_only_if_something_wanted_is_kept_no_more(
+    num: int, first: int, num_anew: int
+) -> None:
+    source = Scripted([[CLEARED]] * num)
+    publisher = EventPublisher(source, "inproc://p", "inproc://q", buffer_steps=2)
+    reader = Reader(publisher)
+    reader.replays.send_multipart([b"", first.to_bytes(8, "big")])
+    publisher.start()
+    publisher.close()
+    assert source.num_anew == num_anew
     reader.close()
 
 
@@ -306,16 +402,6 @@ def test_an_address_that_cannot_be_had_changes_nothing(
     assert engine.scheduler.plugins == plugins and engine.prefix_cache.listener is listener
     with pytest.raises(ValueError) as caught:
         EventPublisher(Scripted([]), "inproc://i", taken)
-
-    def is_free(address: str) -> bool:  # soon after its socket is closed
-        with suppress(ValueError):
-            EventPublisher(Scripted([]), address).close()
-            return True
-        return False
-
-    def wait_until_free(address: str) -> None:
-        for _ in as_long_as(lambda: not is_free(address)):
-            time.sleep(0.02)
 
     wait_until_free("inproc://i")  # the sockets are closed, though `caught` has them
     assert caught.tb

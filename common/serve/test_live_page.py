@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
+from common.engine import LLMEngine
 from common.llm import LLM, SamplingParams
 from common.serve import live_page
 from common.serve.app import ServeConfig
@@ -32,6 +33,8 @@ from common.workshop.watch.test_page_maker import ASKED, SAID
 
 if TYPE_CHECKING:
     from playwright.sync_api import Browser, Page
+
+    from scheduler_interface import SchedulerOutput
 
 browser = pytest.fixture(scope="module")(browser_for_tests)
 NOW = f"({STATE})(Watch.store.films[0].now)"
@@ -94,9 +97,12 @@ def write(page: Page, prompts: list[str] = PROMPTS) -> None:
     page.fill("[name=max_tokens]", str(EIGHT["max_tokens"]))
 
 
-def run_all(page: Page) -> None:
-    page.click(".run")
-    page.wait_for_selector(RESULT)
+def run_all(*pages: Page) -> None:
+    for page in pages:
+        page.click(".run")
+    for page in pages:
+        page.evaluate("new Promise(requestAnimationFrame)")  # from then on the button says so
+        page.wait_for_selector(RESULT)
 
 
 def shows_the_present(page: Page, onlooker: Onlooker) -> None:
@@ -140,6 +146,8 @@ def test_a_card_leads_to_its_request_and_the_film_may_be_wound_back(
     open_tab: Callable[..., Page],
 ) -> None:
     page = open_tab()
+    assert page.get_by_text("Open a run").count() == 0, "what is over is for `make watch`"
+    page.wait_for_selector(".model option", state="attached")
     write(page, PROMPTS[:2])
     run_all(page)
     page.wait_for_selector(".answers li:nth-child(2) .chip:not([disabled])")
@@ -154,6 +162,9 @@ def test_a_card_leads_to_its_request_and_the_film_may_be_wound_back(
     until(page, f"Watch.numSteps() > {num_steps}")
     assert page.evaluate("[Watch.store.step, Watch.store.request]") == [0, name]
     page.click("button.live")
+    page.wait_for_selector(".answers li:nth-child(2) .chip:not([disabled])")
+    page.click(".answers li:nth-child(2) .chip")
+    assert page.evaluate("Watch.store.request") not in (None, name), "the new one of two alike"
     last = page.evaluate("Watch.numSteps()") - 1
     assert page.evaluate("Watch.store.step") == last and last >= num_steps
 
@@ -182,10 +193,8 @@ def test_two_tabs_see_one_engine_and_each_its_own_answers(
     one, other = open_tab(), open_tab(path="/?lang=zh")
     write(one, [PROMPTS[0], *PROMPTS[:2]])
     write(other, PROMPTS[3:])
-    one.click(".run")
-    other.click(".run")
+    run_all(one, other)
     for page, num in ((one, 3), (other, 5)):
-        page.wait_for_selector(RESULT)
         assert page.locator(".answers li").count() == num
     onlooker = look()
     shows_the_present(one, onlooker)
@@ -230,6 +239,38 @@ def test_a_tab_that_sleeps_holds_up_nobody_and_wakes_in_the_present(
     assert page.evaluate("Watch.store.films[0].events[0].kind") == "snapshot"
 
 
+def test_a_film_that_is_full_begins_anew_when_nobody_looks_at_it(
+    tight: Running, open_tab: Callable[..., Page], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whoever looks at what is over keeps it, and asks for the next one."""
+    live, begun = tight.app.state.server.live, list[Any]()
+    begin, page_text = live._begin, live._page[0].replace("MOST_STEPS = 2000", "MOST_STEPS = 30")
+    monkeypatch.setattr(live, "_begin", lambda *who: begun.append(who) or begin(*who))
+    monkeypatch.setitem(vars(live), "_page", (page_text, "connect-src 'self'"))
+    page = open_tab()
+    notice, button = page.locator(".notice"), page.locator("button.live")
+    write(page, PROMPTS[:1])
+    page.fill("[name=max_tokens]", "60")
+    assert len(begun) == 1 and not notice.is_visible()
+    run_all(page)
+    wait_for(lambda: len(begun) > 1)
+    until(page, "Watch.store.films[0].events[0].kind === 'snapshot' && Watch.numSteps() < 30")
+    assert button.get_attribute("aria-pressed") == "true" and not notice.is_visible()
+    page.evaluate("document.activeElement.blur()")
+    page.keyboard.press("Home")
+    num_begun = len(begun)
+    run_all(page)
+    wait_for(lambda: notice.is_visible() and not live.viewers)
+    num_steps = page.evaluate("Watch.numSteps()")
+    assert num_steps >= 30 and f"{num_steps} steps and ends here" in notice.inner_text()
+    assert page.evaluate("Watch.store.step") == 0 and len(begun) == num_begun
+    assert button.get_attribute("aria-pressed") == "false"
+    button.click()
+    wait_for(lambda: len(begun) > num_begun)
+    until(page, "Watch.numSteps() < 30")
+    assert button.get_attribute("aria-pressed") == "true" and not notice.is_visible()
+
+
 def test_the_page_asks_for_the_key(open_tab: Callable[..., Page]) -> None:
     with running(ServeConfig(MODEL, GateConfig(api_key="secret"))) as server:
         page = open_tab(server, may_be_refused=True)
@@ -237,9 +278,19 @@ def test_the_page_asks_for_the_key(open_tab: Callable[..., Page]) -> None:
         page.click(".key-form button")
         page.wait_for_selector(".key-form:visible")
         assert page.evaluate("Watch.store.films.length") == 0
+        assert "wants an API key" in page.locator(".notice").inner_text()
+        page.evaluate("document.querySelector('.key-form').hidden = true")
+        page.evaluate("Watch.setKey('wrong, too')")
+        page.wait_for_selector(".key-form:visible")
+        asked: list[str] = []
+        page.on("request", lambda request: asked.append(request.url))
+        page.wait_for_timeout(1200)
+        assert not asked, "nor every second"
         page.fill(".key-form input", "secret")
         page.click(".key-form button")
         until(page, "Watch.store.films.length === 1")
+        page.wait_for_selector(".model option", state="attached")
+        assert page.locator(".model option").all_inner_texts() == [MODEL]
         write(page, PROMPTS[:1])
         run_all(page)
         assert page.locator(".answers .text").text_content()
@@ -254,7 +305,8 @@ def test_what_is_wrong_is_said_and_a_schema_is_kept(
     tight: Running, open_tab: Callable[..., Page]
 ) -> None:
     page = open_tab(may_be_refused=True)
-    write(page, PROMPTS[:1])
+    write(page, ["", *PROMPTS[:1], ""])
+    until(page, "document.querySelector('.prompts .quiet').textContent.startsWith('1 prompt.')")
     page.click("summary")
     page.fill(".schema", "{")
     page.click(".run")
@@ -266,6 +318,7 @@ def test_what_is_wrong_is_said_and_a_schema_is_kept(
     page.fill("[name=temperature]", "0")
     run_all(page)
     assert re.sub(r"\s", "", page.locator(".answers .text").text_content() or "") == "[7,7]"
+    assert not page.locator(".problem").is_visible()
     tight.call(lambda engine: fails(engine, "core"))
     page.click(".run")
     page.wait_for_selector(".problem:has-text('broken')")
@@ -293,11 +346,44 @@ def test_a_prompt_may_be_stopped(tight: Running, open_tab: Callable[..., Page]) 
     assert "\n" not in (page.locator(".answers .text").text_content() or "")
     held = tight.llm.call(lambda engine: may_go.wait(30))
     future = asyncio.run_coroutine_threadsafe(held, tight.loop)
-    page.click(".run")
+    before = tight.llm._num_requests
+    page.evaluate("for (const i of [1, 2]) document.querySelector('.prompts').requestSubmit()")
+    wait_for(lambda: tight.llm._num_requests > before)
     page.click(".go button[type=button]")
     page.wait_for_selector(RESULT)
     may_go.set()
     assert future.result(30) and "stopped" in page.locator(".answers .chip").inner_text()
+    assert not page.locator(".problem").is_visible() and tight.llm._num_requests == before + 1
+    page.fill("textarea >> nth=0", "---")
+    page.wait_for_selector(".run:disabled")
+
+
+def test_a_card_says_what_its_request_has_and_waits_for(
+    tight: Running, open_tab: Callable[..., Page]
+) -> None:
+    page, may_go = open_tab(), threading.Event()
+    write(page)
+
+    def hold(engine: LLMEngine) -> None:
+        """In the sixth step."""
+        runner, num_before = engine.core.runner, engine.stats().num_steps
+        whole = runner.execute
+
+        def execute(plan: SchedulerOutput) -> Any:
+            if engine.stats().num_steps >= num_before + 5:
+                runner.execute = whole
+                may_go.wait(30)
+            return whole(plan)
+
+        runner.execute = execute
+
+    tight.call(hold)
+    page.click(".run")
+    notes = page.locator(".answers .chip .quiet")
+    words = (r"\d+ blocks", r"\d+ shared", "waits: ")
+    wait_for(lambda: all(re.search(word, " ".join(notes.all_inner_texts())) for word in words))
+    may_go.set()
+    page.wait_for_selector(RESULT)
 
 
 def test_nothing_of_the_page_stands_outside_of_it(open_tab: Callable[..., Page]) -> None:
@@ -312,6 +398,21 @@ def test_nothing_of_the_page_stands_outside_of_it(open_tab: Callable[..., Page])
         page.evaluate("Watch.set({language: 'en'})")
         page.set_viewport_size({"width": 1280, "height": 800})
         until(page, "document.documentElement.lang === 'en' && innerWidth === 1280")
+
+
+def test_eight_at_once_find_in_the_cache_what_the_course_says(
+    server: Running, open_tab: Callable[..., Page]
+) -> None:
+    fields = {"prompt": open_tab(server).evaluate("Watch.examples.eight"), "max_tokens": 2}
+    server.call(lambda engine: engine.reset_prefix_cache())
+    stats, found = [server.call(lambda engine: engine.stats())], list[tuple[int, int]]()
+    for _ in range(2):
+        assert server.post("/v1/completions", fields)[0] == 200
+        stats.append(server.call(lambda engine: engine.stats()))
+        (old, new) = stats[-2:]
+        looked_up = new.looked_up_tokens - old.looked_up_tokens
+        found.append((new.cached_tokens - old.cached_tokens, looked_up))
+    assert found == [(96, 207), (128, 207)]
 
 
 def test_every_text_is_there_in_english_and_chinese() -> None:

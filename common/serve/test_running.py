@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import socket
+import sys
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from uvicorn.lifespan.off import LifespanOff
 
 from common.serve import running
 from common.serve.__main__ import parse_args
@@ -105,6 +107,7 @@ def served(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
 
     for name, made in ("AsyncLLM", make_llm), ("make_app", make_app), ("DrainingServer", Server):
         monkeypatch.setattr(running, name, made)
+    monkeypatch.setattr(running, "spare_what_is_loaded", lambda: found.engine.said.append("spared"))
     return found
 
 
@@ -127,7 +130,7 @@ def test_every_flag_arrives_where_it_counts(
     assert served.model == str(tmp_path) and served.settings == {"max_waiting": 7, "num_blocks": 9}
     said = capsys.readouterr().err
     assert f"loading {tmp_path.name} ..." in said and "Bearer $KEY" in said
-    assert served.engine.said == ["served", "closed"]
+    assert served.engine.said == ["spared", "served", "closed"]
 
 
 @pytest.mark.parametrize(
@@ -174,10 +177,29 @@ def test_kv_events_end_before_the_engine_does(
     monkeypatch.setattr("common.serve.kv_events.KVEvents", KVEvents)
     assert run("--kv-events=a", "--kv-events-replay=b") == 0
     told = [] if why_dead else ["told"]
-    assert served.engine.said == ["tells a, b", "served", *told, "closed"]
+    assert served.engine.said == ["spared", "tells a, b", "served", *told, "closed"]
 
 
 def test_an_address_of_six_groups_stands_in_brackets(capsys: pytest.CaptureFixture) -> None:
     listener: Any = SimpleNamespace(getsockname=lambda: ("::1", 80, 0, 0))
     running._tell(parse_args([]), "m", listener)
     assert "http://[::1]:80/v1" in capsys.readouterr().err
+
+
+def test_the_lock_comes_back_soon() -> None:
+    before = sys.getswitchinterval()
+    try:
+        for given, expected in (0.005, running.SWITCH_S), (0.0001, 0.0001):
+            sys.setswitchinterval(given)
+            running.make_event_loop().close()
+            assert sys.getswitchinterval() == pytest.approx(expected, rel=0.1)
+    finally:
+        sys.setswitchinterval(before)
+
+
+def test_between_requests_a_connection_is_kept_for_longer_than_proxies_do() -> None:
+    """And a page that asks for another protocol, or an application's life, gets HTTP."""
+    server: Any = DrainingServer(Engine(), None, 1)  # pyright: ignore[reportArgumentType]
+    server.config.load()
+    assert server.config.timeout_keep_alive > 60 and not server.config.ws_protocol_class
+    assert server.config.lifespan_class is LifespanOff

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import re
+from collections.abc import AsyncIterator
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -13,7 +16,8 @@ from common.engine_config import EngineStats
 from common.llm import LLM, SamplingParams
 from common.serve import wire
 from common.serve.chat import ChatPrompts
-from common.serve.conftest import MODEL, Running
+from common.serve.conftest import MODEL, TEMPLATE, Running
+from common.serve.deltas import CompletionDelta, RequestDelta
 from common.serve.errors import ApiError, api_error
 from common.serve.server_metrics import ServerMetrics
 from common.serve.wire import CompletionBody
@@ -81,28 +85,48 @@ def test_of_a_chat_the_role_comes_once_and_content_always(template_server: Runni
 
 
 def test_usage_is_not_sent_unasked(server: Running) -> None:
-    *pieces, _ = server.events("/v1/completions", body())
-    assert not any("usage" in piece for piece in pieces)
-    always = {"stream_options": {"continuous_usage_stats": True}, "ignore_eos": True}
-    *pieces, _ = server.events("/v1/completions", body(**always))
+    always = {"continuous_usage_stats": True}  # as at vLLM: nothing by itself
+    for options in (None, always):
+        *pieces, _ = server.events("/v1/completions", body(stream_options=options))
+        assert not any("usage" in piece for piece in pieces)
+    fields = {"stream_options": always | {"include_usage": True}, "ignore_eos": True}
+    *pieces, _ = server.events("/v1/completions", body(**fields))
     counts = [piece["usage"]["completion_tokens"] for piece in pieces]
     assert counts == sorted(counts) and counts[-1] == 12
 
 
-def test_half_a_character_is_never_sent(server: Running, alone: LLM) -> None:
-    """A token that is one byte of a character, forced; the piece after it makes it whole."""
+def test_half_a_character_is_never_sent(server: Running) -> None:
+    """Tokens of one byte each: those of four characters, and two of them as they are drawn."""
     tokenizer = server.llm.tokenizer
-    ids = tokenizer.encode("é€")
-    assert len(ids) > 2, "the shipped tokenizer cuts them into bytes"
-    for token_id in ids[:-1]:
-        fields = {"prompt": "x", "allowed_token_ids": [token_id], "max_tokens": 1}
-        *pieces, _ = server.events("/v1/completions", body(**fields))
-        texts = [p["choices"][0]["text"] for p in pieces]
-        assert texts == ["\ufffd"]  # its last: nothing can make it whole any more
-    fields = {"prompt": "x", "allowed_token_ids": [ids[0]], "max_tokens": 3}
-    *pieces, _ = server.events("/v1/completions", body(**fields))
-    texts = [p["choices"][0]["text"] for p in pieces]
-    assert "".join(texts) == "\ufffd" * 3 and "" not in texts[:-1]
+    ids = tokenizer.encode("é€😀!")
+    assert len(ids) == 10, "the shipped tokenizer cuts them into bytes"
+    drawn = {"allowed_token_ids": ids[:2], "temperature": 99, "max_tokens": 37}
+    for fields in (
+        {"structured_outputs": {"regex": "é€😀!"}},
+        drawn,
+        drawn | {"stop": ["éé", "é\ufffdé"]},
+        drawn | {"stop": ["éé", "é\ufffdé"], "include_stop_str_in_output": True},
+    ):
+        fields = body(n=2, seed=2, return_token_ids=True) | fields
+        _, whole = server.post("/v1/completions", fields)
+        *pieces, _ = server.events("/v1/completions", fields)
+        for choice in whole["choices"]:
+            data = b"".join(map(tokenizer.token_bytes, choice["token_ids"]))
+            expected = data.decode(errors="replace").removesuffix("<|endoftext|>")
+            if "stop" in fields:
+                why = choice["stop_reason"]
+                kept = why if "include_stop_str_in_output" in fields else ""
+                expected = expected[: expected.index(why)] + kept
+            assert choice["text"] == expected
+            text, token_ids = "", []
+            for own in (c for p in pieces for c in p["choices"] if c["index"] == choice["index"]):
+                text, token_ids = text + own["text"], token_ids + own["token_ids"]
+                assert expected.startswith(text), "nothing is taken back"
+            assert (text, token_ids) == (expected, choice["token_ids"])
+        if "stop" in fields:
+            assert [choice["stop_reason"] for choice in whole["choices"]] == fields["stop"][::-1]
+        elif "structured_outputs" in fields:
+            assert whole["choices"][1]["text"] == "é€😀!"
 
 
 def test_minus_infinity_is_a_number(server: Running) -> None:
@@ -307,6 +331,33 @@ def test_metrics_have_vllms_names(server: Running) -> None:
         assert re.search(rf"{name}{{.*}} {number}", text)
 
 
+def test_the_first_tokens_time_is_known_before_a_request_ends() -> None:
+    """And of who leaves after it; one that was only accepted has none."""
+    metrics = ServerMetrics(SimpleNamespace(stats=EngineStats()), MODEL)  # pyright: ignore[reportArgumentType]
+
+    def count() -> float:
+        found = re.search(r"time_to_first_token_seconds_count{.*} (\S+)", metrics.text().decode())
+        assert found is not None
+        return float(found[1])
+
+    async def request() -> AsyncIterator[RequestDelta]:
+        yield RequestDelta("x", prompt_token_ids=[5])
+        for i in range(2):
+            yield RequestDelta("x", {0: CompletionDelta(0, "a", [i])})
+
+    async def read() -> list[float]:
+        found, deltas = [], metrics.counted(request())
+        async for _ in deltas:
+            found.append(count())
+        await metrics.counted(request()).aclose()
+        one = metrics.counted(request())
+        await anext(one)
+        await one.aclose()
+        return [*found, count()]
+
+    assert asyncio.run(read()) == [0, 1, 1, 1]
+
+
 def test_a_template_gets_texts(template_server: Running) -> None:
     def tokens(messages: list[dict[str, Any]], **others: Any) -> tuple[int, Any]:
         return template_server.post("/tokenize", {"messages": messages, **others})
@@ -342,8 +393,10 @@ def test_a_models_own_template_is_used_unless_there_is_another() -> None:
     assert ChatPrompts(tokenizer).text(CHAT["messages"]) == "None of a stack"
     assert ChatPrompts(tokenizer, "other").text(CHAT["messages"]) == "other of a stack"
     source.chat_template = None
-    with pytest.raises(ApiError, match="has no chat template: start the server with --chat-temp"):
+    with pytest.raises(ApiError, match="has no chat template") as caught:
         ChatPrompts(tokenizer).text(CHAT["messages"])
+    way_out = Path(caught.value.message.split()[-1])
+    assert (Path(__file__).parents[2] / way_out).read_text(encoding="utf-8") == TEMPLATE
 
 
 def test_a_template_gets_messages_as_they_are_with_their_content_as_a_text() -> None:

@@ -67,13 +67,11 @@
       const {data} = await (await Watch.ask("/v1/models")).json();
       model.replaceChildren(...data.map(({id}) => h("option", {value: id}, id)));
     } catch (error) {
-      if (error.status === 401) askForKey();
-      else tell(error.message);
+      if (error.status !== 401) tell(error.message); // the film's stream asks for the key
     }
   }
 
   function askForKey() {
-    if (!keyForm.hidden) return;
     keyForm.hidden = false;
     key.focus();
   }
