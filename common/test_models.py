@@ -116,7 +116,7 @@ CASES: dict[str, tuple[Callable[[Path], None], str]] = {
         fields(sliding_window=8, layer_types=["sliding_attention"] * 2, **WINDOWS),
         "there are 3 layers",
     ),
-    "no list": (fields(layer_types=7), "config.json holds a value of a wrong kind"),
+    "no list": (fields(layer_types=7), "layer_types is 7: it must be a list"),
     "no config": (file(Path.unlink, "config.json"), "has no config.json"),
     "no JSON": (file(lambda p: p.write_text("{"), "config.json"), "is not readable as JSON"),
     "no safetensors": (file(Path.unlink, WEIGHTS), f"has no weights: neither {WEIGHTS} nor"),
