@@ -119,10 +119,8 @@ class Partial:
     lse: Tensor  # [num_kv_heads, heads that share keys, query_len, 1], log of the sum of exp(score)
 
     def merge(self, other: Partial) -> None:
-        """Take in other keys of the same queries.
-
-        Each side weighs exp(its lse); its share of both is a sigmoid of the difference.
-        """
+        """Take in other keys of the same queries."""
+        # Each side weighs exp(its lse); its share of both is a sigmoid of the difference.
         self.output.lerp_(other.output, torch.sigmoid(other.lse - self.lse))
         torch.logaddexp(self.lse, other.lse, out=self.lse)
 

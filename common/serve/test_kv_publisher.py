@@ -247,7 +247,9 @@ def test_all_is_said_anew_only_if_something_wanted_is_kept_no_more(
     num: int, first: int, num_anew: int
 ) -> None:
     source = Scripted([[CLEARED]] * num)
-    publisher = EventPublisher(source, "inproc://p", "inproc://q", buffer_steps=2)
+    # Its own: an address is free only a moment after its socket is closed.
+    addresses = [f"inproc://{name}{num}{first}" for name in "pq"]
+    publisher = EventPublisher(source, *addresses, buffer_steps=2)
     reader = Reader(publisher)
     reader.replays.send_multipart([b"", first.to_bytes(8, "big")])
     publisher.start()

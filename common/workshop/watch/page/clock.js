@@ -17,11 +17,11 @@
     "clock.step": ["step {n}", "第 {n} 步"],
     "clock.bar": ["Step {n}, {ms} ms: {parts}", "第 {n} 步，{ms} 毫秒：{parts}"],
     "clock.failed": ["The step failed: {error}", "这一步失败：{error}"],
-    "clock.strip": ["Time of each step; the highest is {ms} ms. Click to go there.",
-      "每一步的时间，最高 {ms} 毫秒。点击可跳转。"],
+    "clock.strip": ["Time of each step, cut off at {ms} ms. Click to go there.",
+      "每一步的时间，纵轴到 {ms} 毫秒为止。点击可跳转。"],
     "clock.caption": [
-      "Step {n} took {ms} ms, {ratio} times the median step ({middle} ms). Below: all steps, up to {top} ms",
-      "第 {n} 步用了 {ms} 毫秒，是步时中位数（{middle} 毫秒）的 {ratio} 倍。下方：所有步，最高 {top} 毫秒"],
+      "Step {n} took {ms} ms, {ratio} times the median step ({middle} ms). Below: all steps, cut off at {top} ms",
+      "第 {n} 步用了 {ms} 毫秒，是步时中位数（{middle} 毫秒）的 {ratio} 倍。下方：所有步，纵轴到 {top} 毫秒为止，更高的截平"],
   });
   const PARTS = ["schedule", "prepare", "forward", "sample", "propose", "update"];
   // Shares of ink: neighbours differ, and the palest is still 3 : 1 on the paper.
