@@ -19,9 +19,10 @@ import xgrammar
 from common.engine_config import SHIPPED_CHECKPOINT
 from common.grammars import grammar_compiler
 from common.grammars.grammar_compiler import GrammarCompiler
-from common.grammars.grammar_masks import GrammarMasks, Matched, forbid
+from common.grammars.grammar_masks import GrammarMasks, Matched
 from common.grammars.lark_text import TOO_MANY_WAYS, compile_source
 from common.grammars.vocabulary import Vocabulary, beginning_of, tokenizer_of
+from common.sampling.sampling_constraints import forbid
 from common.tests.grammar_cases import CASES, EOS, may_follow, small_tokenizer, texts_of
 from common.tokenizer import load_tokenizer
 from grammars import Choice, Ebnf, Grammar, Json, Regex, source_of
@@ -388,6 +389,30 @@ def test_rules_of_words_have_masks_over_a_large_vocabulary() -> None:
         i for i, piece in enumerate(vocabulary.pieces) if re.fullmatch(rb"([ab]+ )*[ab]*", piece)
     ]
     assert allowed.tolist() == right and len(right) > 1000
+
+
+def test_rules_and_schemas_may_lead_to_each_other_for_long() -> None:
+    """The library calls itself for each: a usual stack would end, and the process with it."""
+    tokenizer = small_tokenizer()
+    vocabulary = Vocabulary.of(tokenizer, tokenizer.vocab_size, [EOS])
+    rules = "".join(f'r{i} ::= "a" r{i + 1}\n' for i in range(3000))
+    found: dict = {"type": "boolean"}
+    schemas = {"60": found}
+    for i in reversed(range(60)):
+        found = {"$ref": f"#/$defs/{i + 1}"}
+        for _ in range(30):
+            found = {"type": "array", "items": found}
+        schemas[str(i)] = found
+    for grammar, first in (
+        (Ebnf(f'root ::= r0\n{rules}r3000 ::= "b"'), "a"),
+        (Json({"$ref": "#/$defs/0", "$defs": schemas}), "["),
+    ):
+        ours, (token,) = Matching(vocabulary, grammar), tokenizer.encode(first)
+        ours.outputs = [token] * 100
+        assert token in ours.allowed()
+    for grammar in (Ebnf(f'root ::= "{"a" * 200_000}"'), Json({"const": "a" * 200_000})):
+        with pytest.raises(ValueError, match="must have 200,000 at most"):
+            source_of(grammar)
 
 
 def test_special_tokens_are_no_text() -> None:
