@@ -72,7 +72,8 @@ def test_log_probabilities_of_all_tokens_and_their_sum(oracle: Oracle, loaded) -
     for entry, other, row in zip(every.outputs[0].logprobs, two.outputs[0].logprobs, expected):
         assert [entry.top[t] for t in range(97)] == pytest.approx(row.tolist(), abs=1e-9)
         assert list(entry.top.values()) == sorted(entry.top.values(), reverse=True)
-        assert list(other.top.items()) == list(entry.top.items())[:2]
+        # What a row has beside it may round its sums otherwise.
+        assert other.top == pytest.approx(dict(list(entry.top.items())[:2]), abs=1e-12)
     total = sum(float(row[t]) for t, row in zip(tokens, expected))
     for output in (every, two):
         assert output.outputs[0].cumulative_logprob == pytest.approx(total, abs=1e-9)
