@@ -3,7 +3,7 @@
     process "host"      schedule and update of every step, on one track
     process "device"    prepare, forward, sample and propose: what the runner timed
     process "requests"  an async slice for each request's life, and inside it its waits and runs;
-                        an arrow from each preemption to the return
+                        an arrow from a preemption to the return, if there is one
     counters            blocks by state, running, waiting, tokens of a step
 
 The runner times its parts and not when they begin: they are laid end to end behind the plan or, if
@@ -73,7 +73,8 @@ class _Tracer:
         self.planned: dict[int, Planned] = {}
         self.lives: dict[str, int] = {}  # of those that have not ended: the id of their slices
         self.phases: dict[str, str] = {}  # of these, the inner slice that is open
-        self.flows: dict[str, int] = {}  # of the preempted: the id of the arrow
+        self.arrows: list[tuple[str, str, float]] = []  # of a planning that is not over: its ends
+        self.begun: dict[str, TraceEvent] = {}  # of the preempted: where the arrow begins
         self.num_ids = 0
 
     def events(self) -> Iterator[TraceEvent]:
@@ -99,6 +100,7 @@ class _Tracer:
             kinds[cell.kind] = kinds.get(cell.kind, 0) + cell.num_tokens
         args = {"step": event.step, "tokens": kinds, "stop": event.stop}
         yield _slice("schedule", HOST, event.time, end, args)
+        yield from self._draw_arrows()
         if kinds:
             yield _counter("tokens of the step", event.time, kinds)
         yield from self._counters()
@@ -119,7 +121,21 @@ class _Tracer:
         yield _slice("update", HOST, begin, event.time, {"step": event.step})
         yield from self._counters()
 
+    def _draw_arrows(self) -> Iterator[TraceEvent]:
+        """An arrow's end binds to the slice around it, which is the planning: without one, or if the
+        request never returns, there is no arrow."""
+        for ph, request, time in self.arrows:
+            if ph == "s":
+                self.num_ids += 1
+                begin = _event(ph, "preemption", HOST, time, id=self.num_ids, cat="preemption")
+                self.begun[request] = begin
+            elif (begin := self.begun.pop(request, None)) is not None:
+                yield begin
+                yield {**begin, "ph": ph, "ts": _us(time), "bp": "e"}
+        self.arrows = []
+
     def _on_failed(self, event: Failed) -> Iterator[TraceEvent]:
+        self.arrows = []
         yield _event("i", "failed", HOST, event.time, s="g", args={"error": event.error})
 
     def _counters(self) -> Iterator[TraceEvent]:
@@ -142,16 +158,12 @@ class _Tracer:
 
     def _on_admitted(self, event: Admitted) -> Iterator[TraceEvent]:
         yield from self._enter(event.request, "runs")
-        if (flow := self.flows.pop(event.request, None)) is not None:
-            # An arrow's end binds to the slice around it, which here is the planning.
-            yield _event("f", "preemption", HOST, self.now, id=flow, cat="preemption", bp="e")
+        self.arrows.append(("f", event.request, self.now))
 
     def _on_preempted(self, event: Preempted) -> Iterator[TraceEvent]:
         yield from self._enter(event.request, "is preempted")
-        self.num_ids += 1
-        self.flows[event.request] = self.num_ids
+        self.arrows.append(("s", event.request, self.now))
         args = {"request": event.request, "lost_tokens": event.num_lost_tokens}
-        yield _event("s", "preemption", HOST, self.now, id=self.num_ids, cat="preemption")
         yield _event("i", "preempted", HOST, self.now, s="t", args=args)
 
     def _on_finished(self, event: Finished) -> Iterator[TraceEvent]:
@@ -165,8 +177,7 @@ class _Tracer:
 
     def _end(self, request: str, args: dict[str, Any]) -> Iterator[TraceEvent]:
         yield self._async("e", self.phases.pop(request), request)
-        if (flow := self.flows.pop(request, None)) is not None:  # it never returned
-            yield _event("f", "preemption", HOST, self.now, id=flow, cat="preemption", bp="e")
+        self.begun.pop(request, None)  # it never returned
         yield self._async("e", request, request, args)
         del self.lives[request]
 

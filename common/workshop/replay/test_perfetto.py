@@ -105,14 +105,30 @@ def test_the_trace_says_what_the_film_says(films: list[Film]) -> None:
         assert [e["name"] for e in lives] == [getattr(event, "request", "") for event in arrived]
         assert all(e["pid"] == REQUESTS for e in lives)
         num_preempted = sum(event.kind == "preempted" for event in film.events)
-        assert names["s", HOST, "preemption"] == num_preempted
+        assert names["i", HOST, "preempted"] == num_preempted
+        assert names["s", HOST, "preemption"] == num_returns(film)
         blocks = [e["args"] for e in events if e["name"] == "blocks"]
         assert all(sum(values.values()) == film.run.num_blocks - 1 for values in blocks)
 
 
+def num_returns(film: Film) -> int:
+    """How often somebody who was preempted ran again."""
+    num, away = 0, set()
+    for event in film.events:
+        if event.kind == "preempted":
+            away.add(event.request)
+        elif event.kind in ("admitted", "finished") and event.request in away:
+            away.remove(event.request)
+            num += event.kind == "admitted"
+    return num
+
+
 def test_a_film_that_was_cut_gives_a_trace_that_keeps_the_rules(films: list[Film]) -> None:
+    """Wherever it is cut, in the middle of a planning and behind its end, too."""
     film = films[0]
-    for end in range(1, len(film.events), 37):
+    at_arrows = [i for i, event in enumerate(film.events) if event.kind in ("preempted", "admitted")]
+    assert num_returns(film) > 0
+    for end in {*range(1, len(film.events), 37), *(i + 1 for i in at_arrows[:40])}:
         assert broken_rules(trace_of(Film([film.run, *film.events[:end]]))) == []
 
 
@@ -145,7 +161,7 @@ def broken_rules_or_error(trace: dict) -> list[str]:
 def test_the_command_describes_exports_and_refuses(
     workshop: Workshop, tmp_path: Path, capsys
 ) -> None:
-    path = workshop.run(4, num_blocks=40, block_size=3, max_num_seqs=2).path
+    path = workshop.run(9, num_blocks=40, block_size=3, max_num_seqs=2).path
     out = tmp_path / "out.json"
     assert main([str(path), "--perfetto", str(out)]) == 0
     assert "steps" in capsys.readouterr().out
