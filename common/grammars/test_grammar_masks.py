@@ -437,12 +437,12 @@ def test_what_was_given_up_or_failed_is_compiled_again() -> None:
     compiler.close()
 
 
-def test_the_least_recently_wanted_go_first_and_failures_are_not_kept(monkeypatch) -> None:
+def test_the_least_recently_wanted_go_first_failures_too(monkeypatch) -> None:
     tokenizer = small_tokenizer()
     compiler = GrammarCompiler(Vocabulary.of(tokenizer, tokenizer.vocab_size, [EOS]))
     a, b, c, d = (source_of(Regex(text)) for text in "abcd")
     first, second = compiler.submit(a), compiler.submit(b)
-    monkeypatch.setattr(grammar_compiler, "KEPT", len(first.result(60)) + len(second.result(60)))
+    monkeypatch.setattr(grammar_compiler, "KEPT", 3 * (4 * len(a) + 4110))
     assert compiler.submit(a) is first
     compiler.submit(c).result(60)
     compiler.submit(d).result(60)  # one too many is there
@@ -450,7 +450,16 @@ def test_the_least_recently_wanted_go_first_and_failures_are_not_kept(monkeypatc
     for i in range(20):
         with pytest.raises(ValueError, match="does not compile"):
             compiler.submit(source_of(Regex(f"({i}"))).result(60)
-    assert len(compiler._futures) <= 4
+    assert len(compiler._futures) == 3
+    goes_on = Event()
+    compiler._thread.submit(goes_on.wait, 60)
+    waiting = [source_of(Regex(f"{i}")) for i in range(20)]
+    futures = [compiler.submit(source) for source in waiting]
+    assert [compiler.submit(source) for source in waiting] == futures, "somebody waits for it"
+    goes_on.set()
+    futures[-1].result(60)
+    compiler.submit(a)
+    assert len(compiler._futures) <= 3
     compiler.close()
 
 
