@@ -23,7 +23,8 @@ from typing import Any
 
 from request import SamplingParams, check_integers, require
 
-MOST_CHARACTERS = 200_000  # of a schema or of rules: a parser calls itself for what they nest
+# What is compiled takes hundreds of bytes for each, and a parser calls itself for what is nested.
+MOST_CHARACTERS = 200_000  # a list of texts, which nests nothing, may have ten times as many
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,17 +77,16 @@ def source_of(grammar: object) -> str:
         schema, most = _schema(grammar.schema), int(grammar.max_whitespace)
         return _bounded(f'{{"json": {schema}, "max_whitespace": {most}}}')
     if isinstance(grammar, Regex):
-        return json.dumps({"regex": _text("grammar", grammar.pattern)})
+        return _bounded(json.dumps({"regex": _text("grammar", grammar.pattern)}))
     if isinstance(grammar, Choice):
-        return json.dumps({"choice": _texts(grammar.choices)})
+        return _bounded(json.dumps({"choice": _texts(grammar.choices)}), 10 * MOST_CHARACTERS)
     require(isinstance(grammar, Ebnf), "grammar", grammar, "a Json, Regex, Choice or Ebnf")
     assert isinstance(grammar, Ebnf)
     return _bounded(json.dumps({"ebnf": _text("grammar", grammar.rules)}))
 
 
-def _bounded(source: str) -> str:
-    most, num = MOST_CHARACTERS, len(source)
-    if num > most:
+def _bounded(source: str, most: int = MOST_CHARACTERS) -> str:
+    if (num := len(source)) > most:
         raise ValueError(f"grammar has {num:,} characters: it must have {most:,} at most")
     return source
 

@@ -410,9 +410,13 @@ def test_rules_and_schemas_may_lead_to_each_other_for_long() -> None:
         ours, (token,) = Matching(vocabulary, grammar), tokenizer.encode(first)
         ours.outputs = [token] * 100
         assert token in ours.allowed()
-    for grammar in (Ebnf(f'root ::= "{"a" * 200_000}"'), Json({"const": "a" * 200_000})):
+    many = "a" * 200_000
+    for grammar in (Ebnf(f'root ::= "{many}"'), Json({"const": many}), Regex(many)):
         with pytest.raises(ValueError, match="must have 200,000 at most"):
             source_of(grammar)
+    assert source_of(Choice([many]))
+    with pytest.raises(ValueError, match="must have 2,000,000 at most"):
+        source_of(Choice([many] * 10))
 
 
 def test_special_tokens_are_no_text() -> None:
