@@ -28,6 +28,7 @@ from common.tests.engine_oracle import (
 from common.tests.every_kind import must_be_as_likely
 from common.tests.grammar_cases import CASES, EOS, greedy_within, small_tokenizer
 from request import SamplingParams
+from tiered_cache import KVTierConfig
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 CPU = torch.device("cpu")
@@ -177,11 +178,13 @@ def test_two_engines_over_one_model_do_not_see_each_other(
         assert serve(none, prompts[:1], None) == [expected[None][:1]]
 
 
+@pytest.mark.parametrize("has_tier", [False, True])
 def test_cached_kv_is_an_adapters_by_its_content_and_not_by_its_name(
-    model, directories, prompts, expected
+    has_tier, model, directories, prompts, expected
 ) -> None:
-    """Trap 64."""
-    engine = checked_engine(model, max_loras=1, block_size=4, num_blocks=200)
+    """Trap 64. With a tier the pool holds one request, so the others come back from there."""
+    how = dict(num_blocks=26, kv_tiers=KVTierConfig(200)) if has_tier else dict(num_blocks=200)
+    engine = checked_engine(model, max_loras=1, block_size=4, **how)
     longest = max(range(len(prompts)), key=lambda i: len(prompts[i]))
 
     def num_cached(name: str | None, kind: str | None) -> int:
@@ -198,6 +201,8 @@ def test_cached_kv_is_an_adapters_by_its_content_and_not_by_its_name(
     engine.load_adapter("first", directories["everything"])
     assert num_cached("first", "everything") == 0
     assert num_cached("same", "attention") > 0 and num_cached(None, None) > 0
+    assert not has_tier or engine._connector.stats.num_host_hits > 0
+    engine.close()
 
 
 @pytest.mark.parametrize("overlaps", [False, True])
