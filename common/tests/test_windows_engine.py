@@ -26,6 +26,7 @@ from common.events.event_kinds import Matched, Planned, read_events
 from common.llm import LLM
 from common.loader import LoadedModel, load_model
 from common.runner.model_runner import PagedModelRunner
+from common.serve.kv_events import KVEvents
 from common.tests.engine_oracle import (
     MAX_TOKENS,
     Oracle,
@@ -385,3 +386,13 @@ def test_what_is_not_built_is_refused_by_name(settings, named, tmp_path) -> None
     with pytest.raises(ValueError, match=re.escape(named)) as error:
         LLMEngine(config, loaded=loaded, draft=loaded if "speculative" in settings else None)
     assert "with max_model_len=7 no layer does" in str(error.value)
+
+
+def test_so_are_kv_events_of_an_engine_that_is_watched_too(windowed, tmp_path) -> None:
+    engine = checked_engine(windowed[1], num_blocks=40)
+    for is_watched in (False, True):
+        if is_watched:
+            engine.watch(tmp_path / "run.jsonl")
+        with pytest.raises(ValueError, match="kv_events: they are not built for layers"):
+            KVEvents(engine, "nowhere")
+    engine.close()
