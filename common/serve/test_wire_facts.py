@@ -332,7 +332,8 @@ def test_metrics_have_vllms_names(server: Running) -> None:
 
 
 def test_the_first_tokens_time_is_known_before_a_request_ends() -> None:
-    """And of who leaves after it; one that was only accepted has none."""
+    """And of who leaves after it; one that was only accepted has none, nor one that ends without
+    any token."""
     metrics = ServerMetrics(SimpleNamespace(stats=EngineStats()), MODEL)  # pyright: ignore[reportArgumentType]
 
     def count() -> float:
@@ -345,6 +346,9 @@ def test_the_first_tokens_time_is_known_before_a_request_ends() -> None:
         for i in range(2):
             yield RequestDelta("x", {0: CompletionDelta(0, "a", [i])})
 
+    async def failed() -> AsyncIterator[RequestDelta]:
+        yield RequestDelta("x", {0: CompletionDelta(0, "", [], None, "error")}, finished=True)
+
     async def read() -> list[float]:
         found, deltas = [], metrics.counted(request())
         async for _ in deltas:
@@ -353,6 +357,7 @@ def test_the_first_tokens_time_is_known_before_a_request_ends() -> None:
         one = metrics.counted(request())
         await anext(one)
         await one.aclose()
+        assert [delta.finished async for delta in metrics.counted(failed())] == [True]
         return [*found, count()]
 
     assert asyncio.run(read()) == [0, 1, 1, 1]
