@@ -68,7 +68,7 @@ def test_the_page_is_never_wider_than_the_window(open_run: OpenRun, default_run_
     for width in (1920, 1280, 1024, 800, 390):
         run.page.set_viewport_size({"width": width, "height": 800})
         run.page.wait_for_function(
-            "width => document.documentElement.scrollWidth <= width", arg=width, timeout=10_000
+            "width => document.documentElement.scrollWidth <= width", arg=width
         )
     tops = run.ask("[...document.querySelectorAll('.root')].map((one) => one.offsetTop)")
     assert len(set(tops)) == len(tops), "a narrow window has one column"

@@ -271,7 +271,9 @@ def test_every_block_is_inside_an_area_that_does_not_grow(
         page = ready(open_page(film.page, 1280, 800, at="step=3"))
         for width, height in ((1280, 800), (1024, 768), (1920, 1080)):
             page.set_viewport_size({"width": width, "height": height})
-            page.wait_for_timeout(60)
+            page.wait_for_function("width => innerWidth === width", arg=width)
+            go(page)
+            go(page)  # sizes are measured, and drawn with the next frame
             assert page.evaluate(OUTSIDE) == []
             area = page.locator(".pool-cells").bounding_box()
             assert area is not None
@@ -320,7 +322,7 @@ def test_a_painted_pool_has_the_colours_of_its_owners(
     """Each block of the request is painted otherwise than a free one, and no other is."""
     film = sizes[4096]
     page = ready(open_page(film.page, 1920, 1080, at="step=3"))
-    page.wait_for_timeout(60)
+    go(page)
     table = film.state(3).requests["a"].table
     pixels = page.evaluate(
         """() => {
