@@ -4,7 +4,7 @@ Nothing here touches the engine's state, so whatever is refused leaves no trace.
 
 from __future__ import annotations
 
-import math
+import sys
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
@@ -20,6 +20,7 @@ from request import SamplingParams, check_integers, require
 
 Prompt = str | Sequence[int]  # or a row of integers of NumPy or PyTorch
 _RULES = "allowed_token_ids", "bad_words", "logit_bias"
+MOST_SAMPLES = 16_384  # of a prompt, as in vLLM: each takes memory at once
 
 
 class SharedOptions(TypedDict, total=False):
@@ -65,7 +66,7 @@ class Intake:
         rules = self._check_params(params)
         arrival_time = time.monotonic() if arrival_time is None else arrival_time
         is_number = isinstance(arrival_time, Real) and not isinstance(arrival_time, bool)
-        if not is_number or not math.isfinite(arrival_time):
+        if not is_number or not abs(arrival_time) <= sys.float_info.max:
             raise ValueError(f"arrival_time is {arrival_time!r}: it must be a number of seconds")
         check_integers(priority=priority)
         if cache_salt is not None and not (isinstance(cache_salt, str) and cache_salt):
@@ -128,6 +129,7 @@ class Intake:
         """What rules its tokens keep to, if any."""
         if not isinstance(params, SamplingParams):
             raise ValueError(f"sampling_params is {params!r}: it must be a SamplingParams")
+        require(params.n <= MOST_SAMPLES, "n", params.n, f"at most {MOST_SAMPLES:,}")
         self._check_token_ids("stop_token_ids", params.stop_token_ids)
         rules = None
         if any(getattr(params, name) is not None for name in _RULES):

@@ -204,7 +204,7 @@ def _grammars_of_all(
     """What is done to the logits if each row has a grammar; nothing, where none can come."""
     if find_spec("llguidance") is None:
         return lambda logits: logits
-    from common.grammars.grammar_masks import forbid
+    from common.sampling.sampling_constraints import forbid
 
     at, num_words = torch.arange(num_rows, device=device), -(-vocab_size // 32)
     bits = torch.full((num_rows, num_words), -1, dtype=torch.int32, device=device)

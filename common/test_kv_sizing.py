@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable
 from dataclasses import replace
 
@@ -11,12 +12,10 @@ import torch
 from common import kv_sizing
 from common.adapters.adapter_slots import AdapterSlots
 from common.engine_config import EngineConfig
-from common.grammars import grammar_masks
-from common.grammars.grammar_masks import forbid
 from common.kv_sizing import KVDemand, Neighbours, make_kv_cache
 from common.loader import LoadedModel
 from common.model import SCORED
-from common.sampling import speculative_sampler
+from common.sampling import sampling_constraints, speculative_sampler
 from common.sampling.sampler import Sampler
 from common.sampling.sampling_columns import (
     LOGPROBS,
@@ -139,6 +138,7 @@ def test_the_peak_is_that_of_sampling_the_most_rows_there_can_be(loaded, monkeyp
     """Between the two readings, twice: all rows of 48 requests, each with every constraint, a
     grammar and log-probabilities, behind a forward pass of as many tokens as a step may have."""
     events: list = []
+    forbid = sampling_constraints.forbid
     steps = spy_on_forward(monkeypatch)
 
     class SpySampler(Sampler):
@@ -159,7 +159,8 @@ def test_the_peak_is_that_of_sampling_the_most_rows_there_can_be(loaded, monkeyp
         return forbid(logits, at, bits)
 
     monkeypatch.setattr(kv_sizing, "Sampler", SpySampler)
-    monkeypatch.setattr(grammar_masks, "forbid", spy_on_forbid)
+    monkeypatch.setattr(sampling_constraints, "forbid", spy_on_forbid)
+    monkeypatch.setitem(sys.modules, "common.grammars", None)  # nothing of it is loaded
     config = EngineConfig(max_num_seqs=48, max_num_batched_tokens=200)
     make(config, loaded, max_model_len=90, memory=FakeMemory(0, events))
     twice = [(True, (48, 10), torch.int32), (VOCAB_SIZE, 48, (48, 300))] * 2

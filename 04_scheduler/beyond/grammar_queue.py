@@ -57,7 +57,9 @@ class GrammarsCompiled(SchedulerPlugin):
     def ended(self, request: Request) -> None:
         self._waits.pop(request.request_id, None)
         future = self._futures.pop(request.request_id, None)
-        if future is not None and all(other is not future for other in self._futures.values()):
+        if future is None or future.done():
+            return
+        if all(other is not future for other in self._futures.values()):
             future.cancel()  # if it has not begun
 
     def failed(self) -> dict[str, str]:

@@ -23,6 +23,8 @@ from typing import Any
 
 from request import SamplingParams, check_integers, require
 
+MOST_CHARACTERS = 200_000  # of a schema or of rules: a parser calls itself for what they nest
+
 
 @dataclass(frozen=True, slots=True)
 class Json:
@@ -71,16 +73,22 @@ def source_of(grammar: object) -> str:
         grammar = _of_vllm(grammar)
     if isinstance(grammar, Json):
         check_integers(0, max_whitespace=grammar.max_whitespace)
-        found = {"json": _schema(grammar.schema), "max_whitespace": int(grammar.max_whitespace)}
-    elif isinstance(grammar, Regex):
-        found = {"regex": _text("grammar", grammar.pattern)}
-    elif isinstance(grammar, Choice):
-        found = {"choice": _texts(grammar.choices)}
-    elif isinstance(grammar, Ebnf):
-        found = {"ebnf": _text("grammar", grammar.rules)}
-    else:
-        require(False, "grammar", grammar, "a Json, Regex, Choice or Ebnf")
-    return json.dumps(found)
+        schema, most = _schema(grammar.schema), int(grammar.max_whitespace)
+        return _bounded(f'{{"json": {schema}, "max_whitespace": {most}}}')
+    if isinstance(grammar, Regex):
+        return json.dumps({"regex": _text("grammar", grammar.pattern)})
+    if isinstance(grammar, Choice):
+        return json.dumps({"choice": _texts(grammar.choices)})
+    require(isinstance(grammar, Ebnf), "grammar", grammar, "a Json, Regex, Choice or Ebnf")
+    assert isinstance(grammar, Ebnf)
+    return _bounded(json.dumps({"ebnf": _text("grammar", grammar.rules)}))
+
+
+def _bounded(source: str) -> str:
+    most, num = MOST_CHARACTERS, len(source)
+    if num > most:
+        raise ValueError(f"grammar has {num:,} characters: it must have {most:,} at most")
+    return source
 
 
 def check_params(params: SamplingParams, eos_token_ids: Sequence[int]) -> None:
@@ -112,17 +120,17 @@ def _of_vllm(wanted: Mapping[str, Any]) -> Grammar:
     return makers[name](value)
 
 
-def _schema(schema: object) -> Any:
+def _schema(schema: object) -> str:
     if schema is None:
-        return {"type": "object"}
+        return '{"type": "object"}'
     try:
         found = json.loads(schema) if isinstance(schema, str | bytes) else schema
-        json.dumps(found, allow_nan=False)
+        text = json.dumps(found, allow_nan=False)
     except (ValueError, TypeError, RecursionError) as error:
         raise ValueError(f"schema is no JSON: {error}") from error
-    found = {} if found is True else found
-    require(isinstance(found, dict), "schema", schema, "a JSON schema: an object")
-    return found
+    text = "{}" if text == "true" else text
+    require(text[0] == "{", "schema", schema, "a JSON schema: an object")
+    return text
 
 
 def _texts(choices: object) -> list[str]:

@@ -8,9 +8,10 @@ from __future__ import annotations
 import numpy as np
 import torch
 
-from common.grammars.grammar_masks import GrammarMasks, forbid
+from common.grammars.grammar_masks import GrammarMasks
 from common.grammars.lark_text import compile_source
 from common.grammars.vocabulary import Vocabulary, tokenizer_of
+from common.sampling.sampling_constraints import forbid
 from common.workshop.tools.draw import LARGE, PAPER, SMALL, Drawing, save_all
 from common.workshop.tools.palette import DECODE, tint
 from grammars import Choice, source_of

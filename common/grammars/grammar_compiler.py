@@ -12,7 +12,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from common.grammars.lark_text import compile_source
 from common.grammars.vocabulary import Vocabulary, tokenizer_of
 
-KEPT = 16 << 20  # characters of grammars that nobody need be waiting for
+KEPT = 64 << 20  # bytes, about, of grammars that nobody need be waiting for
 
 
 class GrammarCompiler:
@@ -23,11 +23,14 @@ class GrammarCompiler:
         self.vocabulary = vocabulary
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="grammar")
         self._futures: OrderedDict[str, Future[str]] = OrderedDict()
+        self._num_bytes = 0  # of these
         self.close = weakref.finalize(self, _close, self._thread)
 
     def submit(self, source: str) -> Future[str]:
         """What is compiled of it, or a `ValueError` that says what is wrong."""
         future = self._futures.pop(source, None)
+        if future is None:
+            self._num_bytes += _size(source)
         if future is None or (future.done() and not _is_compiled(future)):
             future = self._thread.submit(_compile, source, self.vocabulary)
         self._futures[source] = future
@@ -35,13 +38,18 @@ class GrammarCompiler:
         return future
 
     def _make_room(self) -> None:
-        done = {name: f for name, f in self._futures.items() if f.done()}
-        sizes = {name: len(f.result()) for name, f in done.items() if _is_compiled(f)}
-        num_kept = sum(sizes.values())
-        for name in done:
-            if num_kept > KEPT or name not in sizes:
-                num_kept -= sizes.get(name, 0)
-                del self._futures[name]
+        """What it costs does not depend on how many are kept."""
+        while self._num_bytes > KEPT and len(self._futures) > 1:
+            source, future = next(iter(self._futures.items()))
+            if not future.done():  # nor are those behind it
+                break
+            del self._futures[source]
+            self._num_bytes -= _size(source)
+
+
+def _size(source: str) -> int:
+    """With what was compiled of it, which is longer, and a future."""
+    return 4 * len(source) + 4096
 
 
 def _compile(source: str, vocabulary: Vocabulary) -> str:

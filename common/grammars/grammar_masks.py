@@ -22,13 +22,13 @@ from typing import Protocol
 
 import numpy as np
 import torch
-import torch.nn.functional as F
 from llguidance.numpy import fill_next_token_bitmask
 
 from common.grammars.lark_text import NOTHING_FITS, TOO_MANY_WAYS, sentence_of
 from common.grammars.vocabulary import Beginning, Vocabulary, beginning_of, tokenizer_of
 from common.loader import LoadedModel
 from common.sampling.runner_plugin import BroughtByFew, Cargo, HasTokens, StepRows
+from common.sampling.sampling_constraints import forbid
 from common.tokenizer import Tokenizer, load_tokenizer
 from scheduler_interface import NewRequestData
 
@@ -190,17 +190,6 @@ class Matched:
             num_taken += 1
         self._take_back(drafts, num_taken)
         return num_taken
-
-
-def forbid(logits: torch.Tensor, at: torch.Tensor, bits: torch.Tensor) -> torch.Tensor:
-    """Logits [R, V] with -inf, in the rows `at`, for each token that has no bit. `bits` [len(at),
-    W] int32, the lowest first; a token behind the last of them has none."""
-    places = torch.arange(32, dtype=torch.int32, device=bits.device)
-    is_allowed = ((bits[:, :, None] >> places) & 1).flatten(1).bool()
-    vocab_size = logits.shape[1]
-    is_allowed = F.pad(is_allowed, (0, max(0, vocab_size - is_allowed.shape[1])))[:, :vocab_size]
-    rows = logits.index_select(0, at).masked_fill(~is_allowed, float("-inf"))
-    return logits.index_copy(0, at, rows)
 
 
 class Given(Protocol):

@@ -19,9 +19,10 @@ import xgrammar
 from common.engine_config import SHIPPED_CHECKPOINT
 from common.grammars import grammar_compiler
 from common.grammars.grammar_compiler import GrammarCompiler
-from common.grammars.grammar_masks import GrammarMasks, Matched, forbid
+from common.grammars.grammar_masks import GrammarMasks, Matched
 from common.grammars.lark_text import TOO_MANY_WAYS, compile_source
 from common.grammars.vocabulary import Vocabulary, beginning_of, tokenizer_of
+from common.sampling.sampling_constraints import forbid
 from common.tests.grammar_cases import CASES, EOS, may_follow, small_tokenizer, texts_of
 from common.tokenizer import load_tokenizer
 from grammars import Choice, Ebnf, Grammar, Json, Regex, source_of
@@ -390,6 +391,30 @@ def test_rules_of_words_have_masks_over_a_large_vocabulary() -> None:
     assert allowed.tolist() == right and len(right) > 1000
 
 
+def test_rules_and_schemas_may_lead_to_each_other_for_long() -> None:
+    """The library calls itself for each: a usual stack would end, and the process with it."""
+    tokenizer = small_tokenizer()
+    vocabulary = Vocabulary.of(tokenizer, tokenizer.vocab_size, [EOS])
+    rules = "".join(f'r{i} ::= "a" r{i + 1}\n' for i in range(3000))
+    found: dict = {"type": "boolean"}
+    schemas = {"60": found}
+    for i in reversed(range(60)):
+        found = {"$ref": f"#/$defs/{i + 1}"}
+        for _ in range(30):
+            found = {"type": "array", "items": found}
+        schemas[str(i)] = found
+    for grammar, first in (
+        (Ebnf(f'root ::= r0\n{rules}r3000 ::= "b"'), "a"),
+        (Json({"$ref": "#/$defs/0", "$defs": schemas}), "["),
+    ):
+        ours, (token,) = Matching(vocabulary, grammar), tokenizer.encode(first)
+        ours.outputs = [token] * 100
+        assert token in ours.allowed()
+    for grammar in (Ebnf(f'root ::= "{"a" * 200_000}"'), Json({"const": "a" * 200_000})):
+        with pytest.raises(ValueError, match="must have 200,000 at most"):
+            source_of(grammar)
+
+
 def test_special_tokens_are_no_text() -> None:
     tokenizer = small_tokenizer()
     vocabulary = Vocabulary.of(tokenizer, tokenizer.vocab_size + 3, [EOS, 500])
@@ -412,12 +437,12 @@ def test_what_was_given_up_or_failed_is_compiled_again() -> None:
     compiler.close()
 
 
-def test_the_least_recently_wanted_go_first_and_failures_are_not_kept(monkeypatch) -> None:
+def test_the_least_recently_wanted_go_first_failures_too(monkeypatch) -> None:
     tokenizer = small_tokenizer()
     compiler = GrammarCompiler(Vocabulary.of(tokenizer, tokenizer.vocab_size, [EOS]))
     a, b, c, d = (source_of(Regex(text)) for text in "abcd")
     first, second = compiler.submit(a), compiler.submit(b)
-    monkeypatch.setattr(grammar_compiler, "KEPT", len(first.result(60)) + len(second.result(60)))
+    monkeypatch.setattr(grammar_compiler, "KEPT", 3 * (4 * len(a) + 4110))
     assert compiler.submit(a) is first
     compiler.submit(c).result(60)
     compiler.submit(d).result(60)  # one too many is there
@@ -425,7 +450,16 @@ def test_the_least_recently_wanted_go_first_and_failures_are_not_kept(monkeypatc
     for i in range(20):
         with pytest.raises(ValueError, match="does not compile"):
             compiler.submit(source_of(Regex(f"({i}"))).result(60)
-    assert len(compiler._futures) <= 4
+    assert len(compiler._futures) == 3
+    goes_on = Event()
+    compiler._thread.submit(goes_on.wait, 60)
+    waiting = [source_of(Regex(f"{i}")) for i in range(20)]
+    futures = [compiler.submit(source) for source in waiting]
+    assert [compiler.submit(source) for source in waiting] == futures, "somebody waits for it"
+    goes_on.set()
+    futures[-1].result(60)
+    compiler.submit(a)
+    assert len(compiler._futures) <= 3
     compiler.close()
 
 

@@ -7,14 +7,19 @@ tokens have no bytes here, so no grammar ever allows one; EOS is no affair of th
 from __future__ import annotations
 
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import lru_cache, partial
+from threading import Lock, stack_size
 
 from llguidance import LLMatcher, LLParserLimits, LLTokenizer, TokenizerWrapper
 
 from common.tokenizer import Tokenizer
 
 _NOTHING = b"\xff"  # no text has this byte
+# The library calls itself for each rule or schema that one is made of, and a usual stack that is
+# overrun ends the process. Of what `grammars.py` lets in the worst that was found takes 128 MiB.
+_STACK, _ONE_AT_A_TIME = 256 << 20, Lock()
 RULES = "// rules of single characters\n"
 # What the library may do for one text, counted: so all ranks give up at the same token. Rules can
 # be read in many ways at once, which costs the square of those or more: `s ::= s s | "a"`. So fewer
@@ -59,7 +64,13 @@ class Beginning:
 
     def begin_anew(self) -> None:
         """Copies share what they have found out, and the count of it, which may be too high."""
-        self.matcher = self._make()
+        with _ONE_AT_A_TIME, ThreadPoolExecutor(1) as deep:
+            usual = stack_size(_STACK)
+            try:
+                made = deep.submit(self._make)
+            finally:
+                stack_size(usual)
+            self.matcher = made.result()
 
 
 @lru_cache(maxsize=32)

@@ -1,6 +1,7 @@
 """What may be sampled: each constraint of `SamplingParams` as a function of logits.
 
-Each takes logits [R, V] and one value for each row, and returns new logits. One order ranks tokens
+Each takes logits [R, V] and one value for each row, and returns new logits; a grammar's takes bits
+for some of the rows (`forbid`). One order ranks tokens
 everywhere: the higher logit first, of equals the lower id. So `top_k=1` and a tiny `top_p` are
 exactly greedy, and top-k keeps exactly k.
 
@@ -10,11 +11,23 @@ Repetition penalty: Keskar et al. 2019 (arXiv 1909.05858); top-p: Holtzman et al
 from __future__ import annotations
 
 import torch
+import torch.nn.functional as F
 
 from inverse_cdf import SCALE
 
 NEG_INF = float("-inf")
 _BLOCK = 64  # tokens that are looked at together
+
+
+def forbid(logits: torch.Tensor, at: torch.Tensor, bits: torch.Tensor) -> torch.Tensor:
+    """Logits [R, V] with -inf, in the rows `at`, for each token that has no bit. `bits` [len(at),
+    W] int32, the lowest first; a token behind the last of them has none."""
+    places = torch.arange(32, dtype=torch.int32, device=bits.device)
+    is_allowed = ((bits[:, :, None] >> places) & 1).flatten(1).bool()
+    vocab_size = logits.shape[1]
+    is_allowed = F.pad(is_allowed, (0, max(0, vocab_size - is_allowed.shape[1])))[:, :vocab_size]
+    rows = logits.index_select(0, at).masked_fill(~is_allowed, NEG_INF)
+    return logits.index_copy(0, at, rows)
 
 
 def apply_penalties(

@@ -101,8 +101,9 @@ def check_ids(name: str, ids: list) -> list[int]:
     [
         *(("allowed_token_ids", v) for v in ((), [], "12", {1: 2}, 5, [9], ["a"])),
         *(("logit_bias", v) for v in ([1], 3, {9: 1.0}, {1: "a"}, {1: True}, {1: 100.1})),
-        *(("logit_bias", {1: v}) for v in (float("nan"), float("inf"), None)),
+        *(("logit_bias", {1: v}) for v in (float("nan"), float("inf"), 10**400, None)),
         *(("bad_words", v) for v in ("word", 3, [[]], [3], [""], [" "], [[9]], ["\ud800"], ["a"])),
+        *((name, np.array(5)) for name in ("allowed_token_ids", "bad_words")),
     ],
 )
 def test_what_is_no_rule_is_refused_in_a_sentence(field: str, value: object) -> None:

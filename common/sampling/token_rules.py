@@ -15,7 +15,7 @@ applies it to the rows of a step (`ruled_rows.py`)."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from numbers import Real
 from typing import Any
 
@@ -45,7 +45,7 @@ def token_rules_of(
     biases = dict(bias or {})
     for value in biases.values():
         is_number = isinstance(value, Real) and not isinstance(value, bool)
-        is_right = is_number and abs(float(value)) <= MOST_BIAS
+        is_right = is_number and abs(value) <= MOST_BIAS
         require(is_right, "logit_bias", value, f"numbers from -{MOST_BIAS} to {MOST_BIAS}")
     bad = [ids for word in words or () for ids in _sequences(word, tokenizer, check_ids)]
     ruled_out = {ids[0] for ids in bad if len(ids) == 1}
@@ -60,8 +60,11 @@ def token_rules_of(
 
 
 def _is_list(value: object) -> bool:
-    is_other = isinstance(value, str | bytes | bytearray | Mapping)
-    return isinstance(value, Iterable) and not is_other
+    try:
+        iter(value)  # pyright: ignore[reportArgumentType, reportCallIssue]
+    except TypeError:  # an array without a dimension, too
+        return False
+    return not isinstance(value, str | bytes | bytearray | Mapping)
 
 
 def _sequences(word: Any, tokenizer: Tokenizer | None, check_ids: CheckIds) -> list[list[int]]:

@@ -5,6 +5,8 @@ float64 model's as alone."""
 
 from __future__ import annotations
 
+import itertools
+
 import pytest
 import torch
 from peft import PeftModel
@@ -91,7 +93,8 @@ def test_a_batch_is_as_near_to_the_exact_logits_as_a_request_alone(
 @torch.inference_mode()
 def test_adapters_are_as_near_to_the_exact_logits_as_peft_in_that_dtype(dtype) -> None:
     """The shipped weights are in bfloat16, and the adapter's scale is 2: what differs is rounding.
-    Ours is that of other sums, in both ways in which a step has its adapters."""
+    Ours is that of other sums, in both ways in which a step has its adapters, with packed weights
+    where this processor can."""
     generator = torch.Generator().manual_seed(0)
     lens, has_adapter = (9, 24, 16, 30), (True, False, True, False)
     prompts = [torch.randint(1, 4000, (n,), generator=generator).tolist() for n in lens]
@@ -115,7 +118,10 @@ def test_adapters_are_as_near_to_the_exact_logits_as_peft_in_that_dtype(dtype) -
     column = slot * torch.tensor(has_adapter).repeat_interleave(torch.tensor(lens))
     order = column.nonzero().flatten()
     rows = Ordered(order, [(slot, 0, len(order))])
-    for step in StepAdapters(slots, rows, rows), slots.in_graph(column, torch.arange(sum(lens))):
+    steps = StepAdapters(slots, rows, rows), slots.in_graph(column, torch.arange(sum(lens)))
+    for packs, step in itertools.product((False, True), steps):
+        if packs and model.pack_weights() is not None:
+            break
         work = [(i, 0, ids) for i, ids in enumerate(prompts)]
         found = PagedHarness(model, len(prompts)).step(work, adapter=step).double()
         error = rms(peft - exact)

@@ -130,6 +130,7 @@ def test_who_reads_no_cache_waits_for_nobody(oracle: Oracle, loaded) -> None:
         *(("truncate_prompt_tokens", v) for v in (0, -2, 1.5, "3", True)),
         *(("skip_reading_prefix_cache", v) for v in (2, "yes", 0)),
         *(("detokenize", v) for v in (None, 1)),
+        *(("n", v) for v in (16_385, 10**400)),
         *(("include_stop_str_in_output", v) for v in (None, "yes")),
     ],
 )

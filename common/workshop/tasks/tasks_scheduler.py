@@ -131,7 +131,7 @@ def adapters() -> str:
 def allowed_tokens() -> str:
     import torch
 
-    from common.grammars.grammar_masks import forbid
+    from common.sampling.sampling_constraints import forbid
 
     bits = torch.tensor([[0b10110, 1], [-(2**31), 0]], dtype=torch.int32)
     lines = ["row 2 may have tokens 1, 2, 4 and 32; row 0 token 31; row 1 has no grammar"]

@@ -93,4 +93,4 @@ def test_a_function_of_a_package_is_swapped_by_the_name_that_others_import(
     monkeypatch.setattr(ModuleSwap, "install", lambda swap: None)
     bench.open([the("4.6")])
     (swap,) = mine.install([the("4.6")], bench, tmp_path)
-    assert swap.module == "common.grammars.grammar_masks"
+    assert swap.module == "common.sampling.sampling_constraints"
