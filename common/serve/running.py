@@ -6,6 +6,7 @@ import argparse
 import asyncio
 import logging
 import resource
+import select
 import selectors
 import socket
 import sys
@@ -52,7 +53,16 @@ class PatientProtocol(H11Protocol):
             self._timer.cancel()
             self._timer = None
         elif not is_answered and self._timer is None:
-            self._timer = self.loop.call_later(HEADER_SECONDS, self.transport.close)
+            self._timer = self.loop.call_later(HEADER_SECONDS, self._cut_off)
+
+    def _cut_off(self) -> None:
+        """Unless it has spoken, and the loop, busy with a thousand others, had no time to hear."""
+        unheard = select.poll()
+        unheard.register(self.transport.get_extra_info("socket").fileno(), select.POLLIN)
+        if unheard.poll(0):
+            self._timer = self.loop.call_later(HEADER_SECONDS, self._cut_off)
+        else:
+            self.transport.close()
 
     def connection_lost(self, exc: Exception | None) -> None:
         super().connection_lost(exc)
