@@ -9,13 +9,14 @@ import random
 import socket
 import time
 from collections.abc import Iterator
+from contextlib import ExitStack
 from typing import Any
 
 import pytest
 
 from common.serve.app import ServeConfig
 from common.serve.conftest import HEAD, MODEL, TEMPLATE, Running, posted, running, wait_for
-from common.serve.running import HEADER_SECONDS
+from common.serve.running import HEADER_SECONDS, PatientProtocol
 
 HUGE = 10**400
 SMALL = b'{"prompt":"x","max_tokens":1}'
@@ -244,6 +245,28 @@ def test_who_says_half_of_it_is_cut_off(
         while connection.recv(1 << 16):
             pass
         assert time.monotonic() - begin < 4, "by the timer of headers, not of connections kept"
+
+
+def test_who_was_not_heard_in_time_is_not_cut_off(
+    server: Running, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of forty that come at once the last is heard later than it has time to say something."""
+    hear = PatientProtocol.data_received
+
+    def hear_slowly(own: PatientProtocol, data: bytes) -> None:
+        time.sleep(0.02)
+        hear(own, data)
+
+    monkeypatch.setattr("common.serve.running.HEADER_SECONDS", 0.2)
+    monkeypatch.setattr("common.serve.running.FEW", 4)
+    monkeypatch.setattr(PatientProtocol, "data_received", hear_slowly)
+    with ExitStack() as stack:
+        crowd: list[socket.socket] = []
+        for _ in range(40):
+            one = socket.create_connection(("127.0.0.1", server.port), timeout=20)
+            crowd.append(stack.enter_context(one))
+            one.sendall(b"GET /health HTTP/1.1\r\nHost: a\r\n\r\n")
+        assert all(one.recv(1 << 16).startswith(b"HTTP/1.1 200") for one in crowd)
 
 
 def test_a_kept_connection_is_kept(server: Running, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -342,3 +342,25 @@ def test_a_painted_pool_has_the_colours_of_its_owners(
     white = pixels[4000]
     painted = [block for block, pixel in enumerate(pixels) if pixel != white and block > 0]
     assert sorted(table) == painted
+
+
+def test_of_a_pool_too_large_to_be_seen_what_was_used_is_drawn(
+    tmp_path_factory: pytest.TempPathFactory, cast: Cast, open_page: OpenPage
+) -> None:
+    """More of it when more is used; whoever goes back in time sees no cell go."""
+    script = SCRIPTS["hash"]
+    script = type(script)((script.visits[0],), script.config).but(num_blocks=4097)
+    film = make_one(tmp_path_factory.mktemp("large"), "n4097", script, cast)
+    page = ready(open_page(film.page, 1280, 800, at="step=3"))
+    counts = page.locator(".pool-counts")
+
+    def owned() -> list[int]:
+        return [cell["block"] for cell in read_cells(page) if cell["state"] == "held"]
+
+    assert len(read_cells(page)) == 128 and owned() == sorted(film.state(3).requests["a"].table)
+    assert "4096" in counts.inner_text() and "the first 127" in counts.inner_text()
+    page.evaluate("Watch.store.films[0].stateAfter(4).refCnt[300] = 1")
+    for step in (4, 3):
+        go(page, step=step)
+        assert "the first 511" in counts.inner_text()
+    assert read_cells(page) == [] and page.locator(".pool-canvas.is-lower").count() == 1
