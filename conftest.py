@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import atexit
 import gc
+import os
 import sys
 from collections.abc import Generator
 from functools import cache
@@ -29,6 +30,8 @@ SLOW_TIMEOUT_S = 3600  # of a test marked slow; the others': `timeout` in pyproj
 CHECKED = ("[0-9][0-9]_*/test_*.py", "common/test_*.py", "common/runner/*", "common/sampling/*")
 CHECKED += ("common/tests/*",)
 PROCESSES = ("subprocess.Popen", "os.fork", "os.posix_spawn")  # their names as audit events
+
+os.environ["LANGUAGE"] = "en"  # else tasks are told in what the terminal speaks
 
 # `jsonschema` would compile its grammars of addresses, for seconds; nobody here asks for them.
 sys.modules["rfc3987_syntax"] = None
