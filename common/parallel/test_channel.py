@@ -13,6 +13,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
+from bounded_loops import as_long_as
 from common.parallel import channel as channel_module
 from common.parallel import executor as executor_module
 from common.parallel import message
@@ -226,6 +227,19 @@ def test_answers_that_nobody_waited_for_are_forgotten():
     executor.close()
     with pytest.raises(WorkerError, match="the engine is closed"):
         step(executor)
+
+
+def test_an_adapter_that_was_read_for_nobody_is_forgotten():
+    """Whoever wanted it was interrupted, and its ranks read on."""
+    one, its_one = pair()
+    executor = Executor([Link(0, one, pair()[0])], 0, 5.0)
+    executor.loading[2] = {}
+    for number in (1, 2):
+        said = {"number": number, "digest": "d", "kind_of_error": "", "sentence": ""}
+        its_one.send(message.pack("adapter", **said))
+    for _ in as_long_as(lambda: not executor.loading[2], seconds=20):
+        executor.look(1.0)
+    assert executor.loading == {2: {0: said}}
 
 
 def test_two_that_talk_at_once_do_not_wait_for_each_other():
