@@ -174,6 +174,7 @@ class Server:
 
     async def tokenize(self, body: TokenizeBody) -> Response:
         self._model(body)
+        body.check_extra()
         if (body.prompt is None) == (body.messages is None):
             raise bad("give prompt or messages, and not both")
         text, adds = body.prompt, body.add_special_tokens is not False

@@ -105,7 +105,9 @@ def test_fields_are_those_of_the_engine() -> None:
     assert grammar.grammar == Json({"a": 1})
     assert chat(response_format={"type": "json_object"}).grammar == Json({"type": "object"})
     choice = {"choice": ["a"]}
-    assert chat(structured_outputs=choice, response_format={"type": "text"}).grammar == choice
+    unset = {"json": None, "regex": None, "disable_fallback": False}
+    said = choice | unset
+    assert chat(structured_outputs=said, response_format={"type": "text"}).grammar == choice
     body = CompletionBody(prompt="x", priority=-3, cache_salt="a")
     assert body.options() == {"priority": -3, "cache_salt": "a"}
 

@@ -182,6 +182,7 @@ def test_errors_are_objects(server: Running, monkeypatch: pytest.MonkeyPatch) ->
         ("/v1/chat/completions", {**CHAT, "messages": []}, 400, "messages"),
         ("/tokenize", {"prompt": "x", "model": "gpt-4"}, 404, "model"),
         ("/tokenize", {}, 400, None),
+        ("/tokenize", {"messages": CHAT["messages"], "tools": [{}]}, 400, "tools"),
         ("/tokenize", {"prompt": "x", "messages": CHAT["messages"]}, 400, None),
         ("/detokenize", {"tokens": [5], "model": "gpt-4"}, 404, "model"),
         ("/v1/completions/render", body(model="gpt-4"), 404, "model"),

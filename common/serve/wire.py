@@ -57,6 +57,16 @@ MAX_BIASES = 1024
 class Body(BaseModel):
     model_config = ConfigDict(extra="allow", strict=True, allow_inf_nan=False)
 
+    def check_extra(self) -> None:
+        """The fields that it does not have here. Raises `ApiError`."""
+        for name, value in (self.model_extra or {}).items():
+            if name in NOT_BUILT and value is not None and value not in NOT_BUILT[name]:
+                raise bad(f"{name} is not supported by this server", name)
+            known = name in NOT_BUILT or name in PASSED_OVER or name in _named
+            if not known and len(_named) < 1000:
+                _named.add(name)
+                logger.warning("field %.100r of a request is not known, and passed over", name)
+
 
 class StreamOptions(Body):
     include_usage: bool | None = None
@@ -124,13 +134,7 @@ class GenerateBody(Body):
             raise bad("stream_options: only with stream", "stream_options")
         if self.prompt_logprobs is not None and self.stream:
             raise bad("prompt_logprobs: not in a stream", "prompt_logprobs")
-        for name, value in (self.model_extra or {}).items():
-            if name in NOT_BUILT and value is not None and value not in NOT_BUILT[name]:
-                raise bad(f"{name} is not supported by this server", name)
-            known = name in NOT_BUILT or name in PASSED_OVER or name in _named
-            if not known and len(_named) < 1000:
-                _named.add(name)
-                logger.warning("field %.100r of a request is not known, and passed over", name)
+        self.check_extra()
 
     def _logit_bias(self) -> dict[int, float] | None:
         if self.logit_bias is None:
@@ -143,7 +147,9 @@ class GenerateBody(Body):
     def _grammar(self) -> Any:
         form, given = self.response_format, self.structured_outputs
         if form is None or form.type == "text":
-            return None if given is None else dict(given)
+            if given is None:
+                return None  # vLLM's clients send what they do not ask for, too
+            return {name: value for name, value in given.items() if value not in (None, False)}
         if given is not None:
             raise bad("give response_format or structured_outputs, not both", "response_format")
         if form.type == "json_object":
