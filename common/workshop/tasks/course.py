@@ -26,7 +26,7 @@ from pathlib import Path
 
 from common.workshop.tasks.blank import Blank, filled, make_blank, with_holes
 from common.workshop.tasks.task import Task
-from common.workshop.tools.text_rows import read_rows
+from common.workshop.tools.text_rows import TextRow, read_rows
 
 TABLE = Path(__file__).with_name("tasks.txt")
 _WORDS = "number title minutes difficulty module place write hint test_module test names engine"
@@ -78,17 +78,13 @@ EVENINGS = {
 }
 
 
-def _read_chinese(text: str) -> Iterator[tuple[str, str, Words]]:
-    """Of each task its number, the digest of the English, and the words."""
-    for row in read_rows(text, "en title write hint mistake"):
-        told = row.text("title"), row.text("write"), tuple(row.said["hint"])
-        yield row.head, row.text("en"), Words(*told, tuple(row.said["mistake"]))
+def _words(row: TextRow) -> Words:
+    hints, mistakes = tuple(row.said["hint"]), tuple(row.said["mistake"])
+    return Words(row.text("title"), row.text("write"), hints, mistakes)
 
 
-CHINESE = {
-    number: (digest, words)
-    for number, digest, words in _read_chinese(TABLE.with_suffix(".zh.txt").read_text("utf-8"))
-}
+_ROWS = read_rows(TABLE.with_suffix(".zh.txt").read_text("utf-8"), "en title write hint mistake")
+CHINESE = {row.head: (row.text("en"), _words(row)) for row in _ROWS}  # digests and words
 
 
 def is_chinese() -> bool:
