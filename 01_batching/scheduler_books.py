@@ -322,7 +322,7 @@ class SchedulerBooks:
 
     def check_invariants(self) -> None:
         """Between two steps. O(everything)."""
-        assert len(self.running) <= self.max_num_seqs
+        assert len(self.running) <= self.max_num_seqs, f"{len(self.running)} requests run"
         waiting = {request.request_id: request for request in self.waiting}
         assert len(waiting) == len(self.waiting), "somebody waits twice"
         assert waiting.keys().isdisjoint(self.running), "running, and waiting"

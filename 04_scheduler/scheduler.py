@@ -259,7 +259,7 @@ class Scheduler(SchedulerBase):
             # Room for the rest of its own prompt, and something for the others.
             num_slots = max(num_slots, num_behind)
             num_owed = sum(rest.num_left.values()) if self._keeps_for_every else 0
-            num_kept_free = self._num_kept_free + -(-num_owed // self.block_size)
+            num_kept_free = self._num_kept_free + self.kv_memory.num_blocks_needed(num_owed)
         if not self.kv_memory.can_allocate(request, num_slots, computed, num_kept_free, displaced):
             return _Admission.BLOCKS
         if displaced is not None:

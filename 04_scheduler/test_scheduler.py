@@ -275,7 +275,8 @@ def test_a_victim_in_front_of_others_costs_none_of_them_its_token():
     output = loop.step()
     for _ in as_long_as(lambda: not preempted(output)):
         output = loop.step()
-    assert preempted(output) == ["v"] and planned(output) == {"u": 1, "w": 1}
+    assert preempted(output) == ["v"]
+    assert planned(output) == {"u": 1, "w": 1}
     loop.run()
 
 

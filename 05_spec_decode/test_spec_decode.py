@@ -242,7 +242,8 @@ def test_a_draft_is_judged_by_the_row_before_it_and_not_by_its_own(how, place):
     tokens, num_accepted = verify_and_sample(
         target, CONTEXT, drafts, draft_logits=peaked(drafts), **how
     )
-    assert tokens == answers[: place + 1] and num_accepted == place
+    assert tokens == answers[: place + 1]
+    assert num_accepted == place
 
 
 @pytest.mark.parametrize("how", HOW)

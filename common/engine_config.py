@@ -371,8 +371,8 @@ class EngineConfig:
     def tokens_under_way(self, device: torch.device) -> int:
         """At most so many of a request are computed, or planned, and not published yet."""
         overlaps = self.wants_overlap(device) and self.needs_ends_of_steps is None
-        is_late = self.prefix_cache is not None and overlaps
-        return self.max_num_batched_tokens * (2 if is_late else 1)
+        num_steps = max(self.pipeline_parallel_size, 2 if overlaps else 1)
+        return self.max_num_batched_tokens * (1 if self.prefix_cache is None else num_steps)
 
     def wants_graphs(self, device: torch.device) -> bool:
         return self.emulate_graphs or (device.type == "cuda" and not self.enforce_eager)

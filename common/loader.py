@@ -140,7 +140,7 @@ def load_model(
         files = per_expert(files, config.experts.names)
     _check_count(config, files)
     short = replace(config, max_position_embeddings=1)  # its rotary table is no memory either
-    _places(make(short, dtype, torch.device("meta")), files)
+    _check_tensors(_places(make(short, dtype, torch.device("meta")), files), files)
     decoder = make(config, dtype, device)
     _fill(decoder, files)
     return LoadedModel(decoder, config, checkpoint.generation_eos_token_ids, path)
@@ -243,15 +243,18 @@ def _check_count(config: ModelConfig, files: dict[str, Any]) -> None:
 
 
 def _places(decoder: DecoderModel, files: dict[str, Any]) -> dict[str, CheckpointTensor]:
-    """Where every tensor goes. Raises `ValueError` unless all names, shapes and dtypes fit. Reads
-    no weights."""
+    """Where every tensor goes, by the name that the checkpoint has for it."""
     parts = decoder.checkpoint_tensors()
+    if decoder.config.tie_word_embeddings and EMBEDDING not in files and HEAD in files:
+        parts[HEAD] = parts.pop(EMBEDDING)
+    return parts
+
+
+def _check_tensors(parts: dict[str, CheckpointTensor], files: dict[str, Any]) -> None:
+    """Raises `ValueError` unless all names, shapes and dtypes fit. Reads no weights."""
     names = {name for name in files if not name.endswith("rotary_emb.inv_freq")}
-    if decoder.config.tie_word_embeddings:
-        if EMBEDDING in names:
-            names.discard(HEAD)
-        elif HEAD in names:
-            parts[HEAD] = parts.pop(EMBEDDING)
+    if HEAD not in parts and EMBEDDING in names:  # they are tied, and may be stored twice
+        names.discard(HEAD)
     if missing := sorted(parts.keys() - names):
         raise ValueError(f"the checkpoint lacks tensors that the model needs: {_shown(missing)}")
     if unused := sorted(names - parts.keys()):
@@ -264,7 +267,6 @@ def _places(decoder: DecoderModel, files: dict[str, Any]) -> dict[str, Checkpoin
             raise ValueError(f"{name} has shape {sides}")
         if dtype not in _FILE_DTYPES:
             raise ValueError(f"{name} has dtype {dtype}: it must be {', '.join(_FILE_DTYPES)}")
-    return parts
 
 
 def _fill(decoder: DecoderModel, files: dict[str, Any]) -> None:

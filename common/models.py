@@ -15,7 +15,7 @@ from typing import Any
 from common import model_config
 from common.refused_models import WHY_REFUSED
 from common.tests.model_cases import CASES
-from common.workshop.bench.bench_record import replace_between_markers
+from common.workshop.bench.bench_record import markdown_table, replace_between_markers
 from common.workshop.bench.random_weights import FAMILIES
 
 PAGE = Path(__file__).with_name("MODELS.md")
@@ -83,17 +83,12 @@ def what_is_own(family: Any) -> list[str]:
 
 def families_table() -> str:
     head = ["architecture", "its own", "windows", "experts", "random checkpoint", "cases"]
-    return _table(head, families())
+    return markdown_table(head, families(), "---")
 
 
 def refused_table() -> str:
     rows = [[f"`{pattern}`", why] for pattern, why in WHY_REFUSED.items()]
-    return _table(["architecture", "why"], rows)
-
-
-def _table(head: list[str], rows: list[list[str]]) -> str:
-    lines = [head, ["---"] * len(head), *rows]
-    return "\n".join(f"| {' | '.join(cells)} |" for cells in lines)
+    return markdown_table(["architecture", "why"], rows, "---")
 
 
 def render() -> str:

@@ -13,8 +13,9 @@ There is one layout, whatever computes the rest, and in PyTorch one rule: decode
 groups, long queries tile by tile. The Triton kernels have the window as a constant; compiled
 decodes hide slots of their first block.
 
-Invariant: no slot in front of the first query's window is read, not even into a product with zero:
-what is there may be anybody's, or NaN.
+Invariant: no block in front of the first query's window is read, not even into a product with zero:
+what is there may be anybody's, or NaN. Slots in front of it in the first block are the sequence's
+own, and hidden by a mask.
 
 vLLM and FlashAttention have the window as an argument of the kernel. Sources: Longformer, arXiv
 2004.05150; Mistral 7B, arXiv 2310.06825."""

@@ -8,6 +8,7 @@ from __future__ import annotations
 from block_pool import BlockPool
 from common.workshop.tools.draw import LARGE, PAPER, SMALL, SOFT, Drawing, save_all
 from common.workshop.tools.palette import DECODE, PROMPT, WASTE, tint
+from grouped_kv_memory import GroupedKVMemory
 from kv_cache_manager import KVCacheManager
 from request import Request
 
@@ -99,7 +100,66 @@ def draw_slots() -> Drawing:
     return drawing
 
 
-DRAWINGS = {"position_to_slot": draw_slots}
+# -- a window: the example of `beyond/WINDOWS.md`
+
+WINDOW, STEPS = 6, ((0, 4), (4, 8), (8, 10), (10, 11), (11, 12), (12, 13), (13, 14))
+
+
+def tables_by_step() -> list[list[int]]:
+    """Of the request, when the slots of each step are there; 0: given up."""
+    pool = BlockPool(NUM_BLOCKS + 1)
+    blocks = pool.allocate(NUM_BLOCKS)
+    assert blocks is not None
+    for number in (5, 9, 3, 8):  # in this order they are handed out again
+        pool.free([blocks[number - 1]])
+    memory = GroupedKVMemory(pool, BLOCK_SIZE, [WINDOW], 4)
+    request, found = Request.from_tokens("A", [0] * 40), []
+    for start, stop in STEPS:
+        request.num_computed_tokens = start
+        assert memory.allocate_slots(request, stop - start)
+        found.append(list(memory.get_block_ids("A")))
+    return found
+
+
+def draw_window() -> Drawing:
+    drawing = Drawing(
+        840,
+        460,
+        "A table that loses its left end",
+        f"Steps of a request in blocks of {BLOCK_SIZE}, with a window of {WINDOW}: a block is given"
+        " up when the first token of a step sees none of its positions any more.",
+    )
+    drawing.text(24, 30, f"Blocks of {BLOCK_SIZE}, a window of {WINDOW}", size=LARGE, bold=True)
+    meanings = {
+        "computed": PROMPT,
+        "seen by the first": OWN,
+        "held, not seen": EMPTY,
+        "not written": SOFT,
+    }
+    drawing.key(24, 62, meanings | {"given up": PAPER})
+    left, width = 120, 36
+    drawing.text(24, 94, "step", size=SMALL, muted=True)
+    drawing.text(left, 94, "positions", size=SMALL, muted=True)
+    drawing.text(730, 94, "table", size=SMALL, muted=True)
+    for number, ((start, stop), table) in enumerate(zip(STEPS, tables_by_step(), strict=True)):
+        y = 110 + 48 * number
+        last = f"-{stop - 1}" if stop - start > 1 else ""
+        drawing.text(24, y + 17, f"{start}{last}", bold=True)
+        for index, block_id in enumerate(table):
+            for position in range(index * BLOCK_SIZE, (index + 1) * BLOCK_SIZE):
+                fill = OWN if position > start - WINDOW else EMPTY
+                fill = PROMPT if start <= position < stop else fill if position < start else SOFT
+                label = "" if fill == SOFT or not block_id else str(position)
+                cell = left + position * width, y, width, 34, label
+                drawing.box(*cell, fill=fill if block_id else PAPER, radius=0, size=SMALL)
+        for edge in range(len(table) + 1):
+            x = left + edge * BLOCK_SIZE * width
+            drawing.line((x, y - 4), (x, y + 38), width=2.4)
+        drawing.text(730, y + 17, " ".join(str(b or "-") for b in table), mono=True)
+    return drawing
+
+
+DRAWINGS = {"position_to_slot": draw_slots, "window": draw_window}
 
 if __name__ == "__main__":
     save_all(DRAWINGS, __file__)

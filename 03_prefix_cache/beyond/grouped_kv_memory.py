@@ -141,7 +141,7 @@ class GroupedKVMemory(KVMemory):
         self._windows = [group for group in self.groups if isinstance(group, WindowGroup)]
         self._reserved_ends: dict[str, int] = {}
 
-    def most_blocks(self, num_tokens: int) -> int:
+    def num_blocks_needed(self, num_tokens: int) -> int:
         """That a request of so many positions holds at once, in all groups."""
         return most_blocks(num_tokens, self.block_size, self.windows, self.max_step_tokens)
 
@@ -149,7 +149,8 @@ class GroupedKVMemory(KVMemory):
     def capacity(self) -> int:
         """The longest request that the whole memory holds, if it is alone. With windows alone that
         may be any."""
-        return bisect_right(range(1, 1 << 40), self.pool.num_usable_blocks, key=self.most_blocks)
+        lengths, num_usable = range(1, 1 << 40), self.pool.num_usable_blocks
+        return bisect_right(lengths, num_usable, key=self.num_blocks_needed)
 
     def get_block_ids(self, request_id: str) -> Sequence[int]:
         """Of the first group."""
@@ -174,7 +175,7 @@ class GroupedKVMemory(KVMemory):
         num_new, wanted = 0, []
         for group in self.groups:
             num_reserved = group.most_reserved(group.num_given_up[name], reserved_end)
-            wanted.append(max(self.num_blocks_needed(end), num_reserved))
+            wanted.append(max(group.num_blocks_needed(end), num_reserved))
             num_new += max(0, wanted[-1] - len(group.get_block_ids(name)))
         if num_new > self.pool.num_free_blocks:
             return False

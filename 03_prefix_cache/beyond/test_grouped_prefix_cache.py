@@ -279,6 +279,16 @@ def test_who_must_be_alone_keeps_its_own_duplicate(has_reserved: bool):
     leave(memory, two)
 
 
+def test_slots_for_guesses_are_no_reservation():
+    """They are asked for after the admission: whoever guesses shares its window's blocks."""
+    memory = make_memory(60)
+    one, two = (Request.from_tokens(name, list(range(9)), 9) for name in "ab")
+    compute(memory, one)
+    assert memory.allocate_slots(one, 1, 3)
+    assert memory.get_computed_blocks(two).num_tokens == 8
+    leave(memory, one)
+
+
 def test_who_stops_publishing_takes_nobody_else_s_mark_along():
     """The first to compute a block, which keeps its own duplicate: when it leaves, another request
     may be computing the same content."""

@@ -222,13 +222,31 @@ def test_what_is_reserved_is_never_taken_by_others(window: int):
     assert memory.allocate_slots(one, 1) and list(map(len, memory.get_tables("a"))) == [1, 1]
 
 
+class InFours(CutPrompts):
+    def num_tokens_now(self, request, num_behind, budget, most):
+        return min(num_behind, budget, 4)
+
+
+@pytest.mark.parametrize("num_missing", [0, 1])
+def test_what_a_cut_prompt_is_owed_is_kept_free_in_every_group(num_missing: int):
+    """Of 12 tokens 4 have blocks, 2 in each group; the other 8 want 4 in each. So does somebody who
+    comes: 1 in each."""
+    memory = GroupedKVMemory(BlockPool(1 + 4 + 8 + 2 - num_missing), 2, [None, 3], 8)
+    limits = {"max_num_seqs": 8, "max_num_batched_tokens": 8, "watermark": 0.0}
+    scheduler = Scheduler(kv_memory=memory, chunk_policy=InFours(), **limits)
+    for name, length in (("cut", 12), ("new", 2)):
+        scheduler.add_request(Request.from_tokens(name, [0] * length, 4))
+    planned = scheduler.schedule().num_scheduled_tokens
+    assert planned == ({"cut": 4} if num_missing else {"cut": 4, "new": 2})
+
+
 def test_capacity_is_the_longest_that_fits_alone():
     for num_blocks in range(1, 40):
         for windows in ([None, 3], [3], [None, 2, 5], [4, 9]):
             memory = GroupedKVMemory(BlockPool(num_blocks + 1), 2, windows, 3)
             n = memory.capacity
-            assert memory.most_blocks(n + 1) > num_blocks or n > 10**6
-            assert n == 0 or memory.most_blocks(n) <= num_blocks
+            assert memory.num_blocks_needed(n + 1) > num_blocks or n > 10**6
+            assert n == 0 or memory.num_blocks_needed(n) <= num_blocks
 
 
 def test_a_refusal_gives_up_nothing_that_is_seen():

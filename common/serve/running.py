@@ -5,6 +5,8 @@ from __future__ import annotations
 import argparse
 import asyncio
 import logging
+import resource
+import select
 import selectors
 import socket
 import sys
@@ -27,6 +29,7 @@ LAST_WORDS_SECONDS = 5  # for what is said to be read, at the end
 CUT_SHORT = 3  # exit code: some requests were ended before their end
 FEW = 8  # connections that are accepted or heard in one turn of the loop
 BACKLOG = 2048  # connections that the system keeps until they are accepted
+MAX_OPEN_FILES = 65_536
 SWITCH_S = 0.0005  # how long the engine's thread may hold Python's lock while the loop wants it
 
 
@@ -50,7 +53,16 @@ class PatientProtocol(H11Protocol):
             self._timer.cancel()
             self._timer = None
         elif not is_answered and self._timer is None:
-            self._timer = self.loop.call_later(HEADER_SECONDS, self.transport.close)
+            self._timer = self.loop.call_later(HEADER_SECONDS, self._cut_off)
+
+    def _cut_off(self) -> None:
+        """Unless it has spoken, and the loop, busy with a thousand others, had no time to hear."""
+        unheard = select.poll()
+        unheard.register(self.transport.get_extra_info("socket").fileno(), select.POLLIN)
+        if unheard.poll(0):
+            self._timer = self.loop.call_later(HEADER_SECONDS, self._cut_off)
+        else:
+            self.transport.close()
 
     def connection_lost(self, exc: Exception | None) -> None:
         super().connection_lost(exc)
@@ -77,6 +89,14 @@ def make_event_loop() -> asyncio.AbstractEventLoop:
     gives it up, and Python's own 5 ms until it comes back are long, ten times in a turn."""
     sys.setswitchinterval(min(sys.getswitchinterval(), SWITCH_S))
     return asyncio.SelectorEventLoop(FewAtOnce())
+
+
+def allow_many_connections() -> None:
+    """Each is an open file, of which most systems let a program have 1,024 unless it asks."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    most = MAX_OPEN_FILES if hard == resource.RLIM_INFINITY else min(hard, MAX_OPEN_FILES)
+    if soft != resource.RLIM_INFINITY and soft < most:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (most, hard))
 
 
 class DrainingServer(uvicorn.Server):
@@ -122,7 +142,7 @@ class DrainingServer(uvicorn.Server):
     async def _drain(self) -> None:
         loop = asyncio.get_running_loop()
         begin = loop.time()
-        logger.info("shutting down: %d requests may finish", self.llm.num_unfinished)
+        logger.info("shutting down; requests that may finish: %d", self.llm.num_unfinished)
         while self.llm.num_unfinished and loop.time() - begin < self.drain_seconds:
             await asyncio.sleep(0.05)
         self.num_cut_short = self.llm.num_unfinished
@@ -135,6 +155,7 @@ async def serve(args: argparse.Namespace, settings: dict[str, Any], listener: so
     name = args.served_model_name or _name(args.model)
     _say(f"loading {name} ...")
     template = args.chat_template and args.chat_template.read_text(encoding="utf-8")
+    allow_many_connections()
     spare_what_is_loaded()
     llm = await asyncio.to_thread(AsyncLLM, args.model, max_waiting=args.max_waiting, **settings)
     kv_events = None
@@ -145,7 +166,10 @@ async def serve(args: argparse.Namespace, settings: dict[str, Any], listener: so
             kv_events = await llm.call(KVEvents, args.kv_events, args.kv_events_replay)
             _say(f"KV events are at {kv_events.publisher.endpoint}")
         gate_config = GateConfig(args.host, args.api_key or None, args.max_body_bytes)
-        config = ServeConfig(name, gate_config, template, args.adapter_root, args.heartbeat_seconds)
+        recommended = args.generation_config == "auto"
+        config = ServeConfig(
+            name, gate_config, template, args.adapter_root, recommended, args.heartbeat_seconds
+        )
         _, gate = make_app(llm, config)
         server = DrainingServer(llm, gate, args.drain_seconds)
         _tell(args, name, listener)

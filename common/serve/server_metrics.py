@@ -71,7 +71,7 @@ class ServerMetrics:
         begin, is_first = time.monotonic(), True
         try:
             async for delta in request:
-                if is_first and delta.completions:
+                if is_first and any(piece.token_ids for piece in delta.completions.values()):
                     self._first.observe(time.monotonic() - begin)
                     is_first = False
                 if delta.metrics is not None and delta.error is None:

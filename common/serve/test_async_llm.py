@@ -297,7 +297,7 @@ def test_many_deltas_do_not_block_the_loop(llm: AsyncLLM) -> None:
 
 def test_a_long_prompt_holds_up_nobody(llm: AsyncLLM, loop: asyncio.AbstractEventLoop) -> None:
     """Not even by Python's lock."""
-    text = "x = 1\n" * 5000
+    text = "x = 1\n" * 15_000
 
     async def run() -> tuple[int, list[int]]:
         num_turns, task = 0, asyncio.ensure_future(llm.encode(text))

@@ -92,3 +92,6 @@ def test_deltas_that_are_joined_keep_what_either_has(last: bool) -> None:
     total.extend(RequestDelta("x", later, None, None, 5, last, times, error))
     joined = {0: CompletionDelta(0, "ab", [1, 2], [0.5, 0.25], "stop", 2), 1: later[1]}
     assert total == RequestDelta("x", joined, [7], scores, 5, last, times, error)
+    total = RequestDelta("x", {}, [7])
+    total.extend(RequestDelta("x", {}, None, scores))
+    assert total.prompt_logprobs is scores

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import threading
+import time
 from collections.abc import Callable
 from queue import Queue
 from types import SimpleNamespace
@@ -97,3 +99,29 @@ def test_a_step_that_fails_is_why_its_requests_end() -> None:
     error = MemoryError("no memory left")
     *_, last = Engine(fails(error), fails(error), ends("abort")).ask()
     assert str(last.error) == "MemoryError: no memory left"
+
+
+def test_those_who_come_together_begin_together_and_nobody_is_waited_for_long() -> None:
+    """Where the engine was idle, and by how long a step takes there."""
+
+    def first_step(step_s: float, pause_s: float, most: int) -> int:
+        """How many have come by then, of `most` with a pause between two."""
+        engine, begun = Engine(lambda _: begun.set(), ends("stop")), threading.Event()
+        engine.loop.made.result()
+        engine.loop._step_s = step_s
+        num_asked = 0
+        while num_asked < most and not begun.is_set():
+            engine.loop.add(str(num_asked), [7], SamplingParams(), {})
+            num_asked += 1
+            time.sleep(pause_s)
+        assert begun.wait(20)
+        engine.loop.close()
+        return num_asked
+
+    assert first_step(20.0, 0.01, 3) == 3
+    assert 1 < first_step(2.0, 0.001, 5000) < 5000
+    assert first_step(0.01, 0.5, 2) == 1
+    engine, gathered = Engine(lambda _: None, ends("stop")), list[int]()
+    engine.loop._gather = lambda: gathered.append(engine.num_steps)
+    engine.ask()
+    assert gathered == [0], "not where steps follow each other"

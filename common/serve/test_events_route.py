@@ -156,10 +156,8 @@ def test_who_comes_later_gets_the_present_first_and_disturbs_nobody(
 ) -> None:
     first, others = look(), []
     thread = in_background(tight, EIGHT)
-    while thread.is_alive():
+    for _ in range(4):
         others.append(look())
-        if len(others) == 4:
-            break
         time.sleep(0.05)
     thread.join(60)
     others.append(look())

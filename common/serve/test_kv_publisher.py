@@ -110,6 +110,12 @@ def test_an_event_is_of_one_kind_and_one_medium() -> None:
     ]
 
 
+@pytest.fixture
+def addresses(tmp_path: Path) -> tuple[str, str]:
+    """Nobody's before: one is free only a moment after its socket is closed."""
+    return f"inproc://{tmp_path}/events", f"inproc://{tmp_path}/replays"
+
+
 class Scripted:
     """Says what it is told to, once."""
 
@@ -125,13 +131,15 @@ class Scripted:
         self.num_anew += 1
 
 
-def test_the_frames_are_those_that_vllm_s_publisher_sent(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_frames_are_those_that_vllm_s_publisher_sent(
+    addresses: tuple[str, str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     contents = [batch["content"] for batch in RECORD["batches"]]
     times = iter([now for now, *_ in contents])
     clock = SimpleNamespace(time=lambda: next(times))
     monkeypatch.setattr("common.serve.kv_publisher.time", clock)
     source = Scripted([events for _, events, _ in contents])
-    publisher = EventPublisher(source, "inproc://a", "inproc://b", "kv")
+    publisher = EventPublisher(source, *addresses, "kv")
     reader = Reader(publisher)
     publisher.start()
     for head, batch in zip(RECORD["heads"], RECORD["batches"], strict=True):
@@ -151,9 +159,11 @@ def test_the_frames_are_those_that_vllm_s_publisher_sent(monkeypatch: pytest.Mon
     reader.close()
 
 
-def test_a_batch_that_cannot_be_packed_ends_nothing(caplog: pytest.LogCaptureFixture) -> None:
+def test_a_batch_that_cannot_be_packed_ends_nothing(
+    addresses: tuple[str, str], caplog: pytest.LogCaptureFixture
+) -> None:
     source = Scripted([[{"type": object()}], [CLEARED]])
-    publisher = EventPublisher(source, "inproc://c", "inproc://d")
+    publisher = EventPublisher(source, *addresses)
     reader = Reader(publisher)
     publisher.start()
     reader.read_until(lambda: reader.next > 0)
@@ -162,9 +172,9 @@ def test_a_batch_that_cannot_be_packed_ends_nothing(caplog: pytest.LogCaptureFix
     assert source.num_anew == 1 and "they begin anew" in caplog.text
 
 
-def test_whoever_reads_nothing_for_a_while_misses_nothing() -> None:
+def test_whoever_reads_nothing_for_a_while_misses_nothing(addresses: tuple[str, str]) -> None:
     source = Scripted([[CLEARED]] * 5000)
-    publisher = EventPublisher(source, "inproc://f", "inproc://g", buffer_steps=5000)
+    publisher = EventPublisher(source, *addresses, buffer_steps=5000)
     reader = Reader(publisher)
     publisher.start()
     for _ in as_long_as(lambda: source.batches, seconds=LIMIT_S):
@@ -186,12 +196,12 @@ def test_whoever_reads_nothing_for_a_while_misses_nothing() -> None:
 
 
 def test_it_sends_when_it_is_woken_and_ends_when_it_is_told(
-    monkeypatch: pytest.MonkeyPatch,
+    addresses: tuple[str, str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """At once, and not when it would have looked."""
     monkeypatch.setattr("common.serve.kv_publisher.POLL_S", 2 * LIMIT_S)
     source = Scripted([])
-    publisher = EventPublisher(source, "inproc://k", "inproc://l")
+    publisher = EventPublisher(source, *addresses)
     reader = Reader(publisher)
     publisher.start()
     for number in range(2):
@@ -206,8 +216,8 @@ def test_it_sends_when_it_is_woken_and_ends_when_it_is_told(
     assert time.monotonic() - begin < LIMIT_S
     assert not publisher._thread.is_alive() and not source.batches
     reader.close()
-    wait_until_free("inproc://k")
-    wait_until_free("inproc://l")
+    for address in addresses:
+        wait_until_free(address)
 
 
 def wait_until_free(address: str) -> None:
@@ -225,9 +235,9 @@ def wait_until_free(address: str) -> None:
 
 @pytest.mark.parametrize("frames", [[b""], [b"x", bytes(8)], [b"", bytes(7)], [b"", b"", bytes(8)]])
 def test_what_is_no_request_for_a_replay_is_not_answered(
-    frames: list[bytes], caplog: pytest.LogCaptureFixture
+    frames: list[bytes], addresses: tuple[str, str], caplog: pytest.LogCaptureFixture
 ) -> None:
-    publisher = EventPublisher(Scripted([]), "inproc://n", "inproc://o")
+    publisher = EventPublisher(Scripted([]), *addresses)
     reader = Reader(publisher)
     publisher.start()
     reader.replays.send_multipart(frames)
@@ -244,11 +254,9 @@ def test_what_is_no_request_for_a_replay_is_not_answered(
 
 @pytest.mark.parametrize(("num", "first", "num_anew"), [(5, 2, 1), (5, 3, 0), (0, 0, 0)])
 def test_all_is_said_anew_only_if_something_wanted_is_kept_no_more(
-    num: int, first: int, num_anew: int
+    num: int, first: int, num_anew: int, addresses: tuple[str, str]
 ) -> None:
     source = Scripted([[CLEARED]] * num)
-    # Its own: an address is free only a moment after its socket is closed.
-    addresses = [f"inproc://{name}{num}{first}" for name in "pq"]
     publisher = EventPublisher(source, *addresses, buffer_steps=2)
     reader = Reader(publisher)
     reader.replays.send_multipart([b"", first.to_bytes(8, "big")])
@@ -258,21 +266,21 @@ def test_all_is_said_anew_only_if_something_wanted_is_kept_no_more(
     reader.close()
 
 
-def test_it_may_end_in_its_own_thread() -> None:
+def test_it_may_end_in_its_own_thread(addresses: tuple[str, str]) -> None:
     """Where the collector finds its engine there."""
     source = Scripted([])
-    publisher = EventPublisher(source, "inproc://h")
+    publisher = EventPublisher(source, addresses[0])
     source.take = lambda: publisher.close() or iter(())
     publisher.start()
     publisher._thread.join(LIMIT_S)
     assert not publisher._thread.is_alive() and source.num_anew == 0
 
 
-def test_the_page_s_reader_reads() -> None:
+def test_the_page_s_reader_reads(addresses: tuple[str, str]) -> None:
     source, found = Scripted([]), list[tuple[int, Event]]()
-    publisher = EventPublisher(source, "inproc://e")
+    publisher = EventPublisher(source, addresses[0])
     publisher.start()
-    thread = Thread(target=lambda: found.append(next(listen("inproc://e"))), daemon=True)
+    thread = Thread(target=lambda: found.append(next(listen(addresses[0]))), daemon=True)
     thread.start()
     for _ in as_long_as(lambda: not found, seconds=LIMIT_S):  # it may come late
         source.batches.append([CLEARED])
@@ -393,24 +401,28 @@ def test_taken_out_it_leaves_the_engine_as_it_was(
 
 
 def test_an_address_that_cannot_be_had_changes_nothing(
-    engine: LLMEngine, events: KVEvents, loaded, monkeypatch: pytest.MonkeyPatch
+    engine: LLMEngine,
+    events: KVEvents,
+    loaded,
+    addresses: tuple[str, str],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     taken, plugins = events.publisher.endpoint, engine.scheduler.plugins
     listener = engine.prefix_cache.listener
-    for addresses in [(taken, None), (LOOPBACK, taken), ("nowhere", None)]:
-        name = "kv_events_replay" if addresses[1] else "kv_events"
+    for wrong in [(taken, None), (LOOPBACK, taken), ("nowhere", None)]:
+        name = "kv_events_replay" if wrong[1] else "kv_events"
         with pytest.raises(ValueError, match=f"^{name} is '"):
-            KVEvents(engine, *addresses)
+            KVEvents(engine, *wrong)
     assert engine.scheduler.plugins == plugins and engine.prefix_cache.listener is listener
     with pytest.raises(ValueError) as caught:
-        EventPublisher(Scripted([]), "inproc://i", taken)
+        EventPublisher(Scripted([]), addresses[0], taken)
 
-    wait_until_free("inproc://i")  # the sockets are closed, though `caught` has them
+    wait_until_free(addresses[0])  # the sockets are closed, though `caught` has them
     assert caught.tb
     monkeypatch.setattr(CacheChanges, "put_in", lambda changes: 1 / 0)
     with pytest.raises(ZeroDivisionError) as caught:
-        KVEvents(engine, "inproc://j")
-    wait_until_free("inproc://j")
+        KVEvents(engine, addresses[1])
+    wait_until_free(addresses[1])
     assert engine.scheduler.plugins == plugins
     with pytest.raises(ValueError, match="no prefix cache"):
         KVEvents(engine_of(loaded, None), LOOPBACK)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import resource
 import socket
 import sys
 from pathlib import Path
@@ -16,7 +17,13 @@ from common.serve import running
 from common.serve.__main__ import parse_args
 from common.serve.app import ServeConfig
 from common.serve.gate import GateConfig
-from common.serve.running import CUT_SHORT, DrainingServer, serve
+from common.serve.running import (
+    CUT_SHORT,
+    MAX_OPEN_FILES,
+    DrainingServer,
+    allow_many_connections,
+    serve,
+)
 
 
 class Engine:
@@ -82,7 +89,7 @@ def test_who_runs_may_finish_in_time(
     server = asyncio.run(drained(engine, drain_seconds, ends_after, num_signals))
     assert server.num_cut_short == num_cut_short
     assert engine.said == [f"{num_cut_short} aborted: the server is shut down"]
-    assert f"{num} requests may finish" in caplog.text
+    assert f"may finish: {num}" in caplog.text
 
 
 @pytest.fixture
@@ -122,10 +129,10 @@ def test_every_flag_arrives_where_it_counts(
     flags = {"model": tmp_path, "host": "::1", "api-key": "k", "max-waiting": 7, "drain-seconds": 3}
     flags |= {"chat-template": tmp_path / "t", "adapter-root": tmp_path / "a"}
     (tmp_path / "t").write_text("é: {{ messages }}", encoding="utf-8")
-    flags |= {"heartbeat-seconds": 2, "max-body-bytes": 1000}
+    flags |= {"heartbeat-seconds": 2, "max-body-bytes": 1000, "generation-config": "vllm"}
     assert run(*(f"--{name}={value}" for name, value in flags.items()), num_blocks=9) == 0
     gate = GateConfig("::1", "k", 1000)
-    expected = ServeConfig(tmp_path.name, gate, "é: {{ messages }}", tmp_path / "a", 2.0)
+    expected = ServeConfig(tmp_path.name, gate, "é: {{ messages }}", tmp_path / "a", False, 2.0)
     assert (served.config, served.drain_seconds) == (expected, 3.0)
     assert served.model == str(tmp_path) and served.settings == {"max_waiting": 7, "num_blocks": 9}
     said = capsys.readouterr().err
@@ -142,6 +149,7 @@ def test_a_model_has_a_name(
 ) -> None:
     assert run(*flags, "--api-key=") == 0
     assert served.config.model_name == name and served.config.gate.api_key is None
+    assert served.config.uses_generation_config
     said = capsys.readouterr().err
     assert f'"model": "{name}"' in said and "Bearer" not in said
 
@@ -203,3 +211,15 @@ def test_between_requests_a_connection_is_kept_for_longer_than_proxies_do() -> N
     server.config.load()
     assert server.config.timeout_keep_alive > 60 and not server.config.ws_protocol_class
     assert server.config.lifespan_class is LifespanOff
+
+
+def test_as_many_connections_as_the_system_allows() -> None:
+    before = resource.getrlimit(resource.RLIMIT_NOFILE)
+    try:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (700, before[1]))
+        for _ in range(2):
+            allow_many_connections()
+            soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+            assert hard == before[1] and soft == min(hard % 2**63, MAX_OPEN_FILES)
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, before)

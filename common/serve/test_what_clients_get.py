@@ -62,8 +62,10 @@ def test_choices_and_what_they_used_are_those_of_all_prompts() -> None:
 
 def test_a_chat_has_its_own_names() -> None:
     one = answer("chat", n=2)
-    firsts = [piece["choices"][0] for piece in one.first_pieces(1)]
-    assert [choice["index"] for choice in firsts] == [0, 1]
+    pieces = one.pieces(0, total("a", "b"))
+    assert [piece["choices"][0]["index"] for piece in pieces] == [0, 1, 1, 0], "roles, then texts"
+    role = {"role": "assistant", "content": ""}
+    assert [piece["choices"][0]["delta"] for piece in pieces[:2]] == [role] * 2
     (choice, _) = one.whole([total("a", "b")])["choices"]
     assert choice["message"] == {"role": "assistant", "refusal": None, "content": "a"}
     assert one.id.startswith("chatcmpl-") and choice["logprobs"] is None
@@ -89,7 +91,7 @@ def test_minus_infinity_is_a_number_wherever_it_stands() -> None:
         "text_offset": [0, 1, 2],
         "token_logprobs": [None, -9999.0, -9999.0],
         "tokens": ["a", "\ufffd", "\ufffd"],
-        "top_logprobs": [None, {"b": -9999.0}, {"b": -9999.0}],
+        "top_logprobs": [None, *[{"\ufffd": -9999.0, "b": -9999.0}] * 2],
     }
     assert choice["prompt_logprobs"] == [
         None,
@@ -103,9 +105,29 @@ def test_minus_infinity_is_a_number_wherever_it_stands() -> None:
     own = {"token": "\ufffd", "logprob": -9999.0, "bytes": [255], "top_logprobs": [top]}
     assert choice["logprobs"] == {"content": [own]}
     json.loads(to_json(said))
+    (choice,) = answer(logprobs=True, return_tokens_as_token_ids=True).whole([whole])["choices"]
+    assert choice["logprobs"]["tokens"] == ["token_id:255"]
     bare = TokenLogprobs(A, -0.5, 1, {})
     (choice,) = answer(logprobs=True).whole([total("a", logprobs=[bare])])["choices"]
     assert choice["logprobs"]["top_logprobs"] == [{"a": -0.5}]
     scored = [total("a", prompt=[i], scores=[None], logprobs=[bare]) for i in (B, C)]
     said = answer(logprobs=True, prompts=("b", "c")).whole(scored)
     assert [c["logprobs"]["tokens"] for c in said["choices"]] == [["b", "a"], ["c", "a"]]
+
+
+def test_what_was_asked_of_a_prompt_comes_once_with_a_chat_and_with_each_completion() -> None:
+    """As at vLLM; of a stream the first pieces have it."""
+    whole = total("a", "b", scores=[None])
+    more = RequestDelta("x", {0: CompletionDelta(0, "c", [C])})
+    for kind in "chat", "completion":
+        one = answer(kind, n=2, return_token_ids=True, prompt_logprobs=0)
+        said = one.whole([whole])
+        for holder in [said] if kind == "chat" else said["choices"]:
+            assert (holder["prompt_token_ids"], holder["prompt_logprobs"]) == ([A, B], [None])
+        assert ("prompt_token_ids" in said["choices"][0]) == (kind == "completion")
+        one = answer(kind, n=2, return_token_ids=True)
+        pieces = one.pieces(0, whole) + one.pieces(0, more)
+        holders = pieces if kind == "chat" else [piece["choices"][0] for piece in pieces]
+        found = [holder.get("prompt_token_ids") for holder in holders]
+        assert found == [[A, B]] * 2 + [None] * (len(pieces) - 2)
+        assert "prompt_token_ids" not in str(answer(kind).whole([total("a")]))

@@ -41,11 +41,11 @@ NO_CHANGE |= {"echo": False, "user": "me", "store": True, "kv_transfer_params": 
 def completion(**fields: Any) -> SamplingParams:
     body = CompletionBody.model_validate({"prompt": "x"} | fields)
     body.prompts()
-    return body.params()
+    return body.params({})
 
 
 def chat(**fields: Any) -> SamplingParams:
-    return ChatBody.model_validate({"messages": MESSAGES} | fields).params(99)
+    return ChatBody.model_validate({"messages": MESSAGES} | fields).params({}, 99)
 
 
 def refused(make: Any, **fields: Any) -> str | None:
@@ -96,11 +96,18 @@ def test_fields_are_those_of_the_engine() -> None:
     limits = [{}, {"max_tokens": 5}, {"max_completion_tokens": 6}]
     assert [chat(**limit).max_tokens for limit in limits] == [99, 5, 6]
     assert chat(max_tokens=5, max_completion_tokens=6).max_tokens == 6
+    recommended = {"temperature": 0.5, "top_k": 9, "top_p": 0.5}
+    expected = SamplingParams(temperature=0.5, top_k=3, top_p=1.0)
+    said: Any = {"top_k": 3, "top_p": 1.0, "min_p": None}
+    assert CompletionBody(prompt="x", **said).params(recommended) == expected
+    assert ChatBody(messages=MESSAGES, **said).params(recommended, 16) == expected
     grammar = chat(response_format={"type": "json_schema", "json_schema": {"schema": {"a": 1}}})
     assert grammar.grammar == Json({"a": 1})
     assert chat(response_format={"type": "json_object"}).grammar == Json({"type": "object"})
     choice = {"choice": ["a"]}
-    assert chat(structured_outputs=choice, response_format={"type": "text"}).grammar == choice
+    unset = {"json": None, "regex": None, "disable_fallback": False}
+    said = choice | unset
+    assert chat(structured_outputs=said, response_format={"type": "text"}).grammar == choice
     body = CompletionBody(prompt="x", priority=-3, cache_salt="a")
     assert body.options() == {"priority": -3, "cache_salt": "a"}
 

@@ -11,16 +11,18 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from starlette.responses import Response
 
 from common.engine_config import EngineStats
 from common.llm import LLM, SamplingParams
 from common.serve import wire
+from common.serve.app import ServeConfig, make_app, sampling_defaults
 from common.serve.chat import ChatPrompts
 from common.serve.conftest import MODEL, TEMPLATE, Running
 from common.serve.deltas import CompletionDelta, RequestDelta
 from common.serve.errors import ApiError, api_error
 from common.serve.server_metrics import ServerMetrics
-from common.serve.wire import CompletionBody
+from common.serve.wire import ChatBody, CompletionBody, DetokenizeBody, TokenizeBody
 
 PROMPT = "def fibonacci(n):\n    if n"
 CHAT = {"model": MODEL, "messages": [{"role": "user", "content": "a stack"}]}
@@ -180,6 +182,7 @@ def test_errors_are_objects(server: Running, monkeypatch: pytest.MonkeyPatch) ->
         ("/v1/chat/completions", {**CHAT, "messages": []}, 400, "messages"),
         ("/tokenize", {"prompt": "x", "model": "gpt-4"}, 404, "model"),
         ("/tokenize", {}, 400, None),
+        ("/tokenize", {"messages": CHAT["messages"], "tools": [{}]}, 400, "tools"),
         ("/tokenize", {"prompt": "x", "messages": CHAT["messages"]}, 400, None),
         ("/detokenize", {"tokens": [5], "model": "gpt-4"}, 404, "model"),
         ("/v1/completions/render", body(model="gpt-4"), 404, "model"),
@@ -235,6 +238,75 @@ def test_tokens_there_and_back(server: Running) -> None:
     _, answer = server.post("/v1/completions", body(return_token_ids=True))
     _, text = server.post("/detokenize", {"tokens": answer["choices"][0]["token_ids"]})
     assert text["prompt"] == answer["choices"][0]["text"]
+
+
+def test_many_tokens_do_not_hold_up_the_loop(
+    server: Running, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """An answer is written here: FastAPI looks at each item of a list, for ten times as long. And
+    between two prompts of a request the loop may do something else."""
+    routes = server.app.state.server
+    chat = ChatBody.model_validate(CHAT)
+    monkeypatch.setattr(routes.chat, "text", lambda *_: "x")
+    prompts = CompletionBody(prompt=["a", "b", "c"])
+    turns, seen = 0, list[int]()
+
+    async def turn() -> None:
+        nonlocal turns
+        while True:
+            turns += 1
+            await asyncio.sleep(0)
+
+    async def answers() -> list[Any]:
+        turning = asyncio.ensure_future(turn())
+
+        encode = server.llm.tokenizer.encode
+        noted = lambda *what: seen.append(turns) or encode(*what)  # noqa: E731
+        monkeypatch.setattr(server.llm.tokenizer, "encode", noted)
+        try:
+            return [
+                await routes.render_completion(prompts),
+                await routes.render_chat(chat),
+                await routes.tokenize(TokenizeBody(prompt="x")),
+                await routes.detokenize(DetokenizeBody(tokens=[5])),
+            ]
+        finally:
+            turning.cancel()
+
+    found = asyncio.run_coroutine_threadsafe(answers(), server.loop).result(60)
+    assert all(isinstance(answer, Response) for answer in found)
+    assert len(set(seen[:3])) == 3, seen
+
+
+@pytest.mark.parametrize("path", ["/v1/completions", "/v1/chat/completions"])
+def test_where_a_request_says_nothing_the_models_makers_do(
+    template_server: Running, path: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """And not, if the server is told so."""
+    monkeypatch.setattr(template_server.app.state.server, "defaults", {"top_p": 7.0})
+    for route in path, f"{path}/render":
+        sent = CHAT | {"prompt": "x", "max_tokens": 1}
+        status, answer = template_server.post(route, sent)
+        assert (status, answer["error"]["param"]) == (400, "top_p")
+        assert template_server.post(route, sent | {"top_p": 1})[0] == 200
+    monkeypatch.setattr("common.serve.app.sampling_defaults", lambda model: {"top_k": 5})
+    for uses, expected in (True, {"top_k": 5}), (False, {}):
+        config = ServeConfig(MODEL, uses_generation_config=uses)
+        assert make_app(template_server.llm, config)[0].state.server.defaults == expected
+
+
+def test_what_a_models_makers_recommend(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    (tmp_path / "config.json").write_text("{}")
+    assert sampling_defaults(tmp_path) == sampling_defaults(None) == {}
+    caplog.set_level("INFO")
+    assert not caplog.records
+    said = {"temperature": 0.6, "top_p": None, "top_k": 20, "eos_token_id": 5, "do_sample": True}
+    (tmp_path / "generation_config.json").write_text(json.dumps(said))
+    assert sampling_defaults(tmp_path) == {"temperature": 0.6, "top_k": 20}
+    assert "'top_k': 20" in caplog.text
+    (tmp_path / "generation_config.json").write_text('{"min_p": "x"}')
+    with pytest.raises(ValueError, match="min_p is 'x'"):
+        sampling_defaults(tmp_path)
 
 
 def test_special_tokens_are_added_unless_not_wanted(
@@ -332,7 +404,8 @@ def test_metrics_have_vllms_names(server: Running) -> None:
 
 
 def test_the_first_tokens_time_is_known_before_a_request_ends() -> None:
-    """And of who leaves after it; one that was only accepted has none."""
+    """And of who leaves after it; one that was only accepted has none, nor one that ends without
+    any token."""
     metrics = ServerMetrics(SimpleNamespace(stats=EngineStats()), MODEL)  # pyright: ignore[reportArgumentType]
 
     def count() -> float:
@@ -345,6 +418,9 @@ def test_the_first_tokens_time_is_known_before_a_request_ends() -> None:
         for i in range(2):
             yield RequestDelta("x", {0: CompletionDelta(0, "a", [i])})
 
+    async def failed() -> AsyncIterator[RequestDelta]:
+        yield RequestDelta("x", {0: CompletionDelta(0, "", [], None, "error")}, finished=True)
+
     async def read() -> list[float]:
         found, deltas = [], metrics.counted(request())
         async for _ in deltas:
@@ -353,6 +429,7 @@ def test_the_first_tokens_time_is_known_before_a_request_ends() -> None:
         one = metrics.counted(request())
         await anext(one)
         await one.aclose()
+        assert [delta.finished async for delta in metrics.counted(failed())] == [True]
         return [*found, count()]
 
     assert asyncio.run(read()) == [0, 1, 1, 1]

@@ -57,6 +57,16 @@ MAX_BIASES = 1024
 class Body(BaseModel):
     model_config = ConfigDict(extra="allow", strict=True, allow_inf_nan=False)
 
+    def check_extra(self) -> None:
+        """The fields that it does not have here. Raises `ApiError`."""
+        for name, value in (self.model_extra or {}).items():
+            if name in NOT_BUILT and value is not None and value not in NOT_BUILT[name]:
+                raise bad(f"{name} is not supported by this server", name)
+            known = name in NOT_BUILT or name in PASSED_OVER or name in _named
+            if not known and len(_named) < 1000:
+                _named.add(name)
+                logger.warning("field %.100r of a request is not known, and passed over", name)
+
 
 class StreamOptions(Body):
     include_usage: bool | None = None
@@ -101,19 +111,21 @@ class GenerateBody(Body):
     priority: int | None = None
     cache_salt: str | None = None
     return_token_ids: bool | None = None
+    return_tokens_as_token_ids: bool | None = None  # in log-probabilities
 
     def options(self) -> RequestOptions:
         """Of `AsyncLLM.generate`."""
         return {"priority": self.priority or 0, "cache_salt": self.cache_salt}
 
-    def sampling_params(self, **others: Any) -> SamplingParams:
-        """`others` where the names differ. Raises `ApiError`."""
+    def sampling_params(self, defaults: dict[str, Any], **others: Any) -> SamplingParams:
+        """`defaults` where nothing is given, `others` where the names differ. Raises
+        `ApiError`."""
         self._check()
         names = SamplingParams.__dataclass_fields__.keys() & type(self).model_fields.keys()
         given = {name: getattr(self, name) for name in names}
         given |= {"grammar": self._grammar(), "logit_bias": self._logit_bias()} | others
         try:
-            return SamplingParams(**{k: v for k, v in given.items() if v is not None})
+            return SamplingParams(**defaults | {k: v for k, v in given.items() if v is not None})
         except ValueError as error:
             raise api_error(error) from error
 
@@ -122,13 +134,7 @@ class GenerateBody(Body):
             raise bad("stream_options: only with stream", "stream_options")
         if self.prompt_logprobs is not None and self.stream:
             raise bad("prompt_logprobs: not in a stream", "prompt_logprobs")
-        for name, value in (self.model_extra or {}).items():
-            if name in NOT_BUILT and value is not None and value not in NOT_BUILT[name]:
-                raise bad(f"{name} is not supported by this server", name)
-            known = name in NOT_BUILT or name in PASSED_OVER or name in _named
-            if not known and len(_named) < 1000:
-                _named.add(name)
-                logger.warning("field %.100r of a request is not known, and passed over", name)
+        self.check_extra()
 
     def _logit_bias(self) -> dict[int, float] | None:
         if self.logit_bias is None:
@@ -141,7 +147,9 @@ class GenerateBody(Body):
     def _grammar(self) -> Any:
         form, given = self.response_format, self.structured_outputs
         if form is None or form.type == "text":
-            return None if given is None else dict(given)
+            if given is None:
+                return None  # vLLM's clients send what they do not ask for, too
+            return {name: value for name, value in given.items() if value not in (None, False)}
         if given is not None:
             raise bad("give response_format or structured_outputs, not both", "response_format")
         if form.type == "json_object":
@@ -172,11 +180,12 @@ class CompletionBody(GenerateBody):
     def only_echo(self) -> bool:
         return bool(self.echo) and self.max_tokens == 0
 
-    def params(self) -> SamplingParams:
+    def params(self, defaults: dict[str, Any]) -> SamplingParams:
         if self.echo and self.truncate_prompt_tokens is not None:
             raise bad("echo: not with truncate_prompt_tokens", "echo")
         scores = self.echo and self.logprobs is not None
         return self.sampling_params(
+            defaults,
             logprobs=self.logprobs,
             max_tokens=1 if self.only_echo else self.max_tokens,
             prompt_logprobs=self.logprobs if scores else self.prompt_logprobs,
@@ -192,13 +201,14 @@ class ChatBody(GenerateBody):
     continue_final_message: bool | None = None
     chat_template_kwargs: dict[str, Any] | None = None
 
-    def params(self, unlimited: int) -> SamplingParams:
+    def params(self, defaults: dict[str, Any], unlimited: int) -> SamplingParams:
         """`unlimited`: more than the model has room for."""
         if self.top_logprobs is not None and not self.logprobs:
             raise bad("top_logprobs: it needs logprobs to be true", "top_logprobs")
         most = self.max_completion_tokens
         most = self.max_tokens if most is None else most
         return self.sampling_params(
+            defaults,
             logprobs=(self.top_logprobs or 0) if self.logprobs else None,
             max_tokens=unlimited if most is None else most,
         )

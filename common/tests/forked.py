@@ -48,6 +48,6 @@ def start_program(module: str, *arguments: str, **environment: str) -> tuple[For
 def _run(stderr: socket.socket, module: str, arguments: list[str], environment: dict) -> None:
     os.dup2(stderr.fileno(), 2)
     os.environ |= environment
-    signal.signal(signal.SIGINT, signal.default_int_handler)  # what a shell runs beside itself has none
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background job has none
     sys.argv = [module, *arguments]
     runpy.run_module(module, run_name="__main__")

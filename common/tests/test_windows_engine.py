@@ -26,6 +26,7 @@ from common.events.event_kinds import Matched, Planned, read_events
 from common.llm import LLM
 from common.loader import LoadedModel, load_model
 from common.runner.model_runner import PagedModelRunner
+from common.serve.kv_events import KVEvents
 from common.tests.engine_oracle import (
     MAX_TOKENS,
     Oracle,
@@ -176,11 +177,18 @@ def test_a_draft_model_guesses_what_it_says_alone(seed: int, windowed, tmp_path)
 @pytest.mark.sample(seed=2)
 @pytest.mark.parametrize("seed", range(8))
 def test_stages_have_the_groups_of_one(seed: int, windowed, monkeypatch) -> None:
-    """One of them may lack all layers of a group."""
+    """One of them may lack all layers of a group. Chunks of a prompt are in several stages at once,
+    in memory that is just enough for whoever may not be preempted again."""
     oracle, loaded = windowed
     rng = random.Random(seed)
     config = draw_config(rng, oracle, loaded) | {"overlap_scheduling": False, "speculative": None}
     config |= {"pipeline_parallel_size": min(rng.choice([2, 3]), loaded.config.num_hidden_layers)}
+    if seed % 2 == 0:
+        sizes = {"block_size": rng.choice([1, 2, 4]), "max_num_batched_tokens": 12}
+        config |= sizes | {"prefix_cache": "hash", "preempt_every": 1, "chunked_prefill": True}
+        step = EngineConfig(**config).tokens_under_way(torch.device("cpu"))
+        longest, windows = max(map(len, oracle.prompts)) + MAX_TOKENS, loaded.model.groups.windows
+        config["num_blocks"] = 1 + most_blocks(longest, sizes["block_size"], windows, step)
     engine = pipelined_engine(monkeypatch, loaded.path, **config)
     for stage in stages_of(engine):
         full_of_nan_memory(stage.local.kv_cache)
@@ -385,3 +393,13 @@ def test_what_is_not_built_is_refused_by_name(settings, named, tmp_path) -> None
     with pytest.raises(ValueError, match=re.escape(named)) as error:
         LLMEngine(config, loaded=loaded, draft=loaded if "speculative" in settings else None)
     assert "with max_model_len=7 no layer does" in str(error.value)
+
+
+def test_so_are_kv_events_of_an_engine_that_is_watched_too(windowed, tmp_path) -> None:
+    engine = checked_engine(windowed[1], num_blocks=40)
+    for is_watched in (False, True):
+        if is_watched:
+            engine.watch(tmp_path / "run.jsonl")
+        with pytest.raises(ValueError, match="kv_events: they are not built for layers"):
+            KVEvents(engine, "nowhere")
+    engine.close()

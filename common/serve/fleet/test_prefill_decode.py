@@ -87,7 +87,7 @@ class Asked:
 def test_both_are_asked_as_vllm_asks_and_the_second_one_answers(stack: ExitStack) -> None:
     first, second = Asked({"kv_transfer_params": {"where": 7}}), Asked({"text": "y"})
     places = [stack.enter_context(served(one.app())) for one in (first, second)]
-    proxy = stack.enter_context(served(make_proxy(*places, prefill_seconds=0.3)))
+    proxy = stack.enter_context(served(make_proxy(*places, prefill_seconds=1.5)))
     headers = {"Authorization": "Bearer k", "X-Request-Id": "mine", "Cookie": "a=b"}
 
     def ask(content: bytes, path: str = "/v1/completions") -> httpx.Response:
@@ -114,7 +114,7 @@ def test_both_are_asked_as_vllm_asks_and_the_second_one_answers(stack: ExitStack
     assert is_passed_on() and first.seen.pop()
     first.status = 500
     assert is_passed_on() and first.seen.pop()
-    first.status, first.seconds = 200, 1.0
+    first.status, first.seconds = 200, 3.0
     assert is_passed_on() and first.seen.pop()
     assert is_passed_on(b"{") and is_passed_on(b"[1]")
     second.status = 418

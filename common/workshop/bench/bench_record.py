@@ -204,9 +204,11 @@ def format_record(record: dict[str, Any]) -> str:
     return one_line.sub(join, text) + "\n"
 
 
-def markdown_table(head: Sequence[str], rows: Sequence[Sequence[object]]) -> str:
-    """The first column to the left, the others, which hold numbers, to the right."""
-    lines = [head, ["---", *["---:"] * (len(head) - 1)], *rows]
+def markdown_table(
+    head: Sequence[str], rows: Sequence[Sequence[object]], others: str = "---:"
+) -> str:
+    """The first column to the left, the others, which mostly hold numbers, to the right."""
+    lines = [head, ["---", *[others] * (len(head) - 1)], *rows]
     return "\n".join("| " + " | ".join(map(str, line)) + " |" for line in lines)
 
 

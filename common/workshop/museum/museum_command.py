@@ -216,7 +216,9 @@ def _first_failure(exhibit: Exhibit, swap: ModuleSwap) -> str:
     run = try_tests(exhibit.tests, swap, first_only=True, limit_s=exhibit.limit_s(swap))
     if run.first is None:
         return run.report.strip()
-    said = run.first.message.strip().partition("\n")[0]
+    said, *more = run.first.message.strip().splitlines() or [""]
+    if ", ...]" in said:  # of two lists, what is left out may be all that differs
+        said += next((f" ({line.strip()})" for line in more if "At index" in line), "")
     return f"Noticed by {run.first.test}\n    {textwrap.shorten(said, 160)}"
 
 

@@ -122,8 +122,8 @@ class _Tracer:
         yield from self._counters()
 
     def _draw_arrows(self) -> Iterator[TraceEvent]:
-        """An arrow's end binds to the slice around it, which is the planning: without one, or if the
-        request never returns, there is no arrow."""
+        """An arrow's end binds to the slice around it, which is the planning: without one, or if
+        the request never returns, there is no arrow."""
         for ph, request, time in self.arrows:
             if ph == "s":
                 self.num_ids += 1

@@ -126,7 +126,8 @@ def num_returns(film: Film) -> int:
 def test_a_film_that_was_cut_gives_a_trace_that_keeps_the_rules(films: list[Film]) -> None:
     """Wherever it is cut, in the middle of a planning and behind its end, too."""
     film = films[0]
-    at_arrows = [i for i, event in enumerate(film.events) if event.kind in ("preempted", "admitted")]
+    kinds = ("preempted", "admitted")
+    at_arrows = [i for i, event in enumerate(film.events) if event.kind in kinds]
     assert num_returns(film) > 0
     for end in {*range(1, len(film.events), 37), *(i + 1 for i in at_arrows[:40])}:
         assert broken_rules(trace_of(Film([film.run, *film.events[:end]]))) == []

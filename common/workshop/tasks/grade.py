@@ -28,7 +28,7 @@ from pathlib import Path
 
 from common.workshop.tasks.answer import Answer, answer_to, is_blank
 from common.workshop.tasks.blank import function_at, signature
-from common.workshop.tasks.course import blank_of
+from common.workshop.tasks.course import blank_of, is_chinese, words_of
 from common.workshop.tasks.task import Task
 from common.workshop.tools.apart import apart
 from common.workshop.tools.module_swap import ModuleSwap
@@ -216,7 +216,9 @@ def _explained(trial: _Trial, run: TestRun) -> Verdict:
             yours = f"With your lines it says:\n\n{_shown(said)}"
             parts.append(f"A small example, as it should be:\n\n{_shown(ours)}\n\n{yours}")
     if mistake is not None:
-        parts.append(textwrap.fill(f"This looks like a common mistake. {mistake.message}", 96))
+        told = words_of(task).mistakes[task.mistakes.index(mistake)]
+        told = f"This looks like a common mistake. {told}"
+        parts.append(told if is_chinese() else textwrap.fill(told, 96))
     elif not _is_ours_elsewhere(trial):
         parts.append(
             f"Outside of {task.place}, {trial.name} is not as {task.file} is now. That may "

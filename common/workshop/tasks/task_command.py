@@ -11,14 +11,15 @@ from collections.abc import Iterator, Sequence
 
 from common.workshop.tasks import reading
 from common.workshop.tasks.answer import answer_to
-from common.workshop.tasks.blank import filled
 from common.workshop.tasks.course import (
     EVENINGS,
     TASKS,
     blank_of,
+    is_chinese,
     minutes_of,
     task_numbered,
     tasks_of_evening,
+    words_of,
 )
 from common.workshop.tasks.grade import grade
 from common.workshop.tasks.task import DIFFICULTIES, Task
@@ -90,7 +91,8 @@ def _rows(evening: int, bench: Workbench) -> Iterator[str]:
     for task in tasks_of_evening(evening):
         mark = "x" if task.number in bench.progress.passed else " "
         level = DIFFICULTIES[task.difficulty]
-        yield f" [{mark}] {task.number}  {task.title:52} {task.minutes:2} min  {level}"
+        title = words_of(task).title
+        yield f" [{mark}] {task.number}  {task.minutes:2} min  {level:6}  {title}"
 
 
 def _open_tasks(bench: Workbench, tasks: Sequence[Task]) -> list[Task]:
@@ -123,12 +125,12 @@ def _again(task: Task, bench: Workbench) -> int:
 
 
 def _begin(task: Task, bench: Workbench, told: list[str]) -> int:
-    level = DIFFICULTIES[task.difficulty]
-    _say(f"Task {task.number}. {task.title} ({task.minutes} minutes, {level})")
+    level, words = DIFFICULTIES[task.difficulty], words_of(task)
+    _say(f"Task {task.number}. {words.title} ({task.minutes} minutes, {level})")
     _say("\n".join(told))
     where = f"{bench.name(bench.file(task))}{_line_of_hole(task, bench)}"
     _say(f"Write in {where}, in {task.place}, in the place of `raise`:")
-    _say(textwrap.indent(filled(task.write, WIDTH - 4), "    "))
+    _say(textwrap.indent(words.write, "    "))
     again = f"make task N={task.number}"
     _say(
         f"When you have written something: {again}\n"
@@ -160,21 +162,25 @@ def _grade(task: Task, bench: Workbench) -> int:
     here = TASKS.index(task)
     following = _open_tasks(bench, (*TASKS[here:], *TASKS[:here]))
     if following:
-        _say(f"The next: make task N={following[0].number}    ({following[0].title})")
+        _say(f"The next: make task N={following[0].number}    ({words_of(following[0]).title})")
     return 0
 
 
 def _hint(task: Task, bench: Workbench) -> int:
-    found = bench.next_hint(task)
-    if found is None:
-        _say(f"These were all {len(task.hints)} hints:")
-        for number, hint in enumerate(task.hints, 1):
-            _say(textwrap.fill(f"{number}. {hint}", WIDTH, subsequent_indent="   "))
+    hints, number = words_of(task).hints, bench.next_hint(task)
+    if number is None:
+        _say(f"These were all {len(hints)} hints:")
+        for number, hint in enumerate(hints, 1):
+            _say(_filled(f"{number}. {hint}"))
         _say(f"Our answer: make task N={task.number} ARGS=--solution")
     else:
-        number, hint = found
-        _say(textwrap.fill(f"Hint {number} of {len(task.hints)}: {hint}", WIDTH))
+        _say(_filled(f"Hint {number} of {len(hints)}: {hints[number - 1]}"))
     return 0
+
+
+def _filled(text: str) -> str:
+    """A terminal breaks Chinese where it likes; words are not to be cut."""
+    return text if is_chinese() else textwrap.fill(text, WIDTH, subsequent_indent="   ")
 
 
 def _solution(task: Task, bench: Workbench) -> int:

@@ -14,7 +14,7 @@ import pytest
 
 from common.workshop.tasks.answer import Answer
 from common.workshop.tasks.blank import function_at
-from common.workshop.tasks.course import TASKS, blank_of, blank_text, task_numbered
+from common.workshop.tasks.course import CHINESE, TASKS, blank_of, blank_text, task_numbered
 from common.workshop.tasks.demo_on_yours import engine_on
 from common.workshop.tasks.grade import (
     Verdict,
@@ -138,7 +138,10 @@ def test_a_typical_mistake_gets_its_message_behind_the_test_that_fails(tmp_path:
     assert "assert " in verdict.text and "Traceback" not in verdict.text
 
 
-def test_a_mistake_is_known_whatever_the_readers_error_says(tmp_path: Path) -> None:
+def test_a_mistake_is_known_whatever_the_readers_error_says_and_told_in_the_readers_language(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("LANGUAGE", "zh_CN:en")
     task = the("3.3")
     text = answer(
         task,
@@ -150,6 +153,8 @@ def test_a_mistake_is_known_whatever_the_readers_error_says(tmp_path: Path) -> N
     )
     verdict = graded(task, text, tmp_path)
     assert verdict.mistake is not None and "`cached.ref_cnt`" in verdict.mistake.message
+    told = CHINESE["3.3"][1].mistakes[task.mistakes.index(verdict.mistake)]
+    assert "缓存" in told and told in verdict.text
 
 
 def test_an_exception_is_told_with_the_readers_line_and_what_was_printed(tmp_path: Path) -> None:

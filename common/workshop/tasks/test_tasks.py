@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import re
 import subprocess
 from itertools import groupby
 from pathlib import Path
@@ -12,12 +13,23 @@ import pytest
 from common.workshop.tasks import task_command
 from common.workshop.tasks.answer import answer_to, is_blank
 from common.workshop.tasks.blank import function_at, make_blank, signature
-from common.workshop.tasks.course import EVENINGS, TASKS, blank_of, blank_text, task_numbered
+from common.workshop.tasks.course import (
+    CHINESE,
+    EVENINGS,
+    TASKS,
+    Words,
+    blank_of,
+    blank_text,
+    english_of,
+    is_chinese,
+    task_numbered,
+)
 from common.workshop.tasks.grade import Verdict
 from common.workshop.tasks.task import Task
 from common.workshop.tasks.task_command import main
 from common.workshop.tasks.workbench import FOLDER, Workbench
 from common.workshop.tools.source_patch import ROOT
+from common.workshop.tools.translation import CHINESE as CHINESE_LETTER
 
 EVERY_TASK = pytest.mark.parametrize("task", TASKS, ids=lambda task: task.number)
 ONE = TASKS[0]
@@ -45,6 +57,24 @@ def test_a_task_says_what_to_write_and_what_must_hold(task: Task) -> None:
     assert max(map(len, blank_of(task).stub.splitlines())) <= 100
     lines = task.write.splitlines()
     assert all(line.startswith("    ") or "  " not in line for line in lines), "not a drawing"
+
+
+@EVERY_TASK
+def test_what_is_said_of_a_task_is_said_in_chinese_too(task: Task) -> None:
+    english, (digest, chinese) = english_of(task), CHINESE[task.number]
+    assert digest == english.digest, "compare the two, put tasks.zh.txt right, then the digest"
+    for said, told in zip(all_words(english), all_words(chinese), strict=True):
+        assert codes(said) == codes(told) and (said == told or CHINESE_LETTER.search(told)), told
+    page = (ROOT / "COURSE.zh.md").read_text(encoding="utf-8")
+    assert f"| `make task N={task.number}` | {chinese.title} |" in page
+
+
+def all_words(words: Words) -> tuple[str, ...]:
+    return words.title, words.write, *words.hints, *words.mistakes
+
+
+def codes(text: str) -> set[str]:
+    return set(re.findall("`[^`]+`", " ".join(text.split())))
 
 
 @EVERY_TASK
@@ -319,6 +349,27 @@ def test_hints_come_one_at_a_time(bench: Workbench, capsys: pytest.CaptureFixtur
     main(["1.1", "--hint"], bench)
     shown = " ".join(capsys.readouterr().out.split())
     assert all(" ".join(hint.split()) in shown for hint in ONE.hints) and "--solution" in shown
+
+
+def test_a_terminal_that_speaks_chinese_is_told_in_chinese(
+    bench: Workbench, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    words = CHINESE["1.1"][1]
+    monkeypatch.setenv("LANGUAGE", "zh")
+    for arguments, told in (
+        ([], [words.title]),
+        (["1.1"], words.write.splitlines()),
+        (["1.1", "--hint"], words.hints[:1]),
+    ):
+        main(arguments, bench)
+        shown = capsys.readouterr().out
+        assert all(line in shown for line in told)
+    for name in ("LANGUAGE", "LC_ALL", "LC_MESSAGES"):
+        monkeypatch.delenv(name, raising=False)
+    # Each counts before the one above it.
+    for name, value in ("LANG", "zh_CN"), ("LC_ALL", "C.UTF-8"), ("LANGUAGE", "zh:en"):
+        monkeypatch.setenv(name, value)
+        assert is_chinese() is value.startswith("zh"), name
 
 
 def test_the_solution_is_the_sources(bench: Workbench, capsys: pytest.CaptureFixture[str]) -> None:

@@ -103,14 +103,14 @@ class Workbench:
         places = (wanted.with_stem(f"{wanted.stem}_{n}") for n in count(2))
         return next(p for p in places if not p.exists()) if wanted.exists() else wanted
 
-    def next_hint(self, task: Task) -> tuple[int, str] | None:
-        """Its number, from 1, and its text. None: there are no more."""
+    def next_hint(self, task: Task) -> int | None:
+        """Its number, from 1. None: there are no more."""
         given = self.progress.hints.get(task.number, 0)
         if given >= len(task.hints):
             return None
         self.progress.hints[task.number] = given + 1
         self.save()
-        return given + 1, task.hints[given]
+        return given + 1
 
     def passed(self, task: Task) -> None:
         """Its function as it is now."""

@@ -128,9 +128,10 @@ def make_tables(parts: Mapping[str, Part], records: Mapping[str, dict]) -> dict[
 
 
 def write_tables(tables: Mapping[str, str], chapter: Path | None) -> None:
-    """Put each table into whichever page of the chapter has a place for it. Without a chapter,
-    print all."""
+    """Put each table into whichever page of the chapter has a place for it; the Chinese ones get
+    its numbers by `make sync`. Without a chapter, print all."""
     pages = [] if chapter is None else sorted(chapter.rglob("*.md"))
+    pages = [page for page in pages if not page.name.endswith(".zh.md")]
     if chapter == ROOT / "common" / "workshop" / "parallel":  # what is measured has the page
         pages = [ROOT / "common" / "parallel" / "README.md"]
     texts = {page: page.read_text(encoding="utf-8") for page in pages}

@@ -50,7 +50,8 @@ def script(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
     (chapter / "beyond").mkdir()
     (chapter / "README.md").write_text("text\n")
     place = "before\n<!-- table:one -->\nold\n<!-- /table:one -->\nbehind\n"
-    (chapter / "beyond" / "README.md").write_text(place)
+    for name in ("README.md", "README.zh.md"):
+        (chapter / "beyond" / name).write_text(place)
     return str(chapter / "lab" / "plot_topic.py")
 
 
@@ -65,6 +66,7 @@ def test_a_part_is_measured_kept_drawn_and_tabulated(script: str, capsys) -> Non
     page = (chapter / "beyond" / "README.md").read_text()
     assert page == "before\n<!-- table:one -->\n100 seen\n<!-- /table:one -->\nbehind\n"
     assert (chapter / "README.md").read_text() == "text\n"
+    assert "\nold\n" in (chapter / "beyond" / "README.zh.md").read_text(), "its words are Chinese"
     assert "no page of 01_a has a place for table made_on_first" in capsys.readouterr().out
 
 

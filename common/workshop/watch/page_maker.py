@@ -59,6 +59,6 @@ def _reel(reel: Reel) -> str:
 
 def write_page(path: Path, page: str, is_opened: bool = False) -> None:
     path.write_text(page, encoding="utf-8", newline="\n")
-    print(f"{path}: {len(page) / 1e6:.1f} MB. It needs nothing else, and no network.")
+    print(f"{path}: open it in a browser, or add --open. {len(page) / 1e6:.1f} MB; no network.")
     if is_opened:
         webbrowser.open(path.resolve().as_uri())

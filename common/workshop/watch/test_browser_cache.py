@@ -230,18 +230,18 @@ def test_the_keyboard_goes_along_a_chain(shown: Pages, open_page: OpenPage) -> N
         chosen = page.evaluate("Watch.store.block")
         children = [block for block, one in cached.items() if one.parent == chosen]
         page.keyboard.press("ArrowRight")
-        page.wait_for_timeout(50)
+        go(page)
         assert page.evaluate("Watch.store.block") in (children or [chosen])
     for _ in range(5):
         page.keyboard.press("ArrowLeft")
-    page.wait_for_timeout(50)
+    go(page)
     root = page.evaluate("Watch.store.block")
     assert root in roots
     active = page.get_attribute(".cache-scroll", "aria-activedescendant")
     assert page.get_attribute(f"#{active}", "data-blocks") == str(root)
     assert "first of its prefix" in page.inner_text(".cache-details")
     page.keyboard.press("ArrowDown")
-    page.wait_for_timeout(50)
+    go(page)
     assert page.evaluate("Watch.store.block") != root
     page.keyboard.press("Escape")
     state = page.evaluate("[Watch.store.block, Watch.store.step, Watch.store.request]")

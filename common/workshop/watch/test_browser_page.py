@@ -141,11 +141,11 @@ def test_space_plays_and_stops(open_default: OpenDefault) -> None:
     run.ask("() => document.activeElement.blur()")
     run.press(" ")
     run.page.wait_for_selector("button.play:text-is('Pause')")
-    run.page.wait_for_timeout(150)
+    run.page.wait_for_function("Watch.store.step >= 1")
     run.press(" ")
     stopped = run.step
     run.page.wait_for_timeout(150)
-    assert run.step == stopped >= 1
+    assert run.step == stopped
 
 
 # -- links
@@ -325,8 +325,10 @@ _DROP = """([files, kinds]) => {
 
 
 def drop(run: RunPage, *files: tuple[str, str]) -> None:
-    run.ask(_DROP, [list(files), ["dragenter", "dragover", "drop"]])
-    run.page.wait_for_timeout(50)
+    """Files are read in the background; what came of it is drawn."""
+    kinds = ["dragenter", "dragover", "drop"]
+    drawn = f"(what) => new Promise((done) => {{ Watch.onDraw(done); ({_DROP})(what); }})"
+    run.ask(drawn, [list(files), kinds])
     run.settle()
 
 

@@ -271,7 +271,9 @@ def test_every_block_is_inside_an_area_that_does_not_grow(
         page = ready(open_page(film.page, 1280, 800, at="step=3"))
         for width, height in ((1280, 800), (1024, 768), (1920, 1080)):
             page.set_viewport_size({"width": width, "height": height})
-            page.wait_for_timeout(60)
+            page.wait_for_function("width => innerWidth === width", arg=width)
+            go(page)
+            go(page)  # sizes are measured, and drawn with the next frame
             assert page.evaluate(OUTSIDE) == []
             area = page.locator(".pool-cells").bounding_box()
             assert area is not None
@@ -320,7 +322,7 @@ def test_a_painted_pool_has_the_colours_of_its_owners(
     """Each block of the request is painted otherwise than a free one, and no other is."""
     film = sizes[4096]
     page = ready(open_page(film.page, 1920, 1080, at="step=3"))
-    page.wait_for_timeout(60)
+    go(page)
     table = film.state(3).requests["a"].table
     pixels = page.evaluate(
         """() => {
@@ -340,3 +342,25 @@ def test_a_painted_pool_has_the_colours_of_its_owners(
     white = pixels[4000]
     painted = [block for block, pixel in enumerate(pixels) if pixel != white and block > 0]
     assert sorted(table) == painted
+
+
+def test_of_a_pool_too_large_to_be_seen_what_was_used_is_drawn(
+    tmp_path_factory: pytest.TempPathFactory, cast: Cast, open_page: OpenPage
+) -> None:
+    """More of it when more is used; whoever goes back in time sees no cell go."""
+    script = SCRIPTS["hash"]
+    script = type(script)((script.visits[0],), script.config).but(num_blocks=4097)
+    film = make_one(tmp_path_factory.mktemp("large"), "n4097", script, cast)
+    page = ready(open_page(film.page, 1280, 800, at="step=3"))
+    counts = page.locator(".pool-counts")
+
+    def owned() -> list[int]:
+        return [cell["block"] for cell in read_cells(page) if cell["state"] == "held"]
+
+    assert len(read_cells(page)) == 128 and owned() == sorted(film.state(3).requests["a"].table)
+    assert "4096" in counts.inner_text() and "the first 127" in counts.inner_text()
+    page.evaluate("Watch.store.films[0].stateAfter(4).refCnt[300] = 1")
+    for step in (4, 3):
+        go(page, step=step)
+        assert "the first 511" in counts.inner_text()
+    assert read_cells(page) == [] and page.locator(".pool-canvas.is-lower").count() == 1

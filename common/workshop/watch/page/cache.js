@@ -34,11 +34,11 @@
     "cache.node": ["Node of {n} blocks: {blocks}", "节点含 {n} 块：{blocks}"],
     "cache.node.one": ["Node of 1 block: {blocks}", "节点含 1 块：{blocks}"],
     "cache.hint": [
-      "Point at a box: its tokens, who uses it, and what comes before it. Filled: in use. Dark: matched in this step. ×3: ref_cnt, the cache counts as one. + published, ‖ split, × evicted.",
-      "指向一个方框：看它的 token、谁在用它、接在什么后面。浅色底：使用中；深色底：本步命中。×3：ref_cnt，缓存算一个。＋ 发布，‖ 拆分，× 淘汰。",
+      "Filled: in use; dark: matched now. ×3: ref_cnt, with the cache. + published, ‖ split, × evicted.",
+      "浅色底：使用中；深色底：本步命中。×3：ref_cnt，含缓存。＋ 发布，‖ 拆分，× 淘汰。",
     ],
     "cache.hint.groups": [
-      "Dotted: of layers with a window. Filled: in use. Dark: found in this step. What nobody uses can be found until its block is taken.",
+      "Dotted: of layers with a window. Filled: in use; dark: found now. What nobody uses can be found until its block is taken.",
       "点线框：有窗口的层。浅色底：使用中；深色底：本步找到。没人用的块，在被重新取用之前都找得到。",
     ],
     "cache.details": ["What is pointed at in the cache", "缓存中所指之处的详情"],

@@ -11,6 +11,7 @@
       "{held} in use · {idle} cached, unused · {free} free · of {all}",
       "使用中 {held} · 已缓存未用 {idle} · 空闲 {free} · 共 {all}",
     ],
+    "pool.drawn": ["drawn: the first {num}, since no other was used", "只画前 {num} 块，其余还没用过"],
     "pool.next_taken": ["next taken", "将取用"],
     "pool.next_evicted": ["next evicted", "将淘汰"],
     "pool.none": ["none", "无"],
@@ -26,6 +27,8 @@
 
   const {h} = Watch;
 
+  const MOST_DRAWN = 4096; // of a larger pool, only what has been used: a cell has to be seen
+  const LEAST_DRAWN = 128;
   const NOTHING = {lit: null, block: null, cursor: null}; // is looked at
 
   // What is looked at: the pointer goes before the selection, a block before a request.
@@ -42,6 +45,7 @@
       this.root = root;
       this.view = view;
       this.grid = null;
+      this.numDrawn = 0;
       // Nothing can be loaded where there is nothing below.
       const {kv_tiers: tiers, kv_connector: connector} = view.film.run.config;
       const isLoading =
@@ -70,7 +74,6 @@
       this.details = h("div", {class: "pool-details"});
       this.details.setAttribute("role", "group");
       this.root.append(this.counts, this.cells, this.changes, this.orders, this.details);
-      this.painter = Watch.poolPainter(this.cells, this.view.film.run.num_blocks);
       this.listen();
       new ResizeObserver(() => Watch.redraw()).observe(this.cells);
     }
@@ -116,6 +119,7 @@
     draw() {
       const {view} = this;
       const facts = Watch.blockFacts(view);
+      this.reach(facts);
       this.fit();
       const looked = Watch.lookedAt(view);
       this.drawCells(facts, looked);
@@ -130,10 +134,28 @@
       this.cells.setAttribute("aria-activedescendant", active);
     }
 
+    // Fresh blocks are taken in order. Cells are added, and never taken away.
+    reach(facts) {
+      const {film, state} = this.view;
+      const isUsed = (n, block) => n > 0 || state.cached.has(block);
+      const last = Math.max(state.refCnt.findLastIndex(isUsed), ...facts.changes.keys());
+      let num = film.run.num_blocks;
+      if (num > MOST_DRAWN) {
+        num = Math.max(this.numDrawn, LEAST_DRAWN);
+        while (num <= last) num *= 2;
+        num = Math.min(num, film.run.num_blocks);
+      }
+      if (num === this.numDrawn) return;
+      this.numDrawn = num;
+      this.grid = null;
+      this.cells.replaceChildren();
+      this.painter = Watch.poolPainter(this.cells, num);
+    }
+
     fit() {
       const {clientWidth: width, clientHeight: height} = this.cells;
       if (this.grid?.width === width && this.grid?.height === height) return;
-      const grid = Watch.poolGrid(width, height, this.view.film.run.num_blocks);
+      const grid = Watch.poolGrid(width, height, this.numDrawn);
       this.grid = {...grid, width, height};
       this.painter.resize(this.grid);
       this.drawn = null;
@@ -170,7 +192,7 @@
     // The other film of a comparison may have more blocks.
     cursor() {
       const {block} = Watch.store;
-      return block !== null && block < this.view.film.run.num_blocks ? block : null;
+      return block !== null && block < this.numDrawn ? block : null;
     }
 
     nameOf(facts, block) {
@@ -178,10 +200,12 @@
     }
 
     drawCounts(facts) {
-      const all = this.grid.num - 1;
+      const all = this.view.film.run.num_blocks - 1;
       const [idle, free] = [facts.evictable.length, facts.numFree];
-      const text = Watch.t("pool.counts", {held: all - idle - free, idle, free, all});
-      if (this.counts.textContent !== text) this.counts.textContent = text;
+      const text = [Watch.t("pool.counts", {held: all - idle - free, idle, free, all})];
+      if (this.numDrawn <= all) text.push(Watch.t("pool.drawn", {num: this.numDrawn - 1}));
+      Watch.say(this.counts, text.join(" · "));
+      this.counts.title = text.join(" · "); // of which the line may have room for a part
     }
 
     // The legend of the outlines is at once what happened: a sample, a word and how many blocks.

@@ -41,12 +41,12 @@
     "pool.found": ["found in the cache in this step", "本步在缓存里找到"],
     "pool.shared_by": ["also {who}", "同用：{who}"],
     "pool.hint.groups": [
-      "Point at a block: who holds it, and what it holds. Point at a request, in any panel: its block tables. a₁: of a, group 1. Filled corner: can be found until it is taken.",
-      "指向一个块：看谁持有它、里面是什么。指向任一面板里的请求：看它的各张块表。a₁：a 的，组 1。填色角：被取用之前都找得到。",
+      "Point at a block or a request. a₁: of a, group 1. Filled corner: can be found until it is taken.",
+      "指向一个块或请求，看详情。a₁：a 的，组 1。填色角：被取用之前都找得到。",
     ],
     "pool.hint": [
-      "Point at a block: who holds it, and what it holds. Point at a request, in any panel: its block table. Pale and dashed: reserved, nothing written. ×3 is ref_cnt, in which the cache counts as one.",
-      "指向一个块：看谁持有它、里面是什么。指向任一面板里的请求：看它的块表。浅色虚线框：已预留，还没写入。×3 是 ref_cnt，缓存也算一个。",
+      "Point at a block or a request. Pale, dashed: reserved, nothing written. ×3: ref_cnt, with the cache.",
+      "指向一个块或请求，看详情。浅色虚线框：已预留，还没写入。×3：ref_cnt，含缓存。",
     ],
   });
 
