@@ -130,7 +130,12 @@ def draw_window() -> Drawing:
         " up when the first token of a step sees none of its positions any more.",
     )
     drawing.text(24, 30, f"Blocks of {BLOCK_SIZE}, a window of {WINDOW}", size=LARGE, bold=True)
-    meanings = {"computed": PROMPT, "seen by the first": OWN, "held, not seen": EMPTY, "not written": SOFT}
+    meanings = {
+        "computed": PROMPT,
+        "seen by the first": OWN,
+        "held, not seen": EMPTY,
+        "not written": SOFT,
+    }
     drawing.key(24, 62, meanings | {"given up": PAPER})
     left, width = 120, 36
     drawing.text(24, 94, "step", size=SMALL, muted=True)
