@@ -75,13 +75,13 @@ class AsyncLLM:
         self._calls: dict[int, asyncio.Future] = {}
         self._num_calls = 0
         self._given: deque[RequestDelta] = deque()
-        self.num_handed_over, self._is_closed = 0, False
+        self._is_closed = False
         self.stats = EngineStats()  # when the engine last handed something over
         self._engine_loop = self._make_loop(max_waiting)
         engine = self._engine_loop.made.result()
         assert engine.tokenizer is not None
         self.tokenizer, self.max_model_len = engine.tokenizer, engine.max_model_len
-        self.vocab_size, self.model_config = engine.vocab_size, engine.model_config
+        self.model_config = engine.model_config
         self._max_token_bytes = longest_token(self.tokenizer)
         self.adapters = _adapters_of(engine)  # names that are loaded
 
@@ -253,7 +253,6 @@ class AsyncLLM:
                 loop.call_soon_threadsafe(self._receive, hand_over)
 
     def _receive(self, hand_over: HandOver) -> None:
-        self.num_handed_over += 1
         for number, answer in hand_over.answers.items():
             future = self._calls.get(number)
             if future is not None and not future.done():

@@ -134,14 +134,20 @@ def test_engines_of_every_kind_live_in_a_thread(settings: dict, alone: LLM) -> N
     assert asyncio.run(run()) == expected
 
 
-def test_a_step_hands_over_once(llm: AsyncLLM, loop: asyncio.AbstractEventLoop) -> None:
+def test_a_step_hands_over_once(
+    llm: AsyncLLM, loop: asyncio.AbstractEventLoop, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    received, receive = list[object](), llm._receive
+    noted = lambda hand_over: received.append(hand_over) or receive(hand_over)  # noqa: E731
+    monkeypatch.setattr(llm, "_receive", noted)
+
     async def count() -> tuple[int, int]:
         steps = (await llm.call(LLMEngine.stats)).num_steps
-        before = llm.num_handed_over
+        received.clear()
         params = SamplingParams(max_tokens=10, ignore_eos=True)
         await asyncio.gather(*(whole(llm, [5 + i, 6], params) for i in range(20)))
-        after = llm.num_handed_over
-        return after - before, (await llm.call(LLMEngine.stats)).num_steps - steps
+        num_handed_over = len(received)
+        return num_handed_over, (await llm.call(LLMEngine.stats)).num_steps - steps
 
     num_handed_over, num_steps = loop.run_until_complete(count())
     assert num_handed_over <= num_steps + 1 < 20 * 10  # the call's own answer may be one

@@ -126,7 +126,7 @@ def _engine_process(model: str, there: Connection) -> None:
 
     loop = EngineLoop(lambda: make_engine(model), deliver)
     engine = loop.made.result()
-    names = ("max_model_len", "vocab_size", "model_config", "adapters")
+    names = ("max_model_len", "model_config", "adapters")
     there.send({name: getattr(engine, name) for name in names})
     is_ready.set()
     what = ""
