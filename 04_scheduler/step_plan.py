@@ -20,7 +20,7 @@ from scheduler_interface import EngineCoreOutput, SchedulerOutput
 @dataclass(slots=True)
 class StepPlan:
     """`num_tokens` is in the order of planning; taking a request out again is one `pop`. A step is
-    routine for whom it writes one token into a block that is held, before any limit."""
+    routine for a request if it writes one token, into a block that is held, below every limit."""
 
     budget: int
     num_behind: Callable[[Request], int]

@@ -1,8 +1,8 @@
 """Speculative decoding alone: two toy models and one step. The loop: `lab/toy_generation.py`.
 
 A *draft* model guesses k tokens, one after the other. The *target* model reads the context and all
-guesses in one pass, hardly longer than one over a token more (its weights are read once either
-way), and says at each place what it would have said there:
+guesses in one pass, which takes hardly longer than a pass over one token (the weights are read once
+either way), and says at each place what it would have said there:
 
     fed to the target     c0   c1   c2   d0   d1   d2      context c, drafts d
     its rows of logits    .    .    p0   p1   p2   p3
