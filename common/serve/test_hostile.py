@@ -286,7 +286,7 @@ def test_a_kept_connection_is_kept(server: Running, monkeypatch: pytest.MonkeyPa
 def test_whoever_has_gone_is_waited_for_no_more(server: Running) -> None:
     def waits() -> list[Any]:
         timers = [timer for timer in server.loop._scheduled if not timer.cancelled()]  # pyright: ignore[reportAttributeAccessIssue]
-        return [timer for timer in timers if timer._callback.__name__ == "close"]
+        return [timer for timer in timers if timer._callback.__name__ == "_cut_off"]
 
     connection = socket.create_connection(("127.0.0.1", server.port), timeout=20)
     wait_for(waits)

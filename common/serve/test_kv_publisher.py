@@ -227,7 +227,9 @@ def wait_until_free(address: str) -> None:
 def test_what_is_no_request_for_a_replay_is_not_answered(
     frames: list[bytes], caplog: pytest.LogCaptureFixture
 ) -> None:
-    publisher = EventPublisher(Scripted([]), "inproc://n", "inproc://o")
+    # An address is free only some time after its socket is closed.
+    addresses = [f"inproc://{name}{len(frames)}{len(frames[-1])}" for name in "no"]
+    publisher = EventPublisher(Scripted([]), *addresses)
     reader = Reader(publisher)
     publisher.start()
     reader.replays.send_multipart(frames)
