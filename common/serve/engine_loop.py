@@ -22,6 +22,7 @@ from request import SamplingParams
 
 logger = logging.getLogger(__name__)
 UNCOMPILED = "grammar: it does not compile"  # what the client has sent is wrong
+MOST_GAP_S = 0.01  # between two requests that come together
 MAX_FAILURES = 3  # steps in a row that raise: then there is no engine any more
 
 
@@ -121,11 +122,12 @@ class EngineLoop:
     def _gather(self) -> None:
         """Who comes when a step has begun waits for its end. So those who come together, one right
         behind the other, begin together: a fiftieth of a step is waited for the next, and for all
-        of them a quarter at most."""
+        of them a quarter at most. The last step may have been a long one: a few milliseconds."""
+        gap_s = min(self._step_s / 50, MOST_GAP_S)
         end = time.monotonic() + self._step_s / 4
         with suppress(Empty):
             while time.monotonic() < end:
-                do, arguments = self._inbox.get(timeout=self._step_s / 50)
+                do, arguments = self._inbox.get(timeout=gap_s)
                 do(*arguments)
 
     def _step(self) -> None:

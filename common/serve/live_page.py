@@ -172,7 +172,7 @@ class LivePage:
     def _spread(self, text: str) -> None:
         for viewer in self.viewers:
             viewer.put(text)
-        if f"\n{_FAILED}" in f"\n{text}" and self.viewers:
+        if f"\n{_FAILED}" in f"\n{text}":
             task = asyncio.ensure_future(self.llm.call(self._renew))
             self._renewals.add(task)
             task.add_done_callback(self._renewals.discard)

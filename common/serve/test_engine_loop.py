@@ -101,7 +101,9 @@ def test_a_step_that_fails_is_why_its_requests_end() -> None:
     assert str(last.error) == "MemoryError: no memory left"
 
 
-def test_those_who_come_together_begin_together_and_nobody_is_waited_for_long() -> None:
+def test_those_who_come_together_begin_together_and_nobody_is_waited_for_long(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     """Where the engine was idle, and by how long a step takes there."""
 
     def first_step(step_s: float, pause_s: float, most: int) -> int:
@@ -118,6 +120,8 @@ def test_those_who_come_together_begin_together_and_nobody_is_waited_for_long() 
         engine.loop.close()
         return num_asked
 
+    assert first_step(1000.0, 0.5, 2) == 1, "a compilation, say: that is no measure"
+    monkeypatch.setattr("common.serve.engine_loop.MOST_GAP_S", 0.5)
     assert first_step(20.0, 0.01, 3) == 3
     assert 1 < first_step(2.0, 0.001, 5000) < 5000
     assert first_step(0.01, 0.5, 2) == 1

@@ -287,7 +287,7 @@ def test_whoever_has_gone_is_waited_for_no_more(server: Running) -> None:
     def waits() -> list[Any]:
         timers = [timer for timer in server.loop._scheduled if not timer.cancelled()]  # pyright: ignore[reportAttributeAccessIssue]
         # Another thread's: one of them may have run by now, and has no callback.
-        return [timer for timer in timers if getattr(timer._callback, "__name__", "") == "close"]
+        return [timer for timer in timers if getattr(timer._callback, "__name__", "") == "_cut_off"]
 
     connection = socket.create_connection(("127.0.0.1", server.port), timeout=20)
     wait_for(waits)
