@@ -280,6 +280,29 @@ def test_the_grid_says_what_a_cell_is(open_default: OpenDefault, film: Film) -> 
         assert numbers and str(start) in said[name], (said[name], num, start)
 
 
+def test_a_stop_string_ends_a_request_in_the_step_that_completes_it(
+    open_default: OpenDefault, film: Film
+) -> None:
+    """In words, with the line that finds it, and in the grid."""
+    name = next(event.request for event in film.events if event.kind == "cut")
+    computed = [
+        part.number
+        for part in film.steps()
+        if any(e.kind == "computed" and name in e.tokens for e in part.events)
+    ]
+    run = open_default(at=f"step={computed[-1]}&request={name}")
+    run.page.locator(".grid-box").focus()
+    run.settle()
+    story = run.page.locator(f".words-group[data-group={name}]")
+    assert "ends at the stop string" in story.inner_text()
+    assert "outputs.py" in story.locator("[data-key='say.cut']").inner_text()
+    assert "end token" not in run.text(".words-list")
+    cell = run.page.locator(".grid-body [aria-live]")
+    assert "ends here" in (cell.text_content() or "")
+    run.press("ArrowRight")
+    assert run.page.locator(f".words-group[data-group={name}]").count() == 0
+
+
 # -- languages
 
 
