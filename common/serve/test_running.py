@@ -199,7 +199,7 @@ def test_an_address_of_six_groups_stands_in_brackets(capsys: pytest.CaptureFixtu
     [
         (
             [],
-            "no key: programs on this machine can send prompts; the page shows its own texts only",
+            "no key: programs on this machine can send prompts; each page reads its own only",
         ),
         (["--host=0.0.0.0"], "GET /events is off"),
         (["--host=0.0.0.0", "--api-key=k"], "open to the key: every prompt and answer"),
