@@ -18,9 +18,9 @@ differ: `make_batch_invariant` compares the bits at load, chooses one way for ea
 and raises where none keeps them. The choice depends on bits alone and never on a measured time, so
 every start on one machine makes the same one.
 
-A small tile reads the weights too often, a large one computes padding. `BATCH_INVARIANCE.md` has the
-cost of each for 1, 32 and 512 rows, as a multiple of the plain product. `CALL_TILES` is in the order
-of the geometric mean of these three: in float32 from that record, in bfloat16 from times on a
+A small tile reads the weights too often, a large one computes padding. `BATCH_INVARIANCE.md` has
+the cost of each for 1, 32 and 512 rows, as a multiple of the plain product. `CALL_TILES` is in the
+order of the geometric mean of these three: in float32 from that record, in bfloat16 from times on a
 processor with AMX, where a call takes 85 ms for 1 to 16 rows, 133 for 32, 110 for 64 and 157 for
 128 (all layers of Qwen3-0.6B).
 """
@@ -37,7 +37,7 @@ from torch import Tensor
 from invariant_attention import KEY_TILE, PIECE_ROWS, ROW_TILE, wide_dtype
 
 ROW_TILES = (8, 16, 32)  # the smallest that keeps the promise: a lonely row pays for all of it
-CALL_TILES = {torch.bfloat16: (64, 128, 32, 16, 8, 1), torch.float32: (32, 16, 8, 64, 128, 1)}
+CALL_TILES = {torch.bfloat16: (64, 128, 32, 16, 8, 1), torch.float32: (32, 16, 64, 8, 128, 1)}
 CHECKED_TILES = (2, 3, 5, 8, 17)  # in one product
 CHECKED_CALLS = 3  # each computes one tile: more would repeat the same product
 
