@@ -37,7 +37,7 @@ from torch import Tensor
 from invariant_attention import KEY_TILE, PIECE_ROWS, ROW_TILE, wide_dtype
 
 ROW_TILES = (8, 16, 32)  # the smallest that keeps the promise: a lonely row pays for all of it
-CALL_TILES = {torch.bfloat16: (64, 128, 32, 16, 8, 1), torch.float32: (32, 16, 64, 8, 128, 1)}
+CALL_TILES = {torch.bfloat16: (64, 128, 32, 16, 8, 1), torch.float32: (32, 16, 8, 64, 128, 1)}
 CHECKED_TILES = (2, 3, 5, 8, 17)  # in one product
 CHECKED_CALLS = 3  # each computes one tile: more would repeat the same product
 
