@@ -346,7 +346,7 @@ def test_what_is_wrong_is_said_and_a_schema_is_kept(
     assert not page.locator(".problem").is_visible()
     tight.call(lambda engine: fails(engine, "core"))
     page.click(".run")
-    page.wait_for_selector(".problem:has-text('broken')")
+    page.wait_for_selector(".problem:has-text('ZeroDivisionError')")
 
 
 def test_an_event_may_come_in_pieces(open_tab: Callable[..., Page]) -> None:
