@@ -9,6 +9,7 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import logging
+import os
 import platform
 import time
 import weakref
@@ -182,11 +183,10 @@ def _plain(name: str, value: Any) -> Any:
     """As JSON has it. Of a path only the name: a film is shown to others."""
     if value is None or isinstance(value, bool | int | float):
         return value
-    if name == "model" and isinstance(value, str | Path):
-        is_folder = isinstance(value, Path) or Path(value).exists()
-        return Path(value).name if is_folder else value
-    if isinstance(value, str | torch.dtype):
+    if isinstance(value, torch.dtype):
         return str(value).removeprefix("torch.")
+    if isinstance(value, str):  # an adapter's folder, say; a relative one too
+        return Path(value).name if os.path.isabs(value) or os.path.exists(value) else value
     if isinstance(value, Mapping):
         return {key: _plain(key, item) for key, item in value.items()}
     if isinstance(value, Path):
