@@ -17,6 +17,9 @@ from common.llm import LLM, SamplingParams
 from common.workshop.bench.bench_record import replace_between_markers
 from common.workshop.tools.translation import ROOT, Section, sections_of
 from common.workshop.tools.worked_steps import worked_table
+from prefill_first_scheduler import PrefillFirstScheduler
+from request import Request
+from scheduler_interface import StepOutput
 
 PAGE, CHINESE = ROOT / "READING_ALONG.md", ROOT / "READING_ALONG.zh.md"
 SECTIONS = sections_of(PAGE)
@@ -28,6 +31,8 @@ PLACE = re.compile(r"\[`(\w+\.py)`\]\(([\w/]+\.py)\)(?:<br>| )`::([\w.]+)`")
 TEST = re.compile(r"\[`(test_\w+)`\]\(([\w/]+\.py)\)")
 # [Ch. 1, §2: The picture](01_batching/README.md#2-the-picture), and so in Chinese
 PLACE_IN_A_CHAPTER = re.compile(r"\[[^\]]*§(\d+):? ([^\]]+)\]\(([\w/.]+)#([^)]+)\)")
+# | a section of a post | [The queue](01_batching/README.md#the-queue)
+PLACE_IN_A_ROW = re.compile(r"^\| [^|]+ \| \[([^\]]+)\]\((0[\w/.]+)#([^)]+)\)", re.MULTILINE)
 ERRATUM = re.compile(r"\b([A-E]\d+)\b")
 
 
@@ -133,6 +138,17 @@ def test_a_section_of_a_chapter_is_called_as_the_chapter_calls_it(page: Path) ->
         assert headings[anchor] == f"{number}. {title}"
 
 
+@pytest.mark.parametrize("page", [PAGE, CHINESE], ids=lambda page: page.name)
+def test_a_row_names_the_heading_that_it_leads_to(page: Path) -> None:
+    """Or by a part of it; a section with a number may be called by that, or by its chapter."""
+    places = PLACE_IN_A_ROW.findall(page.read_text(encoding="utf-8"))
+    assert len(places) > 60
+    for label, chapter, anchor in places:
+        headings = {section.anchor: section.title for section in sections_of(ROOT / chapter)}
+        heading = headings[anchor]
+        assert re.match(r"\d+\. ", heading) or label.lower() in heading.lower(), (label, heading)
+
+
 def test_errata_are_numbered_and_those_that_are_referred_to_are_there() -> None:
     counts = dict.fromkeys("ABCDE", 0)
     for name in ERRATA:
@@ -140,6 +156,23 @@ def test_errata_are_numbered_and_those_that_are_referred_to_are_there() -> None:
         assert name == f"{name[0]}{counts[name[0]]}"
     assert counts["B"] == 0 and all(counts[post] >= 8 for post in "ACDE"), counts
     assert set(ERRATUM.findall(PAGE.read_text(encoding="utf-8"))) <= ERRATA.keys()
+
+
+# -- rules of the posts in miniature, beside this engine's
+
+
+def test_a_queue_that_is_only_read_is_chosen_from_twice() -> None:
+    """D12: requests that were chosen have to leave the queue."""
+    waiting = ["a", "b"]
+    chosen = [list(waiting) for _ in range(2)]  # the post reads, and removes none
+    assert chosen == [["a", "b"], ["a", "b"]]
+    scheduler = PrefillFirstScheduler(8, 64, 100)
+    for name in waiting:
+        scheduler.add_request(Request.from_tokens(name, [1, 2, 3], max_new_tokens=9))
+    plans = [scheduler.schedule()]
+    scheduler.update_from_output(plans[0], StepOutput({"a": [7], "b": [7]}))
+    plans.append(scheduler.schedule())
+    assert [plan.num_scheduled_tokens for plan in plans] == [{"a": 3, "b": 3}, {"a": 1, "b": 1}]
 
 
 # -- the engine's own
