@@ -25,7 +25,7 @@ from common.serve.deltas import RequestDelta
 from common.serve.engine_loop import EngineError, QueueFull
 from common.serve.errors import ApiError, ErrorAnswer, api_error, bad
 from common.serve.gate import Gate, GateConfig, error_response
-from common.serve.live_page import LivePage
+from common.serve.live_page import LivePage, watch_token
 from common.serve.server_metrics import ServerMetrics
 from common.serve.streams import (
     CLIENT_IS_GONE,
@@ -106,7 +106,8 @@ class Server:
         options = answer.body.options()
         if answer.model != self.config.model_name:
             options["adapter"] = answer.model
-        calls = [self.llm.generate(ids, answer.params, **options) for ids in prompts]
+        owner = watch_token(request)
+        calls = [self.llm.generate(ids, answer.params, owner=owner, **options) for ids in prompts]
         requests = [self.metrics.counted(call) for call in calls]
         is_theirs = False  # the stream's, to be closed
         try:

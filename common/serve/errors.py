@@ -67,4 +67,4 @@ def api_error(error: Exception) -> ApiError:
         return bad(str(error), first if first.isidentifier() else None)
     if isinstance(error, EngineError):
         return ApiError(500, str(error))
-    return ApiError(500, f"{type(error).__name__}: {error}")
+    return ApiError(500, f"the server has failed: {type(error).__name__}")  # its log has the rest

@@ -86,8 +86,25 @@ def test_the_gate_knows_its_names_and_its_key(
 ) -> None:
     for path in ("/events", "/"):
         key_is_asked = path == "/events" or status != 401
+        is_off = path == "/events" and not (config.is_local or config.api_key)
         found = Asked(config, headers, method="GET", path=path)
-        assert found.status == (status if key_is_asked else 204), path
+        assert found.status == (403 if is_off else status if key_is_asked else 204), path
+
+
+def test_events_are_off_beyond_loopback_without_a_key() -> None:
+    """Trap 86."""
+    sent = JSON | {"authorization": "Bearer k"}
+    for host, key, status in (
+        ("0.0.0.0", None, 403),
+        ("::", None, 403),
+        ("10.0.0.7", None, 403),
+        ("0.0.0.0", "k", 204),
+        ("localhost", None, 204),
+        ("127.0.0.1", None, 204),
+    ):
+        found = Asked(GateConfig(host, key), sent, method="GET", path="/events")
+        assert found.status == status, host
+        assert status == 204 or "--api-key" in found.error["message"]
 
 
 def test_a_body_is_read_here_and_again_by_the_application() -> None:

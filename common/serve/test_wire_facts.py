@@ -200,7 +200,8 @@ def test_errors_are_objects(server: Running, monkeypatch: pytest.MonkeyPatch) ->
     assert api_error(ValueError("2 are too many")).param is None, "no field's name"
     monkeypatch.setattr(server.app.state.server.metrics, "text", lambda: 1 / 0)
     status, _, content = server.request("GET", "/metrics")
-    assert status == 500 and "ZeroDivision" in json.loads(content)["error"]["message"]
+    message = json.loads(content)["error"]["message"]
+    assert status == 500 and message == "the server has failed: ZeroDivisionError"
 
 
 def test_unknown_fields_are_passed_over(server: Running, monkeypatch: pytest.MonkeyPatch) -> None:
