@@ -87,6 +87,9 @@ class Matching:
             self.outputs.append(rng.choice(allowed))
         return self.text if eos in self.outputs else None
 
+    def takes(self, tokens: list[int]) -> bool:
+        return self.matched.num_possible(tokens) == len(tokens)
+
     @property
     def text(self) -> str:
         found = b"".join(self.vocabulary.pieces[i] for i in self.outputs)
@@ -274,6 +277,48 @@ def test_a_name_that_is_a_keyword_is_a_name(name: str, place: str) -> None:
     texts = {ours.draw(rng) for _ in range(20)}
     assert texts == {f'{{"{name}": "{value}"}}' for value in "ac"}
     assert json.loads(source_of(Json(schema)))["json"] == schema  # it was not changed
+
+
+PATTERNS = ["^a$", "^(a|b)$", "^a?$", "^[ab]$", "^$", "^[a&&b]$", "^a", "^ab$", ".*", "^.{1,2}$"]
+YES: dict = {"enum": [True, 0]}
+CLOSED = {"type": "object", "additionalProperties": False}
+SHAPES: dict[str, Callable[[str], dict]] = {
+    "named": lambda p: {**CLOSED, "properties": {"a": YES, "": YES}, "patternProperties": {p: YES}},
+    "required": lambda p: {**CLOSED, "required": ["a"], "patternProperties": {p: YES}},
+    "merged": lambda p: {
+        "allOf": [{"properties": {"a": YES, "b": True}}, {**CLOSED, "patternProperties": {p: YES}}],
+    },
+    "needed": lambda p: {
+        "anyOf": [{"properties": {"b": {"const": "ab"}}}, {"const": {"a": True}}],
+        **{"type": "object", "patternProperties": {p: YES}, "additionalProperties": {"const": 10}},
+    },
+}
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("pattern", PATTERNS)
+def test_no_text_comes_to_a_dead_end(shape: str, pattern: str) -> None:
+    """Trap 84. Forty schemas, tokens drawn evenly. And they mean what they meant before: texts of
+    one property are those that trying all says."""
+    schema = SHAPES[shape](pattern)
+    tokenizer, rng = small_tokenizer(), random.Random(shape + pattern)
+    vocabulary = Vocabulary.of(tokenizer, tokenizer.vocab_size, [EOS])
+    spell = {tokenizer.token_bytes(i).decode(): i for i in range(tokenizer.vocab_size)}
+    is_right = jsonschema.Draft202012Validator(schema).is_valid
+    values: list = [{}] + [{name: v} for name in ("", "a", "b", "ab", "c") for v in (True, 10)]
+    right = [json.dumps(v) for v in values if is_right(v) and pattern != "^[a&&b]$"]
+    try:
+        ours = Matching(vocabulary, Json(schema, 0))
+    except ValueError as error:
+        assert not right and "required property 'a' is unsatisfiable" in str(error)
+        return
+    num_whole = sum(ours.draw(rng) is not None for _ in range(12))
+    assert num_whole
+    if pattern != "^[a&&b]$":  # `re` has no such sets
+        ours.begin()
+        tokens = ([*(spell[c] for c in text), EOS] for text in map(json.dumps, values))
+        found = [v for v, t in zip(values, tokens, strict=True) if ours.takes(t)]
+        assert [json.dumps(v) for v in found] == right
 
 
 def test_guesses_are_matched_and_taken_back() -> None:
