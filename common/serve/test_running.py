@@ -182,7 +182,7 @@ def test_kv_events_end_before_the_engine_does(
     monkeypatch.setattr("common.serve.kv_events.KVEvents", KVEvents)
     assert run("--kv-events=a", "--kv-events-replay=b") == 0
     assert (
-        "KV events are at a: anyone who can reach it reads the token ids" in capsys.readouterr().err
+        "are at a (anyone who can reach it reads the token ids" in capsys.readouterr().err
     )
     told = [] if why_dead else ["told"]
     assert served.engine.said == ["spared", "tells a, b", "served", *told, "closed"]
