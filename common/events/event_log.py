@@ -47,6 +47,7 @@ class EventLog:
             self._file, self._close = events, events.flush  # its owner closes it
         self._has_failed = False
         self._pending: list[Event] = []
+        self._end: Event | None = None  # of the step whose results are still looked at
         self._start = time.monotonic()
         self.in_step = False
 
@@ -75,8 +76,20 @@ class EventLog:
         """What is known only now, and led to what was noted since."""
         self._pending.insert(position, event)
 
+    def end_step(self, event: Event) -> None:
+        """Note it after all that the step's results lead to: a stop string is found in them later,
+        and ends its request in this step. `flush` comes when nothing more can follow."""
+        self._end = event
+
+    def close_step(self) -> None:
+        """Nothing more follows from the results of the last step."""
+        if self._end is not None:
+            self._pending.append(self._end)
+            self._end, self.in_step = None, False
+
     def flush(self) -> None:
         """Everything noted is in the file, as far as this process is concerned."""
+        self.close_step()
         pending, self._pending = self._pending, []
         if not pending or self._has_failed:
             return
