@@ -95,7 +95,7 @@ class Server:
         return await self._generate(answer, ids, request)
 
     async def chat_completions(self, body: ChatBody, request: Request) -> Response:
-        model, params = self._model(body), body.params(self.defaults, self.llm.max_model_len)
+        model, params = self._model(body), body.params(self.defaults)
         ids = await self._chat_ids(body, params)
         answer = Answer("chat", model, self.llm.tokenizer, body, params)
         return await self._generate(answer, [ids], request)
@@ -213,7 +213,7 @@ class Server:
         return json_response([{"model": model, "token_ids": ids} for ids in all_ids])
 
     async def render_chat(self, body: ChatBody) -> Response:
-        model, params = self._model(body), body.params(self.defaults, self.llm.max_model_len)
+        model, params = self._model(body), body.params(self.defaults)
         ids = await self._chat_ids(body, params)
         return json_response({"model": model, "token_ids": ids})
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -47,7 +48,7 @@ def completion(**fields: Any) -> SamplingParams:
 
 
 def chat(**fields: Any) -> SamplingParams:
-    return ChatBody.model_validate({"messages": MESSAGES} | fields).params({}, 99)
+    return ChatBody.model_validate({"messages": MESSAGES} | fields).params({})
 
 
 def refused(make: Any, **fields: Any) -> str | None:
@@ -97,13 +98,16 @@ def test_fields_are_those_of_the_engine() -> None:
     assert completion(logprobs=2).prompt_logprobs is None
     assert chat(logprobs=True).logprobs == 0 and chat(logprobs=True, top_logprobs=3).logprobs == 3
     limits = [{}, {"max_tokens": 5}, {"max_completion_tokens": 6}]
-    assert [chat(**limit).max_tokens for limit in limits] == [99, 5, 6]
+    assert [chat(**limit).max_tokens for limit in limits] == [None, 5, 6]
+    assert chat(logprobs=False, top_logprobs=0).logprobs is None, "as clients send it"
     assert chat(max_tokens=5, max_completion_tokens=6).max_tokens == 6
     recommended = {"temperature": 0.5, "top_k": 9, "top_p": 0.5}
     expected = SamplingParams(temperature=0.5, top_k=3, top_p=1.0)
     said: Any = {"top_k": 3, "top_p": 1.0, "min_p": None}
     assert CompletionBody(prompt="x", **said).params(recommended) == expected
-    assert ChatBody(messages=MESSAGES, **said).params(recommended, 16) == expected
+    assert ChatBody(messages=MESSAGES, **said).params(recommended) == replace(
+        expected, max_tokens=None
+    )
     grammar = chat(response_format={"type": "json_schema", "json_schema": {"schema": {"a": 1}}})
     assert grammar.grammar == Json({"a": 1})
     assert chat(response_format={"type": "json_object"}).grammar == Json({"type": "object"})

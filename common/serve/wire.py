@@ -224,16 +224,16 @@ class ChatBody(GenerateBody):
         most = "max_tokens" if self.max_completion_tokens is None else "max_completion_tokens"
         return super()._names_in_engine | {"prompt": "messages", "max_tokens": most}
 
-    def params(self, defaults: dict[str, Any], unlimited: int) -> SamplingParams:
-        """`unlimited`: more than the model has room for."""
-        if self.top_logprobs is not None and not self.logprobs:
+    def params(self, defaults: dict[str, Any]) -> SamplingParams:
+        """Without `max_tokens`, an answer is as long as there is room."""
+        if self.top_logprobs and not self.logprobs:  # clients send 0 for none
             raise bad("top_logprobs: it needs logprobs to be true", "top_logprobs")
         most = self.max_completion_tokens
         most = self.max_tokens if most is None else most
         return self.sampling_params(
-            defaults,
+            {"max_tokens": None} | defaults,
             logprobs=(self.top_logprobs or 0) if self.logprobs else None,
-            max_tokens=unlimited if most is None else most,
+            max_tokens=most,
         )
 
 
