@@ -76,8 +76,9 @@ class Gate:
                 raise draining
             return
         if config.api_key is not None and path != "/":  # a page that holds nothing, and asks for it
-            given = headers.get("authorization", "").encode("latin-1")
-            if not hmac.compare_digest(given, f"Bearer {config.api_key}".encode()):
+            scheme, _, given = headers.get("authorization", "").partition(" ")
+            is_key = hmac.compare_digest(given.encode("latin-1"), config.api_key.encode())
+            if scheme.lower() != "bearer" or not is_key:
                 raise ApiError(401, "the API key is missing or wrong", code="invalid_api_key")
         if method == "POST" or path in ("/", "/events"):
             self._check_origin(headers)

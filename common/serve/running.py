@@ -170,7 +170,7 @@ async def serve(args: argparse.Namespace, settings: dict[str, Any], listener: so
             from common.serve.kv_events import KVEvents
 
             kv_events = await llm.call(KVEvents, args.kv_events, args.kv_events_replay)
-            _say(f"KV events are at {kv_events.publisher.endpoint}: {KV_EVENTS_HOLD}")
+            _say(f"KV events are at {kv_events.publisher.endpoint} ({KV_EVENTS_HOLD})")
         gate_config = GateConfig(args.host, args.api_key or None, args.max_body_bytes)
         recommended = args.generation_config == "auto"
         config = ServeConfig(

@@ -179,7 +179,10 @@ def test_the_key_is_asked_for_everywhere_but_at_health_and_by_the_page() -> None
         found = Asked(config, JSON, method="GET", path=path)
         assert found.status == status, path
     assert found.error["code"] == "invalid_api_key"
-    for given, status in ("Bearer k", 204), ("Bearer ", 401), ("", 401), ("Bearer kk", 401):
+    assert found.headers["www-authenticate"] == "Bearer"
+    right = [(f"{scheme} k", 204) for scheme in ("Bearer", "bearer", "BEARER")]
+    wrong = ("Bearer ", "", "Bearer kk", "Basic k", "k", "Bearer  k", "Bearer k ")
+    for given, status in [*right, *((one, 401) for one in wrong)]:
         sent = JSON | {"authorization": given}
         assert Asked(config, sent, method="GET", path="/metrics").status == status, given
 

@@ -15,7 +15,7 @@ from uvicorn.lifespan.off import LifespanOff
 
 from common.llm import LLM, SamplingParams
 from common.serve import running
-from common.serve.__main__ import parse_args
+from common.serve.__main__ import main, parse_args
 from common.serve.app import ServeConfig
 from common.serve.gate import GateConfig
 from common.serve.running import CUT_SHORT, DrainingServer, allow_many_connections, serve
@@ -158,6 +158,23 @@ def test_what_is_printed_to_try_is_continued_well(alone: LLM) -> None:
     compile(running.TRY_IT + output.outputs[0].text, "answer", "exec")
 
 
+@pytest.mark.parametrize(
+    ("flags", "says"),
+    [
+        (["--port=99999999"], "port 99999999 of 127.0.0.1: ports are numbers from 0 to 65535"),
+        (["--port=-1"], "port -1 of 127.0.0.1: ports are numbers"),
+        (["--host=nowhere.invalid"], "of nowhere.invalid: "),
+        (["--host", "x" * 70], "x: "),
+    ],
+)
+def test_a_place_that_is_none_is_a_sentence(
+    flags: list[str], says: str, capsys: pytest.CaptureFixture
+) -> None:
+    assert main(flags) == 2
+    said = capsys.readouterr().err
+    assert says in said and said.count("\n") == 1 and "Unknown error" not in said
+
+
 def test_a_template_that_is_not_there_is_said_before_a_model_is_loaded(
     served: SimpleNamespace, tmp_path: Path
 ) -> None:
@@ -191,9 +208,7 @@ def test_kv_events_end_before_the_engine_does(
 
     monkeypatch.setattr("common.serve.kv_events.KVEvents", KVEvents)
     assert run("--kv-events=a", "--kv-events-replay=b") == 0
-    assert (
-        "KV events are at a: anyone who can reach it reads the token ids" in capsys.readouterr().err
-    )
+    assert "are at a (anyone who can reach it reads the token ids" in capsys.readouterr().err
     told = [] if why_dead else ["told"]
     closed = ["closed", "closed"]  # and the small engine
     assert served.engine.said == ["spared", "tells a, b", "served", *told, *closed]
