@@ -1,6 +1,7 @@
-"""From what size of model on does compiling pay? The whole engine, plain and compiled, in turn.
+"""From what size of model on do compiling and a second thread pay? The whole engine, both ways, in turn.
 
     python 02_paged_kv/lab/plot_compile_border.py --record compile_border [--threads 2]
+    python 02_paged_kv/lab/plot_compile_border.py --record threads [--sizes NAME ...]
 
 Models of five sizes with random weights serve the same requests, all there at once, with
 `compile=False` and with `compile=True`. Compiling is paid for at every start, also when the machine
@@ -11,7 +12,11 @@ win the longer start back:
     start_s / (seconds a token, plain - seconds a token, compiled)
 
 `COMPILE_FROM_PARAMETERS` in `common/engine_config.py` is chosen from this. A repeat takes some two
-minutes."""
+minutes.
+
+`threads` serves short prompts with one thread and with two, on the wall clock, one request at a time
+and 32 together; `THREADS_FROM_PARAMETERS` is chosen from that. It takes some four minutes. With
+`--sizes`, sizes that are not named keep what the record has, so each can be measured at a quiet time."""
 
 from __future__ import annotations
 
@@ -43,6 +48,10 @@ SHAPES = {
 PROMPT_LENS, OUTPUT_LENS = (32, 256), (16, 32)
 Clock = Callable[[], float]
 MODES = {"plain": False, "compiled": True}
+# Of the thread record: models by how many requests are served at once, and by how many threads.
+THREAD_SIZES = ("8 layers of 256", "12 layers of 384", "30 layers of 576", "28 layers of 1024")
+NUM_TOGETHER, NUM_THREADS = (1, 32), (1, 2)
+SHORT_PROMPT_LENS, SHORT_OUTPUT_LENS = (16, 32), (8, 16)
 
 
 def config_of(shape: Sequence[int]) -> ModelConfig:
@@ -116,6 +125,42 @@ def measure(measurement: Measurement) -> dict:
     return {"config": config, "sizes": sizes}
 
 
+def measure_threads(measurement: Measurement) -> dict:
+    dtype, sizes, repeats = choose_dtype("auto"), measurement.options.sizes, 5
+    shapes = {name: SHAPES[name] for name in sizes or THREAD_SIZES}
+    if measurement.tiny:
+        shapes, repeats = {"2 layers of 64": (2, 64, 96, 2, 1, 32, 89)}, 1
+    before = measurement.records.get("threads", {}).get("sizes", {}) if sizes else {}
+    config = {
+        "repeats": repeats, "seed": 0, "clock": "wall", "dtype": str(dtype).removeprefix("torch."),
+        "prompt_lens": SHORT_PROMPT_LENS, "output_lens": SHORT_OUTPUT_LENS,
+    }  # fmt: skip
+    measured = {name: threads_of_shape(shape, dtype, repeats) for name, shape in shapes.items()}
+    return {"config": config, "sizes": before | measured}
+
+
+def threads_of_shape(shape: Sequence[int], dtype: torch.dtype, repeats: int) -> dict:
+    """Seconds of the same requests, by how many run together and how many threads compute."""
+    config = config_of(shape)
+    limits = Limits(max_num_seqs=32, longest=sum((SHORT_PROMPT_LENS[1], SHORT_OUTPUT_LENS[1])))
+    engine = LLMEngine(limits.engine_config(), loaded=random_model(config, seed=0, dtype=dtype))
+    found: dict = {"num_parameters": engine.num_parameters, "together": {}}
+    for n in NUM_TOGETHER:
+        lens = SHORT_PROMPT_LENS, SHORT_OUTPUT_LENS
+        requests = make_requests(n, *lens, config.vocab_size, seed=0)
+        seconds: dict[str, list[float]] = {str(threads): [] for threads in NUM_THREADS}
+        for r in range(-1, repeats):  # the first one warms up
+            for threads in NUM_THREADS[:: 1 if r % 2 == 0 else -1]:
+                torch.set_num_threads(threads)
+                taken = serve(engine, requests, time.perf_counter)
+                if r >= 0:
+                    seconds[str(threads)].append(round(taken, 4))
+        num_tokens = sum(request.max_tokens for request in requests)
+        found["together"][str(n)] = {"num_output_tokens": num_tokens, "seconds": seconds}
+    engine.close()
+    return found
+
+
 def tokens_to_win_back(size: dict) -> float | None:
     """Output tokens after which compiling has paid for itself. None: never."""
     plain, compiled = (statistics.median(size["seconds"][name]) for name in MODES)
@@ -141,13 +186,34 @@ def tables(record: dict) -> dict[str, str]:
     return {"compile_border": table_of(rows)}
 
 
+def thread_tables(record: dict) -> dict[str, str]:
+    rows = []
+    for name, size in record["sizes"].items():
+        row = {"model": f"{name}, {size['num_parameters'] / 1e6:,.0f} M"}
+        for n, found in size["together"].items():
+            one, two = (
+                found["num_output_tokens"] / statistics.median(found["seconds"][str(threads)])
+                for threads in NUM_THREADS
+            )
+            row |= {
+                f"{n} together: 1 thread, tok/s": f"{one:,.1f}",
+                f"{n}: 2 threads": f"{two:,.1f} ({two / one:.2f})",
+            }
+        rows.append(row)
+    return {"threads": table_of(rows)}
+
+
 def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--repeats", type=int, default=3)
+    parser.add_argument("--sizes", nargs="+", choices=THREAD_SIZES, default=[], metavar="NAME")
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    parts = {"compile_border": Part(measure, tables=tables)}
+    parts = {
+        "compile_border": Part(measure, tables=tables),
+        "threads": Part(measure_threads, tables=thread_tables),
+    }
     run_lab(__file__, parts, arguments, add_options=add_options)
 
 
