@@ -1,4 +1,4 @@
-"""From what size of model on do compiling and a second thread pay? The whole engine, both ways, in turn.
+"""From what size of model on do compiling and a second thread pay? The whole engine, both ways.
 
     python 02_paged_kv/lab/plot_compile_border.py --record compile_border [--threads 2]
     python 02_paged_kv/lab/plot_compile_border.py --record threads [--sizes NAME ...]
@@ -14,16 +14,20 @@ win the longer start back:
 `COMPILE_FROM_PARAMETERS` in `common/engine_config.py` is chosen from this. A repeat takes some two
 minutes.
 
-`threads` serves short prompts with one thread and with two, on the wall clock, one request at a time
-and 32 together; `THREADS_FROM_PARAMETERS` is chosen from that. It takes some four minutes. With
-`--sizes`, sizes that are not named keep what the record has, so each can be measured at a quiet time."""
+The part `threads` serves short prompts with one thread and with two, in turn: one request at a time
+and 32 together, on a quiet machine and beside a process that keeps one core busy.
+`THREADS_FROM_PARAMETERS` is chosen from this. It takes five minutes; `--sizes` measures only some
+of the models and keeps the others from the last record."""
 
 from __future__ import annotations
 
 import argparse
 import statistics
+import subprocess
+import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 
 import torch
@@ -46,6 +50,11 @@ SHAPES = {
     "28 layers of 1024": (28, 1024, 3072, 16, 8, 128, 151936),
 }
 PROMPT_LENS, OUTPUT_LENS = (32, 256), (16, 32)
+# The part `threads`.
+THREAD_SIZES = ("8 layers of 256", "12 layers of 384", "30 layers of 576", "28 layers of 1024")
+NUM_THREADS, NUM_TOGETHER = (1, 2), (1, 32)
+SHORT_PROMPT_LENS, SHORT_OUTPUT_LENS = (8, 16), (6, 10)
+Clock = Callable[[], float]
 Clock = Callable[[], float]
 MODES = {"plain": False, "compiled": True}
 # Of the thread record: models by how many requests are served at once, and by how many threads.
@@ -126,11 +135,11 @@ def measure(measurement: Measurement) -> dict:
 
 
 def measure_threads(measurement: Measurement) -> dict:
-    dtype, sizes, repeats = choose_dtype("auto"), measurement.options.sizes, 5
-    shapes = {name: SHAPES[name] for name in sizes or THREAD_SIZES}
+    dtype, names = choose_dtype("auto"), measurement.options.sizes
+    shapes, repeats = {name: SHAPES[name] for name in names or THREAD_SIZES}, 5
     if measurement.tiny:
         shapes, repeats = {"2 layers of 64": (2, 64, 96, 2, 1, 32, 89)}, 1
-    before = measurement.records.get("threads", {}).get("sizes", {}) if sizes else {}
+    before = measurement.records.get("threads", {}).get("sizes", {}) if names else {}
     config = {
         "repeats": repeats, "seed": 0, "clock": "wall", "dtype": str(dtype).removeprefix("torch."),
         "prompt_lens": SHORT_PROMPT_LENS, "output_lens": SHORT_OUTPUT_LENS,
@@ -140,25 +149,41 @@ def measure_threads(measurement: Measurement) -> dict:
 
 
 def threads_of_shape(shape: Sequence[int], dtype: torch.dtype, repeats: int) -> dict:
-    """Seconds of the same requests, by how many run together and how many threads compute."""
+    """Seconds of the same requests with each number of threads."""
     config = config_of(shape)
     limits = Limits(max_num_seqs=32, longest=sum((SHORT_PROMPT_LENS[1], SHORT_OUTPUT_LENS[1])))
     engine = LLMEngine(limits.engine_config(), loaded=random_model(config, seed=0, dtype=dtype))
-    found: dict = {"num_parameters": engine.num_parameters, "together": {}}
+    found: dict = {"num_parameters": engine.num_parameters, "runs": {}}
     for n in NUM_TOGETHER:
         lens = SHORT_PROMPT_LENS, SHORT_OUTPUT_LENS
         requests = make_requests(n, *lens, config.vocab_size, seed=0)
-        seconds: dict[str, list[float]] = {str(threads): [] for threads in NUM_THREADS}
-        for r in range(-1, repeats):  # the first one warms up
-            for threads in NUM_THREADS[:: 1 if r % 2 == 0 else -1]:
-                torch.set_num_threads(threads)
-                taken = serve(engine, requests, time.perf_counter)
-                if r >= 0:
-                    seconds[str(threads)].append(round(taken, 4))
+        serve(engine, requests, time.perf_counter)
         num_tokens = sum(request.max_tokens for request in requests)
-        found["together"][str(n)] = {"num_output_tokens": num_tokens, "seconds": seconds}
+        for name in ("quiet", "busy"):
+            with keep_a_core_busy() if name == "busy" else nullcontext():
+                seconds = time_each(engine, requests, repeats)
+            run = {"num_output_tokens": num_tokens, "seconds": seconds}
+            found["runs"][f"{n} together, {name}"] = run
     engine.close()
     return found
+
+
+def time_each(engine: LLMEngine, requests: list[BenchRequest], repeats: int) -> dict:
+    seconds: dict[str, list[float]] = {str(number): [] for number in NUM_THREADS}
+    for r in range(repeats):
+        for number in NUM_THREADS[:: 1 if r % 2 == 0 else -1]:
+            torch.set_num_threads(number)
+            seconds[str(number)].append(round(serve(engine, requests, time.perf_counter), 4))
+    return seconds
+
+
+@contextmanager
+def keep_a_core_busy() -> Iterator[None]:
+    with subprocess.Popen([sys.executable, "-c", "while True: pass"]) as process:
+        try:
+            yield
+        finally:
+            process.kill()
 
 
 def tokens_to_win_back(size: dict) -> float | None:
@@ -187,18 +212,15 @@ def tables(record: dict) -> dict[str, str]:
 
 
 def thread_tables(record: dict) -> dict[str, str]:
+    """Output tokens a second with one thread, then with two; medians."""
     rows = []
     for name, size in record["sizes"].items():
         row = {"model": f"{name}, {size['num_parameters'] / 1e6:,.0f} M"}
-        for n, found in size["together"].items():
-            one, two = (
-                found["num_output_tokens"] / statistics.median(found["seconds"][str(threads)])
-                for threads in NUM_THREADS
-            )
-            row |= {
-                f"{n} together: 1 thread, tok/s": f"{one:,.1f}",
-                f"{n}: 2 threads": f"{two:,.1f} ({two / one:.2f})",
-            }
+        for title, run in size["runs"].items():
+            rates = [
+                run["num_output_tokens"] / statistics.median(s) for s in run["seconds"].values()
+            ]
+            row[title] = " → ".join(f"{rate:,.1f}" for rate in rates)
         rows.append(row)
     return {"threads": table_of(rows)}
 
