@@ -135,8 +135,9 @@ def measure(measurement: Measurement) -> dict:
 
 
 def measure_threads(measurement: Measurement) -> dict:
-    dtype, names = choose_dtype("auto"), measurement.options.sizes
-    shapes, repeats = {name: SHAPES[name] for name in names or THREAD_SIZES}, 5
+    options, dtype = measurement.options, choose_dtype("auto")
+    names, repeats = options.sizes, options.repeats
+    shapes = {name: SHAPES[name] for name in names or THREAD_SIZES}
     if measurement.tiny:
         shapes, repeats = {"2 layers of 64": (2, 64, 96, 2, 1, 32, 89)}, 1
     before = measurement.records.get("threads", {}).get("sizes", {}) if names else {}
@@ -217,10 +218,8 @@ def thread_tables(record: dict) -> dict[str, str]:
     for name, size in record["sizes"].items():
         row = {"model": f"{name}, {size['num_parameters'] / 1e6:,.0f} M"}
         for title, run in size["runs"].items():
-            rates = [
-                run["num_output_tokens"] / statistics.median(s) for s in run["seconds"].values()
-            ]
-            row[title] = " → ".join(f"{rate:,.1f}" for rate in rates)
+            medians = map(statistics.median, run["seconds"].values())
+            row[title] = " → ".join(f"{run['num_output_tokens'] / s:,.1f}" for s in medians)
         rows.append(row)
     return {"threads": table_of(rows)}
 
