@@ -153,7 +153,8 @@ def threads_of_shape(shape: Sequence[int], dtype: torch.dtype, repeats: int) -> 
     """Seconds of the same requests with each number of threads."""
     config = config_of(shape)
     limits = Limits(max_num_seqs=32, longest=sum((SHORT_PROMPT_LENS[1], SHORT_OUTPUT_LENS[1])))
-    engine = LLMEngine(limits.engine_config(), loaded=random_model(config, seed=0, dtype=dtype))
+    loaded = random_model(config, seed=0, dtype=dtype)
+    engine = LLMEngine(limits.engine_config(compile=False), loaded=loaded)
     found: dict = {"num_parameters": engine.num_parameters, "runs": {}}
     for n in NUM_TOGETHER:
         lens = SHORT_PROMPT_LENS, SHORT_OUTPUT_LENS
