@@ -15,7 +15,7 @@ win the longer start back:
 minutes.
 
 The part `threads` serves short prompts with one thread and with two, in turn: one request at a time
-and 32 together, on a quiet machine and beside a process that keeps one core busy.
+and 16 together, on a quiet machine and beside a process that keeps one core busy.
 `THREADS_FROM_PARAMETERS` is chosen from this. It takes five minutes; `--sizes` measures only some
 of the models and keeps the others from the last record."""
 
@@ -53,14 +53,12 @@ PROMPT_LENS, OUTPUT_LENS = (32, 256), (16, 32)
 # The part `threads`.
 THREAD_SIZES = ("8 layers of 256", "12 layers of 384", "30 layers of 576", "28 layers of 1024")
 NUM_THREADS, NUM_TOGETHER = (1, 2), (1, 32)
-SHORT_PROMPT_LENS, SHORT_OUTPUT_LENS = (8, 16), (6, 10)
-Clock = Callable[[], float]
 Clock = Callable[[], float]
 MODES = {"plain": False, "compiled": True}
-# Of the thread record: models by how many requests are served at once, and by how many threads.
+# The part `threads`.
 THREAD_SIZES = ("8 layers of 256", "12 layers of 384", "30 layers of 576", "28 layers of 1024")
-NUM_TOGETHER, NUM_THREADS = (1, 32), (1, 2)
-SHORT_PROMPT_LENS, SHORT_OUTPUT_LENS = (16, 32), (8, 16)
+NUM_TOGETHER, NUM_THREADS = (1, 16), (1, 2)
+SHORT_PROMPT_LENS, SHORT_OUTPUT_LENS = (8, 16), (6, 10)
 
 
 def config_of(shape: Sequence[int]) -> ModelConfig:
@@ -142,7 +140,7 @@ def measure_threads(measurement: Measurement) -> dict:
         shapes, repeats = {"2 layers of 64": (2, 64, 96, 2, 1, 32, 89)}, 1
     before = measurement.records.get("threads", {}).get("sizes", {}) if names else {}
     config = {
-        "repeats": repeats, "seed": 0, "clock": "wall", "dtype": str(dtype).removeprefix("torch."),
+        "compile": False, "seed": 0, "clock": "wall", "dtype": str(dtype).removeprefix("torch."),
         "prompt_lens": SHORT_PROMPT_LENS, "output_lens": SHORT_OUTPUT_LENS,
     }  # fmt: skip
     measured = {name: threads_of_shape(shape, dtype, repeats) for name, shape in shapes.items()}
