@@ -50,9 +50,6 @@ SHAPES = {
     "28 layers of 1024": (28, 1024, 3072, 16, 8, 128, 151936),
 }
 PROMPT_LENS, OUTPUT_LENS = (32, 256), (16, 32)
-# The part `threads`.
-THREAD_SIZES = ("8 layers of 256", "12 layers of 384", "30 layers of 576", "28 layers of 1024")
-NUM_THREADS, NUM_TOGETHER = (1, 2), (1, 32)
 Clock = Callable[[], float]
 MODES = {"plain": False, "compiled": True}
 # The part `threads`.
