@@ -36,6 +36,11 @@ class RunnerRequest:
     def num_tokens(self) -> int:
         return len(self.prompt_token_ids) + len(self.output_token_ids)
 
+    @property
+    def max_tokens(self) -> int:
+        assert self.params.max_tokens is not None, "a Request has a number"
+        return self.params.max_tokens
+
     def tokens(self, start: int, stop: int) -> list[int]:
         """The tokens at positions `[start, stop)`."""
         num_prompt = len(self.prompt_token_ids)

@@ -61,7 +61,7 @@ class SamplingParams:
     presence_penalty: float = 0.0
     frequency_penalty: float = 0.0
     seed: int | None = None
-    max_tokens: int = 16
+    max_tokens: int | None = 16  # None: as long as there is room (the engine makes a number)
     min_tokens: int = 0
     stop: str | Sequence[str] = ()
     stop_token_ids: Sequence[int] = ()
@@ -94,7 +94,7 @@ class SamplingParams:
         require(all(_is_integer(t) and t >= 0 for t in ids), "stop_token_ids", ids, "integers >= 0")
         put("stop_token_ids", tuple(map(int, ids)))
         for name, lowest in _INTEGERS.items():
-            if name in ("logprobs", "seed") and getattr(self, name) is None:
+            if name in ("max_tokens", "logprobs", "seed") and getattr(self, name) is None:
                 continue
             value = getattr(self, name)
             check_integers(lowest, **{name: value})
@@ -111,7 +111,7 @@ class SamplingParams:
             value = getattr(self, name)
             require(isinstance(value, bool), name, value, "True or False")
         least, most, seed = self.min_tokens, self.max_tokens, self.seed
-        require(least <= most, "min_tokens", least, f"<= max_tokens, {most}")
+        require(most is None or least <= most, "min_tokens", least, f"<= max_tokens, {most}")
         fits = seed is None or -(2**63) <= seed < 2**63
         require(fits, "seed", seed, "a signed integer of 64 bits")
 
@@ -179,6 +179,8 @@ class Request:
         allowed = "a SamplingParams; Request.from_tokens(id, token_ids, n) makes a greedy request"
         is_right = isinstance(sampling_params, SamplingParams)
         require(is_right, "sampling_params", sampling_params, allowed)
+        if sampling_params.max_tokens is None:
+            raise ValueError("max_tokens is None: a Request needs a number; an engine makes one")
         if not prompt_token_ids:
             raise ValueError(f"request {request_id!r}: prompt_token_ids is empty: it must not be")
         self.request_id = request_id
@@ -261,10 +263,10 @@ class Request:
             self.status = RequestStatus.FINISHED_LENGTH_CAPPED
 
     def check_invariants(self) -> None:
-        shown, max_tokens = repr(self), self.max_tokens
+        shown, max_tokens, wanted = repr(self), self.max_tokens, self.sampling_params.max_tokens
         assert 0 <= self.num_computed_tokens <= self.num_tokens + self.num_pending_tokens, shown
         assert self.all_token_ids == self.prompt_token_ids + self.output_token_ids, shown
-        assert self.num_output_tokens <= max_tokens <= self.sampling_params.max_tokens, shown
+        assert wanted is not None and self.num_output_tokens <= max_tokens <= wanted, shown
 
     def __repr__(self) -> str:
         return (

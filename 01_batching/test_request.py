@@ -43,7 +43,7 @@ def feed(request: Request, tokens: list[int]) -> int:
         *(("presence_penalty", v) for v in (-2.1, 2.1, NAN)),
         *(("frequency_penalty", v) for v in (-2.1, 2.1, NAN)),
         *(("seed", v) for v in (1.5, "7", 2**63, True)),
-        *(("max_tokens", v) for v in (0, -1, 2.0, None)),
+        *(("max_tokens", v) for v in (0, -1, 2.0)),
         *(("min_tokens", v) for v in (-1, 17, None)),  # 17 > max_tokens, which is 16
         *(("stop", v) for v in ("", ["a", ""], [3])),
         *(("stop_token_ids", v) for v in ([-1], [1.5], ["a"], [True])),
@@ -71,6 +71,7 @@ def test_a_bad_parameter_is_named_with_its_value(name, value):
         {"presence_penalty": -2.0, "frequency_penalty": 2.0},
         {"repetition_penalty": 0.1},
         {"max_tokens": 1, "min_tokens": 1},
+        {"max_tokens": None, "min_tokens": 99},
         {"seed": -(2**63)},
         {"seed": 2**63 - 1},
         {"logprobs": 0},

@@ -104,7 +104,7 @@ class SpeculatingRunner:
                 if num_drafted:
                     self.draft_length.observe(req_id, num_drafted, num_accepted)
                 num_computed_tokens -= num_drafted - num_accepted
-            has_ended = num_outputs >= request.params.max_tokens
+            has_ended = num_outputs >= request.max_tokens
             if not has_ended and req_id not in output.errors:
                 followed.append(FollowedRequest(request, start, num_computed_tokens))
         return followed
@@ -125,7 +125,7 @@ class SpeculatingRunner:
         wanted = {}
         for request, length, num in zip(ready, lengths, num_outputs, strict=True):
             # The token that follows the drafts is an output too.
-            most = request.params.max_tokens - num - 1
+            most = request.max_tokens - num - 1
             wanted[request.req_id] = max(0, min(length, most))
         num_drafts = [wanted.get(f.request.req_id, 0) for f in followed]
         self._num_rounds_before, self._num_rounds = self._num_rounds, max(num_drafts, default=0)

@@ -327,7 +327,7 @@ class Adversary:
             assert num_behind >= 1 and num >= 0 and f.start < f.num_computed_tokens
             if num:
                 assert num_behind == 1 and num_outputs >= 1
-                assert num <= request.params.max_tokens - num_outputs - 1
+                assert num <= request.max_tokens - num_outputs - 1
             self.known.add(request.req_id)
             drafts[request.req_id] = self.guess(request, num)
         return drafts

@@ -284,10 +284,10 @@ class LLMEngine:
             decided = {result.request_id: result for result in results}
             results = StepResults(list(decided), {}, decided)
         members, touched = self._members, dict[RequestGroup, None]()
-        for request_id, entries in self.recorder.output.prompt_logprobs.items():
-            if (member := members.get(request_id)) is not None:
+        if scored := self.recorder.output.prompt_logprobs:
+            for member in self._members_of(self.recorder.plan, scored):
                 assert member.group.prompt_logprobs is not None
-                member.group.prompt_logprobs += entries
+                member.group.prompt_logprobs += scored[member.request_id]
         for request_id in results.request_ids:
             member = members[request_id]
             touched[member.group] = None
@@ -306,6 +306,17 @@ class LLMEngine:
                 self._stats.num_finished += 1
                 self._end(member.group)
         return touched
+
+    def _members_of(
+        self, plan: SchedulerOutput, request_ids: Collection[str]
+    ) -> Iterator[OutputProcessor]:
+        """Those of these requests of a plan that are still here. The name of an aborted one may be
+        another request's by now, so requests are compared and not names."""
+        for request in plan.scheduled_requests:
+            if request.request_id in request_ids:
+                member = self._members.get(request.request_id)
+                if member is not None and member.request is request:
+                    yield member
 
     def _check_progress(self, plan: SchedulerOutput) -> None:
         """Raise `RuntimeError` if requests wait and nothing that could let them in is under way."""
@@ -635,9 +646,9 @@ class LLMEngine:
         stats.num_steps += 1
         stats.busy_time += seconds
         stats.scheduled_tokens += num_tokens
-        for new in plan.scheduled_new_reqs:
-            stats.prompt_tokens += len(new.prompt_token_ids)
-            if (member := self._members.get(new.req_id)) is not None:  # else aborted meanwhile
+        if admitted := {new.req_id: new for new in plan.scheduled_new_reqs}:
+            stats.prompt_tokens += sum(len(new.prompt_token_ids) for new in admitted.values())
+            for member in self._members_of(plan, admitted):
                 member.metrics.first_scheduled_time = self.recorder.start_time
         preempted, num_recomputed_tokens = preemptions_of(plan)
         stats.num_preemptions += len(preempted)

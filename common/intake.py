@@ -73,6 +73,10 @@ class Intake:
             raise ValueError(f"cache_salt is {cache_salt!r}: it must be None or a non-empty str")
         text = prompt if isinstance(prompt, str) else None
         token_ids = _truncated(self._to_token_ids(prompt), params, self.max_model_len)
+        if (
+            params.max_tokens is None
+        ):  # a scheduler lowers it to the room that there is, and says so
+            params = replace(params, max_tokens=self.max_model_len)
         group = RequestGroup(request_id, text, token_ids)
         keys = {"salt": cache_salt, "lora": adapter}
         extra_keys = tuple((name, key) for name, key in keys.items() if key is not None)
@@ -135,7 +139,7 @@ class Intake:
         if any(getattr(params, name) is not None for name in _RULES):
             from common.sampling.token_rules import token_rules_of
 
-            rules = token_rules_of(params, self.tokenizer, self._check_sampled_ids)
+            rules = token_rules_of(params, self.tokenizer, self.vocab_size, self._check_sampled_ids)
         if params.min_tokens > 0:
             forbidden = {*params.stop_token_ids, *(() if params.ignore_eos else self.eos_token_ids)}
             allowed = None if rules is None else rules["allowed"]
@@ -179,13 +183,19 @@ class Intake:
 
 def _truncated(token_ids: list[int], params: SamplingParams, max_model_len: int) -> list[int]:
     """The last `truncate_prompt_tokens` of a prompt. -1: as many as leave room for `max_tokens`
-    outputs."""
-    most = params.truncate_prompt_tokens
+    outputs, or for one if that is None."""
+    most, max_tokens = params.truncate_prompt_tokens, params.max_tokens
     if most is None:
         return token_ids
     is_right = _is_integer_type(type(most)) and (most == -1 or most > 0)
     require(is_right, "truncate_prompt_tokens", most, "None, -1 or an integer >= 1")
-    return token_ids[-(max(1, max_model_len - params.max_tokens) if most == -1 else most) :]
+    if most == -1:
+        most = max_model_len - (1 if max_tokens is None else max_tokens)
+        room = (
+            f"less than max_model_len={max_model_len} where truncate_prompt_tokens is -1, or None"
+        )
+        require(most >= 1, "max_tokens", max_tokens, room)
+    return token_ids[-most:]
 
 
 def plain(values: Any) -> Any:

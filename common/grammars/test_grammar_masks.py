@@ -69,12 +69,31 @@ class Matching:
     """One grammar, and the tokens that have been taken."""
 
     def __init__(self, vocabulary: Vocabulary, grammar: Grammar) -> None:
-        compiled = compile_source(source_of(grammar), tokenizer_of(vocabulary))
-        self.matched, self.vocab_size = (
-            GrammarMasks(vocabulary).match(compiled),
-            len(vocabulary.pieces),
-        )
+        self.vocabulary, self.vocab_size = vocabulary, len(vocabulary.pieces)
+        self.compiled = compile_source(source_of(grammar), tokenizer_of(vocabulary))
+        self.begin()
+
+    def begin(self) -> None:
+        self.matched = GrammarMasks(self.vocabulary).match(self.compiled)
         self.outputs: list[int] = []
+
+    def draw(self, rng: random.Random, most: int = 60) -> str | None:
+        """A text of tokens drawn evenly. None: it was cut off. A dead end fails."""
+        self.begin()
+        eos = self.vocabulary.eos_token_ids[0]
+        while len(self.outputs) < most and eos not in self.outputs:
+            allowed = self.allowed().tolist()
+            assert allowed, f"nothing fits after {self.text!r}"
+            self.outputs.append(rng.choice(allowed))
+        return self.text if eos in self.outputs else None
+
+    def takes(self, tokens: list[int]) -> bool:
+        return self.matched.num_possible(tokens) == len(tokens)
+
+    @property
+    def text(self) -> str:
+        found = b"".join(self.vocabulary.pieces[i] for i in self.outputs)
+        return found.decode(errors="replace")
 
     def follow(self) -> None:
         self.matched.follow(state_of(self.outputs), 0)
@@ -238,6 +257,68 @@ def test_exactly_one_of_several_schemas_is_what_trying_all_values_says(
             allowed = may_follow(tokenizer, texts, ours.outputs)
             assert ours.allowed().tolist() == sorted(allowed), (schema, ours.outputs)
             ours.outputs.append(rng.choice(allowed))
+
+
+@pytest.mark.parametrize("name", ["const", "enum", "default", "examples", "properties"])
+@pytest.mark.parametrize("place", ["properties", "$defs", "definitions"])
+def test_a_name_that_is_a_keyword_is_a_name(name: str, place: str) -> None:
+    """Trap 84. What stands there is a schema, and is read as one; a value stays as it is."""
+    inner = {"oneOf": [{"enum": ["a", "b"]}, {"enum": ["b", "c"]}]}
+    value = {"properties": {"x": inner}, "const": inner}
+    schema: dict = {"type": "object", place: {name: inner}, "default": value}
+    if place != "properties":
+        schema["properties"] = {"x": {"$ref": f"#/{place}/{name}"}}
+    schema |= {"required": [*schema["properties"]], "additionalProperties": False}
+    name = schema["required"][0]
+    tokenizer = small_tokenizer()
+    vocabulary = Vocabulary.of(tokenizer, tokenizer.vocab_size, [EOS])
+    ours = Matching(vocabulary, Json(schema, 0))
+    rng = random.Random(name)
+    texts = {ours.draw(rng) for _ in range(20)}
+    assert texts == {f'{{"{name}": "{value}"}}' for value in "ac"}
+    assert json.loads(source_of(Json(schema)))["json"] == schema  # it was not changed
+
+
+PATTERNS = ["^a$", "^(a|b)$", "^a?$", "^[ab]$", "^$", "^[a&&b]$", "^a", "^ab$", ".*", "^.{1,2}$"]
+YES: dict = {"enum": [True, 0]}
+CLOSED = {"type": "object", "additionalProperties": False}
+SHAPES: dict[str, Callable[[str], dict]] = {
+    "named": lambda p: {**CLOSED, "properties": {"a": YES, "": YES}, "patternProperties": {p: YES}},
+    "required": lambda p: {**CLOSED, "required": ["a"], "patternProperties": {p: YES}},
+    "merged": lambda p: {
+        "allOf": [{"properties": {"a": YES, "b": True}}, {**CLOSED, "patternProperties": {p: YES}}],
+    },
+    "needed": lambda p: {
+        "anyOf": [{"properties": {"b": {"const": "ab"}}}, {"const": {"a": True}}],
+        **{"type": "object", "patternProperties": {p: YES}, "additionalProperties": {"const": 10}},
+    },
+}
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("pattern", PATTERNS)
+def test_no_text_comes_to_a_dead_end(shape: str, pattern: str) -> None:
+    """Trap 84. Forty schemas, tokens drawn evenly. And they mean what they meant before: texts of
+    one property are those that trying all says."""
+    schema = SHAPES[shape](pattern)
+    tokenizer, rng = small_tokenizer(), random.Random(shape + pattern)
+    vocabulary = Vocabulary.of(tokenizer, tokenizer.vocab_size, [EOS])
+    spell = {tokenizer.token_bytes(i).decode(): i for i in range(tokenizer.vocab_size)}
+    is_right = jsonschema.Draft202012Validator(schema).is_valid
+    values: list = [{}] + [{name: v} for name in ("", "a", "b", "ab", "c") for v in (True, 10)]
+    right = [json.dumps(v) for v in values if is_right(v) and pattern != "^[a&&b]$"]
+    try:
+        ours = Matching(vocabulary, Json(schema, 0))
+    except ValueError as error:
+        assert not right and "required property 'a' is unsatisfiable" in str(error)
+        return
+    num_whole = sum(ours.draw(rng) is not None for _ in range(12))
+    assert num_whole
+    if pattern != "^[a&&b]$":  # `re` has no such sets
+        ours.begin()
+        tokens = ([*(spell[c] for c in text), EOS] for text in map(json.dumps, values))
+        found = [v for v, t in zip(values, tokens, strict=True) if ours.takes(t)]
+        assert [json.dumps(v) for v in found] == right
 
 
 def test_guesses_are_matched_and_taken_back() -> None:

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from functools import lru_cache, partial
+from functools import cache, lru_cache, partial
 from threading import Lock, stack_size
 
 from llguidance import LLMatcher, LLParserLimits, LLTokenizer, TokenizerWrapper
@@ -51,6 +51,13 @@ class Vocabulary:
 def tokenizer_of(vocabulary: Vocabulary) -> LLTokenizer:
     """As llguidance has it. Takes seconds for a large one; it is never changed."""
     return LLTokenizer(TokenizerWrapper(_Pieces(vocabulary)))
+
+
+@cache
+def tokenizer_of_bytes() -> LLTokenizer:
+    """Of no model: token 1 + i is byte i."""
+    pieces = (b"", *(bytes([i]) for i in range(256)))
+    return LLTokenizer(TokenizerWrapper(_Pieces(Vocabulary(pieces, eos_token_ids=(0,)))))
 
 
 class Beginning:

@@ -15,7 +15,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from numbers import Integral, Real
 from pathlib import Path
 from typing import Any
@@ -41,6 +41,7 @@ from common.scheduler_assembly import (
     Namespace,
     RunnerSide,
     assemble_around,
+    find_eos_token_ids,
     find_max_model_len,
     find_vocab_size,
 )
@@ -246,6 +247,8 @@ def assemble_remote(
     tokenizer = tokenizer or load_tokenizer(checkpoint.path)
     max_model_len = find_max_model_len(config, checkpoint.config)
     vocab_size = find_vocab_size(checkpoint.config, tokenizer.vocab_size)
+    eos = find_eos_token_ids(checkpoint.generation_eos_token_ids, tokenizer, vocab_size)
+    checkpoint = replace(checkpoint, generation_eos_token_ids=eos)
     sizes = config.tensor_parallel_size, config.pipeline_parallel_size
     all_ranks = [Ranks(*sizes, rank) for rank in range(config.num_ranks)]
     for ranks in all_ranks:
@@ -285,6 +288,7 @@ def _start_messages(
             config=told,
             rank=link.rank,
             limits=limits,
+            eos_token_ids=list(checkpoint.generation_eos_token_ids),
             meeting=[started.store_host, started.store_port, host],
             threads=started.num_threads,
             log_level=logging.getLogger().getEffectiveLevel(),

@@ -111,10 +111,10 @@ class BatchState(SharingRunnerState):
         them. Asked when its step is read, where another one may have begun, or have ended the
         request. What was pending in it was sampled in `before`."""
         row = self.row_of.get(req_id)
-        if row is None:
-            return None
-        first = self.num_prompt_tokens[row]
         num_outputs = sampling.num_outputs[sampling.req_ids.index(req_id)]
+        if row is None or self.num_tokens[row] < self.num_prompt_tokens[row] + num_outputs:
+            return None  # it has ended; another request of its name has fewer outputs
+        first = self.num_prompt_tokens[row]
         outputs = self.token_ids[row, first : first + num_outputs].tolist()
         if before is not None and min(outputs, default=0) < 0:
             sampled = before.read_tokens().tolist()

@@ -212,7 +212,10 @@ def test_what_follows_a_stop_string_is_cut_with_its_logprobs() -> None:
             return 2
 
     members = {name: Member(name) for name in "abc"}
-    output = TrimmingRunner(Runs(), members).execute(SchedulerOutput()).wait()
+    plan = SchedulerOutput(scheduled_draft_token_ids={"a": [2, 3], "b": [5]})
+    step = TrimmingRunner(Runs(), members).execute(plan)
+    members["b"] = Member("the next request of this name")  # trap 82
+    output = step.wait()
     assert output.token_ids == {"a": [1, 2], "b": [4, 5], "c": [6]}
     assert output.logprobs == {"a": ["x", "y"]}
     assert asked == [("a", [1, 2, 3]), ("b", [4, 5])], "a single token is wanted in any case"

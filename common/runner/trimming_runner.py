@@ -20,7 +20,10 @@ class TrimmingRunner:
         self.runner, self.members = runner, members
 
     def execute(self, plan: PlanMessage) -> TrimmedStep:
-        return TrimmedStep(self.runner.execute(plan), self.members)
+        # Only those with drafts can get several tokens. When the step ends, a name may be another
+        # request's.
+        names = [name for name in plan.scheduled_draft_token_ids if name in self.members]
+        return TrimmedStep(self.runner.execute(plan), {name: self.members[name] for name in names})
 
 
 @dataclass(frozen=True, slots=True)

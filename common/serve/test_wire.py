@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -33,8 +34,10 @@ NOT_BUILT |= {"audio": {}, "modalities": ["audio"], "prediction": {}, "web_searc
 NOT_BUILT |= {"suffix": "x", "best_of": 2, "use_beam_search": True, "chat_template": "x"}
 NOT_BUILT |= {"prompt_embeds": "x", "echo": True, "guided_json": {}, "guided_regex": "x"}
 NOT_BUILT |= {"guided_choice": ["x"], "guided_grammar": "x"}
+NOT_BUILT |= {"truncation_side": "right", "thinking_token_budget": 9, "logprob_token_ids": [5]}
 NO_CHANGE = {"tools": [], "tool_choice": "none", "functions": [], "function_call": "none"}
 NO_CHANGE |= {"modalities": ["text"], "suffix": "", "best_of": 1, "use_beam_search": False}
+NO_CHANGE |= {"truncation_side": "left", "thinking_token_budget": -1, "logprob_token_ids": []}
 NO_CHANGE |= {"echo": False, "user": "me", "store": True, "kv_transfer_params": {}}
 
 
@@ -45,7 +48,7 @@ def completion(**fields: Any) -> SamplingParams:
 
 
 def chat(**fields: Any) -> SamplingParams:
-    return ChatBody.model_validate({"messages": MESSAGES} | fields).params({}, 99)
+    return ChatBody.model_validate({"messages": MESSAGES} | fields).params({})
 
 
 def refused(make: Any, **fields: Any) -> str | None:
@@ -72,9 +75,10 @@ def test_what_nobody_knows_is_named_once_in_the_log(
 ) -> None:
     monkeypatch.setattr(wire, "_named", set())
     for _ in range(2):
-        chat(frobnicate=1, **NO_CHANGE)
+        chat(frobnicate=1, length_penalty=2.0, **NO_CHANGE)
     chat(**{"x" * 200: 1})
-    assert [r.args for r in caplog.records] == [("frobnicate",), ("x" * 200,)]
+    named = [record.args for record in caplog.records]
+    assert named == [("frobnicate",), ("length_penalty",), ("x" * 200,)]
     assert max(len(r.getMessage()) for r in caplog.records) < 200
 
 
@@ -94,13 +98,16 @@ def test_fields_are_those_of_the_engine() -> None:
     assert completion(logprobs=2).prompt_logprobs is None
     assert chat(logprobs=True).logprobs == 0 and chat(logprobs=True, top_logprobs=3).logprobs == 3
     limits = [{}, {"max_tokens": 5}, {"max_completion_tokens": 6}]
-    assert [chat(**limit).max_tokens for limit in limits] == [99, 5, 6]
+    assert [chat(**limit).max_tokens for limit in limits] == [None, 5, 6]
+    assert chat(logprobs=False, top_logprobs=0).logprobs is None, "as clients send it"
     assert chat(max_tokens=5, max_completion_tokens=6).max_tokens == 6
     recommended = {"temperature": 0.5, "top_k": 9, "top_p": 0.5}
     expected = SamplingParams(temperature=0.5, top_k=3, top_p=1.0)
     said: Any = {"top_k": 3, "top_p": 1.0, "min_p": None}
     assert CompletionBody(prompt="x", **said).params(recommended) == expected
-    assert ChatBody(messages=MESSAGES, **said).params(recommended, 16) == expected
+    assert ChatBody(messages=MESSAGES, **said).params(recommended) == replace(
+        expected, max_tokens=None
+    )
     grammar = chat(response_format={"type": "json_schema", "json_schema": {"schema": {"a": 1}}})
     assert grammar.grammar == Json({"a": 1})
     assert chat(response_format={"type": "json_object"}).grammar == Json({"type": "object"})

@@ -11,7 +11,7 @@ from dataclasses import replace
 import pytest
 
 from common.engine import EngineConfig, LLMEngine
-from common.runner.overlap import OverlappedEngineCore
+from common.runner.overlap import OverlappedEngineCore, QueuedRunner
 from common.tests.engine_oracle import (
     checked_engine,
     finish,
@@ -206,3 +206,50 @@ def test_who_is_aborted_before_its_first_step_is_over(random_oracle, random_load
     outputs = finish(engine)
     assert outputs["a"].outputs[0].token_ids == random_oracle.expected(1, 9)
     assert outputs["b"].outputs[0].token_ids == random_oracle.expected(0, 4)
+
+
+@pytest.mark.parametrize("num_top", [None, 0])
+def test_a_name_that_is_free_again_gets_nothing_of_its_predecessor(
+    num_top, random_oracle, random_loaded
+) -> None:
+    """Trap 82: the first request's step ends when its name is the second one's. The second one's
+    entries are of its own prompt, and it was not scheduled before it arrived."""
+    engine = overlapped_engine(random_loaded, num_blocks=200)
+    engine.add_request("other", random_oracle.prompts[2], greedy_params(9))
+    engine.step()
+    scored = replace(greedy_params(9), prompt_logprobs=0)
+    engine.add_request("a", random_oracle.prompts[5], scored)
+    engine.step()  # the plan that computes "a" is in flight
+    engine.abort_request("a")
+    prompt = random_oracle.prompts[1]
+    engine.add_request("a", prompt, replace(greedy_params(4), prompt_logprobs=num_top))
+    output = finish(engine)["a"]  # the last of two
+    assert output.outputs[0].token_ids == random_oracle.expected(1, 4)
+    assert output.metrics.queue_time is not None and output.metrics.queue_time > 0
+    entries = output.prompt_logprobs and [
+        entry and entry.token_id for entry in output.prompt_logprobs
+    ]
+    assert entries == (None if num_top is None else [None, *prompt[1:]])
+
+
+def test_why_a_request_has_no_token_left_is_not_asked_of_the_next_one_of_its_name(
+    random_oracle, random_loaded, monkeypatch
+) -> None:
+    """Trap 82. As on a GPU, the next plan is laid out when the step is read. Positions after the
+    second request's prompt hold anything."""
+    monkeypatch.setattr("common.runner.overlap.ThreadedRunner", QueuedRunner)
+    engine = overlapped_engine(random_loaded, num_blocks=200)
+    rules = {"allowed_token_ids": [5], "bad_words": [[5, 5]]}
+    engine.add_request("a", random_oracle.prompts[1], replace(greedy_params(9), **rules))
+    engine.step()  # the step in which no token is left is in flight
+    engine.abort_request("a")
+    engine.add_request("a", random_oracle.prompts[0], greedy_params(4))
+    state = paged_runner(engine).state
+    admit = state.admit
+
+    def poisoned(new):
+        state.token_ids[:] = -50
+        admit(new)
+
+    state.admit = poisoned
+    assert finish(engine)["a"].outputs[0].token_ids == random_oracle.expected(0, 4)

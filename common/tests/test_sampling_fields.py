@@ -13,6 +13,7 @@ from transformers import Qwen3ForCausalLM
 from common.engine import LLMEngine
 from common.llm import LLM, SamplingParams
 from common.tests.engine_oracle import Oracle, checked_engine, finish, greedy_params
+from request import Request
 
 PROMPT = "def area(width, height):\n    return"
 
@@ -92,6 +93,35 @@ def test_a_prompt_is_cut_from_the_left(oracle: Oracle, loaded) -> None:
         assert output.prompt_token_ids == kept
         assert output.outputs[0].token_ids == same.outputs[0].token_ids
         assert len(output.outputs[0].token_ids) == min(10, 40 - num_kept)
+
+
+def test_without_max_tokens_an_output_is_as_long_as_there_is_room(oracle: Oracle, loaded) -> None:
+    """Trap 83. -1 then keeps one token less than the model has room for, and is
+    refused where an explicit `max_tokens` leaves no room for the prompt."""
+    engine = checked_engine(loaded, num_blocks=200, max_model_len=40)
+    prompt, params = oracle.prompts[3], replace(greedy_params(1), max_tokens=None)
+    for method in (None, "ngram"):
+        if method is not None:
+            engine = checked_engine(
+                loaded, num_blocks=200, max_model_len=40, speculative={"method": method}
+            )
+        (output,) = engine.generate_batch([prompt], params).values()
+        assert output.outputs[0].token_ids == oracle.expected(3, 40)[: 40 - len(prompt)]
+        assert output.outputs[0].finish_reason == "length"
+        assert output.metrics.finish_detail == "max_model_len=40"
+    cut = replace(params, truncate_prompt_tokens=-1)
+    (output,) = engine.generate_batch([prompt * 9], cut).values()
+    assert output.prompt_token_ids == (prompt * 9)[-39:]
+    assert len(output.outputs[0].token_ids) == 1
+    for most in (40, 41, 10**6):
+        with pytest.raises(
+            ValueError, match=f"max_tokens is {most}: it must be less than max_model_len=40"
+        ):
+            engine.add_request("a", prompt, replace(cut, max_tokens=most))
+    with pytest.raises(ValueError, match="min_tokens is 41: it must be <= max_tokens, 40"):
+        engine.add_request("a", prompt, replace(params, min_tokens=41))
+    with pytest.raises(ValueError, match="max_tokens is None: a Request needs a number"):
+        Request("a", [1], params)
 
 
 CACHES = [{"prefix_cache": "hash"}, {"prefix_cache": "radix"}, {"scheduler": "fcfs"}]
