@@ -1,5 +1,5 @@
-"""torch's number of threads: the model's size decides, the user's choice stays, and afterwards all is
-as it was. (Trap 89: a small model on two threads, many times slower beside a busy program.)"""
+"""torch's number of threads: the model's size decides, the user's choice stays, and afterwards the
+number is what it was. (Trap 89: a small model on two threads, far slower beside a busy program.)"""
 
 from __future__ import annotations
 

@@ -51,7 +51,7 @@ class ThreadCount:
             if wanted == self._before or self._is_chosen:
                 return self._before
         logger.info(
-            "threads: %d instead of %d, for a model of %.1f M parameters (to change it: num_threads)",
+            "threads: %d instead of %d, for a model of %.1f M parameters (or say num_threads)",
             wanted,
             self._before,
             num_parameters / 1e6,
@@ -105,15 +105,16 @@ THREADS = ThreadCount()
 
 
 def set_threads(given: int | None, num_parameters: int, device: torch.device) -> Callable[[], None]:
-    """Give torch as many threads as `EngineConfig.num_threads` says. Returns what puts them back."""
+    """Give torch as many threads as `EngineConfig.num_threads` says; the function that is returned
+    puts them back."""
     number = THREADS.default(num_parameters, device) if given is None else given
     return THREADS.begin(number, given is not None)
 
 
 def _is_chosen() -> bool:
     """Whether the user has said how many threads torch takes. torch does not tell of a call of
-    `set_num_threads`. But without one, a new thread takes OpenMP's number, if torch has MKL. Without
-    MKL (ARM) such a call is not seen."""
+    `set_num_threads`. But without one, a new thread takes OpenMP's number, if torch has MKL.
+    Without MKL (ARM) such a call is not seen."""
     if "OMP_NUM_THREADS" in os.environ or "MKL_NUM_THREADS" in os.environ:
         return True
 

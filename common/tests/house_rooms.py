@@ -82,8 +82,8 @@ ROOM_LIMITS = {
     "06_chunked_prefill": Size(9, 500),
     "all roots": Size(46, 6700),
 }
-# With the defaults of eight families in `transformers`, and torch's threads: a number of the process
-# and so a module of their own.
+# With the defaults of eight families in `transformers`, and torch's threads, which are a number of
+# the process and so a module of their own.
 LOADED_LIMIT = Size(61, 11760)
 
 

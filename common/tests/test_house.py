@@ -411,7 +411,7 @@ def test_each_target_installs_what_it_needs_and_no_more(tmp_path: Path) -> None:
         return re.findall(r"-e '\.\[([\w,]+)\]'", run.stdout)
 
     layers = [["grammar"], ["server"], ["test", "mooncake", "browser"], ["notebooks,dev"]]
-    expected = [sum(layers[: i + 1], []) for i in range(len(layers))]
+    expected = [[extra for layer in layers[: i + 1] for extra in layer] for i in range(4)]
     of = ["demo watch bench ladder", "serve", "check test matrix museum task"]
     of.append("lint format notebooks figures sync")
     found = {target: extras(target) for targets in of for target in targets.split()}
