@@ -12,9 +12,9 @@ from typing import Any
 import pytest
 
 from common.engine_config import EngineStats
-from common.serve.deltas import HandOver, RequestDelta
 from common.grammars.lark_text import TOO_MANY_WAYS
 from common.sampling.runner_plugin import NO_TOKEN
+from common.serve.deltas import HandOver, RequestDelta
 from common.serve.engine_loop import MAX_FAILURES, UNCOMPILED, EngineError, EngineLoop
 from common.serve.test_deltas import Growing
 from request import SamplingParams
