@@ -15,13 +15,14 @@ from starlette.datastructures import Headers
 from starlette.responses import Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from common.serve.answers import json_response
 from common.serve.errors import ApiError
+from common.serve.large_json import json_response
 
 LOOPBACK = ("localhost", "127.0.0.1", "[::1]")
 MAX_ID = 200
 # A number in a list holds up the loop as long as so many bytes of a text do.
 BYTES_OF_A_VALUE = 32
+MOST_STRINGS = 1 << 16  # keys included; each is more to a parser than a number
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,11 +62,12 @@ class Gate:
 
         try:
             self._check(scope, headers)
-            body = await self._body(receive, headers) if scope["method"] == "POST" else b""
+            is_post = scope["method"] == "POST"
+            received = _again(await self._body(receive, headers) if is_post else b"", receive)
         except ApiError as error:
             await error_response(error)(scope, receive, send_with_id)
             return
-        await self.app(scope, _again(body, receive), send_with_id)
+        await self.app(scope, received, send_with_id)
 
     def _check(self, scope: Scope, headers: Headers) -> None:
         path, method, config = scope["path"], scope["method"], self.config
@@ -114,6 +116,8 @@ class Gate:
             raise ApiError(408, "the body did not arrive in time") from error
         if body.count(b",") > most // BYTES_OF_A_VALUE:
             raise ApiError(413, f"the body has more than {most // BYTES_OF_A_VALUE} commas")
+        if body.count(b'"') - body.count(b'\\"') > 2 * MOST_STRINGS:
+            raise ApiError(413, f"the body has more than {MOST_STRINGS} strings")
         return body
 
 
