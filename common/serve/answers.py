@@ -60,6 +60,7 @@ class Answer:
     params: SamplingParams
     prompts: Sequence[str] = ()  # their texts, where they are echoed
     only_echo: bool = False
+    request_id: str = field(default_factory=lambda: uuid.uuid4().hex)
     usage: Usage = field(default_factory=Usage)
     id: str = ""
     created: int = field(default_factory=lambda: int(time.time()))
@@ -68,7 +69,7 @@ class Answer:
 
     def __post_init__(self) -> None:
         prefix = "chatcmpl" if self.kind == "chat" else "cmpl"
-        self.id = f"{prefix}-{uuid.uuid4().hex}"
+        self.id = f"{prefix}-{self.request_id}"
 
     def count(self, prompt: int, delta: RequestDelta) -> None:
         if delta.prompt_token_ids is not None:

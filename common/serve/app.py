@@ -95,7 +95,8 @@ class Server:
         texts = [p if isinstance(p, str) else await self._decode(p, "prompt") for p in echoed]
         body.prompt = ""  # the body lives as long as its request
         tokenizer = self.llm.tokenizer
-        answer = Answer("completion", model, tokenizer, body, params, texts, body.only_echo)
+        how = texts, body.only_echo, request.state.request_id
+        answer = Answer("completion", model, tokenizer, body, params, *how)
         return await self._generate(answer, ids, request)
 
     async def chat_completions(self, body: ChatBody, request: Request) -> Response:
@@ -103,7 +104,8 @@ class Server:
         params = await self.llm.without_texts(params)
         ids = await self._chat_ids(body, params)
         body.messages.clear()
-        answer = Answer("chat", model, self.llm.tokenizer, body, params)
+        name = request.state.request_id
+        answer = Answer("chat", model, self.llm.tokenizer, body, params, request_id=name)
         return await self._generate(answer, [ids], request)
 
     async def _generate(
@@ -191,9 +193,11 @@ class Server:
         return await asyncio.to_thread(self.chat.text, body.messages, *how)
 
     def _model(self, body: GenerateBody | TokenizeBody | DetokenizeBody) -> str:
-        """The one that is asked for. Raises `ApiError` if it is not here."""
+        return self._served(body.model or self.config.model_name)
+
+    def _served(self, model: str) -> str:
+        """Raises `ApiError` if it is not here."""
         known = [self.config.model_name, *self.llm.adapters]
-        model = body.model or known[0]
         if model not in known:
             message = f"model is {model!r}: this server has {', '.join(known)}"
             raise ApiError(404, message, "model", "model_not_found")
@@ -240,6 +244,10 @@ class Server:
         return answered({"model": model, "token_ids": ids}, 8 * len(ids))
 
     # -- the server
+
+    async def model(self, name: str) -> dict[str, Any]:
+        self._served(name)
+        return next(model for model in (await self.models())["data"] if model["id"] == name)
 
     async def models(self) -> dict[str, Any]:
         name, created = self.config.model_name, int(self.metrics.started_at)
@@ -326,8 +334,10 @@ def make_app(llm: AsyncLLM, config: ServeConfig) -> tuple[FastAPI, Gate]:
         "/tokenize": server.tokenize,
         "/detokenize": server.detokenize,
     }
+    gate.posts = post.keys()
     get: dict[str, Any] = {
         "/v1/models": server.models,
+        "/v1/models/{name:path}": server.model,
         "/health": server.health,
         "/version": server.version,
         "/metrics": server.metrics_text,
@@ -373,6 +383,8 @@ def sampling_defaults(model: str | Path | None) -> dict[str, Any]:
 
 def _on_http_error(request: Request, error: Exception) -> Response:
     assert isinstance(error, HTTPException)
-    answer = error_response(ApiError(error.status_code, str(error.detail)))
+    is_route = error.status_code != 404
+    detail = error.detail if is_route else f"{request.method} {request.url.path} is not served here"
+    answer = error_response(ApiError(error.status_code, str(detail)))
     answer.headers.update(error.headers or {})  # `Allow` of a 405
     return answer
