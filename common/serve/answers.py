@@ -16,6 +16,7 @@ from typing import Any
 from common.sampling.distributions import TokenLogprobs
 from common.serve.deltas import CompletionDelta, RequestDelta
 from common.serve.large_json import json_pieces, to_json
+from common.serve.text_places import TextPlaces
 from common.serve.wire import GenerateBody
 from common.tokenizer import Tokenizer
 from request import SamplingParams
@@ -64,7 +65,7 @@ class Answer:
     usage: Usage = field(default_factory=Usage)
     id: str = ""
     created: int = field(default_factory=lambda: int(time.time()))
-    _begun: dict[int, int] = field(default_factory=dict)  # choices, and their text's length
+    _begun: dict[int, TextPlaces] = field(default_factory=dict)  # by choice
     _prompt_ids: dict[int, list[int]] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -81,16 +82,16 @@ class Answer:
         if delta.finished:
             self.usage.cached_tokens += delta.num_cached_tokens
 
-    def num_bytes(self, delta: RequestDelta) -> int:
+    def num_bytes(self, prompt: int, delta: RequestDelta) -> int:
         """About, of what is written of it."""
-        num, width = 0, 1 + (self.params.logprobs or 0)
+        num, width, n = 0, 1 + (self.params.logprobs or 0), self.params.n
         for piece in delta.completions.values():
             num += len(piece.text) + 8 * len(piece.token_ids)
             num += len(piece.logprobs or ()) * width * BYTES_OF_AN_ENTRY
-        width = 1 + (self.params.prompt_logprobs or 0)
-        scores = len(delta.prompt_logprobs or ()) * width * BYTES_OF_AN_ENTRY
+        num_first = sum(prompt * n + i not in self._begun for i in delta.completions)
+        width = (1 + (self.params.prompt_logprobs or 0)) * BYTES_OF_AN_ENTRY
         ids = delta.prompt_token_ids if self.body.return_token_ids else None
-        return num + self.params.n * (scores + 8 * len(ids or ()))
+        return num + num_first * len(delta.prompt_logprobs or ()) * width + 8 * n * len(ids or ())
 
     # -- whole
 
@@ -175,6 +176,10 @@ class Answer:
         self, index: int, prompt: int, piece: CompletionDelta, of: RequestDelta
     ) -> dict[str, Any]:
         is_first = index not in self._begun
+        if is_first:
+            ids, echoed = self._prompt_ids[prompt], self.prompts[prompt] if self.prompts else None
+            skips = self.params.skip_special_tokens
+            self._begun[index] = TextPlaces(self.tokenizer, ids, echoed, skips)
         about = self._of_the_prompt(prompt, of) if is_first else {}
         text = "" if self.only_echo else piece.text
         entries: list[TokenLogprobs | None] | None = None
@@ -185,8 +190,9 @@ class Answer:
             entries = None if entries is None else (of.prompt_logprobs or []) + entries
         logprobs = None
         if entries is not None:
-            logprobs = self._text_logprobs(entries, self._begun.get(index, 0), prompt)
-        self._begun[index] = self._begun.get(index, 0) + len(text)
+            first = self._prompt_ids[prompt][0]
+            ids = [first if entry is None else entry.token_id for entry in entries]
+            logprobs = self._text_logprobs(entries, self._begun[index].take(ids), prompt)
         return about | {"index": index, "text": text, "logprobs": logprobs}
 
     # -- log-probabilities
@@ -211,9 +217,9 @@ class Answer:
         return {"token": self._text(token_id), "logprob": finite(logprob), "bytes": data}
 
     def _text_logprobs(
-        self, entries: list[TokenLogprobs | None], offset: int, prompt: int
+        self, entries: list[TokenLogprobs | None], offsets: list[int], prompt: int
     ) -> dict[str, Any]:
-        tokens, logprobs, offsets = [], [], []
+        tokens, logprobs = [], []
         for entry in entries:
             if entry is None:  # the first token of a prompt, which nothing stands before
                 token = self._text(self._prompt_ids[prompt][0])
@@ -222,8 +228,6 @@ class Answer:
                 token = self._text(entry.token_id)
                 logprobs.append(finite(entry.logprob))
             tokens.append(token)
-            offsets.append(offset)
-            offset += len(token)
         return {
             "text_offset": offsets,
             "token_logprobs": logprobs,

@@ -26,7 +26,7 @@ from common.serve.deltas import RequestDelta
 from common.serve.engine_loop import EngineError, QueueFull
 from common.serve.errors import ApiError, ErrorAnswer, api_error, bad
 from common.serve.gate import Gate, GateConfig, error_response
-from common.serve.large_json import LARGE, answered, made_aside, read_body
+from common.serve.large_json import LARGE, answered, beside_the_loop, made_aside, read_body
 from common.serve.live_page import LivePage, watch_token
 from common.serve.server_metrics import ServerMetrics
 from common.serve.streams import (
@@ -134,7 +134,10 @@ class Server:
             totals = await unless_gone(request.receive, gathered(firsts, requests))
             if totals is None:
                 return CLIENT_IS_GONE
-            return answered(answer.whole(totals), sum(map(answer.num_bytes, totals)))
+            num_bytes = sum(answer.num_bytes(*pair) for pair in enumerate(totals))
+            is_large = num_bytes > LARGE
+            whole = await beside_the_loop(answer.whole, totals) if is_large else None
+            return answered(whole or answer.whole(totals), num_bytes)
         except ValueError as error:
             raise answer.body.error(error) from error
         finally:
@@ -147,8 +150,11 @@ class Server:
         how = answer.body.stream_options or StreamOptions()
 
         async def made(i: int, delta: RequestDelta) -> AsyncIterator[bytes]:
-            is_large = answer.num_bytes(delta) > LARGE
-            pieces = answer.pieces(i, delta)
+            is_large = answer.num_bytes(i, delta) > LARGE
+            if is_large:
+                pieces = await beside_the_loop(answer.pieces, i, delta)
+            else:
+                pieces = answer.pieces(i, delta)
             for piece in pieces if how.include_usage else ():
                 piece["usage"] = answer.usage.content() if how.continuous_usage_stats else None
             if is_large:

@@ -23,6 +23,7 @@ from common.serve.deltas import CompletionDelta, RequestDelta
 from common.serve.errors import ApiError, api_error
 from common.serve.server_metrics import ServerMetrics
 from common.serve.wire import ChatBody, CompletionBody, DetokenizeBody, TokenizeBody
+from common.tokenizer import Tokenizer
 
 PROMPT = "def fibonacci(n):\n    if n"
 CHAT = {"model": MODEL, "messages": [{"role": "user", "content": "a stack"}]}
@@ -153,6 +154,43 @@ def test_logprobs_are_those_of_generate(server: Running, alone: LLM) -> None:
     assert [len(top) for top in found["top_logprobs"]] == [2] * 5
     starts = [sum(map(len, found["tokens"][:i])) for i in range(5)]
     assert found["text_offset"] == starts
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"prompt": "x = '😀'\nprint(x)", "echo": True},
+        {"prompt": "<|endoftext|>é😀", "echo": True, "return_tokens_as_token_ids": True},
+        {"logit_bias": {"0": 100.0}, "ignore_eos": True},
+        {"logit_bias": {"0": 100.0}, "ignore_eos": True, "skip_special_tokens": False},
+        {"stop": ["return"], "max_tokens": 20},
+        {"temperature": 2.0, "seed": 3, "max_tokens": 30, "n": 2},
+    ],
+    ids=["cut character", "named by ids", "skipped", "shown", "stop", "bytes of no character"],
+)
+def test_text_offset_is_where_the_token_begins_in_the_text(
+    server: Running, shipped_tokenizer: Tokenizer, fields: dict[str, Any]
+) -> None:
+    """Whole and streamed. A token that cuts a character begins where the character does."""
+    asked = body(logprobs=1, return_token_ids=True) | fields
+    *pieces, _ = server.events("/v1/completions", asked)
+    for choice in server.post("/v1/completions", asked)[1]["choices"]:
+        text, offsets = choice["text"], choice["logprobs"]["text_offset"]
+        own = [c for p in pieces for c in p["choices"] if c["index"] == choice["index"]]
+        assert [o for c in own for o in c["logprobs"]["text_offset"]] == offsets == sorted(offsets)
+        ids = choice["token_ids"]
+        if "echo" in fields:
+            ids = choice["prompt_token_ids"] + ids
+        tokens = [shipped_tokenizer.token_bytes(i).decode(errors="replace") for i in ids]
+        assert len(tokens) == len(offsets)
+        for i, (token, place) in enumerate(zip(tokens, offsets)):
+            is_skipped = (
+                ids[i] == 0 and "skip_special_tokens" not in fields and "echo" not in fields
+            )
+            if "\ufffd" not in token and not is_skipped:
+                assert text[place:].startswith(token) or place + len(token) > len(text), (i, token)
+            elif not is_skipped and place < len(text):
+                assert text[place] == "\ufffd" or not text[place].isascii(), (i, token)
 
 
 def test_errors_are_objects(server: Running, monkeypatch: pytest.MonkeyPatch) -> None:
