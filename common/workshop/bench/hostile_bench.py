@@ -154,8 +154,8 @@ async def measure_body(name: str, folder: Path) -> dict[str, Any]:
             reader, writer = await sent(port, COMPLETIONS, warm | {"max_tokens": 40})
             await reader.read()
         waits = [
-            asyncio.create_task(longest_wait(port, *call, over))
-            for call in [("/health", None), *calls]
+            asyncio.create_task(longest_wait(port, where, what, over))
+            for where, what in [("/health", None), *calls]
         ]
         await asyncio.sleep(1.0)
         begin = time.monotonic()
