@@ -5,12 +5,11 @@ makes a matcher of (`grammar_masks.py`): masks never cross processes."""
 
 from __future__ import annotations
 
-import weakref
 from collections import OrderedDict
-from concurrent.futures import Future, ThreadPoolExecutor
 
 from common.grammars.lark_text import compile_source
 from common.grammars.vocabulary import Vocabulary, tokenizer_of
+from worker_thread import Job, WorkerThread
 
 KEPT = 64 << 20  # bytes, about, of grammars that nobody need be waiting for
 
@@ -21,34 +20,34 @@ class GrammarCompiler:
 
     def __init__(self, vocabulary: Vocabulary) -> None:
         self.vocabulary = vocabulary
-        self._thread = ThreadPoolExecutor(1, thread_name_prefix="grammar")
-        self._futures: OrderedDict[str, Future[str]] = OrderedDict()
+        self._thread = WorkerThread("grammar", finishes=False)
+        self._jobs: OrderedDict[str, Job[str]] = OrderedDict()
         self._num_bytes = 0  # of these
-        self.close = weakref.finalize(self, _close, self._thread)
+        self.close = self._thread.close
 
-    def submit(self, source: str) -> Future[str]:
+    def submit(self, source: str) -> Job[str]:
         """What is compiled of it, or a `ValueError` that says what is wrong."""
-        future = self._futures.pop(source, None)
-        if future is None:
+        job = self._jobs.pop(source, None)
+        if job is None:
             self._num_bytes += _size(source)
-        if future is None or (future.done() and not _is_compiled(future)):
-            future = self._thread.submit(_compile, source, self.vocabulary)
-        self._futures[source] = future
+        if job is None or (job.done() and not _is_compiled(job)):
+            job = self._thread.submit(_compile, source, self.vocabulary)
+        self._jobs[source] = job
         self._make_room()
-        return future
+        return job
 
     def _make_room(self) -> None:
         """What it costs does not depend on how many are kept."""
-        while self._num_bytes > KEPT and len(self._futures) > 1:
-            source, future = next(iter(self._futures.items()))
-            if not future.done():  # nor are those behind it
+        while self._num_bytes > KEPT and len(self._jobs) > 1:
+            source, job = next(iter(self._jobs.items()))
+            if not job.done():  # nor are those behind it
                 break
-            del self._futures[source]
+            del self._jobs[source]
             self._num_bytes -= _size(source)
 
 
 def _size(source: str) -> int:
-    """With what was compiled of it, which is longer, and a future."""
+    """With what was compiled of it, which is longer, and a job."""
     return 4 * len(source) + 4096
 
 
@@ -59,9 +58,5 @@ def _compile(source: str, vocabulary: Vocabulary) -> str:
         raise ValueError(f"it does not compile: {error}") from error
 
 
-def _is_compiled(future: Future[str]) -> bool:
-    return not future.cancelled() and future.exception() is None
-
-
-def _close(thread: ThreadPoolExecutor) -> None:
-    thread.shutdown(wait=False, cancel_futures=True)
+def _is_compiled(job: Job[str]) -> bool:
+    return not job.cancelled() and job.exception() is None

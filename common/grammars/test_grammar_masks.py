@@ -454,7 +454,7 @@ def test_the_least_recently_wanted_go_first_failures_too(monkeypatch) -> None:
     for i in range(20):
         with pytest.raises(ValueError, match="does not compile"):
             compiler.submit(source_of(Regex(f"({i}"))).result(60)
-    assert len(compiler._futures) == 3
+    assert len(compiler._jobs) == 3
     goes_on = Event()
     compiler._thread.submit(goes_on.wait, 60)
     waiting = [source_of(Regex(f"{i}")) for i in range(20)]
@@ -463,7 +463,7 @@ def test_the_least_recently_wanted_go_first_failures_too(monkeypatch) -> None:
     goes_on.set()
     futures[-1].result(60)
     compiler.submit(a)
-    assert len(compiler._futures) <= 3
+    assert len(compiler._jobs) <= 3
     compiler.close()
 
 

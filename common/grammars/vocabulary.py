@@ -7,7 +7,7 @@ tokens have no bytes here, so no grammar ever allows one; EOS is no affair of th
 from __future__ import annotations
 
 from collections.abc import Sequence
-from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing
 from dataclasses import dataclass
 from functools import lru_cache, partial
 from threading import Lock, stack_size
@@ -15,6 +15,7 @@ from threading import Lock, stack_size
 from llguidance import LLMatcher, LLParserLimits, LLTokenizer, TokenizerWrapper
 
 from common.tokenizer import Tokenizer
+from worker_thread import WorkerThread
 
 _NOTHING = b"\xff"  # no text has this byte
 # The library calls itself for each rule or schema that one is made of, and a usual stack that is
@@ -64,13 +65,14 @@ class Beginning:
 
     def begin_anew(self) -> None:
         """Copies share what they have found out, and the count of it, which may be too high."""
-        with _ONE_AT_A_TIME, ThreadPoolExecutor(1) as deep:
+        with _ONE_AT_A_TIME:
             usual = stack_size(_STACK)
             try:
-                made = deep.submit(self._make)
+                deep = WorkerThread("grammar-with-a-deep-stack")
             finally:
                 stack_size(usual)
-            self.matcher = made.result()
+            with closing(deep):
+                self.matcher = deep.submit(self._make).result()
 
 
 @lru_cache(maxsize=32)
