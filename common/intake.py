@@ -139,7 +139,7 @@ class Intake:
         if any(getattr(params, name) is not None for name in _RULES):
             from common.sampling.token_rules import token_rules_of
 
-            rules = token_rules_of(params, self.tokenizer, self._check_sampled_ids)
+            rules = token_rules_of(params, self.tokenizer, self.vocab_size, self._check_sampled_ids)
         if params.min_tokens > 0:
             forbidden = {*params.stop_token_ids, *(() if params.ignore_eos else self.eos_token_ids)}
             allowed = None if rules is None else rules["allowed"]

@@ -35,7 +35,10 @@ class Linear(nn.Module):
         self.weight: nn.Parameter | None = weight  # [out_features, in_features]
         self.bias = bias  # [out_features]
         self.shape = weight.shape
-        self.row_tile = 1  # a packed product is computed for a multiple of so many rows
+        # A packed product is computed for a multiple of `row_tile` rows, or in calls of exactly so
+        # many; None: for the rows that there are. Chosen once, by `make_batch_invariant`.
+        self.row_tile: int | None = None
+        self.one_tile_a_call = False
         # Of `x` and the product: what is added to it, in place, before anybody else sees it.
         self.addition: Callable[[torch.Tensor, torch.Tensor], torch.Tensor] | None = None
         self._packed: torch.Tensor | None = None
@@ -60,8 +63,9 @@ class Linear(nn.Module):
         if self._packed is None:
             assert self.weight is not None
             return F.linear(x, self.weight, self.bias)
-        if num_missing := -len(x) % self.row_tile:
-            return self._multiply(F.pad(x, (0, 0, 0, num_missing)))[: len(x)]
+        return self._in_tiles(self._packed_product, x)
+
+    def _packed_product(self, x: torch.Tensor) -> torch.Tensor:
         return torch.ops.mkldnn._linear_pointwise(x, self._packed, self.bias, "none", [], "")
 
     def add_to(self, residual: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
@@ -72,12 +76,24 @@ class Linear(nn.Module):
     def _multiply_onto(self, residual: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
         if self._packed is None:
             return residual.add_(self._multiply(x))
-        if num_missing := -len(x) % self.row_tile:
-            residual, whole = (F.pad(rows, (0, 0, 0, num_missing)) for rows in (residual, x))
-            return self._multiply_onto(residual, whole)[: len(x)]
+        return self._in_tiles(self._packed_sum, residual, x)
+
+    def _packed_sum(self, residual: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
         return torch.ops.mkldnn._linear_pointwise.binary(
             x, residual, self._packed, self.bias, "add"
         )
+
+    def _in_tiles(self, product: Callable[..., torch.Tensor], *rows: torch.Tensor) -> torch.Tensor:
+        """`product(*rows)`, where each of `rows` is [num_rows, ...], in tiles of rows."""
+        if self.row_tile is None:
+            return product(*rows)
+        num_rows = len(rows[0])
+        if num_missing := -num_rows % self.row_tile:
+            rows = tuple(F.pad(each, (0, 0, 0, num_missing)) for each in rows)
+        if not self.one_tile_a_call:
+            return product(*rows)[:num_rows]
+        calls = zip(*(each.split(self.row_tile) for each in rows), strict=True)
+        return torch.cat([product(*call) for call in calls])[:num_rows]
 
     @torch.no_grad()
     def pack(self, keep_weight: bool = False) -> None:

@@ -186,9 +186,9 @@ def token_ids(name: str, value: Any) -> tuple[int, ...]:
 @dataclass(frozen=True, slots=True)
 class _Family:
     """`transformers`' class for `model_type`. `head_dim` is its default; None: the usual quotient.
-    `sliding_window`: `"optional"` needs `use_sliding_window`, `"always"` is on unless null, and
-    then 4096 if absent; `"pattern"` is on in all layers but each `sliding_window_pattern`th;
-    `"never"` has none. `experts` reads what is said of experts in `own` fields. `window_theta` is
+    `sliding_window`: `"optional"` needs `use_sliding_window`, `"always"` is on unless null,
+    `"pattern"` is on in all layers but each `sliding_window_pattern`th, `"never"` has none.
+    `experts` reads what is said of experts in `own` fields. `window_theta` is
     the base of layers with a window if it is not named; None: they have no angles of their own."""
 
     model_type: str
@@ -210,14 +210,41 @@ class _Family:
     unread: Mapping[str, Any] = field(default_factory=dict)  # what fields are that it has not
 
 
+def _sizes(*sizes: int | None, **others: Any) -> dict[str, Any]:
+    """Defaults of a class in `transformers`, in this order. None: as many KV heads as heads."""
+    names = ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers")
+    names += ("num_attention_heads", "num_key_value_heads", "max_position_embeddings")
+    return dict(zip(names, sizes, strict=True)) | others
+
+
 _OF_EXPERTS = {"num_experts_per_tok", "output_router_logits", "router_aux_loss_coef"}
 _FAMILIES = {
     "Qwen3ForCausalLM": _Family(
-        "qwen3", has_attention_bias=True, has_qk_norm=True, head_dim=128, sliding_window="optional"
+        "qwen3",
+        has_attention_bias=True,
+        has_qk_norm=True,
+        head_dim=128,
+        sliding_window="optional",
+        absent=_sizes(151_936, 4096, 22_016, 32, 32, 32, 32_768, sliding_window=4096),
     ),
-    "Qwen2ForCausalLM": _Family("qwen2", has_qkv_bias=True, sliding_window="optional"),
-    "LlamaForCausalLM": _Family("llama", has_attention_bias=True, has_mlp_bias=True),
-    "MistralForCausalLM": _Family("mistral", sliding_window="always"),
+    "Qwen2ForCausalLM": _Family(
+        "qwen2",
+        has_qkv_bias=True,
+        sliding_window="optional",
+        absent=_sizes(151_936, 4096, 22_016, 32, 32, 32, 32_768, sliding_window=4096),
+    ),
+    "LlamaForCausalLM": _Family(
+        "llama",
+        has_attention_bias=True,
+        has_mlp_bias=True,
+        absent=_sizes(32_000, 4096, 11_008, 32, 32, None, 2048, eos_token_id=2),
+    ),
+    "MistralForCausalLM": _Family(
+        "mistral",
+        sliding_window="always",
+        absent=_sizes(32_000, 4096, 14_336, 32, 32, 8, 131_072, eos_token_id=2)
+        | {"sliding_window": 4096},
+    ),
     "Gemma3ForCausalLM": _Family(
         "gemma3_text",
         has_attention_bias=True,
@@ -231,9 +258,9 @@ _FAMILIES = {
         has_post_norms=True,
         own=frozenset({"hidden_activation", "query_pre_attn_scalar", "rope_local_base_freq"})
         | {"sliding_window_pattern", "cache_implementation"},
-        absent={"tie_word_embeddings": True, "num_key_value_heads": 4, "eos_token_id": 1}
+        absent=_sizes(262_208, 2304, 9216, 26, 8, 4, 131_072, eos_token_id=1)
         | {"sliding_window": 4096, "query_pre_attn_scalar": 256, "rope_theta": 1e6}
-        | {"max_position_embeddings": 131_072, "hidden_activation": "gelu_pytorch_tanh"},
+        | {"tie_word_embeddings": True, "hidden_activation": "gelu_pytorch_tanh"},
     ),
     "Olmo3ForCausalLM": _Family(
         "olmo3",
@@ -242,8 +269,8 @@ _FAMILIES = {
         window_theta=5e5,
         blocks=("post-norm attention", "post-norm mlp"),
         has_post_norms=True,
-        absent={"sliding_window": 4096, "rope_theta": 5e5, "rms_norm_eps": 1e-5}
-        | {"max_position_embeddings": 2048, "eos_token_id": 50_279},
+        absent=_sizes(50_304, 4096, 11_008, 32, 32, None, 2048, eos_token_id=50_279)
+        | {"sliding_window": 4096, "rope_theta": 5e5, "rms_norm_eps": 1e-5},
         own=frozenset({"sliding_window_pattern", "rope_local_base_freq"}),
         unread={"sliding_window_pattern": 4, "rope_local_base_freq": 5e5},
     ),
@@ -255,7 +282,8 @@ _FAMILIES = {
         experts="common.experts.expert_config:qwen3_moe",
         own=frozenset({"num_experts", "num_local_experts", "decoder_sparse_step", *_OF_EXPERTS})
         | {"moe_intermediate_size", "norm_topk_prob", "mlp_only_layers"},
-        absent={"sliding_window": 4096},
+        absent=_sizes(151_936, 2048, 6144, 24, 32, 4, 32_768, sliding_window=4096)
+        | {"num_experts_per_tok": 8, "moe_intermediate_size": 768},
         unread={"max_window_layers": 0},  # a window is one of all layers
     ),
     "MixtralForCausalLM": _Family(
@@ -263,7 +291,9 @@ _FAMILIES = {
         sliding_window="always",
         experts="common.experts.expert_config:mixtral",
         own=frozenset({"num_local_experts", "router_jitter_noise", *_OF_EXPERTS}),  # in training
-        absent={"sliding_window": None, "rms_norm_eps": 1e-5, "rope_theta": 1e6},
+        absent=_sizes(32_000, 4096, 14_336, 32, 32, 8, 131_072, eos_token_id=2)
+        | {"num_local_experts": 8, "num_experts_per_tok": 2}
+        | {"rms_norm_eps": 1e-5, "rope_theta": 1e6},
     ),
 }
 SUPPORTED_ARCHITECTURES = tuple(_FAMILIES)
@@ -273,9 +303,9 @@ _UNSUPPORTED = (
     "expert", "moe", "rout", "topk", "scoring", "n_group", "dense_replace", "quantization",
     "softcap", "vision", "audio", "text_config", "multiplier",
     "cross_attention", "alibi", "clip_qkv", "logits_scaling", "logit_scale", "no_rope_layer",
-    "use_qk_norm", "dual_chunk", "nextn", "mrope", "parallel_residual", "attention_chunk_size",
+    "dual_chunk", "nextn", "mrope", "parallel_residual", "attention_chunk_size",
     "bidirectional", "pruned_heads", "is_encoder_decoder", "relative_attention",
-    "chunk_size_feed_forward", "output_gate", "auto_map",
+    "chunk_size_feed_forward", "output_gate",
 )  # fmt: skip
 _NEUTRAL = (None, False, 0, 1, [], {}, "")
 # Fields that are read below, and fields that do not change what the decoder computes.
@@ -288,7 +318,7 @@ _KNOWN = {
     "original_max_position_embeddings",
     "eos_token_id", "bos_token_id", "pad_token_id", "transformers_version", "attention_dropout",
     "initializer_range", "use_cache", "pretraining_tp", "return_dict", "output_attentions",
-    "output_hidden_states", "problem_type", "id2label", "label2id", "name_or_path",
+    "output_hidden_states", "problem_type", "id2label", "label2id", "name_or_path", "auto_map",
 }  # fmt: skip
 
 
@@ -314,6 +344,9 @@ def _is_unsupported(name: str) -> bool:
 
 
 def _refuse_unsupported(fields: dict[str, Any], family: _Family) -> None:
+    if code := fields.get("auto_map"):
+        why = "the checkpoint brings code of its own, which is never run here; remove the field if "
+        raise refused("auto_map", code, f"{why}transformers' {family.model_type} is the same model")
     for name, value in fields.items():
         if name in family.own or not _is_unsupported(name):
             continue
@@ -331,9 +364,8 @@ def _refuse_unsupported(fields: dict[str, Any], family: _Family) -> None:
     for name, has in has_biases.items():
         if fields.get(name) and not has:
             raise refused(name, fields[name], f"{family.model_type} has no such biases")
-    names = [
-        name for name in sorted(fields.keys() - _KNOWN - family.own) if not name.startswith("_")
-    ]
+    known = _KNOWN | family.own | ({"use_qk_norm"} if family.has_qk_norm else set())
+    names = [name for name in sorted(fields.keys() - known) if not name.startswith("_")]
     if unknown := [name for name in names if not _is_unsupported(name)]:
         logger.warning("config.json: ignored, because unknown here: %s", ", ".join(unknown))
 
@@ -341,7 +373,7 @@ def _refuse_unsupported(fields: dict[str, Any], family: _Family) -> None:
 def _layer_windows(fields: dict[str, Any], family: _Family) -> tuple[Window, ...]:
     num_layers = positive_int(fields, "num_hidden_layers")
     kind = family.sliding_window
-    window = fields.get("sliding_window", 4096 if kind == "always" else None)
+    window = fields.get("sliding_window")
     if kind == "optional":
         window = window if fields.get("use_sliding_window") else None
         first = fields.get("max_window_layers", 28) if window is not None else num_layers

@@ -66,7 +66,7 @@ def windows_of(family: Any) -> str:
     kind = family.sliding_window
     if kind == "pattern" and (every := family.unread.get("sliding_window_pattern")):
         kind = f"pattern of {every}"
-    if kind == "always" and family.absent.get("sliding_window", 0) is None:
+    if kind == "always" and family.absent.get("sliding_window") is None:
         return "in every layer, if `sliding_window` says so"
     return _WINDOWS.get(kind, f"`{kind}`")
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import platform
 from dataclasses import replace
 
 import pytest
@@ -60,10 +61,15 @@ def test_packed_and_plain_are_within_rounding_of_float64(dtype, has_bias, num_ro
     assert torch.equal(matrix.plain_weight().double(), weight), "packing loses nothing"
 
 
-def test_why_a_matrix_stays_plain():
+@pytest.mark.parametrize("machine, reason", [("x86_64", None), ("arm64", "arm64")])
+def test_why_a_matrix_stays_plain(machine, reason, monkeypatch):
+    monkeypatch.setattr(platform, "machine", lambda: machine)
+    monkeypatch.setattr(torch.backends.mkldnn, "is_available", lambda: True)
+    found = why_not_packed(torch.float32, CPU)
+    assert found is None if reason is None else reason in found
+    monkeypatch.setattr(platform, "machine", lambda: "x86_64")
     assert "dtype" in why_not_packed(torch.float64, CPU)
     assert "cuda" in why_not_packed(torch.float32, torch.device("cuda"))
-    assert why_not_packed(torch.float32, CPU) is None, "this test needs an x86 processor"
 
 
 @pytest.mark.parametrize("dtype", BOUNDS)

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import inspect
 import json
 import logging
 import random
@@ -16,7 +17,7 @@ from transformers.models.qwen3.modeling_qwen3 import Qwen3RMSNorm, apply_rotary_
 from bounded_loops import as_long_as
 from common.kernels.regions import rms_norm
 from common.loader import load_model
-from common.model_config import SUPPORTED_ARCHITECTURES, ModelConfig
+from common.model_config import _FAMILIES, SUPPORTED_ARCHITECTURES, ModelConfig, token_ids
 from common.rotary import inverse_frequencies, rotary_factors, rotary_table, rotate
 from common.tests.engine_oracle import checked_engine, make_oracle, serve
 from common.tests.model_cases import (
@@ -270,17 +271,59 @@ def test_rope_theta_inside_the_new_spelling_wins_and_10000_is_the_default(checkp
     assert ModelConfig.from_hf(fields).rope.theta == 10_000.0
 
 
-@pytest.mark.parametrize("name", ["qwen3", "qwen2", "llama3-scaling", "mistral"])
-def test_absent_fields_mean_what_they_mean_to_transformers(name, checkpoints):
-    fields = read_config(checkpoints[name])
-    for optional in ("head_dim", "rms_norm_eps", "tie_word_embeddings", "hidden_act"):
-        fields.pop(optional, None)
-    ours = ModelConfig.from_hf(fields)
-    theirs = AutoConfig.for_model(**fields)
-    quotient = fields["hidden_size"] // fields["num_attention_heads"]
-    assert ours.head_dim == getattr(theirs, "head_dim", quotient)
-    assert ours.rms_norm_eps == theirs.rms_norm_eps
-    assert ours.tie_word_embeddings == theirs.tie_word_embeddings
+SIZES = ["vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "rms_norm_eps"]
+SIZES += ["num_attention_heads", "num_key_value_heads", "max_position_embeddings"]
+
+
+@pytest.mark.parametrize("architecture", SUPPORTED_ARCHITECTURES)
+def test_absent_fields_mean_what_they_mean_to_transformers(architecture: str) -> None:
+    """Trap 81. A file may hold nothing but what it is a file of."""
+    fields: dict = {
+        "architectures": [architecture],
+        "model_type": _FAMILIES[architecture].model_type,
+    }
+    ours, theirs = ModelConfig.from_hf(fields), AutoConfig.for_model(fields["model_type"])
+    for name in (*SIZES, "tie_word_embeddings"):
+        assert getattr(ours, name) == getattr(theirs, name), name
+    quotient = theirs.hidden_size // theirs.num_attention_heads
+    assert ours.head_dim == (getattr(theirs, "head_dim", None) or quotient)
+    assert ours.eos_token_ids == token_ids("eos", theirs.eos_token_id)
+    assert ours.layer_windows == windows_of(theirs)
+    ropes = theirs.rope_parameters
+    assert ours.rope.theta == ropes.get("full_attention", ropes)["rope_theta"]
+    if ours.experts is not None:
+        e = ours.experts
+        size = theirs.to_dict().get("moe_intermediate_size", theirs.intermediate_size)
+        given = e.num_experts, e.num_active, e.intermediate_size
+        assert given == (theirs.num_experts, theirs.num_experts_per_tok, size)
+    if hasattr(theirs, "use_sliding_window"):
+        switched = ModelConfig.from_hf(fields | {"use_sliding_window": True})
+        theirs = AutoConfig.for_model(fields["model_type"], use_sliding_window=True)
+        assert switched.layer_windows == windows_of(theirs) and any(switched.layer_windows)
+
+
+def windows_of(theirs: Any) -> tuple:
+    """Of each layer. Without `layer_types` a window is one of all layers."""
+    window = getattr(theirs, "sliding_window", None)
+    kinds = getattr(theirs, "layer_types", None)
+    kinds = kinds or ["sliding_attention"] * theirs.num_hidden_layers
+    windows = tuple(window if kind == "sliding_attention" else None for kind in kinds)
+    return windows if any(windows) else ()
+
+
+@pytest.mark.parametrize("architecture", SUPPORTED_ARCHITECTURES)
+def test_a_field_that_no_architecture_reads_changes_nothing(architecture: str, caplog) -> None:
+    """Trap 81. Qwen3-Coder says `use_qk_norm`; its layers norm queries and keys anyway."""
+    family = _FAMILIES[architecture]
+    fields = {"architectures": [architecture], "model_type": family.model_type}
+    theirs = AutoConfig.for_model(family.model_type)
+    source = Path(inspect.getfile(type(theirs)))
+    for path in (source, source.with_name(source.name.replace("configuration", "modeling"))):
+        assert "use_qk_norm" not in path.read_text(encoding="utf-8"), "it is read now"
+    with caplog.at_level(logging.WARNING):
+        config = ModelConfig.from_hf(fields | {"use_qk_norm": True})
+    assert config == ModelConfig.from_hf(fields)
+    assert ("use_qk_norm" in caplog.text) == (not family.has_qk_norm)  # said where none is normed
 
 
 def test_mistral_has_a_window_in_every_layer(checkpoints):
@@ -352,7 +395,11 @@ REFUSED = {
     "quantization": ({"quantization_config": {"bits": 4}}, "quantization_config"),
     "moe": ({"num_experts": 8}, "num_experts"),
     "softcap": ({"attn_logit_softcapping": 50.0}, "attn_logit_softcapping"),
-    "true is not 1": ({"use_qk_norm": True}, "use_qk_norm is True"),
+    "true is not 1": ({"use_mrope": True}, "use_mrope is True"),
+    "own code": (
+        {"auto_map": {"AutoConfig": "configuration_x.XConfig"}},
+        "auto_map is {'AutoConfig': 'configuration_x.XConfig'}: the checkpoint brings code of its",
+    ),
     "vision": ({"vision_config": {"depth": 2}}, "vision_config"),
     "partial rotary": ({"partial_rotary_factor": 0.5}, "partial_rotary_factor is 0.5"),
     "partial rotary inside": (

@@ -24,6 +24,7 @@ from __future__ import annotations
 
 import codecs
 import copy
+import logging
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -35,7 +36,10 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     import tokenizers
 
+logger = logging.getLogger(__name__)
+
 REPLACEMENT = "\ufffd"
+_FILE, _PARTS = "tokenizer.json", ("model", "normalizer", "pre_tokenizer", "decoder")
 _BYTE_TOKEN = re.compile(r"<0x([0-9A-F]{2})>")  # sentencepiece's byte fallback
 
 # A byte-fallback tokenizer shows one U+FFFD for each byte that is no character, where a byte-level
@@ -134,7 +138,37 @@ def load_tokenizer(path: str | PathLike[str]) -> Tokenizer:
             f"tokenizer: {type(loaded).__name__} of {path} is not a fast tokenizer; "
             "save it with a tokenizer.json"
         )
+    if (path / _FILE).is_file():
+        _restore_parts(backend, path / _FILE, type(loaded).__name__)
+    _check_spaces(backend)
     return Tokenizer(backend, loaded.eos_token_id, loaded)
+
+
+def _check_spaces(backend: tokenizers.Tokenizer) -> None:
+    """Raise `ValueError` unless the decoder reads what stands for a space in tokens."""
+    written, decoder = f"{backend.normalizer!r}, {backend.pre_tokenizer!r}", repr(backend.decoder)
+    for mark, writes, reads in (("Ġ", "ByteLevel(", "ByteLevel("), ("▁", '="▁"', "▁")):
+        if writes in written and reads not in decoder:
+            raise ValueError(
+                f"tokenizer: normalizer and pre_tokenizer ({written}) write a space as {mark!r}, "
+                f"which the decoder ({decoder}) does not read, so texts would show {mark!r}"
+            )
+
+
+def _restore_parts(backend: tokenizers.Tokenizer, path: Path, class_name: str) -> None:
+    """Give `backend` the model, normalizer, pre-tokenizer and decoder of its file. transformers 5
+    builds its own for some classes, whatever the file says, so a prompt would get other ids than
+    in training. Added tokens and what stands around a prompt (BOS) stay as transformers loads them:
+    it reads them from more than one file."""
+    stored = type(backend).from_file(str(path))
+    changed = [
+        name for name in _PARTS if repr(getattr(backend, name)) != repr(getattr(stored, name))
+    ]
+    for name in _PARTS:
+        setattr(backend, name, getattr(stored, name))
+    if changed:
+        parts = ", ".join(changed)
+        logger.info("tokenizer: %s of %s is used, not that of %s", parts, path, class_name)
 
 
 @dataclass(frozen=True, slots=True)

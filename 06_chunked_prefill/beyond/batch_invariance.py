@@ -5,15 +5,24 @@ with a row when the batch around it changes; measured on PyTorch 2.13 and oneDNN
 
     operation                          bits of a row
     packed product                     of one row: another kernel than of many. In whole tiles of
-                                       rows: the same at every place in every number of tiles
+                                       rows: the same at every place in every number of tiles.
+                                       In bfloat16 with AMX: only in calls of exactly one tile
     `F.linear`                         depend on the number of rows; not used
     RMSNorm, rotary, softmax, argmax   a row is summed by one thread, in one order
     `F.silu`, `F.gelu`                 depend on the place: PyTorch computes whole vectors with one
                                        exp, and what is left at a thread's end with another
     `torch.exp`                        the same at every place
 
-So products are computed in whole tiles, and SiLU and GELU by `torch.exp`. What was measured here
-may be otherwise on another processor: `make_batch_invariant` looks, and refuses where it is.
+So products are computed in whole tiles, and SiLU and GELU by `torch.exp`. Other processors can
+differ: `make_batch_invariant` compares the bits at load, chooses one way for each shape of matrix,
+and raises where none keeps them. The choice depends on bits alone and never on a measured time, so
+every start on one machine makes the same one.
+
+A small tile reads the weights too often, a large one computes padding. `BATCH_INVARIANCE.md` has
+the cost of each for 1, 32 and 512 rows, as a multiple of the plain product. `CALL_TILES` is in the
+order of the geometric mean of these three: in float32 from that record, in bfloat16 from times on a
+processor with AMX, where a call takes 85 ms for 1 to 16 rows, 133 for 32, 110 for 64 and 157 for
+128 (all layers of Qwen3-0.6B).
 """
 
 from __future__ import annotations
@@ -28,16 +37,21 @@ from torch import Tensor
 from invariant_attention import KEY_TILE, PIECE_ROWS, ROW_TILE, wide_dtype
 
 ROW_TILES = (8, 16, 32)  # the smallest that keeps the promise: a lonely row pays for all of it
+CALL_TILES = {torch.bfloat16: (64, 128, 32, 16, 8, 1), torch.float32: (32, 16, 8, 64, 128, 1)}
 CHECKED_TILES = (2, 3, 5, 8, 17)  # in one product
+CHECKED_CALLS = 3  # each computes one tile: more would repeat the same product
 
 
 class Matrix(Protocol):
     """A packed matrix, as in `common/linear.py`."""
 
     shape: torch.Size  # out, in
-    row_tile: int  # the rows of a product are made a multiple of it
+    row_tile: int | None  # the rows of a product are made a multiple of it
+    one_tile_a_call: bool  # and multiplied in calls of exactly so many
 
     def __call__(self, x: Tensor) -> Tensor: ...  # [rows, in] -> [rows, out]
+
+    def add_to(self, residual: Tensor, x: Tensor) -> Tensor: ...  # residual + self(x)
 
 
 def silu(x: Tensor) -> Tensor:
@@ -67,28 +81,52 @@ def make_batch_invariant(
     have other bits in other company all the same."""
     for mlp in mlps:
         mlp.activation = ACTIVATIONS[activation]
-    tiles: dict[torch.Size, int] = {}
+    first: dict[torch.Size, Matrix] = {}
     for matrix in matrices:
-        if matrix.shape not in tiles:
-            tiles[matrix.shape] = find_tile(matrix, dtype)
-        matrix.row_tile = tiles[matrix.shape]
+        if matrix.shape not in first:
+            choose_tile(matrix, dtype)
+        like = first.setdefault(matrix.shape, matrix)
+        matrix.row_tile, matrix.one_tile_a_call = like.row_tile, like.one_tile_a_call
     check_attention(dtype, head_dim)
 
 
-def find_tile(matrix: Matrix, dtype: torch.dtype) -> int:
-    """The first of `ROW_TILES` in whose multiples rows have the bits that they have in one tile, in
-    whatever place."""
-    for tile in ROW_TILES:
-        x = _random(max(CHECKED_TILES) * tile, matrix.shape[1]).to(dtype)
-        matrix.row_tile = tile
-        alone = torch.cat([matrix(rows) for rows in x.split(tile)])
-        found = [matrix(x[: n * tile]) for n in CHECKED_TILES]
-        is_same = all(torch.equal(rows, alone[: len(rows)]) for rows in found)
-        if is_same and torch.equal(matrix(x.roll(5, 0)), alone.roll(5, 0)):
-            return tile
+def choose_tile(matrix: Matrix, dtype: torch.dtype) -> None:
+    """Set `row_tile` and `one_tile_a_call` of the matrix: the first of `ROW_TILES` in whose
+    multiples a row keeps its bits, else the first of `CALL_TILES`. Raises `ValueError`."""
+    multiples, calls = ROW_TILES, CALL_TILES.get(dtype, ())
+    for tile, is_one in [*((t, False) for t in multiples), *((t, True) for t in calls)]:
+        matrix.row_tile, matrix.one_tile_a_call = tile, is_one
+        if keeps_bits(matrix, dtype):
+            return
     raise ValueError(
         "batch_invariant is True: on this processor a row of a product with a matrix of "
-        f"{tuple(matrix.shape)} in {dtype} has other bits in another place"
+        f"{tuple(matrix.shape)} in {dtype} has other bits in another place. Set "
+        "ONEDNN_MAX_CPU_ISA=AVX512_CORE_BF16 (float32: AVX2) in the environment before Python "
+        "starts, or batch_invariant=False"
+    )
+
+
+def keeps_bits(matrix: Matrix, dtype: torch.dtype) -> bool:
+    """Whether rows have the bits that they have in one tile and one thread, at every checked place,
+    in every checked number of tiles, with the threads of this process."""
+    tile = matrix.row_tile
+    assert tile is not None
+    counts = (CHECKED_CALLS,) if matrix.one_tile_a_call else CHECKED_TILES
+    x = _random(max(counts) * tile, matrix.shape[1]).to(dtype)
+    residual = _random(len(x), matrix.shape[0]).to(dtype)
+    num_threads = torch.get_num_threads()
+    try:
+        torch.set_num_threads(1)
+        alone = torch.cat([matrix(rows) for rows in x.split(tile)])
+        pairs = zip(residual.split(tile), x.split(tile), strict=True)
+        added = torch.cat([matrix.add_to(total.clone(), rows) for total, rows in pairs])
+    finally:
+        torch.set_num_threads(num_threads)
+    sums = matrix.add_to(residual.roll(5, 0), x.roll(5, 0))
+    return (
+        all(torch.equal(matrix(x[: n * tile]), alone[: n * tile]) for n in counts)
+        and torch.equal(matrix(x.roll(5, 0)), alone.roll(5, 0))
+        and torch.equal(sums, added.roll(5, 0))
     )
 
 

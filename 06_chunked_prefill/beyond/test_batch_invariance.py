@@ -13,9 +13,10 @@ from torch.nn import functional as F
 
 import batch_invariance as module
 from batch_invariance import (
+    CALL_TILES,
     ROW_TILES,
     check_attention,
-    find_tile,
+    choose_tile,
     gelu_tanh,
     make_batch_invariant,
     silu,
@@ -46,7 +47,7 @@ def matrix(shape: tuple[int, int], dtype: torch.dtype, has_bias: bool = False) -
     bias = nn.Parameter(normal(shape[0], dtype=dtype, seed=1), False) if has_bias else None
     linear = Linear(nn.Parameter(weight, requires_grad=False), bias)
     linear.pack()
-    linear.row_tile = find_tile(linear, dtype)
+    choose_tile(linear, dtype)
     return linear
 
 
@@ -128,20 +129,74 @@ def test_a_token_of_rotary_embedding_and_of_the_norm_of_heads(dtype, heads):
     assert num_different(turn, x, factors) == 0
 
 
-# -- what would not pass
+# -- a processor that rounds otherwise, emulated: what the checks and the tests have to see
 
 
-def test_products_that_are_not_packed_would_not_pass():
-    linear = matrix((512, 256), torch.float32)
-    weight, x = linear.plain_weight(), normal(96, 256, seed=2)
-    assert num_different(lambda x: F.linear(x, weight), x) > 0
+class Faulty(Linear):
+    """A packed product whose rows are other ones where `is_other` (number of rows in the call)
+    says. `faults` are those of the plain product, of the sum, or of both."""
+
+    def __init__(
+        self, is_other: Callable[[int], slice], faults: str = "product sum", shape=(64, 32)
+    ) -> None:
+        weight = normal(*shape) / shape[1] ** 0.5
+        super().__init__(nn.Parameter(weight, requires_grad=False))
+        self.is_other, self.faults, self.calls = is_other, faults, set()
+        self.pack()
+
+    def _packed_product(self, x: torch.Tensor) -> torch.Tensor:
+        return self._other(super()._packed_product(x), "product")
+
+    def _packed_sum(self, residual: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+        return self._other(super()._packed_sum(residual, x), "sum")
+
+    def _other(self, found: torch.Tensor, kind: str) -> torch.Tensor:
+        self.calls.add(len(found))
+        if kind in self.faults:
+            found[self.is_other(len(found))] *= 1 + 2**-20
+        return found
 
 
-@pytest.mark.parametrize("width", [40, 1000])
-def test_the_silu_of_pytorch_would_not_pass(width):
-    x = normal(224, width, seed=4) * 3
-    assert num_different(F.silu, x) > 0
-    assert num_different(silu, x) == 0
+ALL, NONE = slice(None), slice(0)
+
+
+def with_amx(num_rows: int) -> slice:
+    """A row's bits depend on the number of rows in the call, and on nothing else (Trap 88)."""
+    return slice(None) if num_rows.bit_count() % 2 else NONE
+
+
+def test_products_that_differ_are_seen():
+    """Rows that depend on how many there are, and on their place: or no test above proves much."""
+    x = normal(96, 256, seed=2)
+    assert num_different(lambda x: x * (1 + (len(x) > 1)), x) > 0
+    assert num_different(lambda x: x * (1 + (torch.arange(len(x)) % 8 == 3))[:, None], x) > 0
+    assert num_different(Faulty(with_amx, shape=(512, 256)), x) > 0
+
+
+@pytest.mark.usefixtures("num_threads")
+@pytest.mark.parametrize("faults", ["product", "sum"])
+def test_where_no_multiple_keeps_the_bits_calls_of_one_tile_do(faults):
+    """With AMX (Trap 88), seen in the plain product or with the residual added."""
+    linear = Faulty(with_amx, faults)
+    choose_tile(linear, torch.float32)
+    assert (linear.row_tile, linear.one_tile_a_call) == (CALL_TILES[torch.float32][0], True)
+    x, residual = normal(160, 32, seed=2), normal(160, 64, seed=3)
+    linear.calls.clear()
+    assert num_different(linear, x) == 0
+    assert num_different(lambda residual, x: linear.add_to(residual.clone(), x), residual, x) == 0
+    assert linear.calls == {linear.row_tile}
+    assert linear(x[:0]).shape == (0, 64)
+    torch.testing.assert_close(linear(x), x @ linear.plain_weight().T)
+
+
+@pytest.mark.parametrize("tile", CALL_TILES[torch.float32])
+def test_the_cheapest_call_that_keeps_the_bits_is_taken(tile):
+    """Where the first row of a call of another size, and of any larger one, is another one."""
+    order = CALL_TILES[torch.float32]
+    refused = order[: order.index(tile)]
+    linear = Faulty(lambda n: slice(0, 1) if n in refused or n > max(order) else with_amx(n))
+    choose_tile(linear, torch.float32)
+    assert (linear.row_tile, linear.one_tile_a_call) == (tile, True)
 
 
 # -- looking, when an engine is made
@@ -154,50 +209,52 @@ class MLP:
 def test_matrices_and_mlps_are_changed_and_looked_at_once_for_each_shape(monkeypatch):
     looked_at: list = []
     monkeypatch.setattr(module, "check_attention", lambda *asked: looked_at.append(asked))
-    monkeypatch.setattr(module, "find_tile", lambda linear, dtype: looked_at.append(linear) or 16)
+
+    def choose(linear: Linear, dtype: torch.dtype) -> None:
+        looked_at.append(linear)
+        linear.row_tile, linear.one_tile_a_call = 16, True
+
+    monkeypatch.setattr(module, "choose_tile", choose)
     matrices = [matrix(shape, torch.float32) for shape in [(64, 32), (32, 64), (64, 32)]]
     looked_at.clear()
     mlps = [MLP(), MLP()]
     make_batch_invariant(matrices, mlps, "silu", torch.float32, 16)
-    assert [m.row_tile for m in matrices] == [16] * 3
+    assert [(m.row_tile, m.one_tile_a_call) for m in matrices] == [(16, True)] * 3
     assert all(mlp.activation is silu for mlp in mlps)
     make_batch_invariant([], mlps, "gelu_pytorch_tanh", torch.float32, 16)
     assert all(mlp.activation is gelu_tanh for mlp in mlps)
     assert looked_at == [*matrices[:2], *[(torch.float32, 16)] * 2]
 
 
-class Faulty:
-    """A product whose rows are other ones where `is_other` (number of rows) says."""
-
-    row_tile = 1
-
-    def __init__(self, is_other: Callable[[int], slice]) -> None:
-        self.linear, self.is_other = matrix((64, 32), torch.float32), is_other
-        self.shape = self.linear.shape
-
-    def __call__(self, x: torch.Tensor) -> torch.Tensor:
-        y = self.linear(x)
-        y[self.is_other(len(x))] *= 1 + 2**-20
-        return y
-
-
-ALL, NONE = slice(None), slice(0)
-
-
 def test_a_processor_whose_products_do_not_keep_it_is_refused():
-    """Rows that are other ones in many tiles; in one place of a tile; or in a last, odd tile."""
-    faults = [lambda n: ALL if n > 32 else NONE, lambda n: slice(3, None, 8)]
-    for is_other in faults:
-        with pytest.raises(ValueError, match=r"batch_invariant is True: .*\(64, 32\)"):
-            find_tile(Faulty(is_other), torch.float32)
+    """Rows that are other ones in one place of a tile, with what to do; a tile of one row has no
+    other place, so there the place of the call decides."""
+    calls = iter(range(10**6))
+    linear = Faulty(lambda n: slice(n // 2, None, 8) if n > 1 else (ALL, NONE)[next(calls) % 2])
+    with pytest.raises(ValueError, match=r"batch_invariant is True: .*\(64, 32\).*ONEDNN_MAX_CPU"):
+        choose_tile(linear, torch.float32)
+
+
+def test_other_bits_with_more_threads_are_seen():
+    linear = Faulty(lambda n: ALL if torch.get_num_threads() > 1 else NONE)
+    before = torch.get_num_threads()
+    try:
+        torch.set_num_threads(2)
+        with pytest.raises(ValueError, match="batch_invariant is True"):
+            choose_tile(linear, torch.float32)
+        assert torch.get_num_threads() == 2
+        torch.set_num_threads(1)
+        choose_tile(linear, torch.float32)
+    finally:
+        torch.set_num_threads(before)
 
 
 @pytest.mark.parametrize("smallest", ROW_TILES)
 def test_the_smallest_tile_that_keeps_it_is_taken(smallest):
     """Where products of fewer rows, and what is left of them, have a kernel of their own."""
     faulty = Faulty(lambda n: slice(n - n % smallest, None))
-    assert find_tile(faulty, torch.float32) == smallest
-    assert find_tile(matrix((64, 32), torch.float32), torch.float32) in ROW_TILES
+    choose_tile(faulty, torch.float32)
+    assert (faulty.row_tile, faulty.one_tile_a_call) == (smallest, False)
 
 
 def test_a_processor_whose_attention_does_not_keep_it_is_refused(monkeypatch):

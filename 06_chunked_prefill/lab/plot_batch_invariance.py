@@ -7,20 +7,26 @@ tiny` leaves it out). All requests of a cell run at once; each round begins with
 and every repeat is kept. Then the first ones are served alone, greedy as before: how many have
 other tokens than in company?
 With one thread, times are processor time, which other programs disturb least; else the wall's.
+
+`--record calls`: the packed products of one layer in calls of exactly one tile of rows.
 """
 
 from __future__ import annotations
 
 import argparse
+import itertools
 import random
 import statistics
 import time
 from collections.abc import Callable, Sequence
 
 import torch
+from torch import nn
 
+from batch_invariance import CALL_TILES
 from common.engine import LLMEngine
 from common.engine_config import SHIPPED_CHECKPOINT, EngineConfig
+from common.linear import Linear, why_not_packed
 from common.loader import LoadedModel, load_model
 from common.workshop.bench.bench_record import markdown_table
 from common.workshop.bench.random_weights import QWEN3_0_6B, random_model
@@ -119,6 +125,49 @@ def measure(measurement: Measurement) -> dict:
     return {"config": config, "cells": cells}
 
 
+LAYERS = {  # the matrices of one layer, [out, in]
+    "shipped checkpoint": ((768, 256), (256, 256), (1536, 256), (256, 704)),
+    "Qwen3-0.6B shapes": ((4096, 1024), (1024, 2048), (6144, 1024), (1024, 3072)),
+}
+WEIGHED_ROWS = (1, 32, 512)
+
+
+def measure_calls(measurement: Measurement) -> dict:
+    torch.set_num_threads(1)
+    repeats, cells = 1 if measurement.tiny else 15, []
+    dtypes = [d for d in DTYPES if why_not_packed(DTYPES[d], torch.device("cpu")) is None]
+    for dtype, (name, shapes) in itertools.product(dtypes, LAYERS.items()):
+        weights = [torch.randn(shape).to(DTYPES[dtype]) for shape in shapes]
+        layer = [Linear(nn.Parameter(weight, requires_grad=False)) for weight in weights]
+        for matrix in layer:
+            matrix.pack()
+        numbers = sorted({*CALL_TILES[torch.float32], *WEIGHED_ROWS})
+        times: dict[str, list[float]] = {str(number): [] for number in numbers}
+        rows = {n: [torch.randn(n, s[1]).to(DTYPES[dtype]) for s in shapes] for n in numbers}
+        for _, number in itertools.product(range(repeats), numbers):
+            start = time.process_time()
+            for _ in range(20 if shapes[0][1] < 1000 else 2):
+                for matrix, x in zip(layer, rows[number], strict=True):
+                    matrix(x)
+            times[str(number)].append(time.process_time() - start)
+        cells.append({"model": name, "dtype": dtype, "seconds": times})
+    return {"config": {"threads": 1, "clock": "processor time"}, "cells": cells}
+
+
+def call_tables(record: dict) -> dict[str, str]:
+    rows = []
+    for cell in record["cells"]:
+        call = {int(n): statistics.median(times) for n, times in cell["seconds"].items()}
+        for tile in sorted(CALL_TILES[torch.float32]):
+            costs = [-(-n // tile) * call[tile] / call[n] for n in WEIGHED_ROWS]
+            mean = f"**{statistics.geometric_mean(costs):.2f}**"
+            rows.append(
+                [f"{cell['model']}, {cell['dtype']}, {tile}", *map("{:.2f}".format, costs), mean]
+            )
+    head = ["rows of a call", *(f"{n} rows" for n in WEIGHED_ROWS), "geometric mean"]
+    return {"batch_invariance_calls": markdown_table(head, rows)}
+
+
 def tables(record: dict) -> dict[str, str]:
     rows = []
     for cell in record["cells"]:
@@ -144,7 +193,10 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    parts = {"batch_invariance": Part(measure, tables=tables)}
+    parts = {
+        "batch_invariance": Part(measure, tables=tables),
+        "calls": Part(measure_calls, tables=call_tables),
+    }
     run_lab(__file__, parts, arguments, add_options=add_options)
 
 

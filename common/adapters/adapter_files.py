@@ -48,7 +48,8 @@ _REFUSED = {
     "kasa_config": "it changes the base model's weights",
     "velora_config": "its inputs are compressed",
     "monteclora_config": "its matrices are drawn",
-    "layers_pattern": "its layers have names of their own",
+    "layers_pattern": "layers_to_transform counts the layers of a named list (remove the field if "
+    "the name is 'layers')",
 }
 
 # Ways to begin training that leave the base model as it is.

@@ -9,6 +9,7 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import logging
+import os
 import platform
 import time
 import weakref
@@ -46,6 +47,7 @@ class EventLog:
             self._file, self._close = events, events.flush  # its owner closes it
         self._has_failed = False
         self._pending: list[Event] = []
+        self._end: Event | None = None  # of the step whose results are still looked at
         self._start = time.monotonic()
         self.in_step = False
 
@@ -74,8 +76,20 @@ class EventLog:
         """What is known only now, and led to what was noted since."""
         self._pending.insert(position, event)
 
+    def end_step(self, event: Event) -> None:
+        """Note it after all that the step's results lead to: a stop string is found in them later,
+        and ends its request in this step. `flush` comes when nothing more can follow."""
+        self._end = event
+
+    def close_step(self) -> None:
+        """Nothing more follows from the results of the last step."""
+        if self._end is not None:
+            self._pending.append(self._end)
+            self._end, self.in_step = None, False
+
     def flush(self) -> None:
         """Everything noted is in the file, as far as this process is concerned."""
+        self.close_step()
         pending, self._pending = self._pending, []
         if not pending or self._has_failed:
             return
@@ -169,11 +183,10 @@ def _plain(name: str, value: Any) -> Any:
     """As JSON has it. Of a path only the name: a film is shown to others."""
     if value is None or isinstance(value, bool | int | float):
         return value
-    if name == "model" and isinstance(value, str | Path):
-        is_folder = isinstance(value, Path) or Path(value).exists()
-        return Path(value).name if is_folder else value
-    if isinstance(value, str | torch.dtype):
+    if isinstance(value, torch.dtype):
         return str(value).removeprefix("torch.")
+    if isinstance(value, str):  # an adapter's folder, say; a relative one too
+        return Path(value).name if os.path.isabs(value) or os.path.exists(value) else value
     if isinstance(value, Mapping):
         return {key: _plain(key, item) for key, item in value.items()}
     if isinstance(value, Path):

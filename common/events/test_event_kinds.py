@@ -26,6 +26,7 @@ from common.events.event_kinds import (
     read_events,
     to_line,
 )
+from common.events.hidden_texts import hide_texts
 
 RUN = Run(VERSION, 0.0, "fcfs", "fcfs", None, 4, 9, 2, 64, False, {"model": None}, {}, {})
 
@@ -50,6 +51,66 @@ def test_every_kind_is_one_line_and_comes_back_as_it_was(name: str) -> None:
     assert "\n" not in line
     assert json.loads(line)["kind"] == name
     assert from_line(line) == event
+
+
+# Numbers, names of requests, places, what the server itself says. A new field is hidden, or here.
+PUBLIC = {
+    "run": set(KINDS["run"].__dataclass_fields__),  # about the engine, and about no request
+    "arrived": {"time", "request", "max_tokens", "priority"},
+    "finished": {"time", "request", "reason", "detail"},
+    "cut": {"request", "text_length"},
+    "published": {"request", "start", "given", "kept", "node_heads", "group"},
+    "planned": set(KINDS["planned"].__dataclass_fields__) - {"drafts"},
+    "computed": {"step", "time", "times", "verified"},
+    "failed": {"time", "error"},  # but for its message
+    "snapshot": {"time", "waiting", "running", "free", "node_heads", "loads", "loaded"},
+}
+ROW: dict[str, Any] = {"prompt": [3], "outputs": [3], "pieces": ["é"], "prompt_pieces": ["é"]}
+ROW |= {
+    "request": "a",
+    "table": [3],
+    "tenant": "é",
+    "order_key": "é",
+    "adapter": "é",
+    "grammar": "é",
+}
+HIDDEN_ROW = ROW | {"prompt": [-1], "outputs": [-1], "pieces": [], "prompt_pieces": []}
+HIDDEN_ROW |= dict.fromkeys(["tenant", "order_key", "adapter", "grammar"], "")
+ROWS = {
+    "requests": ([ROW], [HIDDEN_ROW]),
+    "cached": (
+        [{"block": 3, "tokens": [7, 8], "tenant": "é", "hash": "é", "parent": None}],
+        [{"block": 3, "tokens": [-1, -1], "tenant": "", "hash": "", "parent": None}],
+    ),
+    "under_way": ([{"step": 1, "drafts": {"a": [3]}}], [{"step": 1, "drafts": {"a": [-1]}}]),
+}
+
+
+@pytest.mark.parametrize("name", KINDS)
+def test_what_is_hidden_from_others_has_its_length_and_its_type(name: str) -> None:
+    """Trap 86: every field of every kind."""
+    kind = KINDS[name]
+    values = {f.name: some_value(_HINTS[kind][f.name]) for f in dataclasses.fields(kind)}
+    if name == "snapshot":
+        values |= {field: rows for field, (rows, _) in ROWS.items()}
+    event = json.loads(to_line(kind(**(values | ({"version": VERSION} if kind is Run else {})))))
+    assert hide_texts(event, lambda request: True) == event
+    hidden = hide_texts(event, lambda request: False)
+    from_line(json.dumps(hidden))
+    for field, value in hidden.items():
+        if field in PUBLIC.get(name, event.keys()) | {"kind"}:
+            assert value == event[field]
+        elif field in ROWS and name == "snapshot":
+            assert value == ROWS[field][1]
+        elif field in ("tokens", "drafts", "discarded"):
+            assert value == {"a": [-1]}
+        else:
+            assert value == ([-1] if field == "prompt" else value and value * 0), field
+
+
+def test_the_message_of_what_was_raised_is_hidden() -> None:
+    event = {"kind": "failed", "time": 0.5, "error": "KeyError: 'é'"}
+    assert hide_texts(event, lambda request: True) == event | {"error": "KeyError"}
 
 
 def test_what_is_empty_and_may_be_is_left_out() -> None:

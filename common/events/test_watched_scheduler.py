@@ -17,7 +17,7 @@ from common.demo import main as demo
 from common.engine import LLMEngine
 from common.engine_config import EngineConfig
 from common.events.event_kinds import REASONS, Computed, Failed, Planned, Run, read_events
-from common.events.event_log import EventLog
+from common.events.event_log import EventLog, _plain
 from common.llm import LLM
 from common.tests.engine_oracle import Oracle, failing_steps, finish
 from common.tests.film_runs import Workshop, short_prompts
@@ -127,8 +127,8 @@ def test_a_stop_string_in_the_last_token_that_may_come_is_the_reason(tmp_path: P
 
 def test_the_run_line_says_what_ran_and_names_no_folder(random_loaded, tmp_path: Path) -> None:
     path = tmp_path / "run.jsonl"
-    tiers = KVTierConfig(8, 4, disk_path=tmp_path / "blocks")
-    engine = make_engine(random_loaded, path, kv_tiers=tiers, policy="lpm", model=tmp_path)
+    tiers = KVTierConfig(8, 4, disk_path=str(tmp_path / "blocks"))
+    engine = make_engine(random_loaded, path, kv_tiers=tiers, policy="lpm", model=str(tmp_path))
     engine.close()
     (run,) = read_events(path)
     assert isinstance(run, Run)
@@ -136,6 +136,7 @@ def test_the_run_line_says_what_ran_and_names_no_folder(random_loaded, tmp_path:
     assert run.config["kv_tiers"]["disk_path"] == "blocks"
     assert run.model["architecture"] == "Qwen3ForCausalLM" and "torch" in run.versions
     assert str(tmp_path) not in path.read_text()
+    assert _plain("adapters", {"tests": f"{tmp_path}/one"}) == {"tests": "one"}
 
 
 @pytest.mark.parametrize("value", ["", 5, b"x"])

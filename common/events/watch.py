@@ -75,6 +75,7 @@ class Watch:
 
     def failed(self, error: BaseException | None) -> None:
         """Nothing comes of the steps under way. None: nobody here has seen what was raised."""
+        self.log.close_step()
         self.scheduler.steps_failed()
         said = "interrupted" if error is None else f"{type(error).__name__}: {error}"
         self.memory.note(Failed(self.log.now(), said[:500]))

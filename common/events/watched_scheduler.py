@@ -275,6 +275,7 @@ class StepWatch:
 
     def schedule(self) -> SchedulerOutput:
         watch, log, step = self._watch, self._watch.log, self._num_planned
+        log.close_step()
         log.in_step = True
         start = time.monotonic()
         plan = self._scheduler.schedule()
@@ -294,6 +295,7 @@ class StepWatch:
     ) -> Sequence[EngineCoreOutput]:
         watch, log = self._watch, self._watch.log
         alive = [request for request in plan.scheduled_requests if not request.is_finished]
+        log.close_step()
         watch.memory.settle()
         log.in_step = watch.is_updating = True
         position, start = log.position, time.monotonic()
@@ -306,8 +308,7 @@ class StepWatch:
         watch.memory.settle()
         step, begun = self.under_way.popleft(), log.since_start(start)
         log.note_at(position, self._computed(step, begun, plan, output, alive, results))
-        log.note(Updated(step, log.since_start(end), round((end - start) * 1e3, 4)))
-        log.in_step = False
+        log.end_step(Updated(step, log.since_start(end), round((end - start) * 1e3, 4)))
         return results
 
     def _computed(

@@ -5,8 +5,7 @@
                  not those in `mlp_only_layers`
     Mixtral      all                                     always          float32
 
-Sizes of experts have no defaults here: a model of another size would be refused by its tensors
-anyway. Experts that every token reads ("shared"), groups of experts, and scores other than softmax
+Experts that every token reads ("shared"), groups of experts, and scores other than softmax
 are refused by name."""
 
 from __future__ import annotations
@@ -64,7 +63,12 @@ def qwen3_moe(fields: dict[str, Any]) -> ExpertsConfig | None:
     name = next(iter(numbers), "num_experts")
     names = ExpertNames("mlp", "gate_proj", "up_proj", "down_proj")
     return _checked(
-        *_integers(fields, **{name: None}, num_experts_per_tok=None, moe_intermediate_size=None),
+        *_integers(
+            fields,
+            **{name: None if numbers else 128},
+            num_experts_per_tok=None,
+            moe_intermediate_size=None,
+        ),
         is_renormalised=bool(fields.get("norm_topk_prob")),
         is_rounded=True,
         layers=tuple(layers),

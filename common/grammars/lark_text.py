@@ -33,6 +33,8 @@ _TOKEN = re.compile(
     re.VERBOSE | re.DOTALL,
 )
 _TITLES = {"title", "description"}
+_DATA = {"const", "enum", "default", "examples"}  # keywords of a schema that hold values
+_OF_NAMES = {"properties", "patternProperties", "$defs", "definitions", "dependentSchemas"}
 _HEX = "[0-9A-Fa-f]"
 _CHARACTER = re.compile(rf"\\x({_HEX}{{2}})|\\u({_HEX}{{4}})|\\U({_HEX}{{8}})|\\(.)|(.)", re.DOTALL)
 _ESCAPES = {"n": "\n", "t": "\t", "r": "\r"} | {c: c for c in '\\"[]-^/'}
@@ -68,32 +70,42 @@ def _lark_of(wanted: dict[str, Any]) -> str:
     if "choice" in wanted:
         # As one word, since alternatives of a rule are each looked at apart.
         return f"{_HEAD}start: TEXTS\nTEXTS: " + " | ".join(map(_quoted, wanted["choice"]))
-    schema, most = _without_lists(wanted["json"]), wanted["max_whitespace"]
+    schema, most = _rewritten(wanted["json"]), wanted["max_whitespace"]
     how: dict[str, Any] = {"whitespace_pattern": f"[ \\n\\t]{{0,{most}}}"}
     if most == 0:
         how = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
     return f"{_HEAD}start: %json {json.dumps(schema | {'x-guidance': how})}"
 
 
-def _without_lists(schema: Any) -> Any:
+def _rewritten(part: Any, are_names: bool = False) -> Any:
+    """A schema, or a list or an object of schemas, in words that the library knows. `are_names`:
+    its keys are names, such as those of properties, and mean nothing."""
+    if isinstance(part, list):
+        return [_rewritten(inner) for inner in part]
+    if not isinstance(part, dict):
+        return part
+    if are_names:
+        return {name: _rewritten(inner) for name, inner in part.items()}
+    found = {
+        key: inner if key in _DATA else _rewritten(inner, key in _OF_NAMES)
+        for key, inner in part.items()
+    }
+    return _without_lists(found)
+
+
+def _without_lists(schema: dict[str, Any]) -> dict[str, Any]:
     """`oneOf` of lists of values means those that stand in exactly one. The library knows `oneOf`
     only of alternatives that it sees to exclude each other, by their types or by texts that a
     property must have, and refuses others."""
-    if isinstance(schema, list):
-        return [_without_lists(part) for part in schema]
-    if not isinstance(schema, dict):
-        return schema
-    is_data = {"const", "enum", "default", "examples"}
-    found = {key: part if key in is_data else _without_lists(part) for key, part in schema.items()}
     alternatives = schema.get("oneOf")
     lists = [_values(one) for one in alternatives] if isinstance(alternatives, list) else []
-    if lists and None not in lists:
-        num_lists = Counter(key for values in lists if values for key in values)
-        values = {key: value for one in lists if one for key, value in one.items()}
-        del found["oneOf"]
-        left = {"enum": [value for key, value in values.items() if num_lists[key] == 1]}
-        found["allOf"] = [*found.get("allOf", ()), left]
-    return found
+    if not lists or None in lists:
+        return schema
+    num_lists = Counter(key for values in lists if values for key in values)
+    values = {key: value for one in lists if one for key, value in one.items()}
+    left = {"enum": [value for key, value in values.items() if num_lists[key] == 1]}
+    others = {key: inner for key, inner in schema.items() if key != "oneOf"}
+    return others | {"allOf": [*schema.get("allOf", ()), left]}
 
 
 def _values(schema: Any) -> dict[str, Any] | None:

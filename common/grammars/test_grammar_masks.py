@@ -69,12 +69,28 @@ class Matching:
     """One grammar, and the tokens that have been taken."""
 
     def __init__(self, vocabulary: Vocabulary, grammar: Grammar) -> None:
-        compiled = compile_source(source_of(grammar), tokenizer_of(vocabulary))
-        self.matched, self.vocab_size = (
-            GrammarMasks(vocabulary).match(compiled),
-            len(vocabulary.pieces),
-        )
+        self.vocabulary, self.vocab_size = vocabulary, len(vocabulary.pieces)
+        self.compiled = compile_source(source_of(grammar), tokenizer_of(vocabulary))
+        self.begin()
+
+    def begin(self) -> None:
+        self.matched = GrammarMasks(self.vocabulary).match(self.compiled)
         self.outputs: list[int] = []
+
+    def draw(self, rng: random.Random, most: int = 60) -> str | None:
+        """A text of tokens drawn evenly. None: it was cut off. A dead end fails."""
+        self.begin()
+        eos = self.vocabulary.eos_token_ids[0]
+        while len(self.outputs) < most and eos not in self.outputs:
+            allowed = self.allowed().tolist()
+            assert allowed, f"nothing fits after {self.text!r}"
+            self.outputs.append(rng.choice(allowed))
+        return self.text if eos in self.outputs else None
+
+    @property
+    def text(self) -> str:
+        found = b"".join(self.vocabulary.pieces[i] for i in self.outputs)
+        return found.decode(errors="replace")
 
     def follow(self) -> None:
         self.matched.follow(state_of(self.outputs), 0)
@@ -238,6 +254,26 @@ def test_exactly_one_of_several_schemas_is_what_trying_all_values_says(
             allowed = may_follow(tokenizer, texts, ours.outputs)
             assert ours.allowed().tolist() == sorted(allowed), (schema, ours.outputs)
             ours.outputs.append(rng.choice(allowed))
+
+
+@pytest.mark.parametrize("name", ["const", "enum", "default", "examples", "properties"])
+@pytest.mark.parametrize("place", ["properties", "$defs", "definitions"])
+def test_a_name_that_is_a_keyword_is_a_name(name: str, place: str) -> None:
+    """Trap 84. What stands there is a schema, and is read as one; a value stays as it is."""
+    inner = {"oneOf": [{"enum": ["a", "b"]}, {"enum": ["b", "c"]}]}
+    value = {"properties": {"x": inner}, "const": inner}
+    schema: dict = {"type": "object", place: {name: inner}, "default": value}
+    if place != "properties":
+        schema["properties"] = {"x": {"$ref": f"#/{place}/{name}"}}
+    schema |= {"required": [*schema["properties"]], "additionalProperties": False}
+    name = schema["required"][0]
+    tokenizer = small_tokenizer()
+    vocabulary = Vocabulary.of(tokenizer, tokenizer.vocab_size, [EOS])
+    ours = Matching(vocabulary, Json(schema, 0))
+    rng = random.Random(name)
+    texts = {ours.draw(rng) for _ in range(20)}
+    assert texts == {f'{{"{name}": "{value}"}}' for value in "ac"}
+    assert json.loads(source_of(Json(schema)))["json"] == schema  # it was not changed
 
 
 def test_guesses_are_matched_and_taken_back() -> None:

@@ -30,6 +30,7 @@ from common.sampling.sampling_columns import (
     TOP_K,
     TOP_P,
     SamplingBatch,
+    flat_index,
 )
 from scheduler_interface import StepOutput
 
@@ -64,8 +65,7 @@ def _forbidden(sampling: SamplingBatch, vocab_size: int) -> np.ndarray:
     at = np.flatnonzero(sampling.num_outputs < columns.min_tokens[rows])
     forbidden = [columns.forbidden[row] for row in rows[at].tolist()]
     ids = np.fromiter(chain.from_iterable(forbidden), dtype=np.int64)
-    starts = np.repeat(at * vocab_size, list(map(len, forbidden)))
-    return (starts + ids)[ids < vocab_size]
+    return flat_index(np.repeat(at, list(map(len, forbidden))), ids, vocab_size)[0]
 
 
 class HasRules(Protocol):

@@ -12,7 +12,7 @@ import numpy as np
 import torch
 
 from common.sampling.runner_plugin import Cargo
-from common.sampling.sampling_columns import RULES, SamplingBatch
+from common.sampling.sampling_columns import RULES, SamplingBatch, flat_index
 from common.sampling.sampling_constraints import NEG_INF
 
 
@@ -23,21 +23,28 @@ def stage_rules(
     rules. What it is given stays as it is."""
     rows = np.flatnonzero(sampling.needs & RULES)
     rules = [sampling.columns.rules[row] for row in sampling.rows[rows].tolist()]
-    firsts = (rows * vocab_size).tolist()
     closed, none = [i for i, r in enumerate(rules) if r.allowed is not None], np.zeros(0, np.int64)
-    allowed = [firsts[i] + ids for i in closed if (ids := rules[i].allowed) is not None]
-    bad, pending = [first + r.bad for first, r in zip(firsts, rules)], []
-    for first, row, rule in zip(firsts, rows.tolist(), rules):
+    bad, pending = [], []
+    for row, rule in zip(rows.tolist(), rules):
         outputs = _outputs(sampling, row)
-        for word in rule.words_behind(outputs):
+        words, ends = rule.words_behind(outputs), []
+        for word in words:
             if outputs[-1] >= 0:
-                bad.append(np.array([first + word[-1]]))
+                ends.append(word[-1])
             else:
-                pending.append((first + word[-1], word[-2], int(outputs[-1])))
-    biased = np.concatenate([none, *(first + r.biased for first, r in zip(firsts, rules))])
+                pending.append((row, word[-1], word[-2], int(outputs[-1])))
+        bad.append(np.concatenate([rule.bad, np.array(ends, dtype=np.int64)]))
+
+    def flat(ids: list[np.ndarray], *values: np.ndarray) -> list[np.ndarray]:
+        """`flat_index` of the ids that each of the rules has."""
+        at = np.repeat(rows, list(map(len, ids)))
+        return flat_index(at, np.concatenate([none, *ids]), vocab_size, *values)
+
     bias = np.concatenate([none.astype(float), *(r.bias for r in rules)])
-    sent = [rows[closed], np.concatenate([none, *allowed]), np.concatenate([none, *bad])]
-    sent += [biased, bias, np.array(pending, dtype=np.int64).reshape(-1, 3).T]
+    sent = [rows[closed], *flat([none if r.allowed is None else r.allowed for r in rules])]
+    sent += [*flat(bad), *flat([r.biased for r in rules], bias)]
+    at, ends, *history = np.array(pending, dtype=np.int64).reshape(-1, 4).T
+    sent.append(np.stack(flat_index(at, ends, vocab_size, *history)))
     closed_rows, allowed_at, bad_at, biased_at, biases, may_be_bad = map(cargo.add, sent)
 
     def keep_to_them(logits: torch.Tensor) -> torch.Tensor:

@@ -103,6 +103,17 @@ class SamplingColumns(RunnerPlugin):
         vars(self).update(vars(fresh))
 
 
+def flat_index(
+    rows: np.ndarray, token_ids: np.ndarray, vocab_size: int, *values: np.ndarray
+) -> list[np.ndarray]:
+    """Return `[index, *values]`: where tokens [N] of `rows` [N] stand in a table [R, vocab_size]
+    laid end to end. A token that has no column is left out, with its values: its index would be
+    that of another row's token."""
+    has_column = (token_ids >= 0) & (token_ids < vocab_size)
+    index = rows * vocab_size + token_ids
+    return [column[has_column] for column in (index, *values)]
+
+
 def _needs(p: SamplingParams) -> int:
     is_penalised = (p.repetition_penalty, p.presence_penalty, p.frequency_penalty) != (1, 0, 0)
     needs = LOGPROBS * (p.logprobs is not None) | MIN_TOKENS * (p.min_tokens > 0)

@@ -41,6 +41,33 @@ def test_a_pending_token_ends_a_bad_word_as_a_known_one_does(num_outputs: int) -
     assert torch.equal(sampling_probs(logits, batch), known)
 
 
+@pytest.mark.parametrize("is_pending", [False, True])
+@pytest.mark.parametrize(
+    "rules",
+    [
+        dict(bad_words=[[5], [6]]),
+        dict(bad_words=[[1, 5]]),
+        dict(allowed_token_ids=[0, 1, 2, 3, 4, 6]),
+        dict(logit_bias={5: 50.0}),
+        dict(min_tokens=9, stop_token_ids=[5]),
+        dict(repetition_penalty=1.5, frequency_penalty=1.0),
+    ],
+    ids=lambda rules: next(iter(rules)),
+)
+def test_a_token_without_a_column_changes_no_other_row(rules: dict, is_pending: bool) -> None:
+    """Trap 79: at `row * vocab_size + id` stands a token of the next row, or nothing."""
+    raw = torch.randn(3, 5, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+    params = [SamplingParams(**rules), SamplingParams(), SamplingParams(**rules)]
+    batch = make_sampling(params, prompts=[[0, 5]] * 3, outputs=[[6, 1]] * 3)
+    if is_pending:
+        batch.state.take_to_device(range(3))
+    found = sampling_probs(raw, batch)
+    plain = sampling_probs(raw, make_sampling([SamplingParams()] * 3))
+    assert torch.equal(found[1], plain[1])
+    if "penalty" not in next(iter(rules)):
+        assert torch.equal(found, plain)
+
+
 def test_who_guesses_on_from_guesses_looks_for_no_longer_words() -> None:
     """They are not in the columns: what stands there is nobody's."""
     params = SamplingParams(**RULED)
@@ -108,14 +135,14 @@ def check_ids(name: str, ids: list) -> list[int]:
 )
 def test_what_is_no_rule_is_refused_in_a_sentence(field: str, value: object) -> None:
     with pytest.raises(ValueError, match=f"^{field} ") as error:
-        token_rules_of(SamplingParams(**{field: value}), None, check_ids)
+        token_rules_of(SamplingParams(**{field: value}), None, 9, check_ids)
     assert "\n" not in str(error.value)
 
 
 def test_bad_words_that_leave_nothing_are_refused() -> None:
     params = SamplingParams(allowed_token_ids=[1, 2], bad_words=[[2], [1]])
     with pytest.raises(ValueError, match=r"^allowed_token_ids is \[1, 2\]: it must be more than"):
-        token_rules_of(params, None, check_ids)
+        token_rules_of(params, None, 9, check_ids)
 
 
 def test_a_text_is_ruled_out_with_and_without_a_space(shipped_tokenizer: Tokenizer) -> None:
@@ -123,7 +150,7 @@ def test_a_text_is_ruled_out_with_and_without_a_space(shipped_tokenizer: Tokeniz
         return shipped_tokenizer.encode(text, add_special_tokens=False)
 
     params = SamplingParams(bad_words=["self", "  self", [3, 4]])
-    told = token_rules_of(params, shipped_tokenizer, lambda _, ids: ids)
+    told = token_rules_of(params, shipped_tokenizer, 4096, lambda _, ids: ids)
     assert told["bad_words"] == [encode("self"), encode(" self"), [3, 4]]
     assert encode("self") != encode(" self")
 
@@ -133,6 +160,7 @@ def test_a_text_is_encoded_without_what_begins_a_prompt(shipped_tokenizer: Token
 
     backend = type(shipped_tokenizer.backend).from_str(shipped_tokenizer.backend.to_str())
     backend.post_processor = TemplateProcessing(single="bos $A", special_tokens=[("bos", 0)])
-    told = token_rules_of(SamplingParams(bad_words=["self"]), Tokenizer(backend), lambda _, x: x)
-    plain = token_rules_of(SamplingParams(bad_words=["self"]), shipped_tokenizer, lambda _, x: x)
+    params, vocab_size = SamplingParams(bad_words=["self"]), shipped_tokenizer.vocab_size
+    told = token_rules_of(params, Tokenizer(backend), vocab_size, lambda _, x: x)
+    plain = token_rules_of(params, shipped_tokenizer, vocab_size, lambda _, x: x)
     assert Tokenizer(backend).encode("self")[0] == 0 and told == plain

@@ -17,7 +17,7 @@ import numpy as np
 import torch
 
 from common.sampling.runner_plugin import Cargo, HasTokens
-from common.sampling.sampling_columns import SamplingBatch
+from common.sampling.sampling_columns import SamplingBatch, flat_index
 
 
 class TokenCounts:
@@ -51,7 +51,7 @@ class TokenCounts:
             index = np.repeat(np.arange(len(rows)), lens)
             positions = np.arange(len(index)) + (start - np.cumsum(lens) + lens)[index]
             ids = state.token_ids[rows[index], positions].astype(np.int64)
-            return cargo.add((into[index] * vocab_size + ids)[ids < vocab_size])
+            return cargo.add(*flat_index(into[index], ids, vocab_size))
 
         known, first_output = state.num_tokens[batch.rows], np.where(is_new, num_prompt, counted)
         behind = state.num_prompt_tokens[batch.rows] + batch.num_outputs if batch.drafts else known

@@ -29,10 +29,11 @@ CheckIds = Callable[[str, Any], list[int]]
 
 
 def token_rules_of(
-    params: SamplingParams, tokenizer: Tokenizer | None, check_ids: CheckIds
+    params: SamplingParams, tokenizer: Tokenizer | None, vocab_size: int, check_ids: CheckIds
 ) -> dict[str, Any]:
-    """Plain data. `check_ids(name, ids)` returns ids that may be sampled as `int`s. Raises
-    `ValueError` that names field, value and what is allowed."""
+    """Plain data. `check_ids(name, ids)` returns ids that may be sampled, those below `vocab_size`,
+    as `int`s. A text that needs a token which the model has no row for is never said and rules
+    nothing out. Raises `ValueError` that names field, value and what is allowed."""
     allowed, bias, words = params.allowed_token_ids, params.logit_bias, params.bad_words
     require(bias is None or isinstance(bias, Mapping), "logit_bias", bias, "None or {id: number}")
     some = "None or a sequence of at least one token id"
@@ -48,6 +49,7 @@ def token_rules_of(
         is_right = is_number and abs(value) <= MOST_BIAS
         require(is_right, "logit_bias", value, f"numbers from -{MOST_BIAS} to {MOST_BIAS}")
     bad = [ids for word in words or () for ids in _sequences(word, tokenizer, check_ids)]
+    bad = [ids for ids in bad if max(ids, default=vocab_size) < vocab_size]
     ruled_out = {ids[0] for ids in bad if len(ids) == 1}
     is_left = allowed_ids is None or not ruled_out.issuperset(allowed_ids)
     require(is_left, "allowed_token_ids", allowed, "more than what bad_words rule out")

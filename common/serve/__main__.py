@@ -53,9 +53,9 @@ def main(argv: list[str] | None = None) -> int:
     logging.basicConfig(level=logging.INFO, format="%(levelname)s %(name)s: %(message)s")
     try:
         listener = open_port(args.host, args.port)
-    except OSError as error:
-        reason = os.strerror(error.errno) if error.errno else str(error)
-        print(f"serve: port {args.port} of {args.host} can not be had: {reason}", file=sys.stderr)
+    except (OSError, ValueError) as error:
+        reason = getattr(error, "strerror", None) or error
+        print(f"serve: cannot listen on port {args.port} of {args.host}: {reason}", file=sys.stderr)
         return 2
     try:
         from common.serve.running import make_event_loop, serve

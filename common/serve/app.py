@@ -5,11 +5,11 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, get_type_hints
 
 from fastapi import FastAPI, Request
 from fastapi.exceptions import RequestValidationError
@@ -25,7 +25,7 @@ from common.serve.deltas import RequestDelta
 from common.serve.engine_loop import EngineError, QueueFull
 from common.serve.errors import ApiError, ErrorAnswer, api_error, bad
 from common.serve.gate import Gate, GateConfig, error_response
-from common.serve.live_page import LivePage
+from common.serve.live_page import LivePage, watch_token
 from common.serve.server_metrics import ServerMetrics
 from common.serve.streams import (
     CLIENT_IS_GONE,
@@ -106,7 +106,8 @@ class Server:
         options = answer.body.options()
         if answer.model != self.config.model_name:
             options["adapter"] = answer.model
-        calls = [self.llm.generate(ids, answer.params, **options) for ids in prompts]
+        owner = watch_token(request)
+        calls = [self.llm.generate(ids, answer.params, owner=owner, **options) for ids in prompts]
         requests = [self.metrics.counted(call) for call in calls]
         is_theirs = False  # the stream's, to be closed
         try:
@@ -117,6 +118,8 @@ class Server:
                 return EventStream(events, self.config.heartbeat_seconds, requests)
             totals = await unless_gone(request.receive, gathered(firsts, requests))
             return CLIENT_IS_GONE if totals is None else json_response(answer.whole(totals))
+        except ValueError as error:
+            raise answer.body.error(error) from error
         finally:
             if not is_theirs:
                 await close_all(requests)
@@ -141,7 +144,7 @@ class Server:
             if how.include_usage:
                 yield event(answer.usage_piece())
         except Exception as error:  # the answer has begun: its status can not change
-            yield event(api_error(error).content())
+            yield event(answer.body.error(error).content())
         yield DONE
 
     async def _ids(self, body: CompletionBody, params: SamplingParams) -> list[list[int]]:
@@ -152,13 +155,18 @@ class Server:
         return found
 
     async def _chat_ids(self, body: ChatBody, params: SamplingParams) -> list[int]:
-        return await self.llm.prompt_ids(
-            await self._chat_text(body), params, bool(body.add_special_tokens)
-        )
+        text = await self._chat_text(body)
+        try:
+            return await self.llm.prompt_ids(text, params, bool(body.add_special_tokens))
+        except ValueError as error:
+            raise body.error(error) from error
 
     async def _chat_text(self, body: ChatBody | TokenizeBody) -> str:
         assert body.messages is not None
-        how = body.add_generation_prompt, body.continue_final_message, body.chat_template_kwargs
+        fields = {"documents": body.documents, "reasoning_effort": body.reasoning_effort}
+        given = {name: value for name, value in fields.items() if value is not None}
+        kwargs = (body.chat_template_kwargs or {}) | given
+        how = body.add_generation_prompt, body.continue_final_message, kwargs
         return await asyncio.to_thread(self.chat.text, body.messages, *how)
 
     def _model(self, body: GenerateBody | TokenizeBody | DetokenizeBody) -> str:
@@ -300,10 +308,17 @@ def make_app(llm: AsyncLLM, config: ServeConfig) -> tuple[FastAPI, Gate]:
         )
     # A `ValueError`: of a text that is none, or a path. Of others the log says where they were.
     for kind in (ApiError, ValueError, QueueFull, EngineError, Exception):
-        app.add_exception_handler(kind, lambda _, error: error_response(api_error(error)))
+        app.add_exception_handler(kind, partial(_on_error, post))
     app.add_exception_handler(RequestValidationError, _on_wrong_body)
     app.add_exception_handler(HTTPException, _on_http_error)
     return app, gate
+
+
+def _on_error(routes: Mapping[str, Any], request: Request, error: Exception) -> Response:
+    """`routes`: by path, those with a body."""
+    route = routes.get(request.url.path)
+    body = None if route is None else get_type_hints(route)["body"]
+    return error_response(api_error(error, () if body is None else body.model_fields))
 
 
 def sampling_defaults(model: str | Path | None) -> dict[str, Any]:

@@ -35,6 +35,7 @@ __all__ = ["AsyncLLM", "EngineError", "PromptTooLong", "QueueFull", "RequestDelt
 LONG_TEXT = 4096  # characters; a longer prompt becomes token ids beside the loop
 COUNTED_BYTES = 1 << 20  # of a text that need not fit; 4 s of a core
 NUM_AT_ONCE = 8  # deltas that are given out before the loop may do something else
+MAX_OWNERS = 10_000  # requests whose owner is remembered
 
 
 class Mailbox:
@@ -71,6 +72,7 @@ class AsyncLLM:
         self._loop: asyncio.AbstractEventLoop | None = None
         self._mailboxes: dict[str, Mailbox] = {}  # by the names that the engine knows
         self._names: dict[str, str] = {}  # these, by the names that were given
+        self.owners: dict[str, str] = {}  # of requests, the newest last
         self._num_requests = 0
         self._calls: dict[int, asyncio.Future] = {}
         self._num_calls = 0
@@ -100,10 +102,12 @@ class AsyncLLM:
         params: SamplingParams | None = None,
         *,
         request_id: str | None = None,
+        owner: str | None = None,
         **options: Unpack[RequestOptions],
     ) -> AsyncIterator[RequestDelta]:
         """What the request brings, piece by piece: first that it was accepted, last its end.
-        Leaving the loop early, or being cancelled, aborts it. Raises `ValueError` if it can not be
+        Leaving the loop early, or being cancelled, aborts it. `owner` is a secret of the client:
+        a live page that knows it may show the request's text. Raises `ValueError` if it can not be
         served, `QueueFull` if too many wait, and `EngineError` if it can not go on."""
         self._bind()
         self._num_requests += 1
@@ -115,6 +119,10 @@ class AsyncLLM:
             request_id += "'"
         # What is under way of an aborted request must not come to the next one of its name.
         self._names[request_id] = name
+        if owner is not None:
+            self.owners[name] = owner
+            if len(self.owners) > MAX_OWNERS:
+                del self.owners[next(iter(self.owners))]
         mailbox = self._mailboxes[name] = Mailbox()
         try:
             params = params or SamplingParams()

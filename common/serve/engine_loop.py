@@ -31,7 +31,12 @@ class QueueFull(Exception):
 
 
 class EngineError(RuntimeError):
-    """A request that was accepted can not go on; the message says why."""
+    """A request that was accepted cannot go on; the message says why. All requests of a step get
+    it, so it names the kind of an exception only; `__cause__` is the exception itself."""
+
+    def __init__(self, message: str | None, cause: BaseException | None = None) -> None:
+        super().__init__(message)
+        self.__cause__ = cause
 
 
 class EngineLoop:
@@ -51,7 +56,8 @@ class EngineLoop:
         self._deltas: list[RequestDelta] = []  # to be handed over
         self._has_aborted = False  # since something was handed over: its statistics are old
         self._answers: dict[int, Any] = {}
-        self._why: str | None = None  # the last step failed
+        self._why: Exception | None = None  # the last step failed
+        self._why_dead: BaseException | None = None
         self._num_failures = 0
         self._is_closing = False
         self._step_s = 0.0  # the last one took
@@ -98,7 +104,8 @@ class EngineLoop:
                 self._hand_over()
         except BaseException as error:
             logger.exception("the engine has stopped")
-            self.why_dead = f"the engine has stopped: {_sentence(error)}"
+            self.why_dead = f"the engine has stopped: {type(error).__name__}"
+            self._why_dead = error
         self.why_dead = self.why_dead or "the engine is closed"
         self._fail_all()
         try:
@@ -136,7 +143,7 @@ class EngineLoop:
             outputs = self._engine.step()
         except Exception as error:
             logger.exception("a step has failed")
-            self._why = _sentence(error)
+            self._why = error
             self._num_failures += 1
             if getattr(error, "is_final", False) or self._num_failures >= MAX_FAILURES:
                 raise
@@ -149,13 +156,14 @@ class EngineLoop:
                 if self._num_failures and self._deltas[-1].error is None:
                     self._num_failures = 0
 
-    def _take(self, source: DeltaSource, why: str | None) -> RequestDelta:
+    def _take(self, source: DeltaSource, why: Exception | None) -> RequestDelta:
         delta = source.take()
         if delta.finished:
             del self._sources[delta.request_id]
             reasons = {member.completion.finish_reason for member in source.group.members}
             if "abort" in reasons:  # by nobody whom this thread serves
-                delta.error = EngineError(why or "the request was ended")
+                says = "the request was ended" if why is None else _step_failed(why)
+                delta.error = EngineError(says, why)
             elif "error" in reasons:
                 detail = str(source.group.metrics.finish_detail)
                 kind = ValueError if detail.startswith(UNCOMPILED) else EngineError
@@ -176,7 +184,7 @@ class EngineLoop:
         engine, most = self._engine, self._max_waiting
         try:
             if self.why_dead is not None:
-                raise EngineError(self.why_dead)
+                raise EngineError(self.why_dead, self._why_dead)
             if most is not None and len(self._sources) >= engine.config.max_num_seqs + most:
                 raise QueueFull(f"{len(self._sources)} requests are under way or wait: no more")
             group = engine.add_request(request_id, token_ids, params, **options)
@@ -195,7 +203,7 @@ class EngineLoop:
         try:
             self._answers[number] = method(self._engine, *arguments)
         except StopIteration as error:  # no future takes it
-            self._answers[number] = RuntimeError(_sentence(error))
+            self._answers[number] = RuntimeError(f"StopIteration: {error}")
         except Exception as error:
             self._answers[number] = error
 
@@ -203,11 +211,11 @@ class EngineLoop:
         self._is_closing = True
 
     def _fail_all(self) -> None:
-        why = EngineError(self.why_dead)
+        why = EngineError(self.why_dead, self._why_dead)
         self._deltas += [RequestDelta(name, finished=True, error=why) for name in self._sources]
         self._sources.clear()
         self._hand_over()
 
 
-def _sentence(error: BaseException) -> str:
-    return f"{type(error).__name__}: {error}"
+def _step_failed(error: Exception) -> str:
+    return f"a step with this request has failed: {type(error).__name__}"

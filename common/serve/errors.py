@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from typing import Any
 
 from pydantic import BaseModel
@@ -47,6 +48,8 @@ class ApiError(Exception):
         return {"error": error}
 
     def headers(self) -> dict[str, str]:
+        if self.status == 401:
+            return {"WWW-Authenticate": "Bearer"}
         return {"Retry-After": str(RETRY_AFTER_S)} if self.status in (429, 503) else {}
 
 
@@ -54,8 +57,9 @@ def bad(message: str, param: str | None = None, code: str | None = None) -> ApiE
     return ApiError(400, message, param, code)
 
 
-def api_error(error: Exception) -> ApiError:
-    """What the engine raised, as the client is told."""
+def api_error(error: Exception, fields: Collection[str] = ()) -> ApiError:
+    """What the engine raised, as the client is told. `fields` are those of the body: a sentence
+    may begin with the name of one."""
     if isinstance(error, ApiError):
         return error
     if isinstance(error, QueueFull):
@@ -64,7 +68,7 @@ def api_error(error: Exception) -> ApiError:
         return bad(str(error), "prompt", "context_length_exceeded")
     if isinstance(error, ValueError):
         first = str(error).split(" ")[0].rstrip(":")
-        return bad(str(error), first if first.isidentifier() else None)
+        return bad(str(error), first if first in fields else None)
     if isinstance(error, EngineError):
         return ApiError(500, str(error))
-    return ApiError(500, f"{type(error).__name__}: {error}")
+    return ApiError(500, f"the server has failed: {type(error).__name__}")  # its log has the rest

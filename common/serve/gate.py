@@ -31,6 +31,11 @@ class GateConfig:
     max_body_bytes: int = 16 << 20
     body_seconds: float = 30.0  # for all of a body to arrive
 
+    @property
+    def is_local(self) -> bool:
+        """Whether only this machine reaches the server."""
+        return self.host in (*LOOPBACK, "::1") or self.host.startswith("127.")
+
 
 def error_response(error: ApiError) -> Response:
     return json_response(error.content(), error.status, error.headers())
@@ -70,11 +75,14 @@ class Gate:
                 raise draining
             return
         if config.api_key is not None and path != "/":  # a page that holds nothing, and asks for it
-            given = headers.get("authorization", "").encode("latin-1")
-            if not hmac.compare_digest(given, f"Bearer {config.api_key}".encode()):
+            scheme, _, given = headers.get("authorization", "").partition(" ")
+            is_key = hmac.compare_digest(given.encode("latin-1"), config.api_key.encode())
+            if scheme.lower() != "bearer" or not is_key:
                 raise ApiError(401, "the API key is missing or wrong", code="invalid_api_key")
         if method == "POST" or path in ("/", "/events"):
             self._check_origin(headers)
+        if path == "/events" and config.api_key is None and not config.is_local:
+            raise ApiError(403, "events are shown on loopback only, or with --api-key")
         if method != "POST":
             return
         if self.is_draining:
@@ -87,9 +95,8 @@ class Gate:
         host = headers.get("host", "")
         name = host.rsplit(":", 1)[0] if not host.endswith("]") else host
         own = self.config.host
-        is_local = own in (*LOOPBACK, "::1") or own.startswith("127.")
-        if is_local and name.lower() not in (*LOOPBACK, own):
-            raise ApiError(403, f"this server is at {self.config.host}, not at that host")
+        if self.config.is_local and name.lower() not in (*LOOPBACK, own):
+            raise ApiError(403, f"this server is at {own}, not at that host")
         origin = headers.get("origin")
         if origin is not None and origin not in (f"http://{host}", f"https://{host}"):
             raise ApiError(403, "a page of another origin may not send requests here")

@@ -12,7 +12,11 @@ a snapshot leads on from it, wherever a film began. Nothing of the engine's stat
 
 The engine's thread hands text to the loop, and never waits. What a viewer has not taken yet waits
 for it, up to `MAX_BEHIND`: then it is forgotten, and the viewer begins anew when it reads again.
-An engine whose books were torn ends its film itself; after a `failed` line that is looked at."""
+An engine whose books were torn ends its film itself; after a `failed` line that is looked at.
+
+A viewer reads the texts of its own requests only: those sent with the same token, which the page
+makes and sends with each request in a header. Of the others it gets lengths (`hidden_texts.py`).
+With an API key, a viewer that sends the key and no token reads everything."""
 
 from __future__ import annotations
 
@@ -20,17 +24,21 @@ import asyncio
 import base64
 import hashlib
 import io
+import json
 from collections.abc import AsyncIterator, Callable
 from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, TextIO, cast
 
+from starlette.requests import Request
 from starlette.responses import HTMLResponse, Response
 
 from common.engine import LLMEngine
 from common.events.event_page import put_together
+from common.events.hidden_texts import hide_texts
+from common.serve.answers import to_json
 from common.serve.async_llm import AsyncLLM
-from common.serve.errors import ApiError
+from common.serve.errors import ApiError, bad
 from common.serve.gate import Gate
 from common.serve.streams import EventStream
 
@@ -44,7 +52,20 @@ MAX_VIEWERS = 16
 MAX_BEHIND = 1 << 20  # characters that a viewer has not taken
 AGAIN_S = 1.0  # between two beginnings of one viewer: a snapshot costs the engine something
 LOOK_S = 0.5  # how soon a stream without events notices that the server is shut down
+LONG_TEXT = 1 << 16  # characters; texts are hidden in a longer one outside the loop
+TOKEN_HEADER = "X-Watch-Token"
+TOKEN_LENGTHS = range(16, 129)
 _FAILED = '{"kind":"failed"'
+
+
+def watch_token(request: Request) -> str | None:
+    """Return the token of a page, which is as secret as the texts that it opens. Raises
+    `ApiError`."""
+    token = request.headers.get(TOKEN_HEADER)
+    if token is not None and len(token) not in TOKEN_LENGTHS:
+        low, high = TOKEN_LENGTHS[0], TOKEN_LENGTHS[-1]
+        raise bad(f"{TOKEN_HEADER} must have {low} to {high} characters, got {len(token)}")
+    return token
 
 
 class Viewer:
@@ -133,7 +154,10 @@ class LivePage:
 
     # -- the events
 
-    async def events(self) -> Response:
+    async def events(self, request: Request) -> Response:
+        """The gate has checked the key."""
+        token = watch_token(request)
+        sees_all = self.gate.config.api_key is not None and token is None
         if (why := self.llm.why_dead) is not None:
             raise ApiError(503, why)
         if self.llm.config.events is not None:
@@ -142,11 +166,12 @@ class LivePage:
             )
         if len(self.viewers) >= MAX_VIEWERS:
             raise ApiError(429, f"{MAX_VIEWERS} look already")
-        events = self._events()
+        events = self._events(None if sees_all else token or "")
         await anext(events)  # the viewer is counted before anybody else is let in
         return EventStream(events)
 
-    async def _events(self) -> AsyncIterator[bytes]:
+    async def _events(self, token: str | None) -> AsyncIterator[bytes]:
+        """Those that the viewer may read the texts of have this token; None: all."""
         viewer, loop = Viewer(), asyncio.get_running_loop()
         self._loop = loop
         self.viewers.add(viewer)
@@ -159,11 +184,23 @@ class LivePage:
                     again_at = loop.time() + AGAIN_S
                     await self.llm.call(self._begin, viewer)
                 for text in await viewer.take():
-                    if data := server_sent(text):
+                    if data := await self._shown(text, token):
                         yield data
         finally:
             self.viewers.discard(viewer)
             await self.llm.call(self._leave)
+
+    async def _shown(self, text: str, token: str | None) -> bytes:
+        if token is None:
+            return server_sent(text)
+        owners = self.llm.owners
+
+        def may_read(request: str) -> bool:  # `n` of a prompt have one name in front of a #
+            return owners.get(request.partition("#")[0]) == token
+
+        if len(text) < LONG_TEXT:
+            return server_sent(text, may_read)
+        return await asyncio.to_thread(server_sent, text, may_read)
 
     def _is_over(self) -> bool:
         is_shut_down = self.gate.is_draining and not self.llm.num_unfinished
@@ -204,7 +241,10 @@ class LivePage:
         self._loop.call_soon_threadsafe(take, text)
 
 
-def server_sent(lines: str) -> bytes:
-    """One event. A lone surrogate is written as JSON's escape of it."""
-    data = "".join(f"data: {line}\n" for line in lines.split("\n") if line)
-    return f"{data}\n".encode("utf-8", "backslashreplace") if data else b""
+def server_sent(lines: str, may_read: Callable[[str], bool] | None = None) -> bytes:
+    """One event, without the texts of requests that `may_read` denies. A lone surrogate is written
+    as JSON's escape of it."""
+    shown = [line.encode("utf-8", "backslashreplace") for line in lines.split("\n") if line]
+    if may_read is not None:
+        shown = [to_json(hide_texts(json.loads(line), may_read)) for line in shown]
+    return b"".join(b"data: %b\n" % line for line in shown) + b"\n" if shown else b""

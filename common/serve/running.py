@@ -30,6 +30,7 @@ CUT_SHORT = 3  # exit code: some requests were ended before their end
 FEW = 8  # connections that are accepted or heard in one turn of the loop
 BACKLOG = 2048  # connections that the system keeps until they are accepted
 MAX_OPEN_FILES = 65_536
+KV_EVENTS_HOLD = "anyone who can reach it reads the token ids and salts of all prompts"
 SWITCH_S = 0.0005  # how long the engine's thread may hold Python's lock while the loop wants it
 
 
@@ -164,7 +165,7 @@ async def serve(args: argparse.Namespace, settings: dict[str, Any], listener: so
             from common.serve.kv_events import KVEvents
 
             kv_events = await llm.call(KVEvents, args.kv_events, args.kv_events_replay)
-            _say(f"KV events are at {kv_events.publisher.endpoint}")
+            _say(f"KV events are at {kv_events.publisher.endpoint} ({KV_EVENTS_HOLD})")
         gate_config = GateConfig(args.host, args.api_key or None, args.max_body_bytes)
         recommended = args.generation_config == "auto"
         config = ServeConfig(
@@ -194,6 +195,16 @@ def _tell(args: argparse.Namespace, name: str, listener: socket.socket) -> None:
     body = f'{{"model": "{name}", "prompt": "def fibonacci(n):", "max_tokens": 32}}'
     kind = "-H 'Content-Type: application/json'"
     _say(f"  curl http://{where}/v1/completions{key} {kind} -d '{body}'")
+    _say(f"  {_what_is_open(GateConfig(args.host, args.api_key or None))}")
+
+
+def _what_is_open(gate: GateConfig) -> str:
+    """Which prompts and answers can be read by others."""
+    if gate.api_key is not None:
+        return "open to the key: every prompt and answer, by GET /events"
+    if gate.is_local:
+        return "no key: programs on this machine can send prompts; each page reads its own only"
+    return "no key: anyone who can reach this machine can send prompts; GET /events is off"
 
 
 def _say(line: str) -> None:

@@ -12,6 +12,7 @@ from prometheus_client.metrics_core import Metric
 
 from common.serve.async_llm import AsyncLLM
 from common.serve.deltas import RequestDelta
+from common.serve.engine_loop import QueueFull
 
 _LABELS = ("model_name", "engine")
 _SHORT = (0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1, 2.5, 5, 7.5, 10, 20)
@@ -78,7 +79,7 @@ class ServerMetrics:
                     reason = self._note(delta)
                 yield delta
         except Exception as error:
-            reason = "refused" if isinstance(error, ValueError) else "error"
+            reason = "refused" if isinstance(error, ValueError | QueueFull) else "error"
             raise
         finally:
             await request.aclose()  # pyright: ignore[reportAttributeAccessIssue]

@@ -557,8 +557,9 @@ def test_steps_that_fail_now_and_then_end_nothing_and_three_in_a_row_do() -> Non
 
         for _ in range(4):
             await llm.call(broken, 1)
-            with pytest.raises(EngineError, match="MemoryError: 0 more"):
+            with pytest.raises(EngineError, match="has failed: MemoryError") as found:
                 await whole(llm, [5], few)
+            assert str(found.value.__cause__) == "0 more"
             assert (await whole(llm, [5], few)).finished
         other = llm.generate([5], SamplingParams(max_tokens=1000, ignore_eos=True))
         await anext(other)
@@ -567,9 +568,11 @@ def test_steps_that_fail_now_and_then_end_nothing_and_three_in_a_row_do() -> Non
             await anext(other), await anext(other)
         await llm.call(broken, 9)
         await llm.call(lambda engine: setattr(engine, "abort_request", None))
-        for says in ("8 more", "7 more", "6 more", "has stopped", "has stopped"):
-            with pytest.raises(EngineError, match=says):
+        stopped = ("has stopped", "6 more")
+        for says, cause in (("failed", "8 more"), ("failed", "7 more"), *[stopped] * 3):
+            with pytest.raises(EngineError, match=says) as found:
                 await asyncio.wait_for(whole(llm, [5], few), 20)
+            assert str(found.value.__cause__) == cause
             llm._engine_loop.abort(f"request-{llm._num_requests}")  # it has ended
         assert "has stopped" in (llm.why_dead or "")
         await asyncio.to_thread(llm.close)

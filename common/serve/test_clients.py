@@ -173,14 +173,17 @@ def test_a_step_that_fails_is_told_to_whom_it_concerns(
     before = server.call(lambda engine: engine.stats().num_finished)
     server.call(break_once)
     status, answer = server.post("/v1/completions", LONG)
-    assert status == 500 and answer["error"]["message"] == "MemoryError: no memory left"
+    assert status == 500 and answer["error"]["message"].endswith("has failed: MemoryError")
     assert server.request("GET", "/health")[0] == 200
     assert server.post("/v1/completions", {**LONG, "max_tokens": 2})[0] == 200
     assert server.call(lambda engine: engine.stats().num_finished) == before + 1
     assert "ASGI" not in caplog.text, "the step's fault, not the route's"
     server.call(break_once)
     *pieces, done = server.events("/v1/completions", LONG)
-    assert done is None and "no memory left" in pieces[-1]["error"]["message"]
+    assert done is None and "failed: MemoryError" in pieces[-1]["error"]["message"]
+
+
+STOPPED = "the engine has stopped: RuntimeError"
 
 
 def test_a_dead_engine_is_said_to_be_dead() -> None:
@@ -203,8 +206,9 @@ def test_a_dead_engine_is_said_to_be_dead() -> None:
         assert found.request("GET", "/events")[0] == 503
         for _ in range(2):
             status, answer = found.post("/v1/completions", LONG)
-            assert status == 500 and "a rank is gone" in answer["error"]["message"]
-        assert found.request("GET", "/health")[0] == 503
+            assert (status, answer["error"]["message"]) == (500, STOPPED)
+        status, _, content = found.request("GET", "/health")
+        assert (status, json.loads(content)["error"]["message"]) == (503, STOPPED), "Trap 86"
 
 
 def test_a_full_queue_is_said_at_once() -> None:
@@ -221,6 +225,10 @@ def test_a_full_queue_is_said_at_once() -> None:
                 answer.read()
             other.close()
         wait_for(found.is_idle)
+        metrics = found.request("GET", "/metrics")[2].decode()
+        assert 'finished_reason="error",model_name="tiny"} 0.0' in metrics, (
+            "nor is anything wrong with the server"
+        )
         assert found.post("/v1/completions", {**LONG, "max_tokens": 1})[0] == 200
 
 
@@ -430,7 +438,7 @@ def test_a_port_in_use_is_a_sentence(server: Running) -> None:
         timeout=60,
     )
     assert found.returncode == 2 and found.stderr.count("\n") == 1
-    assert f"port {server.port} of 127.0.0.1 can not be had: Address already" in found.stderr
+    assert f"listen on port {server.port} of 127.0.0.1: Address already in use" in found.stderr
 
 
 def test_an_interrupt_while_it_loads_is_no_traceback() -> None:

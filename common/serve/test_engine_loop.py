@@ -91,14 +91,17 @@ def test_an_engine_that_does_not_recover_is_given_up(is_final: bool) -> None:
     engine = Engine(*[fails(error)] * 5)
     *_, last = engine.ask()
     assert engine.num_steps == (1 if is_final else MAX_FAILURES)
-    assert isinstance(last.error, EngineError) and "RuntimeError: a rank is gone" in str(last.error)
+    assert isinstance(last.error, EngineError) and last.error.__cause__ is error
+    assert str(last.error) == "the engine has stopped: RuntimeError"
     assert engine.loop.why_dead == str(last.error), "and not that it was closed"
 
 
 def test_a_step_that_fails_is_why_its_requests_end() -> None:
+    """Trap 86: the text of an exception may quote one request, and each of the step gets it."""
     error = MemoryError("no memory left")
     *_, last = Engine(fails(error), fails(error), ends("abort")).ask()
-    assert str(last.error) == "MemoryError: no memory left"
+    assert str(last.error) == "a step with this request has failed: MemoryError"
+    assert last.error.__cause__ is error
 
 
 def test_those_who_come_together_begin_together_and_nobody_is_waited_for_long(

@@ -19,17 +19,19 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from starlette.requests import Request
 
 from common.engine import LLMEngine
 from common.events import event_page
 from common.events.event_kinds import parse_events
+from common.events.hidden_texts import HIDDEN
 from common.events.watch import Watch
 from common.serve import live_page
 from common.serve.app import ServeConfig
 from common.serve.conftest import MODEL, Running, running, wait_for
 from common.serve.errors import ApiError
 from common.serve.gate import GateConfig
-from common.serve.live_page import Viewer, server_sent
+from common.serve.live_page import TOKEN_HEADER, Viewer, server_sent
 from common.serve.streams import EventStream, close_all
 from common.workshop.replay.film import Film, State
 
@@ -227,7 +229,7 @@ def test_an_engine_that_begins_anew_is_filmed_anew(
     tight.post("/v1/completions", EIGHT)
     tight.call(lambda engine: fails(engine, place))
     status, said = tight.post("/v1/completions", EIGHT)
-    assert status == 500 and "broken" in said["error"]["message"]
+    assert status == 500 and said["error"]["message"].endswith("has failed: ZeroDivisionError")
     num_films = 2 if place == "books" else 1
     wait_for(lambda: [len(o.films()) for o in onlookers] == [num_films] * 2)
     assert tight.post("/v1/completions", EIGHT)[0] == 200
@@ -258,6 +260,71 @@ def test_an_event_is_what_was_written_at_once() -> None:
     )
     assert server_sent('{"a":"\ud800"}\n') == b'data: {"a":"\\ud800"}\n\n'
     assert server_sent("") == b""
+
+
+# -- who may read
+
+MINE, YOURS = ({"X-Watch-Token": letter * 32} for letter in "my")
+
+
+def test_a_viewer_reads_its_own_requests_and_the_lengths_of_others(
+    tight: Running, look: Callable[..., Onlooker]
+) -> None:
+    """Trap 86: who came first, in the middle and after the end; with a token, another, or none."""
+    tight.call(lambda engine: engine.reset_prefix_cache())
+    words = {"mine": "my dear diary:", "yours": "your own secret:", "": "some program said:"}
+    headers: dict[str, dict[str, str]] = {"mine": MINE, "yours": YOURS, "": {}}
+    prompts = {who: f"{STACK}    # {text}" for who, text in words.items()}
+    ids = {who: tight.llm.tokenizer.encode(prompt) for who, prompt in prompts.items()}
+    first = {who: look(**headers[who]) for who in words}
+    bodies = [EIGHT | {"prompt": [p, p], "n": 2, "max_tokens": 40} for p in prompts.values()]
+    threads = [
+        threading.Thread(target=tight.post, args=("/v1/completions", body), kwargs=header)
+        for body, header in zip(bodies, headers.values(), strict=True)
+    ]
+    for thread in threads:
+        thread.start()
+    wait_for(lambda: sum('"kind":"arrived"' in line for line in first["mine"].lines) == 12)
+    late = {who: look(**headers[who]) for who in words}
+    for thread in threads:
+        thread.join(60)
+    after = {who: look(**headers[who]) for who in words}
+    assert '"request":' in late["mine"].lines[1], "it came too late"
+
+    def free(viewer: Onlooker) -> list[int]:
+        state = viewer.state()
+        assert state is not None
+        return list(state.free)
+
+    for viewers in (first, late, after):
+        for who, viewer in viewers.items():
+            wait_for(lambda viewer=viewer: free(viewer) == free(after[""]))
+            said, state, num_mine = "\n".join(viewer.lines), viewer.state(), 0
+            assert state is not None
+            for other in words.keys() - {who}:
+                tail = ",".join(map(str, ids[other][-4:]))
+                assert tail not in said, "not anywhere in a line"
+            for request in state.requests.values():
+                is_mine = who != "" and request.prompt == ids[who]
+                assert is_mine or set(request.tokens) == {HIDDEN}
+                assert ("".join(request.prompt_pieces) == prompts.get(who)) == is_mine
+                num_mine += is_mine
+            assert viewers is not first or num_mine == (4 if who else 0)
+
+
+def test_with_the_key_and_no_token_everything_is_read() -> None:
+    with running(ServeConfig(MODEL, GateConfig(api_key="secret"))) as server:
+        onlookers = [Onlooker(server, **KEY), Onlooker(server, **KEY, **MINE)]
+        wait_for(lambda: all(o.lines for o in onlookers))
+        server.request("POST", "/v1/completions", {"prompt": "said by some", "max_tokens": 2}, KEY)
+        wait_for(lambda: all('"kind":"finished"' in "".join(o.lines) for o in onlookers))
+        states = [onlooker.state() for onlooker in onlookers]
+        for onlooker in onlookers:
+            onlooker.close()
+        read = ["".join(r.prompt_pieces) for s in states if s for r in s.requests.values()]
+        assert read == ["said by some", ""]
+        status, _, content = server.request("GET", "/events", headers=KEY | {TOKEN_HEADER: "short"})
+        assert status == 400 and TOKEN_HEADER in json.loads(content)["error"]["message"]
 
 
 # -- who may look
@@ -322,7 +389,9 @@ def test_only_so_many_may_look(
     live = tight.app.state.server.live
 
     async def two_at_once() -> list[Any]:
-        found = await asyncio.gather(live.events(), live.events(), return_exceptions=True)
+        nothing = Request({"type": "http", "headers": []})
+        both = live.events(nothing), live.events(nothing)
+        found = await asyncio.gather(*both, return_exceptions=True)
         await close_all([answer.events for answer in found if isinstance(answer, EventStream)])
         return [type(answer) for answer in found]
 

@@ -86,8 +86,25 @@ def test_the_gate_knows_its_names_and_its_key(
 ) -> None:
     for path in ("/events", "/"):
         key_is_asked = path == "/events" or status != 401
+        is_off = path == "/events" and not (config.is_local or config.api_key)
         found = Asked(config, headers, method="GET", path=path)
-        assert found.status == (status if key_is_asked else 204), path
+        assert found.status == (403 if is_off else status if key_is_asked else 204), path
+
+
+def test_events_are_off_beyond_loopback_without_a_key() -> None:
+    """Trap 86."""
+    sent = JSON | {"authorization": "Bearer k"}
+    for host, key, status in (
+        ("0.0.0.0", None, 403),
+        ("::", None, 403),
+        ("10.0.0.7", None, 403),
+        ("0.0.0.0", "k", 204),
+        ("localhost", None, 204),
+        ("127.0.0.1", None, 204),
+    ):
+        found = Asked(GateConfig(host, key), sent, method="GET", path="/events")
+        assert found.status == status, host
+        assert status == 204 or "--api-key" in found.error["message"]
 
 
 def test_a_body_is_read_here_and_again_by_the_application() -> None:
@@ -162,7 +179,10 @@ def test_the_key_is_asked_for_everywhere_but_at_health_and_by_the_page() -> None
         found = Asked(config, JSON, method="GET", path=path)
         assert found.status == status, path
     assert found.error["code"] == "invalid_api_key"
-    for given, status in ("Bearer k", 204), ("Bearer ", 401), ("", 401), ("Bearer kk", 401):
+    assert found.headers["www-authenticate"] == "Bearer"
+    right = [(f"{scheme} k", 204) for scheme in ("Bearer", "bearer", "BEARER")]
+    wrong = ("Bearer ", "", "Bearer kk", "Basic k", "k", "Bearer  k", "Bearer k ")
+    for given, status in [*right, *((one, 401) for one in wrong)]:
         sent = JSON | {"authorization": given}
         assert Asked(config, sent, method="GET", path="/metrics").status == status, given
 

@@ -8,6 +8,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, closing
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -19,7 +20,7 @@ from common.serve import live_page
 from common.serve.app import ServeConfig
 from common.serve.conftest import MODEL, Running, running, wait_for
 from common.serve.gate import GateConfig
-from common.serve.live_page import FILES, SCRIPTS
+from common.serve.live_page import FILES, SCRIPTS, TOKEN_HEADER
 from common.serve.test_events_route import (
     EIGHT,
     PROMPTS,
@@ -75,13 +76,13 @@ def open_tab(tight: Running, browser: Browser) -> Iterator[Callable[..., Page]]:
 
 
 @pytest.fixture
-def look(tight: Running, open_tab: Callable[..., Page]) -> Iterator[Callable[[], Onlooker]]:
+def look(tight: Running, open_tab: Callable[..., Page]) -> Iterator[Callable[..., Onlooker]]:
     """The same events, read by Python."""
     del open_tab  # whose tabs are closed after these
     with ExitStack() as stack:
 
-        def _look() -> Onlooker:
-            onlooker = stack.enter_context(closing(Onlooker(tight)))
+        def _look(**headers: str) -> Onlooker:
+            onlooker = stack.enter_context(closing(Onlooker(tight, **headers)))
             wait_for(lambda: onlooker.lines)
             return onlooker
 
@@ -116,11 +117,11 @@ def shows_the_present(page: Page, onlooker: Onlooker) -> None:
 
 
 def test_eight_prompts_at_once_are_what_the_engines_film_says(
-    tight: Running, open_tab: Callable[..., Page], look: Callable[[], Onlooker], alone: LLM
+    tight: Running, open_tab: Callable[..., Page], look: Callable[..., Onlooker], alone: LLM
 ) -> None:
     tight.call(lambda engine: engine.reset_prefix_cache())
     page = open_tab()
-    onlooker = look()
+    onlooker = look(**{TOKEN_HEADER: page.evaluate("sessionStorage.getItem('watch-token')")})
     write(page)
     run_all(page)
     wait_for(lambda: page.evaluate(NOW) == state_in_python(onlooker.state()))
@@ -171,7 +172,7 @@ def test_a_card_leads_to_its_request_and_the_film_may_be_wound_back(
 
 
 def test_a_reload_in_mid_run_shows_what_is_there(
-    tight: Running, open_tab: Callable[..., Page], look: Callable[[], Onlooker]
+    tight: Running, open_tab: Callable[..., Page], look: Callable[..., Onlooker]
 ) -> None:
     page = open_tab()
     thread = in_background(tight, EIGHT | {"max_tokens": 30})
@@ -189,7 +190,7 @@ def test_a_reload_in_mid_run_shows_what_is_there(
 
 
 def test_two_tabs_see_one_engine_and_each_its_own_answers(
-    tight: Running, open_tab: Callable[..., Page], look: Callable[[], Onlooker]
+    tight: Running, open_tab: Callable[..., Page], look: Callable[..., Onlooker]
 ) -> None:
     one, other = open_tab(), open_tab(path="/?lang=zh")
     write(one, [PROMPTS[0], *PROMPTS[:2]])
@@ -203,6 +204,11 @@ def test_two_tabs_see_one_engine_and_each_its_own_answers(
     wait_for(lambda: len(set(one.locator(".answers .chip b").all_inner_texts())) == 3)
     told = [page.evaluate("[...Watch.store.films[0].byId.keys()]") for page in (one, other)]
     assert told[0] == told[1] and len(told[0]) == 8
+    # Trap 86: each reads its own requests; of the others it sees how long they are.
+    prompts = "[...Watch.store.films[0].now.requests.values()].map((r) => r.promptPieces.join(''))"
+    assert sorted(one.evaluate(prompts)) == sorted([""] * 5 + [PROMPTS[0], *PROMPTS[:2]])
+    assert sorted(other.evaluate(prompts)) == sorted([""] * 3 + PROMPTS[3:])
+    assert one.evaluate("Watch.pieceOf(Watch.store.films[0], -1)") == "▒"
     assert "结束：" in other.locator(".answers .chip").first.inner_text()
     assert other.evaluate("document.documentElement.lang") == "zh-CN"
     other.evaluate("Watch.set({language: 'en'})")
@@ -212,7 +218,7 @@ def test_two_tabs_see_one_engine_and_each_its_own_answers(
 def test_a_tab_that_sleeps_holds_up_nobody_and_wakes_in_the_present(
     tight: Running,
     open_tab: Callable[..., Page],
-    look: Callable[[], Onlooker],
+    look: Callable[..., Onlooker],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(live_page, "MAX_BEHIND", 100_000)
@@ -303,6 +309,23 @@ def test_the_page_asks_for_the_key(open_tab: Callable[..., Page]) -> None:
         page.context.close()
 
 
+def test_a_server_that_shows_no_events_says_so_once(open_tab: Callable[..., Page]) -> None:
+    """Trap 86: beyond loopback, without a key. Prompts can be tried all the same."""
+    with running() as server:
+        gate = server.app.state.server.live.gate
+        gate.config = replace(gate.config, host="0.0.0.0")
+        page = open_tab(server, may_be_refused=True)
+        page.wait_for_selector(".notice:has-text('does not show its engine')")
+        asked: list[str] = []
+        page.on("request", lambda request: asked.append(request.url))
+        page.wait_for_timeout(1200)
+        assert not asked
+        write(page, PROMPTS[:1])
+        run_all(page)
+        assert page.locator(".answers .text").text_content()
+        page.context.close()
+
+
 def test_what_is_wrong_is_said_and_a_schema_is_kept(
     tight: Running, open_tab: Callable[..., Page]
 ) -> None:
@@ -323,7 +346,7 @@ def test_what_is_wrong_is_said_and_a_schema_is_kept(
     assert not page.locator(".problem").is_visible()
     tight.call(lambda engine: fails(engine, "core"))
     page.click(".run")
-    page.wait_for_selector(".problem:has-text('broken')")
+    page.wait_for_selector(".problem:has-text('ZeroDivisionError')")
 
 
 def test_an_event_may_come_in_pieces(open_tab: Callable[..., Page]) -> None:

@@ -14,7 +14,7 @@ import pytest
 from uvicorn.lifespan.off import LifespanOff
 
 from common.serve import running
-from common.serve.__main__ import parse_args
+from common.serve.__main__ import main, parse_args
 from common.serve.app import ServeConfig
 from common.serve.gate import GateConfig
 from common.serve.running import CUT_SHORT, DrainingServer, allow_many_connections, serve
@@ -148,6 +148,23 @@ def test_a_model_has_a_name(
     assert f'"model": "{name}"' in said and "Bearer" not in said
 
 
+@pytest.mark.parametrize(
+    ("flags", "says"),
+    [
+        (["--port=99999999"], "port 99999999 of 127.0.0.1: ports are numbers from 0 to 65535"),
+        (["--port=-1"], "port -1 of 127.0.0.1: ports are numbers"),
+        (["--host=nowhere.invalid"], "of nowhere.invalid: "),
+        (["--host", "x" * 70], "x: "),
+    ],
+)
+def test_a_place_that_is_none_is_a_sentence(
+    flags: list[str], says: str, capsys: pytest.CaptureFixture
+) -> None:
+    assert main(flags) == 2
+    said = capsys.readouterr().err
+    assert says in said and said.count("\n") == 1 and "Unknown error" not in said
+
+
 def test_a_template_that_is_not_there_is_said_before_a_model_is_loaded(
     served: SimpleNamespace, tmp_path: Path
 ) -> None:
@@ -163,9 +180,12 @@ def test_the_exit_code_says_whether_all_could_finish(served: SimpleNamespace) ->
 
 @pytest.mark.parametrize("why_dead", [None, "broken"])
 def test_kv_events_end_before_the_engine_does(
-    served: SimpleNamespace, why_dead: str | None, monkeypatch: pytest.MonkeyPatch
+    served: SimpleNamespace,
+    why_dead: str | None,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture,
 ) -> None:
-    """But a dead one is not asked."""
+    """But a dead one is not asked. That prompts can be read there is said at the start: Trap 86."""
     pytest.importorskip("zmq")
 
     class KVEvents:
@@ -178,6 +198,7 @@ def test_kv_events_end_before_the_engine_does(
 
     monkeypatch.setattr("common.serve.kv_events.KVEvents", KVEvents)
     assert run("--kv-events=a", "--kv-events-replay=b") == 0
+    assert "are at a (anyone who can reach it reads the token ids" in capsys.readouterr().err
     told = [] if why_dead else ["told"]
     assert served.engine.said == ["spared", "tells a, b", "served", *told, "closed"]
 
@@ -186,6 +207,25 @@ def test_an_address_of_six_groups_stands_in_brackets(capsys: pytest.CaptureFixtu
     listener: Any = SimpleNamespace(getsockname=lambda: ("::1", 80, 0, 0))
     running._tell(parse_args([]), "m", listener)
     assert "http://[::1]:80/v1" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("flags", "said"),
+    [
+        (
+            [],
+            "no key: programs on this machine can send prompts; each page reads its own only",
+        ),
+        (["--host=0.0.0.0"], "GET /events is off"),
+        (["--host=0.0.0.0", "--api-key=k"], "open to the key: every prompt and answer"),
+    ],
+)
+def test_a_line_says_what_is_open(
+    served: SimpleNamespace, flags: list[str], said: str, capsys: pytest.CaptureFixture
+) -> None:
+    """Trap 86."""
+    assert run(*flags) == 0
+    assert said in capsys.readouterr().err
 
 
 def test_the_lock_comes_back_soon() -> None:

@@ -34,8 +34,10 @@ NOT_BUILT |= {"audio": {}, "modalities": ["audio"], "prediction": {}, "web_searc
 NOT_BUILT |= {"suffix": "x", "best_of": 2, "use_beam_search": True, "chat_template": "x"}
 NOT_BUILT |= {"prompt_embeds": "x", "echo": True, "guided_json": {}, "guided_regex": "x"}
 NOT_BUILT |= {"guided_choice": ["x"], "guided_grammar": "x"}
+NOT_BUILT |= {"truncation_side": "right", "thinking_token_budget": 9, "logprob_token_ids": [5]}
 NO_CHANGE = {"tools": [], "tool_choice": "none", "functions": [], "function_call": "none"}
 NO_CHANGE |= {"modalities": ["text"], "suffix": "", "best_of": 1, "use_beam_search": False}
+NO_CHANGE |= {"truncation_side": "left", "thinking_token_budget": -1, "logprob_token_ids": []}
 NO_CHANGE |= {"echo": False, "user": "me", "store": True, "kv_transfer_params": {}}
 
 
@@ -73,9 +75,10 @@ def test_what_nobody_knows_is_named_once_in_the_log(
 ) -> None:
     monkeypatch.setattr(wire, "_named", set())
     for _ in range(2):
-        chat(frobnicate=1, **NO_CHANGE)
+        chat(frobnicate=1, length_penalty=2.0, **NO_CHANGE)
     chat(**{"x" * 200: 1})
-    assert [r.args for r in caplog.records] == [("frobnicate",), ("x" * 200,)]
+    named = [record.args for record in caplog.records]
+    assert named == [("frobnicate",), ("length_penalty",), ("x" * 200,)]
     assert max(len(r.getMessage()) for r in caplog.records) < 200
 
 

@@ -156,7 +156,9 @@ def test_logprobs_are_those_of_generate(server: Running, alone: LLM) -> None:
 
 
 def test_errors_are_objects(server: Running, monkeypatch: pytest.MonkeyPatch) -> None:
-    many = [1] * 5000
+    many, nothing_else = [1] * 5000, "max_completion_tokens"
+    schema = {"name": "x", "schema": {"type": "nothing"}}
+    unknown_type = {"type": "json_schema", "json_schema": schema}
     for path, sent, status, field in (
         ("/v1/completions", body(temperature=-1), 400, "temperature"),
         ("/v1/completions", body(temperature="hot"), 400, "temperature"),
@@ -173,8 +175,15 @@ def test_errors_are_objects(server: Running, monkeypatch: pytest.MonkeyPatch) ->
         ("/v1/completions", body(suffix="x"), 400, "suffix"),
         ("/v1/completions", body(best_of=2), 400, "best_of"),
         ("/v1/completions", body(guided_json={}), 400, "guided_json"),
-        ("/v1/completions", body(structured_outputs={"regex": "("}), 400, "grammar"),
-        ("/v1/completions", body(structured_outputs={"json": 5}), 400, "schema"),
+        ("/v1/completions", body(structured_outputs={"regex": "("}), 400, "structured_outputs"),
+        ("/v1/completions", body(structured_outputs={"json": 5}), 400, "structured_outputs"),
+        ("/v1/completions", body(structured_outputs={"x": 5}), 400, "structured_outputs"),
+        ("/v1/completions", body(response_format=unknown_type), 400, "response_format"),
+        ("/v1/completions", body(prompt="\ud800"), 400, "prompt"),
+        ("/v1/completions", body(stop_token_ids=[10**6]), 400, "stop_token_ids"),
+        ("/v1/chat/completions/render", CHAT | {"max_completion_tokens": 0}, 400, nothing_else),
+        ("/tokenize", {"prompt": "\ud800"}, 400, "prompt"),
+        ("/detokenize", {"tokens": [10**6]}, 400, "tokens"),
         ("/v1/chat/completions", CHAT | {"tools": [{}]}, 400, "tools"),
         ("/v1/completions", body(logit_bias={"x": 1}), 400, "logit_bias"),
         ("/v1/completions", body(response_format={"type": "xml"}), 400, "response_format"),
@@ -197,10 +206,32 @@ def test_errors_are_objects(server: Running, monkeypatch: pytest.MonkeyPatch) ->
         if status != 200:
             assert set(answer["error"]) == {"message", "type", "param", "code"}
             assert answer["error"]["param"] == field, answer
-    assert api_error(ValueError("2 are too many")).param is None, "no field's name"
-    monkeypatch.setattr(server.app.state.server.metrics, "text", lambda: 1 / 0)
+    for sentence in ("2 are too many", "the prompt has 5"):
+        assert api_error(ValueError(sentence), {"prompt"}).param is None, "no field's name"
+    text = lambda: Path("/a/folder/of/the/server").read_text()  # noqa: E731
+    monkeypatch.setattr(server.app.state.server.metrics, "text", text)
     status, _, content = server.request("GET", "/metrics")
-    assert status == 500 and "ZeroDivision" in json.loads(content)["error"]["message"]
+    message = json.loads(content)["error"]["message"]
+    assert status == 500 and message == "the server has failed: FileNotFoundError"
+
+
+def test_of_a_chat_the_field_that_is_wrong_is_one_of_a_chat(template_server: Running) -> None:
+    for content in ("x " * 5000, "\ud800"):
+        chat = CHAT | {"messages": [{"role": "user", "content": content}]}
+        status, answer = template_server.post("/v1/chat/completions", chat)
+        assert (status, answer["error"]["param"]) == (400, "messages")
+
+
+def test_the_template_is_given_documents_and_the_effort(
+    template_server: Running, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    chat = template_server.app.state.server.chat
+    monkeypatch.setattr(chat, "_template", "{{ documents[0].title }} {{ reasoning_effort }}")
+    asked = CHAT | {"documents": [{"title": "One"}], "reasoning_effort": "low"}
+    asked["chat_template_kwargs"] = {"reasoning_effort": "high"}  # as at vLLM: the field counts
+    for path, name in ("/tokenize", "tokens"), ("/v1/chat/completions/render", "token_ids"):
+        ids = template_server.post(path, asked)[1][name]
+        assert template_server.llm.tokenizer.decode(ids) == "One low", path
 
 
 def test_unknown_fields_are_passed_over(server: Running, monkeypatch: pytest.MonkeyPatch) -> None:

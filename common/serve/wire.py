@@ -13,7 +13,7 @@ from typing import Annotated, Any
 from pydantic import BaseModel, ConfigDict, Field
 
 from common.intake import RequestOptions
-from common.serve.errors import api_error, bad
+from common.serve.errors import ApiError, api_error, bad
 from grammars import Json
 from request import SamplingParams
 
@@ -37,6 +37,9 @@ NOT_BUILT: dict[str, tuple] = {
     "prompt_embeds": (),
     "use_beam_search": (False,),
     "echo": (False,),  # of a chat
+    "truncation_side": ("left",),
+    "thinking_token_budget": (-1,),
+    "logprob_token_ids": ([],),
     **dict.fromkeys(["guided_json", "guided_regex", "guided_choice", "guided_grammar"], ()),
 }
 # Known, and of no consequence here: a pool's blocks are found by what they hold.
@@ -127,7 +130,20 @@ class GenerateBody(Body):
         try:
             return SamplingParams(**defaults | {k: v for k, v in given.items() if v is not None})
         except ValueError as error:
-            raise api_error(error) from error
+            raise self.error(error) from error
+
+    def error(self, error: Exception) -> ApiError:
+        """What a client is told that sent this body: `param` is a field of it."""
+        found = api_error(error, self._names_in_engine | type(self).model_fields.keys())
+        found.param = self._names_in_engine.get(found.param or "", found.param)
+        return found
+
+    @property
+    def _names_in_engine(self) -> dict[str, str]:
+        """The fields by other names that sentences begin with."""
+        form = self.structured_outputs is None and self.response_format is not None
+        grammar = "response_format" if form else "structured_outputs"
+        return {"grammar": grammar, "schema": grammar, "adapter": "model"}
 
     def _check(self) -> None:
         if self.stream_options is not None and not self.stream:
@@ -200,6 +216,13 @@ class ChatBody(GenerateBody):
     add_generation_prompt: bool | None = None
     continue_final_message: bool | None = None
     chat_template_kwargs: dict[str, Any] | None = None
+    documents: list[dict[str, Any]] | None = None  # this and the next: for the template
+    reasoning_effort: str | None = None
+
+    @property
+    def _names_in_engine(self) -> dict[str, str]:
+        most = "max_tokens" if self.max_completion_tokens is None else "max_completion_tokens"
+        return super()._names_in_engine | {"prompt": "messages", "max_tokens": most}
 
     def params(self, defaults: dict[str, Any]) -> SamplingParams:
         """Without `max_tokens`, an answer is as long as there is room."""
@@ -222,6 +245,8 @@ class TokenizeBody(Body):
     add_generation_prompt: bool | None = None
     continue_final_message: bool | None = None
     chat_template_kwargs: dict[str, Any] | None = None
+    documents: list[dict[str, Any]] | None = None
+    reasoning_effort: str | None = None
     return_token_strs: bool | None = None
 
 

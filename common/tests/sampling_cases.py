@@ -73,7 +73,7 @@ def make_sampling(
     columns, rows = SamplingColumns(n), np.arange(n)
     for row, p in enumerate(params):
         has_rules = (p.allowed_token_ids, p.bad_words, p.logit_bias) != (None, None, None)
-        rules = token_rules_of(p, None, lambda _, ids: ids) if has_rules else None
+        rules = token_rules_of(p, None, 1 << 40, lambda _, ids: ids) if has_rules else None
         columns.write(row, p, eos[row] if eos else (), rules)
     if seeds:
         columns.seed[:] = seeds

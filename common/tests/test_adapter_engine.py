@@ -436,6 +436,7 @@ REFUSED = {
     "bias": (dict(bias="all"), None, "bias is 'all'"),
     "modules": (dict(modules_to_save=["lm_head"]), None, "modules_to_save"),
     "activated": (dict(alora_invocation_tokens=[1]), None, "alora_invocation_tokens"),
+    "a named list": (dict(layers_pattern="layers"), None, "remove the field if .* is 'layers'"),
     "replicated": (dict(layer_replication=[[0, 1]]), None, "layer_replication"),
     "embedding": (dict(target_modules=["q_proj", "embed_tokens"]), None, "'embed_tokens'"),
     "head": (dict(target_modules=["lm_head"]), None, "'lm_head'"),

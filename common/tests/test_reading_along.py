@@ -7,16 +7,26 @@ import re
 import sys
 from code import InteractiveConsole
 from collections.abc import Iterator
+from dataclasses import make_dataclass
 from functools import cache
 from pathlib import Path
 from types import FrameType
 
 import pytest
+import torch
 
 from common.llm import LLM, SamplingParams
 from common.workshop.bench.bench_record import replace_between_markers
 from common.workshop.tools.translation import ROOT, Section, sections_of
 from common.workshop.tools.worked_steps import worked_table
+from draft_plugin import DraftPlugin
+from fcfs_scheduler import FCFSScheduler
+from input_batch import InputBatch
+from paged_attention import AttentionMetadata, paged_attention, write_kv
+from prefill_first_scheduler import PrefillFirstScheduler
+from request import Request, RequestStatus
+from scheduler import Scheduler
+from scheduler_interface import StepOutput
 
 PAGE, CHINESE = ROOT / "READING_ALONG.md", ROOT / "READING_ALONG.zh.md"
 SECTIONS = sections_of(PAGE)
@@ -28,6 +38,8 @@ PLACE = re.compile(r"\[`(\w+\.py)`\]\(([\w/]+\.py)\)(?:<br>| )`::([\w.]+)`")
 TEST = re.compile(r"\[`(test_\w+)`\]\(([\w/]+\.py)\)")
 # [Ch. 1, §2: The picture](01_batching/README.md#2-the-picture), and so in Chinese
 PLACE_IN_A_CHAPTER = re.compile(r"\[[^\]]*§(\d+):? ([^\]]+)\]\(([\w/.]+)#([^)]+)\)")
+# | a section of a post | [The queue](01_batching/README.md#the-queue)
+PLACE_IN_A_ROW = re.compile(r"^\| [^|]+ \| \[([^\]]+)\]\((0[\w/.]+)#([^)]+)\)", re.MULTILINE)
 ERRATUM = re.compile(r"\b([A-E]\d+)\b")
 
 
@@ -133,6 +145,17 @@ def test_a_section_of_a_chapter_is_called_as_the_chapter_calls_it(page: Path) ->
         assert headings[anchor] == f"{number}. {title}"
 
 
+@pytest.mark.parametrize("page", [PAGE, CHINESE], ids=lambda page: page.name)
+def test_a_row_names_the_heading_that_it_leads_to(page: Path) -> None:
+    """Or by a part of it; a section with a number may be called by that, or by its chapter."""
+    places = PLACE_IN_A_ROW.findall(page.read_text(encoding="utf-8"))
+    assert len(places) > 60
+    for label, chapter, anchor in places:
+        headings = {section.anchor: section.title for section in sections_of(ROOT / chapter)}
+        heading = headings[anchor]
+        assert re.match(r"\d+\. ", heading) or label.lower() in heading.lower(), (label, heading)
+
+
 def test_errata_are_numbered_and_those_that_are_referred_to_are_there() -> None:
     counts = dict.fromkeys("ABCDE", 0)
     for name in ERRATA:
@@ -142,6 +165,235 @@ def test_errata_are_numbered_and_those_that_are_referred_to_are_there() -> None:
     assert set(ERRATUM.findall(PAGE.read_text(encoding="utf-8"))) <= ERRATA.keys()
 
 
+# -- rules of the posts in miniature, beside this engine's
+
+
+@pytest.fixture(scope="module")
+def llm() -> LLM:
+    return LLM(device="cpu", dtype="float64", compile=False, num_threads=1)
+
+
+def test_a_queue_that_is_only_read_is_chosen_from_twice() -> None:
+    """D12: requests that were chosen have to leave the queue."""
+    waiting = ["a", "b"]
+    chosen = [list(waiting) for _ in range(2)]  # the post reads, and removes none
+    assert chosen == [["a", "b"], ["a", "b"]]
+    scheduler = PrefillFirstScheduler(8, 64, 100)
+    for name in waiting:
+        scheduler.add_request(Request.from_tokens(name, [1, 2, 3], max_new_tokens=9))
+    plans = [scheduler.schedule()]
+    scheduler.update_from_output(plans[0], StepOutput({"a": [7], "b": [7]}))
+    plans.append(scheduler.schedule())
+    assert [plan.num_scheduled_tokens for plan in plans] == [{"a": 3, "b": 3}, {"a": 1, "b": 1}]
+
+
+def test_the_diagram_of_the_talk_has_a_field_that_its_class_lacks() -> None:
+    """A12, with the fields of the class."""
+    fields = ["req_ids", "token_ids", "start_positions", "is_prefill", "prompt_lens"]
+    batch = make_dataclass("InputBatch", fields)(*([[]] * 5))
+    with pytest.raises(AttributeError, match="batch_size"):
+        _ = batch.batch_size
+    assert InputBatch(["a"], [[1]], [0], [True], [1]).batch_size == 1
+
+
+def test_a_token_budget_bounds_a_step_and_not_the_memory() -> None:
+    """A13."""
+    scheduler = FCFSScheduler(max_num_seqs=4, max_num_batched_tokens=8)
+    for name in "abcd":
+        scheduler.add_request(Request.from_tokens(name, [1, 2], max_new_tokens=30))
+    for _ in range(20):
+        plan = scheduler.schedule()
+        assert plan.total_num_scheduled_tokens <= 8
+        scheduler.update_from_output(plan, StepOutput({name: [7] for name in "abcd"}))
+    assert sum(r.num_computed_tokens for r in scheduler.running.values()) == 4 * 21
+
+
+def test_the_logs_request_ids_are_made_nowhere(llm: LLM) -> None:
+    """A15: the expression of its `generate_batch`, its surroundings left out."""
+    with pytest.raises(NameError, match="req_id"):
+        eval("[(prompt, req_id) for prompt in prompts]", {"prompts": ["a"]})
+    params = SamplingParams(temperature=0, max_tokens=1)
+    assert len(llm.engine.generate_batch(["a", "b"], params)) == 2
+
+
+def test_an_end_that_is_asked_for_with_equality_and_not_after_a_prefill_is_missed() -> None:
+    """C16, as in the flow charts: a prefill appends, a decode appends and asks."""
+
+    def post(max_tokens: int, tokens: list[int], eos: int = 2) -> int | None:
+        outputs = tokens[:1]
+        for token in tokens[1:]:
+            outputs.append(token)
+            if token == eos or len(outputs) == max_tokens:
+                return len(outputs)
+        return None  # it goes on
+
+    def ours(max_tokens: int, tokens: list[int]) -> int:
+        params = SamplingParams(temperature=0, max_tokens=max_tokens)
+        request = Request("a", [1], params, eos_token_ids=[2])
+        while not request.is_finished:
+            request.append_output_token(tokens[request.num_output_tokens])
+        return request.num_output_tokens
+
+    assert (post(1, [7] * 50), ours(1, [7] * 50)) == (None, 1)
+    assert (post(9, [2, *[7] * 50]), ours(9, [2, *[7] * 50])) == (9, 1)
+
+
+def test_a_loader_that_fills_what_has_a_weight_loader_leaves_the_norms() -> None:
+    """C18: no error, and a norm that is still all ones."""
+    model = torch.nn.ModuleDict({"norm": torch.nn.RMSNorm(4), "proj": torch.nn.Linear(4, 4)})
+    model["proj"].weight.weight_loader = lambda param, loaded: param.data.copy_(loaded)
+    for _, param in model.named_parameters():
+        if hasattr(param, "weight_loader"):
+            param.weight_loader(param, torch.full_like(param, 3))
+    assert (model["proj"].weight == 3).all() and (model["norm"].weight == 1).all()
+
+
+def test_an_answer_is_the_completion_without_its_prompt(llm: LLM) -> None:
+    """C19."""
+    params = SamplingParams(temperature=0, max_tokens=8)
+    (output,) = llm.generate(["def add(a, b):"], params, use_tqdm=False)
+    token_ids = output.outputs[0].token_ids
+    decode = llm.engine.tokenizer.decode
+    assert output.outputs[0].text == decode(token_ids)
+    by_post = decode([*output.prompt_token_ids, *token_ids])
+    assert by_post.startswith("def add(a, b):") and by_post != output.outputs[0].text
+
+
+def test_keys_that_are_stored_after_attention_are_missing_from_it() -> None:
+    """C21: a decode at position 1, in the slot of which stands nothing yet."""
+    key = torch.tensor([1.0, 2.0]).view(2, 1, 1)
+    where = torch.tensor([0, 1])
+    caches = torch.zeros(1, 4, 1, 1), torch.zeros(1, 4, 1, 1)
+    write_kv(key[:1], key[:1], *caches, where[:1])
+    metadata = AttentionMetadata(where, where[1:] + 1, where[:1].view(1, 1), where[1:], 1, 2)
+    late = paged_attention(torch.ones(1, 1, 1), *caches, metadata, 1.0)
+    write_kv(key[1:], key[1:], *caches, where[1:])
+    right = paged_attention(torch.ones(1, 1, 1), *caches, metadata, 1.0)
+    weights = torch.softmax(torch.tensor([1.0, 2.0]), 0)
+    assert right.item() == pytest.approx((weights @ torch.tensor([1.0, 2.0])).item())
+    assert late.item() == pytest.approx(torch.softmax(torch.tensor([1.0, 0.0]), 0)[0].item())
+
+
+def test_a_running_batch_that_was_mixed_and_not_emptied_is_merged_again() -> None:
+    """D15: MIXED counts as extend, so the next call merges what it has mixed."""
+
+    def post(prompts: list[str], empties: bool) -> list[list[str]]:
+        running, last, batches = [], [], []
+        for prompt in prompts:
+            running = running + last
+            last = [prompt, *running]
+            running = [] if empties else running
+            batches.append(last)
+        return batches
+
+    assert post(["a", "b", "c"], empties=False)[-1] == ["c", "a", "b", "a"]
+    assert post(["a", "b", "c"], empties=True)[-1] == ["c", "b", "a"]
+    scheduler = PrefillFirstScheduler(8, 64, 100, mixing=True)
+    for name in "abc":
+        scheduler.add_request(Request.from_tokens(name, [1, 2, 3], max_new_tokens=9))
+        plan = scheduler.schedule()
+        scheduler.update_from_output(plan, StepOutput({n: [7] for n in plan.num_scheduled_tokens}))
+        scheduler.check_invariants()  # nobody is in two batches
+    assert sorted(r.request_id for r in scheduler.last_batch.reqs) == ["a", "b", "c"]
+
+
+def test_outputs_to_come_are_memory_and_are_reserved_whole() -> None:
+    """D16: a prompt of 100 that may generate 1,000, in steps of 512 over 1,600 positions."""
+    assert 100 + 1000 * 0.7 > 512  # the post never takes it
+    assert 2 * (100 + 1000 * 0.7) <= 1600 < 2 * (100 + 1000)  # and of the memory it would take two
+    scheduler = PrefillFirstScheduler(8, 512, 100, max_consecutive_prefills=None)
+    for name in "ab":
+        prompt = [ord(name)] * 100
+        scheduler.add_request(Request.from_tokens(name, prompt, max_new_tokens=1000))
+    assert scheduler.schedule().num_scheduled_tokens == {"a": 100}
+
+
+class PostScheduler:
+    """What matters here of post E's, 8.3: one block for 16 tokens, two blocks, two lists."""
+
+    def __init__(self) -> None:
+        self.waiting, self.running, self.requests = [], [], {}
+        self.held = dict.fromkeys("ab", 0)
+        self.status = dict.fromkeys("ab", "waiting")
+
+    def fits(self, name: str, num_tokens: int) -> bool:
+        num_new = -(-num_tokens // 16) - self.held[name]
+        if sum(self.held.values()) + num_new > 2:
+            return False
+        self.held[name] += num_new
+        return True
+
+    def schedule(self, num_tokens: int) -> None:
+        still_running = []
+        for name in self.running:
+            if not self.fits(name, num_tokens):  # the victim is the current one
+                self.running.remove(name)
+                self.held[name] = 0
+                self.waiting.append(name)
+            still_running.append(name)
+        self.running = still_running
+        self.running += [name for name in self.waiting if self.fits(name, 16)]
+        self.waiting = [name for name in self.waiting if name not in self.running]
+
+
+def test_who_preempts_itself_is_admitted_in_the_same_step_and_another_is_lost() -> None:
+    """E29: two requests of 16 tokens in two blocks; both want a token more."""
+    post = PostScheduler()
+    post.waiting = ["a", "b"]
+    post.schedule(16)
+    assert post.running == ["a", "b"]
+    post.schedule(17)
+    assert (post.running, post.waiting) == (["a", "a"], [])
+    scheduler = Scheduler(num_gpu_blocks=3, watermark=0.0)  # one is the null block
+    for name in "ab":
+        scheduler.add_request(Request.from_tokens(name, [ord(name)] * 16, max_new_tokens=9))
+    scheduler.update_from_output(scheduler.schedule(), StepOutput({"a": [7], "b": [7]}))
+    plan = scheduler.schedule()
+    assert plan.num_scheduled_tokens == {"a": 1}
+    assert list(scheduler.running) == ["a"] and [r.request_id for r in scheduler.waiting] == ["b"]
+
+
+def test_an_abort_of_who_has_ended_changes_nothing() -> None:
+    """E30: the post keeps who has ended in a dict, and `abort_request` writes its status first."""
+    requests = {"a": "FINISHED_LENGTH_CAPPED"}
+    if requests.get("a") is not None:
+        requests["a"] = "FINISHED_ABORTED"
+    assert requests == {"a": "FINISHED_ABORTED"}
+    scheduler = Scheduler(num_gpu_blocks=4)
+    request = Request.from_tokens("a", [1, 2], max_new_tokens=1)
+    scheduler.add_request(request)
+    scheduler.update_from_output(scheduler.schedule(), StepOutput({"a": [7]}))
+    scheduler.abort_request("a")
+    assert request.status is RequestStatus.FINISHED_LENGTH_CAPPED
+    scheduler.add_request(Request.from_tokens("a", [1, 2]))  # the name is free
+
+
+def test_a_connector_that_returns_nothing_cannot_be_unpacked() -> None:
+    """E31: as vLLM takes its answer."""
+    with pytest.raises(TypeError, match="unpack"):
+        _delay_free_blocks, _params = (lambda request, blocks: None)("a", [1])
+
+
+def test_drafts_are_fed_after_the_last_token_and_its_own_token_is_not_accepted() -> None:
+    """E28, E32: five drafts, of which two are right."""
+    plugin = DraftPlugin()
+    scheduler = Scheduler(num_gpu_blocks=4, plugins=[plugin])
+    request = Request.from_tokens("a", [1, 2, 3], max_new_tokens=20)
+    scheduler.add_request(request)
+    drafts = {"a": [5, 6, 7, 8, 9]}
+    scheduler.update_from_output(
+        scheduler.schedule(), StepOutput({"a": [4]}, draft_token_ids=drafts)
+    )
+    plan = scheduler.schedule()
+    assert plan.start_positions == [3] and plan.num_scheduled_tokens == {"a": 1 + 5}
+    accepted_tokens = [5, 6, 40]  # the third is the target's own
+    scheduler.update_from_output(plan, StepOutput({"a": accepted_tokens}))
+    assert plugin.num_rejected_drafts == 5 - (len(accepted_tokens) - 1) == 3
+    assert request.num_tokens - request.num_computed_tokens == 1
+    by_post = 3 + 1 + 5 - (5 - len(accepted_tokens))
+    assert request.num_tokens - by_post == 0  # nothing is left to compute
+
+
 # -- the engine's own
 
 
@@ -149,11 +401,6 @@ def test_the_table_of_three_steps_is_what_the_engine_does() -> None:
     page = PAGE.read_text(encoding="utf-8")
     right = replace_between_markers(page, "three_steps", worked_table())
     assert page == right, "run: python -m common.workshop.tools.worked_steps"
-
-
-@pytest.fixture(scope="module")
-def llm() -> LLM:
-    return LLM(device="cpu", dtype="float64", compile=False, num_threads=1)
 
 
 def test_who_holds_whom_is_so(llm: LLM) -> None:

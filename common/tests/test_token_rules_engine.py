@@ -9,10 +9,11 @@ import pytest
 import torch
 from transformers import LogitsProcessor, LogitsProcessorList, Qwen3ForCausalLM
 
-from common.engine import LLMEngine
+from common.engine import EngineConfig, LLMEngine
 from common.engine_config import SHIPPED_CHECKPOINT
 from common.llm import LLM
 from common.tests.engine_oracle import MAX_TOKENS, Oracle, checked_engine, greedy_params
+from common.tokenizer import Tokenizer
 from request import SamplingParams
 
 GUESSES = {"num_spec_tokens": 3, "adaptive": False}
@@ -143,6 +144,29 @@ def test_min_tokens_needs_an_allowed_token_that_does_not_stop(loaded) -> None:
     with pytest.raises(ValueError, match=r"^min_tokens is 2: it must be 0 if every token stops"):
         engine.add_request("a", [1], SamplingParams(allowed_token_ids=[4, 3], **stops))
     engine.add_request("a", [1], SamplingParams(allowed_token_ids=[4, 5], **stops))
+
+
+def test_a_bad_word_that_the_model_has_no_row_for_rules_nothing_out(
+    shipped_loaded, shipped_tokenizer
+) -> None:
+    """Trap 79: of many fine-tunes of Llama 2, `[PAD]` is 32000, of a vocabulary of 32,000."""
+    backend = type(shipped_tokenizer.backend).from_str(shipped_tokenizer.backend.to_str())
+    backend.add_special_tokens(["[PAD]"])
+    tokenizer = Tokenizer(backend, shipped_tokenizer.eos_token_id)
+    row = shipped_loaded.config.vocab_size
+    assert tokenizer.encode("[PAD]") == [row]
+    engine = LLMEngine(EngineConfig(num_blocks=50), loaded=shipped_loaded, tokenizer=tokenizer)
+    params = SamplingParams(temperature=0, max_tokens=4)
+    bad = replace(params, bad_words=["[PAD]", "x[PAD]y"])
+    first = replace(params, logit_bias={0: 100.0}, ignore_eos=True)  # which the next row lost
+
+    def tokens(*every: SamplingParams) -> list[list[int]]:
+        outputs = engine.generate_batch(["def f("] * len(every), every)
+        return [output.outputs[0].token_ids for output in outputs.values()]
+
+    assert tokens(bad, first, bad) == tokens(params, first, params)
+    with pytest.raises(ValueError, match=f"^bad_words holds {row}: token ids are integers from 0 "):
+        engine.add_request("a", [1], SamplingParams(bad_words=[[row]]))
 
 
 def test_a_bad_word_of_a_text_is_not_said(shipped_tokenizer) -> None:

@@ -10,6 +10,7 @@
     "live.go": ["To what happens now", "回到当前"],
     "live.connecting": ["Connecting.", "正在连接。"],
     "live.lost": ["The engine can not be watched: {why} Trying again.", "无法观看引擎：{why}正在重试。"],
+    "live.off": ["This server does not show its engine: {why}.", "此服务器不显示引擎：{why}。"],
     "live.full": [
       "This film has {n} steps and ends here. “Live” begins another.",
       "影片已有 {n} 步，到此为止。点“实时”重新开始。"],
@@ -37,9 +38,15 @@
     }
   }
 
+  // Whose texts the events show: those of the requests that are sent with the same token.
+  const token = sessionStorage.getItem("watch-token")
+    ?? [...crypto.getRandomValues(new Uint32Array(4))].map((n) => n.toString(16).padStart(8, "0")).join("");
+  sessionStorage.setItem("watch-token", token); // for this tab, and for what it is after a reload
+
   // The answer, if it is one. Throws what the server says.
   Watch.ask = async (path, options = {}) => {
-    const headers = {...options.headers, ...(key && {Authorization: `Bearer ${key}`})};
+    const headers = {...options.headers, "X-Watch-Token": token,
+      ...(key && {Authorization: `Bearer ${key}`})};
     const answer = await fetch(path, {cache: "no-store", ...options, headers});
     if (answer.ok) return answer;
     const said = await answer.json().catch(() => ({}));
@@ -126,8 +133,10 @@
           Watch.files.tell(() => t("live.key"));
           Watch.playground.askForKey();
         } else {
+          const isOff = error.status === 403;
           const why = error instanceof TypeError ? () => t("live.gone") : () => error.message;
-          Watch.files.tell(() => t("live.lost", {why: why()}));
+          Watch.files.tell(() => t(isOff ? "live.off" : "live.lost", {why: why()}));
+          if (isOff) wait = null;
         }
       }
       await pause(wait);

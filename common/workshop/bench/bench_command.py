@@ -40,8 +40,7 @@ class Tables:
 
     full: str  # for common/workshop/bench/README.md
     short: str  # for README.md
-    shortest: str = ""  # for its first screen, if there is one
-    questions: str = ""  # each chapter in its own work, if it was measured
+    gains: str = ""  # for its first screen, if there is one
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,10 +112,7 @@ def places_of(name: str, tables: Tables) -> list[tuple[str, str, str]]:
         ("README.md", name, tables.short),
         ("common/workshop/bench/README.md", name, tables.full),
     ]
-    more = {"in_short": tables.shortest, "questions": tables.questions}
-    return places + [
-        ("README.md", f"{name}_{part}", table) for part, table in more.items() if table
-    ]
+    return places + ([("README.md", f"{name}_gains", tables.gains)] if tables.gains else [])
 
 
 def restart_with(args: argparse.Namespace) -> dict[str, str] | None:

@@ -24,12 +24,7 @@ from tqdm import tqdm
 
 from common.workshop.bench.bench_command import Driver, Tables, describe_malloc
 from common.workshop.bench.bench_record import ROOT, read_record, record_head, write_record
-from common.workshop.bench.ladder_table import (
-    render,
-    render_questions,
-    render_short,
-    render_shortest,
-)
+from common.workshop.bench.ladder_table import render, render_gains, render_short
 
 RECORD = ROOT / "common" / "workshop" / "bench" / "records" / "ladder.json"
 NUM_RESERVATIONS = 3  # of the longest request: what the KV memory holds without pages
@@ -123,9 +118,7 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
 
 def tables(path: Path) -> Tables:
     record = read_record(path)
-    return Tables(
-        render(record), render_short(record), render_shortest(record), render_questions(record)
-    )
+    return Tables(render(record), render_short(record), render_gains(record))
 
 
 def announce(args: argparse.Namespace) -> str:

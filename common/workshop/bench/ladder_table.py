@@ -18,6 +18,27 @@ PHRASES = {
     "chunked": ("06_chunked_prefill", "a long prompt comes in pieces"),
 }
 
+# The README's first table: what is added, the workload it is meant for, and the number that it
+# improves. A chapter without a row gains little in its own workload.
+GAINS = {
+    "paged": (
+        "2 paged KV cache",
+        "more users than worst-case reservations fit",
+        "output_tokens_per_s",
+    ),
+    "prefix-cache": ("3 prefix caching", "one long system prompt", "ttft_ms_p50"),
+    "preempting": (
+        "4 preemptive scheduling",
+        "answers shorter than `max_tokens`",
+        "output_tokens_per_s",
+    ),
+    "chunked": (
+        "6 chunked prefill",
+        "long prompts among short ones",
+        "inter_token_ms_p99",
+    ),
+}
+
 
 def render(record: dict[str, Any]) -> str:
     """Every rung in every regime, with all that was measured; and each chapter's own question."""
@@ -54,17 +75,31 @@ def render_short(record: dict[str, Any]) -> str:
     )
 
 
-def render_shortest(record: dict[str, Any]) -> str:
-    """The first rung beside the last, where many users queue."""
-    rungs = record["regimes"]["many"]["rungs"]
-    first, *_, last = (_short_row(name, rung)[1:4] for name, rung in rungs.items())
-    head = [
-        f"{record['regimes']['many']['num_requests']} requests",
-        "one at a time",
-        "six chapters",
-    ]
-    names = ["output, tokens a second", "first token, median", "gap between tokens, p99"]
-    return markdown_table(head, [list(row) for row in zip(names, first, last, strict=True)])
+def render_gains(record: dict[str, Any]) -> str:
+    """The README's first table: each idea in the workload it is meant for, without it → with it."""
+    rows = []
+    for name, (idea, workload, metric) in GAINS.items():
+        if name in record.get("questions", {}):
+            before, after = record["questions"][name]["rungs"].values()
+            rows.append([idea, workload, _gain(before, after, metric)])
+    many = record["regimes"]["many"]
+    first, *_, last = many["rungs"].values()
+    gains = [_gain(first, last, metric) for metric in ("output_tokens_per_s", "ttft_ms_p50")]
+    work = f"{_users(many)}, against one request at a time"
+    rows.append(["all six", work, ", ".join(gains)])
+    lines = markdown_table(["chapter", "workload", "gain"], rows).splitlines()
+    lines[1] = "| --- | --- | ---: |"
+    return "\n".join(lines)
+
+
+def _gain(before: dict[str, Any], after: dict[str, Any], metric: str) -> str:
+    low, high = _median(before, metric), _median(after, metric)
+    if metric == "output_tokens_per_s":
+        return f"throughput {low:,.0f} → {high:,.0f} tok/s"
+    name = "time to first token" if metric == "ttft_ms_p50" else "p99 inter-token latency"
+    if max(low, high) >= 10_000:
+        return f"{name} {low / 1000:.1f} → {high / 1000:.2f} s"
+    return f"{name} {low:,.0f} → {high:,.0f} ms"
 
 
 def _short_row(name: str, rung: dict[str, Any]) -> list[str]:
@@ -87,9 +122,12 @@ def _median(rung: dict[str, Any], name: str) -> float:
 
 
 def _work(regime: dict[str, Any]) -> str:
-    many = f"{regime['num_requests']} requests, {regime['arrivals_per_s']:g} a second"
     long = f", {regime['num_long']} long" if regime["num_long"] else ""
-    return f"{regime['title']}: {many}{long}"
+    return f"{regime['title']}: {_users(regime)}{long}"
+
+
+def _users(regime: dict[str, Any]) -> str:
+    return f"{regime['num_requests']} requests, {regime['arrivals_per_s']:g} a second"
 
 
 def _regime(regime: dict[str, Any]) -> str:

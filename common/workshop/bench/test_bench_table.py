@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+import re
+import statistics
+
 import pytest
 
 from common.workshop.bench import bench, bench_table, ladder_bench, ladder_table
 from common.workshop.bench.bench_command import Driver, places_of
-from common.workshop.bench.bench_record import ROOT, replace_between_markers
+from common.workshop.bench.bench_record import ROOT, read_record, replace_between_markers
+from common.workshop.museum.hall import EXHIBITS
+from common.workshop.tasks.course import TASKS
 
 
 def a_record() -> dict:
@@ -172,14 +177,28 @@ def test_the_short_ladder_has_four_columns_of_many_users() -> None:
     assert "`0123456789` with uncommitted changes" in lines[-1]
 
 
-def test_the_shortest_ladder_is_its_ends() -> None:
-    lines = ladder_table.render_shortest(a_ladder_record()).splitlines()
-    assert lines[0] == "| 80 requests | one at a time | six chapters |"
+def test_a_gain_is_the_number_that_the_idea_is_for() -> None:
+    record = a_ladder_record()
+    lines = ladder_table.render_gains(
+        {**record, "questions": {"prefix-cache": record["regimes"]["many"]}}
+    ).splitlines()
     assert lines[2:] == [
-        "| output, tokens a second | 110 | 400 |",
-        "| first token, median | 8,000 ms | 12 ms |",
-        "| gap between tokens, p99 | 70 ms | 8 ms |",
+        "| 3 prefix caching | one long system prompt | time to first token 8,000 → 12 ms |",
+        "| all six | 80 requests, 24 a second, against one request at a time "
+        "| throughput 110 → 400 tok/s, time to first token 8,000 → 12 ms |",
     ]
+
+
+def test_the_first_screen_has_the_digits_of_the_record_and_of_the_folders() -> None:
+    """In words, which no script writes: the loss, the number of tasks and that of bugs."""
+    many = read_record(ladder_bench.DRIVER.committed)["regimes"]["many"]["rungs"].values()
+    gaps = [[run["inter_token_ms_p99"] for run in rung["runs"]] for rung in many]
+    first, *_, last = (f"{statistics.median(gap):.0f}" for gap in gaps)
+    for page in ("README.md", "README.zh.md"):
+        screen = (ROOT / page).read_text(encoding="utf-8").partition("<details>")[0]
+        (loss,) = (part for part in screen.split("\n\n") if "n-gram" in part)
+        assert re.findall(r"\d+", loss.replace("p99", "")) == ["1", "5", first, last]
+        assert f" {len(TASKS)} " in screen and f" {len(EXHIBITS)} " in screen
 
 
 @pytest.mark.parametrize("driver", [bench.DRIVER, ladder_bench.DRIVER], ids=lambda d: d.name)

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import pytest
 
+from bounded_loops import as_long_as
 from common.workshop.replay.film import Film
 from common.workshop.watch.chromium import BrowserUnavailableError, started_browser
 from common.workshop.watch.films import BEYOND, FILMS, Shot, shoot
@@ -28,6 +29,14 @@ OpenRun = Callable[..., "RunPage"]
 _CHECKS = (Path(__file__).parent / "page_checks.js").read_text(encoding="utf-8").strip()
 LIMIT_MS = 30_000  # for anything that a test waits for, on a busy machine
 LOCALES = {"en": "en-US", "zh": "zh-CN"}
+
+
+def until(page: Page, expression: str, argument: Any = None) -> None:
+    """Wait until it is true in the page. It is asked from here, again and again: Playwright's
+    `wait_for_function` polls by `eval` in the page, which the page's policy forbids, so it fails
+    whenever its first look comes too early."""
+    for _ in as_long_as(lambda: not page.evaluate(expression, argument), seconds=LIMIT_MS / 1000):
+        page.wait_for_timeout(20)
 
 
 class RunPage:

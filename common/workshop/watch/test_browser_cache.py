@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from common.workshop.watch.conftest import OpenPage
+from common.workshop.watch.conftest import OpenPage, until
 from common.workshop.watch.scene_runs import Pages, Shown, go, ready, visible
 
 if TYPE_CHECKING:
@@ -256,7 +256,7 @@ def test_without_a_cache_there_is_no_panel_and_beside_one_a_sentence(
     page = ready(open_page(shown["radix"].page))
     without = shown["preempted"].page.with_suffix(".jsonl")
     page.set_input_files("input[type=file]", [without, shown["radix"].page.with_suffix(".jsonl")])
-    page.wait_for_function("() => Watch.store.films.length === 2")
+    until(page, "Watch.store.films.length === 2")
     go(page)
     assert "no prefix cache" in page.inner_text(".cache-about >> nth=0")
     assert not page.is_visible(".cache-scroll >> nth=0") and page.is_visible(

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from common.workshop.replay.film import Film
+from common.workshop.watch.conftest import until
 from common.workshop.watch.films import BEYOND, FILMS, Shot, page_of
 from common.workshop.watch.page_maker import Reel, make_page
 from common.workshop.watch.scene_runs import go
@@ -56,10 +57,8 @@ def test_a_film_opens_at_its_first_moment_and_its_buttons_lead_to_all(
     page.keyboard.press("End")
     for number, moment in enumerate(shot.film.moments):
         buttons.nth(number).click()
-        page.wait_for_function(
-            "n => document.querySelectorAll('.film-caption .look')[n].ariaPressed === 'true'",
-            arg=number,
-        )
+        is_pressed = "n => document.querySelectorAll('.film-caption .look')[n].ariaPressed"
+        until(page, f"{is_pressed} === 'true'", number)
         request = None if moment.request is None else shot.facts[moment.request]
         there = page.evaluate("[Watch.store.step, Watch.store.request]")
         assert there == [shot.step(moment), request]
@@ -206,7 +205,7 @@ def test_another_run_takes_the_caption_away(
 ) -> None:
     page = opened(4)
     page.set_input_files("input[type=file]", shots[2].paths[0])
-    page.wait_for_function("() => Watch.store.films[0].run.num_blocks === 15")
+    until(page, "Watch.store.films[0].run.num_blocks === 15")
     page.wait_for_selector(".film-caption", state="hidden")
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 import pytest
@@ -9,7 +10,8 @@ import pytest
 from bounded_loops import as_long_as
 from common.workshop.watch import chromium
 from common.workshop.watch.chromium import PROGRAMS, BrowserUnavailableError, started_browser
-from common.workshop.watch.conftest import OpenPage
+from common.workshop.watch.conftest import OpenPage, OpenRun, until
+from common.workshop.watch.source_lines import ROOT
 
 
 @pytest.mark.parametrize(
@@ -43,6 +45,18 @@ def test_a_page_that_is_right_is_opened_as_asked_for(open_page: OpenPage, tmp_pa
         "matchMedia('(prefers-color-scheme: dark)').matches]"
     )
     assert found == [1024, 768, "#step=3", "zh-CN", True]
+
+
+def test_what_comes_late_is_waited_for_on_a_page_that_forbids_eval(
+    open_run: OpenRun, default_run_text: str
+) -> None:
+    """With `wait_for_function` a test is green only if its first look comes late enough."""
+    page = open_run(default_run_text).page
+    page.evaluate("() => { setTimeout(() => { globalThis.isThere = true; }, 200); }")
+    until(page, "globalThis.isThere === true")
+    polls = re.compile(r"\.wait_for_function\(")
+    tests = ROOT.glob("common/**/*.py")
+    assert [path for path in tests if polls.search(path.read_text(encoding="utf-8"))] == []
 
 
 def test_a_missing_browser_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:

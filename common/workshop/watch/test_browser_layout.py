@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from common.workshop.replay.film import Film
-from common.workshop.watch.conftest import OpenRun, RunPage
+from common.workshop.watch.conftest import OpenRun, RunPage, until
 
 SIZES = [(1024, 768), (1280, 800), (1920, 1080)]
 
@@ -67,9 +67,7 @@ def test_the_page_is_never_wider_than_the_window(open_run: OpenRun, default_run_
     run = open_run(default_run_text, default_run_text, at="step=20")
     for width in (1920, 1280, 1024, 800, 390):
         run.page.set_viewport_size({"width": width, "height": 800})
-        run.page.wait_for_function(
-            "width => document.documentElement.scrollWidth <= width", arg=width
-        )
+        until(run.page, "width => document.documentElement.scrollWidth <= width", width)
     tops = run.ask("[...document.querySelectorAll('.root')].map((one) => one.offsetTop)")
     assert len(set(tops)) == len(tops), "a narrow window has one column"
 

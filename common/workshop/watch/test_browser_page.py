@@ -10,7 +10,7 @@ import pytest
 
 from common.events.event_kinds import Event, Failed, Updated, to_line
 from common.workshop.replay.film import Film
-from common.workshop.watch.conftest import OpenRun, RunPage
+from common.workshop.watch.conftest import OpenRun, RunPage, until
 from common.workshop.watch.test_page_maker import words
 
 OpenDefault = Callable[..., RunPage]
@@ -141,7 +141,7 @@ def test_space_plays_and_stops(open_default: OpenDefault) -> None:
     run.ask("() => document.activeElement.blur()")
     run.press(" ")
     run.page.wait_for_selector("button.play:text-is('Pause')")
-    run.page.wait_for_function("Watch.store.step >= 1")
+    until(run.page, "Watch.store.step >= 1")
     run.press(" ")
     stopped = run.step
     run.page.wait_for_timeout(150)
@@ -188,8 +188,7 @@ def test_a_browser_that_refuses_to_write_the_address_stops_nothing(
             throw new DOMException("too often", "SecurityError");
         };
     }""")
-    for step in range(1, 13):
-        run.ask("(step) => { try { Watch.set({step}); } catch { /* seen below */ } }", step)
+    run.ask("() => { for (let step = 1; step <= 12; step++) Watch.set({step}); }")
     run.settle()
     assert run.step == 12
     assert run.ask("() => globalThis.calls") < 12
@@ -279,6 +278,29 @@ def test_the_grid_says_what_a_cell_is(open_default: OpenDefault, film: Film) -> 
     for name, num, start in zip(plan.requests, plan.num_tokens, plan.starts):
         numbers = list(map(int, re.findall(r"\d+", said[name].partition(":")[2])))
         assert numbers and str(start) in said[name], (said[name], num, start)
+
+
+def test_a_stop_string_ends_a_request_in_the_step_that_completes_it(
+    open_default: OpenDefault, film: Film
+) -> None:
+    """In words, with the line that finds it, and in the grid."""
+    name = next(event.request for event in film.events if event.kind == "cut")
+    computed = [
+        part.number
+        for part in film.steps()
+        if any(e.kind == "computed" and name in e.tokens for e in part.events)
+    ]
+    run = open_default(at=f"step={computed[-1]}&request={name}")
+    run.page.locator(".grid-box").focus()
+    run.settle()
+    story = run.page.locator(f".words-group[data-group={name}]")
+    assert "ends at the stop string" in story.inner_text()
+    assert "outputs.py" in story.locator("[data-key='say.cut']").inner_text()
+    assert "end token" not in run.text(".words-list")
+    cell = run.page.locator(".grid-body [aria-live]")
+    assert "ends here" in (cell.text_content() or "")
+    run.press("ArrowRight")
+    assert run.page.locator(f".words-group[data-group={name}]").count() == 0
 
 
 # -- languages

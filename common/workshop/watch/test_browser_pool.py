@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from common.workshop.replay.film import State
-from common.workshop.watch.conftest import OpenPage
+from common.workshop.watch.conftest import OpenPage, until
 from common.workshop.watch.scene_runs import SCRIPTS, Pages, Shown, go, make_one, ready, visible
 from common.workshop.watch.workloads import Cast
 
@@ -271,7 +271,7 @@ def test_every_block_is_inside_an_area_that_does_not_grow(
         page = ready(open_page(film.page, 1280, 800, at="step=3"))
         for width, height in ((1280, 800), (1024, 768), (1920, 1080)):
             page.set_viewport_size({"width": width, "height": height})
-            page.wait_for_function("width => innerWidth === width", arg=width)
+            until(page, "width => innerWidth === width", width)
             go(page)
             go(page)  # sizes are measured, and drawn with the next frame
             assert page.evaluate(OUTSIDE) == []

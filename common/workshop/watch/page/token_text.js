@@ -6,6 +6,7 @@
     "token.pending": ["not written yet", "还没写入"],
   });
 
+  const HIDDEN = -1;
   const SIGNS = {" ": "·", "\n": "↵", "\t": "→", "\r": "↵"};
   const dictionaries = new WeakMap(); // film -> Map(token id -> what it adds to a text)
 
@@ -37,6 +38,7 @@
   Watch.visible = (piece) => piece.replace(/[ \n\t\r]/g, (blank) => SIGNS[blank]);
 
   Watch.pieceOf = (film, token) => {
+    if (token === HIDDEN) return "▒"; // of a request that the viewer may not read
     const piece = dictionary(film).get(token);
     return piece === undefined ? `#${token}` : Watch.visible(piece);
   };

@@ -73,7 +73,9 @@
       const values = {lost: event.num_lost_tokens, who: who === null ? "" : Watch.label(who)};
       context.say(event.request, `say.preempted${how}`, values, [source]);
     },
-    finished(event, {say, state}) {
+    finished(event, {say, state, events, at}) {
+      // Where a stop string was its end, that is told, by the next event about it.
+      if (events.slice(at).some((e) => e.kind === "cut" && e.request === event.request)) return;
       const n = state.request(event.request).outputs.length;
       say(event.request, `say.finished.${event.reason}`, {n}, [`finished:${event.reason}`]);
     },
