@@ -23,7 +23,7 @@ from typing import Any, Generic, TypeVar
 T = TypeVar("T")
 
 
-class Job(Generic[T]):
+class ThreadJob(Generic[T]):
     """A result to come, with the names of a `Future`. One thread at a time waits for it."""
 
     def __init__(self, work: Callable[[], T] | None = None) -> None:
@@ -89,22 +89,25 @@ class Job(Generic[T]):
         return self._error
 
 
+_Jobs = SimpleQueue[ThreadJob[Any] | None]
+
+
 class WorkerThread:
     """A thread that ends at `close`, or with its owner. `finishes`: then the jobs that were
     submitted are done first, and waited for; otherwise they are cancelled, except for one that has
     begun, which is not waited for."""
 
     def __init__(self, name: str, finishes: bool = True) -> None:
-        self._jobs = SimpleQueue[Job[Any] | None]()
+        self._jobs = _Jobs()
         self._thread = threading.Thread(target=_work, args=(self._jobs,), name=name, daemon=True)
         self._end = weakref.finalize(self, _end, self._jobs, self._thread, finishes)
         self._thread.start()
 
-    def submit(self, work: Callable[..., T], *arguments: Any) -> Job[T]:
+    def submit(self, work: Callable[..., T], *arguments: Any) -> ThreadJob[T]:
         """Raises `RuntimeError` after `close`."""
         if not self._end.alive:
             raise RuntimeError("this thread has been closed")
-        job = Job(partial(work, *arguments))
+        job = ThreadJob(partial(work, *arguments))
         self._jobs.put(job)
         return job
 
@@ -113,13 +116,13 @@ class WorkerThread:
         self._end()
 
 
-def _work(jobs: SimpleQueue[Job[Any] | None]) -> None:
+def _work(jobs: _Jobs) -> None:
     while (job := jobs.get()) is not None:
         job.run()
         del job  # nothing is held while the thread waits
 
 
-def _end(jobs: SimpleQueue[Job[Any] | None], thread: threading.Thread, finishes: bool) -> None:
+def _end(jobs: _Jobs, thread: threading.Thread, finishes: bool) -> None:
     with suppress(Empty):
         while not finishes:
             if (job := jobs.get_nowait()) is not None:

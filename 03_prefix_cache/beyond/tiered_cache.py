@@ -36,7 +36,7 @@ from kv_tiers import DiskTier, HostTier
 from prefix_cache_local import compute_block_hash
 from request import Request
 from request_chain import RequestChains, root_keys
-from worker_thread import Job, WorkerThread
+from worker_thread import ThreadJob, WorkerThread
 
 logger = logging.getLogger(__name__)
 
@@ -92,7 +92,7 @@ class _TierLoad:
     data: list[bytes | None]  # the disk's entries are filled by the reader, from the front
     from_disk: list[int]  # their places
     deadline: float
-    reading: Job[None] | None = None
+    reading: ThreadJob[None] | None = None
     is_cancelled: bool = False
 
 

@@ -17,7 +17,7 @@ from collections.abc import Callable
 from request import Request, RequestStatus
 from scheduler_books import SchedulerPlugin
 from scheduler_interface import SchedulerOutput
-from worker_thread import Job
+from worker_thread import ThreadJob
 
 
 class GrammarsCompiled(SchedulerPlugin):
@@ -26,9 +26,9 @@ class GrammarsCompiled(SchedulerPlugin):
 
     name = "grammar"
 
-    def __init__(self, compile: Callable[[str], Job[str]]) -> None:
+    def __init__(self, compile: Callable[[str], ThreadJob[str]]) -> None:
         self._compile = compile
-        self._jobs: dict[str, Job[str]] = {}  # of unfinished requests
+        self._jobs: dict[str, ThreadJob[str]] = {}  # of unfinished requests
         self._waits: dict[str, Request] = {}  # those that were not compiled when the step began
 
     def arrived(self, request: Request) -> None:
@@ -81,11 +81,11 @@ class GrammarsCompiled(SchedulerPlugin):
         assert self._waits.keys() <= self._jobs.keys(), "waits for nothing"
 
 
-def _is_compiled(job: Job[str]) -> bool:
+def _is_compiled(job: ThreadJob[str]) -> bool:
     return job.done() and _error_of(job) is None
 
 
-def _error_of(job: Job[str]) -> str | None:
+def _error_of(job: ThreadJob[str]) -> str | None:
     if not job.done():
         return None
     if job.cancelled():

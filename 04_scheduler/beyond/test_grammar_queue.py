@@ -8,17 +8,17 @@ from grammar_queue import GrammarsCompiled
 from request import Request, RequestStatus
 from scheduler import Scheduler
 from scheduler_steps import SchedulerLoop, make_memory, make_scheduler, planned, preempting
-from worker_thread import Job
+from worker_thread import ThreadJob
 
 
 class Compiler:
     """Jobs by source, which a test brings to their end."""
 
     def __init__(self) -> None:
-        self.jobs: dict[str, Job[str]] = {}
+        self.jobs: dict[str, ThreadJob[str]] = {}
 
-    def __call__(self, source: str) -> Job[str]:
-        return self.jobs.setdefault(source, Job[str]())
+    def __call__(self, source: str) -> ThreadJob[str]:
+        return self.jobs.setdefault(source, ThreadJob[str]())
 
 
 @pytest.fixture

@@ -9,7 +9,7 @@ from collections import OrderedDict
 
 from common.grammars.lark_text import compile_source
 from common.grammars.vocabulary import Vocabulary, tokenizer_of
-from worker_thread import Job, WorkerThread
+from worker_thread import ThreadJob, WorkerThread
 
 KEPT = 64 << 20  # bytes, about, of grammars that nobody need be waiting for
 
@@ -21,11 +21,11 @@ class GrammarCompiler:
     def __init__(self, vocabulary: Vocabulary) -> None:
         self.vocabulary = vocabulary
         self._thread = WorkerThread("grammar", finishes=False)
-        self._jobs: OrderedDict[str, Job[str]] = OrderedDict()
+        self._jobs: OrderedDict[str, ThreadJob[str]] = OrderedDict()
         self._num_bytes = 0  # of these
         self.close = self._thread.close
 
-    def submit(self, source: str) -> Job[str]:
+    def submit(self, source: str) -> ThreadJob[str]:
         """What is compiled of it, or a `ValueError` that says what is wrong."""
         job = self._jobs.pop(source, None)
         if job is None:
@@ -58,5 +58,5 @@ def _compile(source: str, vocabulary: Vocabulary) -> str:
         raise ValueError(f"it does not compile: {error}") from error
 
 
-def _is_compiled(job: Job[str]) -> bool:
+def _is_compiled(job: ThreadJob[str]) -> bool:
     return not job.cancelled() and job.exception() is None

@@ -39,7 +39,7 @@ from scheduler_interface import (
     StepHandle,
     StepOutput,
 )
-from worker_thread import Job, WorkerThread
+from worker_thread import ThreadJob, WorkerThread
 
 
 class PlansUnderWay(Protocol):
@@ -170,7 +170,7 @@ class ThreadedRunner(QueuedRunner):
 
 @dataclass(frozen=True, slots=True)
 class ThreadedStep:
-    job: Job[StepHandle]
+    job: ThreadJob[StepHandle]
 
     def wait(self) -> StepOutput:
         return self.job.result().wait()
