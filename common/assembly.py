@@ -21,7 +21,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING
 
@@ -44,6 +44,7 @@ from common.scheduler_assembly import (
     Namespace,
     RunnerSide,
     assemble_around,
+    find_eos_token_ids,
     find_max_model_len,
     find_vocab_size,
 )
@@ -137,6 +138,8 @@ def assemble(
     max_model_len = find_max_model_len(config, loaded.config)
     num_tokens = None if tokenizer is None else tokenizer.vocab_size
     vocab_size = find_vocab_size(loaded.config, num_tokens)
+    eos = find_eos_token_ids(loaded.generation_eos_token_ids, tokenizer, vocab_size)
+    loaded = replace(loaded, generation_eos_token_ids=eos)
 
     def trim(runner: ModelRunner) -> ModelRunner:
         from common.runner.trimming_runner import TrimmingRunner

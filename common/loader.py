@@ -52,7 +52,8 @@ _DOWNLOADS = ["*.json", "model*.safetensors", "tokenizer*", "merges.txt", "*.jin
 
 @dataclass(frozen=True, slots=True)
 class LoadedModel:
-    """`generation_eos_token_ids`: every id that ends a text. `path` is None without a file."""
+    """`generation_eos_token_ids`: ids that end a text, by `config.json` and
+    `generation_config.json`; an engine adds its tokenizer's EOS. `path` is None without a file."""
 
     model: DecoderModel
     config: ModelConfig

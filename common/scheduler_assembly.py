@@ -42,6 +42,7 @@ if TYPE_CHECKING:
     from cached_kv_cache_manager import CachedKVCacheManager
     from common.adapters.adapter_names import AdapterLoader, AdapterNames
     from common.runner.overlap import OverlappedEngineCore, PlansUnderWay, QueuedRunner
+    from common.tokenizer import Tokenizer
     from kv_connector import KVBlockIO, KVConnector
     from overlap_plugin import OverlapPlugin
     from pipeline_plugin import PipelinePlugin
@@ -120,6 +121,16 @@ def find_max_model_len(config: EngineConfig, model: ModelConfig) -> int:
 def find_vocab_size(model: ModelConfig, num_tokens_in_tokenizer: int | None) -> int:
     """Checkpoints pad the vocabulary to a round number; a lane that no token has must never win."""
     return min(model.vocab_size, num_tokens_in_tokenizer or model.vocab_size)
+
+
+def find_eos_token_ids(
+    listed: Sequence[int], tokenizer: Tokenizer | None, vocab_size: int
+) -> tuple[int, ...]:
+    """Every id that ends a text: those of the model's files, and the tokenizer's own, as in vLLM
+    and SGLang. Many chat fine-tunes set only the tokenizer's to the token that ends a turn."""
+    own = None if tokenizer is None else tokenizer.eos_token_id
+    has_row = own is not None and own < vocab_size
+    return tuple(dict.fromkeys([*listed, own] if has_row else listed))
 
 
 def assemble_around(config: EngineConfig, side: RunnerSide) -> EngineParts:

@@ -35,7 +35,7 @@ class ThreadJob(Generic[T]):
 
     def run(self) -> None:
         """Do the work, in the thread, unless the job was cancelled."""
-        if self._taken_by.setdefault("by", "thread") != "thread":
+        if not self.begin():
             return
         work, self._work = self._work, None
         assert work is not None
@@ -44,6 +44,10 @@ class ThreadJob(Generic[T]):
         except BaseException as error:
             self.set_exception(error)
         del self, work  # the traceback of an error would hold them in a cycle
+
+    def begin(self) -> bool:
+        """Whether the job is to be done: nothing can cancel it from now on."""
+        return self._taken_by.setdefault("by", "thread") == "thread"
 
     def set_result(self, value: T) -> None:
         self._value, self._is_over = value, True

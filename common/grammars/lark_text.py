@@ -9,15 +9,14 @@ from __future__ import annotations
 
 import json
 import re
-from collections import Counter
 from collections.abc import Iterator
 from typing import Any
 
 from llguidance import LLTokenizer, regex_to_lark
 
+from common.grammars.json_schema import HEAD, rewritten
 from common.grammars.vocabulary import RULES, beginning_of
 
-_HEAD = '%llguidance {"no_forcing": true}\n'
 NOTHING_FITS = "no text fits it"
 TOO_MANY_WAYS = (
     "it can be read in too many ways at once: where a rule is made of itself several times, or "
@@ -32,9 +31,6 @@ _TOKEN = re.compile(
     | (?P<sign>[()|?*+.]|\{\s*\d+\s*(?:,\s*\d*\s*)?\})""",
     re.VERBOSE | re.DOTALL,
 )
-_TITLES = {"title", "description"}
-_DATA = {"const", "enum", "default", "examples"}  # keywords of a schema that hold values
-_OF_NAMES = {"properties", "patternProperties", "$defs", "definitions", "dependentSchemas"}
 _HEX = "[0-9A-Fa-f]"
 _CHARACTER = re.compile(rf"\\x({_HEX}{{2}})|\\u({_HEX}{{4}})|\\U({_HEX}{{8}})|\\(.)|(.)", re.DOTALL)
 _ESCAPES = {"n": "\n", "t": "\t", "r": "\r"} | {c: c for c in '\\"[]-^/'}
@@ -64,56 +60,17 @@ def sentence_of(error: str) -> str:
 
 def _lark_of(wanted: dict[str, Any]) -> str:
     if "ebnf" in wanted:
-        return _HEAD + RULES + " ".join(_rules(wanted["ebnf"]))
+        return HEAD + RULES + " ".join(_rules(wanted["ebnf"]))
     if "regex" in wanted:
-        return f"{_HEAD}start: /{regex_to_lark(wanted['regex'])}/"
+        return f"{HEAD}start: /{regex_to_lark(wanted['regex'])}/"
     if "choice" in wanted:
         # As one word, since alternatives of a rule are each looked at apart.
-        return f"{_HEAD}start: TEXTS\nTEXTS: " + " | ".join(map(_quoted, wanted["choice"]))
-    schema, most = _rewritten(wanted["json"]), wanted["max_whitespace"]
+        return f"{HEAD}start: TEXTS\nTEXTS: " + " | ".join(map(_quoted, wanted["choice"]))
+    schema, most = rewritten(wanted["json"]), wanted["max_whitespace"]
     how: dict[str, Any] = {"whitespace_pattern": f"[ \\n\\t]{{0,{most}}}"}
     if most == 0:
         how = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
-    return f"{_HEAD}start: %json {json.dumps(schema | {'x-guidance': how})}"
-
-
-def _rewritten(part: Any, are_names: bool = False) -> Any:
-    """A schema, or a list or an object of schemas, in words that the library knows. `are_names`:
-    its keys are names, such as those of properties, and mean nothing."""
-    if isinstance(part, list):
-        return [_rewritten(inner) for inner in part]
-    if not isinstance(part, dict):
-        return part
-    if are_names:
-        return {name: _rewritten(inner) for name, inner in part.items()}
-    found = {
-        key: inner if key in _DATA else _rewritten(inner, key in _OF_NAMES)
-        for key, inner in part.items()
-    }
-    return _without_lists(found)
-
-
-def _without_lists(schema: dict[str, Any]) -> dict[str, Any]:
-    """`oneOf` of lists of values means those that stand in exactly one. The library knows `oneOf`
-    only of alternatives that it sees to exclude each other, by their types or by texts that a
-    property must have, and refuses others."""
-    alternatives = schema.get("oneOf")
-    lists = [_values(one) for one in alternatives] if isinstance(alternatives, list) else []
-    if not lists or None in lists:
-        return schema
-    num_lists = Counter(key for values in lists if values for key in values)
-    values = {key: value for one in lists if one for key, value in one.items()}
-    left = {"enum": [value for key, value in values.items() if num_lists[key] == 1]}
-    others = {key: inner for key, inner in schema.items() if key != "oneOf"}
-    return others | {"allOf": [*schema.get("allOf", ()), left]}
-
-
-def _values(schema: Any) -> dict[str, Any] | None:
-    """Those of a schema that says nothing else, if they are texts, integers, booleans or null."""
-    is_list = isinstance(schema, dict) and schema.keys() - _TITLES in ({"const"}, {"enum"})
-    values = schema.get("enum", [schema.get("const")]) if is_list else [0.5]
-    is_plain = all(value is None or isinstance(value, str | int) for value in values)
-    return {json.dumps(value): value for value in values} if is_plain else None
+    return f"{HEAD}start: %json {json.dumps(schema | {'x-guidance': how})}"
 
 
 def _quoted(text: str) -> str:

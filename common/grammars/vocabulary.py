@@ -6,20 +6,20 @@ tokens have no bytes here, so no grammar ever allows one; EOS is no affair of th
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from contextlib import closing
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import lru_cache, partial
-from threading import Lock, stack_size
+from functools import cache, lru_cache, partial
+from queue import SimpleQueue
+from threading import Lock, Thread, stack_size
 
 from llguidance import LLMatcher, LLParserLimits, LLTokenizer, TokenizerWrapper
 
 from common.tokenizer import Tokenizer
-from worker_thread import WorkerThread
 
 _NOTHING = b"\xff"  # no text has this byte
 # The library calls itself for each rule or schema that one is made of, and a usual stack that is
 # overrun ends the process. Of what `grammars.py` lets in the worst that was found takes 128 MiB.
+# How much the next thread gets is a setting of the process: the lock is held until it has begun.
 _STACK, _ONE_AT_A_TIME = 256 << 20, Lock()
 RULES = "// rules of single characters\n"
 # What the library may do for one text, counted: so all ranks give up at the same token. Rules can
@@ -54,6 +54,13 @@ def tokenizer_of(vocabulary: Vocabulary) -> LLTokenizer:
     return LLTokenizer(TokenizerWrapper(_Pieces(vocabulary)))
 
 
+@cache
+def tokenizer_of_bytes() -> LLTokenizer:
+    """Of no model: token 1 + i is byte i."""
+    pieces = (b"", *(bytes([i]) for i in range(256)))
+    return LLTokenizer(TokenizerWrapper(_Pieces(Vocabulary(pieces, eos_token_ids=(0,)))))
+
+
 class Beginning:
     """`matcher` stands at the beginning of a text, for copies to be made of. It may have an
     error."""
@@ -65,14 +72,24 @@ class Beginning:
 
     def begin_anew(self) -> None:
         """Copies share what they have found out, and the count of it, which may be too high."""
+        made = SimpleQueue[LLMatcher | BaseException]()
         with _ONE_AT_A_TIME:
             usual = stack_size(_STACK)
             try:
-                deep = WorkerThread("grammar-with-a-deep-stack")
+                Thread(target=_make, args=(self._make, made.put), daemon=True).start()
             finally:
                 stack_size(usual)
-            with closing(deep):
-                self.matcher = deep.submit(self._make).result()
+        found = made.get()
+        if isinstance(found, BaseException):
+            raise found
+        self.matcher = found
+
+
+def _make(make: Callable[[], LLMatcher], put: Callable[[LLMatcher | BaseException], None]) -> None:
+    try:
+        put(make())
+    except BaseException as error:
+        put(error)
 
 
 @lru_cache(maxsize=32)

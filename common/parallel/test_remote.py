@@ -36,6 +36,7 @@ from common.tests.remote_cases import (
     signal_in_step,
     start_forked,
 )
+from common.tokenizer import Tokenizer
 from grammars import Choice, Json, Regex
 from request import SamplingParams
 from scheduler_interface import NewRequestData, PlanMessage
@@ -344,6 +345,18 @@ def test_guesses_are_counted_from_plans_and_outputs_as_where_they_are_made(
     assert counting.stats == engine.speculation.stats and counting.stats.num_accepted > 0
 
 
+def test_ranks_know_the_eos_that_only_the_tokenizer_has(shipped_loaded, shipped_tokenizer) -> None:
+    """Trap 81: before `min_tokens` they make it impossible."""
+    params = replace(GREEDY, ignore_eos=False, min_tokens=3)
+    alone = one_process(shipped_loaded, shipped_tokenizer)
+    own = tokens_of(alone, PROMPTS[:1], params)[0][1]
+    tokenizer = Tokenizer(shipped_tokenizer.backend, own)
+    engine = LLMEngine(EngineConfig(**STAGES, **WORKERS), tokenizer=tokenizer)
+    right = tokens_of(one_process(shipped_loaded, tokenizer), PROMPTS, params)
+    assert tokens_of(engine, PROMPTS, params) == right and own not in right[0][:3]
+    engine.close()
+
+
 # -- the start
 
 
@@ -377,4 +390,4 @@ def test_ranks_that_say_different_things_of_themselves_are_refused(
 
 
 class NoTokenizer:
-    vocab_size = 97
+    vocab_size, eos_token_id = 97, None

@@ -7,7 +7,7 @@ import os
 from collections import deque
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import timedelta
 from functools import partial
 from hashlib import blake2b
@@ -39,7 +39,16 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 QUESTIONS = {
-    "start": ("config", "rank", "limits", "meeting", "threads", "log_level", "has_connector"),
+    "start": (
+        "config",
+        "rank",
+        "limits",
+        "eos_token_ids",
+        "meeting",
+        "threads",
+        "log_level",
+        "has_connector",
+    ),
     "plan": ("step", "plan", "times"),
     "read": ("block_id",),
     "write": ("block_id", "data"),
@@ -90,6 +99,7 @@ class Rank:
         meeting.wait("imported")
         collectives = meeting.connect(device, config.worker_timeout_s)
         loaded = _load(config, device, collectives)
+        loaded = replace(loaded, generation_eos_token_ids=tuple(told["eos_token_ids"]))
         draft, how = None, config.speculation
         if how is not None and how.method == "draft" and ranks.is_last_stage:
             draft = load_model(how.model or SHIPPED_DRAFT, loaded.model.embed_weight.dtype, device)

@@ -29,6 +29,16 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--host", default="127.0.0.1", help="0.0.0.0: all that this machine has")
     parser.add_argument("--port", type=int, default=8000, help="0: a free one")
     parser.add_argument("--api-key", default=os.environ.get("VLLM_API_KEY"), metavar="KEY")
+    parser.add_argument("--metrics-without-key", action="store_true", help="as in vLLM")
+    for flag, metavar, says in (
+        ("--allowed-host", "NAME", "that clients may call this server by: host.docker.internal"),
+        (
+            "--allowed-origin",
+            "URL",
+            "of pages that may send requests: http://localhost:3000; *: any",
+        ),
+    ):
+        parser.add_argument(flag, metavar=metavar, action="append", default=[], help=says)
     parser.add_argument("--served-model-name", metavar="NAME", help="what clients call it")
     parser.add_argument("--chat-template", type=Path, metavar="FILE", help="instead of the model's")
     parser.add_argument(

@@ -17,6 +17,7 @@ from starlette.responses import Response
 
 from common.sampling.distributions import TokenLogprobs
 from common.serve.deltas import CompletionDelta, RequestDelta
+from common.serve.text_places import TextPlaces
 from common.serve.wire import GenerateBody
 from common.tokenizer import Tokenizer
 from request import SamplingParams
@@ -69,15 +70,16 @@ class Answer:
     params: SamplingParams
     prompts: Sequence[str] = ()  # their texts, where they are echoed
     only_echo: bool = False
+    request_id: str = field(default_factory=lambda: uuid.uuid4().hex)
     usage: Usage = field(default_factory=Usage)
     id: str = ""
     created: int = field(default_factory=lambda: int(time.time()))
-    _begun: dict[int, int] = field(default_factory=dict)  # choices, and their text's length
+    _begun: dict[int, TextPlaces] = field(default_factory=dict)  # by choice
     _prompt_ids: dict[int, list[int]] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         prefix = "chatcmpl" if self.kind == "chat" else "cmpl"
-        self.id = f"{prefix}-{uuid.uuid4().hex}"
+        self.id = f"{prefix}-{self.request_id}"
 
     def count(self, prompt: int, delta: RequestDelta) -> None:
         if delta.prompt_token_ids is not None:
@@ -172,6 +174,10 @@ class Answer:
         self, index: int, prompt: int, piece: CompletionDelta, of: RequestDelta
     ) -> dict[str, Any]:
         is_first = index not in self._begun
+        if is_first:
+            ids, echoed = self._prompt_ids[prompt], self.prompts[prompt] if self.prompts else None
+            skips = self.params.skip_special_tokens
+            self._begun[index] = TextPlaces(self.tokenizer, ids, echoed, skips)
         about = self._of_the_prompt(prompt, of) if is_first else {}
         text = "" if self.only_echo else piece.text
         entries: list[TokenLogprobs | None] | None = None
@@ -182,8 +188,9 @@ class Answer:
             entries = None if entries is None else (of.prompt_logprobs or []) + entries
         logprobs = None
         if entries is not None:
-            logprobs = self._text_logprobs(entries, self._begun.get(index, 0), prompt)
-        self._begun[index] = self._begun.get(index, 0) + len(text)
+            first = self._prompt_ids[prompt][0]
+            ids = [first if entry is None else entry.token_id for entry in entries]
+            logprobs = self._text_logprobs(entries, self._begun[index].take(ids), prompt)
         return about | {"index": index, "text": text, "logprobs": logprobs}
 
     # -- log-probabilities
@@ -208,9 +215,9 @@ class Answer:
         return {"token": self._text(token_id), "logprob": finite(logprob), "bytes": data}
 
     def _text_logprobs(
-        self, entries: list[TokenLogprobs | None], offset: int, prompt: int
+        self, entries: list[TokenLogprobs | None], offsets: list[int], prompt: int
     ) -> dict[str, Any]:
-        tokens, logprobs, top, offsets = [], [], [], []
+        tokens, logprobs, top = [], [], []
         for entry in entries:
             if entry is None:  # the first token of a prompt, which nothing stands before
                 token = self._text(self._prompt_ids[prompt][0])
@@ -222,8 +229,6 @@ class Answer:
                 most = {entry.token_id: entry.logprob} | entry.top  # and the token itself
                 top.append({self._text(i): finite(p) for i, p in most.items()})
             tokens.append(token)
-            offsets.append(offset)
-            offset += len(token)
         return {
             "text_offset": offsets,
             "token_logprobs": logprobs,

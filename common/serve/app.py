@@ -91,13 +91,15 @@ class Server:
         echoed = body.prompts() if body.echo else []
         texts = [p if isinstance(p, str) else await self._decode(p, "prompt") for p in echoed]
         tokenizer = self.llm.tokenizer
-        answer = Answer("completion", model, tokenizer, body, params, texts, body.only_echo)
+        how = texts, body.only_echo, request.state.request_id
+        answer = Answer("completion", model, tokenizer, body, params, *how)
         return await self._generate(answer, ids, request)
 
     async def chat_completions(self, body: ChatBody, request: Request) -> Response:
         model, params = self._model(body), body.params(self.defaults)
         ids = await self._chat_ids(body, params)
-        answer = Answer("chat", model, self.llm.tokenizer, body, params)
+        name = request.state.request_id
+        answer = Answer("chat", model, self.llm.tokenizer, body, params, request_id=name)
         return await self._generate(answer, [ids], request)
 
     async def _generate(
@@ -170,9 +172,11 @@ class Server:
         return await asyncio.to_thread(self.chat.text, body.messages, *how)
 
     def _model(self, body: GenerateBody | TokenizeBody | DetokenizeBody) -> str:
-        """The one that is asked for. Raises `ApiError` if it is not here."""
+        return self._served(body.model or self.config.model_name)
+
+    def _served(self, model: str) -> str:
+        """Raises `ApiError` if it is not here."""
         known = [self.config.model_name, *self.llm.adapters]
-        model = body.model or known[0]
         if model not in known:
             message = f"model is {model!r}: this server has {', '.join(known)}"
             raise ApiError(404, message, "model", "model_not_found")
@@ -218,6 +222,10 @@ class Server:
         return json_response({"model": model, "token_ids": ids})
 
     # -- the server
+
+    async def model(self, name: str) -> dict[str, Any]:
+        self._served(name)
+        return next(model for model in (await self.models())["data"] if model["id"] == name)
 
     async def models(self) -> dict[str, Any]:
         name, created = self.config.model_name, int(self.metrics.started_at)
@@ -287,8 +295,10 @@ def make_app(llm: AsyncLLM, config: ServeConfig) -> tuple[FastAPI, Gate]:
         "/tokenize": server.tokenize,
         "/detokenize": server.detokenize,
     }
+    gate.posts = post.keys()
     get: dict[str, Any] = {
         "/v1/models": server.models,
+        "/v1/models/{name:path}": server.model,
         "/health": server.health,
         "/version": server.version,
         "/metrics": server.metrics_text,
@@ -345,6 +355,8 @@ def _on_wrong_body(request: Request, error: Exception) -> Response:
 
 def _on_http_error(request: Request, error: Exception) -> Response:
     assert isinstance(error, HTTPException)
-    answer = error_response(ApiError(error.status_code, str(error.detail)))
+    is_route = error.status_code != 404
+    detail = error.detail if is_route else f"{request.method} {request.url.path} is not served here"
+    answer = error_response(ApiError(error.status_code, str(detail)))
     answer.headers.update(error.headers or {})  # `Allow` of a 405
     return answer

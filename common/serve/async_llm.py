@@ -83,7 +83,7 @@ class AsyncLLM:
         engine = self._engine_loop.made.result()
         assert engine.tokenizer is not None
         self.tokenizer, self.max_model_len = engine.tokenizer, engine.max_model_len
-        self.model_config = engine.model_config
+        self.model_config, self.stats = engine.model_config, engine.stats()
         self._max_token_bytes = longest_token(self.tokenizer)
         self.adapters = _adapters_of(engine)  # names that are loaded
 

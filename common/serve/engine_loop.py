@@ -17,11 +17,12 @@ from queue import Empty, SimpleQueue
 from typing import Any
 
 from common.engine import LLMEngine
+from common.sampling.runner_plugin import NO_TOKEN
 from common.serve.deltas import DeltaSource, HandOver, RequestDelta
 from request import SamplingParams
 
 logger = logging.getLogger(__name__)
-UNCOMPILED = "grammar: it does not compile"  # what the client has sent is wrong
+UNCOMPILED = "grammar: it does not compile"
 MOST_GAP_S = 0.01  # between two requests that come together
 MAX_FAILURES = 3  # steps in a row that raise: then there is no engine any more
 
@@ -166,8 +167,8 @@ class EngineLoop:
                 delta.error = EngineError(says, why)
             elif "error" in reasons:
                 detail = str(source.group.metrics.finish_detail)
-                kind = ValueError if detail.startswith(UNCOMPILED) else EngineError
-                delta.error = kind(detail)
+                is_clients = detail.startswith(UNCOMPILED) or detail.endswith(NO_TOKEN)
+                delta.error = (ValueError if is_clients else EngineError)(detail)
         return delta
 
     def _hand_over(self, is_last: bool = False) -> None:

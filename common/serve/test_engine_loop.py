@@ -12,6 +12,8 @@ from typing import Any
 import pytest
 
 from common.engine_config import EngineStats
+from common.grammars.lark_text import TOO_MANY_WAYS
+from common.sampling.runner_plugin import NO_TOKEN
 from common.serve.deltas import HandOver, RequestDelta
 from common.serve.engine_loop import MAX_FAILURES, UNCOMPILED, EngineError, EngineLoop
 from common.serve.test_deltas import Growing
@@ -51,6 +53,9 @@ class Engine:
         return found
 
 
+AMBIGUOUS = f"grammar ({TOO_MANY_WAYS})"
+
+
 def ends(reason: str, detail: str | None = None) -> Callable[[Growing], None]:
     def step(request: Growing) -> None:
         for i in range(2):
@@ -72,10 +77,11 @@ def fails(error: Exception) -> Callable[[Growing], None]:
     [
         (ends("stop"), None, ""),
         (ends("error", f"{UNCOMPILED}: (x"), ValueError, f"{UNCOMPILED}: (x"),
+        (ends("error", f"{AMBIGUOUS}: {NO_TOKEN}"), ValueError, f"{AMBIGUOUS}: {NO_TOKEN}"),
         (ends("error", "logits hold nan"), EngineError, "logits hold nan"),
         (ends("abort"), EngineError, "the request was ended"),
     ],
-    ids=["whole", "what was sent", "what was computed", "by somebody"],
+    ids=["whole", "what was sent", "rules that were sent", "what was computed", "by somebody"],
 )
 def test_how_it_ended_is_said(step: Any, kind: type | None, says: str) -> None:
     *_, last = Engine(step).ask()

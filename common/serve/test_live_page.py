@@ -263,7 +263,8 @@ def test_a_film_that_is_full_begins_anew_when_nobody_looks_at_it(
     run_all(page)
     wait_for(lambda: len(begun) > 1)
     until(page, "Watch.store.films[0].events[0].kind === 'snapshot' && Watch.numSteps() < 30")
-    assert button.get_attribute("aria-pressed") == "true" and not notice.is_visible()
+    page.wait_for_selector("button.live[aria-pressed=true]")
+    assert not notice.is_visible()
     page.evaluate("document.activeElement.blur()")
     page.keyboard.press("Home")
     num_begun = len(begun)
@@ -276,7 +277,8 @@ def test_a_film_that_is_full_begins_anew_when_nobody_looks_at_it(
     button.click()
     wait_for(lambda: len(begun) > num_begun)
     until(page, "Watch.numSteps() < 30")
-    assert button.get_attribute("aria-pressed") == "true" and not notice.is_visible()
+    page.wait_for_selector("button.live[aria-pressed=true]")
+    assert not notice.is_visible()
 
 
 def test_the_page_asks_for_the_key(open_tab: Callable[..., Page]) -> None:

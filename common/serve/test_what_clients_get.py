@@ -12,7 +12,12 @@ from common.serve.deltas import CompletionDelta, RequestDelta
 from common.serve.wire import GenerateBody
 from request import SamplingParams
 
-LETTERS: Any = SimpleNamespace(token_bytes=lambda i: b"\xff" if i == 255 else chr(i).encode())
+LETTERS: Any = SimpleNamespace(
+    token_bytes=lambda i, is_first=False: b"\xff" if i == 255 else chr(i).encode(),
+    has_token=lambda i: True,
+    special_ids=(),
+    decode_errors="replace",
+)
 A, B, C = map(ord, "abc")
 MINUS_INFINITY = float("-inf")
 

@@ -8,9 +8,10 @@ refused by name."""
 from __future__ import annotations
 
 import logging
+from collections.abc import Callable
 from typing import Annotated, Any
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
 from common.intake import RequestOptions
 from common.serve.errors import ApiError, api_error, bad
@@ -57,8 +58,28 @@ Messages = Annotated[list[dict[str, Any]], Field(fail_fast=True)]
 MAX_BIASES = 1024
 
 
+def _whole(value: Any, depth: int = 2) -> Any:
+    """The same with `int`s for numbers such as 4.0, in lists and lists of lists too: JSON knows no
+    difference."""
+    if isinstance(value, float) and value.is_integer():
+        return int(value)
+    if isinstance(value, list) and depth:
+        return [_whole(item, depth - 1) for item in value]
+    return value
+
+
 class Body(BaseModel):
     model_config = ConfigDict(extra="allow", strict=True, allow_inf_nan=False)
+
+    @model_validator(mode="wrap")
+    @classmethod
+    def _read(cls, data: Any, handler: Callable[[Any], Any]) -> Any:
+        try:
+            return handler(data)
+        except ValidationError as error:
+            if not any(isinstance(e["input"], float) for e in error.errors(include_url=False)):
+                raise
+            return handler({name: _whole(value) for name, value in data.items()})
 
     def check_extra(self) -> None:
         """The fields that it does not have here. Raises `ApiError`."""

@@ -34,7 +34,7 @@ class Answers:
     def __init__(self, tokenizer: Tokenizer) -> None:
         generation = GenerationConfig.from_pretrained(SHIPPED_CHECKPOINT)
         eos = generation.eos_token_id
-        self._eos = set(eos if isinstance(eos, list) else [eos])
+        self._eos = {tokenizer.eos_token_id, *(eos if isinstance(eos, list) else [eos])}
         self._tokenizer = tokenizer
         self._known: dict[tuple[int | None, str, int], list[int]] = {}
 

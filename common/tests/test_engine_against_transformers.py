@@ -13,6 +13,9 @@ import pytest
 
 from common.engine import EngineConfig, LLMEngine
 from common.tests.engine_oracle import MAX_TOKENS, Oracle, serve_a_crowd
+from common.tests.grammar_cases import small_tokenizer
+from common.tokenizer import Tokenizer
+from request import SamplingParams
 
 
 def draw_config(rng: random.Random, oracle: Oracle) -> EngineConfig:
@@ -61,3 +64,30 @@ def test_random_workload_on_the_shipped_checkpoint(
     shipped_loaded,
 ) -> None:
     run_workload(seed, shipped_oracle, shipped_loaded)
+
+
+@pytest.mark.parametrize("overlaps", [False, True])
+def test_the_tokenizers_own_eos_ends_a_text_like_those_of_the_files(
+    overlaps: bool, random_oracle: Oracle, random_loaded
+) -> None:
+    """Trap 81: a chat fine-tune of a base model, whose config.json has the base model's EOS."""
+    prompts, own = random_oracle.prompts[:6], random_oracle.continuations[0][4]
+    listed = random_oracle.continuations[1][6]
+    config = EngineConfig(num_blocks=400, check_invariants=True, overlap_scheduling=overlaps)
+    loaded = replace(random_loaded, generation_eos_token_ids=(listed,))
+    tokenizer = Tokenizer(small_tokenizer().backend, own)
+    engine = LLMEngine(config, loaded=loaded, tokenizer=tokenizer)
+    params = SamplingParams(temperature=0, max_tokens=MAX_TOKENS)
+    for ends, asked in [
+        ((own, listed), params),
+        ((), replace(params, ignore_eos=True)),
+    ]:
+        outputs = engine.generate_batch(prompts, asked).values()
+        for i, output in enumerate(outputs):
+            completion = output.outputs[0]
+            assert completion.token_ids == random_oracle.expected(i, MAX_TOKENS, ends)
+            is_over = completion.token_ids[-1] in ends
+            assert completion.finish_reason == ("stop" if is_over else "length")
+            assert completion.stop_reason is None
+    (later,) = engine.generate_batch(prompts[:1], replace(params, min_tokens=8)).values()
+    assert own not in later.outputs[0].token_ids[:8]

@@ -31,6 +31,7 @@ from common.tests.grammar_cases import (
     small_tokenizer,
     texts_of,
 )
+from common.tokenizer import Tokenizer
 from grammars import Choice, Ebnf, Json, Regex
 from request import SamplingParams
 
@@ -324,13 +325,17 @@ def test_what_can_not_be_meant_is_refused(how, why, loaded) -> None:
 
 
 def test_without_what_it_needs_it_is_refused(loaded, monkeypatch) -> None:
-    params = SamplingParams(grammar=Regex("a"))
-    bare = LLMEngine(EngineConfig(num_blocks=9), loaded=loaded)
+    params, config = SamplingParams(grammar=Regex("a")), EngineConfig(num_blocks=9)
+    bare = LLMEngine(config, loaded=loaded)
     with pytest.raises(ValueError, match="this engine has no tokenizer"):
         bare.add_request("a", [5], params)
-    endless = make_engine(replace(loaded, generation_eos_token_ids=()))
+    listed = replace(loaded, generation_eos_token_ids=())
+    endless = LLMEngine(config, loaded=listed, tokenizer=Tokenizer(TOKENIZER.backend))
     with pytest.raises(ValueError, match="no EOS token"):
         endless.add_request("a", [5], params)
+    only_the_tokenizers = LLMEngine(config, loaded=listed, tokenizer=TOKENIZER)
+    (output,) = only_the_tokenizers.generate_batch([[5]], replace(params, max_tokens=9)).values()
+    assert output.outputs[0].token_ids[-1] == EOS and output.outputs[0].text == "a"
     monkeypatch.setattr("common.intake.find_spec", lambda name: None)
     with pytest.raises(ValueError, match=r"pip install 'vllm-from-scratch\[grammar\]'"):
         make_engine(loaded).add_request("a", [5], params)
@@ -407,7 +412,7 @@ def test_many_at_once_are_kept_in_bounds_and_nobody_is_lost(
     assert [output.outputs[0].text for output in outputs] == texts
     engine.generate_batch([prompt] * 3, [params[-1]] * 3)
     assert len(compiled) == 100, "the last one is still there"
-    futures = engine._grammars.compiler._jobs
+    futures = engine._grammars.compiler._kept
     assert len(futures) <= 50_000 // 4096
     engine.generate_batch([prompt], params[0])
     assert len(compiled) == 101, "the first one is not"

@@ -21,6 +21,7 @@ What is said stands in `films.txt`, in two languages, a row for a film and then 
     words                                   what is to be seen
     ask                                     what to point at, in the step before it
     answer request b                        or "block", and the name of a fact
+    why                                     that is the answer: whole sentences
     still cache 255                         a scene, and how high; may stand more than once"""
 
 from __future__ import annotations
@@ -52,6 +53,7 @@ class Moment:
     request: str | None  # whom to select there, the name of a fact
     ask: Both  # a question before it, which is answered by pointing; "": none
     answer: str  # "request" or "block", and the name of a fact
+    why: Both  # is that the answer
     still: tuple[tuple[str, int], ...]  # scenes of the still picture, and how high they are
 
 
@@ -116,6 +118,10 @@ class Shot:
         name = "" if moment.request is None else f"&request={self.facts[moment.request]}"
         return f"step={self.step(moment)}{name}"
 
+    def start(self, moment: Moment) -> str:
+        """The same, with the columns of the grid as the film wants them."""
+        return self.address(moment) + (f"&columns={self.film.columns}" if self.film.columns else "")
+
 
 def shoot(
     film: ChapterFilm,
@@ -143,9 +149,19 @@ def shoot(
     return Shot(film, paths, film.facts(*map(Film.read, paths)), turned)
 
 
-def page_of(shot: Shot, mine: tuple[int, int] | None = None) -> str:
+def title_of(film: ChapterFilm) -> Both:
+    english, chinese = film.title
+    if not film.chapter:
+        return film.title
+    return f"Chapter {film.chapter}: {english}", f"第 {film.chapter} 章：{chinese}"
+
+
+def page_of(
+    shot: Shot, mine: tuple[int, int] | None = None, link: tuple[str, str, str] | None = None
+) -> str:
     """The watch page of it, as text. It opens at the first moment. `mine`: how many of how many
-    functions were the reader's, if that was asked for."""
+    functions were the reader's, if that was asked for. `link`: another page, and what it is called
+    in English and Chinese."""
     film = shot.film
     texts = [path.read_text(encoding="utf-8") for path in shot.paths]
     reels = [Reel(one, text, zh) for (one, zh), text in zip(film.labels, texts)]
@@ -159,17 +175,14 @@ def page_of(shot: Shot, mine: tuple[int, int] | None = None) -> str:
             "words": shot.say(moment.words),
             "ask": shot.say(moment.ask),
             "answer": shot.answer(moment),
+            "why": shot.say(moment.why),
         }
         for moment in film.moments
     ]
     about = {"caption": shot.caption, "note": film.note, "moments": moments}
     settings: dict[str, Any] = {"film": about | {"scenes": film.scenes, "rule": film.rule}}
-    settings |= {"num_turned": len(shot.turned), "mine": mine}
-    title = english, chinese = film.title
-    if film.chapter:
-        title = (f"Chapter {film.chapter}: {english}", f"第 {film.chapter} 章：{chinese}")
-    columns = f"&columns={film.columns}" if film.columns else ""
-    return make_page(reels, title, shot.address(film.moments[0]) + columns, **settings)
+    settings |= {"num_turned": len(shot.turned), "mine": mine, "link": link}
+    return make_page(reels, title_of(film), shot.start(film.moments[0]), **settings)
 
 
 def calmest(*takes: str) -> str:
@@ -198,7 +211,7 @@ def _ms_of(step: list[str]) -> float:
 
 
 def read_films(text: str) -> Iterator[ChapterFilm]:
-    words = "title label caption note rule words ask"
+    words = "title label caption note rule words ask why"
     in_chinese = " ".join(f"{word}_zh" for word in words.split())
     others = "folder scripts facts scenes columns knob request answer still"
     rows = list(read_rows(text, f"{others} {words} {in_chinese}"))
@@ -234,7 +247,7 @@ def _moment(row: TextRow) -> Moment:
     scenes = [scene.split() for scene in row.said["still"]]
     still = tuple((name, int(height)) for name, height in scenes)
     step = row.head.partition(" ")[2]
-    asked = _both(row, "ask"), row.text("answer")
+    asked = _both(row, "ask"), row.text("answer"), _both(row, "why")
     return Moment(step, _both(row, "words"), row.text("request") or None, *asked, still)
 
 

@@ -137,7 +137,9 @@ def make_urgent(folder: Path, cast: Cast) -> Shown:
 
 
 def ready(page: Page) -> Page:
+    """When its first step is drawn."""
     page.wait_for_selector("html[data-ready]")
+    go(page)
     return page
 
 

@@ -7,7 +7,7 @@ the page as the browser draws it.
 
 Each is drawn for the Chinese pages, too: NAME.zh.png. The caption in a chapter's texts, and in its
 notebook's script, is written with the picture, from the same film (`film_captions.py`). What varies
-from run to run, the clock, is in no picture."""
+from run to run is in no picture but that of film 6, whose columns are as wide as the steps took."""
 
 from __future__ import annotations
 
@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING, Any
 
 from common.workshop.watch.chromium import BrowserUnavailableError, started_browser
 from common.workshop.watch.film_captions import write_captions
+from common.workshop.watch.film_command import NUM_TAKES
 from common.workshop.watch.films import BEYOND, FILMS, Shot, page_of, shoot
 from common.workshop.watch.live_still import take_lives
 from common.workshop.watch.workloads import Cast, load_cast
@@ -128,7 +129,7 @@ def take_still(browser: Browser, shot: Shot, folder: Path, language: str = "en")
     i = list(LANGUAGES).index(language)
     views = [
         View(
-            f"{shot.address(moment)}&lang={language}",
+            f"{shot.start(moment)}&lang={language}",
             _HEADINGS[i].format(shot.step(moment), shot.say(moment.words)[i]),
             moment.still,
         )
@@ -144,7 +145,7 @@ def make_stills(cast: Cast | None = None) -> None:
         with started_browser() as browser, tempfile.TemporaryDirectory() as folder:
             cast = cast or load_cast()
             for film in (*FILMS.values(), *BEYOND.values()):
-                shot = shoot(film, Path(folder), cast)
+                shot = shoot(film, Path(folder), cast, NUM_TAKES)
                 for language, ending in LANGUAGES.items():
                     target = ROOT / film.folder / "figures" / f"{Path(film.picture).name}{ending}"
                     still = take_still(browser, shot, Path(folder), language)

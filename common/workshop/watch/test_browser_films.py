@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
-from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -15,6 +15,7 @@ from common.workshop.watch.films import BEYOND, FILMS, Shot, page_of
 from common.workshop.watch.page_maker import Reel, make_page
 from common.workshop.watch.scene_runs import go
 from common.workshop.watch.sentence_needs import TOLD, unproven
+from common.workshop.watch.watch_command import main
 
 if TYPE_CHECKING:
     from playwright.sync_api import Page
@@ -151,8 +152,9 @@ def test_it_asks_before_the_decisive_step_and_tells_what_happened(
     page.evaluate("(changes) => Watch.set(changes)", {kind: given})
     page.wait_for_selector(".film-caption .look", state="visible")
     said = page.inner_text(".film-caption .text")
-    assert shot.say(moment.words)[0] in said
-    assert said.startswith("Right: " if given == right else "It was ") and str(right) in said
+    assert said.startswith("Right, it is " if given == right else "It is ") and str(right) in said
+    assert shot.say(moment.why)[0] in said, "and why"
+    assert not re.search(r"\. [a-z]", said)
     assert page.evaluate("Watch.store.step") == shot.step(moment)
 
 
@@ -169,24 +171,93 @@ def test_in_the_step_that_preempted_and_no_other_that_is_why_nobody_is_admitted(
     assert "admission stops at d: the KV memory had no room" in page.inner_text(".words-list")
 
 
-def test_a_knob_shows_another_run_at_the_same_step(
-    open_page: Any, shots: dict[int | str, Shot], tmp_path: Path
+# -- `make watch`
+
+
+@pytest.fixture(scope="module")
+def watched(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Its page."""
+    path = tmp_path_factory.mktemp("watched") / "watch.html"
+    assert main(["--out", str(path)]) == 0
+    return path
+
+
+def test_make_watch_opens_one_idea_and_everything_is_one_click_away(
+    watched: Path, open_page: Any, complaints: list[str]
 ) -> None:
-    path = tmp_path / "film.html"
-    shot = replace(shots[4], turned=shots[2].paths)
-    path.write_text(page_of(shot), encoding="utf-8")
-    page = open_page(path)
-    page.wait_for_selector(".film-caption .text")
-    blocks = "Watch.store.films.map(({run}) => run.num_blocks)"
-    assert page.evaluate(blocks) == [16] and page.locator(".knob option").count() == 2
-    for value, num_blocks in (("1", 15), ("0", 16)):
-        page.select_option(".knob", value)
+    page = open_page(watched)
+    title = page.locator("h1")
+    until(page, "document.title.startsWith('Chapter 4: memory runs out')")
+    assert "is preempted" in page.inner_text(".film-caption .text")
+    page.click("a:has-text('Everything in one run')")
+    until(
+        page, "document.documentElement.dataset.ready && Watch.store.films[0].requests.length > 4"
+    )
+    assert page.locator("section.scene:visible").count() == 6
+    page.click("a:has-text('Chapter 4')")
+    until(
+        page, "document.documentElement.dataset.ready && Watch.store.films[0].requests.length === 4"
+    )
+    assert title.inner_text().startswith("Chapter 4")
+    complaints.clear()  # another page was asked for: that one
+
+
+def test_the_whole_cache_is_in_sight_where_the_page_says_to_look(
+    watched: Path, open_page: Any
+) -> None:
+    page = open_page(watched.with_name("watch_everything.html"), 1440, 900)
+    page.wait_for_selector(".film-caption .look")
+    inside = """() => {
+        const frame = document.querySelector(".cache-scroll").getBoundingClientRect();
+        return [...document.querySelectorAll(".cache-box")].filter((box) => {
+            const {left, right, top, bottom} = box.getBoundingClientRect();
+            return left >= frame.left && right <= frame.right && top >= frame.top
+                && bottom <= frame.bottom;
+        }).map((box) => [box.querySelector(".cache-name").innerText,
+            box.scrollWidth <= box.clientWidth, box.classList.contains("is-gone")]);
+    }"""
+    for look in page.locator(".film-caption .look").all():
+        look.click()
         go(page)
-        assert page.evaluate(blocks) == [num_blocks]
-        assert page.evaluate("Watch.store.step") == shot.step(shot.film.moments[0])
-        is_told = shot.caption[0] == page.inner_text(".film-caption .text")
-        assert is_told == (value == "0")
-        assert page.is_visible(".film-caption .look") == (value == "0")
+        boxes = page.evaluate(inside)
+        num_cached = int(re.findall(r"\d+", page.inner_text(".cache-about"))[0])
+        assert len([name for name, _, is_gone in boxes if not is_gone]) == num_cached > 0
+        assert [name for name, is_whole, _ in boxes if not is_whole] == []
+        if "evicted block" in (did := page.inner_text(".cache-details")):
+            gone = [name for name, _, is_gone in boxes if is_gone]
+            assert gone == re.findall(r"\d+", did.partition("evicted block")[2].splitlines()[0])
+
+
+def test_another_setting_has_a_name_its_own_number_and_its_own_places_to_look(
+    watched: Path, open_page: Any, shots: dict[int | str, Shot]
+) -> None:
+    page = open_page(watched, language="en")
+    page.wait_for_selector(".film-caption .text")
+    setting = page.get_by_label("Change one setting")
+    labels = setting.locator("option").all_inner_texts()
+    assert len(labels) == 4
+    step = page.evaluate("Watch.store.step")
+    for label in [*labels[1:], labels[0]]:
+        setting.select_option(label)
+        go(page)
+        assert page.evaluate("Watch.store.step") == step
+        is_told = label == labels[0]
+        assert is_told == (shots[4].caption[0] == page.inner_text(".film-caption .text"))
+        assert is_told or f"{label}:" in page.inner_text(".head .about"), "it is not one less"
+        buttons = page.locator(".film-caption .look")
+        assert buttons.count() > 0 and page.get_by_text("Look at").is_visible()
+        for number, said in enumerate(buttons.all_inner_texts()):
+            buttons.nth(number).click()
+            go(page)
+            found = re.match(r"Step (\d+): (\w+) (was preempted|came back|begins|ended)", said)
+            assert is_told or found, said
+            if found:
+                assert page.inner_text("output.now").startswith(f"step {found[1]} of")
+                group = page.inner_text(f".words-group[data-group='{found[2]}']")
+                told = {"was preempted": "is preempted", "came back": "returns"}
+                told |= {"begins": "is admitted", "ended": "ends"}
+                assert told[found[3]] in group
+        page.evaluate(f"Watch.set({{step: {step}, request: null}})")
 
 
 @pytest.mark.parametrize(("address", "step"), [("lang=zh", None), ("step=2&lang=zh", 2)])

@@ -101,6 +101,8 @@ def test_its_moments_are_steps_of_it(name: int | str, shots: dict[int | str, Sho
         assert 0 <= shot.step(moment) < longest
         assert moment.request is None or shot.facts[moment.request] in names
         if (answer := shot.answer(moment)) is not None:
+            why = shot.say(moment.why)
+            assert why[0][0].isupper() and why[0].endswith(".") and why[1].endswith("。")
             before = films_of(shot)[-1].state_after(shot.step(moment) - 1)
             kind, what = answer
             known = set(before.requests) if kind == "request" else range(1, len(before.ref_cnt))

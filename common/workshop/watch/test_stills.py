@@ -3,17 +3,20 @@ the commands say what is missing."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from itertools import groupby
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pytest
-from PIL import Image, ImageChops
+from PIL import Image, ImageChops, ImageColor
 
 from common.workshop.bench.bench_record import replace_between_markers
 from common.workshop.museum import museum_page
 from common.workshop.museum.hall import EXHIBITS
 from common.workshop.museum.pictures import FOLDER as PICTURES
 from common.workshop.museum.pictures import SCENES, picture_of
+from common.workshop.tools import palette
 from common.workshop.watch import chromium, film_command, films, live_still
 from common.workshop.watch.film_captions import (
     MARKER,
@@ -91,6 +94,24 @@ def test_a_picture_is_what_the_browser_draws(
     different = ImageChops.difference(*small).histogram()
     mean = sum(value * number for value, number in enumerate(different)) / (90 * 60)
     assert mean < 1.5, "draw it again: python -m common.workshop.watch --stills"
+
+
+@IN_BOTH
+def test_the_picture_of_a_long_prompt_shows_that_its_step_is_long(language: str) -> None:
+    """With columns of one width, the whole prompt looks quicker than its chunks."""
+    with Image.open(still_of(6, language)) as picture:
+        pixels, width = picture.convert("RGB"), picture.width
+    of_prompt = ImageColor.getrgb(palette.PROMPT)
+    runs = [0]
+    for y in range(0, 400, 4):  # the grid; below it is the budget, as wide as the picture
+        row = [pixels.getpixel((x, y)) for x in range(width)]
+        for is_prompt, group in groupby(row, lambda pixel: _is_near(pixel, of_prompt)):
+            runs.append(len(list(group)) if is_prompt else 0)
+    assert max(runs) > 100  # a column of equal ones is at most 68 wide
+
+
+def _is_near(pixel: Any, colour: Sequence[int]) -> bool:
+    return all(abs(a - b) < 24 for a, b in zip(pixel, colour))
 
 
 def test_exhibits_with_pictures_are_exhibits_and_have_them() -> None:

@@ -1,6 +1,6 @@
 """`python -m common.workshop.watch`, `make watch`: a page that steps through a run.
 
-python -m common.workshop.watch                                 a small run, made now
+python -m common.workshop.watch                                 the film of chapter 4, made now
 python -m common.workshop.watch run.jsonl --open                what LLM(events=...) wrote
 python -m common.workshop.watch run.jsonl --beside other.jsonl  two runs on one axis of steps
 python -m common.workshop.watch --film 3 --open                 that of chapter 3; --films: all six
@@ -27,7 +27,9 @@ def main(argv: list[str] | None = None, bench: Workbench | None = None) -> int:
         prog="python -m common.workshop.watch",
         description="Make a page on which a run can be watched.",
     )
-    parser.add_argument("run", nargs="?", type=Path, help="events of a run (default: make one)")
+    parser.add_argument(
+        "run", nargs="?", type=Path, help="events of a run (default: chapter 4's film)"
+    )
     parser.add_argument("--beside", type=Path, metavar="F", help="another run, to compare with")
     parser.add_argument("--out", type=Path, metavar="F", help="default: watch.html")
     parser.add_argument("--open", action="store_true", help="show it in the browser")
@@ -46,8 +48,11 @@ def main(argv: list[str] | None = None, bench: Workbench | None = None) -> int:
                 make_films(args, mine)
                 return 0
             reels = [read_reel(path) for path in (args.run, args.beside) if path is not None]
-            page = make_page(reels) if reels else _made_now(mine)
-            write_page(args.out or Path("watch.html"), page, args.open)
+            out = args.out or Path("watch.html")
+            if reels:
+                write_page(out, make_page(reels), args.open)
+            else:
+                _make_two(out, mine, args.open)
     except (ValueError, OSError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
@@ -64,8 +69,17 @@ def read_reel(path: Path) -> Reel:
     return Reel(path.stem, path.read_bytes().decode("utf-8", errors="replace"))
 
 
-def _made_now(mine: tuple[int, int] | None) -> str:
+def _make_two(out: Path, mine: tuple[int, int] | None, is_opened: bool) -> None:
+    """One idea, which is understood in a minute, and beside it the run with everything at once.
+    Each leads to the other."""
     from common.workshop.watch import films  # torch: not needed to show a run that is there
 
+    beside = out.with_name(f"{out.stem}_everything{out.suffix}")
+    cast = films.load_cast()
     with tempfile.TemporaryDirectory() as folder:
-        return films.page_of(films.shoot(films.EVERYTHING, Path(folder)), mine)
+        every = films.shoot(films.EVERYTHING, Path(folder), cast)
+        one = films.shoot(films.FILMS[4], Path(folder), cast, has_knob=True)
+        back = (out.name, *films.title_of(one.film))
+        beside.write_text(films.page_of(every, mine, back), encoding="utf-8", newline="\n")
+        link = (beside.name, "Everything in one run", "一次运行看全部")
+        write_page(out, films.page_of(one, mine, link), is_opened)

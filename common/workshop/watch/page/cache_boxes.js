@@ -9,9 +9,9 @@
   });
 
   const {h} = Watch;
-  const HEIGHT = (Watch.CACHE_LANE = 42); // of a lane, px
-  const GAP = 10; // between two columns, for the lines
-  const [DIGIT, BESIDE] = [8, 48]; // px: of a name, and what its users and a mark need beside it
+  Watch.CACHE_LANE = 42; // height of a lane, px: a number, and the text below it
+  const [GAP, LOW_GAP] = [10, 4]; // between two columns, for the lines
+  const [DIGIT, BESIDE, MARK] = [8, 48, 20]; // px: of a name, and what users and a mark need beside it
   const SIGNS = {gone: "×", split: "‖", new: "+", hit: "", "": ""};
 
   Watch.addCacheBox = (plane, id) => {
@@ -36,7 +36,9 @@
 
   // `scene` has the view, the facts, the width of a column, and what is lit.
   Watch.drawCacheBox = (scene, element, box) => {
-    const {view, width, lit} = scene;
+    const {view, width, height, lit} = scene;
+    const isLow = height < Watch.CACHE_LANE;
+    const gap = isLow ? LOW_GAP : GAP;
     const {blocks, lane, column} = box;
     const {refCnt, cacheRefs} = view.state;
     const users = box.isGone ? 0 : refCnt[blocks[0]] - cacheRefs;
@@ -48,12 +50,14 @@
       used: users > 0,
       lit: !box.isGone && blocks.some((block) => lit.has(block)),
       windowed: Boolean(view.film.run.windows[box.group]),
+      low: isLow,
     };
     element.box = box;
     element.dataset.blocks = blocks.join(" ");
-    element.style.left = `${column * width + GAP}px`;
-    element.style.top = `${lane * HEIGHT + 4}px`;
-    element.style.width = `${blocks.length * width - GAP}px`;
+    element.style.left = `${column * width + gap}px`;
+    element.style.top = `${lane * height + (isLow ? 2 : 4)}px`;
+    element.style.width = `${blocks.length * width - gap}px`;
+    element.style.height = `${height - (isLow ? 4 : 6)}px`;
     element.className = [
       "cache-box",
       ...Object.keys(flags)
@@ -62,14 +66,14 @@
     ].join(" ");
     element.ariaSelected = !box.isGone && blocks.includes(Watch.store.block) ? "true" : "false";
     const name = Watch.blockRanges(blocks);
-    const hasRoom = blocks.length * width - GAP >= name.length * DIGIT + BESIDE;
+    const room = blocks.length * width - gap - name.length * DIGIT;
     element.parts.name.textContent = name;
     const refs = users + cacheRefs;
-    element.parts.users.textContent = refs > 1 && hasRoom ? `×${refs}` : "";
-    element.parts.mark.textContent = SIGNS[markOf(box)];
+    element.parts.users.textContent = refs > 1 && room >= BESIDE ? `×${refs}` : "";
+    element.parts.mark.textContent = room >= MARK ? SIGNS[markOf(box)] : ""; // its edge says it, too
     element.parts.text.textContent = box.isGone ? "" : textOf(view, blocks);
     element.setAttribute("aria-label", nameOf(scene, box));
-    drawLine(element.line, box, width, view.step);
+    drawLine(element.line, box, scene, gap);
   };
 
   const markOf = (box) =>
@@ -97,14 +101,14 @@
   }
 
   // From the parent's box to this one: straight on, or down (up) to another lane.
-  function drawLine(line, {lane, column, parent}, width, step) {
-    line.hidden = parent === null || (parent.died !== null && parent.died < step);
+  function drawLine(line, {lane, column, parent}, {width, height, view}, gap) {
+    line.hidden = parent === null || (parent.died !== null && parent.died < view.step);
     if (line.hidden) return;
-    const middle = (at) => at * HEIGHT + HEIGHT / 2;
+    const middle = (at) => at * height + height / 2;
     const [from, to] = [middle(parent.lane), middle(lane)];
     line.className = `cache-line ${to < from ? "is-up" : from === to ? "is-straight" : ""}`;
-    line.style.left = `${column * width + (from === to ? 0 : GAP / 2)}px`;
-    line.style.width = `${from === to ? GAP : GAP / 2}px`;
+    line.style.left = `${column * width + (from === to ? 0 : gap / 2)}px`;
+    line.style.width = `${from === to ? gap : gap / 2}px`;
     line.style.top = `${Math.min(from, to)}px`;
     line.style.height = `${Math.max(1, Math.abs(to - from))}px`;
   }

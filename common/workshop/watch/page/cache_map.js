@@ -5,11 +5,17 @@
   const {h} = Watch;
   const HEIGHT = Watch.CACHE_LANE;
   const WIDTH = {hash: 78, radix: 52}; // of a column, px: one block
+  // Columns are smaller where that makes all of them fit, down to what a number needs. Below SMALL
+  // they have no room for the text, and lanes are as low as a number.
+  const [LEAST, SMALL, LOW] = [24, 40, 22];
+  const fit = (size, num, most) =>
+    size < num * LEAST ? most : Math.min(most, Math.floor(size / Math.max(1, num)));
 
   Watch.CacheMap = class {
     constructor(view) {
       this.view = view;
-      this.width = WIDTH[view.film.run.prefix_cache] ?? WIDTH.hash;
+      this.most = WIDTH[view.film.run.prefix_cache] ?? WIDTH.hash;
+      [this.width, this.height] = [this.most, HEIGHT];
       this.boxes = [];
       this.lit = new Set(); // blocks
       this.shown = new Map(); // key of a box -> its element
@@ -90,8 +96,9 @@
 
     isVisible({lane, column, blocks}) {
       const {left, top, right, bottom} = this.window;
-      const [x, y] = [column * this.width, lane * HEIGHT];
-      return x < right && x + blocks.length * this.width > left && y < bottom && y + HEIGHT > top;
+      const {width, height} = this;
+      const [x, y] = [column * width, lane * height];
+      return x < right && x + blocks.length * width > left && y < bottom && y + height > top;
     }
 
     // Its line passes through what can be seen.
@@ -105,14 +112,14 @@
     // Scrolls as little as possible, so that the box can be seen; of a long one, its beginning.
     reveal(box) {
       const {root} = this;
-      const [left, top] = [box.column * this.width, box.lane * HEIGHT];
+      const [left, top] = [box.column * this.width, box.lane * this.height];
       const right = left + Math.min(box.blocks.length * this.width, root.clientWidth);
       if (left < root.scrollLeft) root.scrollLeft = left;
       else if (right > root.scrollLeft + root.clientWidth)
         root.scrollLeft = right - root.clientWidth;
       if (top < root.scrollTop) root.scrollTop = top;
-      else if (top + HEIGHT > root.scrollTop + root.clientHeight)
-        root.scrollTop = top + HEIGHT - root.clientHeight;
+      else if (top + this.height > root.scrollTop + root.clientHeight)
+        root.scrollTop = top + this.height - root.clientHeight;
       this.lookThrough();
     }
 
@@ -135,9 +142,11 @@
     // The step's boxes, and the blocks that are lit.
     draw(facts, lit) {
       const {view, plane} = this;
-      const layout = Watch.cacheLayout(view.film); // as large as the film will ever need
-      plane.style.width = `${layout.numColumns * this.width}px`;
-      plane.style.height = `${layout.lanes.length * HEIGHT}px`;
+      const {numColumns, lanes} = Watch.cacheLayout(view.film); // as large as the film will ever need
+      this.width = fit(this.root.clientWidth, numColumns, this.most);
+      this.height = this.width < SMALL ? LOW : HEIGHT;
+      plane.style.width = `${numColumns * this.width}px`;
+      plane.style.height = `${lanes.length * this.height}px`;
       this.root.setAttribute("aria-label", Watch.t("cache.boxes"));
       [this.facts, this.lit] = [facts, lit];
       const isNew = this.step !== view.step || this.film !== view.film;

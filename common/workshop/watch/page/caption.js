@@ -8,21 +8,44 @@
     "caption.look": ["Look at", "请看"],
     "caption.step": ["Step {n}: {words}", "第 {n} 步：{words}"],
   });
+  const MOST = 4; // moments of a run that tells none
   const about = Watch.settings.film;
   if (!about) return;
 
   const text = h("p", {class: "text"});
   const note = h("p", {class: "note quiet"});
   const look = h("span", {class: "quiet"});
-  const buttons = about.moments.map((moment) => h("button", {class: "look", onclick: () => {
-    Watch.play(false);
-    Watch.forgetQuestion();
-    Watch.set({request: null, block: null, ...Watch.readHash(moment.address)});
-  }}));
+  const buttons = h("span", {class: "looks"});
+  let shown = null; // for which moments, in which language
+
+  // Those of the film, or with another setting those that the run itself has.
+  function momentsNow() {
+    if (!Watch.knob.isTurned()) return about.moments;
+    return Watch.momentsOf(store.films.at(-1)).slice(0, MOST).map((moment) => ({
+      address: `step=${moment.step}`, step: moment.step, request: null,
+      words: Array(2).fill(Watch.sayMoment(moment, 1))}));
+  }
+
+  function drawButtons(language) {
+    const told = `${store.films.length} ${Watch.knob.label()} ${store.language}`;
+    if (told === shown) return;
+    shown = told;
+    buttons.replaceChildren(...momentsNow().map((moment) => {
+      const words = t("caption.step", {n: moment.step, words: moment.words[language]});
+      const button = h("button", {class: "look", onclick: () => {
+        Watch.play(false);
+        Watch.forgetQuestion();
+        Watch.set({request: null, block: null, ...Watch.readHash(moment.address)});
+      }}, words);
+      return Object.assign(button, {moment});
+    }));
+  }
   const panels = h("button", {
     onclick: () => Watch.set({hasAllPanels: !store.hasAllPanels})});
-  const places = h("p", {class: "moments-of-film"}, look, ...buttons, Watch.guide.begin, Watch.guide.stop,
-    Watch.knob.choice);
+  const places = h("p", {class: "moments-of-film"}, look, buttons, Watch.guide.begin, Watch.guide.stop,
+    Watch.knob.root);
+  const [address, ...names] = Watch.settings.link ?? [];
+  const link = h("a", {class: "link", href: address ?? null, hidden: !address});
   const box = h("aside", {class: "film-caption"}, text, places, note);
 
   Watch.onDraw(() => {
@@ -31,7 +54,7 @@
     if (box.hidden) return;
     if (!box.isConnected) {
       document.querySelector(".transport").after(box);
-      document.querySelector(".about").after(panels);
+      document.querySelector(".about").after(link, panels);
     }
     const language = store.language === "zh" ? 1 : 0;
     box.setAttribute("aria-label", t("caption.region"));
@@ -42,12 +65,14 @@
     text.setAttribute("role", Watch.guideWords() === null ? "" : "status");
     note.textContent = about.note[language];
     note.hidden = !about.note[language] || Watch.isAsking();
-    for (const part of [look, ...buttons]) part.hidden = isTurned || Watch.isAsking(); // they have the answer
+    for (const part of [look, buttons]) part.hidden = Watch.isAsking(); // they have the answer
+    drawButtons(language);
     look.textContent = t("caption.look");
+    link.textContent = names[language] ?? "";
     panels.textContent = t(store.hasAllPanels ? "panels.few" : "panels.all");
-    about.moments.forEach((moment, at) => {
-      buttons[at].textContent = t("caption.step", {n: moment.step, words: moment.words[language]});
-      buttons[at].setAttribute("aria-pressed", String(store.step === moment.step && store.request === moment.request));
-    });
+    for (const button of buttons.children) {
+      const {step, request} = button.moment;
+      button.setAttribute("aria-pressed", String(store.step === step && store.request === request));
+    }
   });
 })();

@@ -7,8 +7,8 @@
     "guide.ask": ["Ask me", "考考我"],
     "guide.next": ["Next question", "下一题"],
     "guide.stop": ["Show me", "直接看"],
-    "guide.right": ["Right: {right}. {words}.", "对，是 {right}。{words}。"],
-    "guide.wrong": ["It was {right}, and not {given}. {words}.", "是 {right}，不是 {given}。{words}。"],
+    "guide.right": ["Right, it is {right}. {why}", "对，是 {right}。{why}"],
+    "guide.wrong": ["It is {right}, and not {given}. {why}", "是 {right}，不是 {given}。{why}"],
     "guide.block": ["block {n}", "块 {n}"],
   });
   const moments = (Watch.settings.film?.moments ?? []).filter(({answer}) => answer);
@@ -41,9 +41,9 @@
     const language = store.language === "zh" ? 1 : 0;
     if (asked) return asked.ask[language];
     if (verdict?.given == null) return null;
-    const {moment: {answer, words}, given} = verdict;
+    const {moment: {answer, why}, given} = verdict;
     const key = String(given) === String(answer[1]) ? "guide.right" : "guide.wrong";
-    return t(key, {right: nameOf(answer), given: nameOf([answer[0], given]), words: words[language]});
+    return t(key, {right: nameOf(answer), given: nameOf([answer[0], given]), why: why[language]});
   };
 
   const begin = h("button", {class: "ask", hidden: !moments.length, onclick: ask});

@@ -4,17 +4,18 @@
 (() => {
   const {store, h, t} = Watch;
   Watch.words({
-    "knob.name": ["A setting of this run", "这次运行的一项设置"],
-    "knob.own": ["as told", "按原设置"],
+    "knob.name": ["Change one setting", "改一项设置"],
+    "knob.own": ["as told above", "按上面所讲"],
     "knob.words": [
-      "The same requests with {label}. Go back to “{own}” for what this film tells.",
-      "同样的请求，设置改为 {label}。回到“{own}”，就是这部影片讲的那次运行。"],
+      "The same requests with {label}, and where to look in this run. What the film tells is at “{own}”.",
+      "同样的请求，设置改为 {label}；下面是这次运行里值得看的几步。影片所讲的那次运行在“{own}”。"],
   });
   let [films, labels, num] = [[], [], 0]; // the film's own come first, then those of the knob
   let turned = 0; // 0: the film as it is told
 
-  const choice = h("select", {class: "knob", hidden: true,
-    onchange: () => turn(Number(choice.value))});
+  const choice = h("select", {class: "knob", onchange: () => turn(Number(choice.value))});
+  const words = h("span", {class: "quiet"});
+  const root = h("label", {class: "setting", hidden: true}, words, choice);
 
   function turn(value) {
     turned = value;
@@ -26,18 +27,18 @@
   }
 
   Watch.knob = {
-    choice,
+    root,
     hold: (...given) => {
       [films, labels, num] = given;
       const names = labels.slice(num).map(([label], i) => h("option", {value: i + 1}, label));
       choice.replaceChildren(h("option", {value: 0}), ...names);
-      choice.hidden = names.length === 0;
+      root.hidden = names.length === 0;
     },
     isTurned: () => turned > 0,
+    label: () => (turned ? labels[num + turned - 1][0] : ""),
     words: () => t("knob.words", {label: labels[num + turned - 1][0], own: t("knob.own")}),
     draw: () => {
-      choice.setAttribute("aria-label", t("knob.name"));
-      choice.title = t("knob.name");
+      Watch.say(words, t("knob.name"));
       Watch.say(choice.firstChild, t("knob.own"));
       choice.value = turned;
     },

@@ -71,6 +71,11 @@
 
   const known = new WeakMap();
   const of = (film) => known.get(film) ?? known.set(film, momentsOf(film)).get(film);
+  Watch.momentsOf = of;
+  Watch.sayMoment = ({says}, most = 4) => {
+    const sentences = says.map(([key, values]) => Watch.t(`moment.${key}`, values));
+    return [...new Set(sentences)].slice(0, most).join(store.language === "zh" ? "；" : "; ");
+  };
   Watch.moments = () => {
     const steps = new Map();
     for (const film of store.films) {
@@ -88,9 +93,8 @@
 
   // What is worth a sentence about the step shown: for the live region.
   Watch.momentWords = () => {
-    const says = Watch.moments().find(({step}) => step === store.step)?.says ?? [];
-    const sentences = says.map(([key, values]) => Watch.t(`moment.${key}`, values));
-    return [...new Set(sentences)].slice(0, 4).join(store.language === "zh" ? "；" : "; ");
+    const moment = Watch.moments().find(({step}) => step === store.step);
+    return moment ? Watch.sayMoment(moment) : "";
   };
 
   // -- the ticks. A thumb's middle is half a thumb away from the ends of a range input.

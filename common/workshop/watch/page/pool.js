@@ -95,7 +95,7 @@
     }
 
     onKey(event) {
-      if (event.ctrlKey || event.altKey || event.metaKey) return;
+      if (event.ctrlKey || event.altKey || event.metaKey || this.grid === null) return; // not drawn yet
       const {columns, num} = this.grid;
       const at = Watch.store.block ?? 0;
       const moves = {

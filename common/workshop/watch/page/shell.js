@@ -17,8 +17,8 @@
     "shell.per_second": ["{n} steps a second", "每秒 {n} 步"],
     "shell.language": ["中文", "English"],
     "shell.about": [
-      "{model}: scheduler {scheduler}, policy {policy}, cache {cache}, {blocks} blocks of {size}",
-      "{model}，调度器 {scheduler}，策略 {policy}，前缀缓存 {cache}，{blocks} 个块，每块 {size} 个 token"],
+      "num_blocks={all}: {blocks} blocks of {size} tokens and the null block; scheduler {scheduler}, policy {policy}, cache {cache}; {model}",
+      "num_blocks={all}：{blocks} 个块（每块 {size} 个 token）加一个空块；调度器 {scheduler}，策略 {policy}，前缀缓存 {cache}；{model}"],
     "shell.mine": [
       "{n} of {all} functions of this engine are yours.",
       "这个引擎的 {all} 个函数里，有 {n} 个是你写的。"],
@@ -222,7 +222,8 @@
 
   const about = (run) => t("shell.about", {
     model: run.model.architecture ?? "?", scheduler: run.scheduler, policy: run.policy,
-    cache: run.prefix_cache ?? t("shell.none"), blocks: run.num_blocks - 1, size: run.block_size,
+    cache: run.prefix_cache ?? t("shell.none"), all: run.num_blocks,
+    blocks: run.num_blocks - 1, size: run.block_size,
   });
 
   // -- play
