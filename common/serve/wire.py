@@ -154,7 +154,8 @@ class GenerateBody(Body):
         self._check()
         names = SamplingParams.__dataclass_fields__.keys() & type(self).model_fields.keys()
         given = {name: getattr(self, name) for name in names}
-        given |= {"grammar": self._grammar(), "logit_bias": self._logit_bias()} | others
+        given |= {"grammar": self._grammar(), "structured_outputs": None}
+        given |= {"logit_bias": self._logit_bias()} | others
         try:
             return SamplingParams(**defaults | {k: v for k, v in given.items() if v is not None})
         except ValueError as error:
