@@ -6,7 +6,6 @@ import json
 import random
 import re
 from collections.abc import Callable, Iterator
-from concurrent.futures import Future
 from itertools import product
 from queue import SimpleQueue
 from threading import Event, Thread
@@ -21,7 +20,7 @@ from llguidance import LLTokenizer
 
 from common.engine_config import SHIPPED_CHECKPOINT
 from common.grammars import grammar_compiler
-from common.grammars.grammar_compiler import GrammarCompiler
+from common.grammars.grammar_compiler import GrammarCompiler, GrammarJob
 from common.grammars.grammar_masks import GrammarMasks, Matched
 from common.grammars.lark_text import TOO_MANY_WAYS, compile_source
 from common.grammars.vocabulary import Beginning, Vocabulary, beginning_of, tokenizer_of
@@ -526,7 +525,7 @@ class Held:
         assert "x" not in text or self.go_on.wait(60)
         return compile_source(source, tokenizer)
 
-    def submit(self, text: str) -> Future[str]:
+    def submit(self, text: str) -> GrammarJob:
         return self.compiler.submit(source_of(Regex(text)))
 
 
@@ -589,13 +588,13 @@ def test_the_least_recently_wanted_go_first_failures_too(held, monkeypatch) -> N
     for i in range(20):
         with pytest.raises(ValueError, match="does not compile"):
             held.submit(f"({i}").result(60)
-    assert len(compiler._futures) == 3
+    assert len(compiler._kept) == 3
     waiting = [held.submit(f"x{i}") for i in range(20)]
     assert [held.submit(f"x{i}") for i in range(20)] == waiting, "requests wait for them"
     held.go_on.set()
     waiting[-1].result(60)
     held.submit("a")
-    assert len(compiler._futures) <= 3
+    assert len(compiler._kept) <= 3
 
 
 @pytest.mark.parametrize("vocab_size", [70, 64, 45])  # of 64 bits

@@ -19,6 +19,7 @@ from h11 import LocalProtocolError
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from common.collector import spare_what_is_loaded
+from common.engine_config import EngineConfig
 from common.serve.app import ServeConfig, make_app
 from common.serve.async_llm import AsyncLLM
 from common.serve.gate import Gate, GateConfig
@@ -32,6 +33,7 @@ FEW = 8  # connections that are accepted or heard in one turn of the loop
 BACKLOG = 2048  # connections that the system keeps until they are accepted
 PROGRESS_S = 10.0
 MAX_OPEN_FILES = 65_536
+WAITING_BATCHES = 4  # as many may wait by default: 4 * `max_num_seqs` sequences
 KV_EVENTS_HOLD = "anyone who can reach it reads the token ids and salts of all prompts"
 TRY_IT = "def read_lines(path):\n    with open(path) as"  # the shipped checkpoint continues it well
 LITTLE_BLOCKS = 28  # eight prompts of the page do not fit, and are preempted
@@ -162,11 +164,17 @@ async def serve(args: argparse.Namespace, settings: dict[str, Any], listener: so
     template = args.chat_template and args.chat_template.read_text(encoding="utf-8")
     allow_many_connections()
     spare_what_is_loaded()
-    llm = await asyncio.to_thread(AsyncLLM, args.model, max_waiting=args.max_waiting, **settings)
+    most = args.max_waiting
+    if most is None:
+        batch = EngineConfig.__dataclass_fields__["max_num_seqs"].default
+        most = WAITING_BATCHES * settings.get("max_num_seqs", batch)
+    llm = await asyncio.to_thread(AsyncLLM, args.model, max_waiting=most, **settings)
     kv_events = little = None
     try:
         if args.model is None:  # the shipped checkpoint, which is small enough for a second engine
-            little = await asyncio.to_thread(AsyncLLM, None, **little_settings(settings))
+            little = await asyncio.to_thread(
+                AsyncLLM, None, max_waiting=most, **little_settings(settings)
+            )
         if args.kv_events is not None:
             from common.serve.kv_events import KVEvents
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import resource
 import socket
+import subprocess
 import sys
 from pathlib import Path
 from types import SimpleNamespace
@@ -136,6 +137,22 @@ def test_every_flag_arrives_where_it_counts(
     said = capsys.readouterr().err
     assert f"loading {tmp_path.name} ..." in said and "Bearer $KEY" in said
     assert served.engine.said == ["spared", "served", "closed"]
+
+
+def test_so_many_wait_unless_it_is_said(served: SimpleNamespace) -> None:
+    """Trap 87: without a limit one client's queue is as long as it likes."""
+    for settings, most in ({}, 1024), ({"max_num_seqs": 3}, 12):
+        assert run(**settings) == 0
+        assert served.settings["max_waiting"] == most
+
+
+def test_a_thread_that_does_not_end_keeps_no_process() -> None:
+    """Trap 87: SIGTERM ended the server, and Python waited for its threads."""
+    script = (
+        "import threading, time; from common.serve.__main__ import end\n"
+        "threading.Thread(target=time.sleep, args=(100,)).start(); end(3)"
+    )
+    assert subprocess.run([sys.executable, "-c", script], timeout=60).returncode == 3
 
 
 @pytest.mark.parametrize(
