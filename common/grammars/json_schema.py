@@ -1,4 +1,4 @@
-"""A JSON schema in words that llguidance knows, and without two of its dead ends.
+"""A JSON schema in words that llguidance knows.
 
     oneOf               of lists of values: those that stand in exactly one list
     format              one that the library does not know is left out, and the log names it once
