@@ -5,18 +5,17 @@ until the last; `usage` in a piece of its own if it was asked for."""
 
 from __future__ import annotations
 
-import json
 import math
 import time
 import uuid
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
+from itertools import chain
 from typing import Any
-
-from starlette.responses import Response
 
 from common.sampling.distributions import TokenLogprobs
 from common.serve.deltas import CompletionDelta, RequestDelta
+from common.serve.large_json import json_pieces, to_json
 from common.serve.text_places import TextPlaces
 from common.serve.wire import GenerateBody
 from common.tokenizer import Tokenizer
@@ -24,24 +23,16 @@ from request import SamplingParams
 
 DONE = b"data: [DONE]\n\n"
 NO_LOGPROB = -9999.0  # JSON has no infinity
-# Some clients of streams take these for ends of lines. Half a surrogate pair is escaped likewise.
-_LINE_ENDS = {code: f"\\u{code:04x}" for code in (0x85, 0x2028, 0x2029)}
-
-_encode = json.JSONEncoder(ensure_ascii=False, separators=(",", ":"), allow_nan=False).encode
-
-
-def to_json(content: Any) -> bytes:
-    text = _encode(content)
-    text = text if text.isascii() else text.translate(_LINE_ENDS)
-    return text.encode("utf-8", "backslashreplace")
-
-
-def json_response(content: Any, status: int = 200, headers: Any = None) -> Response:
-    return Response(to_json(content), status, headers, media_type="application/json")
+BYTES_OF_AN_ENTRY = 80  # of log-probabilities, about
 
 
 def event(content: Any) -> bytes:
     return b"data: %b\n\n" % to_json(content)
+
+
+def event_pieces(content: Any) -> Iterator[bytes]:
+    """The same in pieces."""
+    return chain([b"data: "], json_pieces(content), [b"\n\n"])
 
 
 @dataclass(slots=True)
@@ -90,6 +81,17 @@ class Answer:
             self.usage.completion_tokens += sum(new)
         if delta.finished:
             self.usage.cached_tokens += delta.num_cached_tokens
+
+    def num_bytes(self, prompt: int, delta: RequestDelta) -> int:
+        """About, of what is written of it."""
+        num, width, n = 0, 1 + (self.params.logprobs or 0), self.params.n
+        for piece in delta.completions.values():
+            num += len(piece.text) + 8 * len(piece.token_ids)
+            num += len(piece.logprobs or ()) * width * BYTES_OF_AN_ENTRY
+        num_first = sum(prompt * n + i not in self._begun for i in delta.completions)
+        width = (1 + (self.params.prompt_logprobs or 0)) * BYTES_OF_AN_ENTRY
+        ids = delta.prompt_token_ids if self.body.return_token_ids else None
+        return num + num_first * len(delta.prompt_logprobs or ()) * width + 8 * n * len(ids or ())
 
     # -- whole
 
@@ -159,7 +161,7 @@ class Answer:
         if self.body.return_token_ids:
             said["prompt_token_ids"] = self._prompt_ids[prompt]
         if self.body.prompt_logprobs is not None:
-            said["prompt_logprobs"] = [self._scored(entry) for entry in of.prompt_logprobs or []]
+            said["prompt_logprobs"] = map(self._scored, of.prompt_logprobs or [])
         return said
 
     def _chat_choice(
@@ -167,7 +169,7 @@ class Answer:
     ) -> dict[str, Any]:
         logprobs = None
         if piece is not None and piece.logprobs is not None:
-            logprobs = {"content": [self._chat_logprobs(entry) for entry in piece.logprobs]}
+            logprobs = {"content": map(self._chat_logprobs, piece.logprobs)}
         return {"index": index, where: said, "logprobs": logprobs, "finish_reason": None}
 
     def _text_choice(
@@ -217,24 +219,27 @@ class Answer:
     def _text_logprobs(
         self, entries: list[TokenLogprobs | None], offsets: list[int], prompt: int
     ) -> dict[str, Any]:
-        tokens, logprobs, top = [], [], []
+        tokens, logprobs = [], []
         for entry in entries:
             if entry is None:  # the first token of a prompt, which nothing stands before
                 token = self._text(self._prompt_ids[prompt][0])
                 logprobs.append(None)
-                top.append(None)
             else:
                 token = self._text(entry.token_id)
                 logprobs.append(finite(entry.logprob))
-                most = {entry.token_id: entry.logprob} | entry.top  # and the token itself
-                top.append({self._text(i): finite(p) for i, p in most.items()})
             tokens.append(token)
         return {
             "text_offset": offsets,
             "token_logprobs": logprobs,
             "tokens": tokens,
-            "top_logprobs": top,
+            "top_logprobs": map(self._top, entries),
         }
+
+    def _top(self, entry: TokenLogprobs | None) -> dict[str, float] | None:
+        if entry is None:
+            return None
+        most = {entry.token_id: entry.logprob} | entry.top  # and the token itself
+        return {self._text(i): finite(p) for i, p in most.items()}
 
     def _text(self, token_id: int) -> str:
         if self.body.return_tokens_as_token_ids:  # texts of two may be alike

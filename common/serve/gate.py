@@ -19,15 +19,17 @@ from starlette.datastructures import Headers
 from starlette.responses import Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from common.serve.answers import json_response
 from common.serve.errors import ApiError
+from common.serve.large_json import json_response
 
 logger = logging.getLogger(__name__)
 POLLED = ("/health", "/metrics")  # not in the log while all is well
 LOOPBACK = ("localhost", "127.0.0.1", "[::1]")
+LITTLE = "/little"  # in front of the routes of the small engine, to which the same rules apply
 MAX_ID = 200
 # A number in a list holds up the loop as long as so many bytes of a text do.
 BYTES_OF_A_VALUE = 32
+MOST_STRINGS = 1 << 16  # keys included; each is more to a parser than a number
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,16 +78,16 @@ class Gate:
             await send(message)
 
         try:
-            app, body = self.app, b""
+            app, received = self.app, _again(b"", receive)
             try:
                 self._check(scope, headers)
                 if scope["method"] == "OPTIONS" and len(more) > 1:
                     app = Response(status_code=204)
                 elif scope["method"] == "POST" and self._takes_body(scope["path"]):
-                    body = await self._body(receive, headers)
+                    received = _again(await self._body(receive, headers), receive)
             except ApiError as error:
                 app = error_response(error)
-            await app(scope, _again(body, receive), send_with_id)
+            await app(scope, received, send_with_id)
         finally:
             if status != 200 or scope["path"] not in POLLED:
                 path = scope.get("raw_path", scope["path"].encode("utf-8", "replace"))[:MAX_ID]
@@ -116,7 +118,7 @@ class Gate:
         return origin in allowed or "*" in allowed
 
     def _check(self, scope: Scope, headers: Headers) -> None:
-        path, method, config = scope["path"], scope["method"], self.config
+        path, method, config = scope["path"].removeprefix(LITTLE), scope["method"], self.config
         draining = ApiError(503, "the server is being shut down and takes no new requests")
         if path == "/health":
             if self.is_draining:  # who asks shall send nothing more here
@@ -168,6 +170,8 @@ class Gate:
             raise ApiError(408, "the body did not arrive in time") from error
         if body.count(b",") > most // BYTES_OF_A_VALUE:
             raise ApiError(413, f"the body has more than {most // BYTES_OF_A_VALUE} commas")
+        if body.count(b'"') - body.count(b'\\"') > 2 * MOST_STRINGS:
+            raise ApiError(413, f"the body has more than {MOST_STRINGS} strings")
         return body
 
 
