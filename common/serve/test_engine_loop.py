@@ -15,7 +15,13 @@ from common.engine_config import EngineStats
 from common.grammars.lark_text import TOO_MANY_WAYS
 from common.sampling.runner_plugin import NO_TOKEN
 from common.serve.deltas import HandOver, RequestDelta
-from common.serve.engine_loop import MAX_FAILURES, UNCOMPILED, EngineError, EngineLoop
+from common.serve.engine_loop import (
+    MAX_FAILURES,
+    MOST_ADD_S,
+    UNCOMPILED,
+    EngineError,
+    EngineLoop,
+)
 from common.serve.test_deltas import Growing
 from request import SamplingParams
 
@@ -138,3 +144,31 @@ def test_those_who_come_together_begin_together_and_nobody_is_waited_for_long(
     engine.loop._gather = lambda: gathered.append(engine.num_steps)
     engine.ask()
     assert gathered == [0], "not where steps follow each other"
+
+
+def test_a_crowd_is_taken_in_between_steps(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Trap 87: a body of 2,048 prompts held up those that run until all were taken."""
+    is_full = threading.Event()
+    engine = Engine(*[lambda request: is_full.wait(20)] * 200, ends("stop"))
+    order: list[str] = []
+    add, step = engine.add_request, engine.step
+
+    def add_slowly(*arguments: Any) -> Any:
+        order.append("add")
+        time.sleep(MOST_ADD_S / 4)
+        return add(*arguments)
+
+    def told() -> list[Any]:
+        order.append("step")
+        return step()
+
+    monkeypatch.setattr(engine, "add_request", add_slowly)
+    monkeypatch.setattr(engine, "step", told)
+    for i in range(40):
+        engine.loop.add(f"{i}", [7], SamplingParams(), {})
+    is_full.set()
+    while order.count("add") < 40:
+        engine.handed_over.get(timeout=20)
+    engine.loop.close()
+    longest = max(map(len, "".join("a" if o == "add" else " " for o in order).split()))
+    assert longest <= 12, order

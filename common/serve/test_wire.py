@@ -156,6 +156,21 @@ def test_what_a_field_may_be(make: Any, name: str, taken: list, wrong: list) -> 
         assert refused(make, **{name: value}) == name, value
 
 
+def test_a_whole_number_may_have_a_point() -> None:
+    """JSON knows no difference, and some languages write it so."""
+    fields = {"max_tokens": 4.0, "n": 2.0, "top_k": 3.0, "seed": 5.0, "stop_token_ids": [7.0]}
+    params = completion(prompt=[[1.0, 2.0]], **fields)
+    assert (params.max_tokens, params.n, params.top_k, params.seed) == (4, 2, 3, 5)
+    assert params.stop_token_ids == (7,)
+    assert CompletionBody.model_validate({"prompt": [[1.0]]}).prompt == [[1]]
+    assert chat(max_completion_tokens=6.0, top_logprobs=2.0, logprobs=True).logprobs == 2
+    schema = {"const": 4.0}
+    form = {"type": "json_schema", "json_schema": {"schema": schema}}
+    assert repr(chat(response_format=form, n=1.0).grammar) == repr(Json(schema))
+    assert refused(completion, max_tokens=4.5) == "max_tokens"
+    assert refused(completion, max_tokens=True) == "max_tokens"
+
+
 def test_what_does_not_go_together() -> None:
     assert refused(completion, prompt=["x"] * 20, n=MAX_N) == "n"
     assert refused(completion, prompt=["x"] * (MAX_PROMPTS // MAX_N), n=MAX_N) is None

@@ -74,13 +74,13 @@ def _identifiers(tree: ast.Module) -> Iterator[tuple[int, str]]:
 # A reader's evening: at most so many modules and lines in each root. README's table of rooms has
 # the numbers of today, and so has `python -m common.workshop.tools.path`.
 ROOM_LIMITS = {
-    "01_batching": Size(9, 1445),
+    "01_batching": Size(9, 1465),
     "02_paged_kv": Size(9, 1206),
     "03_prefix_cache": Size(9, 1559),
     "04_scheduler": Size(9, 1224),
     "05_spec_decode": Size(9, 1050),
     "06_chunked_prefill": Size(9, 500),
-    "all roots": Size(46, 6700),
+    "all roots": Size(46, 6720),
 }
 # With the defaults of eight families in `transformers`, and torch's threads, which are a number of
 # the process and so a module of their own.
