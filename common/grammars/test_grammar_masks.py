@@ -149,6 +149,10 @@ def test_two_libraries_allow_the_same_tokens(name) -> None:
         ('root ::= ("ab" | "a") "b" # nor whole words to the b', "(ab|a)b"),
         ('root ::= [^a-b] ("b" | "\\x62c") {1,2}', "[^ab](b|bc){1,2}"),
         ("root ::= .{2,} [\\-\\]c]", ".{2,}[-\\]c]"),
+        (
+            'root ::= x{0,2} "a"\nx ::= (y | "b") y*\ny ::= y "c" | z\nz ::= "c" | y',
+            "([bc]c*){0,2}a",
+        ),
         ('root ::= "\\u0061" (\n  "b"\n  | the-end)*\nthe-end ::= "c"', "a[bc]*"),
     ],
 )
@@ -174,14 +178,19 @@ def test_rules_allow_the_texts_that_they_say(rules, pattern) -> None:
         (Ebnf(r"root ::= [\d]"), r"\d is no escape"),
         (Ebnf(r'root ::= "\x4"'), r"\x is no escape"),
         (Ebnf(r'root ::= "\ud83d"'), r"\ud83d is no character"),
-        (Ebnf("root ::= root"), "no text fits it"),
+        (Ebnf("root ::= root"), "the rule 'root' has no text that ends"),
+        (Ebnf('root ::= "a" | "b" x\nx ::= ("c" | x) x'), "the rule 'x' has no text that ends"),
+        (Ebnf('root ::= "a" x?\nx ::= y {1,2}\ny ::= x+ | "b" y'), "the rule 'x' has no text"),
         (Regex("[a&&b]"), "no text fits it"),
         (Ebnf('root := "a"'), "at character 5: ':= \"a\"' is no part of a rule"),
         (Regex("(a"), "unclosed group"),
         (Regex("(?=a)b"), "look-around"),
         (Regex(r"(a)\1"), "backreferences are not supported"),
         (Json({"type": "nothing"}), "Invalid type: nothing"),
-        (Json({"type": "array", "uniqueItems": True}), "uniqueItems"),
+        (
+            Json({"type": "array", "uniqueItems": True}),
+            'a JSON schema with "uniqueItems" is not se',
+        ),
         (Json({"$ref": "#/nowhere"}), "nowhere"),
     ],
 )

@@ -278,6 +278,7 @@ class Server:
             raise ApiError(403, "adapters are not loaded over HTTP: see --adapter-root")
         if body.lora_name == self.config.model_name:
             raise bad("lora_name is the model's own name", "lora_name")
+        path = root
         try:
             path = (root / body.lora_path).resolve()
             if not path.is_relative_to(root.resolve()):
@@ -286,6 +287,9 @@ class Server:
         except OSError as error:
             message = f"lora_path is {body.lora_path!r}: it is not there"
             raise ApiError(404, message, "lora_path") from error
+        except ValueError as error:  # a sentence about a file names its folder on the server
+            says = str(error).replace(f"{path}", body.lora_path)
+            raise bad(says, None if says == str(error) else "lora_path") from error
         return PlainTextResponse(f"Success: LoRA adapter '{body.lora_name}' added successfully.")
 
     async def unload_adapter(self, body: UnloadAdapterBody) -> Response:

@@ -138,6 +138,21 @@ def test_a_wrong_body_is_refused(server: Running, caplog: pytest.LogCaptureFixtu
     assert server.is_idle()
 
 
+def test_no_error_names_a_folder_of_the_server(server: Running) -> None:
+    root = server.app.state.server.config.adapter_root
+    (root / "other").mkdir()
+    (root / "other" / "adapter_model.safetensors").write_bytes(b"none")
+    for config in ("{", '{"peft_type": "IA3"}', '{"peft_type": "LORA", "target_modules": 5}'):
+        (root / "other" / "adapter_config.json").write_text(config)
+        for path in ("other", "./other", "nowhere", "../other", str(root.parent)):
+            body = {"lora_name": "a", "lora_path": path}
+            status, answer = server.post("/v1/load_lora_adapter", body)
+            error = answer["error"]
+            assert status == {"./other": 400, "other": 400, "nowhere": 404}.get(path, 403)
+            assert error["param"] == "lora_path" and str(root.parent) not in error["message"]
+            assert status != 400 or error["message"].startswith(path), error
+
+
 def test_numbers_that_are_only_large_are_taken(server: Running) -> None:
     for fields in ({"top_k": HUGE}, {"max_tokens": HUGE}, {"priority": HUGE}):
         assert server.post(*completion(**fields))[0] == 200, fields
