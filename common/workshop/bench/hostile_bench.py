@@ -199,7 +199,7 @@ def measure(rounds: int) -> dict[str, Any]:
         "config": {
             "aims": {"health": HEALTH_S, "silence": SILENCE_S},
             "drain_s": DRAIN_S,
-            "chunk": CHUNK,
+            "max_num_batched_tokens": CHUNK,
         },
         "runs": found,
     }
