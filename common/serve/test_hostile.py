@@ -70,7 +70,10 @@ def schema(value: Any) -> tuple[str, Any]:
 
 
 BODIES: list[tuple[str, Any]] = [
-    *(("/v1/completions", body) for body in (b"", b"\xff", b"\0", b"1", b"9" * 100_000, b'"x"')),
+    *(
+        ("/v1/completions", body)
+        for body in (b"", b"\xff", b"\0", b"1", b"9" * 100_000, b'"x"', b"4.0")
+    ),
     ("/v1/completions", b'{"prompt":"x","temperature":1e999}'),
     ("/v1/completions", b'{"prompt":"x","seed":%b}' % (b"9" * 5000)),
     ("/v1/completions", b'{"prompt":%b}' % nested(900)),
@@ -95,6 +98,8 @@ BODIES: list[tuple[str, Any]] = [
     *(completion(logit_bias=bias) for bias in ({str(2**70): 1}, {"-1": 1}, {"5": HUGE})),
     *(completion(stop=stop) for stop in ("", [""], [5])),
     completion(stop_token_ids=[2**70]),
+    completion(stream=True, stream_options=4.0),
+    completion(response_format=1.5),
     completion(allowed_token_ids=[]),
     completion(cache_salt=""),
     completion(model="\ud800"),
@@ -198,6 +203,7 @@ def test_more_sequences_than_can_ever_wait_are_refused_by_name() -> None:
             assert (status, answer["error"]["param"]) == (400, name)
             assert "at most 6" in answer["error"]["message"]
         assert found.post(*completion(n=6))[0] == 200
+        found.call(lambda engine: setattr(engine, "step", slow_steps(engine.step)))
         with socket.create_connection(("127.0.0.1", found.port)) as first:
             first.sendall(posted({"prompt": "x", "n": 3, "max_tokens": 60, "ignore_eos": True}))
             wait_for(lambda: found.llm.num_unfinished)

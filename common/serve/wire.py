@@ -80,7 +80,8 @@ class Body(BaseModel):
         try:
             return handler(data)
         except ValidationError as error:
-            if not any(isinstance(e["input"], float) for e in error.errors(include_url=False)):
+            floats = (isinstance(e["input"], float) for e in error.errors(include_url=False))
+            if not isinstance(data, dict) or not any(floats):
                 raise
             return handler({name: _whole(value) for name, value in data.items()})
 
