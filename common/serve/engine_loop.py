@@ -124,7 +124,8 @@ class EngineLoop:
     def _obey(self) -> None:
         """All that is in the inbox. It waits for something where there is no step to make."""
         is_dead = self.why_dead is not None
-        must_wait = is_dead or not (self._coming or self._engine.has_unfinished_requests())
+        has_steps = not is_dead and self._engine.has_unfinished_requests()
+        must_wait = not (self._coming or has_steps)
         while must_wait or not self._inbox.empty():
             do, arguments = self._inbox.get()
             do(*arguments)

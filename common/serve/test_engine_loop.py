@@ -172,3 +172,23 @@ def test_a_crowd_is_taken_in_between_steps(monkeypatch: pytest.MonkeyPatch) -> N
     engine.loop.close()
     longest = max(map(len, "".join("a" if o == "add" else " " for o in order).split()))
     assert longest <= 12, order
+
+
+def test_a_crowd_that_comes_to_a_dead_engine_is_told_so() -> None:
+    """All of it, without another message that would wake the thread up."""
+    engine = Engine(*[fails(RuntimeError("a rank is gone"))] * MAX_FAILURES)
+    engine.loop.add("first", [7], SamplingParams(), {})
+    add, names = engine.loop._add, set[str]()
+
+    def add_slowly(*arguments: Any) -> None:
+        time.sleep(MOST_ADD_S)
+        add(*arguments)
+
+    engine.loop._add = add_slowly
+    while "first" not in names:
+        names |= {d.request_id for d in engine.handed_over.get(timeout=20).deltas if d.finished}
+    for i in range(3):
+        engine.loop.add(f"{i}", [7], SamplingParams(), {})
+    while len(names) < 4:
+        names |= {d.request_id for d in engine.handed_over.get(timeout=20).deltas if d.finished}
+    engine.loop.close()
