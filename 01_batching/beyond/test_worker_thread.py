@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import signal
 import sys
@@ -9,10 +10,11 @@ import threading
 import time
 from collections.abc import Callable
 from itertools import count
+from queue import SimpleQueue
 
 import pytest
 
-from worker_thread import WorkerThread
+from worker_thread import ThreadJob, WorkerThread
 
 
 def interrupted_at(line: int, call: Callable[[], object]) -> bool:
@@ -27,6 +29,7 @@ def interrupted_at(line: int, call: Callable[[], object]) -> bool:
             raise KeyboardInterrupt
         return at_line
 
+    gc.disable()  # Python drops what is raised while it collects
     sys.settrace(lambda *_: at_line)
     try:
         call()
@@ -34,6 +37,7 @@ def interrupted_at(line: int, call: Callable[[], object]) -> bool:
         return True
     finally:
         sys.settrace(None)
+        gc.enable()
     return False
 
 
@@ -107,6 +111,10 @@ def test_errors_and_ends_are_those_of_a_future() -> None:
     assert begun.result(60)
     with pytest.raises(RuntimeError, match="closed"):
         worker.submit(int)
+    job, waits = ThreadJob[int](), SimpleQueue[bool]()
+    threading.Thread(target=lambda: waits.put(job.wait()), daemon=True).start()
+    job.cancel()
+    assert waits.get(timeout=60), "also for a wait that had begun"
     failing = WorkerThread("worker").submit(int, "x")
     for _ in range(2):
         with pytest.raises(ValueError, match="invalid literal"):

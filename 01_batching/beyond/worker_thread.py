@@ -59,7 +59,10 @@ class ThreadJob(Generic[T]):
 
     def cancel(self) -> bool:
         """Cancel a job that has not begun. Returns whether it is cancelled."""
-        return not self._is_over and self._taken_by.setdefault("by", "nobody") == "nobody"
+        if self._is_over or self._taken_by.setdefault("by", "nobody") != "nobody":
+            return False
+        self._told.put(None)
+        return True
 
     def cancelled(self) -> bool:
         return self._taken_by.get("by") == "nobody"

@@ -184,7 +184,7 @@ def test_an_interrupt_at_any_line_of_a_step_leaves_one_step_thread() -> None:
         assert runner.execute(plan).wait().token_ids == {"a": [1]}
         assert len(set(threading.enumerate()) - before) == 1
         runner.close()
-        assert set(threading.enumerate()) == before
+        assert set(threading.enumerate()) <= before
         if not was_interrupted:
             break
     assert line > 20
