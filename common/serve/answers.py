@@ -17,11 +17,13 @@ from starlette.responses import Response
 
 from common.sampling.distributions import TokenLogprobs
 from common.serve.deltas import CompletionDelta, RequestDelta
+from common.serve.tool_calls import Reader, Reply
 from common.serve.wire import GenerateBody
 from common.tokenizer import Tokenizer
 from request import SamplingParams
 
 DONE = b"data: [DONE]\n\n"
+NUM_OF_END = 16  # tokens of a prompt, which hold what stands at its end
 NO_LOGPROB = -9999.0  # JSON has no infinity
 # Some clients of streams take these for ends of lines. Half a surrogate pair is escaped likewise.
 _LINE_ENDS = {code: f"\\u{code:04x}" for code in (0x85, 0x2028, 0x2029)}
@@ -69,11 +71,13 @@ class Answer:
     params: SamplingParams
     prompts: Sequence[str] = ()  # their texts, where they are echoed
     only_echo: bool = False
+    reader: Reader | None = None  # of a chat's texts; None: they are the content
     usage: Usage = field(default_factory=Usage)
     id: str = ""
     created: int = field(default_factory=lambda: int(time.time()))
     _begun: dict[int, int] = field(default_factory=dict)  # choices, and their text's length
     _prompt_ids: dict[int, list[int]] = field(default_factory=dict)
+    _replies: dict[int, Reply] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         prefix = "chatcmpl" if self.kind == "chat" else "cmpl"
@@ -112,10 +116,15 @@ class Answer:
             choices = [self._chat_choice(i, "delta", role, None) for i in range(self.params.n)]
             firsts = [self._piece([choice]) | about for choice in choices]
         says_all = self.params.logprobs is not None or self.body.return_token_ids
-        return firsts + [
-            self._piece([self._choice(prompt, piece, delta, "delta")])
+        choices = [
+            self._choice(prompt, piece, delta, "delta")
             for piece in delta.completions.values()
             if piece.text or piece.finish_reason or says_all
+        ]
+        return firsts + [
+            self._piece([choice])
+            for choice in choices
+            if choice.get("delta", True) or choice["finish_reason"] or says_all
         ]
 
     def usage_piece(self) -> dict[str, Any]:
@@ -138,18 +147,32 @@ class Answer:
     def _choice(
         self, prompt: int, piece: CompletionDelta, of: RequestDelta, where: str = "message"
     ) -> dict[str, Any]:
-        index = prompt * self.params.n + piece.index
+        index, reason = prompt * self.params.n + piece.index, piece.finish_reason
         if self.kind == "chat":
-            said = {"content": piece.text}
+            said, reply = {"content": piece.text}, self._reply(index, prompt)
+            if reply is not None and where == "message":
+                said = reply.message(piece.text)
+            elif reply is not None:
+                said = reply.delta(piece.text, piece.finish_reason is not None)
             if where == "message":
                 said = {"role": "assistant", "refusal": None} | said
             choice = self._chat_choice(index, where, said, piece)
+            reason = (
+                piece.finish_reason if reply is None else reply.finish_reason(piece.finish_reason)
+            )
         else:
-            choice = self._text_choice(index, prompt, piece, of)
-        choice |= {"finish_reason": piece.finish_reason, "stop_reason": piece.stop_reason}
+            choice, reason = self._text_choice(index, prompt, piece, of), piece.finish_reason
+        choice |= {"finish_reason": reason, "stop_reason": piece.stop_reason}
         if self.body.return_token_ids:
             choice["token_ids"] = piece.token_ids
         return choice
+
+    def _reply(self, index: int, prompt: int) -> Reply | None:
+        if self.reader is not None and index not in self._replies:
+            ids = self._prompt_ids[prompt][-NUM_OF_END:]
+            end = self.tokenizer.decode(ids, skip_special_tokens=False)
+            self._replies[index] = Reply(self.reader, end)
+        return self._replies.get(index)
 
     def _of_the_prompt(self, prompt: int, of: RequestDelta) -> dict[str, Any]:
         """As at vLLM: a chat says it once, a completion in each choice."""

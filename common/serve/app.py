@@ -6,7 +6,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import AsyncIterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import Any, get_type_hints
@@ -37,6 +37,7 @@ from common.serve.streams import (
     merged,
     unless_gone,
 )
+from common.serve.tool_calls import schemas_of
 from common.serve.wire import (
     ChatBody,
     CompletionBody,
@@ -71,6 +72,8 @@ class ServeConfig:
     adapter_root: Path | None = None
     uses_generation_config: bool = True
     heartbeat_seconds: float | None = None
+    reads_calls: bool | None = None  # this and the next; None: as the chat template writes them
+    reads_reasoning: bool | None = None
 
 
 class Server:
@@ -79,7 +82,8 @@ class Server:
     def __init__(self, llm: AsyncLLM, config: ServeConfig, gate: Gate) -> None:
         self.llm, self.config = llm, config
         self.defaults = sampling_defaults(llm.config.model) if config.uses_generation_config else {}
-        self.chat = ChatPrompts(llm.tokenizer, config.chat_template)
+        how = config.chat_template, config.reads_calls, config.reads_reasoning
+        self.chat = ChatPrompts(llm.tokenizer, *how)
         self.metrics = ServerMetrics(llm, config.model_name)
         self.live = LivePage(llm, gate)
 
@@ -96,8 +100,12 @@ class Server:
 
     async def chat_completions(self, body: ChatBody, request: Request) -> Response:
         model, params = self._model(body), body.params(self.defaults)
+        has_grammar = params.grammar is not None
+        reader = await asyncio.to_thread(self.chat.reader, body.tool_use(), has_grammar)
+        if reader is not None and self.chat.hides_marks:
+            params = replace(params, skip_special_tokens=False)
         ids = await self._chat_ids(body, params)
-        answer = Answer("chat", model, self.llm.tokenizer, body, params)
+        answer = Answer("chat", model, self.llm.tokenizer, body, params, reader=reader)
         return await self._generate(answer, [ids], request)
 
     async def _generate(
@@ -163,8 +171,9 @@ class Server:
 
     async def _chat_text(self, body: ChatBody | TokenizeBody) -> str:
         assert body.messages is not None
-        fields = {"documents": body.documents, "reasoning_effort": body.reasoning_effort}
-        given = {name: value for name, value in fields.items() if value is not None}
+        schemas_of(body.tools or ())
+        names = ("documents", "reasoning_effort", "enable_thinking", "tools")
+        given = {name: getattr(body, name) for name in names if getattr(body, name) is not None}
         kwargs = (body.chat_template_kwargs or {}) | given
         how = body.add_generation_prompt, body.continue_final_message, kwargs
         return await asyncio.to_thread(self.chat.text, body.messages, *how)

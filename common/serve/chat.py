@@ -1,18 +1,68 @@
-"""Messages to a prompt: a model's own template, or one that the server was given."""
+"""Messages to a prompt: a model's own template, or one that the server was given. The template also
+says how the model writes its reasoning and its tool calls."""
 
 from __future__ import annotations
 
+import logging
+import re
+from functools import cached_property
 from typing import Any
 
-from common.serve.errors import bad
+from common.serve.errors import ApiError, bad
+from common.serve.tool_calls import CALL, END_THINK, MARKS, Reader, ToolUse, calls_of_history
 from common.tokenizer import Tokenizer
+
+logger = logging.getLogger(__name__)
+_TRIED = {"name": "a_tool_to_try", "description": "", "parameters": {"type": "object"}}
 
 
 class ChatPrompts:
-    """`template`: instead of the model's."""
+    """`template`: instead of the model's. `reads_calls` and `reads_reasoning`: whether texts are
+    read for them; None: where the template writes them."""
 
-    def __init__(self, tokenizer: Tokenizer, template: str | None = None) -> None:
+    def __init__(
+        self,
+        tokenizer: Tokenizer,
+        template: str | None = None,
+        reads_calls: bool | None = None,
+        reads_reasoning: bool | None = None,
+    ) -> None:
         self._source, self._template = tokenizer.source, template
+        self._reads_calls, self._reads_reasoning = reads_calls, reads_reasoning
+        self._has_warned = False
+        id_of = tokenizer.backend.token_to_id
+        self.hides_marks = any(id_of(mark) in tokenizer.special_ids for mark in MARKS)
+
+    def reader(self, tools: ToolUse, has_grammar: bool) -> Reader | None:
+        """None: the text is the content. Raises `ApiError`."""
+        shown, reads_calls = self._shown_tool, self._reads_calls
+        if reads_calls is None:  # and no other form within the same mark
+            reads_calls = re.search(CALL + r"\s*{", shown) is not None
+        if tools.choice == "auto" and not reads_calls:
+            raise bad(
+                "tools: the chat template does not ask this model for calls of the form "
+                f'{CALL}{{"name": ..., "arguments": ...}}, so tool_choice "auto" cannot find them. '
+                'Use "required" or name a function',
+                "tools",
+            )
+        if tools.schemas and _TRIED["name"] not in shown and not self._has_warned:
+            self._has_warned = True
+            logger.warning("the chat template ignores tools: the model sees none of them")
+        reads_reasoning = self._reads_reasoning
+        if reads_reasoning is None:
+            own = getattr(self._source, "chat_template", None)
+            reads_reasoning = END_THINK in str(self._template or own)
+        reads_reasoning = reads_reasoning and not has_grammar
+        return Reader(tools, reads_reasoning) if reads_reasoning or tools.choice != "none" else None
+
+    @cached_property
+    def _shown_tool(self) -> str:
+        """A prompt with a tool."""
+        tools = [{"type": "function", "function": _TRIED}]
+        try:
+            return self.text([{"role": "user", "content": "x"}], kwargs={"tools": tools})
+        except ApiError:
+            return ""
 
     def text(
         self,
@@ -55,6 +105,9 @@ def _plain(message: dict[str, Any], i: int) -> dict[str, Any]:
         content = "\n".join(map(str, parts))
     if content is not None and not isinstance(content, str):
         raise bad(f"messages[{i}]: content must be a text", "messages")
+    plain = {**message, "content": content or ""}
     if message.get("tool_calls"):
-        raise bad(f"messages[{i}]: tool_calls is not supported by this server", "messages")
-    return {**message, "content": content or ""}
+        plain["tool_calls"] = calls_of_history(message["tool_calls"], f"messages[{i}]")
+    if message.get("reasoning"):  # vLLM's name of what templates know by another one
+        plain.setdefault("reasoning_content", message["reasoning"])
+    return plain

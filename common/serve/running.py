@@ -169,7 +169,14 @@ async def serve(args: argparse.Namespace, settings: dict[str, Any], listener: so
         gate_config = GateConfig(args.host, args.api_key or None, args.max_body_bytes)
         recommended = args.generation_config == "auto"
         config = ServeConfig(
-            name, gate_config, template, args.adapter_root, recommended, args.heartbeat_seconds
+            name,
+            gate_config,
+            template,
+            args.adapter_root,
+            recommended,
+            args.heartbeat_seconds,
+            args.tool_call_parser and args.tool_call_parser != "none",
+            args.reasoning_parser and args.reasoning_parser != "none",
         )
         _, gate = make_app(llm, config)
         server = DrainingServer(llm, gate, args.drain_seconds)
