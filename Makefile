@@ -22,10 +22,19 @@ TRITON_VERSION := 3.9.0
 
 VENV := .venv
 PY := $(VENV)/bin/python
-STAMP := $(VENV)/.installed
+# What is installed, in four layers, each upon the one before: `run` to serve from Python, `server`
+# to serve over HTTP, `test` to check what is written, `work` to change the book.
+RUN := $(VENV)/.run
+SERVER := $(VENV)/.server
+TEST := $(VENV)/.test
+WORK := $(VENV)/.work
 HALF_MADE := $(VENV)/.half-made
 # pip shows its progress to a person and is quiet in a log.
 PIP = $(PY) -m pip --disable-pip-version-check install $$([ -t 2 ] || echo -q)
+
+# What a failed installation says before it ends.
+NOT_INSTALLED = echo "make: the project's requirements could not be installed; see pip's message above, then start again."; exit 1
+BROKEN = echo "make: $(VENV) is broken. Remove it (rm -rf $(VENV)) and start again."; exit 1
 
 WHAT_help := list what can be made
 WHAT_demo := serve a batch of prompts with the shipped checkpoint and print the text
@@ -64,57 +73,55 @@ MINE = $(if $(filter --mine,$(ARGS)),common.workshop.tasks.mine)
 help: say-help
 	@$(foreach t,$(TARGETS),printf '  make %-10s %s\n' '$(t)' "$(WHAT_$(t))";)
 
-demo: say-demo $(STAMP)
+demo: say-demo $(RUN)
 	@$(PY) -m $(MINE) common.demo $(ARGS)
 
-# With the packages that only the server needs.
-serve: say-serve $(STAMP)
-	@$(PY) -c 'import fastapi, prometheus_client, uvicorn, zmq' 2>/dev/null || $(PIP) -e '.[server]'
+serve: say-serve $(SERVER)
 	@$(PY) -m common.serve $(ARGS)
 
 # Which tests: conftest.py. Each process is given tests that follow each other (`worksteal`), so that
 # what a module or a folder prepares once is prepared by one of them.
-check: say-check $(STAMP)
+check: say-check $(TEST)
 	@OMP_NUM_THREADS=$${OMP_NUM_THREADS:-1} $(PY) -m pytest -n $(JOBS) --dist worksteal -m check $(ARGS) || \
 	  { echo "make check: failed. Repeat one alone with: $(PY) -m pytest PATH::TEST"; exit 1; }
 
-test: say-test $(STAMP)
+test: say-test $(TEST)
 	@OMP_NUM_THREADS=$${OMP_NUM_THREADS:-1} $(PY) -m pytest -n $(JOBS) --dist worksteal $(ARGS) || \
 	  { echo "make test: failed. Repeat one alone with: $(PY) -m pytest PATH::TEST"; exit 1; }
 
 # A failure ends with the command that repeats it: settings in ARGS run that one combination.
-matrix: say-matrix $(STAMP)
+matrix: say-matrix $(TEST)
 	@OMP_NUM_THREADS=$${OMP_NUM_THREADS:-1} $(PY) -m $(MINE) common.tests.equivalence $(ARGS) || \
 	  { echo "make matrix: failed. What is printed above says with which settings."; exit 1; }
 
-museum: say-museum $(STAMP)
+museum: say-museum $(TEST)
 	@$(PY) -m common.workshop.museum $(BUG) $(ARGS)
 
 # An answer that is not right yet (1) is no error of make.
-task: say-task $(STAMP)
+task: say-task $(TEST)
 	@$(PY) -m common.workshop.tasks $(N) $(if $(EVENING),--evening $(EVENING)) $(ARGS) || [ $$? -eq 1 ]
 
-watch: say-watch $(STAMP)
+watch: say-watch $(RUN)
 	@$(PY) -m common.workshop.watch $(ARGS)
 
 # Without ruff's cache: it keeps a file's verdict on import order after a neighbour that the file
 # imports was added, so what passes here could fail in a fresh clone.
-lint: say-lint $(STAMP)
+lint: say-lint $(WORK)
 	@$(PY) -m ruff check --no-cache . && $(PY) -m ruff format --check . || \
 	  { echo "make lint: failed. 'make format' repairs most of it; the rest is listed above."; exit 1; }
 	@$(VENV)/bin/basedpyright --project pyproject.toml --pythonpath $(PY) || \
 	  { echo "make lint: the types do not fit. Each line above names file, line and rule; repair it by hand."; \
 	    exit 1; }
 
-format: say-format $(STAMP)
+format: say-format $(WORK)
 	@$(PY) -m ruff check --no-cache --fix . ; checked=$$? ; $(PY) -m ruff format . && exit $$checked || \
 	  { echo "make format: what is listed above has to be repaired by hand."; exit 1; }
 
-notebooks: say-notebooks $(STAMP)
+notebooks: say-notebooks $(WORK)
 	@$(PY) -m common.workshop.notebooks $(ARGS) || \
 	  { echo "make notebooks: failed. Run the script named above with $(PY) to see why."; exit 1; }
 
-figures: say-figures $(STAMP)
+figures: say-figures $(WORK)
 	@for script in [0-9][0-9]_*/lab/plot_*.py common/workshop/*/plot_*.py common/workshop/*/lab/plot_*.py \
 	    common/serve/*/plot_*.py; do \
 	  [ -e "$$script" ] || continue; \
@@ -122,13 +129,13 @@ figures: say-figures $(STAMP)
 	  $(PY) "$$script" || { echo "make figures: $$script failed; run it alone to see why."; exit 1; }; \
 	done
 
-bench: say-bench $(STAMP)
+bench: say-bench $(RUN)
 	@$(PY) -m common.workshop.bench $(ARGS)
 
-ladder: say-ladder $(STAMP)
+ladder: say-ladder $(RUN)
 	@$(PY) -m common.workshop.ladder $(ARGS)
 
-sync: say-sync $(STAMP)
+sync: say-sync $(WORK)
 	@OMP_NUM_THREADS=$${OMP_NUM_THREADS:-1} $(PY) -m common.workshop.sync $(ARGS) || \
 	  { echo "make sync: what is listed above wants a reader."; exit 1; }
 
@@ -138,10 +145,10 @@ clean: say-clean
 	  \( -name __pycache__ -o -name .ipynb_checkpoints -o -name .ruff_cache -o -name .pytest_cache \) \
 	  -prune -exec rm -rf {} +
 
-# The stamp is written last. A .venv whose first installation was interrupted carries HALF_MADE
+# A stamp is written last. A .venv whose first installation was interrupted carries HALF_MADE
 # and is begun anew; one that is complete but older than pyproject.toml is brought up to date in place.
 # torch comes first and by its exact version, so that nothing else decides which build is taken.
-$(STAMP): pyproject.toml
+$(RUN): pyproject.toml
 	@command -v $(PYTHON) >/dev/null 2>&1 || { \
 	  echo "make: '$(PYTHON)' is not found. Install Python 3.10 or newer, or say which one: make PYTHON=/path/to/python3"; \
 	  exit 1; }
@@ -160,7 +167,7 @@ $(STAMP): pyproject.toml
 	    echo "make: '$(PYTHON) -m venv' failed. On Debian and Ubuntu: sudo apt install python3-venv; then start again."; \
 	    exit 1; }; \
 	fi
-	@rm -f $(STAMP)
+	@rm -f $(RUN)
 	@echo "make: installing torch $(TORCH_VERSION) (the large one: some minutes)"
 	@$(PIP) "torch==$(TORCH_VERSION)" || { \
 	  echo "make: torch $(TORCH_VERSION) could not be installed. Check the network and free disk space (about 2 GB;"; \
@@ -173,10 +180,24 @@ $(STAMP): pyproject.toml
 	    echo "make: triton $(TRITON_VERSION) could not be installed; see pip's message above, then start again."; \
 	    exit 1; }; \
 	fi
-	@echo "make: installing this project and what its tests and notebooks need"
-	@$(PIP) -e '.[test,notebooks,dev]' || { \
-	  echo "make: the project's requirements could not be installed; see pip's message above, then start again."; \
-	  exit 1; }
+	@echo "make: installing this project"
+	@$(PIP) -e '.[grammar]' || { $(NOT_INSTALLED); }
+	@command -v g++ >/dev/null || command -v clang++ >/dev/null || { \
+	  echo "make: there is no C++ compiler, so decode attention is not compiled and its tests are skipped (optional)."; \
+	  echo "      On Debian and Ubuntu: sudo apt-get install g++"; }
+	@$(PY) -c 'import torch, transformers, request, common' || { $(BROKEN); }
+	@rm -f $(HALF_MADE)
+	@touch $(RUN)
+
+$(SERVER): $(RUN)
+	@echo "make: installing what the server needs"
+	@$(PIP) -e '.[server]' || { $(NOT_INSTALLED); }
+	@$(PY) -c 'import fastapi, prometheus_client, uvicorn, zmq' || { $(BROKEN); }
+	@touch $(SERVER)
+
+$(TEST): $(SERVER)
+	@echo "make: installing what the tests need"
+	@$(PIP) -e '.[test]' || { $(NOT_INSTALLED); }
 	@if [ "$$(uname -sm)" = "Linux x86_64" ]; then \
 	  echo "make: installing the Mooncake store (optional: chapter 3 works without it)"; \
 	  $(PIP) -e '.[mooncake]' || \
@@ -192,10 +213,10 @@ $(STAMP): pyproject.toml
 	  command -v google-chrome >/dev/null || { \
 	  echo "make: there is no Chromium, so the page of 'make watch' is not tested in a browser (optional)."; \
 	  echo "      On Debian and Ubuntu: sudo apt-get install chromium"; }
-	@command -v g++ >/dev/null || command -v clang++ >/dev/null || { \
-	  echo "make: there is no C++ compiler, so decode attention is not compiled and its tests are skipped (optional)."; \
-	  echo "      On Debian and Ubuntu: sudo apt-get install g++"; }
-	@$(PY) -c 'import torch, transformers, pytest, jupytext, request, common' || { \
-	  echo "make: $(VENV) is broken. Remove it (rm -rf $(VENV)) and start again."; exit 1; }
-	@rm -f $(HALF_MADE)
-	@touch $(STAMP)
+	@$(PY) -c 'import pytest, jupytext' || { $(BROKEN); }
+	@touch $(TEST)
+
+$(WORK): $(TEST)
+	@echo "make: installing what notebooks and lint need"
+	@$(PIP) -e '.[notebooks,dev]' || { $(NOT_INSTALLED); }
+	@touch $(WORK)

@@ -20,6 +20,7 @@ import sys
 from collections.abc import Generator
 from functools import cache
 from pathlib import Path
+from typing import Any
 
 import pytest
 from hypothesis import HealthCheck, Phase, settings
@@ -71,6 +72,38 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 @cache  # asked for each case of a file
 def is_checked(path: Path) -> bool:
     return any(path.match(each) for each in CHECKED)
+
+
+# -- at the end, what was left out
+
+
+LEFT_OUT = pytest.StashKey[list[int]]()  # cases of large grids, other slow tests
+
+
+def pytest_deselected(items: list[pytest.Item]) -> None:
+    """Told of those left out by `-m "not slow"`, the default, and of those that `-k` leaves out."""
+    config = items[0].config
+    if config.option.markexpr == "not slow" and all(i.get_closest_marker("slow") for i in items):
+        num_cases = sum(item.get_closest_marker("sample") is not None for item in items)
+        config.stash[LEFT_OUT] = [num_cases, len(items) - num_cases]
+
+
+def pytest_sessionfinish(session: pytest.Session) -> None:
+    if hasattr(session.config, "workeroutput"):
+        session.config.workeroutput["left_out"] = session.config.stash.get(LEFT_OUT, [0, 0])
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_testnodedown(node: Any) -> None:
+    """Every process of xdist has collected everything."""
+    if any(counts := getattr(node, "workeroutput", {}).get("left_out", [0, 0])):
+        node.config.stash[LEFT_OUT] = counts
+
+
+def pytest_terminal_summary(terminalreporter: Any, config: pytest.Config) -> None:
+    counts = zip(config.stash.get(LEFT_OUT, [0, 0]), ("cases of large grids", "long tests"))
+    if left_out := " and ".join(f"{number} {what}" for number, what in counts if number):
+        terminalreporter.write_line(f"left out: {left_out}; to run them: -m slow")
 
 
 def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:

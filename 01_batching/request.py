@@ -49,8 +49,10 @@ class SamplingParams:
     log-probabilities come before all. `temperature=0` is greedy and ignores what follows it.
     `top_k=0` keeps all tokens, and so does -1, as in vLLM. `seed` makes every random choice a
     function of the request alone, and so the output in float64; in bfloat16 a batch rounds
-    differently than a request alone. `stop` strings are cut from the text; `stop_token_ids` end the
-    output as EOS does."""
+    differently than a request alone. Requests with equal seeds draw the same noise, whatever their
+    prompts: give each prompt a seed of its own. Of `n` samples, the first one has the seed itself.
+    `max_tokens=None` is as long as there is room. `stop` strings are cut from the text;
+    `stop_token_ids` end the output as EOS does."""
 
     n: int = 1
     temperature: float = 1.0
@@ -77,11 +79,17 @@ class SamplingParams:
     detokenize: bool = True
     skip_reading_prefix_cache: bool | None = None  # chapter 3
     grammar: Any = None  # chapter 4
+    structured_outputs: Any = None  # vLLM's name for `grammar`, which gets the value
 
     def __post_init__(self) -> None:
         put = partial(object.__setattr__, self)  # it is frozen to everybody else
         if isinstance(self.stop, str):
             put("stop", (self.stop,))
+        if self.structured_outputs is not None:
+            other = "None, or grammar must be: both are names of one thing"
+            require(self.grammar is None, "structured_outputs", self.structured_outputs, other)
+            put("grammar", self.structured_outputs)
+            put("structured_outputs", None)
         if _is_integer(self.top_k) and self.top_k == -1:
             put("top_k", 0)
         for name in ("stop", "stop_token_ids"):

@@ -81,7 +81,9 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
         "--seed", type=int, default=FIRST_SEED, metavar="N", help="of the first prompt"
     )
     parser.add_argument("--device", default="auto", metavar="D", help="auto, cpu, cuda")
-    parser.add_argument("--num-threads", type=int, metavar="N", help="of torch, on a CPU")
+    parser.add_argument(
+        "--num-threads", type=int, metavar="N", help="of torch, on a CPU; 1 for small models"
+    )
     parser.add_argument(
         "--dtype",
         metavar="D",

@@ -31,6 +31,7 @@ from common.outputs import OutputProcessor, RequestGroup, RequestOutput, spread
 from common.recent_stats import RecentCacheStats, Throughput
 from common.roles import claimed, release
 from common.scheduler_assembly import EngineParts
+from common.thread_count import set_threads
 from common.tokenizer import Tokenizer, load_tokenizer
 from common.turn import Turn, one_at_a_time
 from prefix_cache import PrefixCache
@@ -100,7 +101,8 @@ class LLMEngine:
             self.max_model_len,
             config.seed,
         )
-        # Ends the workers, if there are any, when nobody has this engine any more.
+        # Ends the workers, if there are any, and gives torch its threads back, when this engine is
+        # closed or collected.
         self._close_side = None if side.close is None else weakref.finalize(self, side.close)
         self._groups: dict[str, RequestGroup] = {}
         self._ended: dict[RequestGroup, None] = {}  # and not reported yet; in order
@@ -698,8 +700,6 @@ def _make_parts(
     members: Mapping[str, OutputProcessor],
 ) -> tuple[EngineParts, Tokenizer | None]:
     """All in this process."""
-    if config.num_threads is not None:
-        torch.set_num_threads(config.num_threads)
     if loaded is None:
         model = config.model or SHIPPED_CHECKPOINT
         device = config.resolve_device()
@@ -713,7 +713,13 @@ def _make_parts(
         draft = None
     elif draft is None:
         draft = load_model(how.model or SHIPPED_DRAFT, weight.dtype, weight.device)
-    return assemble(config, loaded, draft, tokenizer, members), tokenizer
+    put_threads_back = set_threads(config.num_threads, loaded.model.num_parameters, weight.device)
+    try:
+        parts = assemble(config, loaded, draft, tokenizer, members)
+    except BaseException:
+        put_threads_back()
+        raise
+    return replace(parts, side=replace(parts.side, close=put_threads_back)), tokenizer
 
 
 def _make_remote_parts(

@@ -32,6 +32,11 @@ SHIPPED_ADAPTER = CHECKPOINTS / "tiny-tests"
 # Smaller models win their longer start back after several thousand tokens only. Measured:
 # `python 02_paged_kv/lab/plot_compile_border.py --record compile_border`
 COMPILE_FROM_PARAMETERS = 100_000_000
+# Smaller models are computed by one thread on a CPU. A second one brings them up to a half more on
+# a quiet machine, and beside a program that keeps a core busy it costs two thirds. It costs larger
+# models as much there, but for those one thread is slow when nothing else runs, too. Measured:
+# `python 02_paged_kv/lab/plot_compile_border.py --record threads`
+THREADS_FROM_PARAMETERS = 100_000_000
 NO_CLOCK = "in a pipeline the time of a step is not known: other steps are under way"
 MAX_THREADS = max(64, 4 * (os.cpu_count() or 1))  # whoever cannot have them ends the process
 
@@ -140,7 +145,10 @@ class EngineConfig:
     pack_weights: bool = True
     # On a CPU, in float32 and bfloat16: a request has the same bits alone and in any batch.
     batch_invariant: bool = False
-    num_threads: int | None = None  # of torch, in this whole process; None: as torch has it
+    # Of torch on a CPU, in this whole process, until the engine closes. None: 1 for models below
+    # `THREADS_FROM_PARAMETERS`, and for others as torch has it; but nothing changes where
+    # OMP_NUM_THREADS or `torch.set_num_threads` has said how many (`common/thread_count.py`).
+    num_threads: int | None = None
     gpu_memory_utilization: float = 0.9  # share that weights, activations and KV together may take
     # Ranks that share each layer, stages that share the layers. More than one rank in all: each is
     # a process of its own, and this one computes nothing (`common/parallel`).

@@ -8,6 +8,7 @@ import sys
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
+from hashlib import blake2b
 from importlib.util import find_spec
 from numbers import Integral, Real
 from typing import Any, TypedDict
@@ -107,7 +108,7 @@ class Intake:
                 group.prompt_token_ids,
                 replace(
                     params,
-                    seed=_wrap_to_int64(seed + i),
+                    seed=_seed_of_sample(seed, i),
                     skip_reading_prefix_cache=bool(skips or "prompt_logprobs" in own),
                 ),
                 self.eos_token_ids,
@@ -207,5 +208,10 @@ def _is_integer_type(kind: type) -> bool:
     return issubclass(kind, Integral) and kind is not bool
 
 
-def _wrap_to_int64(value: int) -> int:
-    return (value + 2**63) % 2**64 - 2**63
+def _seed_of_sample(seed: int, index: int) -> int:
+    """64 bits, signed. Sample 0 keeps the seed. The others do not count on from it: the second of
+    seed 42 would be the text of seed 43, as in vLLM."""
+    if index == 0:
+        return (seed + 2**63) % 2**64 - 2**63
+    digest = blake2b(f"{seed} {index}".encode(), digest_size=8).digest()
+    return int.from_bytes(digest, "little", signed=True)

@@ -137,6 +137,8 @@ class ModelConfig:
             raise refused("head_dim", head_dim, "rotary embedding needs an even one")
         attention_bias = bool(fields.get("attention_bias"))
         rope, window_rope = read_ropes(fields, family.window_theta, max_positions)
+        if rope.rope_type == "yarn":  # as in vLLM: the file's length is the one without it
+            max_positions = max(1, int(rope.original_max_position_embeddings * rope.factor))
         return cls(
             architecture=architecture,
             vocab_size=positive_int(fields, "vocab_size"),

@@ -119,17 +119,3 @@ def test_the_engine_packs_unless_it_cannot_or_is_told_not_to(dtype, pack_weights
     assert (said in caplog.text) == (pack_weights and reason is not None)
     assert engine.num_parameters == random_model(TINY, 1, dtype).model.num_parameters
     assert len(tokens) == 5
-
-
-def test_the_number_of_threads_is_the_configuration_s():
-    before = torch.get_num_threads()
-    try:
-        for num_threads in (1, 2):
-            run(torch.float32, num_threads=num_threads)
-            assert torch.get_num_threads() == num_threads
-        run(torch.float32)
-        assert torch.get_num_threads() == 2, "None leaves them alone"
-    finally:
-        torch.set_num_threads(before)
-    with pytest.raises(ValueError, match="num_threads is 0"):
-        EngineConfig(num_threads=0)

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import AutoConfig, Qwen3Config
+from transformers import AutoConfig, AutoModelForCausalLM, Qwen3Config
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 from transformers.models.qwen3.modeling_qwen3 import Qwen3RMSNorm, apply_rotary_pos_emb
@@ -19,7 +19,7 @@ from common.kernels.regions import rms_norm
 from common.loader import load_model
 from common.model_config import _FAMILIES, SUPPORTED_ARCHITECTURES, ModelConfig, token_ids
 from common.rotary import inverse_frequencies, rotary_factors, rotary_table, rotate
-from common.tests.engine_oracle import checked_engine, make_oracle, serve
+from common.tests.engine_oracle import checked_engine, greedy_params, make_oracle, serve
 from common.tests.model_cases import (
     CASES,
     LINEAR,
@@ -222,6 +222,13 @@ def test_greedy_tokens_with_yarn_are_those_of_transformers(tmp_path: Path) -> No
     assert max(map(len, oracle.prompts)) > YARN["original_max_position_embeddings"]
     engine = checked_engine(load_model(tmp_path, torch.float64), num_blocks=80, block_size=4)
     serve(engine, oracle, list(range(len(oracle.prompts))), 6)
+    model = AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.float64)
+    prompt = oracle.prompts[0][:1] * 60
+    assert model.config.max_position_embeddings == 64 and engine.max_model_len == 24 * 4
+    ids = torch.tensor([prompt])
+    (theirs,) = model.generate(ids, max_new_tokens=36, do_sample=False, eos_token_id=None)
+    (output,) = engine.generate_batch([prompt], greedy_params(99)).values()
+    assert output.outputs[0].token_ids == theirs[60:].tolist()
     engine.close()
 
 

@@ -35,7 +35,7 @@ import math
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
@@ -202,12 +202,23 @@ def decode_attention(
 
 def _compiled(function: Callable[..., Partials]) -> Callable[..., Partials]:
     """Multiplying and adding are one instruction."""
-    return torch.compile(
-        function,
-        dynamic=False,
-        fullgraph=True,
-        options={"cpp.enable_floating_point_contract_flag": "fast"},
+    return compile_for_these_threads(
+        function, options={"cpp.enable_floating_point_contract_flag": "fast"}
     )
+
+
+def compile_for_these_threads(function: Callable[..., Any], **options: Any) -> Callable[..., Any]:
+    """`function` in machine code, for as many threads as torch has now. With another number it runs
+    as it stands: the compiler would compile it again for each number of tokens, half a minute in
+    the middle of a step, and raise at the ninth."""
+    num_threads = torch.get_num_threads()
+    compiled = torch.compile(function, dynamic=False, fullgraph=True, **options)
+
+    def call(*arguments: Any) -> Any:
+        chosen = compiled if torch.get_num_threads() == num_threads else function
+        return chosen(*arguments)
+
+    return call
 
 
 def compile_decode_attention(

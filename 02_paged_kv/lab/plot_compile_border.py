@@ -1,6 +1,7 @@
-"""From what size of model on does compiling pay? The whole engine, plain and compiled, in turn.
+"""From what size of model on do compiling and a second thread pay? The whole engine, both ways.
 
     python 02_paged_kv/lab/plot_compile_border.py --record compile_border [--threads 2]
+    python 02_paged_kv/lab/plot_compile_border.py --record threads [--sizes NAME ...]
 
 Models of five sizes with random weights serve the same requests, all there at once, with
 `compile=False` and with `compile=True`. Compiling is paid for at every start, also when the machine
@@ -11,14 +12,22 @@ win the longer start back:
     start_s / (seconds a token, plain - seconds a token, compiled)
 
 `COMPILE_FROM_PARAMETERS` in `common/engine_config.py` is chosen from this. A repeat takes some two
-minutes."""
+minutes.
+
+The part `threads` serves short prompts with one thread and with two, in turn: one request at a time
+and 16 together, on a quiet machine and beside a process that keeps one core busy.
+`THREADS_FROM_PARAMETERS` is chosen from this. It takes five minutes; `--sizes` measures only some
+of the models and keeps the others from the last record."""
 
 from __future__ import annotations
 
 import argparse
 import statistics
+import subprocess
+import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 
 import torch
@@ -43,6 +52,10 @@ SHAPES = {
 PROMPT_LENS, OUTPUT_LENS = (32, 256), (16, 32)
 Clock = Callable[[], float]
 MODES = {"plain": False, "compiled": True}
+# The part `threads`.
+THREAD_SIZES = ("8 layers of 256", "12 layers of 384", "30 layers of 576", "28 layers of 1024")
+NUM_TOGETHER, NUM_THREADS = (1, 16), (1, 2)
+SHORT_PROMPT_LENS, SHORT_OUTPUT_LENS = (8, 16), (6, 10)
 
 
 def config_of(shape: Sequence[int]) -> ModelConfig:
@@ -116,6 +129,60 @@ def measure(measurement: Measurement) -> dict:
     return {"config": config, "sizes": sizes}
 
 
+def measure_threads(measurement: Measurement) -> dict:
+    options, dtype = measurement.options, choose_dtype("auto")
+    names, repeats = options.sizes, options.repeats
+    shapes = {name: SHAPES[name] for name in names or THREAD_SIZES}
+    if measurement.tiny:
+        shapes, repeats = {"2 layers of 64": (2, 64, 96, 2, 1, 32, 89)}, 1
+    before = measurement.records.get("threads", {}).get("sizes", {}) if names else {}
+    config = {
+        "compile": False, "seed": 0, "clock": "wall", "dtype": str(dtype).removeprefix("torch."),
+        "prompt_lens": SHORT_PROMPT_LENS, "output_lens": SHORT_OUTPUT_LENS,
+    }  # fmt: skip
+    measured = {name: threads_of_shape(shape, dtype, repeats) for name, shape in shapes.items()}
+    return {"config": config, "sizes": before | measured}
+
+
+def threads_of_shape(shape: Sequence[int], dtype: torch.dtype, repeats: int) -> dict:
+    """Seconds of the same requests with each number of threads."""
+    config = config_of(shape)
+    limits = Limits(max_num_seqs=32, longest=sum((SHORT_PROMPT_LENS[1], SHORT_OUTPUT_LENS[1])))
+    loaded = random_model(config, seed=0, dtype=dtype)
+    engine = LLMEngine(limits.engine_config(compile=False), loaded=loaded)
+    found: dict = {"num_parameters": engine.num_parameters, "runs": {}}
+    for n in NUM_TOGETHER:
+        lens = SHORT_PROMPT_LENS, SHORT_OUTPUT_LENS
+        requests = make_requests(n, *lens, config.vocab_size, seed=0)
+        serve(engine, requests, time.perf_counter)
+        num_tokens = sum(request.max_tokens for request in requests)
+        for name in ("quiet", "busy"):
+            with keep_a_core_busy() if name == "busy" else nullcontext():
+                seconds = time_each(engine, requests, repeats)
+            run = {"num_output_tokens": num_tokens, "seconds": seconds}
+            found["runs"][f"{n} together, {name}"] = run
+    engine.close()
+    return found
+
+
+def time_each(engine: LLMEngine, requests: list[BenchRequest], repeats: int) -> dict:
+    seconds: dict[str, list[float]] = {str(number): [] for number in NUM_THREADS}
+    for r in range(repeats):
+        for number in NUM_THREADS[:: 1 if r % 2 == 0 else -1]:
+            torch.set_num_threads(number)
+            seconds[str(number)].append(round(serve(engine, requests, time.perf_counter), 4))
+    return seconds
+
+
+@contextmanager
+def keep_a_core_busy() -> Iterator[None]:
+    with subprocess.Popen([sys.executable, "-c", "while True: pass"]) as process:
+        try:
+            yield
+        finally:
+            process.kill()
+
+
 def tokens_to_win_back(size: dict) -> float | None:
     """Output tokens after which compiling has paid for itself. None: never."""
     plain, compiled = (statistics.median(size["seconds"][name]) for name in MODES)
@@ -141,13 +208,29 @@ def tables(record: dict) -> dict[str, str]:
     return {"compile_border": table_of(rows)}
 
 
+def thread_tables(record: dict) -> dict[str, str]:
+    """Output tokens a second with one thread, then with two; medians."""
+    rows = []
+    for name, size in record["sizes"].items():
+        row = {"model": f"{name}, {size['num_parameters'] / 1e6:,.0f} M"}
+        for title, run in size["runs"].items():
+            medians = map(statistics.median, run["seconds"].values())
+            row[title] = " → ".join(f"{run['num_output_tokens'] / s:,.1f}" for s in medians)
+        rows.append(row)
+    return {"threads": table_of(rows)}
+
+
 def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--repeats", type=int, default=3)
+    parser.add_argument("--sizes", nargs="+", choices=THREAD_SIZES, default=[], metavar="NAME")
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    parts = {"compile_border": Part(measure, tables=tables)}
+    parts = {
+        "compile_border": Part(measure, tables=tables),
+        "threads": Part(measure_threads, tables=thread_tables),
+    }
     run_lab(__file__, parts, arguments, add_options=add_options)
 
 

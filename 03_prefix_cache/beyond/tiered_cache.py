@@ -27,7 +27,6 @@ import logging
 import tempfile
 import time
 from collections.abc import Mapping, Sequence
-from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -37,6 +36,7 @@ from kv_tiers import DiskTier, HostTier
 from prefix_cache_local import compute_block_hash
 from request import Request
 from request_chain import RequestChains, root_keys
+from worker_thread import ThreadJob, WorkerThread
 
 logger = logging.getLogger(__name__)
 
@@ -92,7 +92,7 @@ class _TierLoad:
     data: list[bytes | None]  # the disk's entries are filled by the reader, from the front
     from_disk: list[int]  # their places
     deadline: float
-    reading: Future | None = None
+    reading: ThreadJob[None] | None = None
     is_cancelled: bool = False
 
 
@@ -117,7 +117,7 @@ class TieredCache(KVConnector):
         # Held, because making room for a load evicts blocks, and pushes others out of the host.
         self._found: dict[str, list[tuple[bytes, bytes | None]]] = {}
         self._loads: dict[str, _TierLoad] = {}
-        self._reader = ThreadPoolExecutor(1, thread_name_prefix="kv-tier-reader")
+        self._reader = WorkerThread("kv-tier-reader")
 
     def bind(self, io: KVBlockIO, block_size: int, namespace: Sequence[tuple[str, str]]) -> None:
         """Raises `OSError` if the file can not be made."""
@@ -276,9 +276,10 @@ class TieredCache(KVConnector):
             self.disk.begin_anew()
 
     def wait_for_load(self, timeout_s: float) -> None:
-        reading = [load.reading for load in self._loads.values() if load.reading is not None]
-        if reading and len(reading) == len(self._loads):
-            wait(reading, timeout_s, FIRST_COMPLETED)
+        reading = [load.reading for load in self._loads.values()]
+        if reading and not any(job is None or job.done() for job in reading):
+            assert reading[0] is not None
+            reading[0].wait(timeout_s)  # they are read in this order
 
     def request_finished(self, request: Request, block_ids: Sequence[int]) -> None:
         """Nothing to do: its blocks come down when the device evicts them."""
@@ -288,7 +289,7 @@ class TieredCache(KVConnector):
         """Stop the reader; a file with a name stays, for the next engine. May be called again."""
         for request_id in list(self._loads):
             self.cancel_load(request_id)
-        self._reader.shutdown(cancel_futures=True)
+        self._reader.close()
         if self.disk is not None:
             self.disk.close()
         if self._below.folder is not None:

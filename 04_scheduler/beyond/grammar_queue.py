@@ -13,82 +13,82 @@ not done in a step. vLLM and SGLang keep such requests apart, too
 from __future__ import annotations
 
 from collections.abc import Callable
-from concurrent.futures import FIRST_COMPLETED, Future, wait
 
 from request import Request, RequestStatus
 from scheduler_books import SchedulerPlugin
 from scheduler_interface import SchedulerOutput
+from worker_thread import ThreadJob
 
 
 class GrammarsCompiled(SchedulerPlugin):
-    """`compile` begins to compile, or finds what it has compiled; equal sources may get one future.
+    """`compile` begins to compile, or finds what it has compiled; equal sources may get one job.
     A request brings its source as `features["grammar"]`."""
 
     name = "grammar"
 
-    def __init__(self, compile: Callable[[str], Future[str]]) -> None:
+    def __init__(self, compile: Callable[[str], ThreadJob[str]]) -> None:
         self._compile = compile
-        self._futures: dict[str, Future[str]] = {}  # of unfinished requests
+        self._jobs: dict[str, ThreadJob[str]] = {}  # of unfinished requests
         self._waits: dict[str, Request] = {}  # those that were not compiled when the step began
 
     def arrived(self, request: Request) -> None:
         """It is in the books. Nothing happens if it brings no grammar."""
         source = request.features.get(self.name)
         if source is not None:
-            self._futures[request.request_id] = self._compile(source)
+            self._jobs[request.request_id] = self._compile(source)
             self._waits[request.request_id] = request
             request.status = RequestStatus.WAITING_FOR_GRAMMAR
 
     def begin_step(self) -> None:
         """Whatever is compiled from here on counts in the next step."""
-        for name in [name for name in self._waits if _is_compiled(self._futures[name])]:
+        for name in [name for name in self._waits if _is_compiled(self._jobs[name])]:
             self._waits.pop(name).status = RequestStatus.WAITING
 
     def may_start(self, request: Request) -> bool:
-        if self.name in request.features and request.request_id not in self._futures:
+        if self.name in request.features and request.request_id not in self._jobs:
             self.arrived(request)  # its arrival was interrupted
         return request.request_id not in self._waits
 
     def planned(self, plan: SchedulerOutput) -> None:
         for new in plan.scheduled_new_reqs:
-            if (future := self._futures.get(new.req_id)) is not None:
-                new.features = new.features | {self.name: future.result()}
+            if (job := self._jobs.get(new.req_id)) is not None:
+                new.features = new.features | {self.name: job.result()}
 
     def ended(self, request: Request) -> None:
         self._waits.pop(request.request_id, None)
-        future = self._futures.pop(request.request_id, None)
-        if future is None or future.done():
+        job = self._jobs.pop(request.request_id, None)
+        if job is None or job.done():
             return
-        if all(other is not future for other in self._futures.values()):
-            future.cancel()  # if it has not begun
+        if all(other is not job for other in self._jobs.values()):
+            job.cancel()  # if it has not begun
 
     def failed(self) -> dict[str, str]:
         """Who can never start, and why: `grammar: ...`, so that a server can tell whose fault it
         is."""
-        errors = {name: _error_of(self._futures[name]) for name in self._waits}
+        errors = {name: _error_of(self._jobs[name]) for name in self._waits}
         return {
             name: f"{self.name}: {error}" for name, error in errors.items() if error is not None
         }
 
     def wait(self, seconds: float) -> bool:
         """Until something is compiled, or for so long. False if nobody waits for that."""
-        futures = [self._futures[name] for name in self._waits]
-        if futures:
-            wait(futures, seconds, FIRST_COMPLETED)
-        return bool(futures)
+        jobs = [self._jobs[name] for name in self._waits]
+        if jobs and not any(job.done() for job in jobs):
+            jobs[0].wait(seconds)  # it came first, so it is mostly compiled first
+        return bool(jobs)
 
     def check(self) -> None:
-        assert self._waits.keys() <= self._futures.keys(), "waits for nothing"
+        assert self._waits.keys() <= self._jobs.keys(), "waits for nothing"
 
 
-def _is_compiled(future: Future[str]) -> bool:
-    return future.done() and _error_of(future) is None
+def _is_compiled(job: ThreadJob[str]) -> bool:
+    return job.done() and _error_of(job) is None
 
 
-def _error_of(future: Future[str]) -> str | None:
-    if not future.done():
+def _error_of(job: ThreadJob[str]) -> str | None:
+    if not job.done():
         return None
-    if future.cancelled():
+    if job.cancelled():
         return "the compilation was given up"
-    error = future.exception()
+    error = job.exception()
     return None if error is None else str(error)

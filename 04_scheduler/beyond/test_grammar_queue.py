@@ -2,24 +2,23 @@
 
 from __future__ import annotations
 
-from concurrent.futures import Future
-
 import pytest
 
 from grammar_queue import GrammarsCompiled
 from request import Request, RequestStatus
 from scheduler import Scheduler
 from scheduler_steps import SchedulerLoop, make_memory, make_scheduler, planned, preempting
+from worker_thread import ThreadJob
 
 
 class Compiler:
-    """Futures by source, which a test brings to their end."""
+    """Jobs by source, which a test brings to their end."""
 
     def __init__(self) -> None:
-        self.futures: dict[str, Future[str]] = {}
+        self.jobs: dict[str, ThreadJob[str]] = {}
 
-    def __call__(self, source: str) -> Future[str]:
-        return self.futures.setdefault(source, Future())
+    def __call__(self, source: str) -> ThreadJob[str]:
+        return self.jobs.setdefault(source, ThreadJob[str]())
 
 
 @pytest.fixture
@@ -56,7 +55,7 @@ def test_a_request_waits_for_its_grammar_and_holds_up_nobody(queue, compiler) ->
     assert list(planned(loop.step())) == ["c"]
     assert waits.status == RequestStatus.WAITING_FOR_GRAMMAR == same.status
     queue.begin_step()
-    compiler.futures["digits"].set_result("DIGITS")
+    compiler.jobs["digits"].set_result("DIGITS")
     assert not queue.may_start(waits), "in one step, one answer"
     queue.begin_step()
     assert waits.status == RequestStatus.WAITING, "whatever else may hold it back now"
@@ -67,13 +66,13 @@ def test_a_request_waits_for_its_grammar_and_holds_up_nobody(queue, compiler) ->
     }
     assert waits.features == {"grammar": "digits"}
     loop.run()
-    assert not queue._futures and not queue._waits
+    assert not queue._jobs and not queue._waits
 
 
 def test_what_was_compiled_is_sent_once_more_after_a_preemption(queue, compiler) -> None:
     loop = make_loop(queue)
     add(loop, queue, "a", "digits")
-    compiler.futures["digits"].set_result("DIGITS")
+    compiler.jobs["digits"].set_result("DIGITS")
     assert planned(loop.step()) == {"a": 3}
     with preempting(loop.scheduler):
         loop.step()
@@ -89,7 +88,7 @@ def test_the_line_waits_for_who_was_passed_over_too_often(queue, compiler) -> No
     for name in "bcd":
         add(loop, queue, name, None)
         assert (name in planned(loop.step())) == (name != "d")
-    compiler.futures["digits"].set_result("DIGITS")
+    compiler.jobs["digits"].set_result("DIGITS")
     assert {"a", "d"} <= planned(loop.step()).keys() and waits.status == RequestStatus.RUNNING
     loop.run()
 
@@ -99,8 +98,8 @@ def test_who_can_never_start_is_named_with_its_reason(queue, compiler) -> None:
     add(loop, queue, "a", "wrong")
     add(loop, queue, "b", "right")
     assert queue.failed() == {} and queue.wait(0)
-    compiler.futures["wrong"].set_exception(ValueError("a sentence"))
-    compiler.futures["right"].set_result("RIGHT")
+    compiler.jobs["wrong"].set_exception(ValueError("a sentence"))
+    compiler.jobs["right"].set_result("RIGHT")
     assert queue.failed() == {"a": "grammar: a sentence"}
     assert list(planned(loop.step())) == ["b"]
     loop.scheduler.finish_requests("a", RequestStatus.FINISHED_ERROR)
@@ -112,7 +111,7 @@ def test_who_was_interrupted_on_arrival_waits_all_the_same(queue, compiler) -> N
     loop = make_loop(queue)
     loop.add("a", 3, 4).features["grammar"] = "digits"
     assert planned(loop.step()) == {}
-    compiler.futures["digits"].set_result("DIGITS")
+    compiler.jobs["digits"].set_result("DIGITS")
     assert planned(loop.step()) == {"a": 3}
     loop.run()
 
@@ -122,6 +121,6 @@ def test_a_grammar_that_nobody_waits_for_any_more_is_given_up(queue, compiler) -
     for name in "ab":
         add(loop, queue, name, "digits")
     loop.scheduler.abort_request("a")
-    assert not compiler.futures["digits"].cancelled(), "b waits for it"
+    assert not compiler.jobs["digits"].cancelled(), "b waits for it"
     loop.scheduler.abort_request("b")
-    assert compiler.futures["digits"].cancelled()
+    assert compiler.jobs["digits"].cancelled()

@@ -18,7 +18,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from hashlib import blake2b
 from pathlib import Path
@@ -27,6 +27,7 @@ from typing import Any
 import torch
 from safetensors import SafetensorError, safe_open
 
+from common.adapters.expressions import matched_by
 from common.loader import read_json
 
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
@@ -101,7 +102,7 @@ def _read(
         if not (path / name).is_file():
             raise FileNotFoundError(f"{path} has no {name}: it is no directory of a LoRA adapter")
     config = _read_config(path / CONFIG)
-    wanted = {name: _rank_and_scale(config, name, path) for name in _targets(config, shapes, path)}
+    wanted = _ranks_and_scales(config, _targets(config, shapes, path), path)
     if not wanted:
         raise ValueError(f"{path}: target_modules means no matrix of this model's layers")
     for name, (rank, _) in wanted.items():
@@ -166,23 +167,25 @@ def _targets(config: dict[str, Any], shapes: Mapping[str, Any], path: Path) -> l
     if isinstance(layers, int):
         layers = [layers]
 
-    def is_meant(name: str) -> bool:
-        if _matches(excluded, name):
-            return False
-        if isinstance(wanted, str) and wanted.lower() == "all-linear":
-            return True
+    left_out = set(_all_matched("exclude_modules", excluded, shapes, path))
+    if isinstance(wanted, str) and wanted.lower() == "all-linear":
+        return [name for name in shapes if name not in left_out]
+
+    def is_layer(name: str) -> bool:
         is_whole_name = isinstance(wanted, list) and name in wanted
-        is_layer = is_whole_name or not layers or layer_of(name) in layers
-        return _matches(wanted or [], name) and is_layer
+        return is_whole_name or not layers or layer_of(name) in layers
 
-    return [name for name in shapes if is_meant(name)]
+    found = _all_matched("target_modules", wanted or [], shapes, path)
+    return [name for name in found if name not in left_out and is_layer(name)]
 
 
-def _matches(patterns: str | list[str], name: str) -> bool:
+def _all_matched(
+    field: str, patterns: str | list[str], names: Collection[str], path: Path
+) -> Collection[str]:
     """A text is a regular expression for all of the name, a list has whole names or their ends."""
     if isinstance(patterns, str):
-        return re.fullmatch(patterns, name) is not None
-    return any(name == end or name.endswith(f".{end}") for end in patterns)
+        return matched_by(f"{path}: {field}", "fullmatch", [patterns], names)[0]
+    return [n for n in names if any(n == end or n.endswith(f".{end}") for end in patterns)]
 
 
 def layer_of(name: str) -> int:
@@ -190,11 +193,19 @@ def layer_of(name: str) -> int:
     return int(re.findall(r"\.(\d+)\.", name)[0])
 
 
-def _rank_and_scale(config: dict[str, Any], name: str, path: Path) -> tuple[int, float]:
-    rank, alpha = (
-        _by_pattern(config.get(pattern) or {}, name, config.get(default))
+def _ranks_and_scales(
+    config: dict[str, Any], names: Sequence[str], path: Path
+) -> dict[str, tuple[int, float]]:
+    ranks, alphas = (
+        _by_pattern(config, names, pattern, default, path)
         for pattern, default in (("rank_pattern", "r"), ("alpha_pattern", "lora_alpha"))
     )
+    return {name: _rank_and_scale(config, name, ranks[name], alphas[name], path) for name in names}
+
+
+def _rank_and_scale(
+    config: dict[str, Any], name: str, rank: Any, alpha: Any, path: Path
+) -> tuple[int, float]:
     if type(rank) is not int or rank < 1:
         raise ValueError(f"{path}: the rank of {name} is {rank!r}: it must be an integer >= 1")
     is_number = isinstance(alpha, int | float) and not isinstance(alpha, bool)
@@ -203,12 +214,16 @@ def _rank_and_scale(config: dict[str, Any], name: str, path: Path) -> tuple[int,
     return rank, alpha / (math.sqrt(rank) if config.get("use_rslora") else rank)
 
 
-def _by_pattern(patterns: dict[str, Any], name: str, default: Any) -> Any:
-    """The first pattern that is the end of the name decides."""
-    for pattern, value in patterns.items():
-        if re.match(rf"(.*\.)?({pattern})$", name):
-            return value
-    return default
+def _by_pattern(
+    config: dict[str, Any], names: Sequence[str], field: str, default: str, path: Path
+) -> dict[str, Any]:
+    """By names. The first pattern that is the end of a name decides."""
+    found, patterns = dict.fromkeys(names, config.get(default)), config.get(field) or {}
+    around = r"(.*\.)?(", ")$"
+    matched = matched_by(f"{path}: {field}", "match", [*patterns], names, around)
+    for value, its_names in reversed([*zip(patterns.values(), matched, strict=True)]):
+        found |= dict.fromkeys(its_names, value)
+    return found
 
 
 # -- the tensors

@@ -29,7 +29,6 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Iterable, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -41,6 +40,7 @@ from common.adapters.adapter_files import Adapter, LowRank, layer_of, read_adapt
 from common.blocks import CheckpointTensor
 from common.linear import Linear
 from common.model import SCORED, DecoderLayer, DecoderModel
+from worker_thread import WorkerThread
 
 # Matrices of a layer: block, matrix, and what a checkpoint has in its place.
 _FUSED = (
@@ -232,9 +232,8 @@ class Reading:
     """The `Loading` of one process: a thread reads."""
 
     def __init__(self, slots: AdapterSlots, directory: str | Path) -> None:
-        self._slots, thread = slots, ThreadPoolExecutor(1, thread_name_prefix="adapter")
-        self._adapter = thread.submit(slots.read, directory)
-        thread.shutdown(wait=False)
+        self._slots, self._thread = slots, WorkerThread("adapter", finishes=False)
+        self._adapter = self._thread.submit(slots.read, directory)
 
     def is_over(self) -> bool:
         return self._adapter.done()

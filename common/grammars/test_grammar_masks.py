@@ -5,9 +5,10 @@ from __future__ import annotations
 import json
 import random
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from itertools import product
-from threading import Event
+from queue import SimpleQueue
+from threading import Event, Thread
 from types import SimpleNamespace
 
 import jsonschema
@@ -15,13 +16,14 @@ import numpy as np
 import pytest
 import torch
 import xgrammar
+from llguidance import LLTokenizer
 
 from common.engine_config import SHIPPED_CHECKPOINT
 from common.grammars import grammar_compiler
-from common.grammars.grammar_compiler import GrammarCompiler
+from common.grammars.grammar_compiler import GrammarCompiler, GrammarJob
 from common.grammars.grammar_masks import GrammarMasks, Matched
 from common.grammars.lark_text import TOO_MANY_WAYS, compile_source
-from common.grammars.vocabulary import Vocabulary, beginning_of, tokenizer_of
+from common.grammars.vocabulary import Beginning, Vocabulary, beginning_of, tokenizer_of
 from common.sampling.sampling_constraints import forbid
 from common.tests.grammar_cases import CASES, EOS, may_follow, small_tokenizer, texts_of
 from common.tokenizer import load_tokenizer
@@ -508,44 +510,91 @@ def test_special_tokens_are_no_text() -> None:
     assert allowed == list(range(1, tokenizer.vocab_size))
 
 
-def test_what_was_given_up_or_failed_is_compiled_again() -> None:
-    tokenizer = small_tokenizer()
-    compiler = GrammarCompiler(Vocabulary.of(tokenizer, tokenizer.vocab_size, [EOS]))
-    goes_on = Event()
-    compiler._thread.submit(goes_on.wait, 60)
-    given_up = compiler.submit(source_of(Regex("a")))
-    assert given_up.cancel()
-    again = compiler.submit(source_of(Regex("a")))
-    assert again is not given_up and compiler.submit(source_of(Regex("a"))) is again
-    goes_on.set()
+class Held:
+    """A compiler whose library works on grammars with an `x` until it is let go."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.begun, self.go_on = SimpleQueue[str](), Event()
+        monkeypatch.setattr(grammar_compiler, "compile_source", self.compile)
+        tokenizer = small_tokenizer()
+        vocabulary = Vocabulary.of(tokenizer, tokenizer.vocab_size, [EOS])
+        self.compiler = GrammarCompiler(vocabulary)
+
+    def compile(self, source: str, tokenizer: LLTokenizer) -> str:
+        self.begun.put(text := json.loads(source)["regex"])
+        assert "x" not in text or self.go_on.wait(60)
+        return compile_source(source, tokenizer)
+
+    def submit(self, text: str) -> GrammarJob:
+        return self.compiler.submit(source_of(Regex(text)))
+
+
+@pytest.fixture
+def held(monkeypatch: pytest.MonkeyPatch) -> Iterator[Held]:
+    held = Held(monkeypatch)
+    yield held
+    held.go_on.set()
+    held.compiler.close()
+
+
+def test_nothing_is_compiled_for_a_client_that_has_gone(held) -> None:
+    """Trap 87. Neither what waits nor what has begun holds up the next grammar."""
+    begun, waits = held.submit("x"), held.submit("a")
+    assert held.begun.get(timeout=60) == "x"
+    assert waits.cancel() and begun.cancel()
+    again = held.submit("a")
+    assert again is not waits and held.submit("a") is again
     assert "start: /a/" in again.result(60)
-    compiler.close()
+    assert "start: /b/" in held.submit("b").result(60)
+    assert [held.begun.get(timeout=60) for _ in range(2)] == ["a", "b"]
+    assert not held.go_on.is_set(), "the library still works on the first one"
 
 
-def test_the_least_recently_wanted_go_first_failures_too(monkeypatch) -> None:
+def test_a_grammar_gets_ten_seconds_of_the_compiler(held, monkeypatch) -> None:
+    """Trap 87. Its own seconds: not those in which others were compiled."""
+    assert grammar_compiler.MOST_SECONDS == 10
+    monkeypatch.setattr(grammar_compiler, "MOST_SECONDS", 0.1)
+    slow, next_one = held.submit("x"), held.submit("a")
+    with pytest.raises(ValueError, match="it does not compile: compiling takes longer than 0 s"):
+        slow.result(60)
+    assert "start: /a/" in next_one.result(60)
+    assert held.submit("x") is not slow, "a failure is not kept"
+
+
+def test_a_compilation_holds_up_no_step() -> None:
+    """Trap 87. Another thread makes a matcher while the library works on a large grammar."""
+    go_on, began = Event(), Event()
+    large = Beginning.__new__(Beginning)
+    large._make = lambda: began.set() or go_on.wait(600)  # pyright: ignore
+    works = Thread(target=large.begin_anew, daemon=True)
+    works.start()
+    assert began.wait(60)
     tokenizer = small_tokenizer()
-    compiler = GrammarCompiler(Vocabulary.of(tokenizer, tokenizer.vocab_size, [EOS]))
-    a, b, c, d = (source_of(Regex(text)) for text in "abcd")
-    first, second = compiler.submit(a), compiler.submit(b)
-    monkeypatch.setattr(grammar_compiler, "KEPT", 3 * (4 * len(a) + 4110))
-    assert compiler.submit(a) is first
-    compiler.submit(c).result(60)
-    compiler.submit(d).result(60)  # one too many is there
-    assert compiler.submit(a) is first and compiler.submit(b) is not second
+    vocabulary = Vocabulary.of(tokenizer, tokenizer.vocab_size, [EOS])
+    text = compile_source(source_of(Regex("step")), tokenizer_of(vocabulary))
+    assert "step" in text and not go_on.is_set()
+    go_on.set()
+    works.join(60)
+
+
+def test_the_least_recently_wanted_go_first_failures_too(held, monkeypatch) -> None:
+    compiler = held.compiler
+    first, second = held.submit("a"), held.submit("b")
+    monkeypatch.setattr(grammar_compiler, "KEPT", 3 * (4 * len(source_of(Regex("a"))) + 4110))
+    assert held.submit("a") is first
+    held.submit("c").result(60)
+    held.submit("d").result(60)  # one too many is there
+    assert held.submit("a") is first and held.submit("b") is not second
     for i in range(20):
         with pytest.raises(ValueError, match="does not compile"):
-            compiler.submit(source_of(Regex(f"({i}"))).result(60)
-    assert len(compiler._futures) == 3
-    goes_on = Event()
-    compiler._thread.submit(goes_on.wait, 60)
-    waiting = [source_of(Regex(f"{i}")) for i in range(20)]
-    futures = [compiler.submit(source) for source in waiting]
-    assert [compiler.submit(source) for source in waiting] == futures, "somebody waits for it"
-    goes_on.set()
-    futures[-1].result(60)
-    compiler.submit(a)
-    assert len(compiler._futures) <= 3
-    compiler.close()
+            held.submit(f"({i}").result(60)
+    assert len(compiler._kept) == 3
+    waiting = [held.submit(f"x{i}") for i in range(20)]
+    assert [held.submit(f"x{i}") for i in range(20)] == waiting, "requests wait for them"
+    held.go_on.set()
+    waiting[-1].result(60)
+    held.submit("a")
+    assert len(compiler._kept) <= 3
 
 
 @pytest.mark.parametrize("vocab_size", [70, 64, 45])  # of 64 bits

@@ -6,11 +6,11 @@ tokens have no bytes here, so no grammar ever allows one; EOS is no affair of th
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cache, lru_cache, partial
-from threading import Lock, stack_size
+from queue import SimpleQueue
+from threading import Lock, Thread, stack_size
 
 from llguidance import LLMatcher, LLParserLimits, LLTokenizer, TokenizerWrapper
 
@@ -19,6 +19,7 @@ from common.tokenizer import Tokenizer
 _NOTHING = b"\xff"  # no text has this byte
 # The library calls itself for each rule or schema that one is made of, and a usual stack that is
 # overrun ends the process. Of what `grammars.py` lets in the worst that was found takes 128 MiB.
+# How much the next thread gets is a setting of the process: the lock is held until it has begun.
 _STACK, _ONE_AT_A_TIME = 256 << 20, Lock()
 RULES = "// rules of single characters\n"
 # What the library may do for one text, counted: so all ranks give up at the same token. Rules can
@@ -71,13 +72,24 @@ class Beginning:
 
     def begin_anew(self) -> None:
         """Copies share what they have found out, and the count of it, which may be too high."""
-        with _ONE_AT_A_TIME, ThreadPoolExecutor(1) as deep:
+        made = SimpleQueue[LLMatcher | BaseException]()
+        with _ONE_AT_A_TIME:
             usual = stack_size(_STACK)
             try:
-                made = deep.submit(self._make)
+                Thread(target=_make, args=(self._make, made.put), daemon=True).start()
             finally:
                 stack_size(usual)
-            self.matcher = made.result()
+        found = made.get()
+        if isinstance(found, BaseException):
+            raise found
+        self.matcher = found
+
+
+def _make(make: Callable[[], LLMatcher], put: Callable[[LLMatcher | BaseException], None]) -> None:
+    try:
+        put(make())
+    except BaseException as error:
+        put(error)
 
 
 @lru_cache(maxsize=32)

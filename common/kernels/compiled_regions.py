@@ -26,6 +26,7 @@ import torch
 from common.kernels.regions import Regions
 from common.model import DecoderModel
 from common.rotary import rotary_factors
+from decode_attention import compile_for_these_threads
 
 logger = logging.getLogger(__name__)
 
@@ -74,8 +75,8 @@ def compile_regions(model: DecoderModel) -> Regions:
     warning."""
     logger.warning("compiling norms and rotary embedding (some 10 s the first time) ...")
     start = time.perf_counter()
-    norm = torch.compile(rms_norm_region, dynamic=False, fullgraph=True)
-    rotate = torch.compile(norm_and_rotate_region, dynamic=False, fullgraph=True)
+    norm = compile_for_these_threads(rms_norm_region)
+    rotate = compile_for_these_threads(norm_and_rotate_region)
     plain = Regions()
     uncompiled = plain.rms_norm, plain.norm_and_rotate
     compiled = Regions(*map(_from_tokens, FROM_TOKENS, (norm, rotate), uncompiled))

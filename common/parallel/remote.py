@@ -256,7 +256,8 @@ def assemble_remote(
     device = config.resolve_device()
     if device.index is not None and config.num_ranks > 1:
         raise ValueError(f"device is {config.device!r}: every rank has its own, so name none")
-    started = launch(config.num_ranks, device)
+    num_parameters = DecoderModel(checkpoint.config, device="meta").num_parameters  # no memory
+    started = launch(config.num_ranks, device, num_parameters, config.num_threads)
     output_rank = next(ranks.rank for ranks in all_ranks if ranks.is_output_rank)
     executor = Executor(
         started.links, output_rank, config.worker_timeout_s, compares=config.check_invariants
@@ -264,7 +265,8 @@ def assemble_remote(
     try:
         messages = _start_messages(config, checkpoint, device, started, [max_model_len, vocab_size])
         facts = executor.start(messages)
-        side = _make_side(config, checkpoint, executor, facts, max_model_len, vocab_size, members)
+        sizes = max_model_len, vocab_size, num_parameters
+        side = _make_side(config, checkpoint, executor, facts, *sizes, members)
         return assemble_around(config, side), tokenizer
     except BaseException:
         executor.close()
@@ -288,7 +290,7 @@ def _start_messages(
             limits=limits,
             eos_token_ids=list(checkpoint.generation_eos_token_ids),
             meeting=[started.store_host, started.store_port, host],
-            threads=config.num_threads or started.num_threads,
+            threads=started.num_threads,
             log_level=logging.getLogger().getEffectiveLevel(),
             has_connector=has_connector,
         )
@@ -330,6 +332,7 @@ def _make_side(
     facts: Sequence[dict[str, Any]],
     max_model_len: int,
     vocab_size: int,
+    num_parameters: int,
     members: Mapping[str, OutputProcessor],
 ) -> RunnerSide:
     for name in ("checkpoint", "dtype", "num_blocks"):
@@ -352,13 +355,12 @@ def _make_side(
         ]
         return RemoteBlockIO(executor, kv_cache), tuple(namespace)
 
-    whole = DecoderModel(checkpoint.config, device="meta")  # takes no memory
     model = ModelFacts(
         checkpoint.config,
         checkpoint.generation_eos_token_ids,
         torch.device(facts[0]["device"]),
         getattr(torch, facts[0]["dtype"]),
-        whole.num_parameters,
+        num_parameters,
     )
     return RunnerSide(
         runner,

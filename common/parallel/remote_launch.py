@@ -33,6 +33,7 @@ import torch.distributed
 
 from common.parallel.channel import START_TIMEOUT_S, Channel, ChannelClosed, Lifeline
 from common.parallel.executor import Link
+from common.thread_count import THREADS, num_threads_of
 from request import check_integers
 
 WORKER_MODULE = "common.runner.worker"
@@ -52,10 +53,14 @@ class StartedWorkers:
         return 0 if self.store is None else self.store.port
 
 
-def launch(num_ranks: int, device: torch.device) -> StartedWorkers:
-    """Raises `ValueError` if there are not enough devices."""
+def launch(
+    num_ranks: int, device: torch.device, num_parameters: int, num_threads: int | None = None
+) -> StartedWorkers:
+    """Start the workers, each with `num_threads`. None: they share what one process would take for
+    the whole model. Raises `ValueError` if there are not enough devices."""
     if is_torchrun():
-        return _launch_with_torchrun(num_ranks)
+        num_threads = num_threads or _torchrun_threads(num_parameters, device)
+        return _launch_with_torchrun(num_ranks, num_threads)
     if device.type == "cuda" and (num_devices := torch.cuda.device_count()) < num_ranks:
         raise ValueError(f"{num_ranks} ranks need a CUDA device each: there are {num_devices}")
     links: list[Link] = []
@@ -73,7 +78,7 @@ def launch(num_ranks: int, device: torch.device) -> StartedWorkers:
         ["127.0.0.1"] * num_ranks,
         store,
         "127.0.0.1",
-        max(1, torch.get_num_threads() // num_ranks),
+        num_threads or max(1, THREADS.default(num_parameters, device) // num_ranks),
     )
 
 
@@ -146,7 +151,7 @@ def _torchrun_store() -> Any:
     return dist.PrefixStore(f"vllm-from-scratch/{env.get('TORCHELASTIC_RESTART_COUNT', 0)}", store)
 
 
-def _launch_with_torchrun(num_ranks: int) -> StartedWorkers:
+def _launch_with_torchrun(num_ranks: int, num_threads: int) -> StartedWorkers:
     meeting = _torchrun_store()
     if meeting.add("engines", 1) > 1:
         raise ValueError("torchrun's processes are one engine's workers: this would be a second")
@@ -162,16 +167,16 @@ def _launch_with_torchrun(num_ranks: int) -> StartedWorkers:
         links += _accept(server, secret, num_ranks)
     store = _make_store(host) if num_ranks > 1 else None
     own_hosts = [host] + [""] * (num_ranks - 1)
-    return StartedWorkers(links, own_hosts, store, host, _torchrun_threads())
+    return StartedWorkers(links, own_hosts, store, host, num_threads)
 
 
-def _torchrun_threads() -> int:
+def _torchrun_threads(num_parameters: int, device: torch.device) -> int:
     """torchrun sets 1, if nobody else has said how many: too few where there are more cores."""
-    told = torch.get_num_threads()
     if os.environ.get("OMP_NUM_THREADS") != "1":
-        return told
+        return torch.get_num_threads()
     num_local = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
-    return max(1, (psutil.cpu_count(logical=False) or 1) // num_local)
+    available = max(1, (psutil.cpu_count(logical=False) or 1) // num_local)
+    return num_threads_of(num_parameters, device, available)
 
 
 def _accept(server: socket.socket, secret: str, num_ranks: int) -> list[Link]:

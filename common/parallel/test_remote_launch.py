@@ -20,12 +20,14 @@ from torch.distributed.run import config_from_args, parse_args
 
 from common import demo
 from common.engine import EngineConfig, LLMEngine
+from common.engine_config import THREADS_FROM_PARAMETERS
 from common.llm import LLM
 from common.parallel import remote_launch
 from common.parallel.channel import Channel, ChannelClosed
 from common.tests.every_kind import PROMPTS
 from common.tests.forked import Forked
 from common.tests.remote_cases import WORKERS, is_there
+from common.thread_count import ThreadCount
 from request import SamplingParams
 
 # It has no `if __name__ == "__main__"`, and says so if it is run again.
@@ -270,11 +272,26 @@ def test_what_can_not_be_is_refused_before_any_process_starts(wrong, error, reas
         LLM(**wrong)
 
 
-def test_each_worker_gets_its_share_of_the_cores_unless_told(monkeypatch):
+def test_each_worker_gets_its_share_of_the_threads_unless_told(monkeypatch):
+    """A small model is computed by one thread, in one process as in several (Trap 89)."""
     monkeypatch.setattr(remote_launch, "start_process", lambda rank: None)
-    monkeypatch.setattr(remote_launch.torch, "get_num_threads", lambda: 7)
-    started = [remote_launch.launch(n, torch.device("cpu")) for n in (1, 2, 3, 9)]
-    assert [launch.num_threads for launch in started] == [7, 3, 2, 1]
+    monkeypatch.setattr(remote_launch, "THREADS", all_threads := ThreadCount())
+    monkeypatch.setattr(all_threads, "_look", lambda: None)
+    all_threads._before = 7
+    small, large = THREADS_FROM_PARAMETERS - 1, THREADS_FROM_PARAMETERS
+
+    def each(num_ranks: int, num_parameters: int, told: int | None = None) -> int:
+        cpu = torch.device("cpu")
+        return remote_launch.launch(num_ranks, cpu, num_parameters, told).num_threads
+
+    assert [each(n, large) for n in (1, 2, 3, 9)] == [7, 3, 2, 1]
+    assert [each(n, small) for n in (1, 2)] == [1, 1]
+    assert each(2, small, told=5) == 5
+    monkeypatch.setattr(remote_launch.psutil, "cpu_count", lambda logical: 8)
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")  # which torchrun says, and not the user
+    of_torchrun = [remote_launch._torchrun_threads(n, torch.device("cpu")) for n in (small, large)]
+    assert of_torchrun == [1, 4]
 
 
 def test_a_device_of_its_own_for_each_rank(monkeypatch):
@@ -283,7 +300,7 @@ def test_a_device_of_its_own_for_each_rank(monkeypatch):
         LLM(tensor_parallel_size=2, device="cuda:1")
     monkeypatch.setattr(remote_launch.torch.cuda, "device_count", lambda: 1)
     with pytest.raises(ValueError, match="2 ranks need a CUDA device each: there are 1"):
-        remote_launch.launch(2, torch.device("cuda"))
+        remote_launch.launch(2, torch.device("cuda"), 1)
 
 
 def test_a_loaded_model_does_not_cross(shipped_loaded) -> None:

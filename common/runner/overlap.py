@@ -25,7 +25,6 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import closing, suppress
 from dataclasses import dataclass
 from typing import Protocol
@@ -40,6 +39,7 @@ from scheduler_interface import (
     StepHandle,
     StepOutput,
 )
+from worker_thread import ThreadJob, WorkerThread
 
 
 class PlansUnderWay(Protocol):
@@ -153,7 +153,7 @@ class ThreadedRunner(QueuedRunner):
 
     def __init__(self, runner: ModelRunner) -> None:
         super().__init__(runner)
-        self._thread = ThreadPoolExecutor(1, thread_name_prefix="step")
+        self._thread = WorkerThread("step")
 
     def begin(self, plan: PlanMessage) -> ThreadedStep:
         return ThreadedStep(self._thread.submit(self.runner.execute, plan))
@@ -165,12 +165,12 @@ class ThreadedRunner(QueuedRunner):
             self._thread.submit(int).result()
 
     def close(self) -> None:
-        self._thread.shutdown()
+        self._thread.close()
 
 
 @dataclass(frozen=True, slots=True)
 class ThreadedStep:
-    future: Future[StepHandle]
+    job: ThreadJob[StepHandle]
 
     def wait(self) -> StepOutput:
-        return self.future.result().wait()
+        return self.job.result().wait()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections import Counter
+from itertools import count
 from types import SimpleNamespace
 
 import pytest
@@ -14,6 +15,7 @@ from fcfs_scheduler import FCFSScheduler
 from overlap_plugin import OverlapPlugin
 from scheduler_interface import FinishedStep, SchedulerOutput, StepOutput
 from step_record import RecordedScheduler
+from test_worker_thread import interrupted_at
 
 
 class LoggingScheduler(FCFSScheduler):
@@ -163,3 +165,26 @@ def test_who_gives_up_can_be_interrupted_and_waits_for_the_rest_when_asked_again
     assert waited_for == [handles[0], *handles[2:]]
     queued.wait_for_steps()  # nothing is under way
     assert len(waited_for) == 3
+
+
+def test_an_interrupt_at_any_line_of_a_step_leaves_one_step_thread() -> None:
+    """Trap 85: the thread is there before the first step, and what was interrupted comes out as
+    that."""
+
+    class Runner:
+        def execute(self, plan: SchedulerOutput) -> FinishedStep:
+            return FinishedStep(StepOutput({r: [1] for r in plan.num_scheduled_tokens}))
+
+    plan = SchedulerOutput(num_scheduled_tokens={"a": 1})
+    for line in count():
+        before = set(threading.enumerate())
+        runner = ThreadedRunner(Runner())
+        was_interrupted = interrupted_at(line, lambda: runner.execute(plan).wait())
+        runner.give_up()
+        assert runner.execute(plan).wait().token_ids == {"a": [1]}
+        assert len(set(threading.enumerate()) - before) == 1
+        runner.close()
+        assert set(threading.enumerate()) == before
+        if not was_interrupted:
+            break
+    assert line > 20

@@ -23,6 +23,8 @@ from batch_layout import Queries, all_to_device
 from scheduler_books import defines
 from scheduler_interface import NewRequestData
 
+NO_TOKEN = "no token may come next"  # by rules that a request brings
+
 
 class Cargo:
     """Arrays that go to a device in one copy."""
@@ -188,7 +190,7 @@ class RunnerPlugins:
         for name in rules:
             if leave_nothing(others := [n for n in names if n != name]):
                 names = others
-        return f"{' and '.join(names)}: no token may come next"
+        return f"{' and '.join(names)}: {NO_TOKEN}"
 
     def before_sampling(self, step: StepRows, logits: torch.Tensor) -> torch.Tensor:
         """What is sampled from, of logits that may not have been computed yet."""

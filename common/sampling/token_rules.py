@@ -15,7 +15,7 @@ applies it to the rows of a step (`ruled_rows.py`)."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from numbers import Real
 from typing import Any
 
@@ -32,8 +32,7 @@ def token_rules_of(
     params: SamplingParams, tokenizer: Tokenizer | None, vocab_size: int, check_ids: CheckIds
 ) -> dict[str, Any]:
     """Plain data. `check_ids(name, ids)` returns ids that may be sampled, those below `vocab_size`,
-    as `int`s. A text that needs a token which the model has no row for is never said and rules
-    nothing out. Raises `ValueError` that names field, value and what is allowed."""
+    as `int`s. Raises `ValueError` that names field, value and what is allowed."""
     allowed, bias, words = params.allowed_token_ids, params.logit_bias, params.bad_words
     require(bias is None or isinstance(bias, Mapping), "logit_bias", bias, "None or {id: number}")
     some = "None or a sequence of at least one token id"
@@ -48,8 +47,7 @@ def token_rules_of(
         is_number = isinstance(value, Real) and not isinstance(value, bool)
         is_right = is_number and abs(value) <= MOST_BIAS
         require(is_right, "logit_bias", value, f"numbers from -{MOST_BIAS} to {MOST_BIAS}")
-    bad = [ids for word in words or () for ids in _sequences(word, tokenizer, check_ids)]
-    bad = [ids for ids in bad if max(ids, default=vocab_size) < vocab_size]
+    bad = [_checked(ids, check_ids) for ids in without_texts(words or (), tokenizer, vocab_size)]
     ruled_out = {ids[0] for ids in bad if len(ids) == 1}
     is_left = allowed_ids is None or not ruled_out.issuperset(allowed_ids)
     require(is_left, "allowed_token_ids", allowed, "more than what bad_words rule out")
@@ -69,20 +67,33 @@ def _is_list(value: object) -> bool:
     return not isinstance(value, str | bytes | bytearray | Mapping)
 
 
-def _sequences(word: Any, tokenizer: Tokenizer | None, check_ids: CheckIds) -> list[list[int]]:
-    """What says the word: token ids as they are, or a text in both ways."""
-    if not isinstance(word, str):
-        ids = list(word) if _is_list(word) else []
-        require(
-            bool(ids), "bad_words", word, "texts, or sequences of token ids, none of them empty"
-        )
-        return [check_ids("bad_words", ids)]
+def without_texts(words: Iterable[Any], tokenizer: Tokenizer | None, vocab_size: int) -> list[Any]:
+    """`bad_words` with the token ids of a text, as it is and after a space, in its place. A text
+    that needs a token which the model has no row for is never said and rules nothing out. A server
+    calls this in a thread of its own, because texts may be long. Raises `ValueError`."""
+    found: list[Any] = []
+    for word in words:
+        both = _spelled(word, tokenizer) if isinstance(word, str) else None
+        if both is None:
+            found.append(word)
+        else:
+            found += [ids for ids in both if max(ids, default=vocab_size) < vocab_size]
+    return found
+
+
+def _spelled(word: str, tokenizer: Tokenizer | None) -> list[list[int]]:
     text = word.lstrip()
     is_text = bool(text) and not any("\ud800" <= c <= "\udfff" for c in text)
     require(is_text, "bad_words", word, "texts, none of them empty")
     if tokenizer is None:
         raise ValueError(f"bad_words holds {word!r}: this engine has no tokenizer; give token ids")
     return [tokenizer.encode(t, add_special_tokens=False) for t in (text, f" {text}")]
+
+
+def _checked(word: Any, check_ids: CheckIds) -> list[int]:
+    ids = list(word) if _is_list(word) else []
+    require(bool(ids), "bad_words", word, "texts, or sequences of token ids, none of them empty")
+    return check_ids("bad_words", ids)
 
 
 # -- the runner's side

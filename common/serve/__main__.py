@@ -8,6 +8,7 @@ python -m common.serve --speculative '{"method": "ngram"}' --num-blocks 400
 from __future__ import annotations
 
 import argparse
+import atexit
 import logging
 import os
 import sys
@@ -16,6 +17,7 @@ from pathlib import Path
 from common.serve.flags import add_engine_flags, engine_settings
 from common.serve.ports import open_port
 
+WAITING = "sequences; more get a 429 (default: 4 x max_num_seqs)"
 NOT_INSTALLED = "the server needs more packages: pip install 'vllm-from-scratch[server]'"
 
 
@@ -29,6 +31,16 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--host", default="127.0.0.1", help="0.0.0.0: all that this machine has")
     parser.add_argument("--port", type=int, default=8000, help="0: a free one")
     parser.add_argument("--api-key", default=os.environ.get("VLLM_API_KEY"), metavar="KEY")
+    parser.add_argument("--metrics-without-key", action="store_true", help="as in vLLM")
+    for flag, metavar, says in (
+        ("--allowed-host", "NAME", "that clients may call this server by: host.docker.internal"),
+        (
+            "--allowed-origin",
+            "URL",
+            "of pages that may send requests: http://localhost:3000; *: any",
+        ),
+    ):
+        parser.add_argument(flag, metavar=metavar, action="append", default=[], help=says)
     parser.add_argument("--served-model-name", metavar="NAME", help="what clients call it")
     parser.add_argument("--chat-template", type=Path, metavar="FILE", help="instead of the model's")
     as_template = "(default: if the chat template writes it)"
@@ -41,7 +53,7 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
         default="auto",
         help="sampling where a request says nothing: the model's own; vllm: OpenAI's",
     )
-    parser.add_argument("--max-waiting", type=int, metavar="N", help="requests; more get a 429")
+    parser.add_argument("--max-waiting", type=int, metavar="N", help=WAITING)
     parser.add_argument("--drain-seconds", type=float, default=30.0, metavar="S")
     parser.add_argument("--heartbeat-seconds", type=float, metavar="S", help="in streams")
     parser.add_argument("--max-body-bytes", type=int, default=16 << 20, metavar="N")
@@ -77,8 +89,18 @@ def main(argv: list[str] | None = None) -> int:
         loop.close()
 
 
+def end(code: int) -> None:
+    """End the process, whatever a thread still does for requests that have ended: Python would wait
+    for a pool's threads, which may be in the middle of a text of megabytes."""
+    atexit._run_exitfuncs()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)
+
+
 if __name__ == "__main__":
     try:
-        sys.exit(main())
+        code = main()
     except KeyboardInterrupt:  # while it loads: from then on it ends gently
-        sys.exit(130)
+        code = 130
+    end(code)

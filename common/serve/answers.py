@@ -5,18 +5,18 @@ until the last; `usage` in a piece of its own if it was asked for."""
 
 from __future__ import annotations
 
-import json
 import math
 import time
 import uuid
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
+from itertools import chain
 from typing import Any
-
-from starlette.responses import Response
 
 from common.sampling.distributions import TokenLogprobs
 from common.serve.deltas import CompletionDelta, RequestDelta
+from common.serve.large_json import json_pieces, to_json
+from common.serve.text_places import TextPlaces
 from common.serve.tool_calls import Reader, Reply
 from common.serve.wire import GenerateBody
 from common.tokenizer import Tokenizer
@@ -25,24 +25,16 @@ from request import SamplingParams
 DONE = b"data: [DONE]\n\n"
 NUM_OF_END = 16  # tokens of a prompt, which hold what stands at its end
 NO_LOGPROB = -9999.0  # JSON has no infinity
-# Some clients of streams take these for ends of lines. Half a surrogate pair is escaped likewise.
-_LINE_ENDS = {code: f"\\u{code:04x}" for code in (0x85, 0x2028, 0x2029)}
-
-_encode = json.JSONEncoder(ensure_ascii=False, separators=(",", ":"), allow_nan=False).encode
-
-
-def to_json(content: Any) -> bytes:
-    text = _encode(content)
-    text = text if text.isascii() else text.translate(_LINE_ENDS)
-    return text.encode("utf-8", "backslashreplace")
-
-
-def json_response(content: Any, status: int = 200, headers: Any = None) -> Response:
-    return Response(to_json(content), status, headers, media_type="application/json")
+BYTES_OF_AN_ENTRY = 80  # of log-probabilities, about
 
 
 def event(content: Any) -> bytes:
     return b"data: %b\n\n" % to_json(content)
+
+
+def event_pieces(content: Any) -> Iterator[bytes]:
+    """The same in pieces."""
+    return chain([b"data: "], json_pieces(content), [b"\n\n"])
 
 
 @dataclass(slots=True)
@@ -71,17 +63,18 @@ class Answer:
     params: SamplingParams
     prompts: Sequence[str] = ()  # their texts, where they are echoed
     only_echo: bool = False
+    request_id: str = field(default_factory=lambda: uuid.uuid4().hex)
     reader: Reader | None = None  # of a chat's texts; None: they are the content
     usage: Usage = field(default_factory=Usage)
     id: str = ""
     created: int = field(default_factory=lambda: int(time.time()))
-    _begun: dict[int, int] = field(default_factory=dict)  # choices, and their text's length
+    _begun: dict[int, TextPlaces] = field(default_factory=dict)  # by choice
     _prompt_ids: dict[int, list[int]] = field(default_factory=dict)
     _replies: dict[int, Reply] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         prefix = "chatcmpl" if self.kind == "chat" else "cmpl"
-        self.id = f"{prefix}-{uuid.uuid4().hex}"
+        self.id = f"{prefix}-{self.request_id}"
 
     def count(self, prompt: int, delta: RequestDelta) -> None:
         if delta.prompt_token_ids is not None:
@@ -92,6 +85,17 @@ class Answer:
             self.usage.completion_tokens += sum(new)
         if delta.finished:
             self.usage.cached_tokens += delta.num_cached_tokens
+
+    def num_bytes(self, prompt: int, delta: RequestDelta) -> int:
+        """About, of what is written of it."""
+        num, width, n = 0, 1 + (self.params.logprobs or 0), self.params.n
+        for piece in delta.completions.values():
+            num += len(piece.text) + 8 * len(piece.token_ids)
+            num += len(piece.logprobs or ()) * width * BYTES_OF_AN_ENTRY
+        num_first = sum(prompt * n + i not in self._begun for i in delta.completions)
+        width = (1 + (self.params.prompt_logprobs or 0)) * BYTES_OF_AN_ENTRY
+        ids = delta.prompt_token_ids if self.body.return_token_ids else None
+        return num + num_first * len(delta.prompt_logprobs or ()) * width + 8 * n * len(ids or ())
 
     # -- whole
 
@@ -180,7 +184,7 @@ class Answer:
         if self.body.return_token_ids:
             said["prompt_token_ids"] = self._prompt_ids[prompt]
         if self.body.prompt_logprobs is not None:
-            said["prompt_logprobs"] = [self._scored(entry) for entry in of.prompt_logprobs or []]
+            said["prompt_logprobs"] = map(self._scored, of.prompt_logprobs or [])
         return said
 
     def _chat_choice(
@@ -188,13 +192,17 @@ class Answer:
     ) -> dict[str, Any]:
         logprobs = None
         if piece is not None and piece.logprobs is not None:
-            logprobs = {"content": [self._chat_logprobs(entry) for entry in piece.logprobs]}
+            logprobs = {"content": map(self._chat_logprobs, piece.logprobs)}
         return {"index": index, where: said, "logprobs": logprobs, "finish_reason": None}
 
     def _text_choice(
         self, index: int, prompt: int, piece: CompletionDelta, of: RequestDelta
     ) -> dict[str, Any]:
         is_first = index not in self._begun
+        if is_first:
+            ids, echoed = self._prompt_ids[prompt], self.prompts[prompt] if self.prompts else None
+            skips = self.params.skip_special_tokens
+            self._begun[index] = TextPlaces(self.tokenizer, ids, echoed, skips)
         about = self._of_the_prompt(prompt, of) if is_first else {}
         text = "" if self.only_echo else piece.text
         entries: list[TokenLogprobs | None] | None = None
@@ -205,8 +213,9 @@ class Answer:
             entries = None if entries is None else (of.prompt_logprobs or []) + entries
         logprobs = None
         if entries is not None:
-            logprobs = self._text_logprobs(entries, self._begun.get(index, 0), prompt)
-        self._begun[index] = self._begun.get(index, 0) + len(text)
+            first = self._prompt_ids[prompt][0]
+            ids = [first if entry is None else entry.token_id for entry in entries]
+            logprobs = self._text_logprobs(entries, self._begun[index].take(ids), prompt)
         return about | {"index": index, "text": text, "logprobs": logprobs}
 
     # -- log-probabilities
@@ -231,28 +240,29 @@ class Answer:
         return {"token": self._text(token_id), "logprob": finite(logprob), "bytes": data}
 
     def _text_logprobs(
-        self, entries: list[TokenLogprobs | None], offset: int, prompt: int
+        self, entries: list[TokenLogprobs | None], offsets: list[int], prompt: int
     ) -> dict[str, Any]:
-        tokens, logprobs, top, offsets = [], [], [], []
+        tokens, logprobs = [], []
         for entry in entries:
             if entry is None:  # the first token of a prompt, which nothing stands before
                 token = self._text(self._prompt_ids[prompt][0])
                 logprobs.append(None)
-                top.append(None)
             else:
                 token = self._text(entry.token_id)
                 logprobs.append(finite(entry.logprob))
-                most = {entry.token_id: entry.logprob} | entry.top  # and the token itself
-                top.append({self._text(i): finite(p) for i, p in most.items()})
             tokens.append(token)
-            offsets.append(offset)
-            offset += len(token)
         return {
             "text_offset": offsets,
             "token_logprobs": logprobs,
             "tokens": tokens,
-            "top_logprobs": top,
+            "top_logprobs": map(self._top, entries),
         }
+
+    def _top(self, entry: TokenLogprobs | None) -> dict[str, float] | None:
+        if entry is None:
+            return None
+        most = {entry.token_id: entry.logprob} | entry.top  # and the token itself
+        return {self._text(i): finite(p) for i, p in most.items()}
 
     def _text(self, token_id: int) -> str:
         if self.body.return_tokens_as_token_ids:  # texts of two may be alike

@@ -5,26 +5,28 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import AsyncIterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
+from itertools import chain
 from pathlib import Path
 from typing import Any, get_type_hints
 
 from fastapi import FastAPI, Request
-from fastapi.exceptions import RequestValidationError
+from fastapi.routing import APIRoute
 from starlette.exceptions import HTTPException
 from starlette.responses import JSONResponse, PlainTextResponse, Response
 
 from common.engine_config import SHIPPED_CHECKPOINT
 from common.loader import read_json, resolve_checkpoint
-from common.serve.answers import DONE, Answer, event, json_response, token_text
+from common.serve.answers import DONE, Answer, event, event_pieces, token_text
 from common.serve.async_llm import AsyncLLM
 from common.serve.chat import ChatPrompts
 from common.serve.deltas import RequestDelta
 from common.serve.engine_loop import EngineError, QueueFull
 from common.serve.errors import ApiError, ErrorAnswer, api_error, bad
 from common.serve.gate import Gate, GateConfig, error_response
+from common.serve.large_json import LARGE, answered, beside_the_loop, made_aside, read_body
 from common.serve.live_page import LivePage, watch_token
 from common.serve.server_metrics import ServerMetrics
 from common.serve.streams import (
@@ -91,26 +93,40 @@ class Server:
 
     async def completions(self, body: CompletionBody, request: Request) -> Response:
         model, params = self._model(body), body.params(self.defaults)
+        params = await self.llm.without_texts(params)  # once for all prompts
         ids = await self._ids(body, params)
         echoed = body.prompts() if body.echo else []
         texts = [p if isinstance(p, str) else await self._decode(p, "prompt") for p in echoed]
+        body.prompt = ""  # the body lives as long as its request
         tokenizer = self.llm.tokenizer
-        answer = Answer("completion", model, tokenizer, body, params, texts, body.only_echo)
+        how = texts, body.only_echo, request.state.request_id
+        answer = Answer("completion", model, tokenizer, body, params, *how)
         return await self._generate(answer, ids, request)
 
     async def chat_completions(self, body: ChatBody, request: Request) -> Response:
         model, params = self._model(body), body.params(self.defaults)
-        has_grammar = params.grammar is not None
-        reader = await asyncio.to_thread(self.chat.reader, body.tool_use(), has_grammar)
+        tools, has_grammar = body.tool_use(), params.grammar is not None
+        reader = await asyncio.to_thread(self.chat.reader, tools, has_grammar)
         if reader is not None and self.chat.hides_marks:
             params = replace(params, skip_special_tokens=False)
+        params = await self.llm.without_texts(params)
         ids = await self._chat_ids(body, params)
-        answer = Answer("chat", model, self.llm.tokenizer, body, params, reader=reader)
+        body.messages.clear()
+        body.tools = None
+        name, tokenizer = request.state.request_id, self.llm.tokenizer
+        answer = Answer("chat", model, tokenizer, body, params, request_id=name, reader=reader)
         return await self._generate(answer, [ids], request)
 
     async def _generate(
         self, answer: Answer, prompts: list[list[int]], request: Request
     ) -> Response:
+        num_tokens, room = list(map(len, prompts)), self.llm.max_model_len
+        answer.body.check_entries(num_tokens, answer.params, room)
+        most, n = self.llm.max_unfinished, answer.params.n
+        if most is not None and len(prompts) * n > most:
+            says = f"{len(prompts) * n} sequences: this server takes at most {most} at a time"
+            name = "prompt" if n == 1 else "n"
+            raise bad(f"{name}: prompts x n are {says} (--max-waiting)", name)
         options = answer.body.options()
         if answer.model != self.config.model_name:
             options["adapter"] = answer.model
@@ -125,7 +141,12 @@ class Server:
                 is_theirs = True
                 return EventStream(events, self.config.heartbeat_seconds, requests)
             totals = await unless_gone(request.receive, gathered(firsts, requests))
-            return CLIENT_IS_GONE if totals is None else json_response(answer.whole(totals))
+            if totals is None:
+                return CLIENT_IS_GONE
+            num_bytes = sum(answer.num_bytes(*pair) for pair in enumerate(totals))
+            is_large = num_bytes > LARGE
+            whole = await beside_the_loop(answer.whole, totals) if is_large else None
+            return answered(whole or answer.whole(totals), num_bytes)
         except ValueError as error:
             raise answer.body.error(error) from error
         finally:
@@ -137,17 +158,26 @@ class Server:
     ) -> AsyncIterator[bytes]:
         how = answer.body.stream_options or StreamOptions()
 
-        def made(pieces: list[dict[str, Any]]) -> bytes:
+        async def made(i: int, delta: RequestDelta) -> AsyncIterator[bytes]:
+            is_large = answer.num_bytes(i, delta) > LARGE
+            if is_large:
+                pieces = await beside_the_loop(answer.pieces, i, delta)
+            else:
+                pieces = answer.pieces(i, delta)
             for piece in pieces if how.include_usage else ():
                 piece["usage"] = answer.usage.content() if how.continuous_usage_stats else None
-            return b"".join(map(event, pieces))
+            if is_large:
+                async for data in made_aside(chain.from_iterable(map(event_pieces, pieces))):
+                    yield data
+            elif data := b"".join(map(event, pieces)):
+                yield data
 
         try:
             for i, first in enumerate(firsts):
-                if data := made(answer.pieces(i, first)):
+                async for data in made(i, first):
                     yield data
             async for i, delta in merged(requests):
-                if data := made(answer.pieces(i, delta)):
+                async for data in made(i, delta):
                     yield data
             if how.include_usage:
                 yield event(answer.usage_piece())
@@ -179,9 +209,11 @@ class Server:
         return await asyncio.to_thread(self.chat.text, body.messages, *how)
 
     def _model(self, body: GenerateBody | TokenizeBody | DetokenizeBody) -> str:
-        """The one that is asked for. Raises `ApiError` if it is not here."""
+        return self._served(body.model or self.config.model_name)
+
+    def _served(self, model: str) -> str:
+        """Raises `ApiError` if it is not here."""
         known = [self.config.model_name, *self.llm.adapters]
-        model = body.model or known[0]
         if model not in known:
             message = f"model is {model!r}: this server has {', '.join(known)}"
             raise ApiError(404, message, "model", "model_not_found")
@@ -200,13 +232,13 @@ class Server:
         ids = await self.llm.encode(text, adds)
         found = {"count": len(ids), "max_model_len": self.llm.max_model_len, "tokens": ids}
         if body.return_token_strs:
-            text_of = partial(token_text, self.llm.tokenizer)
-            found["token_strs"] = await asyncio.to_thread(lambda: [*map(text_of, ids)])
-        return json_response(found)
+            found["token_strs"] = map(partial(token_text, self.llm.tokenizer), ids)
+        return answered(found, 16 * len(ids))
 
     async def detokenize(self, body: DetokenizeBody) -> Response:
         self._model(body)
-        return json_response({"prompt": await self._decode(body.tokens, "tokens")})
+        text = await self._decode(body.tokens, "tokens")
+        return answered({"prompt": text}, len(text))
 
     async def _decode(self, ids: list[int], field: str) -> str:
         vocab_size = self.llm.model_config.vocab_size
@@ -219,14 +251,19 @@ class Server:
         """Token ids of each prompt, for routers that look for the same prefix."""
         model, params = self._model(body), body.params(self.defaults)
         all_ids = await self._ids(body, params)
-        return json_response([{"model": model, "token_ids": ids} for ids in all_ids])
+        found = ({"model": model, "token_ids": ids} for ids in all_ids)
+        return answered(found, 8 * sum(map(len, all_ids)))
 
     async def render_chat(self, body: ChatBody) -> Response:
         model, params = self._model(body), body.params(self.defaults)
         ids = await self._chat_ids(body, params)
-        return json_response({"model": model, "token_ids": ids})
+        return answered({"model": model, "token_ids": ids}, 8 * len(ids))
 
     # -- the server
+
+    async def model(self, name: str) -> dict[str, Any]:
+        self._served(name)
+        return next(model for model in (await self.models())["data"] if model["id"] == name)
 
     async def models(self) -> dict[str, Any]:
         name, created = self.config.model_name, int(self.metrics.started_at)
@@ -251,6 +288,7 @@ class Server:
             raise ApiError(403, "adapters are not loaded over HTTP: see --adapter-root")
         if body.lora_name == self.config.model_name:
             raise bad("lora_name is the model's own name", "lora_name")
+        path = root
         try:
             path = (root / body.lora_path).resolve()
             if not path.is_relative_to(root.resolve()):
@@ -259,6 +297,9 @@ class Server:
         except OSError as error:
             message = f"lora_path is {body.lora_path!r}: it is not there"
             raise ApiError(404, message, "lora_path") from error
+        except ValueError as error:  # a sentence about a file names its folder on the server
+            says = str(error).replace(f"{path}", body.lora_path)
+            raise bad(says, None if says == str(error) else "lora_path") from error
         return PlainTextResponse(f"Success: LoRA adapter '{body.lora_name}' added successfully.")
 
     async def unload_adapter(self, body: UnloadAdapterBody) -> Response:
@@ -281,9 +322,26 @@ class Server:
         return Response(self.metrics.text(), media_type=self.metrics.content_type)
 
 
+class BodyRoute(APIRoute):
+    """FastAPI makes the schema of it. A body is read by `read_body`: FastAPI reads one in the loop,
+    and keeps its bytes and its objects until the answer is complete."""
+
+    def get_route_handler(self) -> Callable[[Request], Awaitable[Response]]:  # pyright: ignore[reportIncompatibleMethodOverride]
+        hints = get_type_hints(self.endpoint)
+        if "body" not in hints:
+            return super().get_route_handler()
+
+        async def handle(request: Request) -> Response:
+            more = [request] if "request" in hints else []
+            return await self.endpoint(await read_body(request, hints["body"]), *more)
+
+        return handle
+
+
 def make_app(llm: AsyncLLM, config: ServeConfig) -> tuple[FastAPI, Gate]:
     """The application, and the gate around it, which is what is served."""
     app = FastAPI(title="vllm-from-scratch", version=VERSION, docs_url=None, redoc_url=None)
+    app.router.route_class = BodyRoute
     gate = Gate(app, config.gate)
     server = app.state.server = Server(llm, config, gate)
     post: dict[str, Any] = {
@@ -296,8 +354,10 @@ def make_app(llm: AsyncLLM, config: ServeConfig) -> tuple[FastAPI, Gate]:
         "/tokenize": server.tokenize,
         "/detokenize": server.detokenize,
     }
+    gate.posts = post.keys()
     get: dict[str, Any] = {
         "/v1/models": server.models,
+        "/v1/models/{name:path}": server.model,
         "/health": server.health,
         "/version": server.version,
         "/metrics": server.metrics_text,
@@ -318,7 +378,6 @@ def make_app(llm: AsyncLLM, config: ServeConfig) -> tuple[FastAPI, Gate]:
     # A `ValueError`: of a text that is none, or a path. Of others the log says where they were.
     for kind in (ApiError, ValueError, QueueFull, EngineError, Exception):
         app.add_exception_handler(kind, partial(_on_error, post))
-    app.add_exception_handler(RequestValidationError, _on_wrong_body)
     app.add_exception_handler(HTTPException, _on_http_error)
     return app, gate
 
@@ -342,18 +401,10 @@ def sampling_defaults(model: str | Path | None) -> dict[str, Any]:
     return defaults
 
 
-def _on_wrong_body(request: Request, error: Exception) -> Response:
-    assert isinstance(error, RequestValidationError)
-    first = error.errors()[0]
-    where = [str(part) for part in first["loc"] if part != "body"]
-    field = next((name for name in where if not name.isdecimal()), None)
-    place = ".".join(where)
-    message = f"{place}: {first['msg']}" if place else f"the body: {first['msg']}"
-    return error_response(bad(message, field))
-
-
 def _on_http_error(request: Request, error: Exception) -> Response:
     assert isinstance(error, HTTPException)
-    answer = error_response(ApiError(error.status_code, str(error.detail)))
+    is_route = error.status_code != 404
+    detail = error.detail if is_route else f"{request.method} {request.url.path} is not served here"
+    answer = error_response(ApiError(error.status_code, str(detail)))
     answer.headers.update(error.headers or {})  # `Allow` of a 405
     return answer

@@ -14,12 +14,14 @@ import math
 from collections import deque
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import suppress
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from common.engine import LLMEngine
 from common.engine_config import EngineConfig, EngineStats
 from common.intake import plain
+from common.sampling.token_rules import without_texts
 from common.serve.deltas import HandOver, RequestDelta
 from common.serve.engine_loop import EngineError, EngineLoop, QueueFull
 from common.serve.prompt_length import PromptTooLong, longest_token
@@ -61,7 +63,7 @@ class Mailbox:
 
 
 class AsyncLLM:
-    """Arguments as for `LLM`, and `max_waiting`: so many requests may wait beyond those that may
+    """Arguments as for `LLM`, and `max_waiting`: so many sequences may wait beyond those that may
     run; None: any number. It returns when the engine is ready. Its methods belong to one event
     loop, that of the first call. Raises what `LLM` does."""
 
@@ -79,11 +81,15 @@ class AsyncLLM:
         self._given: deque[RequestDelta] = deque()
         self._is_closed = False
         self.stats = EngineStats()  # when the engine last handed something over
+        self.max_unfinished = (
+            None if max_waiting is None else self.config.max_num_seqs + max_waiting
+        )
         self._engine_loop = self._make_loop(max_waiting)
         engine = self._engine_loop.made.result()
         assert engine.tokenizer is not None
         self.tokenizer, self.max_model_len = engine.tokenizer, engine.max_model_len
-        self.model_config = engine.model_config
+        self.model_config, self.stats = engine.model_config, engine.stats()
+        self._vocab_size = engine.vocab_size  # of what may be sampled
         self._max_token_bytes = longest_token(self.tokenizer)
         self.adapters = _adapters_of(engine)  # names that are loaded
 
@@ -125,7 +131,7 @@ class AsyncLLM:
                 del self.owners[next(iter(self.owners))]
         mailbox = self._mailboxes[name] = Mailbox()
         try:
-            params = params or SamplingParams()
+            params = await self.without_texts(params or SamplingParams())
             is_text = isinstance(prompt, str)
             token_ids = await self.prompt_ids(prompt, params) if is_text else plain(prompt)
             self._engine_loop.add(name, token_ids, params, dict(options))
@@ -140,6 +146,15 @@ class AsyncLLM:
         finally:
             del self._mailboxes[name], self._names[request_id]
             self._engine_loop.abort(name)  # nothing, if it has come to its end
+
+    async def without_texts(self, params: SamplingParams) -> SamplingParams:
+        """The same `bad_words` as token ids, which the engine's thread would make of them while
+        other requests wait. Raises `ValueError`."""
+        words = params.bad_words
+        if not isinstance(words, list | tuple) or not any(isinstance(w, str) for w in words):
+            return params
+        made = words, self.tokenizer, self._vocab_size
+        return replace(params, bad_words=await asyncio.to_thread(without_texts, *made))
 
     async def prompt_ids(
         self, prompt: str | list[int], params: SamplingParams, add_special_tokens: bool = True

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import logging
 import re
+from dataclasses import replace
 from functools import cached_property
 from typing import Any
 
@@ -53,7 +54,9 @@ class ChatPrompts:
             own = getattr(self._source, "chat_template", None)
             reads_reasoning = END_THINK in str(self._template or own)
         reads_reasoning = reads_reasoning and not has_grammar
-        return Reader(tools, reads_reasoning) if reads_reasoning or tools.choice != "none" else None
+        if tools.choice == "none" and not reads_reasoning:
+            return None
+        return Reader(replace(tools, schemas={}), reads_reasoning)  # which lives with the answer
 
     @cached_property
     def _shown_tool(self) -> str:

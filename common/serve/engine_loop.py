@@ -17,12 +17,14 @@ from queue import Empty, SimpleQueue
 from typing import Any
 
 from common.engine import LLMEngine
+from common.sampling.runner_plugin import NO_TOKEN
 from common.serve.deltas import DeltaSource, HandOver, RequestDelta
 from request import SamplingParams
 
 logger = logging.getLogger(__name__)
-UNCOMPILED = "grammar: it does not compile"  # what the client has sent is wrong
+UNCOMPILED = "grammar: it does not compile"
 MOST_GAP_S = 0.01  # between two requests that come together
+MOST_ADD_S = 0.02  # for new requests, before those that run get another step
 MAX_FAILURES = 3  # steps in a row that raise: then there is no engine any more
 
 
@@ -41,8 +43,8 @@ class EngineError(RuntimeError):
 
 class EngineLoop:
     """`make_engine` is called in the thread itself: how many threads torch uses is a setting of the
-    thread that asks. `deliver` is called there, too. More than `max_waiting` requests beyond those
-    that may run are refused."""
+    thread that asks. `deliver` is called there, too. More than `max_waiting` sequences (a request
+    has `n`) beyond those that may run are refused."""
 
     def __init__(
         self,
@@ -52,7 +54,9 @@ class EngineLoop:
     ) -> None:
         self._make_engine, self._deliver, self._max_waiting = make_engine, deliver, max_waiting
         self._inbox = SimpleQueue[tuple[Callable[..., None], tuple]]()
+        self._coming: dict[str, tuple] = {}  # requests that are not added yet, in order
         self._sources: dict[str, DeltaSource] = {}
+        self._num_sequences = 0  # of these
         self._deltas: list[RequestDelta] = []  # to be handed over
         self._has_aborted = False  # since something was handed over: its statistics are old
         self._answers: dict[int, Any] = {}
@@ -71,7 +75,7 @@ class EngineLoop:
     def add(
         self, request_id: str, token_ids: list[int], params: SamplingParams, options: dict[str, Any]
     ) -> None:
-        self._inbox.put((self._add, (request_id, token_ids, params, options)))
+        self._inbox.put((self._come, (request_id, token_ids, params, options)))
 
     def abort(self, request_id: str) -> None:
         self._inbox.put((self._abort, (request_id,)))
@@ -120,11 +124,19 @@ class EngineLoop:
     def _obey(self) -> None:
         """All that is in the inbox. It waits for something where there is no step to make."""
         is_dead = self.why_dead is not None
-        must_wait = is_dead or not self._engine.has_unfinished_requests()
+        must_wait = is_dead or not (self._coming or self._engine.has_unfinished_requests())
         while must_wait or not self._inbox.empty():
             do, arguments = self._inbox.get()
             do(*arguments)
             must_wait = False
+        self._add_some()
+
+    def _add_some(self) -> None:
+        """Of a thousand requests that come together, some now and some after the next step."""
+        end = time.monotonic() + MOST_ADD_S
+        while self._coming and time.monotonic() < end:
+            request_id = next(iter(self._coming))
+            self._add(request_id, *self._coming.pop(request_id))
 
     def _gather(self) -> None:
         """Who comes when a step has begun waits for its end. So those who come together, one right
@@ -136,6 +148,7 @@ class EngineLoop:
             while time.monotonic() < end:
                 do, arguments = self._inbox.get(timeout=gap_s)
                 do(*arguments)
+        self._add_some()
 
     def _step(self) -> None:
         begin = time.monotonic()
@@ -159,15 +172,15 @@ class EngineLoop:
     def _take(self, source: DeltaSource, why: Exception | None) -> RequestDelta:
         delta = source.take()
         if delta.finished:
-            del self._sources[delta.request_id]
+            self._forget(delta.request_id)
             reasons = {member.completion.finish_reason for member in source.group.members}
             if "abort" in reasons:  # by nobody whom this thread serves
                 says = "the request was ended" if why is None else _step_failed(why)
                 delta.error = EngineError(says, why)
             elif "error" in reasons:
                 detail = str(source.group.metrics.finish_detail)
-                kind = ValueError if detail.startswith(UNCOMPILED) else EngineError
-                delta.error = kind(detail)
+                is_clients = detail.startswith(UNCOMPILED) or detail.endswith(NO_TOKEN)
+                delta.error = (ValueError if is_clients else EngineError)(detail)
         return delta
 
     def _hand_over(self, is_last: bool = False) -> None:
@@ -178,6 +191,9 @@ class EngineLoop:
         self._deltas, self._answers = [], {}
         self._deliver(HandOver(deltas, self._engine.stats(), answers, is_last))
 
+    def _come(self, request_id: str, *arguments: Any) -> None:
+        self._coming[request_id] = arguments
+
     def _add(
         self, request_id: str, token_ids: list[int], params: SamplingParams, options: dict[str, Any]
     ) -> None:
@@ -185,19 +201,26 @@ class EngineLoop:
         try:
             if self.why_dead is not None:
                 raise EngineError(self.why_dead, self._why_dead)
-            if most is not None and len(self._sources) >= engine.config.max_num_seqs + most:
-                raise QueueFull(f"{len(self._sources)} requests are under way or wait: no more")
+            num = self._num_sequences
+            if most is not None and num + params.n > engine.config.max_num_seqs + most:
+                raise QueueFull(f"{num} sequences are under way or wait: no more than {most} wait")
             group = engine.add_request(request_id, token_ids, params, **options)
         except Exception as error:
             self._deltas.append(RequestDelta(request_id, finished=True, error=error))
             return
         source = self._sources[request_id] = DeltaSource(group)
+        self._num_sequences += len(group.members)
         self._deltas.append(source.accepted())
 
     def _abort(self, request_id: str) -> None:
-        if self._sources.pop(request_id, None) is not None:
+        self._coming.pop(request_id, None)
+        if request_id in self._sources:
+            self._forget(request_id)
             self._engine.abort_request(request_id)
             self._has_aborted = True
+
+    def _forget(self, request_id: str) -> None:
+        self._num_sequences -= len(self._sources.pop(request_id).group.members)
 
     def _call(self, number: int, method: Callable[..., Any], *arguments: Any) -> None:
         try:
@@ -212,8 +235,11 @@ class EngineLoop:
 
     def _fail_all(self) -> None:
         why = EngineError(self.why_dead, self._why_dead)
-        self._deltas += [RequestDelta(name, finished=True, error=why) for name in self._sources]
+        names = [*self._sources, *self._coming]
+        self._deltas += [RequestDelta(name, finished=True, error=why) for name in names]
         self._sources.clear()
+        self._coming.clear()
+        self._num_sequences = 0
         self._hand_over()
 
 

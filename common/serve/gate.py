@@ -7,21 +7,28 @@ from __future__ import annotations
 
 import asyncio
 import hmac
+import logging
+import time
 import uuid
+from collections.abc import Collection
 from dataclasses import dataclass
 from typing import Any
+from urllib.parse import quote
 
 from starlette.datastructures import Headers
 from starlette.responses import Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from common.serve.answers import json_response
 from common.serve.errors import ApiError
+from common.serve.large_json import json_response
 
+logger = logging.getLogger(__name__)
+POLLED = ("/health", "/metrics")  # not in the log while all is well
 LOOPBACK = ("localhost", "127.0.0.1", "[::1]")
 MAX_ID = 200
 # A number in a list holds up the loop as long as so many bytes of a text do.
 BYTES_OF_A_VALUE = 32
+MOST_STRINGS = 1 << 16  # keys included; each is more to a parser than a number
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,6 +37,9 @@ class GateConfig:
     api_key: str | None = None
     max_body_bytes: int = 16 << 20
     body_seconds: float = 30.0  # for all of a body to arrive
+    allowed_hosts: tuple[str, ...] = ()  # names besides its own: of a proxy, of a container's host
+    allowed_origins: tuple[str, ...] = ()  # of pages that may send requests; "*": any
+    metrics_need_key: bool = True
 
     @property
     def is_local(self) -> bool:
@@ -47,6 +57,7 @@ class Gate:
     def __init__(self, app: ASGIApp, config: GateConfig) -> None:
         self.app, self.config = app, config
         self.is_draining = False
+        self.posts: Collection[str] | None = None  # paths that take a body; None: all
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         headers = Headers(scope=scope)
@@ -54,18 +65,56 @@ class Gate:
         if not (0 < len(name) <= MAX_ID and name.isascii() and name.isprintable()):
             name = uuid.uuid4().hex
 
+        scope.setdefault("state", {})["request_id"] = name
+        more = [(b"x-request-id", name.encode()), *self._cors(headers)]
+        begin, status = time.monotonic(), 0
+
         async def send_with_id(message: Message) -> None:
+            nonlocal status
             if message["type"] == "http.response.start":
-                message["headers"] = [*message["headers"], (b"x-request-id", name.encode())]
+                message["headers"] = [*message["headers"], *more]
+                status = message["status"]
             await send(message)
 
         try:
-            self._check(scope, headers)
-            body = await self._body(receive, headers) if scope["method"] == "POST" else b""
-        except ApiError as error:
-            await error_response(error)(scope, receive, send_with_id)
-            return
-        await self.app(scope, _again(body, receive), send_with_id)
+            app, received = self.app, _again(b"", receive)
+            try:
+                self._check(scope, headers)
+                if scope["method"] == "OPTIONS" and len(more) > 1:
+                    app = Response(status_code=204)
+                elif scope["method"] == "POST" and self._takes_body(scope["path"]):
+                    received = _again(await self._body(receive, headers), receive)
+            except ApiError as error:
+                app = error_response(error)
+            await app(scope, received, send_with_id)
+        finally:
+            if status != 200 or scope["path"] not in POLLED:
+                path = scope.get("raw_path", scope["path"].encode("utf-8", "replace"))[:MAX_ID]
+                ms = (time.monotonic() - begin) * 1e3
+                logger.info(
+                    "%s %s %d in %.0f ms, %s", scope["method"], _shown(path), status, ms, name
+                )
+
+    def _takes_body(self, path: str) -> bool:
+        return self.posts is None or path in self.posts
+
+    def _cors(self, headers: Headers) -> list[tuple[bytes, bytes]]:
+        """Headers with which a browser gives the answer to a page of another origin."""
+        origin = headers.get("origin")
+        if origin is None or not self._is_allowed(origin):
+            return []
+        found = {
+            "access-control-allow-origin": origin,
+            "access-control-allow-methods": "GET, POST",
+            "access-control-allow-headers": headers.get("access-control-request-headers", "*"),
+            "access-control-expose-headers": "x-request-id, retry-after",
+            "vary": "Origin",
+        }
+        return [(key.encode(), value.encode("latin-1")) for key, value in found.items()]
+
+    def _is_allowed(self, origin: str) -> bool:
+        allowed = self.config.allowed_origins
+        return origin in allowed or "*" in allowed
 
     def _check(self, scope: Scope, headers: Headers) -> None:
         path, method, config = scope["path"], scope["method"], self.config
@@ -74,32 +123,38 @@ class Gate:
             if self.is_draining:  # who asks shall send nothing more here
                 raise draining
             return
-        if config.api_key is not None and path != "/":  # a page that holds nothing, and asks for it
+        is_free = path == "/"  # a page that holds nothing, and asks for the key
+        is_free |= path == "/metrics" and not config.metrics_need_key
+        is_free |= method == "OPTIONS" and self._is_allowed(headers.get("origin", ""))
+        if config.api_key is not None and not is_free:
             scheme, _, given = headers.get("authorization", "").partition(" ")
             is_key = hmac.compare_digest(given.encode("latin-1"), config.api_key.encode())
             if scheme.lower() != "bearer" or not is_key:
                 raise ApiError(401, "the API key is missing or wrong", code="invalid_api_key")
         if method == "POST" or path in ("/", "/events"):
             self._check_origin(headers)
-        if path == "/events" and config.api_key is None and not config.is_local:
+        is_open = config.is_local and _host_name(headers) in (*LOOPBACK, config.host)
+        if path == "/events" and config.api_key is None and not is_open:
             raise ApiError(403, "events are shown on loopback only, or with --api-key")
         if method != "POST":
             return
         if self.is_draining:
             raise draining
+        if not self._takes_body(path):
+            return
         kind = headers.get("content-type", "").split(";")[0].strip().lower()
         if kind != "application/json":
             raise ApiError(415, "the body must be JSON: say Content-Type: application/json")
 
     def _check_origin(self, headers: Headers) -> None:
-        host = headers.get("host", "")
-        name = host.rsplit(":", 1)[0] if not host.endswith("]") else host
-        own = self.config.host
-        if self.config.is_local and name.lower() not in (*LOOPBACK, own):
-            raise ApiError(403, f"this server is at {own}, not at that host")
+        own, host = self.config.host, headers.get("host", "")
+        names = (*LOOPBACK, own, *map(str.lower, self.config.allowed_hosts))
+        if self.config.is_local and _host_name(headers) not in names:
+            raise ApiError(403, f"this server is at {own}, not at that host: see --allowed-host")
         origin = headers.get("origin")
-        if origin is not None and origin not in (f"http://{host}", f"https://{host}"):
-            raise ApiError(403, "a page of another origin may not send requests here")
+        if origin in (None, f"http://{host}", f"https://{host}") or self._is_allowed(origin):
+            return
+        raise ApiError(403, "a page of another origin may not send requests: see --allowed-origin")
 
     async def _body(self, receive: Receive, headers: Headers) -> bytes:
         most = self.config.max_body_bytes
@@ -114,7 +169,19 @@ class Gate:
             raise ApiError(408, "the body did not arrive in time") from error
         if body.count(b",") > most // BYTES_OF_A_VALUE:
             raise ApiError(413, f"the body has more than {most // BYTES_OF_A_VALUE} commas")
+        if body.count(b'"') - body.count(b'\\"') > 2 * MOST_STRINGS:
+            raise ApiError(413, f"the body has more than {MOST_STRINGS} strings")
         return body
+
+
+def _host_name(headers: Headers) -> str:
+    host = headers.get("host", "")
+    return (host.rsplit(":", 1)[0] if not host.endswith("]") else host).lower()
+
+
+def _shown(path: bytes) -> str:
+    """A path as one word of printable ASCII; no query, which may hold anything."""
+    return quote(path.partition(b"?")[0], safe="/%:,;=@-._~+&$!*'()")
 
 
 async def _read(receive: Receive, most: int, too_large: ApiError) -> bytes:

@@ -18,6 +18,7 @@ from h11 import LocalProtocolError
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from common.collector import spare_what_is_loaded
+from common.engine_config import EngineConfig
 from common.serve.app import ServeConfig, make_app
 from common.serve.async_llm import AsyncLLM
 from common.serve.gate import Gate, GateConfig
@@ -29,7 +30,9 @@ LAST_WORDS_SECONDS = 5  # for what is said to be read, at the end
 CUT_SHORT = 3  # exit code: some requests were ended before their end
 FEW = 8  # connections that are accepted or heard in one turn of the loop
 BACKLOG = 2048  # connections that the system keeps until they are accepted
+PROGRESS_S = 10.0
 MAX_OPEN_FILES = 65_536
+WAITING_BATCHES = 4  # as many may wait by default: 4 * `max_num_seqs` sequences
 KV_EVENTS_HOLD = "anyone who can reach it reads the token ids and salts of all prompts"
 SWITCH_S = 0.0005  # how long the engine's thread may hold Python's lock while the loop wants it
 
@@ -158,7 +161,11 @@ async def serve(args: argparse.Namespace, settings: dict[str, Any], listener: so
     template = args.chat_template and args.chat_template.read_text(encoding="utf-8")
     allow_many_connections()
     spare_what_is_loaded()
-    llm = await asyncio.to_thread(AsyncLLM, args.model, max_waiting=args.max_waiting, **settings)
+    most = args.max_waiting
+    if most is None:
+        batch = EngineConfig.__dataclass_fields__["max_num_seqs"].default
+        most = WAITING_BATCHES * settings.get("max_num_seqs", batch)
+    llm = await asyncio.to_thread(AsyncLLM, args.model, max_waiting=most, **settings)
     kv_events = None
     try:
         if args.kv_events is not None:
@@ -166,7 +173,14 @@ async def serve(args: argparse.Namespace, settings: dict[str, Any], listener: so
 
             kv_events = await llm.call(KVEvents, args.kv_events, args.kv_events_replay)
             _say(f"KV events are at {kv_events.publisher.endpoint} ({KV_EVENTS_HOLD})")
-        gate_config = GateConfig(args.host, args.api_key or None, args.max_body_bytes)
+        gate_config = GateConfig(
+            args.host,
+            args.api_key or None,
+            args.max_body_bytes,
+            allowed_hosts=tuple(args.allowed_host),
+            allowed_origins=tuple(args.allowed_origin),
+            metrics_need_key=not args.metrics_without_key,
+        )
         recommended = args.generation_config == "auto"
         config = ServeConfig(
             name,
@@ -181,12 +195,38 @@ async def serve(args: argparse.Namespace, settings: dict[str, Any], listener: so
         _, gate = make_app(llm, config)
         server = DrainingServer(llm, gate, args.drain_seconds)
         _tell(args, name, listener)
-        await server.serve(sockets=[listener])
+        said = asyncio.ensure_future(log_progress(llm))
+        try:
+            await server.serve(sockets=[listener])
+        finally:
+            said.cancel()
         return CUT_SHORT if server.num_cut_short else 0
     finally:
         if kv_events is not None and llm.why_dead is None:
             await llm.call(kv_events.take_out)
         await asyncio.to_thread(llm.close)
+
+
+async def log_progress(llm: AsyncLLM) -> None:
+    """A line in the log every `PROGRESS_S` in which the engine has computed something."""
+    before = llm.stats
+    while True:
+        await asyncio.sleep(PROGRESS_S)
+        now = llm.stats
+        if now.num_steps == before.num_steps:
+            continue
+        looked_up = now.looked_up_tokens - before.looked_up_tokens
+        logger.info(
+            "prompts %.1f tok/s, outputs %.1f tok/s, running %d, waiting %d, KV blocks in use "
+            "%.1f%%, prompt tokens found in the cache %.1f%%",
+            (now.prompt_tokens - before.prompt_tokens) / PROGRESS_S,
+            (now.output_tokens - before.output_tokens) / PROGRESS_S,
+            now.num_running,
+            now.num_waiting,
+            100 * now.kv_blocks_in_use / max(now.kv_blocks_total, 1),
+            100 * (now.cached_tokens - before.cached_tokens) / max(looked_up, 1),
+        )
+        before = now
 
 
 def _name(model: str | None) -> str:

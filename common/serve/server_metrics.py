@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import time
 from collections.abc import AsyncIterator, Iterator
 
@@ -17,12 +18,19 @@ from common.serve.engine_loop import QueueFull
 _LABELS = ("model_name", "engine")
 _SHORT = (0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1, 2.5, 5, 7.5, 10, 20)
 _LONG = (0.3, 0.5, 0.8, 1, 1.5, 2, 2.5, 5, 10, 15, 20, 30, 40, 50, 60, 120, 240, 480, 960)
+_LONG += (1920, 7680)
 _TOKEN = (0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.75, 1, 2.5, 5, 7.5, 10, 20, 40)
 _HISTOGRAMS = (
     ("time_to_first_token_seconds", "From arrival to the first token.", _SHORT),
     ("inter_token_latency_seconds", "Between two tokens.", _TOKEN),
     ("e2e_request_latency_seconds", "From arrival to the last token.", _LONG),
     ("request_queue_time_seconds", "From arrival to the first step.", _LONG),
+    ("request_prefill_time_seconds", "From the first step to the first token.", _LONG),
+    ("request_decode_time_seconds", "From the first token to the last one.", _LONG),
+)
+_TOKEN_HISTOGRAMS = (  # of requests that have ended
+    ("request_prompt_tokens", "Tokens of the prompt."),
+    ("request_generation_tokens", "Tokens generated, of all choices."),
 )
 _REASONS = ("stop", "length", "abort", "error")
 # Of `EngineStats`: what it is there (None: worked out), what it says.
@@ -51,12 +59,14 @@ class ServerMetrics:
         self._registry = CollectorRegistry()
         self._registry.register(self)  # pyright: ignore[reportArgumentType]
 
-        self._first, self._between, self._whole, self._queued = (
-            Histogram(
+        counts = _one_two_five(llm.max_model_len)
+        both = [*_HISTOGRAMS, *((name, says, counts) for name, says in _TOKEN_HISTOGRAMS)]
+        self._histograms = {
+            name: Histogram(
                 f"vllm:{name}", says, _LABELS, buckets=buckets, registry=self._registry
             ).labels(*self._labels)
-            for name, says, buckets in _HISTOGRAMS
-        )
+            for name, says, buckets in both
+        }
         self._ended = Counter(
             "vllm:request_success",
             "Requests that have ended, by reason.",
@@ -69,14 +79,18 @@ class ServerMetrics:
     async def counted(self, request: AsyncIterator[RequestDelta]) -> AsyncIterator[RequestDelta]:
         """The same deltas, on their way to the client."""
         reason = "abort"  # unless it comes to an end
-        begin, is_first = time.monotonic(), True
+        begin, is_first, num_prompt, num_generated = time.monotonic(), True, 0, 0
         try:
             async for delta in request:
-                if is_first and any(piece.token_ids for piece in delta.completions.values()):
-                    self._first.observe(time.monotonic() - begin)
+                num_prompt += len(delta.prompt_token_ids or ())
+                num_generated += sum(len(c.token_ids) for c in delta.completions.values())
+                if is_first and num_generated:
+                    self._observe("time_to_first_token_seconds", time.monotonic() - begin)
                     is_first = False
                 if delta.metrics is not None and delta.error is None:
-                    reason = self._note(delta)
+                    reason = await self._note(delta)
+                    self._observe("request_prompt_tokens", num_prompt)
+                    self._observe("request_generation_tokens", num_generated)
                 yield delta
         except Exception as error:
             reason = "refused" if isinstance(error, ValueError | QueueFull) else "error"
@@ -86,15 +100,27 @@ class ServerMetrics:
             if reason in _REASONS:
                 self._ended.labels(*self._labels, reason).inc()
 
-    def _note(self, delta: RequestDelta) -> str:
+    def _observe(self, name: str, value: float) -> None:
+        self._histograms[name].observe(value)
+
+    async def _note(self, delta: RequestDelta) -> str:
         times = delta.metrics
         assert times is not None
-        if times.last_token_time is not None:
-            self._whole.observe(times.last_token_time - times.arrival_time)
+        begin, first, last = (
+            times.first_scheduled_time,
+            times.first_token_time,
+            times.last_token_time,
+        )
         if times.queue_time is not None:
-            self._queued.observe(times.queue_time)
-        for seconds in times.inter_token_latencies:
-            self._between.observe(seconds)
+            self._observe("request_queue_time_seconds", times.queue_time)
+        if begin is not None and first is not None and last is not None:
+            self._observe("e2e_request_latency_seconds", last - times.arrival_time)
+            self._observe("request_prefill_time_seconds", first - begin)
+            self._observe("request_decode_time_seconds", last - first)
+        for i, seconds in enumerate(times.inter_token_latencies):
+            self._observe("inter_token_latency_seconds", seconds)
+            if i % 1000 == 999:  # with n=128 there may be 200,000
+                await asyncio.sleep(0)
         return next(c.finish_reason for c in delta.completions.values() if c.finish_reason)
 
     def collect(self) -> Iterator[Metric]:
@@ -107,5 +133,28 @@ class ServerMetrics:
             metric.add_metric(self._labels, usage if field is None else getattr(stats, field))
             yield metric
 
+        config = self.llm.config
+        about = {
+            "block_size": config.block_size,
+            "num_gpu_blocks": stats.kv_blocks_total,
+            "gpu_memory_utilization": config.gpu_memory_utilization,
+            "enable_prefix_caching": config.prefix_cache is not None,
+            "engine": self._labels[1],
+        }
+        metric = GaugeMetricFamily(
+            "vllm:cache_config_info",
+            "Always 1: the labels say how the cache is made.",
+            None,
+            [*about],
+        )
+        metric.add_metric([*map(str, about.values())], 1)
+        yield metric
+
     def text(self) -> bytes:
         return generate_latest(self._registry)
+
+
+def _one_two_five(most: int) -> list[int]:
+    """1, 2, 5, 10, ... up to `most`."""
+    buckets = [digit * 10**power for power in range(len(str(most))) for digit in (1, 2, 5)]
+    return [bucket for bucket in buckets if bucket <= most]

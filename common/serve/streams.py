@@ -70,20 +70,30 @@ async def merged(requests: Sequence[Deltas]) -> AsyncIterator[tuple[int, Request
         async for delta in requests[0]:
             yield 0, delta
         return
-    waiting = {asyncio.ensure_future(anext(r)): i for i, r in enumerate(requests)}
+    # One that is read slowly holds one delta; what comes later is joined in its mailbox.
+    came = asyncio.Queue[tuple[int, RequestDelta | Exception | None]](1)
+
+    async def pump(i: int, request: Deltas) -> None:
+        try:
+            async for delta in request:
+                await came.put((i, delta))
+            await came.put((i, None))
+        except Exception as error:
+            await came.put((i, error))
+
+    tasks = [asyncio.ensure_future(pump(*pair)) for pair in enumerate(requests)]
+    num_unfinished = len(tasks)
     try:
-        while waiting:
-            done, _ = await asyncio.wait(waiting, return_when=asyncio.FIRST_COMPLETED)
-            for task in done:
-                i = waiting.pop(task)
-                try:
-                    delta = task.result()
-                except StopAsyncIteration:
-                    continue
-                waiting[asyncio.ensure_future(anext(requests[i]))] = i
+        while num_unfinished:
+            i, delta = await came.get()
+            if isinstance(delta, Exception):
+                raise delta
+            if delta is None:
+                num_unfinished -= 1
+            else:
                 yield i, delta
     finally:
-        await _end(*waiting)
+        await _end(*tasks)
 
 
 async def _end(*tasks: asyncio.Future) -> None:

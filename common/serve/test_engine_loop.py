@@ -12,8 +12,16 @@ from typing import Any
 import pytest
 
 from common.engine_config import EngineStats
+from common.grammars.lark_text import TOO_MANY_WAYS
+from common.sampling.runner_plugin import NO_TOKEN
 from common.serve.deltas import HandOver, RequestDelta
-from common.serve.engine_loop import MAX_FAILURES, UNCOMPILED, EngineError, EngineLoop
+from common.serve.engine_loop import (
+    MAX_FAILURES,
+    MOST_ADD_S,
+    UNCOMPILED,
+    EngineError,
+    EngineLoop,
+)
 from common.serve.test_deltas import Growing
 from request import SamplingParams
 
@@ -51,6 +59,9 @@ class Engine:
         return found
 
 
+AMBIGUOUS = f"grammar ({TOO_MANY_WAYS})"
+
+
 def ends(reason: str, detail: str | None = None) -> Callable[[Growing], None]:
     def step(request: Growing) -> None:
         for i in range(2):
@@ -72,10 +83,11 @@ def fails(error: Exception) -> Callable[[Growing], None]:
     [
         (ends("stop"), None, ""),
         (ends("error", f"{UNCOMPILED}: (x"), ValueError, f"{UNCOMPILED}: (x"),
+        (ends("error", f"{AMBIGUOUS}: {NO_TOKEN}"), ValueError, f"{AMBIGUOUS}: {NO_TOKEN}"),
         (ends("error", "logits hold nan"), EngineError, "logits hold nan"),
         (ends("abort"), EngineError, "the request was ended"),
     ],
-    ids=["whole", "what was sent", "what was computed", "by somebody"],
+    ids=["whole", "what was sent", "rules that were sent", "what was computed", "by somebody"],
 )
 def test_how_it_ended_is_said(step: Any, kind: type | None, says: str) -> None:
     *_, last = Engine(step).ask()
@@ -132,3 +144,31 @@ def test_those_who_come_together_begin_together_and_nobody_is_waited_for_long(
     engine.loop._gather = lambda: gathered.append(engine.num_steps)
     engine.ask()
     assert gathered == [0], "not where steps follow each other"
+
+
+def test_a_crowd_is_taken_in_between_steps(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Trap 87: a body of 2,048 prompts held up those that run until all were taken."""
+    is_full = threading.Event()
+    engine = Engine(*[lambda request: is_full.wait(20)] * 200, ends("stop"))
+    order: list[str] = []
+    add, step = engine.add_request, engine.step
+
+    def add_slowly(*arguments: Any) -> Any:
+        order.append("add")
+        time.sleep(MOST_ADD_S / 4)
+        return add(*arguments)
+
+    def told() -> list[Any]:
+        order.append("step")
+        return step()
+
+    monkeypatch.setattr(engine, "add_request", add_slowly)
+    monkeypatch.setattr(engine, "step", told)
+    for i in range(40):
+        engine.loop.add(f"{i}", [7], SamplingParams(), {})
+    is_full.set()
+    while order.count("add") < 40:
+        engine.handed_over.get(timeout=20)
+    engine.loop.close()
+    longest = max(map(len, "".join("a" if o == "add" else " " for o in order).split()))
+    assert longest <= 12, order

@@ -173,6 +173,53 @@ def test_origins_are_looked_at_where_something_is_done_or_shown() -> None:
         assert Asked(GateConfig(), JSON | {"origin": origin}, b"{}").status == status, origin
 
 
+def test_other_names_and_pages_are_allowed_by_a_flag() -> None:
+    """A container calls its host by a name of its own; a page of another origin asks first."""
+    page = "http://localhost:3000"
+    config = GateConfig(allowed_hosts=("Host.Docker.internal",), allowed_origins=(page,))
+    docker = JSON | {"host": "host.docker.internal:8000"}
+    assert Asked(config, docker, b"{}").status == 204
+    assert Asked(config, docker | {"host": "evil.example"}, b"{}").status == 403
+    shown = Asked(config, docker, method="GET", path="/events")
+    assert shown.status == 403, "Trap 86: who comes by that name is not on this machine"
+    found = Asked(config, JSON | {"origin": page}, b"{}")
+    assert (found.status, found.headers["access-control-allow-origin"]) == (204, page)
+    evil = Asked(config, JSON | {"origin": "http://evil.example"}, b"{}")
+    assert evil.status == 403 and "access-control-allow-origin" not in evil.headers
+    with_key = GateConfig(api_key="k", allowed_origins=(page,))
+    asks = JSON | {"origin": page, "access-control-request-headers": "authorization,x-y"}
+    preflight = Asked(with_key, asks, method="OPTIONS")
+    assert preflight.status == 204 and not preflight.read
+    assert preflight.headers["access-control-allow-headers"] == "authorization,x-y"
+    refused = Asked(with_key, JSON | {"origin": page}, b"{}")
+    assert refused.status == 401 and refused.headers["access-control-allow-origin"] == page
+    assert Asked(with_key, asks | {"origin": "null"}, method="OPTIONS").status == 401
+    anybody = GateConfig(allowed_origins=("*",))
+    assert Asked(anybody, JSON | {"origin": "http://a.example"}, b"{}").status == 204
+
+
+def test_metrics_are_shown_without_the_key_by_a_flag() -> None:
+    config = GateConfig(api_key="k", metrics_need_key=False)
+    for path, status in ("/metrics", 204), ("/v1/models", 401), ("/events", 401):
+        assert Asked(config, JSON, method="GET", path=path).status == status, path
+
+
+def test_each_request_has_a_line_in_the_log_without_its_texts(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """Trap 86: neither query nor body nor key; a path cannot begin another line."""
+    caplog.set_level("INFO")
+    sent = JSON | {"authorization": "Bearer secret", "x-request-id": "mine"}
+    Asked(GateConfig(), sent, b'{"prompt": "secret"}', raw_path=b"/v1/completions?secret=1")
+    Asked(GateConfig(), sent, method="GET", path="/a\nb\u00e9", raw_path=b"/a%0Ab\n\xe9")
+    Asked(GateConfig(), sent, method="GET", path="/health", raw_path=b"/health")
+    lines = [record.getMessage() for record in caplog.records]
+    one, other, health = lines
+    assert one.startswith("POST /v1/completions 204 in ") and one.endswith(" ms, mine")
+    assert other.startswith("GET /a%0Ab%0A%E9 204 in ") and "204" in health
+    assert "secret" not in "".join(lines) and "\n" not in "".join(lines)
+
+
 def test_the_key_is_asked_for_everywhere_but_at_health_and_by_the_page() -> None:
     config = GateConfig(api_key="k")
     for path, status in ("/health", 204), ("/", 204), ("/v1/models", 401), ("/nothing", 401):

@@ -7,15 +7,19 @@ import http.client
 import json
 import random
 import socket
+import threading
 import time
-from collections.abc import Iterator
+import tracemalloc
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from typing import Any
 
 import pytest
 
+from common.serve import large_json
 from common.serve.app import ServeConfig
 from common.serve.conftest import HEAD, MODEL, TEMPLATE, Running, posted, running, wait_for
+from common.serve.large_json import LARGE
 from common.serve.running import HEADER_SECONDS, PatientProtocol
 
 HUGE = 10**400
@@ -134,6 +138,21 @@ def test_a_wrong_body_is_refused(server: Running, caplog: pytest.LogCaptureFixtu
     assert server.is_idle()
 
 
+def test_no_error_names_a_folder_of_the_server(server: Running) -> None:
+    root = server.app.state.server.config.adapter_root
+    (root / "other").mkdir()
+    (root / "other" / "adapter_model.safetensors").write_bytes(b"none")
+    for config in ("{", '{"peft_type": "IA3"}', '{"peft_type": "LORA", "target_modules": 5}'):
+        (root / "other" / "adapter_config.json").write_text(config)
+        for path in ("other", "./other", "nowhere", "../other", str(root.parent)):
+            body = {"lora_name": "a", "lora_path": path}
+            status, answer = server.post("/v1/load_lora_adapter", body)
+            error = answer["error"]
+            assert status == {"./other": 400, "other": 400, "nowhere": 404}.get(path, 403)
+            assert error["param"] == "lora_path" and str(root.parent) not in error["message"]
+            assert status != 400 or error["message"].startswith(path), error
+
+
 def test_numbers_that_are_only_large_are_taken(server: Running) -> None:
     for fields in ({"top_k": HUGE}, {"max_tokens": HUGE}, {"priority": HUGE}):
         assert server.post(*completion(**fields))[0] == 200, fields
@@ -143,6 +162,144 @@ def test_numbers_that_are_only_large_are_taken(server: Running) -> None:
         assert server.post(*completion(**fields))[0] == 200, fields
     params = {"top_k": HUGE, "min_tokens": HUGE, "max_tokens": HUGE}
     assert server.post(*completion(**params))[1]["usage"]["total_tokens"] == 64
+
+
+# -- trap 87: one legal body that works where everybody waits
+
+
+def test_a_body_that_would_take_too_long_is_refused_by_name(server: Running) -> None:
+    """Trap 87."""
+    many = [[i, 5] for i in range(1024)]
+    wide = {"max_tokens": 60, "n": 128, "logprobs": 20}
+    for name, fields in (
+        ("bad_words", {"bad_words": ["y" * 65_000, "z" * 600]}),
+        ("stop", {"stop": "y" * 65_537}),
+        ("stop_token_ids", {"stop_token_ids": [5] * 1025}),
+        ("cache_salt", {"cache_salt": "y" * 2000}),
+        ("logprobs", {"prompt": many[:14]} | wide),
+        ("prompt_logprobs", {"prompt": [[5] * 60] * 14, "n": 128, "prompt_logprobs": 20}),
+        ("echo", {"prompt": [[5] * 60] * 14, "n": 128, "logprobs": 20, "echo": True}),
+    ):
+        status, answer = server.post(*completion(**fields))
+        assert (status, answer["error"]["param"]) == (400, name), (name, answer)
+        assert name in answer["error"]["message"]
+    assert server.post(*completion(prompt=many[:6], n=2, max_tokens=60, logprobs=20))[0] == 200
+    assert server.post(*completion(bad_words=["y" * 65_000]))[0] == 200
+    strings = b'{"prompt":"x","y":{%b}}' % b",".join(b'"%d":"\\\\"' % i for i in range(60_000))
+    status, answer = server.post("/v1/completions", strings)
+    assert status == 413 and "more than 65536 strings" in answer["error"]["message"]
+
+
+def test_more_sequences_than_can_ever_wait_are_refused_by_name() -> None:
+    """Trap 87. A 429 would be tried again for ever."""
+    with running(max_waiting=4, max_num_seqs=2, max_model_len=64) as found:
+        for fields, name in (({"prompt": ["x"] * 7}, "prompt"), ({"n": 7}, "n")):
+            status, answer = found.post(*completion(**fields))
+            assert (status, answer["error"]["param"]) == (400, name)
+            assert "at most 6" in answer["error"]["message"]
+        assert found.post(*completion(n=6))[0] == 200
+        with socket.create_connection(("127.0.0.1", found.port)) as first:
+            first.sendall(posted({"prompt": "x", "n": 3, "max_tokens": 60, "ignore_eos": True}))
+            wait_for(lambda: found.llm.num_unfinished)
+            assert found.post(*completion(n=4))[0] == 429, "sequences are counted"
+
+
+def test_the_engines_thread_makes_no_token_ids(
+    server: Running, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Trap 87."""
+    backend, threads = server.llm.tokenizer.backend, set[str]()
+
+    class Told:
+        def __getattr__(self, name: str) -> Any:
+            if name.startswith("encode"):
+                threads.add(threading.current_thread().name)
+            return getattr(backend, name)
+
+    monkeypatch.setattr(server.llm.tokenizer, "backend", Told())
+    words = ["y" * 30_000, "return", " def"]
+    assert server.post(*completion(bad_words=words, prompt=["a", "b" * 5000]))[0] == 400
+    assert server.post(*completion(bad_words=words, prompt=["a", "b"]))[0] == 200
+    assert threads and "engine" not in threads
+
+
+def test_large_json_is_neither_read_nor_made_in_the_loop(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Trap 87. What is large is made some entries at a time in its thread, too: what encodes it
+    holds Python's lock."""
+    made, read = list[tuple[str, int]](), list[tuple[str, int]]()
+    encode, parsed = large_json._encode, large_json._parsed
+
+    def told(content: Any) -> str:
+        text = encode(content)
+        made.append((threading.current_thread().name, len(text)))
+        return text
+
+    def told_too(kind: Any, data: bytes) -> Any:
+        read.append((threading.current_thread().name, len(data)))
+        return parsed(kind, data)
+
+    monkeypatch.setattr(large_json, "_encode", told)
+    monkeypatch.setattr(large_json, "_parsed", told_too)
+    ids, text = [5, 6, 7] * 200, "x" * 300_000
+    with running(ServeConfig(MODEL, chat_template=TEMPLATE), max_waiting=1000) as found:
+        path, wide = "/v1/completions", {"logprobs": 20, "max_tokens": 60, "ignore_eos": True}
+        echo = wide | {"prompt": [ids] * 2, "echo": True, "max_tokens": 1}
+        chat = CHAT | wide | {"logprobs": True, "top_logprobs": 20, "n": 5}
+        for where, body in (
+            (path, {"prompt": [ids] * 2, "prompt_logprobs": 20, "max_tokens": 1}),
+            (path, echo),
+            (path, wide | {"prompt": "x", "n": 5}),
+            ("/v1/chat/completions", chat),
+            ("/tokenize", {"prompt": "x " * 20_000, "return_token_strs": True}),
+            ("/v1/completions/render", {"prompt": [ids] * 400}),
+        ):
+            made.clear()
+            status, answer = found.post(where, body)
+            assert status == 200 and answer, where
+            aside = [size for thread, size in made if thread.startswith("large")]
+            assert sum(aside) > LARGE / 4 > sum(size for _, size in made) - sum(aside), where
+            assert max(aside) < 1_000_000 if where == "/tokenize" else max(aside) < 50_000, where
+        made.clear()
+        pieces = found.events(path, echo)
+        assert len(pieces[0]["choices"][0]["logprobs"]["tokens"]) >= 600
+        here = [size for thread, size in made if not thread.startswith("large")]
+        assert max(here, default=0) <= LARGE
+        detokenized = found.post("/detokenize", {"tokens": [5] * 300_000})[1]["prompt"]
+        assert len(detokenized) >= 300_000
+        assert found.post(path, {"prompt": "x", "metadata": {"x": text}})[0] == 200
+    assert max(size for _, size in read) > LARGE
+    for thread, size in read:
+        assert size <= LARGE or thread.startswith("large"), size
+
+
+def test_nothing_is_kept_of_a_body(server: Running) -> None:
+    """Trap 87. Of 4 MB that mean nothing 14 were kept as long as the request lived."""
+    body = {"prompt": "x", "max_tokens": 50, "metadata": {"x": "y" * 4_000_000}, "other": "z"}
+    server.post(*completion())
+    server.call(lambda engine: setattr(engine, "step", slow_steps(engine.step)))
+    tracemalloc.start()
+    try:
+        for stream in (False, True):
+            before = tracemalloc.get_traced_memory()[0]
+            with socket.create_connection(("127.0.0.1", server.port)) as connection:
+                connection.sendall(posted(body | {"stream": stream, "ignore_eos": True}))
+                wait_for(lambda: server.call(lambda engine: engine.stats().num_running))
+                kept = tracemalloc.get_traced_memory()[0] - before
+            assert kept < 2_000_000, (stream, kept)
+            wait_for(server.is_idle)
+    finally:
+        tracemalloc.stop()
+        server.call(lambda engine: delattr(engine, "step"))
+
+
+def slow_steps(step: Callable[[], Any]) -> Callable[[], Any]:
+    def slowly() -> Any:
+        time.sleep(0.05)
+        return step()
+
+    return slowly
 
 
 def test_half_a_surrogate_pair_comes_back_as_json(server: Running) -> None:

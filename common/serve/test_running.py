@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import resource
 import socket
+import subprocess
 import sys
 from pathlib import Path
 from types import SimpleNamespace
@@ -13,6 +14,7 @@ from typing import Any
 import pytest
 from uvicorn.lifespan.off import LifespanOff
 
+from common.engine_config import EngineStats
 from common.serve import running
 from common.serve.__main__ import main, parse_args
 from common.serve.app import ServeConfig
@@ -24,7 +26,7 @@ class Engine:
     """What a server asks of an `AsyncLLM`. `num_unfinished` requests run, and end as it is told."""
 
     def __init__(self, num_unfinished: int = 0) -> None:
-        self.num_unfinished, self.why_dead = num_unfinished, None
+        self.num_unfinished, self.why_dead, self.stats = num_unfinished, None, EngineStats()
         self.said: list[str] = []
 
     def abort_all(self, why: str) -> None:
@@ -123,15 +125,33 @@ def test_every_flag_arrives_where_it_counts(
     flags = {"model": tmp_path, "host": "::1", "api-key": "k", "max-waiting": 7, "drain-seconds": 3}
     flags |= {"chat-template": tmp_path / "t", "adapter-root": tmp_path / "a"}
     (tmp_path / "t").write_text("é: {{ messages }}", encoding="utf-8")
+    flags |= {"allowed-host": "a.b", "allowed-origin": "http://a.b"}
     flags |= {"heartbeat-seconds": 2, "max-body-bytes": 1000, "generation-config": "vllm"}
-    assert run(*(f"--{name}={value}" for name, value in flags.items()), num_blocks=9) == 0
-    gate = GateConfig("::1", "k", 1000)
+    given = [f"--{name}={value}" for name, value in flags.items()]
+    assert run(*given, "--metrics-without-key", num_blocks=9) == 0
+    gate = GateConfig("::1", "k", 1000, 30.0, ("a.b",), ("http://a.b",), False)
     expected = ServeConfig(tmp_path.name, gate, "é: {{ messages }}", tmp_path / "a", False, 2.0)
     assert (served.config, served.drain_seconds) == (expected, 3.0)
     assert served.model == str(tmp_path) and served.settings == {"max_waiting": 7, "num_blocks": 9}
     said = capsys.readouterr().err
     assert f"loading {tmp_path.name} ..." in said and "Bearer $KEY" in said
     assert served.engine.said == ["spared", "served", "closed"]
+
+
+def test_so_many_wait_unless_it_is_said(served: SimpleNamespace) -> None:
+    """Trap 87: without a limit one client's queue is as long as it likes."""
+    for settings, most in ({}, 1024), ({"max_num_seqs": 3}, 12):
+        assert run(**settings) == 0
+        assert served.settings["max_waiting"] == most
+
+
+def test_a_thread_that_does_not_end_keeps_no_process() -> None:
+    """Trap 87: SIGTERM ended the server, and Python waited for its threads."""
+    script = (
+        "import threading, time; from common.serve.__main__ import end\n"
+        "threading.Thread(target=time.sleep, args=(100,)).start(); end(3)"
+    )
+    assert subprocess.run([sys.executable, "-c", script], timeout=60).returncode == 3
 
 
 @pytest.mark.parametrize(
@@ -226,6 +246,36 @@ def test_a_line_says_what_is_open(
     """Trap 86."""
     assert run(*flags) == 0
     assert said in capsys.readouterr().err
+
+
+def test_what_the_engine_does_is_a_line_of_the_log(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level("INFO")
+    monkeypatch.setattr(running, "PROGRESS_S", 0.05)
+    engine: Any = SimpleNamespace(stats=EngineStats(kv_blocks_total=4))
+
+    async def two_lines() -> None:
+        task = asyncio.ensure_future(running.log_progress(engine))
+        await asyncio.sleep(0.12)
+        assert not caplog.records, "idle"
+        engine.stats = EngineStats(
+            num_steps=3,
+            num_running=2,
+            prompt_tokens=5,
+            output_tokens=1,
+            kv_blocks_in_use=1,
+            kv_blocks_total=4,
+            looked_up_tokens=4,
+            cached_tokens=1,
+        )
+        await asyncio.sleep(0.15)
+        task.cancel()
+
+    asyncio.run(two_lines())
+    (record,) = caplog.records
+    said = "prompts 100.0 tok/s, outputs 20.0 tok/s, running 2, waiting 0, KV blocks in use 25.0%"
+    assert record.getMessage().startswith(said) and record.getMessage().endswith(" 25.0%")
 
 
 def test_the_lock_comes_back_soon() -> None:

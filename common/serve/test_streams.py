@@ -5,11 +5,13 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 from starlette.types import Message
 
+from common.engine_config import EngineConfig, EngineStats
 from common.serve.deltas import CompletionDelta, RequestDelta
 from common.serve.engine_loop import EngineError
 from common.serve.server_metrics import ServerMetrics
@@ -198,7 +200,8 @@ def test_a_stream_that_is_silent_says_that_it_is_there() -> None:
 def test_counting_closes_what_it_counts() -> None:
     async def run() -> bool:
         source = Source()
-        counted = ServerMetrics(None, "tiny").counted(source.deltas)  # pyright: ignore[reportArgumentType]
+        llm: Any = SimpleNamespace(max_model_len=64, stats=EngineStats(), config=EngineConfig())
+        counted = ServerMetrics(llm, "tiny").counted(source.deltas)
         await anext(counted)
         await close_all([counted])
         return source.is_open

@@ -7,12 +7,18 @@ from types import SimpleNamespace
 from typing import Any
 
 from common.sampling.distributions import TokenLogprobs
-from common.serve.answers import Answer, to_json
+from common.serve.answers import Answer, event_pieces
 from common.serve.deltas import CompletionDelta, RequestDelta
+from common.serve.large_json import json_pieces, to_json
 from common.serve.wire import GenerateBody
 from request import SamplingParams
 
-LETTERS: Any = SimpleNamespace(token_bytes=lambda i: b"\xff" if i == 255 else chr(i).encode())
+LETTERS: Any = SimpleNamespace(
+    token_bytes=lambda i, is_first=False: b"\xff" if i == 255 else chr(i).encode(),
+    has_token=lambda i: True,
+    special_ids=(),
+    decode_errors="replace",
+)
 A, B, C = map(ord, "abc")
 MINUS_INFINITY = float("-inf")
 
@@ -33,6 +39,11 @@ def total(*texts: str, prompt: Any = (A, B), scores: Any = None, **fields: Any) 
         for name, value in fields.items():
             setattr(found.completions[i], name, value)
     return found
+
+
+def read(content: Any) -> Any:
+    """As a client reads it. What is made an entry at a time can be made once."""
+    return json.loads(b"".join(json_pieces(content)))
 
 
 def test_json_has_no_line_ends_of_any_kind_and_stays_text() -> None:
@@ -85,7 +96,7 @@ def test_minus_infinity_is_a_number_wherever_it_stands() -> None:
     """And a token that is no text by itself is one character."""
     entry = TokenLogprobs(255, MINUS_INFINITY, 3, {B: MINUS_INFINITY})
     whole = total("b", scores=[None, entry], logprobs=[entry])
-    said = answer(logprobs=True, prompt_logprobs=1, prompts=("ab",)).whole([whole])
+    said = read(answer(logprobs=True, prompt_logprobs=1, prompts=("ab",)).whole([whole]))
     (choice,) = said["choices"]
     assert choice["logprobs"] == {
         "text_offset": [0, 1, 2],
@@ -96,19 +107,18 @@ def test_minus_infinity_is_a_number_wherever_it_stands() -> None:
     assert choice["prompt_logprobs"] == [
         None,
         {
-            B: {"logprob": -9999.0, "rank": 1, "decoded_token": "b"},
-            255: {"logprob": -9999.0, "rank": 3, "decoded_token": "\ufffd"},
+            str(B): {"logprob": -9999.0, "rank": 1, "decoded_token": "b"},
+            "255": {"logprob": -9999.0, "rank": 3, "decoded_token": "\ufffd"},
         },
     ]
-    (choice,) = answer("chat", logprobs=True).whole([whole])["choices"]
+    (choice,) = read(answer("chat", logprobs=True).whole([whole]))["choices"]
     top = {"token": "b", "logprob": -9999.0, "bytes": [B]}
     own = {"token": "\ufffd", "logprob": -9999.0, "bytes": [255], "top_logprobs": [top]}
     assert choice["logprobs"] == {"content": [own]}
-    json.loads(to_json(said))
     (choice,) = answer(logprobs=True, return_tokens_as_token_ids=True).whole([whole])["choices"]
     assert choice["logprobs"]["tokens"] == ["token_id:255"]
     bare = TokenLogprobs(A, -0.5, 1, {})
-    (choice,) = answer(logprobs=True).whole([total("a", logprobs=[bare])])["choices"]
+    (choice,) = read(answer(logprobs=True).whole([total("a", logprobs=[bare])]))["choices"]
     assert choice["logprobs"]["top_logprobs"] == [{"a": -0.5}]
     scored = [total("a", prompt=[i], scores=[None], logprobs=[bare]) for i in (B, C)]
     said = answer(logprobs=True, prompts=("b", "c")).whole(scored)
@@ -121,7 +131,7 @@ def test_what_was_asked_of_a_prompt_comes_once_with_a_chat_and_with_each_complet
     more = RequestDelta("x", {0: CompletionDelta(0, "c", [C])})
     for kind in "chat", "completion":
         one = answer(kind, n=2, return_token_ids=True, prompt_logprobs=0)
-        said = one.whole([whole])
+        said = read(one.whole([whole]))
         for holder in [said] if kind == "chat" else said["choices"]:
             assert (holder["prompt_token_ids"], holder["prompt_logprobs"]) == ([A, B], [None])
         assert ("prompt_token_ids" in said["choices"][0]) == (kind == "completion")
@@ -131,3 +141,16 @@ def test_what_was_asked_of_a_prompt_comes_once_with_a_chat_and_with_each_complet
         found = [holder.get("prompt_token_ids") for holder in holders]
         assert found == [[A, B]] * 2 + [None] * (len(pieces) - 2)
         assert "prompt_token_ids" not in str(answer(kind).whole([total("a")]))
+
+
+def test_json_in_pieces_is_the_same() -> None:
+    """Trap 87."""
+    entry = TokenLogprobs(A, -1.0, 1, {B: -2.0})
+    total_of = total("ab", "c", scores=[None, entry], logprobs=[entry] * 2)
+    for kind in "chat", "completion":
+        fields = {"logprobs": True, "prompt_logprobs": 1, "return_token_ids": True}
+        one, other = (answer(kind, n=2, **fields) for _ in range(2))
+        other.id, other.created = one.id, one.created
+        pieces = list(json_pieces(one.whole([total_of])))
+        assert b"".join(pieces) == to_json(other.whole([total_of])) and len(pieces) > 20
+        assert json.loads(b"".join(event_pieces({"a": iter([1])}))[6:]) == {"a": [1]}

@@ -25,8 +25,6 @@ from request import SamplingParams
 
 MESSAGES = [{"role": "user", "content": "x"}]
 NOT_BUILT = {
-    "tools": [{}],
-    "tool_choice": "auto",
     "functions": [{}],
     "function_call": {"name": "f"},
 }
@@ -35,7 +33,13 @@ NOT_BUILT |= {"suffix": "x", "best_of": 2, "use_beam_search": True, "chat_templa
 NOT_BUILT |= {"prompt_embeds": "x", "echo": True, "guided_json": {}, "guided_regex": "x"}
 NOT_BUILT |= {"guided_choice": ["x"], "guided_grammar": "x"}
 NOT_BUILT |= {"truncation_side": "right", "thinking_token_budget": 9, "logprob_token_ids": [5]}
-NO_CHANGE = {"tools": [], "tool_choice": "none", "functions": [], "function_call": "none"}
+NO_CHANGE = {
+    "tools": [],
+    "tool_choice": "none",
+    "parallel_tool_calls": True,
+    "functions": [],
+    "function_call": "none",
+}
 NO_CHANGE |= {"modalities": ["text"], "suffix": "", "best_of": 1, "use_beam_search": False}
 NO_CHANGE |= {"truncation_side": "left", "thinking_token_budget": -1, "logprob_token_ids": []}
 NO_CHANGE |= {"echo": False, "user": "me", "store": True, "kv_transfer_params": {}}
@@ -154,6 +158,21 @@ def test_what_a_field_may_be(make: Any, name: str, taken: list, wrong: list) -> 
         assert refused(make, **{name: value}) is None, value
     for value in wrong:
         assert refused(make, **{name: value}) == name, value
+
+
+def test_a_whole_number_may_have_a_point() -> None:
+    """JSON knows no difference, and some languages write it so."""
+    fields = {"max_tokens": 4.0, "n": 2.0, "top_k": 3.0, "seed": 5.0, "stop_token_ids": [7.0]}
+    params = completion(prompt=[[1.0, 2.0]], **fields)
+    assert (params.max_tokens, params.n, params.top_k, params.seed) == (4, 2, 3, 5)
+    assert params.stop_token_ids == (7,)
+    assert CompletionBody.model_validate({"prompt": [[1.0]]}).prompt == [[1]]
+    assert chat(max_completion_tokens=6.0, top_logprobs=2.0, logprobs=True).logprobs == 2
+    schema = {"const": 4.0}
+    form = {"type": "json_schema", "json_schema": {"schema": schema}}
+    assert repr(chat(response_format=form, n=1.0).grammar) == repr(Json(schema))
+    assert refused(completion, max_tokens=4.5) == "max_tokens"
+    assert refused(completion, max_tokens=True) == "max_tokens"
 
 
 def test_what_does_not_go_together() -> None:

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 from starlette.responses import Response
 
-from common.engine_config import EngineStats
+from common.engine_config import EngineConfig, EngineStats
 from common.llm import LLM, SamplingParams
 from common.serve import wire
 from common.serve.app import ServeConfig, make_app, sampling_defaults
@@ -23,6 +23,7 @@ from common.serve.deltas import CompletionDelta, RequestDelta
 from common.serve.errors import ApiError, api_error
 from common.serve.server_metrics import ServerMetrics
 from common.serve.wire import ChatBody, CompletionBody, DetokenizeBody, TokenizeBody
+from common.tokenizer import Tokenizer
 
 PROMPT = "def fibonacci(n):\n    if n"
 CHAT = {"model": MODEL, "messages": [{"role": "user", "content": "a stack"}]}
@@ -155,6 +156,43 @@ def test_logprobs_are_those_of_generate(server: Running, alone: LLM) -> None:
     assert found["text_offset"] == starts
 
 
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"prompt": "x = '😀'\nprint(x)", "echo": True},
+        {"prompt": "<|endoftext|>é😀", "echo": True, "return_tokens_as_token_ids": True},
+        {"logit_bias": {"0": 100.0}, "ignore_eos": True},
+        {"logit_bias": {"0": 100.0}, "ignore_eos": True, "skip_special_tokens": False},
+        {"stop": ["return"], "max_tokens": 20},
+        {"temperature": 2.0, "seed": 3, "max_tokens": 30, "n": 2},
+    ],
+    ids=["cut character", "named by ids", "skipped", "shown", "stop", "bytes of no character"],
+)
+def test_text_offset_is_where_the_token_begins_in_the_text(
+    server: Running, shipped_tokenizer: Tokenizer, fields: dict[str, Any]
+) -> None:
+    """Whole and streamed. A token that cuts a character begins where the character does."""
+    asked = body(logprobs=1, return_token_ids=True) | fields
+    *pieces, _ = server.events("/v1/completions", asked)
+    for choice in server.post("/v1/completions", asked)[1]["choices"]:
+        text, offsets = choice["text"], choice["logprobs"]["text_offset"]
+        own = [c for p in pieces for c in p["choices"] if c["index"] == choice["index"]]
+        assert [o for c in own for o in c["logprobs"]["text_offset"]] == offsets == sorted(offsets)
+        ids = choice["token_ids"]
+        if "echo" in fields:
+            ids = choice["prompt_token_ids"] + ids
+        tokens = [shipped_tokenizer.token_bytes(i).decode(errors="replace") for i in ids]
+        assert len(tokens) == len(offsets)
+        for i, (token, place) in enumerate(zip(tokens, offsets)):
+            is_skipped = (
+                ids[i] == 0 and "skip_special_tokens" not in fields and "echo" not in fields
+            )
+            if "\ufffd" not in token and not is_skipped:
+                assert text[place:].startswith(token) or place + len(token) > len(text), (i, token)
+            elif not is_skipped and place < len(text):
+                assert text[place] == "\ufffd" or not text[place].isascii(), (i, token)
+
+
 def test_errors_are_objects(server: Running, monkeypatch: pytest.MonkeyPatch) -> None:
     many, nothing_else = [1] * 5000, "max_completion_tokens"
     schema = {"name": "x", "schema": {"type": "nothing"}}
@@ -199,6 +237,7 @@ def test_errors_are_objects(server: Running, monkeypatch: pytest.MonkeyPatch) ->
         ("/v1/chat/completions/render", CHAT | {"model": "gpt-4"}, 404, "model"),
         ("/v1/chat/completions/render", CHAT | {"temperature": -1}, 400, "temperature"),
         ("/v1/nothing", {}, 404, None),
+        ("/v1/embeddings", {"input": "x"}, 404, None),
         ("/v1/models", {}, 405, None),
     ):
         found, answer = server.post(path, sent)
@@ -213,6 +252,34 @@ def test_errors_are_objects(server: Running, monkeypatch: pytest.MonkeyPatch) ->
     status, _, content = server.request("GET", "/metrics")
     message = json.loads(content)["error"]["message"]
     assert status == 500 and message == "the server has failed: FileNotFoundError"
+
+
+def test_a_model_is_asked_for_by_its_name(server: Running) -> None:
+    status, _, content = server.request("GET", f"/v1/models/{MODEL}")
+    listed = json.loads(server.request("GET", "/v1/models")[2])["data"]
+    assert status == 200 and json.loads(content) == listed[0]
+    status, _, content = server.request("GET", "/v1/models/org/other")
+    assert (status, json.loads(content)["error"]["code"]) == (404, "model_not_found")
+
+
+def test_a_route_that_is_not_built_is_named_whatever_is_sent(server: Running) -> None:
+    form = {"Content-Type": "multipart/form-data; boundary=x"}
+    status, _, content = server.request("POST", "/v1/audio/transcriptions", b"--x--", form)
+    error = json.loads(content)["error"]
+    assert status == 404 and "POST /v1/audio/transcriptions is not served here" in error["message"]
+    assert error["type"] == "not_found_error"
+
+
+def test_an_answers_id_is_that_of_its_request(server: Running, template_server: Running) -> None:
+    sent = body(max_tokens=1)
+    for found, path, kind in (
+        (server, "/v1/completions", "cmpl"),
+        (template_server, "/v1/chat/completions", "chatcmpl"),
+    ):
+        fields = sent if kind == "cmpl" else CHAT | {"max_tokens": 1}
+        assert found.post(path, fields, **{"X-Request-Id": "mine"})[1]["id"] == f"{kind}-mine"
+        _, headers, content = found.request("POST", path, fields)
+        assert json.loads(content)["id"] == f"{kind}-{headers['x-request-id']}"
 
 
 def test_of_a_chat_the_field_that_is_wrong_is_one_of_a_chat(template_server: Running) -> None:
@@ -394,18 +461,25 @@ def test_metrics_have_vllms_names(server: Running) -> None:
         found = [line.rsplit(" ", 1) for line in lines if not line.startswith("#")]
         return {name: float(number) for name, number in found}
 
-    before = numbers()
+    before, num_prompt = numbers(), len(server.llm.tokenizer.encode(PROMPT))
     assert server.post("/v1/completions", body(prompt=[10**9]))[0] == 400
     server.post("/v1/completions", body(ignore_eos=True))
     grown = {name: number - before[name] for name, number in numbers().items()}
     (latencies,) = [name for name in grown if "inter_token_latency_seconds_count" in name]
     assert grown[latencies] == 11
-    for name in ("time_to_first_token", "e2e_request_latency", "request_queue_time"):
+    times = ("time_to_first_token", "e2e_request_latency", "request_queue_time")
+    for name in (*times, "request_prefill_time", "request_decode_time"):
         (count, total) = (
             sum(n for key, n in grown.items() if f"{name}_seconds_{what}" in key)
             for what in ("count", "sum")
         )
         assert count == 1 and 0 <= total < 60, name
+    for name, number in ("request_prompt_tokens", num_prompt), ("request_generation_tokens", 12):
+        for what, expected in ("count", 1), ("sum", number):
+            (value,) = [n for key, n in grown.items() if key.startswith(f"vllm:{name}_{what}")]
+            assert value == expected, name
+    (cache,) = [key for key in grown if key.startswith("vllm:cache_config_info")]
+    assert 'block_size="16"' in cache and 'num_gpu_blocks="399"' in cache
     reasons = {name: n for name, n in grown.items() if name.startswith("vllm:request_success_t")}
     assert len(reasons) == 4, "from the start, for who adds them up"
     ended = [name for name, number in reasons.items() if number]
@@ -428,7 +502,8 @@ def test_metrics_have_vllms_names(server: Running) -> None:
     ):
         assert f"vllm:{name}" in names
     stats = EngineStats(num_running=3, num_waiting=2, kv_blocks_in_use=1, kv_blocks_total=4)
-    metrics = ServerMetrics(SimpleNamespace(stats=stats), MODEL)  # pyright: ignore[reportArgumentType]
+    llm: Any = SimpleNamespace(stats=stats, max_model_len=64, config=EngineConfig())
+    metrics = ServerMetrics(llm, MODEL)
     text = metrics.text().decode()
     for name, number in ("requests_running", 3), ("requests_waiting", 2), ("usage_perc", 0.25):
         assert re.search(rf"{name}{{.*}} {number}", text)
@@ -437,7 +512,8 @@ def test_metrics_have_vllms_names(server: Running) -> None:
 def test_the_first_tokens_time_is_known_before_a_request_ends() -> None:
     """And of who leaves after it; one that was only accepted has none, nor one that ends without
     any token."""
-    metrics = ServerMetrics(SimpleNamespace(stats=EngineStats()), MODEL)  # pyright: ignore[reportArgumentType]
+    llm: Any = SimpleNamespace(stats=EngineStats(), max_model_len=64, config=EngineConfig())
+    metrics = ServerMetrics(llm, MODEL)
 
     def count() -> float:
         found = re.search(r"time_to_first_token_seconds_count{.*} (\S+)", metrics.text().decode())

@@ -8,9 +8,10 @@ refused by name."""
 from __future__ import annotations
 
 import logging
+from collections.abc import Callable
 from typing import Annotated, Any
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
 from common.intake import RequestOptions
 from common.serve.errors import ApiError, api_error, bad
@@ -22,6 +23,8 @@ logger = logging.getLogger(__name__)
 MAX_N = 128  # sequences of a prompt, and prompts of a request, as at OpenAI
 MAX_PROMPTS = 2048
 MAX_LOGPROBS = 20  # vLLM's `--max-logprobs`
+MAX_ENTRIES = 2_000_000  # log-probabilities of one answer
+MAX_TEXT = 64 << 10  # bytes of all `bad_words`, and of all `stop` strings
 # Name: what would change nothing.
 NOT_BUILT: dict[str, tuple] = {
     "functions": ([],),
@@ -54,20 +57,45 @@ Texts = Annotated[list[str], Field(fail_fast=True)]
 Strings = Annotated[list[str], Field(fail_fast=True, max_length=1024)]
 Messages = Annotated[list[dict[str, Any]], Field(fail_fast=True)]
 MAX_BIASES = 1024
+MAX_NAME = 1024  # characters of what is compared and hashed, and in the log
+
+
+def _whole(value: Any, depth: int = 2) -> Any:
+    """The same with `int`s for numbers such as 4.0, in lists and lists of lists too: JSON knows no
+    difference."""
+    if isinstance(value, float) and value.is_integer():
+        return int(value)
+    if isinstance(value, list) and depth:
+        return [_whole(item, depth - 1) for item in value]
+    return value
 
 
 class Body(BaseModel):
     model_config = ConfigDict(extra="allow", strict=True, allow_inf_nan=False)
+
+    @model_validator(mode="wrap")
+    @classmethod
+    def _read(cls, data: Any, handler: Callable[[Any], Any]) -> Any:
+        try:
+            return handler(data)
+        except ValidationError as error:
+            if not any(isinstance(e["input"], float) for e in error.errors(include_url=False)):
+                raise
+            return handler({name: _whole(value) for name, value in data.items()})
 
     def check_extra(self) -> None:
         """The fields that it does not have here. Raises `ApiError`."""
         for name, value in (self.model_extra or {}).items():
             if name in NOT_BUILT and value is not None and value not in NOT_BUILT[name]:
                 raise bad(f"{name} is not supported by this server", name)
-            known = name in NOT_BUILT or name in PASSED_OVER or name in _named
+            known = name in NOT_BUILT or name in PASSED_OVER or name[:MAX_NAME] in _named
             if not known and len(_named) < 1000:
-                _named.add(name)
-                logger.warning("field %.100r of a request is not known, and passed over", name)
+                _named.add(name[:MAX_NAME])
+                logger.warning(
+                    "field %.100r of a request is not known, and passed over", name[:MAX_NAME]
+                )
+        if self.model_extra is not None:
+            self.model_extra.clear()  # the body lives as long as its request
 
 
 class StreamOptions(Body):
@@ -98,7 +126,7 @@ class GenerateBody(Body):
     max_tokens: int | None = None
     min_tokens: int | None = None
     stop: str | Strings | None = None
-    stop_token_ids: Numbers | None = None
+    stop_token_ids: Numbers | None = Field(None, max_length=MAX_BIASES)  # by each sequence
     ignore_eos: bool | None = None
     skip_special_tokens: bool | None = None
     include_stop_str_in_output: bool | None = None
@@ -111,7 +139,7 @@ class GenerateBody(Body):
     response_format: ResponseFormat | None = None
     structured_outputs: dict[str, Any] | None = None
     priority: int | None = None
-    cache_salt: str | None = None
+    cache_salt: str | None = Field(None, max_length=MAX_NAME)
     return_token_ids: bool | None = None
     return_tokens_as_token_ids: bool | None = None  # in log-probabilities
 
@@ -125,7 +153,8 @@ class GenerateBody(Body):
         self._check()
         names = SamplingParams.__dataclass_fields__.keys() & type(self).model_fields.keys()
         given = {name: getattr(self, name) for name in names}
-        given |= {"grammar": self._grammar(), "logit_bias": self._logit_bias()} | others
+        given |= {"grammar": self._grammar(), "structured_outputs": None}
+        given |= {"logit_bias": self._logit_bias()} | others
         try:
             return SamplingParams(**defaults | {k: v for k, v in given.items() if v is not None})
         except ValueError as error:
@@ -149,7 +178,29 @@ class GenerateBody(Body):
             raise bad("stream_options: only with stream", "stream_options")
         if self.prompt_logprobs is not None and self.stream:
             raise bad("prompt_logprobs: not in a stream", "prompt_logprobs")
+        for name, texts in ("bad_words", self.bad_words), ("stop", self.stop):
+            texts = [texts] if isinstance(texts, str) else texts or ()
+            if sum(len(text.encode(errors="replace")) for text in texts) > MAX_TEXT:
+                raise bad(f"{name}: all texts have at most {MAX_TEXT} bytes together", name)
         self.check_extra()
+
+    def check_entries(self, num_tokens: list[int], params: SamplingParams, most: int) -> None:
+        """Of prompts of so many tokens, in a model that takes `most`: how many log-probabilities
+        the answer may have. Raises `ApiError`."""
+        asked = {"logprobs": 0, "prompt_logprobs": 0}
+        for num in num_tokens:
+            room = max(0, most - num)
+            num_new = room if params.max_tokens is None else min(params.max_tokens, room)
+            asked["logprobs"] += num_new * _width(params.logprobs)
+            asked["prompt_logprobs"] += min(num, most) * _width(params.prompt_logprobs)
+        if (found := params.n * sum(asked.values())) > MAX_ENTRIES:
+            name = max(asked, key=lambda name: asked[name])
+            name = "echo" if name == "prompt_logprobs" and self.prompt_logprobs is None else name
+            raise bad(
+                f"{name}: prompts x n x tokens x logprobs are {found:,}: an answer has at most "
+                f"{MAX_ENTRIES:,}. Ask for fewer of them, or lower max_tokens",
+                name,
+            )
 
     def _logit_bias(self) -> dict[int, float] | None:
         if self.logit_bias is None:
@@ -226,7 +277,7 @@ class ChatBody(GenerateBody):
     def _names_in_engine(self) -> dict[str, str]:
         most = "max_tokens" if self.max_completion_tokens is None else "max_completion_tokens"
         found = super()._names_in_engine | {"prompt": "messages", "max_tokens": most}
-        is_call = self.tool_use().grammar() is not None
+        is_call = self.tool_choice not in (None, "none", "auto")
         return found | dict.fromkeys(("grammar", "schema") if is_call else (), "tools")
 
     def tool_use(self) -> ToolUse:
@@ -251,6 +302,10 @@ class ChatBody(GenerateBody):
             logprobs=(self.top_logprobs or 0) if self.logprobs else None,
             max_tokens=most,
         )
+
+
+def _width(num_top: int | None) -> int:
+    return 0 if num_top is None else max(1, num_top)
 
 
 class TokenizeBody(Body):

@@ -74,15 +74,17 @@ def _identifiers(tree: ast.Module) -> Iterator[tuple[int, str]]:
 # A reader's evening: at most so many modules and lines in each root. README's table of rooms has
 # the numbers of today, and so has `python -m common.workshop.tools.path`.
 ROOM_LIMITS = {
-    "01_batching": Size(9, 1445),
+    "01_batching": Size(9, 1465),
     "02_paged_kv": Size(9, 1206),
     "03_prefix_cache": Size(9, 1559),
     "04_scheduler": Size(9, 1224),
     "05_spec_decode": Size(9, 1050),
     "06_chunked_prefill": Size(9, 500),
-    "all roots": Size(46, 6700),
+    "all roots": Size(46, 6720),
 }
-LOADED_LIMIT = Size(60, 11600)  # with the defaults of eight families in `transformers`
+# With the defaults of eight families in `transformers`, and torch's threads, which are a number of
+# the process and so a module of their own.
+LOADED_LIMIT = Size(61, 11760)
 
 
 def law_of_sizes(house: House) -> list[str]:
@@ -118,7 +120,7 @@ def _too_large(name: str, size: Size, limit: Size) -> list[str]:
 # A package may have modules on several floors: the longest name that fits counts.
 FLOORS = {
     "configuration, tokenizer, matrices": """
-        engine_config roles config_fields model_config refused_models layer_groups
+        engine_config thread_count roles config_fields model_config refused_models layer_groups
         experts.expert_config row_order rotary rope_scaling tokenizer linear
         parallel.ranks parallel.collectives
         kernels.regions kernels.kernel_regions kernels.layer_kernels kernels.processor""",

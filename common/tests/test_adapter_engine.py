@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import itertools
 import random
+import subprocess
+import threading
 from collections.abc import Callable
 from dataclasses import replace
 from functools import cache
@@ -474,6 +476,41 @@ def test_what_can_not_be_computed_exactly_is_refused(
     assert serve(engine, prompts[:1], "wrong") == [expected["attention"][:1]]
     with pytest.raises(ValueError, match=why):
         LLMEngine(EngineConfig(num_blocks=99, adapters={"wrong": wrong}), loaded=model)
+
+
+YEARS = r"((\w+)\.?)+!"
+FOR_YEARS = {
+    "target_modules": YEARS,
+    "exclude_modules": YEARS,
+    "rank_pattern": {"q_proj": 4, YEARS: 4},
+    "alpha_pattern": {YEARS: 8},
+}
+
+
+@pytest.mark.parametrize("field", FOR_YEARS)
+def test_an_expression_that_would_take_years_is_refused(
+    field, model, directories, tmp_path, monkeypatch
+) -> None:
+    """Trap 87. And the interpreter is free meanwhile: other threads run, signals are handled."""
+    wrong = edited(directories["attention"], tmp_path / "adapter", {field: FOR_YEARS[field]}, None)
+    run, ticks, is_over = subprocess.run, [], threading.Event()
+
+    def tick() -> None:
+        while not is_over.wait(0.001):
+            ticks.append(1)
+
+    def seen_run(*arguments, **options):
+        threading.Thread(target=tick).start()
+        try:
+            return run(*arguments, **options)
+        finally:
+            is_over.set()
+
+    monkeypatch.setattr(subprocess, "run", seen_run)
+    engine = checked_engine(model, adapters={}, num_blocks=99)
+    with pytest.raises(ValueError, match=f"{field} is .*takes longer than 1 s"):
+        engine.load_adapter("wrong", wrong)
+    assert len(ticks) > 10 and engine.adapters == []
 
 
 @pytest.mark.parametrize("missing", [CONFIG, WEIGHTS])

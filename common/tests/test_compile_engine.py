@@ -133,6 +133,34 @@ def test_who_compiles() -> None:
     assert EngineConfig(compile=True).wants_compiled(1, CPU)
 
 
+def test_compiled_code_is_called_with_its_number_of_threads_only(
+    family_oracle: Oracle, family_loaded, monkeypatch
+) -> None:
+    """With another one the compiler compiled again in each step, and the ninth raised (Trap 89)."""
+    numbers: set[int] = set()
+
+    def compile_nothing(function, **options):
+        def compiled(*arguments):
+            numbers.add(torch.get_num_threads())
+            return function(*arguments)
+
+        return compiled
+
+    monkeypatch.setattr(torch, "compile", compile_nothing)
+    monkeypatch.setattr(compiled_attention, "MIN_KEY_ELEMENTS", 0)
+    before = torch.get_num_threads()
+    config = EngineConfig(compile=True, num_threads=2, num_blocks=100)
+    engine = LLMEngine(config, loaded=family_loaded)
+    try:
+        for num_threads in (2, 1, 2):
+            torch.set_num_threads(num_threads)
+            numbers.clear()
+            serve(engine, family_oracle, [2, 8], 5)
+            assert numbers == ({2} if num_threads == 2 else set())
+    finally:
+        torch.set_num_threads(before)
+
+
 def test_the_shipped_checkpoint_is_not_compiled(monkeypatch) -> None:
     def never(*arguments):
         raise AssertionError("it compiles")

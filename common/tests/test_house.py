@@ -398,6 +398,39 @@ def test_make_says_what_it_can_make() -> None:
         assert f"{target:10} {what.replace('$(JOBS)', '2')}\n" in run.stdout
 
 
+@pytest.mark.skipif(shutil.which("make") is None, reason="make is not installed")
+def test_each_target_installs_what_it_needs_and_no_more(tmp_path: Path) -> None:
+    """By a dry run in a bare clone: who serves waits for no notebooks, tests or Mooncake."""
+    for name in ("Makefile", "pyproject.toml"):
+        shutil.copy(ROOT / name, tmp_path)
+
+    def extras(target: str) -> list[str]:
+        run = subprocess.run(["make", "-n", target], cwd=tmp_path, capture_output=True, text=True)
+        assert run.returncode == 0, run.stderr
+        assert '"torch==' in run.stdout and '"triton==' in run.stdout
+        return re.findall(r"-e '\.\[([\w,]+)\]'", run.stdout)
+
+    layers = [["grammar"], ["server"], ["test", "mooncake", "browser"], ["notebooks,dev"]]
+    expected = [[extra for layer in layers[: i + 1] for extra in layer] for i in range(4)]
+    of = ["demo watch bench ladder", "serve", "check test matrix museum task"]
+    of.append("lint format notebooks figures sync")
+    found = {target: extras(target) for targets in of for target in targets.split()}
+    wanted = {t: e for targets, e in zip(of, expected, strict=True) for t in targets.split()}
+    assert found == wanted
+    makefile = (ROOT / "Makefile").read_text(encoding="utf-8")
+    (targets,) = re.findall(r"^TARGETS := (.*)", makefile, re.MULTILINE)
+    assert set(targets.split()) - set(found) == {"clean"}
+
+
+@pytest.mark.parametrize("options", [[], ["-n", "1"]], ids=["alone", "xdist"])
+def test_pytest_says_at_its_end_what_was_left_out(options: list[str]) -> None:
+    command = [sys.executable, "-m", "pytest", "-k", "very_same_blocks"]
+    command += [*options, "03_prefix_cache/test_prefix_cache.py"]
+    run = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+    (said,) = re.findall(r"^left out: (.*)", run.stdout, re.MULTILINE)
+    assert re.fullmatch(r"\d+ cases of large grids; to run them: -m slow", said)
+
+
 def test_wheel_holds_flat_modules_and_nothing_else(tmp_path: Path) -> None:
     """An installed wheel offers every module of the engine under its flat name, `common` less what
     works in a checkout only, and no test, text or lab."""

@@ -179,7 +179,7 @@ def test_a_close_ends_all_and_says_nothing_of_a_step_that_is_nobodys(
     engine.add_request("a", random_oracle.prompts[1], greedy_params(9))
     engine.step()
     engine.core.runner.wait_for_steps()
-    (thread,) = engine.core.runner._thread._threads
+    thread = engine.core.runner._thread._thread
 
     def fail(_):
         raise MemoryError

@@ -191,8 +191,7 @@ def measure(args: argparse.Namespace) -> int:
     assert set(SYSTEMS) == set(SYSTEM_NAMES)
     spare_what_is_loaded()
     logging.set_verbosity_error()
-    if args.threads is not None:
-        torch.set_num_threads(args.threads)
+    torch.set_num_threads(args.threads or torch.get_num_threads())  # chosen, so the engine keeps it
     deadline = None if args.time_budget is None else time.monotonic() + args.time_budget
     head = record_head("common.workshop.bench", args.argv)
     status, tables = 0, []

@@ -99,6 +99,7 @@ def compare(
 
 def measure(rounds: int) -> dict:
     spare_what_is_loaded()
+    torch.set_num_threads(torch.get_num_threads())  # chosen, so the engine keeps it
     shipped = load_model(SHIPPED_CHECKPOINT, "auto", torch.device("cpu"))
     tokenizer = load_tokenizer(SHIPPED_CHECKPOINT)
     return {

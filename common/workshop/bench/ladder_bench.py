@@ -43,6 +43,7 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
     from common.workshop.bench.ladder_workload import MAX_TOKENS, QUESTIONS, REGIMES, make_workload
 
     spare_what_is_loaded()
+    torch.set_num_threads(torch.get_num_threads())  # chosen, so the engine keeps it
     dtype = choose_dtype("auto")
     models = load_models("tiny", dtype)
     tokenizer = load_tokenizer(SHIPPED_CHECKPOINT)

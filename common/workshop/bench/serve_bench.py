@@ -71,6 +71,7 @@ def make_engine(model: str) -> LLMEngine:
         max_model_len=256,
         prefix_cache=None,
         compile=False,
+        num_threads=torch.get_num_threads(),
     )
     if model == "shipped":
         return LLMEngine(config)

@@ -13,7 +13,6 @@ import json
 import shutil
 import tempfile
 from collections.abc import Mapping
-from concurrent.futures import wait
 from dataclasses import dataclass, field, replace
 from functools import cache
 from pathlib import Path
@@ -149,7 +148,8 @@ class CompiledLate(SchedulerPlugin):
         self._step += 1
         for plugin in self._books.plugins:
             if isinstance(plugin, GrammarsCompiled):
-                wait(plugin._futures.values())
+                for job in plugin._jobs.values():
+                    job.wait()
 
     def may_start(self, request: Request) -> bool:
         if (source := request.features.get("grammar")) is None:

@@ -1,0 +1,113 @@
+"""Ctrl-C at any line of a caller, in the standard library too, and while it waits."""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+import threading
+import time
+from collections.abc import Callable
+from itertools import count
+
+import pytest
+
+from worker_thread import WorkerThread
+
+
+def interrupted_at(line: int, call: Callable[[], object]) -> bool:
+    """Call it, and raise `KeyboardInterrupt` at the `line`-th line that this thread executes in it,
+    wherever that is. False: it has fewer lines."""
+    left = line
+
+    def at_line(frame: object, event: str, _: object):
+        nonlocal left
+        left -= event == "line"
+        if left == -1 and event == "line":
+            raise KeyboardInterrupt
+        return at_line
+
+    sys.settrace(lambda *_: at_line)
+    try:
+        call()
+    except KeyboardInterrupt:
+        return True
+    finally:
+        sys.settrace(None)
+    return False
+
+
+def test_an_interrupt_at_any_line_leaves_one_thread_that_does_what_comes_next() -> None:
+    """Trap 85."""
+    before = set(threading.enumerate())
+    worker = WorkerThread("worker")
+    (thread,) = set(threading.enumerate()) - before
+    for line in count():
+        done: list[int] = []
+
+        def whole_life(done: list[int] = done) -> None:
+            first, second = worker.submit(done.append, 1), worker.submit(done.append, 2)
+            second.cancel()
+            first.result()
+
+        was_interrupted = interrupted_at(line, whole_life)
+        assert worker.submit(lambda: "next").result(60) == "next"
+        assert set(threading.enumerate()) - before == {thread}
+        assert done in ([], [1], [1, 2]), "in order, and once"
+        if not was_interrupted:
+            break
+    assert line > 20
+    for line in count():
+        worker = WorkerThread("worker")
+        job = worker.submit(lambda: "done")
+        if not interrupted_at(line, worker.close):
+            break
+        worker.close()
+        assert job.result(60) == "done"
+    assert not worker._thread.is_alive()
+
+
+def test_an_interrupt_while_it_waits_is_one_and_the_result_comes_later() -> None:
+    """Trap 85: the signal comes when the caller is in the wait, again and again."""
+    worker, main = WorkerThread("worker"), threading.main_thread().ident
+    assert main == threading.get_ident()
+    handler = signal.signal(signal.SIGINT, signal.default_int_handler)
+    try:
+        for _ in range(20):
+            goes_on = threading.Event()
+
+            def send(goes_on: threading.Event = goes_on) -> str:
+                time.sleep(0.01)
+                os.kill(os.getpid(), signal.SIGINT)
+                goes_on.wait(60)
+                return "late"
+
+            job = worker.submit(send)
+            with pytest.raises(KeyboardInterrupt):
+                job.wait(60)
+            assert not job.done()
+            goes_on.set()
+            assert job.result(60) == "late"
+    finally:
+        signal.signal(signal.SIGINT, handler)
+    worker.close()
+
+
+def test_errors_and_ends_are_those_of_a_future() -> None:
+    worker = WorkerThread("worker", finishes=False)
+    goes_on = threading.Event()
+    begun, waiting = worker.submit(goes_on.wait, 60), worker.submit(int)
+    with pytest.raises(TimeoutError):
+        waiting.result(0.001)
+    while not begun._taken_by:
+        time.sleep(0.001)
+    worker.close()
+    assert waiting.cancelled() and waiting.done() and not begun.cancel()
+    goes_on.set()
+    assert begun.result(60)
+    with pytest.raises(RuntimeError, match="closed"):
+        worker.submit(int)
+    failing = WorkerThread("worker").submit(int, "x")
+    for _ in range(2):
+        with pytest.raises(ValueError, match="invalid literal"):
+            failing.result(60)

@@ -1,0 +1,57 @@
+"""Regular expressions of a downloaded file, matched in a process that can be ended.
+
+Python's `re` goes back over what it has matched: an expression of ten characters, such as
+`(a|a)*b`, can keep it busy for years. Meanwhile it holds the interpreter, so that no other thread
+runs and no signal is handled."""
+
+from __future__ import annotations
+
+import json
+import re
+import subprocess
+import sys
+from collections.abc import Collection, Sequence
+
+MOST_SECONDS = 1  # of the processor
+_MOST_WAITED = 20.0  # seconds, where the processor has other work
+_IS_PLAIN = re.compile(r"[\w.-]*")  # nothing to go back over
+_PROGRAM = f"""
+import json, re, resource, sys
+resource.setrlimit(resource.RLIMIT_CPU, ({MOST_SECONDS}, {MOST_SECONDS}))
+how, expressions, names = json.load(sys.stdin)
+match = getattr(re, how)
+json.dump([[name for name in names if match(e, name)] for e in expressions], sys.stdout)
+"""
+
+
+def matched_by(
+    where: str,
+    how: str,
+    patterns: Sequence[str],
+    names: Collection[str],
+    around: tuple[str, str] = ("", ""),  # of each pattern
+) -> list[list[str]]:
+    """For each pattern, the names for which `re.<how>` finds something. Raises `re.error` for one
+    that is wrong, and `ValueError` that begins with `where` if matching takes too long."""
+    expressions = [pattern.join(around) for pattern in patterns]
+    for expression in expressions:
+        re.compile(expression)
+    if all(_IS_PLAIN.fullmatch(pattern) for pattern in patterns):
+        match = getattr(re, how)
+        return [[name for name in names if match(e, name)] for e in expressions]
+    given = json.dumps([how, expressions, list(names)])
+    program = [sys.executable, "-I", "-S", "-c", _PROGRAM]
+    try:
+        done = subprocess.run(
+            program, input=given, capture_output=True, text=True, timeout=_MOST_WAITED
+        )
+        has_ended = done.returncode < 0  # by the signal that the limit sends
+    except subprocess.TimeoutExpired:
+        has_ended = True
+    if has_ended:
+        shown = ", ".join(repr(p if len(p) <= 200 else f"{p[:200]} ...") for p in patterns[:3])
+        what = "matching the names of the model's matrices takes longer than"
+        raise ValueError(f"{where} is {shown}: {what} {MOST_SECONDS} s")
+    if done.returncode:
+        raise ValueError(f"{where} cannot be matched: {done.stderr.strip()[-200:]}")
+    return json.loads(done.stdout)

@@ -1,0 +1,127 @@
+"""JSON of more than 256 KB: read, and made, by one thread beside the event loop.
+
+The parser holds Python's lock until it has read a body, for 0.15 s at most: `gate.py` bounds how
+many values a body has. An answer is made a few entries at a time, as fast as its client reads, so
+the lock is free in between and memory holds no whole one. One thread: several would take the lock
+from the engine in turns. Clients with large answers take turns in it."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import AsyncIterator, Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any, TypeVar
+
+from pydantic import BaseModel, ValidationError
+from starlette.requests import Request
+from starlette.responses import Response, StreamingResponse
+
+from common.serve.errors import ApiError, bad
+
+T = TypeVar("T")
+B = TypeVar("B", bound=BaseModel)
+LARGE = 256 << 10  # bytes
+BYTES_AT_ONCE = 64 << 10  # of an answer
+# Some clients of streams take these for ends of lines. Half a surrogate pair is escaped likewise.
+_LINE_ENDS = {code: f"\\u{code:04x}" for code in (0x85, 0x2028, 0x2029)}
+_THREAD = ThreadPoolExecutor(1, thread_name_prefix="large json")
+
+
+def _listed(values: Any) -> list:
+    if not isinstance(values, Iterator):
+        raise TypeError(f"{type(values).__name__} has no JSON")
+    return list(values)
+
+
+_encode = json.JSONEncoder(
+    ensure_ascii=False, separators=(",", ":"), allow_nan=False, default=_listed
+).encode
+
+
+def to_json(content: Any) -> bytes:
+    """An iterator becomes a list."""
+    text = _encode(content)
+    text = text if text.isascii() else text.translate(_LINE_ENDS)
+    return text.encode("utf-8", "backslashreplace")
+
+
+def json_response(content: Any, status: int = 200, headers: Any = None) -> Response:
+    return Response(to_json(content), status, headers, media_type="application/json")
+
+
+def answered(content: Any, num_bytes: int) -> Response:
+    """`content`, of about `num_bytes`, as an answer."""
+    if num_bytes <= LARGE:
+        return json_response(content)
+    return StreamingResponse(made_aside(json_pieces(content)), media_type="application/json")
+
+
+def json_pieces(content: Any) -> Iterator[bytes]:
+    """`to_json` in pieces: what iterators give is asked for one by one."""
+    if not _is_lazy(content):
+        yield to_json(content)
+    elif isinstance(content, dict):
+        yield b"{"
+        for i, (key, value) in enumerate(content.items()):
+            yield b"," * (i > 0) + to_json(str(key)) + b":"
+            yield from json_pieces(value)
+        yield b"}"
+    else:
+        yield b"["
+        for i, value in enumerate(content):
+            yield b"," * (i > 0)
+            yield from json_pieces(value)
+        yield b"]"
+
+
+def _is_lazy(content: Any) -> bool:
+    if isinstance(content, dict):
+        return any(map(_is_lazy, content.values()))
+    if isinstance(content, list):  # of choices, not of numbers
+        return bool(content) and isinstance(content[0], dict) and any(map(_is_lazy, content))
+    return isinstance(content, Iterator)
+
+
+async def made_aside(pieces: Iterator[bytes]) -> AsyncIterator[bytes]:
+    """All of it, some KB at a time."""
+
+    def some() -> bytes:
+        found = bytearray()
+        while len(found) < BYTES_AT_ONCE and (piece := next(pieces, None)) is not None:
+            found += piece
+        return bytes(found)
+
+    while data := await beside_the_loop(some):
+        yield data
+
+
+async def beside_the_loop(call: Callable[..., T], *arguments: Any) -> T:
+    return await asyncio.get_running_loop().run_in_executor(_THREAD, call, *arguments)
+
+
+async def read_body(request: Request, kind: type[B]) -> B:
+    """The body; its bytes are not kept. Raises `ApiError`."""
+    data = b"".join([part async for part in request.stream()])
+    if len(data) <= LARGE:
+        return _parsed(kind, data)
+    return await beside_the_loop(_parsed, kind, data)
+
+
+def _parsed(kind: type[B], data: bytes) -> B:
+    try:
+        content = json.loads(data)
+    except (ValueError, RecursionError) as error:
+        raise bad(f"the body is no JSON: {error}") from None
+    try:
+        return kind.model_validate(content)
+    except ValidationError as error:
+        raise _wrong_body(error) from None
+
+
+def _wrong_body(error: ValidationError) -> ApiError:
+    first = error.errors(include_url=False, include_context=False, include_input=False)[0]
+    where = list(map(str, first["loc"]))
+    field = next((name for name in where if not name.isdecimal()), None)
+    place = ".".join(where)
+    return bad(f"{place}: {first['msg']}" if place else f"the body: {first['msg']}", field)
