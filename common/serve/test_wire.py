@@ -33,13 +33,7 @@ NOT_BUILT |= {"suffix": "x", "best_of": 2, "use_beam_search": True, "chat_templa
 NOT_BUILT |= {"prompt_embeds": "x", "echo": True, "guided_json": {}, "guided_regex": "x"}
 NOT_BUILT |= {"guided_choice": ["x"], "guided_grammar": "x"}
 NOT_BUILT |= {"truncation_side": "right", "thinking_token_budget": 9, "logprob_token_ids": [5]}
-NO_CHANGE = {
-    "tools": [],
-    "tool_choice": "none",
-    "parallel_tool_calls": True,
-    "functions": [],
-    "function_call": "none",
-}
+NO_CHANGE = {"tools": [], "tool_choice": "none", "functions": [], "function_call": "none"}
 NO_CHANGE |= {"modalities": ["text"], "suffix": "", "best_of": 1, "use_beam_search": False}
 NO_CHANGE |= {"truncation_side": "left", "thinking_token_budget": -1, "logprob_token_ids": []}
 NO_CHANGE |= {"echo": False, "user": "me", "store": True, "kv_transfer_params": {}}
