@@ -105,6 +105,7 @@ def save(backend: Backend, path: Path, model_type: str, **config: object) -> Bac
 def test_prompt_ids_and_texts_are_those_of_the_file_for_every_class(
     model_type: str, tmp_path: Path
 ) -> None:
+    """Trap 80: an oracle that asks the same class cannot see what the class has changed."""
     for kind, parts in FILES[model_type].items():
         backend = tokenizer_file(*parts)
         for name in CLASSES:

@@ -32,7 +32,8 @@ class Json:
     """`schema` is a JSON schema, as an object or as text; None: any object. Say
     `"additionalProperties": false` where you can: else a name that you give a type to may come once
     more, written with escapes, and is held to no type then. What is not known of a schema
-    (`not`, `uniqueItems`, `oneOf` of schemas that a value could fit both) is refused. Between two
+    (`not`, `uniqueItems`, `oneOf` of schemas that a value could fit both) is refused; an unknown
+    `format` is a remark, and left out. Between two
     elements stand at most `max_whitespace` blanks, so that no model writes legal blanks to the end;
     0: one line, with one blank behind each comma and colon."""
 

@@ -253,7 +253,7 @@ def _take(
     if tensor is None:
         raise ValueError(f"{path / WEIGHTS} lacks {name}, which {CONFIG} means")
     if tuple(tensor.shape) != shape or not tensor.is_floating_point():
-        base = config.get("base_model_name_or_path")
+        base = Path(str(config.get("base_model_name_or_path"))).name  # of a folder no more
         raise ValueError(
             f"{path / WEIGHTS}: {name} is {tuple(tensor.shape)} of {tensor.dtype}, not {shape}: "
             f"the adapter was made for {base!r}"

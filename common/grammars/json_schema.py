@@ -1,6 +1,7 @@
-"""A JSON schema in words that llguidance knows, and without two of its dead ends.
+"""A JSON schema in words that llguidance knows.
 
     oneOf               of lists of values: those that stand in exactly one list
+    format              one that the library does not know is left out, and the log names it once
     patternProperties   a pattern that matches only names which the schema mentions becomes these
                         properties. The library takes the names of properties from a pattern, and
                         allows a comma even if no name is left that could come after it
@@ -10,6 +11,7 @@ A schema means the same before and after."""
 from __future__ import annotations
 
 import json
+import logging
 from collections import Counter
 from collections.abc import Iterator
 from typing import Any
@@ -19,9 +21,16 @@ from common.grammars.vocabulary import Beginning, tokenizer_of_bytes
 HEAD = '%llguidance {"no_forcing": true}\n'  # else only one of the ways to spell what is certain
 _TITLES = {"title", "description"}
 _DATA = {"const", "enum", "default", "examples"}  # keywords of a schema that hold values
+# The formats that the library enforces.
+FORMATS = {
+    *("date-time", "date", "time", "duration", "uuid"),
+    *("email", "hostname", "ipv4", "ipv6", "uri"),
+}
+_named: set[str] = set()  # formats that the log has named
 _OF_NAMES = {"properties", "patternProperties", "$defs", "definitions", "dependentSchemas"}
 
 
+logger = logging.getLogger(__name__)
 # How many beginnings of names are looked at for the patterns of one schema: a second's worth.
 MOST_LOOKED_AT = 20_000
 
@@ -42,8 +51,19 @@ def _rewritten(part: Any, patterns: _Patterns, are_names: bool = False) -> Any:
     found = {
         key: inner if key in _DATA else _rewritten(inner, patterns, key in _OF_NAMES)
         for key, inner in part.items()
+        if key != "format" or not _is_remark(inner)
     }
     return _without_named_patterns(_without_lists(found), patterns)
+
+
+def _is_remark(value: object) -> bool:
+    """Whether the library does not know this `format`. JSON Schema makes it a remark then."""
+    if not isinstance(value, str) or value in FORMATS:
+        return False
+    if value not in _named and len(_named) < 1000:
+        _named.add(value)
+        logger.warning("format %.100r of a schema is not known, and not enforced", value)
+    return True
 
 
 def _without_lists(schema: dict[str, Any]) -> dict[str, Any]:

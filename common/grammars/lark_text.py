@@ -55,6 +55,8 @@ def sentence_of(error: str) -> str:
         return NOTHING_FITS
     if re.search(r"Current row has \d+ items|Too many items", error):
         return TOO_MANY_WAYS
+    if unknown := re.search(r"Unimplemented keys: \[(.*)\]", error):
+        return f"a JSON schema with {unknown[1]} is not served, since the library cannot enforce it"
     return re.sub(r"^(at )?[\d()]+: ", "", re.split(r"\n<|\n +\d+ \|", error)[0])
 
 
@@ -78,7 +80,9 @@ def _quoted(text: str) -> str:
 
 
 def _rules(text: str) -> Iterator[str]:
-    at, names, defined = 0, {"root": "start"}, set[str]()
+    at, names = 0, {"root": "start"}
+    bodies: dict[str, list[str | None]] = {}  # None: characters
+    body: list[str | None] = []
     while at < len(text):
         found = _TOKEN.match(text, at)
         if found is None:
@@ -88,18 +92,59 @@ def _rules(text: str) -> Iterator[str]:
         if kind in ("defined", "name"):
             name = names.setdefault(part, f"r{len(names)}")
             if kind == "defined":
-                if part in defined:
+                if part in bodies:
                     raise ValueError(f"there are two rules {part!r}")
-                defined.add(part)
+                body = bodies[part] = []
+            else:
+                body.append(part)
             yield f"\n{name}:" if kind == "defined" else name
         elif kind == "text":
+            body.append(None)
             yield "(" + (" ".join(map(_quoted, _characters(part[1:-1]))) or '""') + ")"
         elif kind == "chars":
+            body.append(None)
             yield f"/{_class(part[1:-1])}/"
         elif kind == "sign":
+            body.append(None if part == "." else part)
             yield "/(?s:.)/" if part == "." else part
-    if unknown := [name for name in names if name not in defined]:
+    if unknown := [name for name in names if name not in bodies]:
         raise ValueError(f"there is no rule {unknown[0]!r}")
+    if endless := _without_end(bodies):
+        raise ValueError(f"the rule {endless[0]!r} has no text that ends")
+
+
+def _without_end(bodies: dict[str, list[str | None]]) -> list[str]:
+    """Rules that need themselves in each of their alternatives. The library would let a text into
+    one of them and then find that nothing fits."""
+    ends, left = set[str](), [*bodies]
+    for _ in range(30):  # of rules in an order made for it, the rest is left to the library
+        found = len(ends)
+        for name in left:
+            if _can_end(bodies[name], ends):
+                ends.add(name)
+        left = [name for name in reversed(left) if name not in ends]
+        if not left or len(ends) == found:
+            return sorted(left)
+    return []
+
+
+def _can_end(body: list[str | None], ends: set[str]) -> bool:
+    """Whether a text fits it, of rules in `ends` alone."""
+    outer, found, before, last = list[tuple[bool, bool]](), False, True, True
+    for part in body:
+        if part == "(":
+            outer.append((found, before and last))
+            found, before, last = False, True, True
+        elif part == ")" and outer:
+            last = found or (before and last)
+            found, before = outer.pop()
+        elif part == "|":
+            found, before, last = found or (before and last), True, True
+        elif part is not None and (part in "?*" or re.match(r"\{\s*0+\b", part)):
+            last = True
+        elif part is None or part[0] not in "+{":
+            before, last = before and last, part is None or part in ends
+    return found or (before and last) or bool(outer)  # what is not closed is said by the library
 
 
 def _class(inside: str) -> str:

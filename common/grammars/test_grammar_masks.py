@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 import random
 import re
 from collections.abc import Callable, Iterator
@@ -16,14 +17,21 @@ import numpy as np
 import pytest
 import torch
 import xgrammar
-from llguidance import LLTokenizer
+from llguidance import LLMatcher, LLTokenizer
 
 from common.engine_config import SHIPPED_CHECKPOINT
 from common.grammars import grammar_compiler
 from common.grammars.grammar_compiler import GrammarCompiler, GrammarJob
 from common.grammars.grammar_masks import GrammarMasks, Matched
+from common.grammars.json_schema import FORMATS, rewritten
 from common.grammars.lark_text import TOO_MANY_WAYS, compile_source
-from common.grammars.vocabulary import Beginning, Vocabulary, beginning_of, tokenizer_of
+from common.grammars.vocabulary import (
+    Beginning,
+    Vocabulary,
+    beginning_of,
+    tokenizer_of,
+    tokenizer_of_bytes,
+)
 from common.sampling.sampling_constraints import forbid
 from common.tests.grammar_cases import CASES, EOS, may_follow, small_tokenizer, texts_of
 from common.tokenizer import load_tokenizer
@@ -149,6 +157,10 @@ def test_two_libraries_allow_the_same_tokens(name) -> None:
         ('root ::= ("ab" | "a") "b" # nor whole words to the b', "(ab|a)b"),
         ('root ::= [^a-b] ("b" | "\\x62c") {1,2}', "[^ab](b|bc){1,2}"),
         ("root ::= .{2,} [\\-\\]c]", ".{2,}[-\\]c]"),
+        (
+            'root ::= x{0,2} "a"\nx ::= (y | "b") y*\ny ::= y "c" | z\nz ::= "c" | y',
+            "([bc]c*){0,2}a",
+        ),
         ('root ::= "\\u0061" (\n  "b"\n  | the-end)*\nthe-end ::= "c"', "a[bc]*"),
     ],
 )
@@ -174,14 +186,19 @@ def test_rules_allow_the_texts_that_they_say(rules, pattern) -> None:
         (Ebnf(r"root ::= [\d]"), r"\d is no escape"),
         (Ebnf(r'root ::= "\x4"'), r"\x is no escape"),
         (Ebnf(r'root ::= "\ud83d"'), r"\ud83d is no character"),
-        (Ebnf("root ::= root"), "no text fits it"),
+        (Ebnf("root ::= root"), "the rule 'root' has no text that ends"),
+        (Ebnf('root ::= "a" | "b" x\nx ::= ("c" | x) x'), "the rule 'x' has no text that ends"),
+        (Ebnf('root ::= "a" x?\nx ::= y {1,2}\ny ::= x+ | "b" y'), "the rule 'x' has no text"),
         (Regex("[a&&b]"), "no text fits it"),
         (Ebnf('root := "a"'), "at character 5: ':= \"a\"' is no part of a rule"),
         (Regex("(a"), "unclosed group"),
         (Regex("(?=a)b"), "look-around"),
         (Regex(r"(a)\1"), "backreferences are not supported"),
         (Json({"type": "nothing"}), "Invalid type: nothing"),
-        (Json({"type": "array", "uniqueItems": True}), "uniqueItems"),
+        (
+            Json({"type": "array", "uniqueItems": True}),
+            'a JSON schema with "uniqueItems" is not se',
+        ),
         (Json({"$ref": "#/nowhere"}), "nowhere"),
     ],
 )
@@ -279,6 +296,34 @@ def test_a_name_that_is_a_keyword_is_a_name(name: str, place: str) -> None:
     texts = {ours.draw(rng) for _ in range(20)}
     assert texts == {f'{{"{name}": "{value}"}}' for value in "ac"}
     assert json.loads(source_of(Json(schema)))["json"] == schema  # it was not changed
+
+
+def test_an_unknown_format_is_a_remark_that_the_log_names_once(caplog) -> None:
+    """At places of schemas: a property is *named* format here, and a value has a key of that name.
+    All that the library knows are enforced, and it refuses every other."""
+    tokenizer = small_tokenizer()
+    vocabulary = Vocabulary.of(tokenizer, tokenizer.vocab_size, [EOS])
+    inner = {"enum": ["a", "b"], "format": "letter-of-a-test"}
+    schema = {"type": "object", "properties": {"format": inner}, "required": ["format"]}
+    schema |= {"additionalProperties": False, "default": {"format": "letter-of-a-test"}}
+    with caplog.at_level(logging.WARNING):
+        matchings = [Matching(vocabulary, Json(schema, 0)) for _ in range(2)]
+    assert {m.draw(random.Random(i)) for i in range(9) for m in matchings} == {
+        f'{{"format": "{letter}"}}' for letter in "ab"
+    }
+    said = "format 'letter-of-a-test' of a schema is not known, and not enforced"
+    assert caplog.messages == [said]
+    for form in FORMATS:
+        schema = {"type": "string", "format": form}
+        assert rewritten(schema) == schema
+        matcher = LLMatcher(tokenizer_of_bytes(), f"start: %json {json.dumps(schema)}")
+        assert not matcher.is_error()
+        assert not matcher.deep_copy().consume_tokens([1 + byte for byte in b'"?!"']), form
+    schema = {"type": "string", "format": "regex"}
+    assert rewritten(schema) == {"type": "string"}
+    assert LLMatcher(
+        tokenizer_of_bytes(), f"start: %json {json.dumps(schema)}", log_level=0
+    ).is_error()
 
 
 PATTERNS = ["^a$", "^(a|b)$", "^a?$", "^[ab]$", "^$", "^[a&&b]$", "^a", "^ab$", ".*", "^.{1,2}$"]

@@ -25,7 +25,7 @@ from common.serve.chat import ChatPrompts
 from common.serve.deltas import RequestDelta
 from common.serve.engine_loop import EngineError, QueueFull
 from common.serve.errors import ApiError, ErrorAnswer, api_error, bad
-from common.serve.gate import Gate, GateConfig, error_response
+from common.serve.gate import LITTLE, Gate, GateConfig, error_response
 from common.serve.large_json import LARGE, answered, beside_the_loop, made_aside, read_body
 from common.serve.live_page import LivePage, watch_token
 from common.serve.server_metrics import ServerMetrics
@@ -62,6 +62,7 @@ ERRORS: dict[int | str, dict[str, Any]] = {
 }
 STREAMS: dict[int | str, dict[str, Any]] = {200: {"content": {"text/event-stream": {}}}}
 MAY_STREAM = ("/v1/completions", "/v1/chat/completions")
+FOR_PEOPLE = ("/", "/events")
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,13 +82,15 @@ class ServeConfig:
 class Server:
     """What the routes share."""
 
-    def __init__(self, llm: AsyncLLM, config: ServeConfig, gate: Gate) -> None:
+    def __init__(
+        self, llm: AsyncLLM, config: ServeConfig, gate: Gate, little: AsyncLLM | None = None
+    ) -> None:
         self.llm, self.config = llm, config
         self.defaults = sampling_defaults(llm.config.model) if config.uses_generation_config else {}
         how = config.chat_template, config.reads_calls, config.reads_reasoning
         self.chat = ChatPrompts(llm.tokenizer, *how)
         self.metrics = ServerMetrics(llm, config.model_name)
-        self.live = LivePage(llm, gate)
+        self.live = LivePage(llm, gate, little)
 
     # -- generating
 
@@ -338,12 +341,15 @@ class BodyRoute(APIRoute):
         return handle
 
 
-def make_app(llm: AsyncLLM, config: ServeConfig) -> tuple[FastAPI, Gate]:
-    """The application, and the gate around it, which is what is served."""
+def make_app(
+    llm: AsyncLLM, config: ServeConfig, little: AsyncLLM | None = None
+) -> tuple[FastAPI, Gate]:
+    """The application, and the gate around it, which is what is served. `little`: an engine of its
+    own for the page's switch, with so few blocks that requests are preempted."""
     app = FastAPI(title="vllm-from-scratch", version=VERSION, docs_url=None, redoc_url=None)
     app.router.route_class = BodyRoute
     gate = Gate(app, config.gate)
-    server = app.state.server = Server(llm, config, gate)
+    server = app.state.server = Server(llm, config, gate, little)
     post: dict[str, Any] = {
         "/v1/completions": server.completions,
         "/v1/chat/completions": server.chat_completions,
@@ -364,6 +370,10 @@ def make_app(llm: AsyncLLM, config: ServeConfig) -> tuple[FastAPI, Gate]:
         "/": server.live.page,
         "/events": server.live.events,
     }
+    if little is not None:
+        small = app.state.little = Server(little, config, gate)
+        post[f"{LITTLE}/v1/completions"] = small.completions
+        get[f"{LITTLE}/events"] = small.live.events
     for path, route in [*post.items(), *get.items()]:
         is_json = path not in ("/metrics", "/health") and "lora" not in path
         app.add_api_route(
@@ -373,7 +383,7 @@ def make_app(llm: AsyncLLM, config: ServeConfig) -> tuple[FastAPI, Gate]:
             response_model=None,
             response_class=JSONResponse if is_json else Response,
             responses={**ERRORS, **(STREAMS if path in MAY_STREAM else {})},
-            include_in_schema=path not in ("/", "/events"),  # for people
+            include_in_schema=path not in FOR_PEOPLE and not path.startswith(LITTLE),
         )
     # A `ValueError`: of a text that is none, or a path. Of others the log says where they were.
     for kind in (ApiError, ValueError, QueueFull, EngineError, Exception):

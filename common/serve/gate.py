@@ -25,6 +25,7 @@ from common.serve.large_json import json_response
 logger = logging.getLogger(__name__)
 POLLED = ("/health", "/metrics")  # not in the log while all is well
 LOOPBACK = ("localhost", "127.0.0.1", "[::1]")
+LITTLE = "/little"  # in front of the routes of the small engine, to which the same rules apply
 MAX_ID = 200
 # A number in a list holds up the loop as long as so many bytes of a text do.
 BYTES_OF_A_VALUE = 32
@@ -117,7 +118,7 @@ class Gate:
         return origin in allowed or "*" in allowed
 
     def _check(self, scope: Scope, headers: Headers) -> None:
-        path, method, config = scope["path"], scope["method"], self.config
+        path, method, config = scope["path"].removeprefix(LITTLE), scope["method"], self.config
         draining = ApiError(503, "the server is being shut down and takes no new requests")
         if path == "/health":
             if self.is_draining:  # who asks shall send nothing more here

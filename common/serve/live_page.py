@@ -46,7 +46,7 @@ if TYPE_CHECKING:
     from common.events.watch import Watch
 
 FILES = Path(__file__).parent / "live_page"
-SCRIPTS = ("live.js", "playground_words.js", "playground.js", "live_start.js")
+SCRIPTS = ("live.js", "playground_words.js", "playground.js", "live_caption.js", "live_start.js")
 TITLE = ("The engine, live", "引擎实况")
 MAX_VIEWERS = 16
 MAX_BEHIND = 1 << 20  # characters that a viewer has not taken
@@ -116,8 +116,8 @@ class Sink(io.TextIOBase):
 class LivePage:
     """Both routes."""
 
-    def __init__(self, llm: AsyncLLM, gate: Gate) -> None:
-        self.llm, self.gate = llm, gate
+    def __init__(self, llm: AsyncLLM, gate: Gate, little: AsyncLLM | None = None) -> None:
+        self.llm, self.gate, self.little = llm, gate, little
         self.viewers: set[Viewer] = set()
         self._loop: asyncio.AbstractEventLoop | None = None
         self._watch: Watch | None = None  # the engine's thread has it
@@ -134,12 +134,17 @@ class LivePage:
             ) from None
         return HTMLResponse(text, headers={"Content-Security-Policy": policy})
 
+    @property
+    def _num_little(self) -> int:
+        """The blocks of the small engine. 0: there is none."""
+        return 0 if self.little is None else (self.little.config.num_blocks or 1) - 1
+
     @cached_property
     def _page(self) -> tuple[str, str]:
         """The page, and what a browser lets it do: its own script, and to ask this server."""
         text = put_together(
             TITLE[0],
-            {"is_live": True, "title": TITLE},
+            {"is_live": True, "title": TITLE, "num_little": self._num_little},
             starts=[FILES / name for name in SCRIPTS],
             styles=[FILES / "live.css"],
             policy="; connect-src 'self'",

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import json
 import logging
 import resource
 import select
@@ -34,6 +35,8 @@ PROGRESS_S = 10.0
 MAX_OPEN_FILES = 65_536
 WAITING_BATCHES = 4  # as many may wait by default: 4 * `max_num_seqs` sequences
 KV_EVENTS_HOLD = "anyone who can reach it reads the token ids and salts of all prompts"
+TRY_IT = "def read_lines(path):\n    with open(path) as"  # the shipped checkpoint continues it well
+LITTLE_BLOCKS = 28  # eight prompts of the page do not fit, and are preempted
 SWITCH_S = 0.0005  # how long the engine's thread may hold Python's lock while the loop wants it
 
 
@@ -166,8 +169,12 @@ async def serve(args: argparse.Namespace, settings: dict[str, Any], listener: so
         batch = EngineConfig.__dataclass_fields__["max_num_seqs"].default
         most = WAITING_BATCHES * settings.get("max_num_seqs", batch)
     llm = await asyncio.to_thread(AsyncLLM, args.model, max_waiting=most, **settings)
-    kv_events = None
+    kv_events = little = None
     try:
+        if args.model is None:  # the shipped checkpoint, which is small enough for a second engine
+            little = await asyncio.to_thread(
+                AsyncLLM, None, max_waiting=most, **little_settings(settings)
+            )
         if args.kv_events is not None:
             from common.serve.kv_events import KVEvents
 
@@ -192,7 +199,7 @@ async def serve(args: argparse.Namespace, settings: dict[str, Any], listener: so
             args.tool_call_parser and args.tool_call_parser != "none",
             args.reasoning_parser and args.reasoning_parser != "none",
         )
-        _, gate = make_app(llm, config)
+        _, gate = make_app(llm, config, little)
         server = DrainingServer(llm, gate, args.drain_seconds)
         _tell(args, name, listener)
         said = asyncio.ensure_future(log_progress(llm))
@@ -204,7 +211,17 @@ async def serve(args: argparse.Namespace, settings: dict[str, Any], listener: so
     finally:
         if kv_events is not None and llm.why_dead is None:
             await llm.call(kv_events.take_out)
+        if little is not None:
+            await asyncio.to_thread(little.close)
         await asyncio.to_thread(llm.close)
+
+
+def little_settings(settings: dict[str, Any]) -> dict[str, Any]:
+    """Return those of the engine on which memory runs out, for the page's switch."""
+    kept = ("device", "dtype", "num_threads")
+    return {name: settings[name] for name in kept if name in settings} | {
+        "num_blocks": LITTLE_BLOCKS
+    }
 
 
 async def log_progress(llm: AsyncLLM) -> None:
@@ -239,7 +256,7 @@ def _tell(args: argparse.Namespace, name: str, listener: socket.socket) -> None:
     key = ' -H "Authorization: Bearer $KEY"' if args.api_key else ""
     _say(f"{name} is served at http://{where}/v1")
     _say(f"  watch it, and try it, at http://{where}/")
-    body = f'{{"model": "{name}", "prompt": "def fibonacci(n):", "max_tokens": 32}}'
+    body = json.dumps({"model": name, "prompt": TRY_IT, "max_tokens": 16, "temperature": 0})
     kind = "-H 'Content-Type: application/json'"
     _say(f"  curl http://{where}/v1/completions{key} {kind} -d '{body}'")
     _say(f"  {_what_is_open(GateConfig(args.host, args.api_key or None))}")

@@ -15,6 +15,7 @@ import pytest
 from uvicorn.lifespan.off import LifespanOff
 
 from common.engine_config import EngineStats
+from common.llm import LLM, SamplingParams
 from common.serve import running
 from common.serve.__main__ import main, parse_args
 from common.serve.app import ServeConfig
@@ -97,7 +98,7 @@ def served(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
         found.model, found.settings = model, settings
         return found.engine
 
-    def make_app(llm: Engine, config: ServeConfig) -> tuple[None, None]:
+    def make_app(llm: Engine, config: ServeConfig, little: Any) -> tuple[None, None]:
         found.config = config
         return None, None
 
@@ -166,6 +167,15 @@ def test_a_model_has_a_name(
     assert served.config.uses_generation_config
     said = capsys.readouterr().err
     assert f'"model": "{name}"' in said and "Bearer" not in said
+    assert '"temperature": 0' in said
+
+
+def test_what_is_printed_to_try_is_continued_well(alone: LLM) -> None:
+    """A newcomer's first answer: code that works, and the same each time."""
+    params = SamplingParams(temperature=0, max_tokens=16)
+    (output,) = alone.generate(running.TRY_IT, params, use_tqdm=False)
+    assert output.outputs[0].text.startswith(" fp:\n        return fp.read()\n")
+    compile(running.TRY_IT + output.outputs[0].text, "answer", "exec")
 
 
 @pytest.mark.parametrize(
@@ -220,7 +230,8 @@ def test_kv_events_end_before_the_engine_does(
     assert run("--kv-events=a", "--kv-events-replay=b") == 0
     assert "are at a (anyone who can reach it reads the token ids" in capsys.readouterr().err
     told = [] if why_dead else ["told"]
-    assert served.engine.said == ["spared", "tells a, b", "served", *told, "closed"]
+    closed = ["closed", "closed"]  # and the small engine
+    assert served.engine.said == ["spared", "tells a, b", "served", *told, *closed]
 
 
 def test_an_address_of_six_groups_stands_in_brackets(capsys: pytest.CaptureFixture) -> None:

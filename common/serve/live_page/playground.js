@@ -8,6 +8,7 @@
     max_tokens: "48", temperature: "0", top_p: "", top_k: "", min_p: "", seed: "",
   };
   const BETWEEN = "\n---\n";
+  const KEPT = "playground"; // what is written here, for this tab and for what it is after a reload
 
   const title = h("h2");
   const keyName = h("span");
@@ -22,7 +23,8 @@
 
   const examples = Object.keys(Watch.examples).map((name) => h("button", {"data-example": name,
     type: "button", onclick: () => write(Watch.examples[name])}));
-  const prompt = h("textarea", {rows: 7, spellcheck: "false", oninput: () => Watch.redraw()});
+  const prompt = h("textarea", {name: "prompts", rows: 7, spellcheck: "false",
+    oninput: () => Watch.redraw()});
   const count = h("p", {class: "quiet"});
   const model = h("select");
   const modelName = h("span");
@@ -30,19 +32,28 @@
     h("label", {}, h("span", {}, name), h("input", {name, value, inputmode: "decimal"})));
   const stopText = h("input", {name: "stop"});
   const schemaName = h("summary");
-  const schema = h("textarea", {rows: 5, spellcheck: "false", class: "schema",
+  const schema = h("textarea", {name: "schema", rows: 5, spellcheck: "false", class: "schema",
     placeholder: '{"type": "object", "properties": {"name": {"type": "string"}}}'});
   const run = h("button", {class: "run", type: "submit"});
   const stop = h("button", {type: "button", onclick: () => sent?.abort()});
   const problem = h("p", {class: "problem", role: "alert", hidden: true});
-  const form = h("form", {class: "prompts", onsubmit: (event) => {
+  const little = h("input", {type: "checkbox", name: "little", onchange: () => {
+    Watch.useLittle(little.checked);
+  }});
+  const littleName = h("span");
+  const form = h("form", {class: "prompts", oninput: keep, onsubmit: (event) => {
     event.preventDefault();
     send();
+  }, onkeydown: (event) => {
+    const isSend = event.key === "Enter" && (event.ctrlKey || event.metaKey);
+    if (isSend && !run.disabled) send();
+    if (isSend) event.preventDefault();
   }},
   h("p", {class: "examples"}, ...examples), prompt, count,
   h("label", {class: "model"}, modelName, model),
   h("div", {class: "fields"}, ...fields, h("label", {class: "wide"}, h("span", {}, "stop"), stopText)),
-  h("details", {}, schemaName, schema), h("p", {class: "go"}, run, stop), problem);
+  h("details", {}, schemaName, schema),
+  h("label", {class: "little", hidden: !Watch.settings.num_little}, little, littleName), h("p", {class: "go"}, run, stop), problem);
   const answers = h("ol", {class: "answers"});
   const root = h("aside", {class: "playground"}, title, keyForm, form, answers);
 
@@ -54,7 +65,21 @@
 
   function write(prompts) {
     prompt.value = prompts.join(BETWEEN);
+    keep();
     Watch.redraw();
+  }
+
+  const kept = () => [...form.elements].filter(({name}) => name && name !== "little");
+  function keep() {
+    const said = Object.fromEntries(kept().map(({name, value}) => [name, value]));
+    sessionStorage.setItem(KEPT, JSON.stringify(said));
+  }
+
+  function restore() {
+    const said = JSON.parse(sessionStorage.getItem(KEPT) ?? "null");
+    if (said === null) write(Watch.examples.one);
+    else for (const field of kept()) field.value = said[field.name] ?? field.value;
+    little.checked = Watch.isLittle();
   }
 
   const tell = (words) => {
@@ -78,12 +103,16 @@
 
   // -- sending
 
-  // Throws a `SyntaxError` for a schema that is none.
+  // Throws a `SyntaxError` for a schema that is none, and a `RangeError` for a number that is none.
   function bodyOf(prompts) {
     const body = {model: model.value, prompt: prompts, stream: true};
     for (const input of form.querySelectorAll(".fields input")) {
       const given = input.value.trim();
-      if (given !== "" && input.name in NUMBERS) body[input.name] = Number(given);
+      if (given === "" || !(input.name in NUMBERS)) continue;
+      body[input.name] = Number(given); // NaN would be sent as null: as if nothing had been given
+      if (!Number.isFinite(body[input.name])) {
+        throw new RangeError(t("play.no_number", {name: input.name, given}));
+      }
     }
     if (stopText.value) body.stop = stopText.value.replaceAll("\\n", "\n");
     if (schema.value.trim()) {
@@ -101,7 +130,8 @@
     try {
       body = JSON.stringify(bodyOf(prompts));
     } catch (error) {
-      tell(t("play.no_json", {why: error.message}));
+      const isNumber = error instanceof RangeError;
+      tell(isNumber ? error.message : t("play.no_json", {why: error.message}));
       return;
     }
     sent = new AbortController();
@@ -111,7 +141,7 @@
     try {
       const headers = {"Content-Type": "application/json"};
       const {signal} = sent;
-      const answer = await Watch.ask("/v1/completions", {method: "POST", body, headers, signal});
+      const answer = await Watch.ask(`${Watch.engine()}/v1/completions`, {method: "POST", body, headers, signal});
       for await (const lines of Watch.dataOf(answer)) lines.forEach(take);
     } catch (error) {
       if (error.status === 401) askForKey();
@@ -210,7 +240,9 @@
     answers.setAttribute("aria-label", t("play.answers"));
     Watch.say(modelName, t("play.model"));
     Watch.say(schemaName, t("play.schema"));
+    Watch.say(littleName, t("play.little", {n: Watch.settings.num_little}));
     Watch.say(run, t("play.run"));
+    run.title = "Ctrl+Enter";
     Watch.say(stop, t("play.stop"));
     run.disabled = sent !== null || n === 0;
     stop.disabled = sent === null;
@@ -218,7 +250,7 @@
     for (const card of cards) card.draw(state);
   }
 
-  write(Watch.examples.one);
+  restore();
   Watch.onDraw(draw);
   Watch.playground = {root, askForKey, readModels};
 })();

@@ -14,6 +14,8 @@
     "play.stop": ["Stop", "停止"],
     "play.key": ["API key", "API 密钥"],
     "play.use": ["Use it", "使用"],
+    "play.little": ["little memory: an engine with {n} blocks", "小内存：只有 {n} 个块的引擎"],
+    "play.no_number": ["{name} must be a number, got “{given}”.", "{name} 必须是数字，收到的是“{given}”。"],
     "play.no_json": ["The schema is no JSON: {why}", "schema 不是 JSON：{why}"],
     "play.stopped": ["stopped", "已停止"],
     "play.sent": ["sent", "已发送"],
@@ -37,7 +39,7 @@
 
 `;
   Watch.examples = {
-    one: ["def fibonacci(n):"],
+    one: [`${STACK.split("        self.items.append")[0].trimEnd()}`],
     eight: [
       `${STACK}    def pop(self):`,
       `${STACK}    def peek(self):`,

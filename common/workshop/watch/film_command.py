@@ -15,7 +15,6 @@ from pathlib import Path
 
 FOLDER = Path("build/films")
 NAMES = (*"123456", "adapters", "grammars", "windows")
-NUM_TAKES = 3  # of a film that is about time
 
 
 def add_films(parser: argparse.ArgumentParser) -> None:
@@ -36,6 +35,7 @@ def make_films(args: argparse.Namespace, mine: tuple[int, int] | None = None) ->
     from common.workshop.watch.films import (
         BEYOND,
         FILMS,
+        NUM_TAKES,
         page_of,
         shoot,
     )  # torch, and all that computes

@@ -40,6 +40,7 @@ from common.workshop.watch.film_facts import Facts
 from common.workshop.watch.page_maker import Reel, make_page
 from common.workshop.watch.workloads import Cast, Script, load_cast, perform
 
+NUM_TAKES = 3  # of a film that is about time
 TABLE = Path(__file__).with_name("films.txt")
 Both = tuple[str, str]  # in English, in Chinese
 

@@ -16,7 +16,6 @@ if TYPE_CHECKING:
     from playwright.sync_api import Browser
 
 FOLDER = Path(__file__).resolve().parents[2] / "serve" / "figures"
-TOO_LITTLE = ("--num-blocks", "34", "--num-threads", "1")
 WIDTH, HEIGHT, SCALE = 1100, 720, 1.5
 LIMIT_S = 60
 # Without the clock, whose times are others each time, and what a small picture has no room for.
@@ -25,6 +24,7 @@ _STYLE = """
 .cache-details { display: none !important; }
 body > .scenes { grid-template-rows: minmax(0, 1.1fr) minmax(0, 1fr) !important; }
 """
+_LITTLE = "Watch.store.films[0]?.run.num_blocks < 100"
 _PREEMPTED = """(() => {
   // Not the last step: who stands there goes on with the engine.
   const steps = (Watch.store.films[0]?.steps ?? []).slice(0, -3);
@@ -41,11 +41,14 @@ def take_live(browser: Browser, language: str) -> Any:
     size: Any = {"width": WIDTH, "height": HEIGHT}
     context = browser.new_context(viewport=size, device_scale_factor=SCALE, color_scheme="light")
     try:
-        with start_server(*TOO_LITTLE) as server:
+        with start_server("--num-threads", "1") as server:
             server.wait_until_ready()
             page = context.new_page()
             page.goto(f"{server.url}/?lang={language}")
             page.add_style_tag(content=_STYLE)
+            page.check("[name=little]")
+            while not page.evaluate(_LITTLE):
+                page.wait_for_timeout(50)
             page.click("[data-example=eight]")
             page.fill("[name=max_tokens]", "100")
             page.click(".run")

@@ -21,8 +21,7 @@ from typing import TYPE_CHECKING, Any
 
 from common.workshop.watch.chromium import BrowserUnavailableError, started_browser
 from common.workshop.watch.film_captions import write_captions
-from common.workshop.watch.film_command import NUM_TAKES
-from common.workshop.watch.films import BEYOND, FILMS, Shot, page_of, shoot
+from common.workshop.watch.films import BEYOND, FILMS, NUM_TAKES, Shot, page_of, shoot
 from common.workshop.watch.live_still import take_lives
 from common.workshop.watch.workloads import Cast, load_cast
 

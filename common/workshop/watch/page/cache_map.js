@@ -5,9 +5,9 @@
   const {h} = Watch;
   const HEIGHT = Watch.CACHE_LANE;
   const WIDTH = {hash: 78, radix: 52}; // of a column, px: one block
-  // Columns are smaller where that makes all of them fit, down to what a number needs. Below SMALL
+  // Columns are smaller where that makes all of them fit, down to what a number needs. Below SMALL of
   // they have no room for the text, and lanes are as low as a number.
-  const [LEAST, SMALL, LOW] = [24, 40, 22];
+  const [LEAST, SMALL, LOW] = [24, 0.7, 22];
   const fit = (size, num, most) =>
     size < num * LEAST ? most : Math.min(most, Math.floor(size / Math.max(1, num)));
 
@@ -144,7 +144,7 @@
       const {view, plane} = this;
       const {numColumns, lanes} = Watch.cacheLayout(view.film); // as large as the film will ever need
       this.width = fit(this.root.clientWidth, numColumns, this.most);
-      this.height = this.width < SMALL ? LOW : HEIGHT;
+      this.height = this.width < SMALL * this.most ? LOW : HEIGHT;
       plane.style.width = `${numColumns * this.width}px`;
       plane.style.height = `${lanes.length * this.height}px`;
       this.root.setAttribute("aria-label", Watch.t("cache.boxes"));

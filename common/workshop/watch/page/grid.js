@@ -130,8 +130,9 @@
       this.measure();
       this.follow();
       this.paint();
-      if (this.legendFor !== store.language) {
-        this.legendFor = store.language;
+      const legendFor = `${store.language} ${this.view.film.numSteps}`; // a live one has more each time
+      if (this.legendFor !== legendFor) {
+        this.legendFor = legendFor;
         this.box.setAttribute("aria-label", t("grid.name"));
         this.legend.replaceChildren(...Watch.gridLegend(this.view.film));
       }

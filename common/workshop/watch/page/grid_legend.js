@@ -1,5 +1,6 @@
 "use strict";
-// What the marks of the grid mean: only those that occur in its film.
+// What the marks of the grid mean: only those that occur in its film, and in a film that goes on those
+// that soon may.
 (() => {
   const {t, h} = Watch;
   Watch.words({
@@ -22,8 +23,10 @@
     ];
   };
 
+  const SOON = [["prompt", "decode", "recomputed"], ["blocks"], Object.keys(SIGNS)];
+
   function occurring(film) {
-    const [kinds, reasons, marks] = [new Set(), new Set(), new Set()];
+    const [kinds, reasons, marks] = SOON.map((names) => new Set(film.isLive ? names : []));
     for (const facts of film.steps) {
       for (const id of facts.cells.keys()) {
         for (const {kind} of Watch.verdicts(facts, id)) kinds.add(kind);

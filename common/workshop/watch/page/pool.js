@@ -11,7 +11,10 @@
       "{held} in use · {idle} cached, unused · {free} free · of {all}",
       "使用中 {held} · 已缓存未用 {idle} · 空闲 {free} · 共 {all}",
     ],
-    "pool.drawn": ["drawn: the first {num}, since no other was used", "只画前 {num} 块，其余还没用过"],
+    "pool.drawn": ["drawn: the first {num}", "只画前 {num} 块"],
+    "pool.large": [
+      "The KV memory has {all} blocks of {size} tokens: room for {tokens} tokens. Blocks that are not drawn have not been used yet.",
+      "KV 内存共 {all} 个块，每块 {size} 个 token，能存 {tokens} 个 token 的 KV。没有画出的块还没用过。"],
     "pool.next_taken": ["next taken", "将取用"],
     "pool.next_evicted": ["next evicted", "将淘汰"],
     "pool.none": ["none", "无"],
@@ -126,12 +129,23 @@
       this.drawCounts(facts);
       this.drawChanges(facts);
       this.drawOrders(facts);
-      const details = Watch.poolDetails(view, facts, looked);
+      const details = this.isAboutAll(looked) ? [this.aboutAll()] : Watch.poolDetails(view, facts, looked);
       this.details.replaceChildren(...details);
       this.cells.setAttribute("aria-label", Watch.t("pool.cells"));
       this.details.setAttribute("aria-label", Watch.t("pool.details"));
       const active = this.cursor() === null ? "" : this.painter.active(this.cursor());
       this.cells.setAttribute("aria-activedescendant", active);
+    }
+
+    isAboutAll({block, request}) {
+      return block === null && request === null && this.numDrawn < this.view.film.run.num_blocks;
+    }
+
+    aboutAll() {
+      const {num_blocks: num, block_size: size} = this.view.film.run;
+      const number = (n) => n.toLocaleString("en");
+      const values = {all: number(num - 1), size, tokens: number((num - 1) * size)};
+      return h("p", {class: "pool-about quiet"}, Watch.t("pool.large", values));
     }
 
     // Fresh blocks are taken in order. Cells are added, and never taken away.

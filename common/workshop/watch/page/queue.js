@@ -1,6 +1,7 @@
 "use strict";
 // Scene 4: who waits, in the order of service, and what the tokens of this step went to. All of it
-// is as the plan of the step saw it.
+// is as the plan of the step saw it; but at the end of a film that goes on, a request that has ended
+// is in no list.
 (() => {
   const {store, t, h} = Watch;
   const MOST_ROWS = 60; // a longer queue is counted, not listed
@@ -39,12 +40,15 @@
 
     draw() {
       const {facts, film} = this.view;
+      const {running: runs} = this.view.state;
+      const isNow = film.isLive && this.view.step === film.numSteps - 1;
       const waits = film.waits(this.view.step);
       this.drawBar(facts);
       Watch.say(this.stop, stopWords(this.view, waits));
       fill(this.waiting, t("queue.waiting", {n: waits.size, policy: film.run.policy}),
         [...waits].map(([id, reason]) => this.waitingRow(id, reason)));
-      const running = [...(facts?.cells.keys() ?? []), ...(facts?.idle ?? [])];
+      const running = [...(facts?.cells.keys() ?? []), ...(facts?.idle ?? [])]
+        .filter((id) => !isNow || runs.has(id));
       fill(this.running, t("queue.running", {n: running.length, seats: film.run.max_num_seqs}),
         running.map((id) => ({id, note: this.note(id, tokenWords(facts.cells.get(id) ?? [])), says: ""})));
     }
