@@ -70,7 +70,7 @@ class Answer:
     created: int = field(default_factory=lambda: int(time.time()))
     _begun: dict[int, TextPlaces] = field(default_factory=dict)  # by choice
     _prompt_ids: dict[int, list[int]] = field(default_factory=dict)
-    _replies: dict[int, Reply] = field(default_factory=dict)
+    _replies: list[Reply] = field(default_factory=list)
 
     def __post_init__(self) -> None:
         prefix = "chatcmpl" if self.kind == "chat" else "cmpl"
@@ -80,6 +80,9 @@ class Answer:
         if delta.prompt_token_ids is not None:
             self.usage.prompt_tokens += len(delta.prompt_token_ids)
             self._prompt_ids[prompt] = delta.prompt_token_ids
+            if self.reader is not None:  # of a chat, which has one prompt
+                end = self.tokenizer.decode(delta.prompt_token_ids[-NUM_OF_END:], False)
+                self._replies = [Reply(self.reader, end) for _ in range(self.params.n)]
         if not self.only_echo:
             new = (len(piece.token_ids) for piece in delta.completions.values())
             self.usage.completion_tokens += sum(new)
@@ -153,30 +156,21 @@ class Answer:
     ) -> dict[str, Any]:
         index, reason = prompt * self.params.n + piece.index, piece.finish_reason
         if self.kind == "chat":
-            said, reply = {"content": piece.text}, self._reply(index, prompt)
-            if reply is not None and where == "message":
-                said = reply.message(piece.text)
-            elif reply is not None:
-                said = reply.delta(piece.text, piece.finish_reason is not None)
+            said: dict[str, Any] = {"content": piece.text}
+            if self._replies:
+                reply, is_last = self._replies[piece.index], reason is not None
+                is_whole = where == "message"
+                said = reply.message(piece.text) if is_whole else reply.delta(piece.text, is_last)
+                reason = reply.finish_reason(reason)
             if where == "message":
                 said = {"role": "assistant", "refusal": None} | said
             choice = self._chat_choice(index, where, said, piece)
-            reason = (
-                piece.finish_reason if reply is None else reply.finish_reason(piece.finish_reason)
-            )
         else:
-            choice, reason = self._text_choice(index, prompt, piece, of), piece.finish_reason
+            choice = self._text_choice(index, prompt, piece, of)
         choice |= {"finish_reason": reason, "stop_reason": piece.stop_reason}
         if self.body.return_token_ids:
             choice["token_ids"] = piece.token_ids
         return choice
-
-    def _reply(self, index: int, prompt: int) -> Reply | None:
-        if self.reader is not None and index not in self._replies:
-            ids = self._prompt_ids[prompt][-NUM_OF_END:]
-            end = self.tokenizer.decode(ids, skip_special_tokens=False)
-            self._replies[index] = Reply(self.reader, end)
-        return self._replies.get(index)
 
     def _of_the_prompt(self, prompt: int, of: RequestDelta) -> dict[str, Any]:
         """As at vLLM: a chat says it once, a completion in each choice."""

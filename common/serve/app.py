@@ -75,8 +75,6 @@ class ServeConfig:
     adapter_root: Path | None = None
     uses_generation_config: bool = True
     heartbeat_seconds: float | None = None
-    reads_calls: bool | None = None  # this and the next; None: as the chat template writes them
-    reads_reasoning: bool | None = None
 
 
 class Server:
@@ -87,8 +85,7 @@ class Server:
     ) -> None:
         self.llm, self.config = llm, config
         self.defaults = sampling_defaults(llm.config.model) if config.uses_generation_config else {}
-        how = config.chat_template, config.reads_calls, config.reads_reasoning
-        self.chat = ChatPrompts(llm.tokenizer, *how)
+        self.chat = ChatPrompts(llm.tokenizer, config.chat_template)
         self.metrics = ServerMetrics(llm, config.model_name)
         self.live = LivePage(llm, gate, little)
 

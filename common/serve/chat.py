@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import logging
 import re
+from contextlib import suppress
 from dataclasses import replace
 from functools import cached_property
 from typing import Any
@@ -18,54 +19,38 @@ _TRIED = {"name": "a_tool_to_try", "description": "", "parameters": {"type": "ob
 
 
 class ChatPrompts:
-    """`template`: instead of the model's. `reads_calls` and `reads_reasoning`: whether texts are
-    read for them; None: where the template writes them."""
+    """`template`: instead of the model's."""
 
-    def __init__(
-        self,
-        tokenizer: Tokenizer,
-        template: str | None = None,
-        reads_calls: bool | None = None,
-        reads_reasoning: bool | None = None,
-    ) -> None:
+    def __init__(self, tokenizer: Tokenizer, template: str | None = None) -> None:
         self._source, self._template = tokenizer.source, template
-        self._reads_calls, self._reads_reasoning = reads_calls, reads_reasoning
-        self._has_warned = False
         id_of = tokenizer.backend.token_to_id
         self.hides_marks = any(id_of(mark) in tokenizer.special_ids for mark in MARKS)
 
     def reader(self, tools: ToolUse, has_grammar: bool) -> Reader | None:
         """None: the text is the content. Raises `ApiError`."""
-        shown, reads_calls = self._shown_tool, self._reads_calls
-        if reads_calls is None:  # and no other form within the same mark
-            reads_calls = re.search(CALL + r"\s*{", shown) is not None
-        if tools.choice == "auto" and not reads_calls:
+        shown = self._shown_tool if tools.schemas else ""
+        if tools.choice == "auto" and not re.search(CALL + r"\s*{", shown):  # and no other form
             raise bad(
                 "tools: the chat template does not ask this model for calls of the form "
                 f'{CALL}{{"name": ..., "arguments": ...}}, so tool_choice "auto" cannot find them. '
                 'Use "required" or name a function',
                 "tools",
             )
-        if tools.schemas and _TRIED["name"] not in shown and not self._has_warned:
-            self._has_warned = True
-            logger.warning("the chat template ignores tools: the model sees none of them")
-        reads_reasoning = self._reads_reasoning
-        if reads_reasoning is None:
-            own = getattr(self._source, "chat_template", None)
-            reads_reasoning = END_THINK in str(self._template or own)
-        reads_reasoning = reads_reasoning and not has_grammar
-        if tools.choice == "none" and not reads_reasoning:
+        template = self._template or getattr(self._source, "chat_template", None)
+        has_reasoning = END_THINK in str(template) and not has_grammar
+        if tools.choice == "none" and not has_reasoning:
             return None
-        return Reader(replace(tools, schemas={}), reads_reasoning)  # which lives with the answer
+        return Reader(replace(tools, schemas={}), has_reasoning)  # which lives with the answer
 
     @cached_property
     def _shown_tool(self) -> str:
         """A prompt with a tool."""
-        tools = [{"type": "function", "function": _TRIED}]
-        try:
-            return self.text([{"role": "user", "content": "x"}], kwargs={"tools": tools})
-        except ApiError:
-            return ""
+        tools, text = [{"type": "function", "function": _TRIED}], ""
+        with suppress(ApiError):
+            text = self.text([{"role": "user", "content": "x"}], kwargs={"tools": tools})
+        if _TRIED["name"] not in text:
+            logger.warning("the chat template ignores tools: the model sees none of them")
+        return text
 
     def text(
         self,

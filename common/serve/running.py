@@ -190,14 +190,7 @@ async def serve(args: argparse.Namespace, settings: dict[str, Any], listener: so
         )
         recommended = args.generation_config == "auto"
         config = ServeConfig(
-            name,
-            gate_config,
-            template,
-            args.adapter_root,
-            recommended,
-            args.heartbeat_seconds,
-            args.tool_call_parser and args.tool_call_parser != "none",
-            args.reasoning_parser and args.reasoning_parser != "none",
+            name, gate_config, template, args.adapter_root, recommended, args.heartbeat_seconds
         )
         _, gate = make_app(llm, config, little)
         server = DrainingServer(llm, gate, args.drain_seconds)

@@ -16,6 +16,7 @@ from __future__ import annotations
 import json
 import re
 import uuid
+from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
@@ -29,6 +30,7 @@ MARKS = (THINK, END_THINK, CALL, END_CALL)
 # A call up to its arguments' value. One that is written otherwise is read when it is complete.
 _HEAD = re.compile(r'\s*{\s*"name"\s*:\s*"([^"\\<]+)"\s*,\s*"(?:arguments|parameters)"\s*:\s*(?={)')
 _NAME = re.compile(r"[\w.:/-]{1,256}")
+State = Callable[[dict[str, Any]], bool]
 _NO_PARAMETERS = {"type": "object", "properties": {}, "additionalProperties": False}
 
 
@@ -71,20 +73,14 @@ def tool_use(tools: Any, choice: Any, is_parallel: bool | None) -> ToolUse:
         if choice not in (None, "none"):
             raise bad("tool_choice must come with tools", "tool_choice")
         return ToolUse(schemas)
-    if isinstance(choice, dict):
-        function = choice.get("function")
-        name = function.get("name") if isinstance(function, dict) else None
-        if choice.get("type") != "function" or not isinstance(name, str) or name not in schemas:
-            raise bad(
-                "tool_choice must be {'type': 'function', 'function': {'name': N}} with N one of "
-                f"{_short([*schemas])}, got {_short(choice)}",
-                "tool_choice",
-            )
-        return ToolUse(schemas, "named", name)
+    for name in schemas:
+        if choice == {"type": "function", "function": {"name": name}}:
+            return ToolUse(schemas, "named", name)
     choice = "auto" if choice is None else choice
     if choice not in ("none", "auto", "required"):
-        allowed = "'none', 'auto', 'required' or a function"
-        raise bad(f"tool_choice must be {allowed}, got {_short(choice)}", "tool_choice")
+        allowed = "'none', 'auto', 'required' or {'type': 'function', 'function': {'name': N}}"
+        says = f"tool_choice must be {allowed} with N one of the tools, got {choice!r:.200}"
+        raise bad(says, "tool_choice")
     return ToolUse(schemas, choice, is_parallel=is_parallel is not False)
 
 
@@ -98,10 +94,9 @@ def schemas_of(tools: Any) -> dict[str, dict[str, Any]]:
         name, schema = function.get("name"), function.get("parameters") or _NO_PARAMETERS
         if not isinstance(name, str) or not _NAME.fullmatch(name) or name in schemas:
             allowed = "letters, digits and _-.:/ only, and another one for each tool"
-            raise bad(f"tools[{i}].function.name must be {allowed}, got {_short(name)}", "tools")
+            raise bad(f"tools[{i}].function.name must be {allowed}, got {name!r:.200}", "tools")
         if not isinstance(schema, dict) or schema.get("type", "object") != "object":
-            allowed = "the JSON schema of an object"
-            raise bad(f"tools[{i}].function.parameters must be {allowed}", "tools")
+            raise bad(f"tools[{i}].function.parameters must be an object's JSON schema", "tools")
         schemas[name] = {"type": "object"} | schema
     return schemas
 
@@ -114,11 +109,6 @@ def _rooted(schema: Any, root: str) -> Any:
     found = {key: _rooted(inner, root) for key, inner in schema.items()}
     to = found.get("$ref")
     return found | {"$ref": root + to[1:]} if isinstance(to, str) and to[:1] == "#" else found
-
-
-def _short(value: Any) -> str:
-    text = repr(value)
-    return text if len(text) <= 200 else text[:200] + "..."
 
 
 def calls_of_history(calls: Any, where: str) -> list[dict[str, Any]]:
@@ -205,19 +195,17 @@ class Reply:
         return True
 
     def _reasoning(self, fields: dict[str, Any]) -> bool:
-        if is_over := self._take(fields, "reasoning_content", END_THINK):
-            self._state = self._content
-        return is_over
+        return self._take(fields, "reasoning_content", END_THINK, self._content)
 
     def _content(self, fields: dict[str, Any]) -> bool:
-        if is_over := self._take(fields, "content", CALL if self._tools.choice == "auto" else ""):
-            self._state = self._head
-        return is_over
+        return self._take(
+            fields, "content", CALL if self._tools.choice == "auto" else "", self._head
+        )
 
     def _head(self, fields: dict[str, Any]) -> bool:
         """From the mark to the arguments."""
         if (head := _HEAD.match(self._text)) is not None:
-            self._begin_call(fields, head[1])
+            self._call(fields, "", head[1])
             self._text, self._state = self._text[head.end() :], self._arguments
             return True
         found, end, after = self._text.partition(END_CALL)
@@ -227,28 +215,25 @@ class Reply:
         self._state, call = self._content, _whole_call(found)
         if call is None:
             self._is_after_mark = False
-            self._add(fields, "content", self._mark)
+            fields["content"] = fields.get("content", "") + self._mark
         else:
-            self._begin_call(fields, call["name"])
-            self._add_arguments(fields, call["arguments"])
+            self._call(fields, **call)
             self._text = after
         return True
 
     def _named(self, fields: dict[str, Any]) -> bool:
         if self._text:
-            if not self._num_calls:
-                self._begin_call(fields, self._tools.name)
-            self._add_arguments(fields, self._text)
+            self._call(fields, self._text, "" if self._num_calls else self._tools.name)
             self._text = ""
         return False
 
     def _arguments(self, fields: dict[str, Any]) -> bool:
         num = self._num_of_object()
-        self._add_arguments(fields, self._text[:num])
+        if num:
+            self._call(fields, self._text[:num])
         self._text = self._text[num:]
-        if is_over := self._depth == 0:
-            self._state = self._after_call
-        return is_over
+        self._state = self._arguments if self._depth else self._after_call
+        return not self._depth
 
     def _after_call(self, fields: dict[str, Any]) -> bool:
         """To the next call of an array, or past the mark."""
@@ -267,46 +252,41 @@ class Reply:
 
     # -- what the states share
 
-    def _take(self, fields: dict[str, Any], name: str, mark: str) -> bool:
+    def _take(self, fields: dict[str, Any], name: str, mark: str, after_mark: State) -> bool:
         """Add the text before the mark, and pass the mark if it has come. What may be a part of it,
         and newlines before that, wait for more text."""
         if self._is_after_mark:
             self._text = self._text.lstrip("\n")
             self._is_after_mark = not self._text
-        found, is_there, after = self._text.partition(mark) if mark else (self._text, "", "")
-        taken = found
-        if is_there:
-            taken = found.rstrip("\n")
+        taken = self._text
+        place = taken.find(mark) if mark else -1
+        if place >= 0:
+            taken = taken[:place].rstrip("\n")
+            self._mark, self._text = (
+                self._text[len(taken) : place] + mark,
+                taken + self._text[place + len(mark) :],
+            )
+            self._is_after_mark, self._state = True, after_mark
         elif mark and not self._is_last:
-            num = next(n for n in range(len(mark), -1, -1) if found.endswith(mark[:n]))
-            taken = found[: len(found) - num].rstrip("\n")
-        self._add(fields, name, taken)
+            num = next(n for n in range(len(mark), -1, -1) if taken.endswith(mark[:n]))
+            taken = taken[: len(taken) - num].rstrip("\n")
         self._text = self._text[len(taken) :]
-        if is_there:
-            self._mark, self._text = self._text[: len(self._text) - len(after)], after
-            self._is_after_mark = True
-        return bool(is_there)
+        if taken:
+            fields[name] = fields.get(name, "") + taken
+        return place >= 0
 
-    def _add(self, fields: dict[str, Any], name: str, text: str) -> None:
-        if text:
-            fields[name] = fields.get(name, "") + text
-
-    def _begin_call(self, fields: dict[str, Any], name: str) -> None:
-        self._num_calls += 1
-        if self._is_sent():
-            call = {"index": self._num_calls - 1, "id": f"call_{uuid.uuid4().hex}"}
-            call |= {"type": "function", "function": {"name": name, "arguments": ""}}
-            fields.setdefault("tool_calls", []).append(call)
-
-    def _add_arguments(self, fields: dict[str, Any], text: str) -> None:
-        if text and self._is_sent():
-            calls = fields.setdefault("tool_calls", [])
-            if not calls:
-                calls.append({"index": self._num_calls - 1, "function": {"arguments": ""}})
-            calls[-1]["function"]["arguments"] += text
-
-    def _is_sent(self) -> bool:
-        return self._tools.is_parallel or self._num_calls == 1
+    def _call(self, fields: dict[str, Any], arguments: str, name: str = "") -> None:
+        """Begin the call of a function, or go on with its arguments."""
+        self._num_calls += bool(name)
+        if self._num_calls > 1 and not self._tools.is_parallel:
+            return
+        calls = fields.setdefault("tool_calls", [])
+        if name or not calls:
+            calls.append({"index": self._num_calls - 1, "function": {"arguments": ""}})
+        if name:
+            calls[-1] |= {"id": f"call_{uuid.uuid4().hex}", "type": "function"}
+            calls[-1]["function"]["name"] = name
+        calls[-1]["function"]["arguments"] += arguments
 
     def _num_of_object(self) -> int:
         """The characters up to the bracket that closes the first one, or all that have come."""
@@ -329,13 +309,9 @@ def _whole_call(text: str) -> dict[str, str] | None:
     """A call in another order of keys, or without arguments."""
     try:
         call = json.loads(text)
-        name, arguments = call["name"], call.get("arguments") or {}
+        found = {"name": call["name"], "arguments": call.get("arguments") or {}}
     except (ValueError, RecursionError, KeyError, TypeError, AttributeError):
         return None
-    if not isinstance(name, str) or not isinstance(arguments, dict | str):
-        return None
-    is_text = isinstance(arguments, str)
-    return {
-        "name": name,
-        "arguments": arguments if is_text else json.dumps(arguments, ensure_ascii=False),
-    }
+    if isinstance(found["arguments"], dict):
+        found["arguments"] = json.dumps(found["arguments"], ensure_ascii=False)
+    return found if all(isinstance(text, str) and text for text in found.values()) else None
