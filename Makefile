@@ -67,13 +67,13 @@ unexport PYTHONDONTWRITEBYTECODE
 say-%:
 	@echo "make $*: $(WHAT_$*)"
 
-# With ARGS=--mine a program runs with the functions that you have written.
+# With ARGS=--mine a program runs with the functions that you have written, after it has tested them.
 MINE = $(if $(filter --mine,$(ARGS)),common.workshop.tasks.mine)
 
 help: say-help
 	@$(foreach t,$(TARGETS),printf '  make %-10s %s\n' '$(t)' "$(WHAT_$(t))";)
 
-demo: say-demo $(RUN)
+demo: say-demo $(if $(MINE),$(TEST),$(RUN))
 	@$(PY) -m $(MINE) common.demo $(ARGS)
 
 serve: say-serve $(SERVER)
@@ -101,7 +101,7 @@ museum: say-museum $(TEST)
 task: say-task $(TEST)
 	@$(PY) -m common.workshop.tasks $(N) $(if $(EVENING),--evening $(EVENING)) $(ARGS) || [ $$? -eq 1 ]
 
-watch: say-watch $(RUN)
+watch: say-watch $(if $(MINE),$(TEST),$(RUN))
 	@$(PY) -m common.workshop.watch $(ARGS)
 
 # Without ruff's cache: it keeps a file's verdict on import order after a neighbour that the file

@@ -125,7 +125,7 @@ def _is_chosen() -> bool:
             return False
         return torch.get_num_threads() != 1
 
-    return torch.backends.mkl.is_available() and _in_new_thread(is_fixed)
+    return torch.backends.mkl.is_available() and bool(_in_new_thread(is_fixed))
 
 
 def _in_new_thread(ask: Callable[[], int]) -> int:

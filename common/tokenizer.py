@@ -161,10 +161,10 @@ def _restore_parts(backend: tokenizers.Tokenizer, path: Path, class_name: str) -
     in training. Added tokens and what stands around a prompt (BOS) stay as transformers loads them:
     it reads them from more than one file."""
     stored = type(backend).from_file(str(path))
-    changed = [
-        name for name in _PARTS if repr(getattr(backend, name)) != repr(getattr(stored, name))
-    ]
-    for name in _PARTS:
+    changed = []
+    for name in _PARTS:  # a model's text would take half a second
+        if name != "model" and repr(getattr(backend, name)) != repr(getattr(stored, name)):
+            changed.append(name)
         setattr(backend, name, getattr(stored, name))
     if changed:
         parts = ", ".join(changed)

@@ -60,7 +60,7 @@ class GrammarsCompiled(SchedulerPlugin):
         if job is None or job.done():
             return
         if all(other is not job for other in self._jobs.values()):
-            job.cancel()  # if it has not begun
+            job.cancel()  # begun or not: no other grammar waits for it
 
     def failed(self) -> dict[str, str]:
         """Who can never start, and why: `grammar: ...`, so that a server can tell whose fault it

@@ -386,7 +386,8 @@ def test_ranks_that_say_different_things_of_themselves_are_refused(
     facts = facts | {"num_blocks": 40, "kv_bytes_per_block": 8}
     executor, ranks = Executor([], 0, 1.0), [facts, facts | {name: other}]
     with pytest.raises(ValueError, match=f"the ranks do not have the same {name}: "):
-        remote._make_side(config, read_checkpoint(random_oracle.path), executor, ranks, 64, 97, {})
+        checkpoint = read_checkpoint(random_oracle.path)
+        remote._make_side(config, checkpoint, executor, ranks, 64, 97, 0, {})
 
 
 class NoTokenizer:

@@ -404,8 +404,8 @@ def test_each_target_installs_what_it_needs_and_no_more(tmp_path: Path) -> None:
     for name in ("Makefile", "pyproject.toml"):
         shutil.copy(ROOT / name, tmp_path)
 
-    def extras(target: str) -> list[str]:
-        run = subprocess.run(["make", "-n", target], cwd=tmp_path, capture_output=True, text=True)
+    def extras(*target: str) -> list[str]:
+        run = subprocess.run(["make", "-n", *target], cwd=tmp_path, capture_output=True, text=True)
         assert run.returncode == 0, run.stderr
         assert '"torch==' in run.stdout and '"triton==' in run.stdout
         return re.findall(r"-e '\.\[([\w,]+)\]'", run.stdout)
@@ -417,9 +417,29 @@ def test_each_target_installs_what_it_needs_and_no_more(tmp_path: Path) -> None:
     found = {target: extras(target) for targets in of for target in targets.split()}
     wanted = {t: e for targets, e in zip(of, expected, strict=True) for t in targets.split()}
     assert found == wanted
+    assert extras("demo", "ARGS=--mine") == extras("watch", "ARGS=--mine") == wanted["test"]
     makefile = (ROOT / "Makefile").read_text(encoding="utf-8")
     (targets,) = re.findall(r"^TARGETS := (.*)", makefile, re.MULTILINE)
     assert set(targets.split()) - set(found) == {"clean"}
+
+
+def test_what_a_reader_runs_first_needs_nothing_of_the_tests() -> None:
+    """`make demo`, `make watch`, `make bench` and `make ladder` install no more than the engine."""
+    hidden = [
+        "pytest",
+        "hypothesis",
+        "matplotlib",
+        "jupytext",
+        "scipy",
+        "peft",
+        "fastapi",
+        "openai",
+    ]
+    modules = "common.demo, common.workshop.watch.watch_command, common.workshop.bench.bench"
+    code = f"import sys; sys.modules |= dict.fromkeys({hidden}); import {modules}"
+    code += ", common.workshop.ladder, common.workshop.bench.ladder_bench"
+    run = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True)
+    assert run.returncode == 0, run.stderr
 
 
 @pytest.mark.parametrize("options", [[], ["-n", "1"]], ids=["alone", "xdist"])
