@@ -22,9 +22,13 @@ class ChatPrompts:
     """`template`: instead of the model's."""
 
     def __init__(self, tokenizer: Tokenizer, template: str | None = None) -> None:
-        self._source, self._template = tokenizer.source, template
-        id_of = tokenizer.backend.token_to_id
-        self.hides_marks = any(id_of(mark) in tokenizer.special_ids for mark in MARKS)
+        self._tokenizer, self._source, self._template = tokenizer, tokenizer.source, template
+
+    @cached_property
+    def hides_marks(self) -> bool:
+        """Whether a text without special tokens is one without marks."""
+        ids = map(self._tokenizer.backend.token_to_id, MARKS)
+        return not self._tokenizer.special_ids.isdisjoint(ids)
 
     def reader(self, tools: ToolUse, has_grammar: bool) -> Reader | None:
         """None: the text is the content. Raises `ApiError`."""
