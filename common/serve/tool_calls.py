@@ -115,7 +115,7 @@ def calls_of_history(calls: Any, where: str) -> list[dict[str, Any]]:
     """The calls of an earlier answer, with the arguments as the object that chat templates expect.
     Raises `ApiError`."""
     found = []
-    for call in calls if isinstance(calls, list) else [None]:
+    for call in calls if isinstance(calls, list) else [{}]:
         function = call.get("function") if isinstance(call, dict) else None
         if not isinstance(function, dict) or not isinstance(function.get("name"), str):
             raise bad(f"{where}: each of tool_calls must have a function with a name", "messages")
