@@ -43,6 +43,10 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
         parser.add_argument(flag, metavar=metavar, action="append", default=[], help=says)
     parser.add_argument("--served-model-name", metavar="NAME", help="what clients call it")
     parser.add_argument("--chat-template", type=Path, metavar="FILE", help="instead of the model's")
+    no_flag = "as in vLLM; needs no flag here, where the chat template says it"
+    parser.add_argument("--enable-auto-tool-choice", action="store_true", help=no_flag)
+    parser.add_argument("--tool-call-parser", choices=["hermes"], help=no_flag)
+    parser.add_argument("--reasoning-parser", choices=["qwen3"], help=no_flag)
     parser.add_argument(
         "--generation-config",
         choices=["auto", "vllm"],

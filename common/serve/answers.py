@@ -17,11 +17,13 @@ from common.sampling.distributions import TokenLogprobs
 from common.serve.deltas import CompletionDelta, RequestDelta
 from common.serve.large_json import json_pieces, to_json
 from common.serve.text_places import TextPlaces
+from common.serve.tool_calls import Reader, Reply
 from common.serve.wire import GenerateBody
 from common.tokenizer import Tokenizer
 from request import SamplingParams
 
 DONE = b"data: [DONE]\n\n"
+NUM_OF_END = 16  # tokens of a prompt, which hold what stands at its end
 NO_LOGPROB = -9999.0  # JSON has no infinity
 BYTES_OF_AN_ENTRY = 80  # of log-probabilities, about
 
@@ -62,11 +64,13 @@ class Answer:
     prompts: Sequence[str] = ()  # their texts, where they are echoed
     only_echo: bool = False
     request_id: str = field(default_factory=lambda: uuid.uuid4().hex)
+    reader: Reader | None = None  # of a chat's texts; None: they are the content
     usage: Usage = field(default_factory=Usage)
     id: str = ""
     created: int = field(default_factory=lambda: int(time.time()))
     _begun: dict[int, TextPlaces] = field(default_factory=dict)  # by choice
     _prompt_ids: dict[int, list[int]] = field(default_factory=dict)
+    _replies: list[Reply] = field(default_factory=list)
 
     def __post_init__(self) -> None:
         prefix = "chatcmpl" if self.kind == "chat" else "cmpl"
@@ -76,6 +80,9 @@ class Answer:
         if delta.prompt_token_ids is not None:
             self.usage.prompt_tokens += len(delta.prompt_token_ids)
             self._prompt_ids[prompt] = delta.prompt_token_ids
+            if self.reader is not None:  # of a chat, which has one prompt
+                end = self.tokenizer.decode(delta.prompt_token_ids[-NUM_OF_END:], False)
+                self._replies = [Reply(self.reader, end) for _ in range(self.params.n)]
         if not self.only_echo:
             new = (len(piece.token_ids) for piece in delta.completions.values())
             self.usage.completion_tokens += sum(new)
@@ -116,10 +123,15 @@ class Answer:
             choices = [self._chat_choice(i, "delta", role, None) for i in range(self.params.n)]
             firsts = [self._piece([choice]) | about for choice in choices]
         says_all = self.params.logprobs is not None or self.body.return_token_ids
-        return firsts + [
-            self._piece([self._choice(prompt, piece, delta, "delta")])
+        choices = [
+            self._choice(prompt, piece, delta, "delta")
             for piece in delta.completions.values()
             if piece.text or piece.finish_reason or says_all
+        ]
+        return firsts + [
+            self._piece([choice])
+            for choice in choices
+            if choice.get("delta", True) or choice["finish_reason"] or says_all
         ]
 
     def usage_piece(self) -> dict[str, Any]:
@@ -142,15 +154,20 @@ class Answer:
     def _choice(
         self, prompt: int, piece: CompletionDelta, of: RequestDelta, where: str = "message"
     ) -> dict[str, Any]:
-        index = prompt * self.params.n + piece.index
+        index, reason = prompt * self.params.n + piece.index, piece.finish_reason
         if self.kind == "chat":
-            said = {"content": piece.text}
+            said: dict[str, Any] = {"content": piece.text}
+            if self._replies:
+                reply, is_last = self._replies[piece.index], reason is not None
+                is_whole = where == "message"
+                said = reply.message(piece.text) if is_whole else reply.delta(piece.text, is_last)
+                reason = reply.finish_reason(reason)
             if where == "message":
                 said = {"role": "assistant", "refusal": None} | said
             choice = self._chat_choice(index, where, said, piece)
         else:
             choice = self._text_choice(index, prompt, piece, of)
-        choice |= {"finish_reason": piece.finish_reason, "stop_reason": piece.stop_reason}
+        choice |= {"finish_reason": reason, "stop_reason": piece.stop_reason}
         if self.body.return_token_ids:
             choice["token_ids"] = piece.token_ids
         return choice

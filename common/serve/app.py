@@ -6,7 +6,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import chain
 from pathlib import Path
@@ -39,6 +39,7 @@ from common.serve.streams import (
     merged,
     unless_gone,
 )
+from common.serve.tool_calls import schemas_of
 from common.serve.wire import (
     ChatBody,
     CompletionBody,
@@ -104,11 +105,16 @@ class Server:
 
     async def chat_completions(self, body: ChatBody, request: Request) -> Response:
         model, params = self._model(body), body.params(self.defaults)
+        tools, has_grammar = body.tool_use(), params.grammar is not None
+        reader = await asyncio.to_thread(self.chat.reader, tools, has_grammar)
+        if reader is not None and self.chat.hides_marks:
+            params = replace(params, skip_special_tokens=False)
         params = await self.llm.without_texts(params)
         ids = await self._chat_ids(body, params)
         body.messages.clear()
-        name = request.state.request_id
-        answer = Answer("chat", model, self.llm.tokenizer, body, params, request_id=name)
+        body.tools = None
+        name, tokenizer = request.state.request_id, self.llm.tokenizer
+        answer = Answer("chat", model, tokenizer, body, params, request_id=name, reader=reader)
         return await self._generate(answer, [ids], request)
 
     async def _generate(
@@ -195,8 +201,9 @@ class Server:
 
     async def _chat_text(self, body: ChatBody | TokenizeBody) -> str:
         assert body.messages is not None
-        fields = {"documents": body.documents, "reasoning_effort": body.reasoning_effort}
-        given = {name: value for name, value in fields.items() if value is not None}
+        schemas_of(body.tools or ())
+        names = ("documents", "reasoning_effort", "enable_thinking", "tools")
+        given = {name: getattr(body, name) for name in names if getattr(body, name) is not None}
         kwargs = (body.chat_template_kwargs or {}) | given
         how = body.add_generation_prompt, body.continue_final_message, kwargs
         return await asyncio.to_thread(self.chat.text, body.messages, *how)

@@ -1,18 +1,60 @@
-"""Messages to a prompt: a model's own template, or one that the server was given."""
+"""Messages to a prompt: a model's own template, or one that the server was given. The template also
+says how the model writes its reasoning and its tool calls."""
 
 from __future__ import annotations
 
+import logging
+import re
+from contextlib import suppress
+from dataclasses import replace
+from functools import cached_property
 from typing import Any
 
-from common.serve.errors import bad
+from common.serve.errors import ApiError, bad
+from common.serve.tool_calls import CALL, END_THINK, MARKS, Reader, ToolUse, calls_of_history
 from common.tokenizer import Tokenizer
+
+logger = logging.getLogger(__name__)
+_TRIED = {"name": "a_tool_to_try", "description": "", "parameters": {"type": "object"}}
 
 
 class ChatPrompts:
     """`template`: instead of the model's."""
 
     def __init__(self, tokenizer: Tokenizer, template: str | None = None) -> None:
-        self._source, self._template = tokenizer.source, template
+        self._tokenizer, self._source, self._template = tokenizer, tokenizer.source, template
+
+    @cached_property
+    def hides_marks(self) -> bool:
+        """Whether a text without special tokens is one without marks."""
+        ids = map(self._tokenizer.backend.token_to_id, MARKS)
+        return not self._tokenizer.special_ids.isdisjoint(ids)
+
+    def reader(self, tools: ToolUse, has_grammar: bool) -> Reader | None:
+        """None: the text is the content. Raises `ApiError`."""
+        shown = self._shown_tool if tools.schemas else ""
+        if tools.choice == "auto" and not re.search(CALL + r"\s*{", shown):  # and no other form
+            raise bad(
+                "tools: the chat template does not ask this model for calls of the form "
+                f'{CALL}{{"name": ..., "arguments": ...}}, so tool_choice "auto" cannot find them. '
+                'Use "required" or name a function',
+                "tools",
+            )
+        template = self._template or getattr(self._source, "chat_template", None)
+        has_reasoning = END_THINK in str(template) and not has_grammar
+        if tools.choice == "none" and not has_reasoning:
+            return None
+        return Reader(replace(tools, schemas={}), has_reasoning)  # which lives with the answer
+
+    @cached_property
+    def _shown_tool(self) -> str:
+        """A prompt with a tool."""
+        tools, text = [{"type": "function", "function": _TRIED}], ""
+        with suppress(ApiError):
+            text = self.text([{"role": "user", "content": "x"}], kwargs={"tools": tools})
+        if _TRIED["name"] not in text:
+            logger.warning("the chat template ignores tools: the model sees none of them")
+        return text
 
     def text(
         self,
@@ -55,6 +97,9 @@ def _plain(message: dict[str, Any], i: int) -> dict[str, Any]:
         content = "\n".join(map(str, parts))
     if content is not None and not isinstance(content, str):
         raise bad(f"messages[{i}]: content must be a text", "messages")
+    plain = {**message, "content": content or ""}
     if message.get("tool_calls"):
-        raise bad(f"messages[{i}]: tool_calls is not supported by this server", "messages")
-    return {**message, "content": content or ""}
+        plain["tool_calls"] = calls_of_history(message["tool_calls"], f"messages[{i}]")
+    if message.get("reasoning"):  # vLLM's name of what templates know by another one
+        plain.setdefault("reasoning_content", message["reasoning"])
+    return plain

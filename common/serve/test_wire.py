@@ -25,8 +25,6 @@ from request import SamplingParams
 
 MESSAGES = [{"role": "user", "content": "x"}]
 NOT_BUILT = {
-    "tools": [{}],
-    "tool_choice": "auto",
     "functions": [{}],
     "function_call": {"name": "f"},
 }

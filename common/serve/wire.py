@@ -15,6 +15,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_valida
 
 from common.intake import RequestOptions
 from common.serve.errors import ApiError, api_error, bad
+from common.serve.tool_calls import ToolUse, tool_use
 from grammars import Json
 from request import SamplingParams
 
@@ -26,8 +27,6 @@ MAX_ENTRIES = 2_000_000  # log-probabilities of one answer
 MAX_TEXT = 64 << 10  # bytes of all `bad_words`, and of all `stop` strings
 # Name: what would change nothing.
 NOT_BUILT: dict[str, tuple] = {
-    "tools": ([],),
-    "tool_choice": ("none",),
     "functions": ([],),
     "function_call": ("none",),
     "audio": (),
@@ -268,13 +267,30 @@ class ChatBody(GenerateBody):
     add_generation_prompt: bool | None = None
     continue_final_message: bool | None = None
     chat_template_kwargs: dict[str, Any] | None = None
-    documents: list[dict[str, Any]] | None = None  # this and the next: for the template
+    documents: list[dict[str, Any]] | None = None  # this and the next two: for the template
     reasoning_effort: str | None = None
+    enable_thinking: bool | None = None
+    tools: Messages | None = None
+    tool_choice: str | dict[str, Any] | None = None
+    parallel_tool_calls: bool | None = None
 
     @property
     def _names_in_engine(self) -> dict[str, str]:
         most = "max_tokens" if self.max_completion_tokens is None else "max_completion_tokens"
-        return super()._names_in_engine | {"prompt": "messages", "max_tokens": most}
+        found = super()._names_in_engine | {"prompt": "messages", "max_tokens": most}
+        is_call = self.tool_choice not in (None, "none", "auto")
+        return found | dict.fromkeys(("grammar", "schema") if is_call else (), "tools")
+
+    def tool_use(self) -> ToolUse:
+        """Raises `ApiError`."""
+        return tool_use(self.tools, self.tool_choice, self.parallel_tool_calls)
+
+    def _grammar(self) -> Any:
+        tools, grammar = self.tool_use(), super()._grammar()
+        if grammar is not None and tools.choice != "none":
+            name = super()._names_in_engine["grammar"]
+            raise bad(f"{name}: with tools, only if tool_choice is 'none'", name)
+        return grammar if grammar is not None else tools.grammar()
 
     def params(self, defaults: dict[str, Any]) -> SamplingParams:
         """Without `max_tokens`, an answer is as long as there is room."""
@@ -303,6 +319,8 @@ class TokenizeBody(Body):
     chat_template_kwargs: dict[str, Any] | None = None
     documents: list[dict[str, Any]] | None = None
     reasoning_effort: str | None = None
+    enable_thinking: bool | None = None
+    tools: Messages | None = None
     return_token_strs: bool | None = None
 
 

@@ -1,0 +1,345 @@
+"""Tools and reasoning: what a chat may ask, the marks of a text wherever a stream is cut, and what
+the `openai` package makes of the answers."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import AsyncIterator, Iterator
+from itertools import pairwise
+from types import SimpleNamespace
+from typing import Any
+
+import jsonschema
+import openai
+import pytest
+from hypothesis import example, given
+from hypothesis import strategies as st
+
+from common.outputs import RequestMetrics
+from common.serve.__main__ import parse_args
+from common.serve.app import ServeConfig
+from common.serve.chat import ChatPrompts
+from common.serve.conftest import MODEL, TEMPLATE, Running, running
+from common.serve.deltas import CompletionDelta, RequestDelta
+from common.serve.errors import ApiError
+from common.serve.tool_calls import Reader, Reply, ToolUse, tool_use
+from request import SamplingParams
+
+WEATHER = {
+    "type": "object",
+    "properties": {"unit": {"$ref": "#/$defs/Unit"}, "days": {"enum": [1, 2, 3]}},
+    "required": ["unit", "days"],
+    "additionalProperties": False,
+    "$defs": {"Unit": {"enum": ["C", "F"]}},
+}
+SWITCH = {  # its `Unit` is another one
+    "type": "object",
+    "properties": {"is_on": {"$ref": "#/$defs/Unit"}},
+    "required": ["is_on"],
+    "additionalProperties": False,
+    "$defs": {"Unit": {"type": "boolean"}},
+}
+SCHEMAS = {"weather": WEATHER, "home.switch": SWITCH}
+TOOLS: Any = [
+    {"type": "function", "function": {"name": name, "description": "x", "parameters": schema}}
+    for name, schema in SCHEMAS.items()
+]
+NAMED: Any = {"type": "function", "function": {"name": "home.switch"}}
+MESSAGES: Any = [{"role": "user", "content": "x"}]
+# As Qwen3's is made: tools and their form, calls of earlier answers, thinking that can be off.
+HERMES = """
+{%- if tools %}{{ tools | tojson }} as <tool_call>
+{"name": <name>, "arguments": <arguments>}
+</tool_call>
+{% endif %}
+{%- for message in messages %}{{ message.role }}:
+{%- if message.reasoning_content %}<think>{{ message.reasoning_content }}</think>{% endif %}
+{{- message.content }}
+{%- for call in message.tool_calls or [] %}<tool_call>{{ call.function.name }}
+{%- for key, value in call.function.arguments.items() %} {{ key }}={{ value }}{% endfor %}
+{%- endfor %}
+{% endfor %}
+{%- if enable_thinking is defined and not enable_thinking %}<think>
+
+</think>{% endif %}
+"""
+CALL = '<tool_call>\n{"name": "f", "arguments": {"x": "}\\"<"}}\n</tool_call>'
+CUT_HISTORY = {"role": "assistant", "tool_calls": [{"function": {"name": "f", "arguments": "{"}}]}
+AUTO = ToolUse({}, "auto")
+
+
+@pytest.fixture(scope="module")
+def hermes() -> Iterator[Running]:
+    with running(ServeConfig(MODEL, chat_template=HERMES)) as found:
+        yield found
+        assert found.is_idle()
+
+
+def client(server: Running) -> Any:
+    return openai.OpenAI(base_url=f"{server.url}/v1", api_key="x", max_retries=0).chat.completions
+
+
+def says(
+    server: Running,
+    monkeypatch: pytest.MonkeyPatch,
+    text: str,
+    reason: str = "stop",
+    asked: list[SamplingParams] | None = None,
+) -> None:
+    """From now on the engine says this, one character at a time; `asked` gets the parameters."""
+
+    async def generate(
+        ids: list[int], params: SamplingParams, **_: Any
+    ) -> AsyncIterator[RequestDelta]:
+        if asked is not None:
+            asked.append(params)
+        yield RequestDelta("x", prompt_token_ids=ids)
+        for character in text:
+            yield RequestDelta("x", {0: CompletionDelta(0, character, [5])})
+        end = {0: CompletionDelta(0, "", [], None, reason)}
+        yield RequestDelta("x", end, finished=True, metrics=RequestMetrics(1.0))
+
+    monkeypatch.setattr(server.llm, "generate", generate)
+
+
+# -- the text
+
+
+def joined(deltas: list[dict[str, Any]]) -> dict[str, Any]:
+    """A stream as a whole message, without ids."""
+    found: dict[str, Any] = {}
+    for delta in deltas:
+        for name, value in delta.items():
+            if name != "tool_calls":
+                found[name] = found.get(name, "") + value
+        for call in delta.get("tool_calls", ()):
+            calls = found.setdefault("tool_calls", [])
+            if "id" in call:
+                calls.append(call["function"])
+            else:
+                calls[-1]["arguments"] += call["function"]["arguments"]
+            assert call["index"] == len(calls) - 1
+    return {"content": None if found else ""} | found
+
+
+def whole(reader: Reader, text: str, prompt_end: str = "") -> dict[str, Any]:
+    found = Reply(reader, prompt_end).message(text)
+    if "tool_calls" in found:
+        assert len({call["id"] for call in found["tool_calls"]}) == len(found["tool_calls"])
+        found["tool_calls"] = [call["function"] for call in found["tool_calls"]]
+    return found
+
+
+PARTS = ["<think>", "</think>", "<tool_call>", "</tool_call>", "\n", "a", "<", "}", CALL, "{"]
+PARTS += ['{"name": "f", "arguments": {', '{"arguments": {}, "name": "g"}', '"', "\\", "</tool"]
+ARRAY = '[{"name": "f", "parameters": {"x": [1, "]"]}}, {"name": "g", "parameters": {}}]'
+
+
+@given(
+    st.lists(st.sampled_from(PARTS), max_size=12).map("".join),
+    st.sets(st.integers(0, 150)),
+    st.sampled_from(["auto", "none", "required", "named"]),
+    st.booleans(),
+    st.booleans(),
+    st.sampled_from(["", "<think>\n"]),
+)
+@example(f"<think>\nab\n</think>\n\nhi\n{CALL}\n{CALL}", {*range(150)}, "auto", True, True, "")
+@example(f"ab</think>{CALL}", {*range(150)}, "auto", False, True, "<think>\n")
+@example(ARRAY, {*range(150)}, "required", True, False, "")
+@example(ARRAY, {*range(150)}, "required", False, False, "")
+def test_a_stream_is_the_whole_answer_wherever_it_is_cut(
+    text: str, cuts: set[int], choice: str, is_parallel: bool, has_reasoning: bool, end: str
+) -> None:
+    name = "f" if choice == "named" else ""
+    reader = Reader(ToolUse({}, choice, name, is_parallel), has_reasoning)
+    reply, places = Reply(reader, end), [0, *sorted(c for c in cuts if c < len(text)), len(text)]
+    parts = [text[i:j] for i, j in pairwise(places)]
+    deltas = [reply.delta(part, False) for part in parts] + [reply.delta("", True)]
+    assert joined(deltas) == whole(reader, text, end)
+
+
+F = {"name": "f", "arguments": '{"x": "}\\"<"}'}
+G = {"name": "g", "arguments": "{}"}
+
+
+@pytest.mark.parametrize(
+    ("text", "content", "reasoning", "calls"),
+    [
+        (f"<think>\nab\n</think>\n\nhi\n{CALL}\n{CALL}\n", "hi", "ab", [F, F]),
+        (f"\n<think>\n\n</think>\n\n{CALL}", None, None, [F]),
+        ("<think>never ends", None, "never ends", []),
+        ("a <think>b</think>\n", "a <think>b</think>\n", None, []),  # not at the beginning
+        ("<thin", "<thin", None, []),
+        ('<tool_call>{"arguments": {}, "name": "g"}</tool_call>', None, None, [G]),
+        ('<tool_call>{"name": "g"}', None, None, [G]),
+        ("a\n<tool_call> is a mark\n", "a\n<tool_call> is a mark\n", None, []),
+        ('a<tool_call>{"b</tool_call>', 'a<tool_call>{"b</tool_call>', None, []),
+        ('<tool_call>{"name": "f", "arguments": {"x', None, None, [{**F, "arguments": '{"x'}]),
+        (f"{CALL} and more", " and more", None, [F]),
+        ("", "", None, []),
+    ],
+)
+def test_what_a_text_says(
+    text: str, content: str | None, reasoning: str | None, calls: list[dict[str, str]]
+) -> None:
+    found = whole(Reader(AUTO, True), text)
+    assert (found["content"], found.get("reasoning_content")) == (content, reasoning)
+    assert found.get("reasoning") == reasoning and found.get("tool_calls", []) == calls
+    only_first = whole(Reader(ToolUse({}, "auto", is_parallel=False), True), text)
+    assert only_first.get("tool_calls", []) == calls[:1]
+
+
+def test_of_some_templates_the_prompt_opens_the_reasoning() -> None:
+    assert whole(Reader(AUTO, True), "a\n</think>\n\nb", "<think>\n")["reasoning"] == "a"
+    for reader, end in (Reader(AUTO, False), "<think>\n"), (Reader(AUTO, True), "</think>\n\n"):
+        assert whole(reader, "a\n", end) == {"content": "a\n"}
+
+
+# -- over HTTP
+
+
+@pytest.mark.parametrize("choice", ["required", NAMED], ids=["required", "named"])
+@pytest.mark.parametrize("is_parallel", [True, False])
+def test_a_forced_call_has_the_schema_of_its_function(
+    template_server: Running, choice: Any, is_parallel: bool
+) -> None:
+    """The model and its template know nothing of tools: the grammar alone forces the calls."""
+    how = {"model": MODEL, "messages": MESSAGES, "tools": TOOLS, "max_tokens": 120}
+    how |= {"tool_choice": choice, "parallel_tool_calls": is_parallel}
+    names = set()
+    for seed in range(4):
+        answer = client(template_server).create(**how, seed=seed, temperature=1.0).choices[0]
+        assert answer.finish_reason == ("stop" if choice == NAMED else "tool_calls")
+        assert answer.message.content is None and answer.stop_reason is None
+        calls = answer.message.tool_calls
+        assert len(calls) == 1 or is_parallel
+        for call in calls:
+            jsonschema.validate(json.loads(call.function.arguments), SCHEMAS[call.function.name])
+        names |= {call.function.name for call in calls}
+        with client(template_server).stream(**how, seed=seed, temperature=1.0) as events:
+            final = events.get_final_completion().choices[0]
+        assert final.finish_reason == answer.finish_reason
+        streamed = [call.function for call in final.message.tool_calls]
+        assert [(f.name, f.arguments) for f in streamed] == [
+            (call.function.name, call.function.arguments) for call in calls
+        ]
+    assert names == ({"home.switch"} if choice == NAMED else set(SCHEMAS))
+
+
+@pytest.mark.parametrize("reason", ["stop", "length"])
+def test_calls_are_found_in_a_text(
+    hermes: Running, monkeypatch: pytest.MonkeyPatch, reason: str
+) -> None:
+    says(hermes, monkeypatch, f"<think>\nab\n</think>\n\nhi\n{CALL}\n{CALL}", reason)
+    how: Any = {"model": MODEL, "messages": MESSAGES, "tools": TOOLS}
+    answer = client(hermes).create(**how).choices[0]
+    message = answer.message
+    assert answer.finish_reason == ("tool_calls" if reason == "stop" else "length")
+    assert (message.content, message.reasoning_content, message.reasoning) == ("hi", "ab", "ab")
+    assert [call.function.model_dump() for call in message.tool_calls] == [F, F]
+    with client(hermes).stream(**how) as events:
+        deltas = [event.chunk.choices[0] for event in events if event.type == "chunk"]
+    assert deltas[0].delta.role == "assistant" and deltas[-1].finish_reason == answer.finish_reason
+    assert not any(choice.finish_reason for choice in deltas[:-1])
+    first, *later = [call for c in deltas for call in c.delta.tool_calls or () if call.index == 1]
+    assert (first.type, first.function.name, first.id[:5]) == ("function", "f", "call_")
+    assert {(call.id, call.type, call.function.name) for call in later} == {(None, None, None)}
+    arguments = first.function.arguments + "".join(call.function.arguments for call in later)
+    assert arguments == F["arguments"] and len(later) > 3, "as they come"
+    for fields in {"tool_choice": "none"}, {"tools": None}:
+        message = client(hermes).create(**how | fields).choices[0].message
+        assert (message.content, message.tool_calls) == (f"hi\n{CALL}\n{CALL}", None)
+
+
+def test_histories_and_tools_reach_the_template(hermes: Running) -> None:
+    function = {"name": "f", "arguments": '{"x": 1, "y": "z"}'}
+    messages = [*MESSAGES, {"role": "assistant", "content": None, "reasoning": "why"}]
+    messages[1]["tool_calls"] = [{"id": "1", "type": "function", "function": function}]
+    messages += [{"role": "tool", "tool_call_id": "1", "content": "9"}]
+    chat = {"messages": messages, "tools": TOOLS, "enable_thinking": False}
+    for path, name in ("/tokenize", "tokens"), ("/v1/chat/completions/render", "token_ids"):
+        text = hermes.llm.tokenizer.decode(hermes.post(path, chat)[1][name])
+        tools, _, said = text.partition(" as <tool_call>")
+        assert json.loads(tools) == TOOLS
+        answer = "assistant:<think>why</think><tool_call>f x=1 y=z"
+        assert said.endswith(f"user:x{answer}tool:9<think>\n\n</think>")
+    assert function["arguments"] == '{"x": 1, "y": "z"}'
+
+
+def test_a_template_that_ignores_tools(
+    template_server: Running, caplog: pytest.LogCaptureFixture
+) -> None:
+    chat: Any = {"messages": MESSAGES, "tools": TOOLS, "max_tokens": 1}
+    template_server.app.state.server.chat.__dict__.pop("_shown_tool", None)
+    for choice in {}, {"tool_choice": "auto"}:
+        status, answer = template_server.post("/v1/chat/completions", chat | choice)
+        assert (status, answer["error"]["param"]) == (400, "tools")
+        assert "required" in answer["error"]["message"]
+    for _ in range(2):
+        forced = chat | {"tool_choice": "required"}
+        assert template_server.post("/v1/chat/completions", forced)[0] == 200
+    assert caplog.text.count("ignores tools") == 1
+
+
+def test_the_template_says_what_is_read(hermes: Running) -> None:
+    def reader(template: str, choice: str = "none") -> Reader | None:
+        chat = ChatPrompts(hermes.llm.tokenizer, template)
+        return chat.reader(tool_use(TOOLS, choice, None), has_grammar=False)
+
+    coder = HERMES.replace('{"name"', "<function=")  # Qwen3-Coder's form, within the same marks
+    for template in TEMPLATE, coder:
+        with pytest.raises(ApiError, match="tools"):
+            reader(template, "auto")
+    assert reader(TEMPLATE) is None and reader(HERMES) == Reader(ToolUse({}), True)
+    flags = ["--enable-auto-tool-choice", "--tool-call-parser=hermes", "--reasoning-parser=qwen3"]
+    assert parse_args(flags).reasoning_parser == "qwen3", "as at vLLM, and not needed"
+
+
+def test_marks_that_are_special_tokens_are_not_skipped(
+    hermes: Running, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    own, asked = hermes.llm.tokenizer, []
+    ids = SimpleNamespace(token_to_id={"<tool_call>": 7}.get)
+    for special_ids, is_skipped in (frozenset(), True), (frozenset({7}), False):
+        other: Any = SimpleNamespace(source=own.source, backend=ids, special_ids=special_ids)
+        monkeypatch.setattr(hermes.app.state.server, "chat", ChatPrompts(other, HERMES))
+        says(hermes, monkeypatch, "x", asked=asked)
+        client(hermes).create(model=MODEL, messages=MESSAGES, tools=TOOLS)
+        assert asked[-1].skip_special_tokens is is_skipped
+
+
+@pytest.mark.parametrize(
+    ("fields", "param"),
+    [
+        ({"tools": None, "tool_choice": "required"}, "tool_choice"),
+        ({"tools": [], "tool_choice": "auto"}, "tool_choice"),
+        ({"tool_choice": "any"}, "tool_choice"),
+        ({"tool_choice": {"type": "function", "function": {"name": "g"}}}, "tool_choice"),
+        ({"tool_choice": {"type": "function"}}, "tool_choice"),
+        ({"tool_choice": {"type": "allowed_tools"}}, "tool_choice"),
+        ({"tool_choice": 5}, "tool_choice"),
+        ({"tools": {}}, "tools"),
+        ({"tools": [5]}, "tools"),
+        ({"tools": [{"type": "custom", "custom": {"name": "f"}}]}, "tools"),
+        ({"tools": [{"type": "function", "function": {}}]}, "tools"),
+        ({"tools": [{"type": "function", "function": {"name": 'a"b'}}]}, "tools"),
+        ({"tools": TOOLS + TOOLS[:1]}, "tools"),
+        ({"parameters": 5}, "tools"),
+        ({"parameters": {"type": "array"}}, "tools"),
+        ({"parameters": {"properties": {"x": {"type": "nothing"}}}}, "tools"),
+        ({"parameters": {"$ref": "#/$defs/Missing"}}, "tools"),
+        ({"parallel_tool_calls": "yes"}, "parallel_tool_calls"),
+        ({"response_format": {"type": "json_object"}}, "response_format"),
+        ({"structured_outputs": {"regex": "x"}}, "structured_outputs"),
+        ({"stop": "x"}, "stop"),  # a grammar says the end
+        ({"messages": [{"role": "assistant", "tool_calls": 5}]}, "messages"),
+        ({"messages": [{"role": "assistant", "tool_calls": [{"function": {}}]}]}, "messages"),
+        ({"messages": [CUT_HISTORY]}, "messages"),
+    ],
+)
+def test_what_is_wrong_is_named(hermes: Running, fields: dict[str, Any], param: str) -> None:
+    chat = {"messages": MESSAGES, "tools": TOOLS, "tool_choice": "required", "max_tokens": 1}
+    if "parameters" in fields:
+        fields = {"tools": [{"function": {"name": "f", **fields}}]}
+    status, answer = hermes.post("/v1/chat/completions", chat | fields)
+    assert (status, answer["error"]["param"]) == (400, param), answer

@@ -1,0 +1,317 @@
+"""Tool calls and reasoning: what a chat asks of its tools, and how its text becomes an answer.
+
+    <think> reasoning </think> content <tool_call>{"name": "f", "arguments": {...}}</tool_call>
+
+That is how Qwen and Hermes models write, with `tool_choice` "auto". A choice that is "required" or
+names a function is a grammar instead: the text is an array of calls, as in vLLM, or only the
+arguments.
+
+The text is read in order, and nothing that was sent is taken back, so a stream's deltas are the
+whole answer in parts, wherever they are cut. A mark is sent to no client, and neither are the
+newlines beside it, which chat templates write anew. A call begins when its name and `{` have come.
+Text after `<tool_call>` that is no call is content."""
+
+from __future__ import annotations
+
+import json
+import re
+import uuid
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import dataclass
+from typing import Any
+
+from common.serve.errors import bad
+from grammars import Json
+
+THINK, END_THINK = "<think>", "</think>"
+CALL, END_CALL = "<tool_call>", "</tool_call>"
+MARKS = (THINK, END_THINK, CALL, END_CALL)
+# A call up to its arguments' value. One that is written otherwise is read when it is complete.
+_HEAD = re.compile(r'\s*{\s*"name"\s*:\s*"([^"\\<]+)"\s*,\s*"(?:arguments|parameters)"\s*:\s*(?={)')
+_NAME = re.compile(r"[\w.:/-]{1,256}")
+State = Callable[[dict[str, Any]], bool]
+_NO_PARAMETERS = {"type": "object", "properties": {}, "additionalProperties": False}
+
+
+# -- what a chat asks
+
+
+@dataclass(frozen=True, slots=True)
+class ToolUse:
+    """`choice` is "none", "auto", "required" or "named"; `schemas` are those of the parameters, by
+    function."""
+
+    schemas: dict[str, dict[str, Any]]
+    choice: str = "none"
+    name: str = ""  # of the function that is named
+    is_parallel: bool = True
+
+    def grammar(self) -> Json | None:
+        if self.choice == "named":
+            return Json(self.schemas[self.name])
+        return Json(self._array()) if self.choice == "required" else None
+
+    def _array(self) -> dict[str, Any]:
+        """The schema of the calls. A reference within a function's schema begins at its root."""
+        all_schemas, calls = {}, []
+        for i, (name, schema) in enumerate(self.schemas.items()):
+            root = f"#/$defs/{i}"
+            all_schemas[str(i)] = _rooted(schema, root)
+            call = {"name": {"const": name}, "parameters": {"$ref": root}}
+            names = {"required": [*call], "additionalProperties": False}
+            calls.append({"type": "object", "properties": call} | names)
+        most = {} if self.is_parallel else {"maxItems": 1}
+        array = {"type": "array", "items": {"anyOf": calls}, "minItems": 1}
+        return array | most | {"$defs": all_schemas}
+
+
+def tool_use(tools: Any, choice: Any, is_parallel: bool | None) -> ToolUse:
+    """Raises `ApiError`."""
+    schemas = schemas_of(tools or ())
+    if not schemas:
+        if choice not in (None, "none"):
+            raise bad("tool_choice must come with tools", "tool_choice")
+        return ToolUse(schemas)
+    for name in schemas:
+        if choice == {"type": "function", "function": {"name": name}}:
+            return ToolUse(schemas, "named", name)
+    choice = "auto" if choice is None else choice
+    if choice not in ("none", "auto", "required"):
+        allowed = "'none', 'auto', 'required' or {'type': 'function', 'function': {'name': N}}"
+        says = f"tool_choice must be {allowed} with N one of the tools, got {choice!r:.200}"
+        raise bad(says, "tool_choice")
+    return ToolUse(schemas, choice, is_parallel=is_parallel is not False)
+
+
+def schemas_of(tools: Any) -> dict[str, dict[str, Any]]:
+    """The JSON schema of each function's parameters, by name. Raises `ApiError`."""
+    schemas: dict[str, dict[str, Any]] = {}
+    for i, tool in enumerate(tools):
+        function = tool.get("function")
+        if tool.get("type", "function") != "function" or not isinstance(function, dict):
+            raise bad(f"tools[{i}] must be {{'type': 'function', 'function': {{...}}}}", "tools")
+        name, schema = function.get("name"), function.get("parameters") or _NO_PARAMETERS
+        if not isinstance(name, str) or not _NAME.fullmatch(name) or name in schemas:
+            allowed = "letters, digits and _-.:/ only, and another one for each tool"
+            raise bad(f"tools[{i}].function.name must be {allowed}, got {name!r:.200}", "tools")
+        if not isinstance(schema, dict) or schema.get("type", "object") != "object":
+            raise bad(f"tools[{i}].function.parameters must be an object's JSON schema", "tools")
+        schemas[name] = {"type": "object"} | schema
+    return schemas
+
+
+def _rooted(schema: Any, root: str) -> Any:
+    if isinstance(schema, list):
+        return [_rooted(inner, root) for inner in schema]
+    if not isinstance(schema, dict):
+        return schema
+    found = {key: _rooted(inner, root) for key, inner in schema.items()}
+    to = found.get("$ref")
+    return found | {"$ref": root + to[1:]} if isinstance(to, str) and to[:1] == "#" else found
+
+
+def calls_of_history(calls: Any, where: str) -> list[dict[str, Any]]:
+    """The calls of an earlier answer, with the arguments as the object that chat templates expect.
+    Raises `ApiError`."""
+    found = []
+    for call in calls if isinstance(calls, list) else [{}]:
+        function = call.get("function") if isinstance(call, dict) else None
+        if not isinstance(function, dict) or not isinstance(function.get("name"), str):
+            raise bad(f"{where}: each of tool_calls must have a function with a name", "messages")
+        arguments = function.get("arguments") or {}
+        if isinstance(arguments, str):
+            with suppress(ValueError, RecursionError):
+                arguments = json.loads(arguments)
+        if not isinstance(arguments, dict):
+            raise bad(f"{where}: arguments of tool_calls must be the JSON of an object", "messages")
+        found.append(call | {"function": function | {"arguments": arguments}})
+    return found
+
+
+# -- the text of an answer
+
+
+@dataclass(frozen=True, slots=True)
+class Reader:
+    """How the texts of an answer are read. A grammar leaves no room for reasoning."""
+
+    tools: ToolUse
+    has_reasoning: bool
+
+
+class Reply:
+    """The text of one choice, read as it comes. `prompt_end`: with some templates, it opens the
+    reasoning. The states are methods that read from `_text` and return whether another one goes
+    on."""
+
+    def __init__(self, reader: Reader, prompt_end: str = "") -> None:
+        self._tools = reader.tools
+        self._text, self._is_last = "", False  # `_text`: has come and is not read yet
+        self._mark, self._is_after_mark = "", False  # the last mark, with the newlines before it
+        self._num_calls = self._depth = 0
+        self._is_in_string = self._is_escaped = False
+        if self._tools.choice in ("named", "required"):
+            self._state = self._named if self._tools.name else self._after_call
+        elif reader.has_reasoning:
+            self._is_after_mark = prompt_end.rstrip().endswith(THINK)
+            self._state = self._reasoning if self._is_after_mark else self._beginning
+        else:
+            self._state = self._content
+
+    def delta(self, text: str, is_last: bool) -> dict[str, Any]:
+        """The fields of a stream's delta that `text` brings."""
+        self._text, self._is_last = self._text + text, is_last
+        fields: dict[str, Any] = {}
+        while self._state(fields):
+            pass
+        if "reasoning_content" in fields:
+            fields["reasoning"] = fields["reasoning_content"]  # vLLM's name
+        return fields
+
+    def message(self, text: str) -> dict[str, Any]:
+        """The fields of a whole answer."""
+        fields = self.delta(text, True)
+        for call in fields.get("tool_calls", ()):
+            del call["index"]
+        return {"content": None if fields else ""} | fields
+
+    def finish_reason(self, reason: str | None) -> str | None:
+        """As in vLLM, a named function ends with "stop"."""
+        is_call = self._num_calls and reason == "stop" and self._tools.choice != "named"
+        return "tool_calls" if is_call else reason
+
+    # -- states
+
+    def _beginning(self, fields: dict[str, Any]) -> bool:
+        text = self._text.lstrip()
+        if text.startswith(THINK):
+            self._text, self._is_after_mark = text[len(THINK) :], True
+            self._state = self._reasoning
+        elif not self._is_last and THINK.startswith(text):
+            return False
+        else:
+            self._state = self._content
+        return True
+
+    def _reasoning(self, fields: dict[str, Any]) -> bool:
+        return self._take(fields, "reasoning_content", END_THINK, self._content)
+
+    def _content(self, fields: dict[str, Any]) -> bool:
+        return self._take(
+            fields, "content", CALL if self._tools.choice == "auto" else "", self._head
+        )
+
+    def _head(self, fields: dict[str, Any]) -> bool:
+        """From the mark to the arguments."""
+        if (head := _HEAD.match(self._text)) is not None:
+            self._call(fields, "", head[1])
+            self._text, self._state = self._text[head.end() :], self._arguments
+            return True
+        found, end, after = self._text.partition(END_CALL)
+        may_become_one = not end and not self._is_last and (found.lstrip() or "{")[0] == "{"
+        if may_become_one or self._tools.choice == "required":
+            return False
+        self._state, call = self._content, _whole_call(found)
+        if call is None:
+            self._is_after_mark = False
+            fields["content"] = fields.get("content", "") + self._mark
+        else:
+            self._call(fields, **call)
+            self._text = after
+        return True
+
+    def _named(self, fields: dict[str, Any]) -> bool:
+        if self._text:
+            self._call(fields, self._text, "" if self._num_calls else self._tools.name)
+            self._text = ""
+        return False
+
+    def _arguments(self, fields: dict[str, Any]) -> bool:
+        num = self._num_of_object()
+        if num:
+            self._call(fields, self._text[:num])
+        self._text = self._text[num:]
+        self._state = self._arguments if self._depth else self._after_call
+        return not self._depth
+
+    def _after_call(self, fields: dict[str, Any]) -> bool:
+        """To the next call of an array, or past the mark."""
+        if self._tools.choice == "required":
+            self._text = self._text.lstrip(" \n\r\t,}][")
+            if is_over := bool(self._text):
+                self._state = self._head
+            return is_over
+        text = self._text.lstrip(" \n\r\t}")
+        is_part = END_CALL.startswith(text)
+        if is_part and text != END_CALL and not self._is_last:
+            return False
+        self._text = "" if is_part else text.removeprefix(END_CALL)
+        self._is_after_mark, self._state = True, self._content
+        return True
+
+    # -- what the states share
+
+    def _take(self, fields: dict[str, Any], name: str, mark: str, after_mark: State) -> bool:
+        """Add the text before the mark, and pass the mark if it has come. What may be a part of it,
+        and newlines before that, wait for more text."""
+        if self._is_after_mark:
+            self._text = self._text.lstrip("\n")
+            self._is_after_mark = not self._text
+        taken = self._text
+        place = taken.find(mark) if mark else -1
+        if place >= 0:
+            taken = taken[:place].rstrip("\n")
+            self._mark, self._text = (
+                self._text[len(taken) : place] + mark,
+                taken + self._text[place + len(mark) :],
+            )
+            self._is_after_mark, self._state = True, after_mark
+        elif mark and not self._is_last:
+            num = next(n for n in range(len(mark), -1, -1) if taken.endswith(mark[:n]))
+            taken = taken[: len(taken) - num].rstrip("\n")
+        self._text = self._text[len(taken) :]
+        if taken:
+            fields[name] = fields.get(name, "") + taken
+        return place >= 0
+
+    def _call(self, fields: dict[str, Any], arguments: str, name: str = "") -> None:
+        """Begin the call of a function, or go on with its arguments."""
+        self._num_calls += bool(name)
+        if self._num_calls > 1 and not self._tools.is_parallel:
+            return
+        calls = fields.setdefault("tool_calls", [])
+        if name or not calls:
+            calls.append({"index": self._num_calls - 1, "function": {"arguments": ""}})
+        if name:
+            calls[-1] |= {"id": f"call_{uuid.uuid4().hex}", "type": "function"}
+            calls[-1]["function"]["name"] = name
+        calls[-1]["function"]["arguments"] += arguments
+
+    def _num_of_object(self) -> int:
+        """The characters up to the bracket that closes the first one, or all that have come."""
+        for i, character in enumerate(self._text):
+            if self._is_escaped:
+                self._is_escaped = False
+            elif self._is_in_string:
+                self._is_escaped = character == "\\"
+                self._is_in_string = character != '"'
+            elif character == '"':
+                self._is_in_string = True
+            else:
+                self._depth += (character in "{[") - (character in "}]")
+                if self._depth == 0:
+                    return i + 1
+        return len(self._text)
+
+
+def _whole_call(text: str) -> dict[str, str] | None:
+    """A call in another order of keys, or without arguments."""
+    try:
+        call = json.loads(text)
+        found = {"name": call["name"], "arguments": call.get("arguments") or {}}
+    except (ValueError, RecursionError, KeyError, TypeError, AttributeError):
+        return None
+    if isinstance(found["arguments"], dict):
+        found["arguments"] = json.dumps(found["arguments"], ensure_ascii=False)
+    return found if all(isinstance(text, str) and text for text in found.values()) else None
