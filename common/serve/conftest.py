@@ -118,7 +118,7 @@ def running(
         if little is not None:
             stack.callback(little.close)
         app, gate = make_app(llm, config or ServeConfig(MODEL), little)
-        server = DrainingServer(llm, gate, drain_seconds=2.0)
+        server = DrainingServer(llm, gate, 2.0, little)
         server.config.timeout_keep_alive = 1  # tests wait for it
         listener = open_port("127.0.0.1", 0)
         loop = make_event_loop()

@@ -110,7 +110,9 @@ class DrainingServer(uvicorn.Server):
     """The first signal ends it gently: nothing new is taken, and what runs may finish; what has not
     after `drain_seconds` gets an error. A second one ends it at once."""
 
-    def __init__(self, llm: AsyncLLM, gate: Gate, drain_seconds: float) -> None:
+    def __init__(
+        self, llm: AsyncLLM, gate: Gate, drain_seconds: float, little: AsyncLLM | None = None
+    ) -> None:
         config = uvicorn.Config(
             gate,
             http=PatientProtocol,
@@ -122,7 +124,8 @@ class DrainingServer(uvicorn.Server):
             backlog=FEW,
         )
         super().__init__(config)
-        self.llm, self.gate, self.drain_seconds = llm, gate, drain_seconds
+        self.gate, self.drain_seconds = gate, drain_seconds
+        self.llms = [llm] if little is None else [llm, little]
         self.num_cut_short = 0
         self._draining: asyncio.Task | None = None
 
@@ -146,14 +149,19 @@ class DrainingServer(uvicorn.Server):
         await super().shutdown(sockets)
         await asyncio.gather(*self.server_state.tasks, return_exceptions=True)
 
+    @property
+    def _num_unfinished(self) -> int:
+        return sum(llm.num_unfinished for llm in self.llms)
+
     async def _drain(self) -> None:
         loop = asyncio.get_running_loop()
         begin = loop.time()
-        logger.info("shutting down; requests that may finish: %d", self.llm.num_unfinished)
-        while self.llm.num_unfinished and loop.time() - begin < self.drain_seconds:
+        logger.info("shutting down; requests that may finish: %d", self._num_unfinished)
+        while self._num_unfinished and loop.time() - begin < self.drain_seconds:
             await asyncio.sleep(0.05)
-        self.num_cut_short = self.llm.num_unfinished
-        self.llm.abort_all("the server is shut down")
+        self.num_cut_short = self._num_unfinished
+        for llm in self.llms:
+            llm.abort_all("the server is shut down")
         self.should_exit = True
 
 
@@ -193,7 +201,7 @@ async def serve(args: argparse.Namespace, settings: dict[str, Any], listener: so
             name, gate_config, template, args.adapter_root, recommended, args.heartbeat_seconds
         )
         _, gate = make_app(llm, config, little)
-        server = DrainingServer(llm, gate, args.drain_seconds)
+        server = DrainingServer(llm, gate, args.drain_seconds, little)
         _tell(args, name, listener)
         said = asyncio.ensure_future(log_progress(llm))
         try:

@@ -41,11 +41,16 @@ class Engine:
 
 
 async def drained(
-    engine: Engine, drain_seconds: float, ends_after: float | None, num_signals: int
+    engine: Engine,
+    drain_seconds: float,
+    ends_after: float | None,
+    num_signals: int,
+    others: tuple[Engine, ...],
 ) -> DrainingServer:
     """By a signal, or two, while requests run."""
     gate: Any = SimpleNamespace(is_draining=False)
-    server = DrainingServer(engine, gate, drain_seconds)  # pyright: ignore[reportArgumentType]
+    engines: Any = [*others, engine]
+    server = DrainingServer(engines[0], gate, drain_seconds, *engines[1:])
     server.handle_exit(15, None)
     assert gate.is_draining and not server.should_exit, "what runs may finish"
     for _ in range(num_signals - 1):
@@ -62,6 +67,7 @@ async def drained(
     raise AssertionError("it does not end")
 
 
+@pytest.mark.parametrize("num_idle", [0, 1], ids=["alone", "in the small engine"])
 @pytest.mark.parametrize(
     ("num", "drain_seconds", "ends_after", "num_cut_short", "num_signals"),
     [
@@ -79,11 +85,12 @@ def test_who_runs_may_finish_in_time(
     ends_after: float | None,
     num_cut_short: int,
     num_signals: int,
+    num_idle: int,
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     caplog.set_level("INFO")
-    engine = Engine(num)
-    server = asyncio.run(drained(engine, drain_seconds, ends_after, num_signals))
+    engine, others = Engine(num), tuple(Engine() for _ in range(num_idle))
+    server = asyncio.run(drained(engine, drain_seconds, ends_after, num_signals, others))
     assert server.num_cut_short == num_cut_short
     assert engine.said == [f"{num_cut_short} aborted: the server is shut down"]
     assert f"may finish: {num}" in caplog.text
@@ -103,7 +110,7 @@ def served(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
         return None, None
 
     class Server:
-        def __init__(self, llm: Engine, gate: Any, drain_seconds: float) -> None:
+        def __init__(self, llm: Engine, gate: Any, drain_seconds: float, little: Any) -> None:
             found.drain_seconds, self.num_cut_short = drain_seconds, found.num_cut_short
 
         async def serve(self, sockets: list[socket.socket]) -> None:
