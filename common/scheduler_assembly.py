@@ -129,8 +129,8 @@ def find_eos_token_ids(
     """Every id that ends a text: those of the model's files, and the tokenizer's own, as in vLLM
     and SGLang. Many chat fine-tunes set only the tokenizer's to the token that ends a turn."""
     own = None if tokenizer is None else tokenizer.eos_token_id
-    has_row = own is not None and own < vocab_size
-    return tuple(dict.fromkeys([*listed, own] if has_row else listed))
+    ends = listed if own is None or own >= vocab_size else [*listed, own]
+    return tuple(dict.fromkeys(ends))
 
 
 def assemble_around(config: EngineConfig, side: RunnerSide) -> EngineParts:
