@@ -71,7 +71,7 @@ def _without_lists(schema: dict[str, Any]) -> dict[str, Any]:
     types or by texts that a property must have, and refuses others."""
     alternatives = schema.get("oneOf")
     lists = [_values(one) for one in alternatives] if isinstance(alternatives, list) else []
-    if not lists or None in lists:
+    if not lists or None in lists or not isinstance(schema.get("allOf", []), list):
         return schema
     num_lists = Counter(key for values in lists if values for key in values)
     values = {key: value for one in lists if one for key, value in one.items()}
@@ -84,6 +84,7 @@ def _values(schema: Any) -> dict[str, Any] | None:
     """Those of a schema that says nothing else, if they are texts, integers, booleans or null."""
     is_list = isinstance(schema, dict) and schema.keys() - _TITLES in ({"const"}, {"enum"})
     values = schema.get("enum", [schema.get("const")]) if is_list else [0.5]
+    values = values if isinstance(values, list) else [0.5]  # the library says what is wrong
     is_plain = all(value is None or isinstance(value, str | int) for value in values)
     return {json.dumps(value): value for value in values} if is_plain else None
 

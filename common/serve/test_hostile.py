@@ -109,6 +109,10 @@ BODIES: list[tuple[str, Any]] = [
         for value in ({"$ref": "#/nowhere"}, {"type": "nonsense"}, {"enum": [HUGE]}, 1)
     ),
     *(
+        schema(wrong | {"oneOf": [{"const": 1}, {"enum": enum}]})
+        for wrong, enum in (({}, 5), ({"allOf": 5}, [2]))
+    ),
+    *(
         ("/v1/chat/completions", CHAT | {"messages": [message]})
         for message in (
             {},
