@@ -74,9 +74,7 @@ class Intake:
             raise ValueError(f"cache_salt is {cache_salt!r}: it must be None or a non-empty str")
         text = prompt if isinstance(prompt, str) else None
         token_ids = _truncated(self._to_token_ids(prompt), params, self.max_model_len)
-        if (
-            params.max_tokens is None
-        ):  # a scheduler lowers it to the room that there is, and says so
+        if params.max_tokens is None:  # a scheduler lowers it to the room that there is
             params = replace(params, max_tokens=self.max_model_len)
         group = RequestGroup(request_id, text, token_ids)
         keys = {"salt": cache_salt, "lora": adapter}
