@@ -121,7 +121,7 @@ class Server:
         self, answer: Answer, prompts: list[list[int]], request: Request
     ) -> Response:
         num_tokens, room = list(map(len, prompts)), self.llm.max_model_len
-        answer.body.check_entries(num_tokens, answer.params, room)
+        answer.params = answer.body.within_entries(num_tokens, answer.params, room)
         most, n = self.llm.max_unfinished, answer.params.n
         if most is not None and len(prompts) * n > most:
             says = f"{len(prompts) * n} sequences: this server takes at most {most} at a time"

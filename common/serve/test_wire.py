@@ -187,3 +187,15 @@ def test_what_does_not_go_together() -> None:
     ):
         with pytest.raises(ValidationError):
             make.model_validate(fields)
+
+
+def test_without_max_tokens_an_answer_has_as_many_logprobs_as_fit():
+    """A chat names no `max_tokens`; in a model of 131,072 it is no error to ask for 20 each."""
+    body = ChatBody.model_validate({"messages": MESSAGES, "logprobs": True, "top_logprobs": 20})
+    params = body.params({})
+    assert params.max_tokens is None
+    assert body.within_entries([9], params, 4096) == params
+    assert body.within_entries([9], params, 131_072).max_tokens == wire.MAX_ENTRIES // 20
+    assert body.within_entries([9], replace(params, n=4), 131_072).max_tokens == 25_000
+    with pytest.raises(ApiError, match="2,621,260: an answer has at most 2,000,000"):
+        body.within_entries([9], replace(params, max_tokens=131_063), 131_072)

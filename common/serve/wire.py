@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Annotated, Any
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
@@ -185,9 +186,16 @@ class GenerateBody(Body):
                 raise bad(f"{name}: all texts have at most {MAX_TEXT} bytes together", name)
         self.check_extra()
 
-    def check_entries(self, num_tokens: list[int], params: SamplingParams, most: int) -> None:
-        """Of prompts of so many tokens, in a model that takes `most`: how many log-probabilities
-        the answer may have. Raises `ApiError`."""
+    def within_entries(
+        self, num_tokens: list[int], params: SamplingParams, most: int
+    ) -> SamplingParams:
+        """The parameters, for prompts of so many tokens in a model that takes `most`, with as many
+        log-probabilities as one answer may have: where the client gave no `max_tokens`, it becomes
+        what is left. Raises `ApiError` where the client's own numbers ask for more."""
+        if params.max_tokens is None and (width := _width(params.logprobs)):
+            fits = max(1, MAX_ENTRIES // (params.n * len(num_tokens) * width))
+            if fits < most - min(num_tokens):
+                params = replace(params, max_tokens=fits)
         asked = {"logprobs": 0, "prompt_logprobs": 0}
         for num in num_tokens:
             room = max(0, most - num)
@@ -202,6 +210,7 @@ class GenerateBody(Body):
                 f"{MAX_ENTRIES:,}. Ask for fewer of them, or lower max_tokens",
                 name,
             )
+        return params
 
     def _logit_bias(self) -> dict[int, float] | None:
         if self.logit_bias is None:
