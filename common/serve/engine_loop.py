@@ -12,8 +12,7 @@ import threading
 import time
 from collections.abc import Callable
 from concurrent.futures import Future
-from contextlib import suppress
-from queue import Empty, SimpleQueue
+from queue import SimpleQueue
 from typing import Any
 
 from common.engine import LLMEngine
@@ -145,10 +144,13 @@ class EngineLoop:
         of them a quarter at most. The last step may have been a long one: a few milliseconds."""
         gap_s = min(self._step_s / 50, MOST_GAP_S)
         end = time.monotonic() + self._step_s / 4
-        with suppress(Empty):
-            while time.monotonic() < end:
-                do, arguments = self._inbox.get(timeout=gap_s)
-                do(*arguments)
+        while time.monotonic() < end:
+            if self._inbox.empty():  # `get(timeout=...)`, a moment late, waits for ever
+                time.sleep(gap_s)
+                if self._inbox.empty():
+                    break
+            do, arguments = self._inbox.get()
+            do(*arguments)
         self._add_some()
 
     def _step(self) -> None:

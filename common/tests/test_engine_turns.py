@@ -101,7 +101,7 @@ def test_closing_does_not_wait_for_ever_for_a_step(engine, random_oracle, monkey
     engine.close()
     assert [c.finish_reason for c in busy.end()] == ["abort", "abort"]
     if isinstance(engine.core, OverlappedEngineCore):  # nor does its thread stay
-        with pytest.raises(RuntimeError, match="after shutdown"):
+        with pytest.raises(RuntimeError, match="this thread has been closed"):
             engine.core.runner.begin(SchedulerOutput())
 
 
