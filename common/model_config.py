@@ -137,8 +137,9 @@ class ModelConfig:
             raise refused("head_dim", head_dim, "rotary embedding needs an even one")
         attention_bias = bool(fields.get("attention_bias"))
         rope, window_rope = read_ropes(fields, family.window_theta, max_positions)
-        if rope.rope_type == "yarn":  # as in vLLM: the file's length is the one without it
-            max_positions = max(1, int(rope.original_max_position_embeddings * rope.factor))
+        if rope.rope_type == "yarn":  # as in vLLM: the file's length may be the one without it
+            lengthened = int(rope.original_max_position_embeddings * rope.factor)
+            max_positions = max(max_positions, lengthened)
         return cls(
             architecture=architecture,
             vocab_size=positive_int(fields, "vocab_size"),

@@ -188,6 +188,7 @@ QWEN = {
 MIXTRAL = {
     **{name: QWEN[name] for name in QWEN if name not in EXPERTS},
     "architectures": ["MixtralForCausalLM"],
+    "num_key_value_heads": 2,
     "num_local_experts": 4,
     "num_experts_per_tok": 2,
 }

@@ -7,6 +7,7 @@ from collections import Counter
 import pytest
 
 from common.engine import EngineConfig, LLMEngine
+from common.intake import _seed_of_sample
 from common.tests.engine_oracle import Oracle, greedy_params
 from request import SamplingParams
 from step_record import StepRecord
@@ -70,8 +71,10 @@ def test_samples_are_what_their_seeds_give_alone_with_and_without_a_cache(
         return [completion.token_ids for completion in output.outputs]
 
     several = SamplingParams(n=4, seed=5, max_tokens=8, ignore_eos=True)
+    seeds = [_seed_of_sample(5, i) for i in range(4)]
+    assert seeds[0] == 5 and len(set(seeds)) == 4
     alone = [
-        run("hash", SamplingParams(seed=5 + i, max_tokens=8, ignore_eos=True))[0] for i in range(4)
+        run("hash", SamplingParams(seed=seed, max_tokens=8, ignore_eos=True))[0] for seed in seeds
     ]
     assert run("hash", several) == run("radix", several) == run(None, several) == alone
     assert len(set(map(tuple, alone))) == 4

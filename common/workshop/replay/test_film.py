@@ -45,7 +45,7 @@ def runs_with_every_kind(workshop: Workshop) -> list[tuple[RecordedRun, set[str]
         {"prefix_cache": "radix", "policy": "priority", "preempt_every": 3},
         {"prefix_cache": "radix", "overlap_scheduling": True, "first_step": 6},
     ]
-    runs = [workshop.run(seed, **small, **how) for how in changes for seed in (4, 7, 59)]
+    runs = [workshop.run(seed, **small, **how) for how in changes for seed in (6, 10, 59)]
     for run in runs:
         check_film(run)
     return [(run, {event.kind for event in read_events(run.path)}) for run in runs]

@@ -81,7 +81,8 @@ def test_it_is_said_how_many_of_how_many(tmp_path: Path) -> None:
 
 
 def test_what_makes_a_run_to_watch_has_no_task_of_ours_when_it_begins() -> None:
-    code = "import sys, common.workshop.watch.watch_command; print(*sys.modules)"
+    modules = "common.workshop.watch.watch_command, common.workshop.tasks.mine"  # in their order
+    code = f"import sys, {modules}; print(*sys.modules)"
     run = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True)
     assert "common.workshop.tasks.mine" in run.stdout, run.stderr
     assert {task.module for task in TASKS}.isdisjoint(run.stdout.split())

@@ -16,6 +16,7 @@ from common.engine_config import EngineConfig
 from common.events.event_kinds import Computed, Event, Planned
 from common.tests.film_answers import Answers
 from common.workshop.replay.film import Film
+from common.workshop.tasks import mine
 from common.workshop.watch import film_facts, film_scripts, films, watch_command, workloads
 from common.workshop.watch.film_facts import NotShown
 from common.workshop.watch.film_scripts import CONSTRAINED, WINDOWED
@@ -140,7 +141,7 @@ def test_pages_know_how_many_functions_were_the_readers(
     arguments: list[str],
     page: str,
 ) -> None:
-    monkeypatch.setattr(watch_command, "installed", lambda bench: nullcontext((17, 24)))
+    monkeypatch.setattr(mine, "installed", lambda bench: nullcontext((17, 24)))
     monkeypatch.setattr(films, "shoot", lambda film, *_, **__: shots.get(film.chapter, shots[1]))
     monkeypatch.setattr(workloads, "load_cast", lambda: None)
     for option, said in (["--mine"], "[17, 24]"), ([], "null"):
