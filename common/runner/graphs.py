@@ -211,18 +211,19 @@ class CudaGraphs:
     def __init__(self, device: torch.device) -> None:
         self.device = device
         self._pool = torch.cuda.graph_pool_handle()
+        # One for all: cuBLAS keeps a workspace (32 MiB on Hopper) for each stream that it has seen.
+        self._side = torch.cuda.Stream(device)
         self._captured: dict[int, torch.cuda.CUDAGraph] = {}
         self._output: torch.Tensor | None = None
 
     @torch.inference_mode()
     def capture(self, bucket, function, tensors) -> None:
         with torch.cuda.device(self.device):
-            side = torch.cuda.Stream()
-            side.wait_stream(torch.cuda.current_stream())
-            with torch.cuda.stream(side):  # kernels are compiled, libraries take their memory
+            self._side.wait_stream(torch.cuda.current_stream())
+            with torch.cuda.stream(self._side):  # kernels are compiled, libraries take their memory
                 for _ in range(2):
                     function()
-            torch.cuda.current_stream().wait_stream(side)
+            torch.cuda.current_stream().wait_stream(self._side)
             graph, stream = torch.cuda.CUDAGraph(), torch.cuda.current_stream()
             try:
                 # Other threads may go on with their own work.
