@@ -293,7 +293,7 @@ class FakeCuda:
         for name, value in {
             "device": lambda device: nullcontext(),
             "current_device": lambda: 0,
-            "Stream": lambda: FakeStream(self.events),
+            "Stream": lambda device=None: self.events.append("stream") or FakeStream(self.events),
             "current_stream": lambda: self.stream,
             "set_stream": lambda stream: setattr(self, "stream", stream),
             "stream": lambda stream: self.on(stream is not self.main_stream),
@@ -340,13 +340,13 @@ def replay_in_place(calls: list) -> None:
 
 
 def test_cuda_graphs_are_captured_behind_a_warm_up(random_loaded, monkeypatch) -> None:
-    """In one pool, and all with their logits where the largest has its own."""
+    """In one pool, on one side stream, and all with their logits where the largest has its own."""
     cuda = FakeCuda()
     with monkeypatch.context() as patch:
         cuda.install(patch)
         graphs = make_graphs(random_loaded, CudaGraphs(CPU))
     one = ["waits", ("warm-up", True), "warm", "waits", ("capture", "pool", "thread_local")]
-    assert cuda.events == one * len(graphs.buckets)
+    assert cuda.events == ["stream", *one * len(graphs.buckets)]
     plain = DecodeGraphs(
         EagerGraphs(), graphs.model, graphs.kv_cache, graphs.backend, MOST, MAX_MODEL_LEN
     )
