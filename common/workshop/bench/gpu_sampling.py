@@ -103,14 +103,15 @@ def sampling_inputs(lab: Lab, num_rows: int) -> dict[str, tuple[Any, ...]]:
         return torch.full((num_rows,), value, dtype=dtype, device=logits.device)
 
     temperature, top_k = every_row(TEMPERATURE), every_row(TOP_K, torch.int64)
+    highest = logits.amax(dim=-1)
     counts = lab.integers(3, num_rows, vocab_size).int()
     penalties = every_row(1.3), every_row(0.2), every_row(0.1)
     most = min(MOST, vocab_size - 1)
-    shaped, _ = IN_TORCH.shape(logits, temperature, None, None, vocab_size, False)
+    shaped, _ = IN_TORCH.shape(logits, highest, temperature, None, None, vocab_size, False)
     return {
         "penalties": (logits, counts > 0, counts, *penalties),
-        "temperature": (logits, temperature, None, None, vocab_size, False),
-        "top-k": (logits, temperature, top_k, every_row(MIN_P), most, True),
+        "temperature": (logits, highest, temperature, None, None, vocab_size, False),
+        "top-k": (logits, highest, temperature, top_k, every_row(MIN_P), most, True),
         "top-p": (shaped, every_row(TOP_P)),
         "draw": (shaped.softmax(-1), lab.uniform(num_rows)),
     }
@@ -133,7 +134,7 @@ def make_sampling(lab: Lab, num_rows: int, dtype: torch.dtype) -> Calls:
     costs = {
         "penalties": Cost(numbers * (4 + 1 + 4 + 4)),  # logits, known, counts; logits
         "temperature": Cost(numbers * (4 + 4)),
-        "top-k": Cost(numbers * 4 + num_rows * inputs["top-k"][4] * (8 + 8)),
+        "top-k": Cost(numbers * 4 + num_rows * inputs["top-k"][5] * (8 + 8)),
         "top-p": Cost(numbers * (4 + 4)),
         "draw": Cost(numbers * 4 + num_rows * 16),
     }
