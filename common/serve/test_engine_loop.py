@@ -195,8 +195,8 @@ def test_a_crowd_that_comes_to_a_dead_engine_is_told_so() -> None:
 
 
 def test_one_request_is_not_held_until_the_next_message(monkeypatch: pytest.MonkeyPatch) -> None:
-    """In CPython 3.11 `SimpleQueue.get(timeout=...)` waits forever if its thread loses the processor
-    for longer than the timeout before the wait. Here it always does."""
+    """In CPython 3.11 `SimpleQueue.get(timeout=...)` waits forever if its thread loses the
+    processor for longer than the timeout before the wait. Here it always does."""
 
     class Late(SimpleQueue):
         def get(self, block: bool = True, timeout: float | None = None) -> Any:
