@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from importlib.util import find_spec
 from itertools import accumulate
 from types import MappingProxyType
@@ -159,7 +159,8 @@ def _measure(memory: MemoryReader, demand: KVDemand) -> BytesForKV:
     """Run the largest step twice: what the sampler keeps from step to step is there in the second.
     Only the last stage samples, from logits that every row's grammar has cut: a row's bits are
     spread to 32-bit numbers, two for each token, and the logits are there twice while it samples.
-    The memory of graphs is theirs alone: it comes on top."""
+    The memory of graphs is theirs alone: it comes on top, and is measured apart, because PyTorch
+    gives back what it keeps of the step before it captures a graph."""
     config, loaded, vocab_size = demand.config, demand.loaded, demand.vocab_size
     most = min(config.max_num_batched_tokens, config.max_num_seqs * demand.max_model_len)
     seq_lens = _parts_of(most, demand.max_model_len)
@@ -190,10 +191,18 @@ def _measure(memory: MemoryReader, demand: KVDemand) -> BytesForKV:
         if loaded.model.collectives.ranks.is_last_stage:
             sampler.sample(cut(logits), batch)
         del logits
-    graphs = None if demand.make_graphs is None else demand.make_graphs(kv_cache)
     after = memory.read()
+    if demand.make_graphs is not None:
+        memory.reset()
+        without = memory.read()
+        graphs = demand.make_graphs(kv_cache)
+        memory.reset()
+        together = memory.read()
+        peak = after.peak_reserved + together.reserved - without.reserved
+        after = replace(together, peak_reserved=peak)
+        del graphs
     kv_bytes = kv_cache.num_blocks * kv_cache.kv_bytes_per_block
-    del sampler, kv_cache, graphs, cut
+    del sampler, kv_cache, cut
     memory.reset()
     return remaining_bytes(before, after, kv_bytes, config.gpu_memory_utilization)
 

@@ -595,6 +595,22 @@ def test_nothing_is_compiled_for_a_client_that_has_gone(held) -> None:
     assert not held.go_on.is_set(), "the library still works on the first one"
 
 
+def test_three_that_were_given_up_hold_up_no_other_and_a_fourth_does(held) -> None:
+    """Trap 87. The next one begins as soon as one of them has ended."""
+    for i in range(3):
+        begun = held.submit("x" * (i + 1))
+        held.begun.get(timeout=60)
+        begun.cancel()
+        assert f"start: /{'a' * i}b/" in held.submit("a" * i + "b").result(30)
+        held.begun.get(timeout=60)
+    last = held.submit("xxxx")
+    held.begun.get(timeout=60)
+    waits = held.submit("c")
+    assert last.cancel() and not waits.wait(0.1)
+    held.go_on.set()
+    assert "start: /c/" in waits.result(60)
+
+
 def test_a_grammar_gets_ten_seconds_of_the_compiler(held, monkeypatch) -> None:
     """Trap 87. Its own seconds: not those in which others were compiled."""
     assert grammar_compiler.MOST_SECONDS == 10

@@ -32,6 +32,7 @@ the pieces between attention layers, for any batch.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field, fields
 from functools import partial
 from typing import Any, Protocol
@@ -210,19 +211,20 @@ class CudaGraphs:
     def __init__(self, device: torch.device) -> None:
         self.device = device
         self._pool = torch.cuda.graph_pool_handle()
+        # One for all: cuBLAS keeps a workspace (32 MiB on Hopper) for each stream that it has seen.
+        self._side = torch.cuda.Stream(device)
         self._captured: dict[int, torch.cuda.CUDAGraph] = {}
         self._output: torch.Tensor | None = None
 
     @torch.inference_mode()
     def capture(self, bucket, function, tensors) -> None:
         with torch.cuda.device(self.device):
-            side = torch.cuda.Stream()
-            side.wait_stream(torch.cuda.current_stream())
-            with torch.cuda.stream(side):  # kernels are compiled, libraries take their memory
+            self._side.wait_stream(torch.cuda.current_stream())
+            with torch.cuda.stream(self._side):  # kernels are compiled, libraries take their memory
                 for _ in range(2):
                     function()
-            torch.cuda.current_stream().wait_stream(side)
-            graph = torch.cuda.CUDAGraph()
+            torch.cuda.current_stream().wait_stream(self._side)
+            graph, stream = torch.cuda.CUDAGraph(), torch.cuda.current_stream()
             try:
                 # Other threads may go on with their own work.
                 with torch.cuda.graph(graph, self._pool, capture_error_mode="thread_local"):
@@ -231,11 +233,23 @@ class CudaGraphs:
                         self._output = output
                     else:
                         self._output[:bucket].copy_(output)
-            except torch.OutOfMemoryError:
-                raise
             except RuntimeError as error:
-                raise CannotCapture(str(error).partition("\n")[0]) from error
+                self._leave_capture(stream)
+                # Ending the capture fails too, and says less than what made it fail.
+                first = error.__context__ or error
+                if isinstance(first, torch.OutOfMemoryError | KeyboardInterrupt):
+                    raise first from None
+                raise CannotCapture(str(first).partition("\n")[0]) from error
         self._captured[bucket] = graph
+
+    def _leave_capture(self, stream: torch.cuda.Stream) -> None:
+        """Undo what `torch.cuda.graph` leaves when ending a capture fails: the capture's stream is
+        still the current one, and up to PyTorch 2.11 the allocator still records for the pool, so
+        that `empty_cache` fails. Later versions have ended that, and refuse to end it again."""
+        torch.cuda.set_stream(stream)
+        with suppress(RuntimeError):
+            torch._C._cuda_endAllocateToPool(torch.cuda.current_device(), self._pool)
+            torch._C._cuda_releasePool(torch.cuda.current_device(), self._pool)
 
     def replay(self, bucket: int, num_rows: int) -> torch.Tensor:
         assert self._output is not None
