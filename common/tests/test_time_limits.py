@@ -77,7 +77,7 @@ import pytest
 import torch
 
 torch.cuda.is_available = lambda: True  # before it is imported that asks for it
-torch.cuda.init = torch.cuda.device_count = lambda: None
+torch.cuda.init = torch.cuda.device_count = lambda: 1
 
 from common.engine_config import EngineConfig
 from common.tests.kernel_device import device
