@@ -50,6 +50,13 @@ class Linear(nn.Module):
     def forward(self, x: torch.Tensor) -> torch.Tensor:  # [rows, in] -> [rows, out]
         return self.summed(self.product(x))
 
+    def write(self, x: torch.Tensor, out: torch.Tensor) -> torch.Tensor:  # out: [rows, out]
+        """`self(x)`, in `out`."""
+        if self._packed is None and self.bias is None and self.addition is None:
+            assert self.weight is not None
+            return torch.mm(x, self.weight.t(), out=out)
+        return out.copy_(self(x))
+
     def product(self, x: torch.Tensor) -> torch.Tensor:
         """With what this process has of the matrix."""
         product = self._multiply(x)
@@ -74,9 +81,12 @@ class Linear(nn.Module):
         return total if self.addition is None else self.addition(x, total)
 
     def _multiply_onto(self, residual: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
-        if self._packed is None:
-            return residual.add_(self._multiply(x))
-        return self._in_tiles(self._packed_sum, residual, x)
+        if self._packed is not None:
+            return self._in_tiles(self._packed_sum, residual, x)
+        if self.bias is None and residual.is_cuda:  # one launch; a CPU keeps its bits
+            assert self.weight is not None
+            return residual.addmm_(x, self.weight.t())
+        return residual.add_(self._multiply(x))
 
     def _packed_sum(self, residual: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
         return torch.ops.mkldnn._linear_pointwise.binary(

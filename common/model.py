@@ -200,9 +200,10 @@ class DecoderModel(nn.Module):
             hidden = layer(hidden, *step, rows if i == last else None)
         return hidden
 
-    def to_logits(self, hidden: torch.Tensor) -> torch.Tensor:
+    def to_logits(self, hidden: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
+        """Of [num_rows, hidden_size] the logits [num_rows, vocab_size], in `out` if it is given."""
         hidden = self.regions.rms_norm(hidden, self.norm_weight, self.config.rms_norm_eps)
-        return self.lm_head(hidden)
+        return self.lm_head(hidden) if out is None else self.lm_head.write(hidden, out)
 
     def blank_hidden(self, num_tokens: int) -> torch.Tensor | None:
         """What `forward` wants of a batch besides its tokens, to warm up."""

@@ -36,8 +36,9 @@ def make(dtype: torch.dtype, has_bias: bool, num_out: int = 67, num_in: int = 45
 @pytest.mark.parametrize("has_bias", [False, True])
 @pytest.mark.parametrize("dtype", BOUNDS)
 @pytest.mark.parametrize("num_rows", [0, 1, 2, 31, 32, 33, 200])
-def test_packed_and_plain_are_within_rounding_of_float64(dtype, has_bias, num_rows):
-    """The packed one where this processor has it: for bfloat16 most laptops have not."""
+def test_packed_and_plain_are_within_rounding_of_float64(dtype, has_bias, num_rows, monkeypatch):
+    """The packed one where this processor has it: for bfloat16 most laptops have not. And the sum
+    as a GPU computes it."""
     matrix = make(dtype, has_bias)
     x = torch.randn(num_rows, 45, generator=torch.Generator().manual_seed(num_rows)).to(dtype)
     residual = torch.randn(num_rows, 67, generator=torch.Generator().manual_seed(9)).to(dtype)
@@ -48,11 +49,15 @@ def test_packed_and_plain_are_within_rounding_of_float64(dtype, has_bias, num_ro
         torch.testing.assert_close(
             matrix(x).double(), exact, rtol=BOUNDS[dtype], atol=BOUNDS[dtype]
         )
+        assert torch.equal(matrix.write(x, residual.clone()), matrix(x))
         added = matrix.add_to(residual.clone(), x).double()
         wanted = residual.double() + exact
         torch.testing.assert_close(added, wanted, rtol=BOUNDS[dtype], atol=BOUNDS[dtype])
 
     check()
+    with monkeypatch.context() as patch:
+        patch.setattr(torch.Tensor, "is_cuda", True)
+        check()
     if UNPACKED[dtype] is not None:
         return
     matrix.pack()

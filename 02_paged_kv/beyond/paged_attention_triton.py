@@ -291,6 +291,7 @@ class TritonPlan:
     def __init__(self, metadata: AttentionMetadata, shape: AttentionShape) -> None:
         self.metadata, self.shape = metadata, shape
         self.slot_mapping = metadata.slot_mapping
+        self.output: torch.Tensor | None = None
 
     def write_kv(
         self,
@@ -307,11 +308,12 @@ class TritonPlan:
         key_cache: torch.Tensor,  # [num_blocks, block_size, num_kv_heads, head_dim]
         value_cache: torch.Tensor,  # the same
         scale: float,
-    ) -> torch.Tensor:  # [num_tokens, num_heads, head_dim]
+    ) -> torch.Tensor:  # [num_tokens, num_heads, head_dim], overwritten by the next layer's
         check_caches(key_cache, value_cache)
-        output = query.new_zeros(query.shape)
-        self.launch(output, query.contiguous(), key_cache, value_cache, scale)
-        return output
+        if self.output is None:  # zeros once a step: no kernel writes the rows of padding
+            self.output = query.new_zeros(query.shape)
+        self.launch(self.output, query.contiguous(), key_cache, value_cache, scale)
+        return self.output
 
     def launch(
         self,

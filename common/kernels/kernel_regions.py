@@ -7,10 +7,9 @@ its attention:
     rotate_and_write    heads are normed and turned; keys and values go into the cache at once
     add_rms_norm        the residual is added and normed
     silu_and_multiply   the MLP's gate
-    add                 the residual, at the end
 
-An addition to the residual is apart from the product before it. So it may come after a sum over
-several GPUs, too."""
+The MLP's last matrix adds to the residual itself (`Linear.add_to`). Where it has a bias, or is one
+part of several GPUs', whose products are summed first, the addition is one launch more."""
 
 from __future__ import annotations
 

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import replace
 from functools import partial
 
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 from common.experts.expert_config import qwen3_moe
 from common.kernels.chosen_regions import set_regions
@@ -88,6 +91,54 @@ def test_a_decode_step_of_every_bucket(kind, model, monkeypatch) -> None:
     assert graphs.graphs.shapes == expected
     num_launches = len(BUCKETS) * config.num_hidden_layers
     assert gpu.launches == dict.fromkeys(KERNELS[kind], num_launches)
+
+
+class Launches(TorchDispatchMode):
+    """Counts what goes to the GPU, by operation: all but views and memory that nothing fills."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.counts: Counter[str] = Counter()
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        result = func(*args, **(kwargs or {}))
+        name, is_kernel = func.__name__.split(".")[0], func.namespace == "kernels"
+        is_new = storages(result) - storages((args, kwargs)) and "empty" not in name
+        if func._schema.is_mutable or is_new:
+            self.counts[name.rpartition("_")[0] if is_kernel else name] += 1
+        return result
+
+
+def storages(values: object) -> set[int]:
+    tensors = (x for x in tree_leaves(values) if isinstance(x, torch.Tensor))
+    return {tensor.untyped_storage()._cdata for tensor in tensors}
+
+
+def test_launches_of_a_decode_step(monkeypatch) -> None:
+    """On a GPU, a step of a small model takes as long as they do. A layer's, and the other ones."""
+    counts = []
+    for num_layers in (1, 2):
+        with fake_gpu(monkeypatch) as gpu:
+            config = replace(QWEN3_0_6B, num_hidden_layers=num_layers)
+            graphs = make_graphs(gpu, MixedTritonAttentionBackend, config)
+            with Launches() as launches:
+                graphs._compute(4)
+        counts.append(launches.counts)
+    of_a_layer = counts[1] - counts[0]
+    others = counts[0] - of_a_layer
+    assert of_a_layer == {
+        "rms_norm": 1,
+        "linear": 3,
+        "_rotate_and_write_kernel": 1,
+        "_split_attention_kernel": 1,
+        "_merge_splits_kernel": 1,
+        "_add_rms_norm_kernel": 1,
+        "_silu_and_multiply_kernel": 1,
+        "addmm_": 1,
+    }
+    plan = dict(add=2, floor_divide=2, arange=2, searchsorted=2)
+    plan |= dict(diff=1, new_zeros=1 + 1, mul=1, cumsum=1)  # one is what layers write
+    assert others == plan | {"embedding": 1, "index_select": 2, "rms_norm": 1, "mm": 1}
 
 
 def first_step() -> SchedulerOutput:
