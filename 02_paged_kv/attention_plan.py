@@ -14,9 +14,10 @@ Invariant: a group's unused slots are overwritten before they are read (0 * NaN 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
 from functools import partial
+from itertools import pairwise
 
+import numpy as np
 import torch
 from torch.nn.functional import scaled_dot_product_attention
 
@@ -26,8 +27,8 @@ GROUP_KEY_BYTES = {"cpu": 4 << 20, "cuda": 256 << 20}
 SHORT_QUERIES = (1, 8, 16)
 
 
-def is_short_query(query_len: int) -> bool:
-    return query_len <= max(SHORT_QUERIES, default=0)
+def is_short_query(query_lens: np.ndarray) -> np.ndarray:
+    return query_lens <= max(SHORT_QUERIES, default=0)
 
 
 def max_group_slots(key_cache: torch.Tensor) -> int:
@@ -35,28 +36,31 @@ def max_group_slots(key_cache: torch.Tensor) -> int:
 
 
 def group_short_queries(
-    rows: Iterable[int], query_lens: Sequence[int], seq_lens: Sequence[int], max_slots: int
-) -> list[list[int]]:
-    same: dict[int, list[int]] = {}  # by the number of query tokens, rounded up
-    for row in rows:
-        rounded = next((n for n in SHORT_QUERIES if query_lens[row] <= n), query_lens[row])
-        same.setdefault(rounded, []).append(row)
-    return [group for rows in same.values() for group in split_by_length(rows, seq_lens, max_slots)]
+    rows: np.ndarray,  # of the two columns
+    query_lens: np.ndarray,
+    seq_lens: np.ndarray,
+    max_slots: int,
+) -> list[np.ndarray]:
+    """`rows` in groups. Sequences with 1, 2 to 8, or 9 to 16 query tokens stay apart."""
+    rounded = query_lens[rows]  # up, to one of `SHORT_QUERIES`
+    for below, size in pairwise((0, *SHORT_QUERIES)):
+        rounded[(below < rounded) & (rounded <= size)] = size
+    alike = [rows[rounded == size] for size in np.unique(rounded)]
+    return [group for rows in alike for group in split_by_length(rows, seq_lens, max_slots)]
 
 
-def split_by_length(
-    rows: Sequence[int], seq_lens: Sequence[int], max_slots: int
-) -> list[list[int]]:
+def split_by_length(rows: np.ndarray, seq_lens: np.ndarray, max_slots: int) -> list[np.ndarray]:
     """Longest first, into groups of at most `max_slots` slots, padding included, unless it is one
     sequence, and without sequences shorter than half the group's longest."""
-    groups: list[list[int]] = []
-    for row in sorted(rows, key=seq_lens.__getitem__, reverse=True):
-        longest = seq_lens[groups[-1][0]] if groups else 0
-        fits = groups and (len(groups[-1]) + 1) * longest <= max_slots
-        if fits and 2 * seq_lens[row] >= longest:
-            groups[-1].append(row)
-        else:
-            groups.append([row])
+    rows = rows[np.argsort(-seq_lens[rows], kind="stable")]
+    shorter_by = -seq_lens[rows]  # ascending, for the binary search
+    groups, start = [], 0
+    while start < len(rows):
+        longest = seq_lens[rows[start]]
+        half = np.searchsorted(shorter_by, -longest / 2, side="right")
+        stop = min(start + max(max_slots // longest, 1), half)
+        groups.append(rows[start:stop])
+        start = stop
     return groups
 
 
@@ -67,19 +71,19 @@ class DecodeGroup:
 
     def __init__(
         self,
-        rows: list[int],  # longest first
-        starts: Sequence[int],
-        seq_lens: Sequence[int],
+        rows: np.ndarray,  # longest first
+        starts: np.ndarray,  # `query_start_loc`
+        seq_lens: np.ndarray,
         block_tables: torch.Tensor,
         num_heads: int,  # of the query
         key_cache: torch.Tensor,
     ) -> None:
         to_device = partial(torch.Tensor.to, device=key_cache.device, non_blocking=True)
         block_size, num_shared = key_cache.shape[1], num_heads // key_cache.shape[2]
-        own = torch.tensor([(starts[row], starts[row + 1], seq_lens[row]) for row in rows])
-        first, stop, seq_len = own.T[:, :, None]  # each [n, 1]
-        query_len = max(starts[row + 1] - starts[row] for row in rows)
-        self.num_seqs, self.num_keys = len(rows), seq_lens[rows[0]]
+        own = np.stack([starts[rows], starts[rows + 1], seq_lens[rows]])
+        first, stop, seq_len = torch.from_numpy(own)[:, :, None]  # each [n, 1]
+        query_len = int((own[1] - own[0]).max())
+        self.num_seqs, self.num_keys = len(rows), int(seq_lens[rows[0]])
         num_blocks = -(-self.num_keys // block_size)
         slots = torch.arange(num_blocks * block_size)
         unused = (slots >= seq_len).flatten().nonzero().flatten()
@@ -96,7 +100,7 @@ class DecodeGroup:
         # [n * query_len] int64, rows of the query; [num_unused] int64, slots of what is gathered
         self.tokens, self.unused = to_device(tokens.flatten()), to_device(unused)
         # [n * num_blocks] int, any block's beyond a sequence's own
-        self.block_ids = block_tables[to_device(torch.tensor(rows)), :num_blocks].flatten()
+        self.block_ids = block_tables[to_device(torch.from_numpy(rows)), :num_blocks].flatten()
 
     def attend(
         self,

@@ -29,7 +29,6 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property, partial
-from itertools import pairwise
 from typing import NamedTuple, Protocol, runtime_checkable
 
 import numpy as np
@@ -133,23 +132,21 @@ class PagedPlan:
         lengths and tables contradict each other."""
         self.num_heads, self.slot_mapping = num_heads, metadata.slot_mapping
         starts, seq_lens, is_short = self.lengths(metadata, key_cache)
-        query_lens = [stop - start for start, stop in pairwise(starts)]
+        query_lens, is_real = np.diff(starts), starts[:-1] != starts[1:]
         tables, block_size = metadata.block_tables, key_cache.shape[1]
-        short: list[int] = []
+        fits = (query_lens > 0) & (query_lens <= seq_lens)
+        fits &= seq_lens <= tables.shape[1] * block_size
+        for row in np.flatnonzero(is_real & ~fits):
+            raise ValueError(
+                f"sequence {row}: query_len is {query_lens[row]}, seq_len {seq_lens[row]}, "
+                f"block_tables {tuple(tables.shape)} of {block_size}: they contradict each other"
+            )
         self.long_queries: list[LongQuery] = []
-        for row, (query_len, seq_len) in enumerate(zip(query_lens, seq_lens, strict=True)):
-            if query_len == 0:
-                continue
-            if not 0 < query_len <= seq_len <= tables.shape[1] * block_size:
-                raise ValueError(
-                    f"sequence {row}: query_len is {query_len}, seq_len {seq_len}, block_tables "
-                    f"{tuple(tables.shape)} of {block_size}: they contradict each other"
-                )
-            if is_short[row]:
-                short.append(row)
-            else:
-                own = slice(starts[row], starts[row + 1]), tables[row, : -(-seq_len // block_size)]
-                self.long_queries.append(LongQuery(query_len, seq_len, *own))
+        for row in np.flatnonzero(is_real & ~is_short):
+            start, stop, seq_len = map(int, (starts[row], starts[row + 1], seq_lens[row]))
+            own = slice(start, stop), tables[row, : -(-seq_len // block_size)]
+            self.long_queries.append(LongQuery(stop - start, seq_len, *own))
+        short = np.flatnonzero(is_real & is_short)
         self.groups = self.make_groups(short, query_lens, starts, seq_lens, tables, key_cache)
         # The largest first: the buffer is made anew when it is too small.
         self.groups.sort(key=lambda group: -len(group.block_ids))
@@ -158,18 +155,18 @@ class PagedPlan:
 
     def lengths(
         self, metadata: AttentionMetadata, key_cache: Tensor
-    ) -> tuple[Sequence[int], Sequence[int], list[bool]]:
-        """query_start_loc, seq_lens and who is attended in a group: on the host."""
-        starts = metadata.query_start_loc.tolist()
-        is_short = [is_short_query(stop - start) for start, stop in pairwise(starts)]
-        return starts, metadata.seq_lens.tolist(), is_short
+    ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        """On the host: query_start_loc, seq_lens, and of each sequence whether its queries are
+        attended in a group."""
+        starts = metadata.query_start_loc.cpu().numpy()
+        return starts, metadata.seq_lens.cpu().numpy(), is_short_query(np.diff(starts))
 
     def make_groups(
         self,
-        short: list[int],
-        query_lens: Sequence[int],
-        starts: Sequence[int],
-        seq_lens: Sequence[int],
+        short: np.ndarray,  # rows of the next columns
+        query_lens: np.ndarray,
+        starts: np.ndarray,
+        seq_lens: np.ndarray,
         tables: Tensor,
         key_cache: Tensor,
     ) -> list[DecodeGroup]:

@@ -10,6 +10,7 @@ import random
 from collections.abc import Callable
 from dataclasses import dataclass
 
+import numpy as np
 import psutil
 import pytest
 import torch
@@ -216,16 +217,15 @@ def test_decodes_in_groups_of_any_size(limit, monkeypatch):
 
 
 def test_decode_groups_hold_similar_lengths_within_the_limit():
-    lens = [100, 7, 60, 51, 50, 49, 3, 1]
-    assert attention_plan.split_by_length(list(range(8)), lens, 10**6) == [
-        [0, 2, 3, 4],
-        [5],
-        [1],
-        [6],
-        [7],
-    ]
-    assert attention_plan.split_by_length([0, 2, 3, 4], lens, 299) == [[0, 2], [3, 4]]
-    assert attention_plan.split_by_length([0, 1], lens, 1) == [[0], [1]], "too long for any group"
+    lens = np.array([100, 7, 60, 51, 50, 49, 3, 1])
+
+    def split(rows: list[int], max_slots: int) -> list[list[int]]:
+        groups = attention_plan.split_by_length(np.array(rows), lens, max_slots)
+        return [group.tolist() for group in groups]
+
+    assert split(list(range(8)), 10**6) == [[0, 2, 3, 4], [5], [1], [6], [7]]
+    assert split([0, 2, 3, 4], 299) == [[0, 2], [3, 4]]
+    assert split([0, 1], 1) == [[0], [1]], "too long for any group"
 
 
 def test_batches_without_tokens_and_sequences_without_tokens():

@@ -28,11 +28,11 @@ vLLM's FlashInfer and MLA backends treat the two sides with two kernels, in the 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
 from itertools import pairwise
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -61,23 +61,21 @@ class MixedPlan(PagedPlan):
 
     def lengths(
         self, metadata: AttentionMetadata, key_cache: Tensor
-    ) -> tuple[Sequence[int], Sequence[int], list[bool]]:
+    ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
         """Plain metadata is read from the device."""
         if isinstance(metadata, MixedMetadata):
             num_seqs = len(metadata.seq_lens)
-            starts, seq_lens = metadata.query_starts, metadata.host_seq_lens
+            starts, seq_lens = map(np.asarray, (metadata.query_starts, metadata.host_seq_lens))
             if (len(starts), len(seq_lens)) != (num_seqs + 1, num_seqs):
                 raise ValueError(
                     f"seq_lens has {num_seqs} sequences, host_seq_lens {len(seq_lens)} and "
                     f"query_starts {len(starts)} borders: they contradict each other"
                 )
-            is_short = [row < metadata.num_short for row in range(num_seqs)]
+            is_short = np.arange(num_seqs) < metadata.num_short
         else:
             starts, seq_lens, _ = super().lengths(metadata, key_cache)
-            is_short = [stop - start == 1 for start, stop in pairwise(starts)]
-        most = max_group_slots(key_cache)
-        is_short = [short and n <= most for short, n in zip(is_short, seq_lens, strict=True)]
-        return starts, seq_lens, is_short
+            is_short = np.diff(starts) == 1
+        return starts, seq_lens, is_short & (seq_lens <= max_group_slots(key_cache))
 
     def attend_long(self, query: Tensor, long: LongQuery, gather: Gather, scale: float) -> Tensor:
         query = query.to(torch.promote_types(query.dtype, torch.float32))

@@ -106,7 +106,7 @@ class Intake:
                 group.prompt_token_ids,
                 replace(
                     params,
-                    seed=_seed_of_sample(seed, i),
+                    seed=seed_of_sample(seed, i),
                     skip_reading_prefix_cache=bool(skips or "prompt_logprobs" in own),
                 ),
                 self.eos_token_ids,
@@ -206,7 +206,7 @@ def _is_integer_type(kind: type) -> bool:
     return issubclass(kind, Integral) and kind is not bool
 
 
-def _seed_of_sample(seed: int, index: int) -> int:
+def seed_of_sample(seed: int, index: int) -> int:
     """64 bits, signed. Sample 0 keeps the seed. The others do not count on from it: the second of
     seed 42 would be the text of seed 43, as in vLLM."""
     if index == 0:

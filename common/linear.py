@@ -50,6 +50,13 @@ class Linear(nn.Module):
     def forward(self, x: torch.Tensor) -> torch.Tensor:  # [rows, in] -> [rows, out]
         return self.summed(self.product(x))
 
+    def write(self, x: torch.Tensor, out: torch.Tensor) -> torch.Tensor:  # out: [rows, out]
+        """`self(x)`, in `out`."""
+        if self._packed is None and self.bias is None and self.addition is None:
+            assert self.weight is not None
+            return torch.mm(x, self.weight.t(), out=out)
+        return out.copy_(self(x))
+
     def product(self, x: torch.Tensor) -> torch.Tensor:
         """With what this process has of the matrix."""
         product = self._multiply(x)

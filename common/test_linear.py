@@ -49,6 +49,7 @@ def test_packed_and_plain_are_within_rounding_of_float64(dtype, has_bias, num_ro
         torch.testing.assert_close(
             matrix(x).double(), exact, rtol=BOUNDS[dtype], atol=BOUNDS[dtype]
         )
+        assert torch.equal(matrix.write(x, residual.clone()), matrix(x))
         added = matrix.add_to(residual.clone(), x).double()
         wanted = residual.double() + exact
         torch.testing.assert_close(added, wanted, rtol=BOUNDS[dtype], atol=BOUNDS[dtype])

@@ -15,9 +15,7 @@ Invariant: where a sequence's keys lie, and who computes, is a matter of speed o
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from itertools import pairwise
-
+import numpy as np
 import torch
 
 from attention_plan import DecodeGroup
@@ -101,34 +99,34 @@ class CompiledPlan(PagedPlan):
 
     def lengths(
         self, metadata: AttentionMetadata, key_cache: torch.Tensor
-    ) -> tuple[Sequence[int], Sequence[int], list[bool]]:
+    ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
         starts, seq_lens, is_short = super().lengths(metadata, key_cache)
-        decodes = [row for row, (start, stop) in enumerate(pairwise(starts)) if stop - start == 1]
-        num_keys = sum(seq_lens[row] for row in decodes)
-        is_taken = self.backend.takes(self.num_heads, key_cache, num_keys)
-        self.decodes = decodes if is_taken else []
-        for row in self.decodes:  # a plan may think that a very long sequence is not
-            is_short[row] = True
+        is_decode = np.diff(starts) == 1
+        num_keys = int(seq_lens[is_decode].sum())
+        if self.backend.takes(self.num_heads, key_cache, num_keys):
+            self.decodes = np.flatnonzero(is_decode)
+            is_short = is_short | is_decode  # also a very long sequence
+        else:
+            self.decodes = np.array([], dtype=np.int64)
         return starts, seq_lens, is_short
 
     def make_groups(
         self,
-        short: list[int],
-        query_lens: Sequence[int],
-        starts: Sequence[int],
-        seq_lens: Sequence[int],
+        short: np.ndarray,
+        query_lens: np.ndarray,
+        starts: np.ndarray,
+        seq_lens: np.ndarray,
         tables: torch.Tensor,
         key_cache: torch.Tensor,
     ) -> list[DecodeGroup]:
         """Lengths and tables are known not to contradict each other."""
-        if rows := self.decodes:
-            lens = torch.tensor([seq_lens[row] for row in rows])
-            tables_of_decodes = tables[_as_slice(rows)]
-            where = tables_of_decodes, key_cache.shape[1]
+        rows = self.decodes
+        if len(rows):
+            lens = torch.from_numpy(seq_lens[rows])
+            where = tables[_as_slice(rows)], key_cache.shape[1]
             self.splits = split_sequences(lens, *where, self.window)
-            self.tokens = _as_slice([starts[row] for row in rows])
-            taken = set(rows)
-            short = [row for row in short if row not in taken]
+            self.tokens = _as_slice(starts[rows])
+            short = np.setdiff1d(short, rows, assume_unique=True)
         return super().make_groups(short, query_lens, starts, seq_lens, tables, key_cache)
 
     def write_kv(
@@ -158,12 +156,12 @@ class CompiledPlan(PagedPlan):
         return output
 
 
-def _as_slice(indices: list[int]) -> slice | torch.Tensor:
+def _as_slice(indices: np.ndarray) -> slice | torch.Tensor:
     """What selects them; neighbours without a copy."""
-    first, n = indices[0], len(indices)
+    first, n = int(indices[0]), len(indices)
     if indices[-1] - first == n - 1:  # they ascend
         return slice(first, first + n)
-    return torch.tensor(indices)
+    return torch.from_numpy(indices)
 
 
 class CompiledWindowPlan(CompiledPlan, WindowPlan):

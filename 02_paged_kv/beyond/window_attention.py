@@ -127,16 +127,16 @@ class WindowDecodeGroup(DecodeGroup):
     def __init__(
         self,
         window: int,
-        rows: list[int],
-        starts: Sequence[int],
-        seq_lens: Sequence[int],
+        rows: np.ndarray,
+        starts: np.ndarray,
+        seq_lens: np.ndarray,
         block_tables: Tensor,
         num_heads: int,
         key_cache: Tensor,
     ) -> None:
         super().__init__(rows, starts, seq_lens, block_tables, num_heads, key_cache)
-        own = [(starts[row + 1] - starts[row], seq_lens[row]) for row in rows]
-        num_queries, seq_len = torch.tensor(own).T[:, :, None]  # each [n, 1]
+        own = np.stack([starts[rows + 1] - starts[rows], seq_lens[rows]])
+        num_queries, seq_len = torch.from_numpy(own)[:, :, None]  # each [n, 1]
         query_len = len(self.tokens) // len(rows)  # who has fewer repeats its first
         positions = seq_len - torch.arange(query_len, 0, -1).minimum(num_queries)
         hidden = torch.arange(self.num_keys) <= positions[:, :, None] - window
@@ -154,18 +154,17 @@ class WindowPlan(PagedPlan):
 
     def lengths(
         self, metadata: AttentionMetadata, key_cache: Tensor
-    ) -> tuple[Sequence[int], Sequence[int], list[bool]]:
+    ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
         assert isinstance(metadata, WindowMetadata)
-        starts = metadata.query_starts
-        lens = np.diff(starts).tolist()
-        return starts, metadata.host_seq_lens, list(map(is_short_query, lens))
+        starts = np.asarray(metadata.query_starts)
+        return starts, np.asarray(metadata.host_seq_lens), is_short_query(np.diff(starts))
 
     def make_groups(
         self,
-        short: list[int],
-        query_lens: Sequence[int],
-        starts: Sequence[int],
-        seq_lens: Sequence[int],
+        short: np.ndarray,
+        query_lens: np.ndarray,
+        starts: np.ndarray,
+        seq_lens: np.ndarray,
         tables: Tensor,
         key_cache: Tensor,
     ) -> list[DecodeGroup]:

@@ -28,7 +28,7 @@ processor with AMX, where a call takes 85 ms for 1 to 16 rows, 133 for 32, 110 f
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Any, Protocol
 
 import torch
@@ -82,21 +82,24 @@ def make_batch_invariant(
     for mlp in mlps:
         mlp.activation = ACTIVATIONS[activation]
     first: dict[torch.Size, Matrix] = {}
+    matrices = list(matrices)
+    widths = {matrix.shape[1] for matrix in matrices}  # the residual's is one of them
     for matrix in matrices:
         if matrix.shape not in first:
-            choose_tile(matrix, dtype)
+            choose_tile(matrix, dtype, matrix.shape[0] in widths)
         like = first.setdefault(matrix.shape, matrix)
         matrix.row_tile, matrix.one_tile_a_call = like.row_tile, like.one_tile_a_call
     check_attention(dtype, head_dim)
 
 
-def choose_tile(matrix: Matrix, dtype: torch.dtype) -> None:
+def choose_tile(matrix: Matrix, dtype: torch.dtype, is_added: bool = True) -> None:
     """Set `row_tile` and `one_tile_a_call` of the matrix: the first of `ROW_TILES` in whose
-    multiples a row keeps its bits, else the first of `CALL_TILES`. Raises `ValueError`."""
+    multiples a row keeps its bits, else the first of `CALL_TILES`. `is_added`: its product may be
+    added to a residual. Raises `ValueError`."""
     multiples, calls = ROW_TILES, CALL_TILES.get(dtype, ())
     for tile, is_one in [*((t, False) for t in multiples), *((t, True) for t in calls)]:
         matrix.row_tile, matrix.one_tile_a_call = tile, is_one
-        if keeps_bits(matrix, dtype):
+        if keeps_bits(matrix, dtype, is_added):
             return
     raise ValueError(
         "batch_invariant is True: on this processor a row of a product with a matrix of "
@@ -106,28 +109,32 @@ def choose_tile(matrix: Matrix, dtype: torch.dtype) -> None:
     )
 
 
-def keeps_bits(matrix: Matrix, dtype: torch.dtype) -> bool:
+def keeps_bits(matrix: Matrix, dtype: torch.dtype, is_added: bool = True) -> bool:
     """Whether rows have the bits that they have in one tile and one thread, at every checked place,
-    in every checked number of tiles, with the threads of this process."""
+    in every checked number of tiles, with the threads of this process. `is_added`: as a sum with a
+    residual, too."""
     tile = matrix.row_tile
     assert tile is not None
     counts = (CHECKED_CALLS,) if matrix.one_tile_a_call else CHECKED_TILES
     x = _random(max(counts) * tile, matrix.shape[1]).to(dtype)
-    residual = _random(len(x), matrix.shape[0]).to(dtype)
+    ways: list[tuple[Callable[..., Tensor], list[Tensor]]] = [(matrix, [x])]
+    if is_added:
+        residual = _random(len(x), matrix.shape[0]).to(dtype)
+        ways.append((lambda total, rows: matrix.add_to(total.clone(), rows), [residual, x]))
     num_threads = torch.get_num_threads()
-    try:
-        torch.set_num_threads(1)
-        alone = torch.cat([matrix(rows) for rows in x.split(tile)])
-        pairs = zip(residual.split(tile), x.split(tile), strict=True)
-        added = torch.cat([matrix.add_to(total.clone(), rows) for total, rows in pairs])
-    finally:
-        torch.set_num_threads(num_threads)
-    sums = matrix.add_to(residual.roll(5, 0), x.roll(5, 0))
-    return (
-        all(torch.equal(matrix(x[: n * tile]), alone[: n * tile]) for n in counts)
-        and torch.equal(matrix(x.roll(5, 0)), alone.roll(5, 0))
-        and torch.equal(sums, added.roll(5, 0))
-    )
+    for product, rows in ways:
+        try:
+            torch.set_num_threads(1)
+            calls = zip(*(each.split(tile) for each in rows), strict=True)
+            alone = torch.cat([product(*call) for call in calls])
+        finally:
+            torch.set_num_threads(num_threads)
+        for n in counts:
+            if not torch.equal(product(*(each[: n * tile] for each in rows)), alone[: n * tile]):
+                return False
+        if not torch.equal(product(*(each.roll(5, 0) for each in rows)), alone.roll(5, 0)):
+            return False
+    return True
 
 
 def check_attention(dtype: torch.dtype, head_dim: int) -> None:

@@ -30,10 +30,11 @@ arXiv 2307.08691; Thinking Machines Lab, "Defeating Nondeterminism in LLM Infere
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -135,21 +136,21 @@ class InvariantPlan(PagedPlan):
 
     def lengths(
         self, metadata: AttentionMetadata, key_cache: Tensor
-    ) -> tuple[Sequence[int], Sequence[int], list[bool]]:
+    ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
         if isinstance(metadata, WindowMetadata):
             self.window, self.skipped = metadata.window, metadata.skipped
-            starts, seq_lens = metadata.query_starts, metadata.host_seq_lens
+            starts, seq_lens = map(np.asarray, (metadata.query_starts, metadata.host_seq_lens))
         else:
             starts, seq_lens, _ = super().lengths(metadata, key_cache)
             self.window, self.skipped = None, [0] * len(seq_lens)
-        return starts, seq_lens, [True] * len(seq_lens)
+        return starts, seq_lens, np.ones(len(seq_lens), dtype=bool)
 
     def make_groups(
         self,
-        short: list[int],
-        query_lens: Sequence[int],
-        starts: Sequence[int],
-        seq_lens: Sequence[int],
+        short: np.ndarray,
+        query_lens: np.ndarray,
+        starts: np.ndarray,
+        seq_lens: np.ndarray,
         tables: Tensor,
         key_cache: Tensor,
     ) -> list[DecodeGroup]:
@@ -160,9 +161,9 @@ class InvariantPlan(PagedPlan):
         num_keys = GROUP_KEY_BYTES // (num_kv_heads * head_dim * self.wide.itemsize)
         self.pieces: list[Group] = []
         by_rows: dict[int, list[Piece]] = {}
-        for row in short:
-            own = query_lens[row], seq_lens[row], self.skipped[row]
-            for piece in cut(row, starts[row], *own, num_shared, self.window):
+        for row in short.tolist():
+            own = int(query_lens[row]), int(seq_lens[row]), self.skipped[row]
+            for piece in cut(row, int(starts[row]), *own, num_shared, self.window):
                 num_rows = -(-piece.num_tokens * num_shared // ROW_TILE) * ROW_TILE
                 by_rows.setdefault(num_rows, []).append(piece)
         for num_rows, pieces in by_rows.items():

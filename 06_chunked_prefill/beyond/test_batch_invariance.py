@@ -210,20 +210,22 @@ def test_matrices_and_mlps_are_changed_and_looked_at_once_for_each_shape(monkeyp
     looked_at: list = []
     monkeypatch.setattr(module, "check_attention", lambda *asked: looked_at.append(asked))
 
-    def choose(linear: Linear, dtype: torch.dtype) -> None:
-        looked_at.append(linear)
+    def choose(linear: Linear, dtype: torch.dtype, is_added: bool) -> None:
+        looked_at.append((linear, is_added))
         linear.row_tile, linear.one_tile_a_call = 16, True
 
     monkeypatch.setattr(module, "choose_tile", choose)
-    matrices = [matrix(shape, torch.float32) for shape in [(64, 32), (32, 64), (64, 32)]]
+    shapes = [(64, 32), (32, 64), (64, 32), (89, 32)]  # the last one's product is added to nothing
+    matrices = [matrix(shape, torch.float32) for shape in shapes]
     looked_at.clear()
     mlps = [MLP(), MLP()]
     make_batch_invariant(matrices, mlps, "silu", torch.float32, 16)
-    assert [(m.row_tile, m.one_tile_a_call) for m in matrices] == [(16, True)] * 3
+    assert [(m.row_tile, m.one_tile_a_call) for m in matrices] == [(16, True)] * 4
     assert all(mlp.activation is silu for mlp in mlps)
     make_batch_invariant([], mlps, "gelu_pytorch_tanh", torch.float32, 16)
     assert all(mlp.activation is gelu_tanh for mlp in mlps)
-    assert looked_at == [*matrices[:2], *[(torch.float32, 16)] * 2]
+    asked = zip((matrices[0], matrices[1], matrices[3]), (True, True, False), strict=True)
+    assert looked_at == [*asked, *[(torch.float32, 16)] * 2]
 
 
 def test_a_processor_whose_products_do_not_keep_it_is_refused():

@@ -13,7 +13,7 @@ from __future__ import annotations
 import json
 import logging
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 from common.grammars.vocabulary import Beginning, tokenizer_of_bytes
@@ -36,24 +36,34 @@ MOST_LOOKED_AT = 20_000
 
 
 def rewritten(schema: dict[str, Any]) -> dict[str, Any]:
-    return _rewritten(schema, _Patterns(frozenset(_names_in(schema))))
+    patterns = _Patterns(frozenset(_names_in(schema)))
+
+    def change(schema: dict[str, Any]) -> dict[str, Any]:
+        if _is_remark(schema.get("format")):
+            schema = {key: inner for key, inner in schema.items() if key != "format"}
+        return _without_named_patterns(_without_lists(schema), patterns)
+
+    return map_schemas(schema, change)
 
 
-def _rewritten(part: Any, patterns: _Patterns, are_names: bool = False) -> Any:
-    """A schema, or a list or an object of schemas. `are_names`: its keys are names, such as those
-    of properties, and mean nothing."""
+def map_schemas(
+    part: Any, change: Callable[[dict[str, Any]], dict[str, Any]], are_names: bool = False
+) -> Any:
+    """`change` each schema of a schema, or of a list or an object of schemas; the inner ones first.
+    `are_names`: the keys are names, such as those of properties, and mean nothing. Values, such as
+    those of `enum`, are no schemas."""
     if isinstance(part, list):
-        return [_rewritten(inner, patterns) for inner in part]
+        return [map_schemas(inner, change) for inner in part]
     if not isinstance(part, dict):
         return part
     if are_names:
-        return {name: _rewritten(inner, patterns) for name, inner in part.items()}
-    found = {
-        key: inner if key in _DATA else _rewritten(inner, patterns, key in _OF_NAMES)
-        for key, inner in part.items()
-        if key != "format" or not _is_remark(inner)
-    }
-    return _without_named_patterns(_without_lists(found), patterns)
+        return {name: map_schemas(inner, change) for name, inner in part.items()}
+    return change(
+        {
+            key: inner if key in _DATA else map_schemas(inner, change, key in _OF_NAMES)
+            for key, inner in part.items()
+        }
+    )
 
 
 def _is_remark(value: object) -> bool:

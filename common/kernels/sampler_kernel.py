@@ -24,8 +24,9 @@ and thresholds are tried `WAYS` at a time:
     low         t1          t2          t3          t4        high      above(t) >= k | above(t) < k
                             low        high                             after one pass over the row
 
-Of equal logits the lower ids are kept, in the last pass, which counts them. For up to 256 tokens,
-the vocabulary is read once, for the maxima of its blocks, and then only as many blocks as tokens.
+Of equal logits the lower ids are kept: sums say in which tile they reach k or p, and only in that
+one they are counted. For up to 256 tokens, the vocabulary is read once, for the maxima of its
+blocks, and then only as many blocks as tokens.
 
 The draw is chapter 5's, by one uniform number and integer weights. Gumbel noise, which vLLM and
 others use, needs a random number and a logarithm for each token of the vocabulary, and the winner
@@ -77,8 +78,9 @@ def _key(x):
 
 
 @jit
-def _token(index, blocks, num_blocks, first_behind, PART: tl.constexpr):
+def _token(index, candidates, PART: tl.constexpr):
     """The token of a candidate: those of some blocks, and then those behind all blocks."""
+    blocks, num_blocks, first_behind = candidates
     is_inside = index < num_blocks * PART
     block = tl.load(blocks + index // PART, mask=is_inside, other=0).to(tl.int32)
     behind = first_behind + index - num_blocks * PART
@@ -91,9 +93,7 @@ def _load_keys(
     weights_row,
     index,
     width,
-    blocks,
-    num_blocks,
-    first_behind,
+    candidates,
     HAS_WEIGHTS: tl.constexpr,
     SCALE: tl.constexpr,
     PART: tl.constexpr,
@@ -102,7 +102,7 @@ def _load_keys(
     Candidates are all tokens, if PART is 0."""
     is_token = index < width
     if PART > 0:
-        token = _token(index, blocks, num_blocks, first_behind, PART)
+        token = _token(index, candidates, PART)
     else:
         token = index
     x = tl.load(row + token, mask=is_token, other=float("-inf"))
@@ -122,16 +122,14 @@ def _search(
     bound,
     low,
     high,
-    blocks,
-    num_blocks,
-    first_behind,
+    candidates,
     HAS_WEIGHTS: tl.constexpr,
     SCALE: tl.constexpr,
     PART: tl.constexpr,
     TILE: tl.constexpr,
     WAYS: tl.constexpr,
 ):
-    """The lowest key above which lies less than `bound` (float64), and what lies above it.
+    """The lowest key above which lies less than `bound`, and what lies above it, int64.
     It is above `low`, and less lies above `high`, int64."""
     way = tl.arange(0, WAYS)
     above_high = tl.zeros([], tl.int64)
@@ -143,20 +141,11 @@ def _search(
         for start in range(0, width, TILE):
             index = start + tl.arange(0, TILE)
             _, key, weight = _load_keys(
-                row,
-                weights_row,
-                index,
-                width,
-                blocks,
-                num_blocks,
-                first_behind,
-                HAS_WEIGHTS,
-                SCALE,
-                PART,
+                row, weights_row, index, width, candidates, HAS_WEIGHTS, SCALE, PART
             )
             is_above = key[:, None] > threshold.to(key.dtype)[None, :]
             above += tl.sum(tl.where(is_above, weight[:, None], 0), 0)
-        is_less = above.to(tl.float64) < bound
+        is_less = above < bound
         low = tl.max(tl.where(is_less, low, threshold))
         found = tl.min(tl.where(is_less, threshold, high))
         here = tl.max(tl.where(is_less & (threshold == found), above, 0))
@@ -167,13 +156,50 @@ def _search(
 
 
 @jit
-def _kept(key, weight, last, above, bound):
-    """Which tokens of a tile stay: those above the key `last`, and of those at it the first ones.
-    `above` is what lies above it, and before the tile at it; that of the next tile is returned."""
+def _border(
+    row,
+    weights_row,
+    width,
+    bound,
+    low,
+    high,
+    candidates,
+    HAS_WEIGHTS: tl.constexpr,
+    SCALE: tl.constexpr,
+    PART: tl.constexpr,
+    TILE: tl.constexpr,
+    WAYS: tl.constexpr,
+):
+    """The last candidate that stays, its key and its index: of equals the first ones stay.
+    Arguments are those of `_search`."""
+    last, above = _search(
+        row, weights_row, width, bound, low, high, candidates, HAS_WEIGHTS, SCALE, PART, TILE, WAYS
+    )
+    # The tile in which the equals reach the bound; all of those before it stay.
+    stop = tl.zeros([], tl.int32)
+    reached = above
+    while (stop < width) & (reached < bound):
+        above = reached
+        index = stop + tl.arange(0, TILE)
+        _, key, weight = _load_keys(
+            row, weights_row, index, width, candidates, HAS_WEIGHTS, SCALE, PART
+        )
+        reached += tl.sum(tl.where(key == last, weight, 0))
+        stop += TILE
+    index = stop - TILE + tl.arange(0, TILE)
+    _, key, weight = _load_keys(
+        row, weights_row, index, width, candidates, HAS_WEIGHTS, SCALE, PART
+    )
     tie = tl.where(key == last, weight, 0)
     before = above + tl.cumsum(tie) - tie
-    is_kept = (key > last) | ((key == last) & (before.to(tl.float64) < bound))
-    return is_kept, above + tl.sum(tie)
+    is_kept = (tie > 0) & (before < bound)
+    return last, tl.max(tl.where(is_kept, index, stop - TILE - 1))
+
+
+@jit
+def _kept(key, index, last, last_index):
+    """Which candidates stay: as `_border` says."""
+    return (key > last) | ((key == last) & (index <= last_index))
 
 
 @jit_for_any("width", "logits_stride", unaligned=("repetition", "presence", "frequency"))
@@ -234,82 +260,49 @@ def _shape_kernel(
 ):
     row = tl.program_id(0).to(tl.int64)
     source = logits + row * logits_stride
-    blocks += row * num_blocks
+    candidates = blocks + row * num_blocks, num_blocks, first_behind
     target = output + row * most
     lowest_key = tl.full([], -(2**31), tl.int64)  # as int32
     low = lowest_key - 1
     high = -lowest_key - 1
-    num_before = tl.zeros([], tl.int64)
+    num_before = tl.zeros([], tl.int32)
     # Of the narrow, first which are the columns, and then which of them stay.
     if IS_NARROW:
-        num_columns = tl.zeros([], tl.float64) + most
-        column_last, column_above = _search(
-            source,
-            source,
-            width,
-            num_columns,
-            low,
-            high,
-            blocks,
-            num_blocks,
-            first_behind,
-            False,
-            1.0,
-            PART,
-            TILE,
-            WAYS,
+        num_columns = tl.zeros([], tl.int64) + most
+        column_last, column_index = _border(
+            source, source, width, num_columns, low, high, candidates, False, 1.0, PART, TILE, WAYS
         )
         low = column_last - 1
     k = tl.load(top_k + row)
     is_cut = (has_top_k != 0) & (k > 0) & (k < most)
-    bound = k.to(tl.float64)
     last = lowest_key - 1
-    above = tl.zeros([], tl.int64)
+    last_index = tl.zeros([], tl.int32)
     if is_cut:
-        last, above = _search(
-            source,
-            source,
-            width,
-            bound,
-            low,
-            high,
-            blocks,
-            num_blocks,
-            first_behind,
-            False,
-            1.0,
-            PART,
-            TILE,
-            WAYS,
+        last, last_index = _border(
+            source, source, width, k, low, high, candidates, False, 1.0, PART, TILE, WAYS
         )
 
     highest = tl.full([], float("-inf"), tl.float32)
     for start in range(0, width, TILE):
         index = start + tl.arange(0, TILE)
-        x, _, _ = _load_keys(
-            source, source, index, width, blocks, num_blocks, first_behind, False, 1.0, PART
-        )
+        x, _, _ = _load_keys(source, source, index, width, candidates, False, 1.0, PART)
         highest = tl.maximum(highest, tl.max(x))
 
     scale = tl.load(temperature + row)
     floor = tl.load(lowest + row)
     for start in range(0, width, TILE):
         index = start + tl.arange(0, TILE)
-        x, key, weight = _load_keys(
-            source, source, index, width, blocks, num_blocks, first_behind, False, 1.0, PART
-        )
+        x, key, _ = _load_keys(source, source, index, width, candidates, False, 1.0, PART)
         key = key.to(tl.int64)
-        is_kept, above = _kept(key, weight, last, above, bound)
         wide = x.to(scale.dtype)
         wide = _divide(wide - highest.to(scale.dtype), tl.zeros_like(wide) + scale)
-        wide = tl.where(is_kept | (is_cut == 0), wide, float("-inf"))
+        wide = tl.where(_kept(key, index, last, last_index), wide, float("-inf"))
         wide = tl.where(wide < floor, float("-inf"), wide)
         if IS_NARROW:
-            is_column, column_above = _kept(key, weight, column_last, column_above, num_columns)
-            is_column = is_column & (index < width)
-            column = num_before + tl.cumsum(is_column.to(tl.int64)) - 1
-            num_before += tl.sum(is_column.to(tl.int64))
-            token = _token(index, blocks, num_blocks, first_behind, PART).to(tl.int64)
+            is_column = _kept(key, index, column_last, column_index) & (index < width)
+            column = num_before + tl.cumsum(is_column.to(tl.int32)) - 1
+            num_before += tl.sum(is_column.to(tl.int32))
+            token = _token(index, candidates, PART).to(tl.int64)
             tl.store(target + column, wide, mask=is_column)
             tl.store(ids + row * most + column, token, mask=is_column)
         else:
@@ -333,16 +326,17 @@ def _top_p_kernel(
         return
     logits += row * width
     probs += row * width
-    bound = tl.maximum(p * SCALE, 1.0)
+    bound = tl.ceil(tl.maximum(p * SCALE, 1.0)).to(tl.int64)
     low = tl.full([], LOW, tl.int64)
     high = tl.zeros([], tl.int64)
-    last, above = _search(
-        logits, probs, width, bound, low, high, probs, 0, 0, True, SCALE, 0, TILE, WAYS
+    all_tokens = probs, 0, 0
+    last, last_index = _border(
+        logits, probs, width, bound, low, high, all_tokens, True, SCALE, 0, TILE, WAYS
     )
     for start in range(0, width, TILE):
         token = start + tl.arange(0, TILE)
-        x, key, weight = _load_keys(logits, probs, token, width, probs, 0, 0, True, SCALE, 0)
-        is_kept, above = _kept(key.to(tl.int64), weight, last, above, bound)
+        x, key, _ = _load_keys(logits, probs, token, width, all_tokens, False, SCALE, 0)
+        is_kept = _kept(key.to(tl.int64), token, last, last_index)
         tl.store(logits + token, tl.where(is_kept, x, float("-inf")), mask=token < width)
 
 

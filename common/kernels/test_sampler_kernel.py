@@ -125,6 +125,30 @@ def test_the_highest_are_those_of_the_specification(
     assert ids is None or expected_ids is None or equal(ids, expected_ids)
 
 
+@pytest.mark.skipif(torch.cuda.is_available(), reason="the interpreter's sums are counted")
+@pytest.mark.usefixtures("more_ways")
+def test_ties_are_counted_only_in_tiles_that_have_one(monkeypatch, device: torch.device) -> None:
+    """A cumulative sum is the slowest thing that a pass over the vocabulary does."""
+    from triton.runtime.interpreter import ScanOps
+
+    sums, real = [0], ScanOps.cumsum
+
+    def cumsum(self: ScanOps, tensors: Any) -> Any:
+        sums[0] += 1
+        return real(self, tensors)
+
+    monkeypatch.setattr(ScanOps, "cumsum", cumsum)
+    logits = torch.arange(2 * TILE + 77.0, device=device).flip(0)[None]
+    logits[0, -3:] = -1.0  # in the last tile; one of the three is cut
+    top_k = torch.tensor([logits.shape[1] - 1], device=device)
+    for k, num_sums in ((None, 0), (top_k, 1)):
+        arguments = logits, doubles([0.7], device), k, None, int(top_k), False
+        sums[0] = 0
+        found, _ = sampler_kernel.shape(*arguments)
+        assert sums[0] == num_sums
+        assert equal(found, spec.shape(*arguments)[0])
+
+
 @pytest.mark.usefixtures("more_ways")
 @pytest.mark.parametrize(
     ("vocab_size", "dtype"),

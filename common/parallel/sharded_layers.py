@@ -55,6 +55,9 @@ class VocabParallelHead(Linear):
             logits = F.pad(logits, (0, num_missing))
         return self._collectives.all_gather(logits)[..., : self._vocab_size]
 
+    def write(self, x: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
+        return out.copy_(self(x))
+
 
 def vocab_parallel_embedding(
     input_ids: torch.Tensor,  # [num_tokens] int64

@@ -205,16 +205,14 @@ class EagerGraphs:
 
 
 class CudaGraphs:
-    """CUDA graphs, whose scratch memory is one pool. All write their result where the first one,
-    which must be the largest, has its own."""
+    """CUDA graphs, whose scratch memory is one pool."""
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
         self._pool = torch.cuda.graph_pool_handle()
         # One for all: cuBLAS keeps a workspace (32 MiB on Hopper) for each stream that it has seen.
         self._side = torch.cuda.Stream(device)
-        self._captured: dict[int, torch.cuda.CUDAGraph] = {}
-        self._output: torch.Tensor | None = None
+        self._captured: dict[int, tuple[torch.cuda.CUDAGraph, torch.Tensor]] = {}
 
     @torch.inference_mode()
     def capture(self, bucket, function, tensors) -> None:
@@ -229,10 +227,6 @@ class CudaGraphs:
                 # Other threads may go on with their own work.
                 with torch.cuda.graph(graph, self._pool, capture_error_mode="thread_local"):
                     output = function()
-                    if self._output is None:
-                        self._output = output
-                    else:
-                        self._output[:bucket].copy_(output)
             except RuntimeError as error:
                 self._leave_capture(stream)
                 # Ending the capture fails too, and says less than what made it fail.
@@ -240,7 +234,7 @@ class CudaGraphs:
                 if isinstance(first, torch.OutOfMemoryError | KeyboardInterrupt):
                     raise first from None
                 raise CannotCapture(str(first).partition("\n")[0]) from error
-        self._captured[bucket] = graph
+        self._captured[bucket] = graph, output
 
     def _leave_capture(self, stream: torch.cuda.Stream) -> None:
         """Undo what `torch.cuda.graph` leaves when ending a capture fails: the capture's stream is
@@ -252,9 +246,9 @@ class CudaGraphs:
             torch._C._cuda_releasePool(torch.cuda.current_device(), self._pool)
 
     def replay(self, bucket: int, num_rows: int) -> torch.Tensor:
-        assert self._output is not None
-        self._captured[bucket].replay()
-        return self._output[:bucket]
+        graph, output = self._captured[bucket]
+        graph.replay()
+        return output
 
 
 # -- decode steps of a model
@@ -283,6 +277,7 @@ class DecodeGraphs:
         where = model.embed_weight.device, model.num_groups
         self.memory = StaticMemory(max_num_seqs, table_width, *where)
         self.column = torch.zeros(max_num_seqs, dtype=torch.int64, device=where[0])  # the part's
+        self.logits = model.embed_weight.new_empty(max_num_seqs, model.config.vocab_size)
         self.inputs = {bucket: self.memory.inputs(bucket) for bucket in self.buckets}
         self.attention = {bucket: self._metadata(bucket) for bucket in self.buckets}
         self.num_replays = 0
@@ -298,7 +293,7 @@ class DecodeGraphs:
         self.memory.block_tables[:, :bucket, :1] = 0
 
     def _compute(self, bucket: int) -> torch.Tensor:
-        """Logits [bucket, vocab_size]."""
+        """Logits [bucket, vocab_size], in the memory of all buckets."""
         x = self.inputs[bucket]
         seen = zip(self.attention[bucket], self.model.groups.windows, strict=True)
         size = self.kv_cache.block_size
@@ -308,7 +303,7 @@ class DecodeGraphs:
             own = self.part.in_graph(self.column[:bucket], x.logit_indices)
             batch.staged[self.part.name] = own
         batch.plan_attention(self.backend, self.model.num_heads, self.kv_cache)
-        return self.model(batch, self.kv_cache)
+        return self.model(batch, self.kv_cache, self.logits[:bucket])
 
     def _metadata(self, bucket: int) -> tuple[ReplayMetadata, ...]:
         """Its numbers are bounds. What a backend plans with it is part of the graph."""

@@ -68,7 +68,8 @@ class Answer:
     usage: Usage = field(default_factory=Usage)
     id: str = ""
     created: int = field(default_factory=lambda: int(time.time()))
-    _begun: dict[int, TextPlaces] = field(default_factory=dict)  # by choice
+    _begun: set[int] = field(default_factory=set)  # choices
+    _places: dict[int, TextPlaces] = field(default_factory=dict)  # of those with log-probabilities
     _prompt_ids: dict[int, list[int]] = field(default_factory=dict)
     _replies: list[Reply] = field(default_factory=list)
 
@@ -193,10 +194,7 @@ class Answer:
         self, index: int, prompt: int, piece: CompletionDelta, of: RequestDelta
     ) -> dict[str, Any]:
         is_first = index not in self._begun
-        if is_first:
-            ids, echoed = self._prompt_ids[prompt], self.prompts[prompt] if self.prompts else None
-            skips = self.params.skip_special_tokens
-            self._begun[index] = TextPlaces(self.tokenizer, ids, echoed, skips)
+        self._begun.add(index)
         about = self._of_the_prompt(prompt, of) if is_first else {}
         text = "" if self.only_echo else piece.text
         entries: list[TokenLogprobs | None] | None = None
@@ -207,9 +205,14 @@ class Answer:
             entries = None if entries is None else (of.prompt_logprobs or []) + entries
         logprobs = None
         if entries is not None:
-            first = self._prompt_ids[prompt][0]
+            prompt_ids = self._prompt_ids[prompt]
+            if is_first:
+                echoed = self.prompts[prompt] if self.prompts else None
+                skips = self.params.skip_special_tokens
+                self._places[index] = TextPlaces(self.tokenizer, prompt_ids, echoed, skips)
+            first = prompt_ids[0]
             ids = [first if entry is None else entry.token_id for entry in entries]
-            logprobs = self._text_logprobs(entries, self._begun[index].take(ids), prompt)
+            logprobs = self._text_logprobs(entries, self._places[index].take(ids), prompt)
         return about | {"index": index, "text": text, "logprobs": logprobs}
 
     # -- log-probabilities

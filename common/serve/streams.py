@@ -78,7 +78,7 @@ async def merged(requests: Sequence[Deltas]) -> AsyncIterator[tuple[int, Request
             async for delta in request:
                 await came.put((i, delta))
             await came.put((i, None))
-        except Exception as error:
+        except Exception as error:  # only `_end` cancels; an interrupt stops the event loop itself
             await came.put((i, error))
 
     tasks = [asyncio.ensure_future(pump(*pair)) for pair in enumerate(requests)]

@@ -194,9 +194,12 @@ def test_a_body_that_would_take_too_long_is_refused_by_name(server: Running) -> 
         assert name in answer["error"]["message"]
     assert server.post(*completion(prompt=many[:6], n=2, max_tokens=60, logprobs=20))[0] == 200
     assert server.post(*completion(bad_words=["y" * 65_000]))[0] == 200
-    strings = b'{"prompt":"x","y":{%b}}' % b",".join(b'"%d":"\\\\"' % i for i in range(60_000))
-    status, answer = server.post("/v1/completions", strings)
-    assert status == 413 and "more than 65536 strings" in answer["error"]["message"]
+    for string in b'"x"', rb'"\\"', rb'"\\\""':  # with one and two escaped characters
+        for num, expected in (60_000, 200), (66_000, 413):
+            strings = b'{"prompt":"x","max_tokens":1,"y":[%b]}' % b",".join([string] * num)
+            status, answer = server.post("/v1/completions", strings)
+            assert status == expected, (string, answer)
+    assert "more than 65536 strings" in answer["error"]["message"]
 
 
 def test_more_sequences_than_can_ever_wait_are_refused_by_name() -> None:

@@ -226,6 +226,17 @@ def test_a_forced_call_has_the_schema_of_its_function(
     assert names == ({"home.switch"} if choice == NAMED else set(SCHEMAS))
 
 
+def test_a_reference_in_a_value_is_no_reference() -> None:
+    value = {"$ref": "#/$defs/Unit"}
+    names = {"const": value, "enum": value, "$ref": {"const": value}}
+    schema = {"$defs": {"Unit": {"default": value, "enum": [value]}}, "properties": names}
+    grammar = ToolUse({"f": schema}, "required").grammar()
+    assert grammar is not None and isinstance(grammar.schema, dict)
+    moved = {"$ref": "#/$defs/0/$defs/Unit"}
+    names = {"const": moved, "enum": moved, "$ref": {"const": value}}
+    assert grammar.schema["$defs"]["0"] == {**schema, "properties": names}
+
+
 @pytest.mark.parametrize("reason", ["stop", "length"])
 def test_calls_are_found_in_a_text(
     hermes: Running, monkeypatch: pytest.MonkeyPatch, reason: str

@@ -143,7 +143,9 @@ def test_minus_infinity_is_a_number(server: Running) -> None:
         to_json(float("nan"))
 
 
-def test_logprobs_are_those_of_generate(server: Running, alone: LLM) -> None:
+def test_logprobs_are_those_of_generate(
+    server: Running, alone: LLM, monkeypatch: pytest.MonkeyPatch
+) -> None:
     params = SamplingParams(temperature=0, max_tokens=5, logprobs=2)
     expected = alone.generate(PROMPT, params, use_tqdm=False)[0].outputs[0].logprobs
     assert expected is not None
@@ -154,6 +156,9 @@ def test_logprobs_are_those_of_generate(server: Running, alone: LLM) -> None:
     assert [len(top) for top in found["top_logprobs"]] == [2] * 5
     starts = [sum(map(len, found["tokens"][:i])) for i in range(5)]
     assert found["text_offset"] == starts
+    monkeypatch.setattr("common.serve.answers.TextPlaces", None)
+    status, answer = server.post("/v1/completions", body(max_tokens=5))
+    assert status == 200, "places are only found where log-probabilities say them"
 
 
 @pytest.mark.parametrize(

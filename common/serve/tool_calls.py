@@ -19,6 +19,7 @@ import uuid
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 from common.serve.errors import bad
@@ -29,6 +30,8 @@ CALL, END_CALL = "<tool_call>", "</tool_call>"
 MARKS = (THINK, END_THINK, CALL, END_CALL)
 # A call up to its arguments' value. One that is written otherwise is read when it is complete.
 _HEAD = re.compile(r'\s*{\s*"name"\s*:\s*"([^"\\<]+)"\s*,\s*"(?:arguments|parameters)"\s*:\s*(?={)')
+_SIGN = re.compile(r'\\.|["{}\[\]]', re.DOTALL)  # of JSON; of an escaped character, both
+_BRACKETS = {"{": 1, "[": 1, "]": -1, "}": -1}
 _NAME = re.compile(r"[\w.:/-]{1,256}")
 State = Callable[[dict[str, Any]], bool]
 _NO_PARAMETERS = {"type": "object", "properties": {}, "additionalProperties": False}
@@ -54,10 +57,12 @@ class ToolUse:
 
     def _array(self) -> dict[str, Any]:
         """The schema of the calls. A reference within a function's schema begins at its root."""
+        from common.grammars.json_schema import map_schemas  # which loads the grammar library
+
         all_schemas, calls = {}, []
         for i, (name, schema) in enumerate(self.schemas.items()):
             root = f"#/$defs/{i}"
-            all_schemas[str(i)] = _rooted(schema, root)
+            all_schemas[str(i)] = map_schemas(schema, partial(_rooted, root))
             call = {"name": {"const": name}, "parameters": {"$ref": root}}
             names = {"required": [*call], "additionalProperties": False}
             calls.append({"type": "object", "properties": call} | names)
@@ -69,18 +74,14 @@ class ToolUse:
 def tool_use(tools: Any, choice: Any, is_parallel: bool | None) -> ToolUse:
     """Raises `ApiError`."""
     schemas = schemas_of(tools or ())
-    if not schemas:
-        if choice not in (None, "none"):
-            raise bad("tool_choice must come with tools", "tool_choice")
-        return ToolUse(schemas)
     for name in schemas:
         if choice == {"type": "function", "function": {"name": name}}:
             return ToolUse(schemas, "named", name)
-    choice = "auto" if choice is None else choice
-    if choice not in ("none", "auto", "required"):
-        allowed = "'none', 'auto', 'required' or {'type': 'function', 'function': {'name': N}}"
-        says = f"tool_choice must be {allowed} with N one of the tools, got {choice!r:.200}"
-        raise bad(says, "tool_choice")
+    choice = ("auto" if schemas else "none") if choice is None else choice
+    if choice != "none" and not (schemas and choice in ("auto", "required")):
+        allowed = "'none', or with tools 'auto', 'required' or the name of one of them, as in "
+        allowed += "{'type': 'function', 'function': {'name': 'f'}}"
+        raise bad(f"tool_choice must be {allowed}, got {choice!r:.200}", "tool_choice")
     return ToolUse(schemas, choice, is_parallel=is_parallel is not False)
 
 
@@ -101,14 +102,9 @@ def schemas_of(tools: Any) -> dict[str, dict[str, Any]]:
     return schemas
 
 
-def _rooted(schema: Any, root: str) -> Any:
-    if isinstance(schema, list):
-        return [_rooted(inner, root) for inner in schema]
-    if not isinstance(schema, dict):
-        return schema
-    found = {key: _rooted(inner, root) for key, inner in schema.items()}
-    to = found.get("$ref")
-    return found | {"$ref": root + to[1:]} if isinstance(to, str) and to[:1] == "#" else found
+def _rooted(root: str, schema: dict[str, Any]) -> dict[str, Any]:
+    to = str(schema.get("$ref"))
+    return schema | {"$ref": root + to[1:]} if to.startswith("#") else schema
 
 
 def calls_of_history(calls: Any, where: str) -> list[dict[str, Any]]:
@@ -149,10 +145,9 @@ class Reply:
         self._tools = reader.tools
         self._text, self._is_last = "", False  # `_text`: has come and is not read yet
         self._mark, self._is_after_mark = "", False  # the last mark, with the newlines before it
-        self._num_calls = self._depth = 0
-        self._is_in_string = self._is_escaped = False
+        self._num_calls, self._depth, self._is_in_string = 0, 0, False
         if self._tools.choice in ("named", "required"):
-            self._state = self._named if self._tools.name else self._after_call
+            self._state = self._named if self._tools.name else self._head
         elif reader.has_reasoning:
             self._is_after_mark = prompt_end.rstrip().endswith(THINK)
             self._state = self._reasoning if self._is_after_mark else self._beginning
@@ -203,7 +198,9 @@ class Reply:
         )
 
     def _head(self, fields: dict[str, Any]) -> bool:
-        """From the mark to the arguments."""
+        """From the mark, or what stands between two calls of an array, to the arguments."""
+        if self._tools.choice == "required":
+            self._text = self._text.lstrip(" \n\r\t,}][")
         if (head := _HEAD.match(self._text)) is not None:
             self._call(fields, "", head[1])
             self._text, self._state = self._text[head.end() :], self._arguments
@@ -232,16 +229,12 @@ class Reply:
         if num:
             self._call(fields, self._text[:num])
         self._text = self._text[num:]
-        self._state = self._arguments if self._depth else self._after_call
-        return not self._depth
+        if is_whole := not self._depth:
+            self._state = self._head if self._tools.choice == "required" else self._after_call
+        return is_whole
 
     def _after_call(self, fields: dict[str, Any]) -> bool:
-        """To the next call of an array, or past the mark."""
-        if self._tools.choice == "required":
-            self._text = self._text.lstrip(" \n\r\t,}][")
-            if is_over := bool(self._text):
-                self._state = self._head
-            return is_over
+        """Past the mark."""
         text = self._text.lstrip(" \n\r\t}")
         is_part = END_CALL.startswith(text)
         if is_part and text != END_CALL and not self._is_last:
@@ -255,25 +248,21 @@ class Reply:
     def _take(self, fields: dict[str, Any], name: str, mark: str, after_mark: State) -> bool:
         """Add the text before the mark, and pass the mark if it has come. What may be a part of it,
         and newlines before that, wait for more text."""
-        if self._is_after_mark:
-            self._text = self._text.lstrip("\n")
-            self._is_after_mark = not self._text
-        taken = self._text
-        place = taken.find(mark) if mark else -1
-        if place >= 0:
-            taken = taken[:place].rstrip("\n")
-            self._mark, self._text = (
-                self._text[len(taken) : place] + mark,
-                taken + self._text[place + len(mark) :],
-            )
+        text = self._text.lstrip("\n") if self._is_after_mark else self._text
+        self._is_after_mark &= not text
+        taken, found, after = text.partition(mark) if mark else (text, "", "")
+        if mark and not (found or self._is_last):
+            num = next(n for n in range(len(mark), -1, -1) if text.endswith(mark[:n]))
+            taken = text[: len(text) - num]
+        if mark and (found or not self._is_last):
+            taken = taken.rstrip("\n")
+        self._text = text[len(taken) :]
+        if found:
+            self._mark, self._text = self._text[: len(self._text) - len(after)], after
             self._is_after_mark, self._state = True, after_mark
-        elif mark and not self._is_last:
-            num = next(n for n in range(len(mark), -1, -1) if taken.endswith(mark[:n]))
-            taken = taken[: len(taken) - num].rstrip("\n")
-        self._text = self._text[len(taken) :]
         if taken:
             fields[name] = fields.get(name, "") + taken
-        return place >= 0
+        return bool(found)
 
     def _call(self, fields: dict[str, Any], arguments: str, name: str = "") -> None:
         """Begin the call of a function, or go on with its arguments."""
@@ -289,20 +278,17 @@ class Reply:
         calls[-1]["function"]["arguments"] += arguments
 
     def _num_of_object(self) -> int:
-        """The characters up to the bracket that closes the first one, or all that have come."""
-        for i, character in enumerate(self._text):
-            if self._is_escaped:
-                self._is_escaped = False
-            elif self._is_in_string:
-                self._is_escaped = character == "\\"
-                self._is_in_string = character != '"'
-            elif character == '"':
-                self._is_in_string = True
-            else:
-                self._depth += (character in "{[") - (character in "}]")
-                if self._depth == 0:
-                    return i + 1
-        return len(self._text)
+        """The characters up to the bracket that closes the first one, or all that can be read."""
+        end = 0
+        for found in _SIGN.finditer(self._text):
+            end, sign = found.end(), found[0]
+            self._is_in_string ^= sign == '"'
+            if sign in _BRACKETS and not self._is_in_string:
+                self._depth += _BRACKETS[sign]
+                if not self._depth:
+                    return end
+        is_cut = self._text.endswith("\\", end) and not self._is_last
+        return len(self._text) - is_cut
 
 
 def _whole_call(text: str) -> dict[str, str] | None:

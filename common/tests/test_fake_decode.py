@@ -138,7 +138,7 @@ def test_launches_of_a_decode_step(monkeypatch) -> None:
     }
     plan = dict(add=2, floor_divide=2, arange=2, searchsorted=2)
     plan |= dict(diff=1, new_zeros=1 + 1, mul=1, cumsum=1)  # one is what layers write
-    assert others == plan | {"embedding": 1, "index_select": 2, "rms_norm": 1, "linear": 1}
+    assert others == plan | {"embedding": 1, "index_select": 2, "rms_norm": 1, "mm": 1}
 
 
 def first_step() -> SchedulerOutput:

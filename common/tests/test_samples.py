@@ -7,7 +7,7 @@ from collections import Counter
 import pytest
 
 from common.engine import EngineConfig, LLMEngine
-from common.intake import _seed_of_sample
+from common.intake import seed_of_sample
 from common.tests.engine_oracle import Oracle, greedy_params
 from request import SamplingParams
 from step_record import StepRecord
@@ -71,7 +71,7 @@ def test_samples_are_what_their_seeds_give_alone_with_and_without_a_cache(
         return [completion.token_ids for completion in output.outputs]
 
     several = SamplingParams(n=4, seed=5, max_tokens=8, ignore_eos=True)
-    seeds = [_seed_of_sample(5, i) for i in range(4)]
+    seeds = [seed_of_sample(5, i) for i in range(4)]
     assert seeds[0] == 5 and len(set(seeds)) == 4
     alone = [
         run("hash", SamplingParams(seed=seed, max_tokens=8, ignore_eos=True))[0] for seed in seeds

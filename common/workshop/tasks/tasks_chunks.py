@@ -34,13 +34,15 @@ def starts() -> str:
 
 
 def masks() -> str:
+    import numpy as np
     import torch
 
     from attention_plan import DecodeGroup
 
     keys = torch.zeros(4, 4, 1, 2)
     tables = torch.tensor([[1, 2], [3, 0]])
-    group = DecodeGroup([0, 1], [0, 3, 4], [6, 4], tables, 1, keys)
+    rows, starts, seq_lens = map(np.array, ([0, 1], [0, 3, 4], [6, 4]))
+    group = DecodeGroup(rows, starts, seq_lens, tables, 1, keys)
     lines = [f"rows of the query: {group.tokens.tolist()}"]
     if group.mask is None:
         return "\n".join([*lines, "no mask"])

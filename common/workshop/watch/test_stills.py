@@ -4,6 +4,7 @@ the commands say what is missing."""
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from itertools import groupby
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -87,12 +88,18 @@ def test_a_picture_is_what_the_browser_draws(
     name: int | str, language: str, shots: dict[int | str, Shot], browser: Browser, tmp_path: Path
 ) -> None:
     """Up to the fonts of a machine: the same size, and nearly the same marks. Columns that are as
-    wide as their steps took are other ones in each run; what stands around them is not."""
-    drawn = take_still(browser, shots[name], tmp_path, language).convert("RGB")
+    wide as their steps took differ in each run, so there the cells of each row are compared."""
+    shot = shots[name]
+    has_times = shot.film.columns == "time"
+    shot = replace(shot, film=replace(shot.film, columns=""))
+    drawn = take_still(browser, shot, tmp_path, language).convert("RGB")
     with Image.open(still_of(name, language)) as kept:
         assert drawn.size == kept.size
         pictures = [image.convert("L") for image in (drawn, kept)]
-    for picture in pictures if shots[name].film.columns == "time" else ():
+        if has_times:
+            cells = cells_of(drawn)
+            assert cells == cells_of(kept.convert("RGB")) and all(cells)
+    for picture in pictures if has_times else ():
         for left in (140, 1030):  # right of the names, in both runs
             picture.paste(255, (left, 100, left + 750, 376))
     small = [picture.resize((90, 60)) for picture in pictures]
@@ -113,6 +120,17 @@ def test_the_picture_of_a_long_prompt_shows_that_its_step_is_long(language: str)
         for is_prompt, group in groupby(row, lambda pixel: _is_near(pixel, of_prompt)):
             runs.append(len(list(group)) if is_prompt else 0)
     assert max(runs) > 100  # a column of equal ones is at most 68 wide
+
+
+def cells_of(picture: Image.Image) -> list[list[str]]:
+    """In each row of the grid, of both runs, what is computed in the cells from left to right."""
+    colours = {name: ImageColor.getrgb(getattr(palette, name)) for name in ("PROMPT", "DECODE")}
+    rows = []
+    for y in (141, 199, 257, 315):  # above the texts of the cells
+        pixels = [picture.getpixel((x, y)) for x in range(picture.width)]
+        names = [[name for name in colours if _is_near(p, colours[name])] for p in pixels]
+        rows.append([name for (name,) in (cell for cell, _ in groupby(names) if cell)])
+    return rows
 
 
 def _is_near(pixel: Any, colour: Sequence[int]) -> bool:
