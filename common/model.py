@@ -160,9 +160,10 @@ class DecoderModel(nn.Module):
         self,
         batch: ComposedBatch,  # whose attention is planned
         kv_cache: PagedKVCache,  # this step's keys and values are written into it
+        out: torch.Tensor | None = None,  # where the result is written; None: to new memory
     ) -> torch.Tensor:  # [num_logit_rows, vocab_size]
         """One step: row r of the result are the logits of the token after `logit_indices[r]`."""
-        return self.through_head(self.embed(batch.input_ids), batch, kv_cache)
+        return self.through_head(self.embed(batch.input_ids), batch, kv_cache, out)
 
     def embed(self, input_ids: torch.Tensor) -> torch.Tensor:  # [num_tokens, hidden_size]
         """The stream that layers add to."""
@@ -173,7 +174,11 @@ class DecoderModel(nn.Module):
         return F.embedding(input_ids, self.embed_weight)
 
     def through_head(
-        self, hidden: torch.Tensor, batch: ComposedBatch, kv_cache: PagedKVCache
+        self,
+        hidden: torch.Tensor,
+        batch: ComposedBatch,
+        kv_cache: PagedKVCache,
+        out: torch.Tensor | None,
     ) -> torch.Tensor:
         """Through the layers, and on to logits. Whoever wants more than the rows that are sampled
         from, has staged what takes the hidden states of all tokens."""
@@ -183,7 +188,7 @@ class DecoderModel(nn.Module):
         if scored is not None:
             scored.score(hidden, self.to_logits)
             hidden = hidden.index_select(0, batch.logit_indices)
-        return self.to_logits(hidden)
+        return self.to_logits(hidden, out)
 
     def through_layers(
         self,
@@ -201,7 +206,6 @@ class DecoderModel(nn.Module):
         return hidden
 
     def to_logits(self, hidden: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
-        """Of [num_rows, hidden_size] the logits [num_rows, vocab_size], in `out` if it is given."""
         hidden = self.regions.rms_norm(hidden, self.norm_weight, self.config.rms_norm_eps)
         return self.lm_head(hidden) if out is None else self.lm_head.write(hidden, out)
 

@@ -87,7 +87,7 @@ class PipelinePlugin(PreemptionPlugin):
         if request.num_pending_tokens:
             return False
         return not request.num_preemptions or not any(
-            request.request_id in step.plan.num_scheduled_tokens for step in self._under_way
+            request in step.plan.scheduled_requests for step in self._under_way
         )
 
     def sits_out(self, request: Request) -> bool:

@@ -22,8 +22,9 @@ from caching_fcfs_scheduler import CachingFCFSScheduler
 from fake_model import FakeModelRunner
 from pipeline_plugin import PipelinePlugin
 from prefill_first_scheduler import PrefillFirstScheduler
-from request import RequestStatus
+from request import Request, RequestStatus
 from scheduler import Scheduler
+from scheduler_interface import SchedulerOutput
 from scheduler_steps import preempting
 from staged_runner import StagedRunner
 from whole_prompts import CutPrompts
@@ -378,3 +379,14 @@ def test_plans_that_failed_leave_nothing_pending(world_type, kind) -> None:
     world.run()
     world.add(make_request("c"))
     world.run()
+
+
+def test_a_step_of_another_request_of_the_same_name_keeps_nothing_back() -> None:
+    """Trap 82: the first one has ended."""
+    plugin, ended, preempted = PipelinePlugin(2), *(Request.from_tokens("a", [1]) for _ in range(2))
+    plan = SchedulerOutput()
+    plan.scheduled_requests, plan.num_scheduled_tokens = [ended], {"a": 1}
+    plugin.planned(plan)
+    ended.num_pending_tokens = 0
+    ended.num_preemptions = preempted.num_preemptions = 1
+    assert plugin.may_start(preempted) and not plugin.may_start(ended)

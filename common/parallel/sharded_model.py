@@ -136,12 +136,14 @@ class ShardedModel(DecoderModel):
             self.namespace = (("part of the model", part),)
 
     @torch.inference_mode()
-    def forward(self, batch: ComposedBatch, kv_cache: PagedKVCache) -> torch.Tensor:
+    def forward(
+        self, batch: ComposedBatch, kv_cache: PagedKVCache, out: torch.Tensor | None = None
+    ) -> torch.Tensor:
         """Logits [num_logit_rows, vocab_size] of the last stage; of the others hidden
         [num_tokens, hidden_size], for the next one. `batch.hidden` is overwritten."""
         hidden = batch.hidden if batch.hidden is not None else self.embed(batch.input_ids)
         if self.ranks.is_last_stage:
-            return self.through_head(hidden, batch, kv_cache)
+            return self.through_head(hidden, batch, kv_cache, out)
         return self.through_layers(hidden, batch, kv_cache, None)
 
     def look_up(self, input_ids: torch.Tensor) -> torch.Tensor:

@@ -302,10 +302,8 @@ class DecodeGraphs:
         if self.part is not None:
             own = self.part.in_graph(self.column[:bucket], x.logit_indices)
             batch.staged[self.part.name] = own
-        model, kv_cache = self.model, self.kv_cache
-        batch.plan_attention(self.backend, model.num_heads, kv_cache)
-        hidden = model.through_layers(model.embed(x.input_ids), batch, kv_cache, x.logit_indices)
-        return model.to_logits(hidden, self.logits[:bucket])
+        batch.plan_attention(self.backend, self.model.num_heads, self.kv_cache)
+        return self.model(batch, self.kv_cache, self.logits[:bucket])
 
     def _metadata(self, bucket: int) -> tuple[ReplayMetadata, ...]:
         """Its numbers are bounds. What a backend plans with it is part of the graph."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable
-from queue import Queue
+from queue import Queue, SimpleQueue
 from types import SimpleNamespace
 from typing import Any
 
@@ -192,3 +192,18 @@ def test_a_crowd_that_comes_to_a_dead_engine_is_told_so() -> None:
     while len(names) < 4:
         names |= {d.request_id for d in engine.handed_over.get(timeout=20).deltas if d.finished}
     engine.loop.close()
+
+
+def test_one_request_is_not_held_until_the_next_message(monkeypatch: pytest.MonkeyPatch) -> None:
+    """In CPython 3.11 `SimpleQueue.get(timeout=...)` waits forever if its thread loses the
+    processor for longer than the timeout before the wait. Here it always does."""
+
+    class Late(SimpleQueue):
+        def get(self, block: bool = True, timeout: float | None = None) -> Any:
+            return super().get()
+
+    monkeypatch.setattr("common.serve.engine_loop.SimpleQueue", Late)
+    engine = Engine(ends("stop"))
+    engine.loop.made.result()
+    engine.loop._step_s = 20.0  # so it gathers for up to five seconds
+    assert engine.ask()[-1].finished
