@@ -9,7 +9,8 @@ and for a GPU that is not there (`resources.py`).
     attention of chapter 2 or 6  tile size, model
     merging of splits            tile size, model
     between matrices, 3 kernels  model
-    sampling, 4 kernels          rows of the whole vocabulary, rows of the k highest
+    sampling, 4 kernels          rows of the whole vocabulary, rows of the k highest; one of them for
+                                 the logits of the model and for those that rules changed
     rejection, matching          where drafts come with probabilities, where they come without
 """
 
@@ -49,7 +50,7 @@ def launch_configurations(
             launches += layer_launches(config, shape)
         from common.kernels.sampler_kernel import sampling_launches
 
-        launches += sampling_launches(vocab_size or model.vocab_size)
+        launches += sampling_launches(vocab_size or model.vocab_size, dtype)
     if engine.speculation is not None:
         launches += verification_launches(vocab_size or model.vocab_size, engine, dtype)
     return launches
