@@ -282,7 +282,7 @@ def refuse_hidden_waits(lab: Lab, engine: LLMEngine) -> str:
 def profile(lab: Lab, part: Part) -> None:
     part.attempt("ceilings", "profile", lambda: lab.ceilings)
     for cell in lab.sizes.cells:
-        work = lambda x=cell: time_attention(lab, x, attention_of(lab, *x))  # noqa: E731
+        work = lambda x=cell: time_attention(lab, x, attention_of(lab, *x)())  # noqa: E731
         part.attempt("attention", "{} x {:,}".format(*cell), work)
 
     def look(mode: str, engine: LLMEngine) -> None:

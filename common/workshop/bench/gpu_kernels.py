@@ -11,19 +11,14 @@ import os
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from concurrent.futures import ProcessPoolExecutor
-from contextlib import contextmanager
-from dataclasses import replace
 from functools import cache, partial
 from multiprocessing import get_context
 from typing import Any
-from unittest import mock
 
 import torch
 
-import paged_attention_triton as version_1
-import split_attention_triton as version_2
 from common.engine_config import SHIPPED_CHECKPOINT, EngineConfig
 from common.kernels.launch_configurations import attention_shape, launch_configurations
 from common.kernels.warm_up import compile_now
@@ -31,35 +26,47 @@ from common.loader import read_checkpoint
 from common.workshop.bench import gpu_lab
 from common.workshop.bench.bench_record import ROOT
 from common.workshop.bench.gpu_lab import BLOCK_SIZE, Lab, Part
-from kernel_launch import Launch, architecture_of
+from kernel_launch import DecodeTuning, Launch, architecture_of
 from mixed_attention_triton import MixedTritonAttentionBackend
-from mixed_batch import MixedMetadata
+from paged_attention import AttentionMetadata
+from split_attention_triton import merge_launch, split_launch
 
-TESTS = (
+TESTS = (  # with those marked `gpu`; conftest.py marks tests of kernels where there is a GPU
     "02_paged_kv/beyond/test_paged_attention_triton.py",
     "02_paged_kv/beyond/test_split_attention_triton.py",
     "06_chunked_prefill/beyond/test_mixed_attention_triton.py",
-    "05_spec_decode/beyond/test_rejection_sampler_triton.py",
     "common/kernels/test_layer_kernels.py",
     "common/kernels/test_sampler_kernel.py",
-    "common/kernels/test_kernel_regions.py",
+    "05_spec_decode/beyond/test_rejection_sampler_triton.py",
+    "05_spec_decode/beyond/test_verification_kernels.py",
+    "02_paged_kv/beyond/test_window_attention.py",
+    "common/runner/test_graphs.py",
+    "common/test_model.py",
 )
+TILES = [(64, 4, 3), (64, 4, 5), (64, 2, 5), (128, 4, 3), (128, 8, 3), (128, 4, 5)]
+TILES += [(32, 4, 5), (32, 2, 5), (32, 1, 5)]
+TUNINGS = [DecodeTuning(), DecodeTuning(heads_fastest=False)]
+TUNINGS += [DecodeTuning(num_programs=waves * 132) for waves in (6, 8, 16, 24)]
+TUNINGS += [DecodeTuning(keys, *tile) for keys in (256, 512, 1024) for tile in TILES]
 
 
 @cache
 def wanted_launches(what: str) -> list[Launch]:
     """The slow ones first: products of float32 without tensor cores are unrolled."""
-    chunks, full, found = EngineConfig(speculative={"method": "draft"}), gpu_lab.FULL.model, {}
+    chunks, full = EngineConfig(speculative={"method": "draft"}), gpu_lab.FULL.model
     kind = architecture_of(torch.device("cuda" if torch.cuda.is_available() else "cpu"))
     if what == "tune":
         shape = attention_shape(full, chunks, torch.bfloat16, kind, "ieee", False)
-        return [launch for how in SETTINGS for launch in tuned_launches(shape, *how)]
+        shapes = [shape._replace(tuning=tuning) for tuning in TUNINGS]
+        found = [split_launch(x, True, loops=loops) for x in shapes for loops in (True, False)]
+        return found + [merge_launch(x, True) for x in shapes]
+    by_name: dict[str, Launch] = {}
     for model in (full, read_checkpoint(SHIPPED_CHECKPOINT).config):
         for dtype in (torch.float32, torch.bfloat16):
             for engine in (chunks, EngineConfig(chunked_prefill=False)):
                 for launch in launch_configurations(model, engine, dtype, kind):
-                    found[f"{launch.kernel.__name__} {launch}"] = launch
-    return sorted(found.values(), key=lambda launch: launch.arguments.get("query") != "*fp32")
+                    by_name[f"{launch.kernel.__name__} {launch}"] = launch
+    return sorted(by_name.values(), key=lambda launch: launch.arguments.get("query") != "*fp32")
 
 
 def compile_one(what: str, is_rehearsal: bool, index: int) -> tuple[float, str]:
@@ -84,7 +91,7 @@ def prewarm(lab: Lab, part: Part) -> None:
 def run_tests(lab: Lab, part: Part) -> None:
     """Cut by pytest itself, which then still says what has failed."""
     limit_s = max(1, round(part.deadline - time.monotonic()) - 5)
-    how = f"-n 10 --timeout 100 --session-timeout {limit_s} --tb=short --maxfail 40"
+    how = f"-m gpu -n 10 --timeout 100 --session-timeout {limit_s} --tb=short --maxfail 40"
     how = "--collect-only" if lab.is_rehearsal else how
     command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", *how.split(), *TESTS]
 
@@ -101,72 +108,48 @@ def run_tests(lab: Lab, part: Part) -> None:
     part.attempt("tests", "pytest", run)
 
 
-def attention_of(lab: Lab, num_seqs: int, context: int) -> Callable[[], Callable[[], Any]]:
+def attention_of(lab: Lab, num_seqs: int, context: int) -> Callable[..., Any]:
     """Plans a batch of decodes, which a step does once for all layers, and returns the call of a
-    layer. Blocks lie in random order, as in the engine; queries and keys in one tensor."""
+    layer. As in a graph the host knows bounds only; blocks lie in random order."""
     model, device, width = lab.sizes.model, lab.device, -(-context // BLOCK_SIZE)
     num_heads, num_kv_heads = model.num_attention_heads, model.num_key_value_heads
     order = torch.randperm(num_seqs * width, device=device, generator=lab.generator) + 1
     tables, last = order.view(num_seqs, width), context - 1
     shape = len(order) + 1, BLOCK_SIZE, num_kv_heads, model.head_dim
     caches = lab.normal(*shape), lab.normal(*shape)
-    query = lab.normal(num_seqs, num_heads + num_kv_heads, model.head_dim)[:, :num_heads]
-    metadata = MixedMetadata(
+    query = lab.normal(num_seqs, num_heads, model.head_dim)
+    metadata = AttentionMetadata(
         torch.arange(num_seqs + 1, device=device),
         torch.full((num_seqs,), context, device=device),
         tables.int(),
         tables[:, last // BLOCK_SIZE] * BLOCK_SIZE + last % BLOCK_SIZE,
-        *(1, context, num_seqs, list(range(num_seqs + 1)), [context] * num_seqs),
+        max_query_len=1,
+        max_seq_len=max(context, lab.sizes.engine["max_model_len"]),
     )
 
-    def plan() -> Callable[[], torch.Tensor]:
-        made = MixedTritonAttentionBackend().plan(metadata, num_heads, caches[0])
+    def plan(tuning: DecodeTuning = TUNINGS[0]) -> Callable[[], torch.Tensor]:
+        backend = MixedTritonAttentionBackend()
+        backend.tuning = tuning
+        made = backend.plan(metadata, num_heads, caches[0])
         return lambda: made.attend(query, *caches, model.head_dim**-0.5)
 
     return plan
 
 
 @torch.inference_mode()
-def time_attention(lab: Lab, cell: tuple[int, int], plan: Callable[[], Any]) -> dict[str, Any]:
-    return lab.beside_floor(lab.time(plan()), gpu_lab.attention_cost(lab.sizes.model, *cell))
-
-
-TILES = [(64, 4, 3), (64, 4, 4), (64, 4, 5), (64, 2, 4), (128, 4, 3), (128, 8, 3), (128, 4, 4)]
-TILES += [(32, 4, 4), (32, 2, 5), (32, 1, 5)]
-SETTINGS = [(split, *tile) for split in (256, 512, 1024) for tile in TILES]
-
-
-@contextmanager
-def tuned(split: int, keys: int, warps: int, stages: int) -> Iterator[None]:
-    choose, launch = version_1.choose_tile, version_2.split_launch
-
-    def tile(shape: Any, is_short: bool) -> tuple[int, int, int]:
-        return (16, keys, warps) if is_short else choose(shape, is_short)
-
-    def staged(*arguments: Any, **options: Any) -> Launch:
-        return replace(launch(*arguments, **options), num_stages=stages)
-
-    others = mock.patch.multiple(version_2, split_launch=staged, SPLIT_KEYS=split)
-    with mock.patch.object(version_1, "choose_tile", tile), others:
-        yield
-
-
-def tuned_launches(shape: Any, *how: int) -> list[Launch]:
-    with tuned(*how):
-        return [version_2.split_launch(shape, True), version_2.merge_launch(shape, True)]
+def time_attention(lab: Lab, cell: tuple[int, int], call: Callable[[], Any]) -> dict[str, Any]:
+    return lab.beside_floor(lab.time(call), gpu_lab.attention_cost(lab.sizes.model, *cell))
 
 
 def tune(lab: Lab, part: Part) -> None:
     part.attempt("compiled", "tune", partial(compile_all, "tune", lab.is_rehearsal))
     part.attempt("ceilings", "tune", lambda: lab.ceilings)
     cells = [(2, 20)] if lab.is_rehearsal else [(64, 256), (64, 2048), (256, 1024), (8, 8192)]
-    made = {cell: attention_of(lab, *cell) for cell in cells}
+    plans = {cell: attention_of(lab, *cell) for cell in cells}
 
-    def measure() -> dict[str, list[float]]:
-        found = {cell: time_attention(lab, cell, plan) for cell, plan in made.items()}
+    def measure(tuning: DecodeTuning) -> dict[str, list[float]]:
+        found = {c: time_attention(lab, c, plan(tuning)) for c, plan in plans.items()}
         return {"{} x {:,}".format(*c): [row["ms"][0], row["share"]] for c, row in found.items()}
 
-    part.attempt("tuned", "as it is", measure)
-    for how in SETTINGS[: 1 if lab.is_rehearsal else None]:
-        with tuned(*how):
-            part.attempt("tuned", "split {}, keys {}, warps {}, stages {}".format(*how), measure)
+    for tuning in TUNINGS[: 2 if lab.is_rehearsal else None]:
+        part.attempt("tuned", str(tuning), partial(measure, tuning))
