@@ -34,10 +34,6 @@ def part(tmp_path: Path) -> Part:
     return Part("p", tmp_path / "record.json", time.monotonic() + 100)
 
 
-def a_lab() -> Lab:
-    return Lab(torch.device("cpu"), REHEARSAL, 0)
-
-
 # -- names
 
 
@@ -75,9 +71,9 @@ def test_the_installed_torch_and_triton_have_all_that_is_asked_of_cuda() -> None
 
 def test_all_commands_take_less_than_twelve_minutes_and_measure_what_aims_speak_of() -> None:
     seconds = {name: sum(plan.values()) for name, plan in gpu.COMMANDS.items()}
-    assert seconds["look"] == 290 and gpu.COMMANDS["record"]["tests"] == 60
-    assert sum(gpu.COMMANDS["record"][name] for name in ("right", "engine", "profile")) == 200
-    assert gpu.COMMANDS["tune"]["tune"] == 90
+    record, tune = gpu.COMMANDS["record"], gpu.COMMANDS["tune"]["tune"]
+    assert (seconds["look"], record["tests"], tune) == (290, 60, 90)
+    assert sum(record[name] for name in ("right", "engine", "profile")) == 200
     assert seconds["look"] + seconds["record"] + seconds["tune"] <= 12 * 60
     assert all(next(iter(plan)) == "here" for plan in gpu.COMMANDS.values())
     assert {(64, 2048), (64, 256), (256, 1024), (256, 256), (1, 256)} <= set(FULL.cells)
@@ -224,8 +220,8 @@ def test_a_step_that_raises_keeps_its_error_and_the_next_one_goes_on(part: Part)
     assert part.attempt("s", "d", lambda: 6, needed_s=9) is None
     kept = read_record(part.record)["parts"]["p"]
     assert kept["errors"] == ["s, a: ZeroDivisionError: division by zero"]
-    left_out = ["s, c is left out: CUDA out of memory", "s, d is left out: there is no time"]
-    assert kept["notes"] == left_out and kept["results"] == {"s": {"b": 5}}
+    assert kept["notes"][0] == "s, c is left out: CUDA out of memory"
+    assert "there is no time" in kept["notes"][1] and kept["results"] == {"s": {"b": 5}}
 
 
 def test_bytes_and_operations_of_qwen3_0_6b() -> None:
@@ -241,7 +237,7 @@ def test_bytes_and_operations_of_qwen3_0_6b() -> None:
 
 def test_the_floor_is_the_longer_of_reading_and_multiplying() -> None:
     """2,000 GB/s are 2 MB in a microsecond, 500 TFLOP/s are 500 million operations."""
-    lab = a_lab()
+    lab = Lab.of(True, 0)
     lab.ceilings = {"copy_gb_per_s": [2000.0], "matrix_tflop_per_s": [500.0]}
     reads = lab.beside_floor([0.004, 0, 9], (4_000_000, 500_000_000))
     assert (reads["floor_ms"], reads["share"], reads["by"]) == (0.002, 0.5, "memory")
@@ -256,7 +252,7 @@ def test_steps_are_measured_at_the_promised_number_of_keys(overlaps: bool) -> No
         device="cpu", attention_backend="torch", num_blocks=65, max_num_seqs=4,
         max_num_batched_tokens=16, max_model_len=64, overlap_scheduling=overlaps,
     )  # fmt: skip
-    engine, lab = LLMEngine(config, loaded=random_model(REHEARSAL.model)), a_lab()
+    engine, lab = LLMEngine(config, loaded=random_model(REHEARSAL.model)), Lab.of(True, 0)
     lab.ceilings = {"copy_gb_per_s": [1.0], "matrix_tflop_per_s": [1.0]}
 
     def work(engine: LLMEngine) -> dict:
@@ -338,7 +334,7 @@ def test_the_pages_say_what_the_records_say() -> None:
         assert f"<!-- table:{name} -->\n{texts[name]}\n<!-- /table:{name} -->" in text, page
     texts = gpu_table.texts_of([a_record()])
     assert texts["gpu"].startswith("11,000 output tokens a second on NVIDIA H100 (512 requests")
-    assert "`make gpu ARGS=record`" in texts["gpu"] and "11,000" in texts["gpu_zh"]
+    assert "11,000" in texts["gpu_zh"]
 
 
 @pytest.mark.parametrize(
