@@ -109,8 +109,10 @@ def texts_of(records: Sequence[Record]) -> dict[str, str]:
         for name, _, _, speed, _ in workloads(record):
             if speed > fastest:
                 card, how, fastest = where["device"]["name"], f"`{record['command']}`", speed
-                english = f"{speed:,.0f} output tokens a second on {card} ({name}; {how})."
-                chinese = f"在 {card} 上每秒输出 {speed:,.0f} 个 token（{name}；{how}）。"
+                english = f"{speed:,.0f} output tokens a second on {card} with Qwen3-0.6B's shape"
+                english += f" ({name}; {how})."
+                chinese = f"在 {card} 上，Qwen3-0.6B 的形状每秒输出 {speed:,.0f} 个 token"
+                chinese += f"（{name}；{how}）。"
     cells = "\n\n".join(f"{cells_table(record)}\n\n{made_by(record)}" for record in records)
     texts = {"gpu": english, "gpu_zh": chinese, "gpu_cells": cells or english}
     reports = "\n\n".join(map(render, records)) or english

@@ -333,7 +333,7 @@ def test_the_pages_say_what_the_records_say() -> None:
         text = (ROOT / page).read_text(encoding="utf-8")
         assert f"<!-- table:{name} -->\n{texts[name]}\n<!-- /table:{name} -->" in text, page
     texts = gpu_table.texts_of([a_record()])
-    assert texts["gpu"].startswith("11,000 output tokens a second on NVIDIA H100 (512 requests")
+    assert texts["gpu"].startswith("11,000 output tokens a second on NVIDIA H100 with ")
     assert "11,000" in texts["gpu_zh"]
 
 
