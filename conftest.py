@@ -17,7 +17,7 @@ import atexit
 import gc
 import os
 import sys
-from collections.abc import Generator
+from collections.abc import Generator, Iterator
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -63,10 +63,32 @@ def pytest_collection() -> Generator[None, object, object]:
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     keep_samples(items)
     for item in items:
+        has_params = "device" in getattr(getattr(item, "callspec", None), "params", ())
+        if has_gpu() and "device" in getattr(item, "fixturenames", ()) and not has_params:
+            item.add_marker(pytest.mark.gpu)  # of a kernel: compiled, and run on the device
+        elif not has_gpu() and item.get_closest_marker("gpu"):
+            item.add_marker(pytest.mark.skip(reason="needs a CUDA device"))
         if is_checked(item.path) and not item.get_closest_marker("slow"):
             item.add_marker(pytest.mark.check)
         if item.get_closest_marker("slow") and not item.get_closest_marker("timeout"):
             item.add_marker(pytest.mark.timeout(SLOW_TIMEOUT_S))
+
+
+def has_gpu() -> bool:
+    """Tests that have not loaded PyTorch do not need to know."""
+    return "torch" in sys.modules and sys.modules["torch"].cuda.is_available()
+
+
+@pytest.fixture(scope="session", autouse=True)
+def engines_without_a_device() -> Iterator[None]:
+    """Beside a GPU, too, the engines of tests that name no device run on the CPU."""
+    if not has_gpu():
+        yield
+        return
+    from common.tests.kernel_device import beside_a_gpu
+
+    with beside_a_gpu():
+        yield
 
 
 @cache  # asked for each case of a file

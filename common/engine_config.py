@@ -397,6 +397,8 @@ class EngineConfig:
             raise ValueError(f"device is {self.device!r}: it must be 'auto', 'cpu' or 'cuda[:N]'")
         if device.type == "cuda" and not torch.cuda.is_available():
             raise ValueError(f"device is {self.device!r}: this build of torch sees no CUDA device")
+        if device.type == "cuda" and (device.index or 0) >= (known := torch.cuda.device_count()):
+            raise ValueError(f"device must be below 'cuda:{known}', got {self.device!r}")
         return device
 
 

@@ -163,6 +163,7 @@ def test_the_peak_is_that_of_sampling_the_most_rows_there_can_be(loaded, monkeyp
 
     monkeypatch.setattr(kv_sizing, "Sampler", SpySampler)
     monkeypatch.setattr(sampling_constraints, "forbid", spy_on_forbid)
+    monkeypatch.setattr(kv_sizing, "find_spec", lambda name: object())  # as if it were there
     monkeypatch.setitem(sys.modules, "common.grammars", None)  # nothing of it is loaded
     config = EngineConfig(max_num_seqs=48, max_num_batched_tokens=200)
     make(config, loaded, max_model_len=90, memory=FakeMemory(0, events))

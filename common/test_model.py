@@ -124,7 +124,6 @@ def test_keys_and_values_are_written_although_no_logits_are_asked_for(checkpoint
 
 
 @pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 @pytest.mark.parametrize("name", CASES)
 def test_cuda_gives_the_logits_of_transformers_on_the_cpu(name, checkpoints):
     prompts = random_prompts(seed=5)

@@ -61,6 +61,23 @@ class Launch:
             self.kernel[grid](*arguments, **self.constants, **self.options)
 
 
+class DecodeTuning(NamedTuple):
+    """Constants of decode attention that only a GPU can choose between: any setting is correct, and
+    `make gpu ARGS=tune` times some. A backend has one as its attribute `tuning`."""
+
+    split_keys: int = 256  # keys to a split; below, merging costs more than it gains
+    tile_keys: int | None = None  # keys to a tile; None: by head_dim and dtype, as are warps
+    num_warps: int | None = None
+    # Half of the stages are the table's and half the keys': 4 is the machine code of 3, and 5 has
+    # two tiles of keys in flight.
+    num_stages: int = 3
+    # Neighbouring programs take the KV heads of one item, which lie side by side in each block.
+    heads_fastest: bool = True
+    # Programs of a launch that loops, all KV heads together: whole waves of 132 multiprocessors,
+    # whether each holds 2, 3, 4 or 6 programs.
+    num_programs: int = 12 * 132
+
+
 class AttentionShape(NamedTuple):
     """All that the attention kernels are compiled for. Strides are in elements."""
 
@@ -75,6 +92,7 @@ class AttentionShape(NamedTuple):
     is_interpreted: bool = False
     architecture: int = DEFAULT_ARCHITECTURE
     window: int = 0  # tokens that a query sees, itself included; 0: all before it
+    tuning: DecodeTuning = DecodeTuning()
 
     @classmethod
     def of(
@@ -84,6 +102,7 @@ class AttentionShape(NamedTuple):
         float32_precision: str,
         is_interpreted: bool,
         window: int = 0,
+        tuning: DecodeTuning | None = None,  # None: as it is
     ) -> AttentionShape:
         _, block_size, num_kv_heads, head_dim = key_cache.shape
         block, slot, head, _ = key_cache.stride()
@@ -99,6 +118,7 @@ class AttentionShape(NamedTuple):
             is_interpreted,
             architecture_of(key_cache.device),
             window,
+            tuning or DecodeTuning(),
         )
 
     @property

@@ -32,7 +32,7 @@ from typing import Any
 
 import torch
 
-from kernel_launch import TRITON_TYPES, AttentionShape, Launch
+from kernel_launch import TRITON_TYPES, AttentionShape, DecodeTuning, Launch
 from paged_attention import AttentionMetadata
 from triton_or_none import HAS_TRITON, jit, jit_for_any, tl, triton
 from window_attention import WindowMetadata
@@ -48,7 +48,7 @@ TILES = {
     ("16 bits", "short"): ((16, 64, 4), (16, 64, 4), (16, 32, 4)),
     ("16 bits", "long"): ((64, 64, 4), (64, 64, 4), (64, 32, 8)),
     ("ieee", "short"): ((16, 32, 4), (16, 32, 8), (16, 16, 8)),
-    ("ieee", "long"): ((32, 32, 8), (32, 32, 8), (32, 16, 8)),
+    ("ieee", "long"): ((32, 32, 8), (32, 16, 8), (32, 16, 8)),
     ("tf32x3", "short"): ((16, 32, 4), (16, 32, 4), (16, 16, 8)),
     ("tf32x3", "long"): ((32, 32, 8), (32, 32, 8), (16, 16, 8)),
 }
@@ -66,11 +66,15 @@ def choose_tile(shape: AttentionShape, is_short: bool) -> tuple[int, int, int]:
     has_few_registers = kind == "16 bits" and shape.architecture not in HAS_WARPGROUPS
     if has_few_registers and size == 1 and not is_short:
         return TILES_WITHOUT_WARPGROUPS[shape.architecture > 100]
-    return TILES[kind, length][size]
+    num_rows, num_keys, num_warps = TILES[kind, length][size]
+    if is_short:
+        num_keys = shape.tuning.tile_keys or num_keys
+        num_warps = shape.tuning.num_warps or num_warps
+    return num_rows, num_keys, num_warps
 
 
-def tile_constants(shape: AttentionShape, is_short: bool) -> tuple[dict[str, Any], int]:
-    """What both versions of the attention kernel are compiled for, and the number of warps."""
+def tile_constants(shape: AttentionShape, is_short: bool) -> tuple[dict[str, Any], int, int]:
+    """What both versions of the attention kernel are compiled for: constants, warps, stages."""
     num_rows, num_keys, num_warps = choose_tile(shape, is_short)
     num_shared = shape.num_shared
     tile_tokens = max(1, num_rows // num_shared)
@@ -92,7 +96,7 @@ def tile_constants(shape: AttentionShape, is_short: bool) -> tuple[dict[str, Any
         "PRECISION": shape.float32_precision,
         "UPCAST": shape.is_interpreted,
     }
-    return constants, num_warps
+    return constants, num_warps, shape.tuning.num_stages if is_short else 3
 
 
 @cache
@@ -347,6 +351,7 @@ class TritonAttentionBackend:
     """
 
     plan_type = TritonPlan
+    tuning = DecodeTuning()
 
     def __init__(self, float32_precision: str = "ieee") -> None:
         if float32_precision not in FLOAT32_PRECISIONS:
@@ -378,7 +383,7 @@ class TritonAttentionBackend:
                 "attention_backend='torch'"
             )
         window = metadata.window if isinstance(metadata, WindowMetadata) else 0
-        options = self.float32_precision, self.is_interpreted, window
+        options = self.float32_precision, self.is_interpreted, window, self.tuning
         return self.plan_type(metadata, AttentionShape.of(num_heads, key_cache, *options))
 
 

@@ -57,11 +57,9 @@ from paged_attention_triton import (
 )
 from triton_or_none import jit_for_any, tl
 
-SPLIT_KEYS = 256  # below, merging costs more than it gains
 NUM_MULTIPROCESSORS = 132  # that should have work: asking the device is not worth it
 SPLITS_AT_ONCE = 16  # that the merging kernel loads
 PLANNED_AT_ONCE = 1024  # sequences, items and tokens in a program of the planning kernel
-LOOPING_PROGRAMS = 8 * NUM_MULTIPROCESSORS  # more than run at once
 
 
 @jit_for_any()
@@ -225,13 +223,19 @@ def _split_attention_kernel(
     WINDOW: tl.constexpr,  # tokens that a query sees, itself included; 0: all before it
     PRECISION: tl.constexpr,  # of a product of float32: "ieee" or "tf32x3"
     UPCAST: tl.constexpr,  # multiply in float32: the interpreter cannot in bfloat16
+    HEADS_FASTEST: tl.constexpr,  # neighbouring programs take the KV heads of one item
     LOOPS: tl.constexpr,  # the grid is smaller than the number of items may be
 ):
-    item, kv_head, num_items = tl.program_id(0), tl.program_id(1), tl.load(first_item + num_seqs)
+    program, num_programs = tl.program_id(0), tl.num_programs(0) // NUM_KV_HEADS
+    if HEADS_FASTEST:
+        item, kv_head = program // NUM_KV_HEADS, program % NUM_KV_HEADS
+    else:
+        item, kv_head = program % num_programs, program // num_programs
+    num_items = tl.load(first_item + num_seqs)
     if item >= num_items:
         return
     if LOOPS:
-        for own in range(item, num_items, tl.num_programs(0)):
+        for own in range(item, num_items, num_programs):
             _attend_item(
                 own,
                 kv_head,
@@ -420,9 +424,9 @@ def split_launch(shape: AttentionShape, is_short: bool, loops: bool = False) -> 
     arguments |= dict.fromkeys(("block_tables", "first_item", "item_seq"), "*i32")
     counts = ("table_stride", "first_seq", "num_seqs", "split_tiles", "tile_rows")
     arguments |= dict.fromkeys(counts, "i32") | {"scale": "fp32"}
-    constants, num_warps = tile_constants(shape, is_short)
-    constants["LOOPS"] = loops
-    return Launch(_split_attention_kernel, arguments, constants, num_warps)
+    constants, num_warps, num_stages = tile_constants(shape, is_short)
+    constants |= {"HEADS_FASTEST": shape.tuning.heads_fastest, "LOOPS": loops}
+    return Launch(_split_attention_kernel, arguments, constants, num_warps, num_stages)
 
 
 def merge_launch(shape: AttentionShape, is_short: bool) -> Launch:
@@ -431,7 +435,7 @@ def merge_launch(shape: AttentionShape, is_short: bool) -> Launch:
     counts = ("first_seq", "num_seqs", "first_token", "split_tiles", "tile_rows")
     arguments |= dict.fromkeys(counts, "i32")
     names = "NUM_KV_HEADS", "NUM_SHARED", "HEAD_DIM", "TILE_TOKENS", "BLOCK_N", "BLOCK_D", "WINDOW"
-    tile, _ = tile_constants(shape, is_short)
+    tile, *_ = tile_constants(shape, is_short)
     constants = {name: tile[name] for name in names} | {"BLOCK_SPLITS": SPLITS_AT_ONCE}
     return Launch(_merge_splits_kernel, arguments, constants, num_warps=2)
 
@@ -484,14 +488,15 @@ class WorkItems:
         launch = split_launch(shape, is_short)
         tile_tokens, tile_keys = launch.constants["TILE_TOKENS"], launch.constants["BLOCK_N"]
         num_tiles = bound_tiles(rows, tile_tokens)
-        split_tiles = SPLIT_KEYS // tile_keys
+        split_tiles = -(-shape.tuning.split_keys // tile_keys)
         if rows.max_query_len > tile_tokens:
             num_keys = bound_items(rows, num_tiles, tile_tokens, 1) * shape.num_kv_heads
-            split_tiles = -(-choose_split_len(num_keys, rows.max_seq_len) // tile_keys)
+            split_len = choose_split_len(num_keys, rows.max_seq_len, shape.tuning.split_keys)
+            split_tiles = -(-split_len // tile_keys)
         split_len = split_tiles * tile_keys
         num_items = num_programs = bound_items(rows, num_tiles, tile_tokens, split_len)
         if is_short and rows.seq_lens is None:  # there may be far fewer
-            num_programs = min(num_items, -(-LOOPING_PROGRAMS // shape.num_kv_heads))
+            num_programs = min(num_items, -(-shape.tuning.num_programs // shape.num_kv_heads))
             launch = split_launch(shape, is_short, loops=num_programs < num_items)
 
         first_item, item_seq, token_seq = plan_items(
@@ -527,7 +532,7 @@ class WorkItems:
     ) -> None:
         rows, num_heads = self.rows, query.shape[1]
         self.launch(
-            (self.num_programs, key_cache.shape[2]),
+            (self.num_programs * key_cache.shape[2],),
             output,
             self.partial,
             self.partial_lse,
@@ -579,13 +584,13 @@ def bound_items(rows: SequenceRange, num_tiles: int, tile_tokens: int, split_len
     return sum(-(-q // tile_tokens) * -(-n // split_len) for q, n in lens)
 
 
-def choose_split_len(num_keys: int, max_seq_len: int) -> int:
+def choose_split_len(num_keys: int, max_seq_len: int, shortest: int) -> int:
     """Keys to a split of long queries, which together walk `num_keys`, each tile its own. No split
     is more than a multiprocessor's share of that, and those of the longest sequence are equal;
-    none is too short to be worth merging."""
-    share = max(SPLIT_KEYS, -(-num_keys // NUM_MULTIPROCESSORS))
+    none is shorter than `shortest`, which is worth merging."""
+    share = max(shortest, -(-num_keys // NUM_MULTIPROCESSORS))
     num_splits = -(-max_seq_len // share)
-    return max(SPLIT_KEYS, -(-max_seq_len // num_splits))
+    return max(shortest, -(-max_seq_len // num_splits))
 
 
 def plan_items(

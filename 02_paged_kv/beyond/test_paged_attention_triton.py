@@ -11,10 +11,11 @@ from typing import Any
 import pytest
 import torch
 
+from common.tests.pretend_device import pretend_device
 from paged_attention import write_kv
 from paged_attention_triton import TritonAttentionBackend, write_kv_triton
 from test_decode_attention import head_major
-from test_paged_attention import Case, make_case
+from test_paged_attention import Case, make_case, naive_attention
 
 LENGTHS = [(1, 1), (5, 5), (1, 70), (7, 20)]
 # The largest error against float64 that is allowed; outputs are about 1 in size.
@@ -26,10 +27,17 @@ def check(case: Case, backend: type[TritonAttentionBackend] = TritonAttentionBac
     plan = case.plan(backend())
     output, num_tokens = case.attend(plan), sum(case.query_lens)
     assert output.dtype == case.query.dtype
-    error = (output[:num_tokens].double().cpu() - case.expected().cpu()).abs()
+    error = (output[:num_tokens].double().cpu() - case.expected()).abs()
     assert not error.isnan().any() and (error <= TOLERANCE[output.dtype]).all()
     assert not output[num_tokens:].any(), "rows of padding tokens are zero"
     return plan
+
+
+def test_the_oracle_of_kernels_reads_a_device_once_for_each_tensor(monkeypatch):
+    with pretend_device(monkeypatch) as device:
+        query, keys, values = (device.put(torch.ones(3, 2, 4)) for _ in range(3))
+        naive_attention(query, keys, values, 0.3)
+    assert device.reads == 3
 
 
 @pytest.mark.parametrize("block_size", [1, 2, 3, 4, 16, 33, 256])

@@ -6,6 +6,7 @@ from __future__ import annotations
 import math
 import random
 from dataclasses import replace
+from functools import partial
 from itertools import accumulate
 from typing import Any
 
@@ -14,6 +15,7 @@ import torch
 
 import paged_attention_triton as version_1
 import split_attention_triton as module
+from kernel_launch import DecodeTuning
 from paged_attention_triton import TritonAttentionBackend, write_kv_triton
 from split_attention_triton import (
     SequenceRange,
@@ -50,7 +52,12 @@ def set_tiles(monkeypatch, short: int = TILE, long: int = TILE, keys: int = TILE
 
     clear_launches()
     monkeypatch.setattr(version_1, "choose_tile", choose)
-    monkeypatch.setattr(module, "SPLIT_KEYS", 2 * keys)
+    tune(monkeypatch, split_keys=2 * keys)
+
+
+def tune(monkeypatch, **settings: Any) -> None:
+    """Of all Triton backends made from here on."""
+    monkeypatch.setattr(TritonAttentionBackend, "tuning", DecodeTuning(**settings))
 
 
 def clear_launches() -> None:
@@ -127,10 +134,35 @@ def test_a_program_may_take_one_item_after_the_other(num_programs, device, monke
     plan = check(case)
     assert not plan.items[0].launch.constants["LOOPS"]
     one_each = case.attend(plan)
-    monkeypatch.setattr(module, "LOOPING_PROGRAMS", num_programs * 2)  # of two KV heads
+    tune(monkeypatch, split_keys=2 * TILE, num_programs=num_programs * 2)  # of two KV heads
     (items,) = check(case).items
     assert items.launch.constants["LOOPS"] and items.num_programs == num_programs
     assert torch.equal(attend(case), one_each)
+
+
+@pytest.mark.sample(every=2, first=1)
+@pytest.mark.parametrize(
+    "tuning",
+    [
+        DecodeTuning(split_keys=512, tile_keys=128, num_warps=8, num_stages=5),
+        DecodeTuning(split_keys=64, tile_keys=128, heads_fastest=False, num_programs=6),
+        DecodeTuning(split_keys=1024, tile_keys=32, num_stages=4),
+        DecodeTuning(split_keys=96, tile_keys=64, heads_fastest=False),
+    ],
+)
+def test_any_tuning_is_correct(tuning, device, monkeypatch):
+    """Splits that are no multiple of a tile included; decodes whose lengths the host knows, or
+    not, which may loop. A launch is made with what was asked for."""
+    monkeypatch.setattr(TritonAttentionBackend, "tuning", tuning)
+    lengths = [(1, 700), (1, 20), (1, 129), (1, 1)]
+    case = make_case(lengths, 16, torch.float32, head_dim=16, num_padding_tokens=2, device=device)
+    case.metadata.max_seq_len = 2048
+    (items,) = check(case).items
+    assert items.launch.constants["BLOCK_N"] == tuning.tile_keys
+    assert items.launch.constants["HEADS_FASTEST"] == tuning.heads_fastest
+    assert items.launch.num_stages == tuning.num_stages
+    assert tuning.num_warps in (None, items.launch.num_warps)
+    assert items.launch.constants["LOOPS"] == (tuning.num_programs == 6)
 
 
 @pytest.mark.sample
@@ -263,7 +295,7 @@ def test_one_long_sequence_among_short_ones_has_most_of_the_items(spies):
     sizes = items.first_item.diff().tolist()
     assert sizes == [1] * 4 + [40] + [1] * 4
     # Without lengths on the host the grid is a bound; the rest ends at once.
-    assert spies[0].grids == [(9 * 40, 2)] and spies[1].grids == [(9, 4)]
+    assert spies[0].grids == [(9 * 40 * 2,)] and spies[1].grids == [(9, 4)]
     assert items.item_seq[:48].tolist() == [0, 1, 2, 3, *[4] * 40, 5, 6, 7, 8]
 
 
@@ -297,7 +329,7 @@ def test_what_fits_one_split_is_not_merged(spies):
     case = make_case([(1, 256)] * 3, 256, torch.float32)
     plan = case.plan(SplitTritonAttentionBackend())
     case.attend(plan)
-    assert spies[0].grids == [(3, 2)] and not spies[1].grids
+    assert spies[0].grids == [(3 * 2,)] and not spies[1].grids
     assert plan.items[0].partial.numel() == 0
 
 
@@ -318,13 +350,14 @@ def test_counts_are_exact_where_lengths_are_known_and_bounds_elsewhere():
 
 def test_long_queries_are_split_only_to_keep_the_gpu_busy(monkeypatch):
     monkeypatch.setattr(module, "NUM_MULTIPROCESSORS", 132)
-    assert choose_split_len(132 * 10**6, 10**6) == 10**6
-    assert choose_split_len(131 * 10**6, 10**6) == 500_000
-    assert choose_split_len(8 * 17_000, 17_000) == 1000
-    assert choose_split_len(8 * 100, 100) == choose_split_len(8 * 300, 300) == 256
+    choose = partial(choose_split_len, shortest=256)
+    assert choose(132 * 10**6, 10**6) == 10**6
+    assert choose(131 * 10**6, 10**6) == 500_000
+    assert choose(8 * 17_000, 17_000) == 1000
+    assert choose(8 * 100, 100) == choose(8 * 300, 300) == 256
     # Two tiles with 132,000 keys among 264 tiles with 1,000, which alone would not be split.
-    assert choose_split_len(264 * 1000, 1000) == 1000
-    assert choose_split_len(264 * 1000 + 2 * 132_000, 132_000) == 4000
+    assert choose(264 * 1000, 1000) == 1000
+    assert choose(264 * 1000 + 2 * 132_000, 132_000) == 4000
 
 
 def test_what_the_kernels_cannot_do_is_refused(device):

@@ -19,7 +19,7 @@ from common.tests.engine_oracle import (
 from request import SamplingParams
 
 
-def test_the_engine_says_the_same_with_kernels(tmp_path, monkeypatch):
+def test_the_engine_says_the_same_with_kernels(tmp_path, monkeypatch, device):
     """Greedy against the oracle, and without a seed token for token what the PyTorch rule gives."""
     pytest.importorskip("triton")
     from rejection_sampler_triton import (
@@ -29,10 +29,10 @@ def test_the_engine_says_the_same_with_kernels(tmp_path, monkeypatch):
 
     save_random_model(tmp_path)
     oracle = make_oracle(tmp_path, random_prompts(4, vocab_size=97, longest=9, seed=0))
-    target, draft = (load_model(tmp_path, torch.float64, torch.device("cpu")) for _ in range(2))
+    target, draft = (load_model(tmp_path, torch.float64, device) for _ in range(2))
     weight = draft.model.lm_head.weight
     noise = torch.randn(weight.shape, generator=torch.Generator().manual_seed(0))
-    weight.data += 0.3 * weight.std() * noise
+    weight.data += 0.3 * weight.std() * noise.to(device)
     make, results = assembly.make_verifier, []
     for is_triton in (False, True):
 
@@ -43,6 +43,7 @@ def test_the_engine_says_the_same_with_kernels(tmp_path, monkeypatch):
         monkeypatch.setattr(assembly, "make_verifier", make_with)
         config = EngineConfig(
             num_blocks=100,
+            attention_backend="torch",  # in float64
             speculative={"method": "draft", "num_spec_tokens": 2, "adaptive": False},
         )
         engine = LLMEngine(config, loaded=target, draft=draft)

@@ -9,7 +9,7 @@ Here `MixedMetadata.num_short` is the border between two launches of version 2's
 
     sequences          | B | C | D d d |      E: chunk of 4 | A: chunk of 6       |
     launch             short: 16 rows a tile  long: 64 rows a tile
-    splits of keys     SPLIT_KEYS each        only if there are few tiles
+    splits of keys     256 keys each          only if there are few tiles
     work items         exactly counted: the host knows the lengths of a mixed batch
 
 The price: the second launch begins when the first one has ended, and the last programs of the first

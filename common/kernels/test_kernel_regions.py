@@ -41,7 +41,7 @@ def all_logits(harness: PagedHarness) -> list[torch.Tensor]:
     tokens = torch.randint(2, 80, (3, 20)).tolist()
     steps = [[(r, at, tokens[r][at : at + n]) for r, at, n in work] for work in STEPS]
     rows = [None] * (len(steps) - 1) + [[5, 2]]
-    return [harness.step(*one).double() for one in zip(steps, rows, strict=True)]
+    return [harness.step(*one).double().cpu() for one in zip(steps, rows, strict=True)]
 
 
 @pytest.mark.sample(every=2, first=1)  # bfloat16 and float32; slots and heads
@@ -64,6 +64,7 @@ def test_the_logits_are_those_of_float64(
     dtype: torch.dtype,
     tolerance: float,
     tmp_path: Path,
+    device: torch.device,
     launched: list[str],
 ) -> None:
     """In caches full of NaN, whose blocks lie in either order."""
@@ -71,7 +72,7 @@ def test_the_logits_are_those_of_float64(
     plain = load_model(path, torch.float64, CPU).model
     expected = all_logits(PagedHarness(plain, 3))
     assert not launched
-    model = load_model(path, dtype, CPU).model
+    model = load_model(path, dtype, device).model
     set_regions(model, is_compiled=False, is_triton=True)
     backend = TritonAttentionBackend() if layout == "heads" else MixedTritonAttentionBackend()
     found = all_logits(PagedHarness(model, 3, kind=LAYOUTS[layout], backend=backend))
@@ -107,10 +108,12 @@ def test_kernels_go_with_attention_and_never_with_float64(
     assert type(model.regions) is expected
 
 
-def test_the_draft_model_of_an_engine_has_them_too(tmp_path: Path, launched: list[str]) -> None:
+def test_the_draft_model_of_an_engine_has_them_too(
+    tmp_path: Path, device: torch.device, launched: list[str]
+) -> None:
     """The engine's tokens are those of one whose draft model is plain."""
     path = save_case("qwen3", tmp_path)
-    target, draft = (load_model(path, torch.float32, CPU) for _ in range(2))
+    target, draft = (load_model(path, torch.float32, device) for _ in range(2))
     with_noise(draft)
     tokens = []
     for name in ("triton", "torch"):
@@ -126,7 +129,7 @@ def test_the_draft_model_of_an_engine_has_them_too(tmp_path: Path, launched: lis
         params = SamplingParams(temperature=0, max_tokens=4, ignore_eos=True)
         outputs = engine.generate_batch([[5, 6, 7], [8, 9]], params)
         tokens.append([output.outputs[0].token_ids for output in outputs.values()])
-        assert bool(launched) == is_kernels
+        assert ("_add_rms_norm_kernel" in launched) == is_kernels
         launched.clear()
     assert tokens[0] == tokens[1]
 

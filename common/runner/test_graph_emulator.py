@@ -18,6 +18,7 @@ from common.loader import load_model
 from common.runner.graph_emulator import EmulatedGraphs, GraphError
 from common.runner.graphs import CannotCapture, DecodeGraphs, EagerGraphs, StaticMemory
 from common.runner.test_graphs import BLOCK_SIZE, MOST, deal, decode, make_graphs, make_state
+from kernel_launch import DecodeTuning
 from mixed_attention import MixedAttentionBackend
 from mixed_attention_triton import MixedTritonAttentionBackend
 from paged_attention import TorchAttentionBackend
@@ -319,8 +320,8 @@ def test_the_null_block_may_hold_anything(random_loaded) -> None:
 
 def test_kernels_are_replayed(random_loaded, monkeypatch) -> None:
     """Interpreted: the same logits as launched one by one. A program takes several items."""
-    monkeypatch.setattr("split_attention_triton.LOOPING_PROGRAMS", 4)
-    monkeypatch.setattr("split_attention_triton.SPLIT_KEYS", 32)
+    tuning = DecodeTuning(split_keys=32, num_programs=4)
+    monkeypatch.setattr(TritonAttentionBackend, "tuning", tuning)
     loaded = load_model(random_loaded.path, torch.float32, torch.device("cpu"))
     for kind in (TritonAttentionBackend, MixedTritonAttentionBackend):
         found = run(make(loaded, kind()), 3)

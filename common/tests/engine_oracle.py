@@ -128,7 +128,7 @@ def with_noise(model: LoadedModel) -> LoadedModel:
     weight = model.model.lm_head.weight
     generator = torch.Generator().manual_seed(0)
     noise = torch.randn(weight.shape, generator=generator, dtype=weight.dtype)
-    weight.data += 0.35 * weight.std() * noise
+    weight.data += 0.35 * weight.std() * noise.to(weight.device)
     return model
 
 

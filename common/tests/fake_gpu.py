@@ -14,7 +14,6 @@ in Python: `FakeGPU` does that by the operations behind it.
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -29,6 +28,7 @@ from torch.utils._pytree import tree_leaves
 
 import kernel_launch
 from common.runner.graph_emulator import NoReads, check_no_wait
+from common.tests.pretend_device import replace_everywhere
 
 CUDA = torch.device("cuda", 0)
 aten = torch.ops.aten
@@ -115,10 +115,7 @@ def fake_gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[_Watcher]:
         return np.zeros(len(sampling.rows))
 
     with monkeypatch.context() as patch:
-        for function in (to_device, from_device, row_uniforms):
-            name = function.__name__
-            for module in [m for m in sys.modules.values() if hasattr(m, name)]:
-                patch.setattr(module, name, function)
+        replace_everywhere(patch, to_device, from_device, row_uniforms)
         patch.setattr(kernel_launch, "architecture_of", lambda device: 90)
         with FakeTensorMode(), torch.inference_mode(), _Indexing(), NoReads(), watcher:
             yield watcher

@@ -8,7 +8,7 @@ with tensors of both sides fails, as on a GPU."""
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 import numpy as np
@@ -56,6 +56,17 @@ def place_of(tensor: torch.Tensor) -> str:
     return getattr(tensor, "place", "host")
 
 
+def replace_everywhere(patch: pytest.MonkeyPatch, *functions: Callable) -> None:
+    """Put each function in the place of the one of its name, in every module that holds it.
+
+    A module is not asked for the name: a lazy one of transformers would import what it may have."""
+    for function in functions:
+        name = function.__name__
+        for module in list(sys.modules.values()):
+            if name in getattr(module, "__dict__", {}):
+                patch.setattr(module, name, function)
+
+
 @contextmanager
 def pretend_device(monkeypatch: pytest.MonkeyPatch) -> Iterator[PretendDevice]:
     """While it lasts, `all_to_device` copies to this device."""
@@ -69,10 +80,7 @@ def pretend_device(monkeypatch: pytest.MonkeyPatch) -> Iterator[PretendDevice]:
         return lambda: tensor.cpu().numpy()  # a read, when somebody waits for it
 
     with monkeypatch.context() as patch:
-        for function in (all_to_device, from_device):
-            name = function.__name__
-            for module in [m for m in list(sys.modules.values()) if hasattr(m, name)]:
-                patch.setattr(module, name, function)
+        replace_everywhere(patch, all_to_device, from_device)
         on_device = property(lambda tensor: place_of(tensor) == "device")
         patch.setattr(torch.Tensor, "is_cuda", on_device, raising=False)
         for name in _READS:

@@ -213,6 +213,14 @@ def test_bad_configuration_names_the_field(
         LLMEngine(EngineConfig(**{"model": random_oracle.path, "num_blocks": 8, field: value}))
 
 
+def test_a_device_beyond_those_that_there_are_is_refused_beside_a_gpu(monkeypatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    assert EngineConfig(device="cuda:0").resolve_device().index == 0
+    with pytest.raises(ValueError, match="device must be below 'cuda:1', got 'cuda:99'"):
+        EngineConfig(device="cuda:99").resolve_device()
+
+
 @pytest.mark.parametrize(
     ("named", "options"),
     [

@@ -69,6 +69,50 @@ def test_is_slow():
     pass
 """
 
+BESIDE_A_GPU = """
+import subprocess
+import sys
+
+import pytest
+import torch
+
+torch.cuda.is_available = lambda: True  # before it is imported that asks for it
+torch.cuda.init = torch.cuda.device_count = lambda: 1
+
+from common.engine_config import EngineConfig
+from common.tests.kernel_device import device
+from kernel_launch import Launch
+
+def is_gpu(request):
+    return request.node.get_closest_marker("gpu") is not None
+
+def test_of_a_kernel(device, request):
+    assert device.type == "cuda" and is_gpu(request)
+
+@pytest.mark.parametrize("device", ["cpu"])
+def test_of_both(device, request):
+    assert not is_gpu(request)
+
+@pytest.mark.gpu
+def test_of_an_engine_there():
+    assert EngineConfig(device="cuda").resolve_device().type == "cuda"
+
+def test_of_an_engine(request):
+    assert EngineConfig().resolve_device().type == "cpu" and not is_gpu(request)
+    code = "import os; print(repr(os.environ['CUDA_VISIBLE_DEVICES']))"
+    assert subprocess.check_output([sys.executable, "-c", code]) == b"''\\n"
+
+def test_of_an_interpreted_kernel():
+    Launch(None, {}, {})((1,), torch.zeros(1))
+"""
+WITHOUT_A_GPU = """
+import pytest
+
+@pytest.mark.gpu
+def test_of_an_engine_there():
+    pass
+"""
+
 
 @pytest.mark.parametrize("jobs", [pytest.param([], marks=pytest.mark.slow), ["-n1"]])
 def test_a_test_that_hangs_fails_and_the_others_go_on(jobs: list[str], tmp_path: Path) -> None:
@@ -91,9 +135,9 @@ def run_with_our_conftest(folder: Path, test_files: Iterable[str], code: str, ma
         path.write_text(code)
     (folder / "conftest.py").write_text((ROOT / "conftest.py").read_text(encoding="utf-8"))
     (folder / "pytest.ini").write_text(
-        "[pytest]\nmarkers =\n    slow: s\n    sample: s\n    check: c\n"
+        "[pytest]\nmarkers =\n    slow: s\n    sample: s\n    check: c\n    gpu: g\n"
     )
-    options = ["-p", "no:cacheprovider", "--import-mode=importlib", "-v", "-m", marks]
+    options = ["-p", "no:cacheprovider", "--import-mode=importlib", "-v", "-rs", "-m", marks]
     command = [sys.executable, "-m", "pytest", *options, str(folder)]
     return subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=240).stdout
 
@@ -113,6 +157,15 @@ def test_a_check_is_of_roots_and_engine_and_starts_no_process(tmp_path: Path) ->
         found = re.findall(rf"(\S+)::{test} {outcome}", said)
         assert set(found) == checked and len(found) == 2, said
     assert "2 passed, 2 skipped" in said, said
+
+
+def test_beside_a_gpu_kernels_are_tested_there_and_the_engine_on_the_cpu(tmp_path: Path) -> None:
+    """The GPU is pretended. Before, each engine whose test names no device was CUDA's."""
+    there = run_with_our_conftest(tmp_path / "gpu", ["test_it.py"], BESIDE_A_GPU, "not slow")
+    assert "4 passed, 1 skipped" in there, there
+    assert "test_of_an_interpreted_kernel SKIPPED" in there and "take no CPU tensor" in there
+    without = run_with_our_conftest(tmp_path / "none", ["test_it.py"], WITHOUT_A_GPU, "gpu")
+    assert "1 skipped" in without and "needs a CUDA device" in without, without
 
 
 def test_single_settings_keep_what_the_profile_says(pytestconfig: pytest.Config) -> None:

@@ -206,7 +206,12 @@ OF_PROBABILITIES = (torch.float32, torch.float64)
 GROUPS = [
     KernelGroup(
         "attention",
-        ("_paged_attention_kernel", "_split_attention_kernel", "_merge_splits_kernel"),
+        (
+            "_paged_attention_kernel",
+            "_plan_items_kernel",
+            "_split_attention_kernel",
+            "_merge_splits_kernel",
+        ),
         make_attention,
         checked_batches,
         batches,
