@@ -20,6 +20,7 @@ Where the bound may be far off, in decodes whose lengths the host does not know,
 programs as keep the GPU busy, and each takes every so many items. A graph of a step
 (`common/runner/graphs.py`) has to hold for the longest sequences that could come: without the loop,
 256 of up to 40,960 tokens are 40,960 programs for each KV head and layer, nearly all for nothing.
+Programs that are neighbours take the KV heads of one item, whose keys are neighbours in a block.
 
 A split yields a *partial* result: attention to its own keys alone, and the log of the sum of
 exp(score), in scratch memory. A second kernel merges those of a row, each with the weight exp(its
@@ -495,14 +496,14 @@ class WorkItems:
             split_tiles = -(-split_len // tile_keys)
         split_len = split_tiles * tile_keys
         num_items = num_programs = bound_items(rows, num_tiles, tile_tokens, split_len)
-        if is_short and rows.seq_lens is None:  # there may be far fewer
+        is_split = rows.max_seq_len > split_len
+        if is_short and is_split and rows.seq_lens is None:  # there may be far fewer
             num_programs = min(num_items, -(-shape.tuning.num_programs // shape.num_kv_heads))
             launch = split_launch(shape, is_short, loops=num_programs < num_items)
 
         first_item, item_seq, token_seq = plan_items(
             rows, metadata, tile_tokens, split_len, num_items
         )
-        is_split = rows.max_seq_len > split_len
         tile_rows = min(tile_tokens, rows.max_query_len) * shape.num_shared if is_split else 0
         scratch = num_items if is_split else 0, shape.num_kv_heads, tile_rows
         partial = first_item.new_empty(*scratch, shape.head_dim, dtype=torch.float32)

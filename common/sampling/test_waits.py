@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import sys
 from dataclasses import replace
-from types import SimpleNamespace
+from types import ModuleType, SimpleNamespace
 
 import numpy as np
 import pytest
@@ -13,6 +14,7 @@ import batch_layout
 from common.sampling.sampler import Sampler
 from common.sampling.sampling_columns import DrawnSeedParams, SamplingBatch
 from common.sampling.speculative_sampler import ConstrainedDrafts, SpeculativeSampler
+from common.tests.fake_gpu import fake_gpu
 from common.tests.pretend_device import pretend_device
 from common.tests.sampling_cases import ListedTokens, as_plain, mixed_sampling
 from request import SamplingParams
@@ -168,3 +170,17 @@ def test_the_pretended_device_notices_what_a_gpu_would_wait_for(monkeypatch) -> 
             x + torch.tensor([1.0, 2.0, 3.0, 4.0])
         x[:2] = 1.0
         assert device.reads == num_reads
+
+
+@pytest.mark.parametrize("make", [pretend_device, fake_gpu])
+def test_a_lazy_module_is_not_asked_for_what_it_would_import(make, monkeypatch) -> None:
+    """As transformers 5.17 has them: `hasattr` made one import torchvision, which was missing."""
+
+    class Lazy(ModuleType):
+        def __getattr__(self, name: str):
+            is_ours = name.endswith(("_device", "_uniforms"))
+            raise (ModuleNotFoundError if is_ours else AttributeError)(f"{name} wants torchvision")
+
+    monkeypatch.setitem(sys.modules, "lazy", Lazy("lazy"))
+    with make(monkeypatch):
+        pass
