@@ -85,7 +85,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         record = run_part(args, name)
         device = record["environment"].get("device", {}).get("name")
         if device is None:
-            break  # `here` says why
+            return 1  # `here` has said why
         if not args.is_rehearsal and not args.only:
             slug = re.sub(r"[^a-z0-9]+", "-", device.lower()).strip("-")
             write_record(RECORDS / f"gpu_{args.command}_{slug}.json", record)
