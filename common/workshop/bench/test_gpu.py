@@ -86,7 +86,7 @@ def test_all_commands_take_less_than_twelve_minutes_and_measure_what_aims_speak_
 
 def rehearse(folder: Path, *options: str) -> dict:
     run = subprocess.run(
-        ["make", "gpu", f"PYTHON={gpu.sys.executable}", f"ARGS={' '.join(['rehearse', *options])}"],
+        [gpu.sys.executable, "-m", "common.workshop.bench.gpu", "rehearse", *options],
         cwd=ROOT,
         **{"env": os.environ | {"OUT": str(folder), "PYTHONPATH": "", "OMP_NUM_THREADS": "1"}},
         **{"capture_output": True, "text": True},
