@@ -1,4 +1,4 @@
-# Every target makes .venv by itself. The first start installs (a few minutes), later ones start at once.
+# Every target but gpu makes .venv by itself. The first start installs (a few minutes), later ones start at once.
 #
 #   make demo ARGS="--num-prompts 4 --trace"      make check
 #   make matrix ARGS="--seconds 60 --seed 1"      make museum BUG=9
@@ -6,6 +6,7 @@
 #   make task EVENING=3                           (writes tonight's files, with holes, into my/)
 #   make task N=3.2                               make task N=3.2 ARGS=--hint
 #   make watch ARGS="--film 3"                    make test ARGS="-k scheduler"
+#   make gpu ARGS=rehearse                        (uses PYTHON as it is, and installs nothing)
 #   make test PYTHON=python3.12                   (which Python makes .venv, when there is none yet)
 
 PYTHON ?= python3
@@ -51,10 +52,11 @@ WHAT_notebooks := execute every NN_*/*_demo.py and write its .ipynb
 WHAT_figures := redraw every figure from its committed record
 WHAT_bench := measure, write a record and print a table
 WHAT_ladder := measure the engine with one chapter more at a time, and print the README's first table
+WHAT_gpu := check and measure everything on this GPU in minutes: ARGS=look, record, tune or rehearse
 WHAT_sync := renew what is derived: quotations, tables, counts, pages made of tables, notebooks
 WHAT_clean := remove caches and dist/; .venv and build/ stay
 
-TARGETS := demo serve check test matrix museum watch task lint format notebooks figures bench ladder sync clean
+TARGETS := demo serve check test matrix museum watch task lint format notebooks figures bench ladder gpu sync clean
 
 # Where it is set, each of the tests' hundreds of processes would compile every module anew.
 unexport PYTHONDONTWRITEBYTECODE
@@ -134,6 +136,9 @@ bench: say-bench $(RUN)
 
 ladder: say-ladder $(RUN)
 	@$(PY) -m common.workshop.ladder $(ARGS)
+
+gpu: say-gpu
+	@$(PYTHON) -m common.workshop.bench.gpu $(ARGS)
 
 sync: say-sync $(WORK)
 	@OMP_NUM_THREADS=$${OMP_NUM_THREADS:-1} $(PY) -m common.workshop.sync $(ARGS) || \

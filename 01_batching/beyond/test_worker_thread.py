@@ -119,3 +119,14 @@ def test_errors_and_ends_are_those_of_a_future() -> None:
     for _ in range(2):
         with pytest.raises(ValueError, match="invalid literal"):
             failing.result(60)
+
+
+def test_a_short_wait_for_a_job_that_does_not_end_is_short() -> None:
+    """In CPython 3.11 `SimpleQueue.get(timeout=...)` waits forever if its thread is later than that
+    at the wait: here, once in some ten thousand times."""
+    waits = threading.Thread(
+        target=lambda: [ThreadJob[int]().wait(1e-6) for _ in range(40_000)], daemon=True
+    )
+    waits.start()
+    waits.join(60)
+    assert not waits.is_alive()

@@ -72,6 +72,9 @@ class ThreadJob(Generic[T]):
 
     def wait(self, timeout_s: float | None = None) -> bool:
         """Wait until the job is over, at most `timeout_s`. Returns whether it is."""
+        with suppress(Empty):
+            # CPython 3.11 waits forever in a late `get(timeout=...)` unless a `get` failed before.
+            self._told.get_nowait()
         if not self.done():
             with suppress(Empty):
                 self._told.get(timeout=timeout_s)

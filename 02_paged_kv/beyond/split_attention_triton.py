@@ -14,12 +14,13 @@ number of keys, and the pieces of all sequences lie end to end:
 
 No piece is larger than the others, however the lengths are distributed: the longest sequence has
 the most pieces. Whose an item is, is looked up: `first_item` is a prefix sum over the sequences,
-`item_seq` its inverse. Both are computed on the device, once a step for all layers, and nothing
-waits for them: the grid needs only a bound, and programs beyond the last item end at once. Where
-the bound may be far off, in decodes whose lengths the host does not know, there are as many
+`item_seq` its inverse. Both are computed on the device, by one kernel a step for all layers, and
+nothing waits for them: the grid needs only a bound, and programs beyond the last item end at once.
+Where the bound may be far off, in decodes whose lengths the host does not know, there are as many
 programs as keep the GPU busy, and each takes every so many items. A graph of a step
 (`common/runner/graphs.py`) has to hold for the longest sequences that could come: without the loop,
 256 of up to 40,960 tokens are 40,960 programs for each KV head and layer, nearly all for nothing.
+Programs that are neighbours take the KV heads of one item, whose keys are neighbours in a block.
 
 A split yields a *partial* result: attention to its own keys alone, and the log of the sum of
 exp(score), in scratch memory. A second kernel merges those of a row, each with the weight exp(its
@@ -42,6 +43,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cache
 from typing import NamedTuple
 
 import torch
@@ -58,6 +60,7 @@ from triton_or_none import jit_for_any, tl
 
 NUM_MULTIPROCESSORS = 132  # that should have work: asking the device is not worth it
 SPLITS_AT_ONCE = 16  # that the merging kernel loads
+PLANNED_AT_ONCE = 1024  # sequences, items and tokens in a program of the planning kernel
 
 
 @jit_for_any()
@@ -372,6 +375,45 @@ def _merge_splits_kernel(
     tl.store(target, result.to(output.dtype.element_ty), mask=dim < HEAD_DIM)
 
 
+@jit_for_any("first_seq", "num_seqs", "first_token", "num_tokens", "tile_tokens", "split_len")
+def _plan_items_kernel(
+    first_item,  # [num_seqs + 1], written
+    item_seq,  # [num_items], written up to the last item
+    token_seq,  # [num_tokens], written
+    query_start_loc,  # [all sequences + 1]
+    seq_lens,  # [all sequences]
+    first_seq,
+    num_seqs,
+    first_token,
+    num_tokens,
+    tile_tokens,
+    split_len,
+    WIDTH: tl.constexpr,
+):
+    """One sequence, or the padding behind the last one. Each adds up the sequences before it."""
+    own, lane = tl.program_id(0), tl.arange(0, WIDTH)
+    starts, lens = query_start_loc + first_seq, seq_lens + first_seq
+    item = tl.zeros([], tl.int32)
+    for start in range(0, own, WIDTH):
+        seq = start + lane
+        is_before = seq < own
+        query_len = tl.load(starts + seq + 1, mask=is_before, other=0)
+        query_len -= tl.load(starts + seq, mask=is_before, other=0)
+        seq_len = tl.load(lens + seq, mask=is_before, other=0)
+        num_items = tl.cdiv(query_len, tile_tokens) * tl.cdiv(seq_len, split_len)
+        item += tl.sum(num_items.to(tl.int32), 0)
+    tl.store(first_item + own, item)
+    token, last_token = tl.load(starts + own).to(tl.int32) - first_token, num_tokens
+    if own < num_seqs:
+        last_token = tl.load(starts + own + 1).to(tl.int32) - first_token
+        num_splits = tl.cdiv(tl.load(lens + own).to(tl.int32), split_len)
+        last_item = item + tl.cdiv(last_token - token, tile_tokens) * num_splits
+        for start in range(item, last_item, WIDTH):
+            tl.store(item_seq + start + lane, own, mask=start + lane < last_item)
+    for start in range(token, last_token, WIDTH):
+        tl.store(token_seq + start + lane, own, mask=start + lane < last_token)
+
+
 _LENGTHS = {"query_start_loc": "*i64", "seq_lens": "*i64"}
 _SCRATCH = {"partial": "*fp32", "partial_lse": "*fp32"}
 
@@ -397,6 +439,14 @@ def merge_launch(shape: AttentionShape, is_short: bool) -> Launch:
     tile, *_ = tile_constants(shape, is_short)
     constants = {name: tile[name] for name in names} | {"BLOCK_SPLITS": SPLITS_AT_ONCE}
     return Launch(_merge_splits_kernel, arguments, constants, num_warps=2)
+
+
+@cache
+def plan_launch() -> Launch:
+    arguments = dict.fromkeys(("first_item", "item_seq", "token_seq"), "*i32") | _LENGTHS
+    counts = "first_seq", "num_seqs", "first_token", "num_tokens", "tile_tokens", "split_len"
+    arguments |= dict.fromkeys(counts, "i32")
+    return Launch(_plan_items_kernel, arguments, {"WIDTH": PLANNED_AT_ONCE})
 
 
 class SequenceRange(NamedTuple):
@@ -426,8 +476,8 @@ class WorkItems:
     num_items: int  # or more
     num_programs: int  # for each KV head
     first_item: torch.Tensor  # [num_seqs + 1] int32
-    item_seq: torch.Tensor  # [num_items] int32, num_seqs behind the last item
-    token_seq: torch.Tensor | None  # [num_tokens] int32, num_seqs: padding
+    item_seq: torch.Tensor  # [num_items] int32, anything behind the last item
+    token_seq: torch.Tensor  # [num_tokens] int32, num_seqs: padding
     partial: torch.Tensor  # scratch of all layers
     partial_lse: torch.Tensor
 
@@ -446,24 +496,17 @@ class WorkItems:
             split_tiles = -(-split_len // tile_keys)
         split_len = split_tiles * tile_keys
         num_items = num_programs = bound_items(rows, num_tiles, tile_tokens, split_len)
-        if is_short and rows.seq_lens is None:  # there may be far fewer
+        is_split = rows.max_seq_len > split_len
+        if is_short and is_split and rows.seq_lens is None:  # there may be far fewer
             num_programs = min(num_items, -(-shape.tuning.num_programs // shape.num_kv_heads))
             launch = split_launch(shape, is_short, loops=num_programs < num_items)
 
-        last_seq = rows.first_seq + rows.num_seqs
-        starts = metadata.query_start_loc[rows.first_seq : last_seq + 1]
-        tiles = (starts.diff() + (tile_tokens - 1)) // tile_tokens
-        splits = (metadata.seq_lens[rows.first_seq : last_seq] + (split_len - 1)) // split_len
-        first_item = starts.new_zeros(rows.num_seqs + 1, dtype=torch.int32)
-        torch.cumsum(tiles * splits, 0, out=first_item[1:])
-        item_seq = owners(first_item, 0, num_items)
-        tile_rows, is_split = 0, rows.max_seq_len > split_len
-        token_seq = None
-        if is_split:
-            token_seq = owners(starts, rows.first_token, rows.num_tokens)
-            tile_rows = min(tile_tokens, rows.max_query_len) * shape.num_shared
+        first_item, item_seq, token_seq = plan_items(
+            rows, metadata, tile_tokens, split_len, num_items
+        )
+        tile_rows = min(tile_tokens, rows.max_query_len) * shape.num_shared if is_split else 0
         scratch = num_items if is_split else 0, shape.num_kv_heads, tile_rows
-        partial = starts.new_empty(*scratch, shape.head_dim, dtype=torch.float32)
+        partial = first_item.new_empty(*scratch, shape.head_dim, dtype=torch.float32)
         return cls(
             rows,
             launch,
@@ -551,14 +594,42 @@ def choose_split_len(num_keys: int, max_seq_len: int, shortest: int) -> int:
     return max(shortest, -(-max_seq_len // num_splits))
 
 
-def owners(
-    starts: torch.Tensor,  # [n + 1] ascending
-    first: int,
-    num: int,
-) -> torch.Tensor:  # [num] int32
-    """Of `first`, `first + 1`, ...: between which starts it lies. n: behind the last one."""
-    index = torch.arange(first, first + num, dtype=starts.dtype, device=starts.device)
-    return torch.searchsorted(starts[1:], index, right=True, out_int32=True)
+def plan_items(
+    rows: SequenceRange,
+    metadata: AttentionMetadata,
+    tile_tokens: int,
+    split_len: int,
+    num_items: int,  # or more
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:  # first_item, item_seq, token_seq: as above
+    starts, seq_lens = metadata.query_start_loc, metadata.seq_lens
+    first_item = starts.new_empty(rows.num_seqs + 1, dtype=torch.int32)
+    item_seq, token_seq = first_item.new_empty(num_items), first_item.new_empty(rows.num_tokens)
+    planned, counts = (first_item, item_seq, token_seq), (*rows[:4], tile_tokens, split_len)
+    plan_launch()((rows.num_seqs + 1,), *planned, starts, seq_lens, *counts)
+    return planned
+
+
+def plan_items_in_torch(
+    rows: SequenceRange,
+    metadata: AttentionMetadata,
+    tile_tokens: int,
+    split_len: int,
+    num_items: int,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """The same; `num_seqs` behind the last item."""
+    last_seq = rows.first_seq + rows.num_seqs
+    starts = metadata.query_start_loc[rows.first_seq : last_seq + 1]
+    tiles = (starts.diff() + (tile_tokens - 1)) // tile_tokens
+    splits = (metadata.seq_lens[rows.first_seq : last_seq] + (split_len - 1)) // split_len
+    first_item = starts.new_zeros(rows.num_seqs + 1, dtype=torch.int32)
+    torch.cumsum(tiles * splits, 0, out=first_item[1:])
+
+    def owners(starts: torch.Tensor, first: int, num: int) -> torch.Tensor:
+        index = torch.arange(first, first + num, dtype=starts.dtype, device=starts.device)
+        return torch.searchsorted(starts[1:], index, right=True, out_int32=True)
+
+    token_seq = owners(starts, rows.first_token, rows.num_tokens)
+    return first_item, owners(first_item, 0, num_items), token_seq
 
 
 class SplitPlan(TritonPlan):

@@ -37,7 +37,7 @@ def test_a_watched_launch_computes_the_same(kind, device):
     assert torch.equal(output, expected)
     kernels = [name for name in watcher.seen if name.startswith("kernels.")]
     names = {name.removeprefix("kernels.").rpartition("_")[0] for name in kernels}
-    both = {"_split_attention_kernel", "_merge_splits_kernel"}
+    both = {"_plan_items_kernel", "_split_attention_kernel", "_merge_splits_kernel"}
     is_split = kind is SplitTritonAttentionBackend
     assert names == (both if is_split else {"_paged_attention_kernel"}), kernels
     # What a kernel does inside is not an operation of PyTorch's: only the launch is seen.

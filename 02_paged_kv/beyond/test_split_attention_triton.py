@@ -7,6 +7,7 @@ import math
 import random
 from dataclasses import replace
 from functools import partial
+from itertools import accumulate
 from typing import Any
 
 import pytest
@@ -296,7 +297,32 @@ def test_one_long_sequence_among_short_ones_has_most_of_the_items(spies):
     # Without lengths on the host the grid is a bound; the rest ends at once.
     assert spies[0].grids == [(9 * 40 * 2,)] and spies[1].grids == [(9, 4)]
     assert items.item_seq[:48].tolist() == [0, 1, 2, 3, *[4] * 40, 5, 6, 7, 8]
-    assert set(items.item_seq[48:].tolist()) == {9}, "beyond the last item: nobody's"
+
+
+@pytest.mark.parametrize("num_seqs, at_once", [(0, 16), (1, 16), (9, 16), (40, 16), (40, 64)])
+def test_the_plan_is_that_of_pytorch(num_seqs, at_once, device, monkeypatch):
+    """For all sequences, and for some of them; behind the last item stands anything."""
+    monkeypatch.setattr(module, "PLANNED_AT_ONCE", at_once)
+    module.plan_launch.cache_clear()
+    rng = random.Random(num_seqs)
+    query_lens = [rng.choice((0, 1, 1, 3, 40)) for _ in range(num_seqs)]
+    lengths = [(q, q + rng.choice((0, 1, 30, 32, 900))) for q in query_lens]
+    case = make_case(
+        lengths, 256, torch.float32, num_kv_heads=1, num_padding_tokens=20, device=device
+    )
+    starts = [0, *accumulate(query_lens)]
+    num_tokens = len(case.metadata.slot_mapping)
+    for first in {0, num_seqs // 3}:
+        rows = SequenceRange(
+            first, num_seqs - first, starts[first], num_tokens - starts[first], 40, 940
+        )
+        sizes = 8, 32, 30 * num_seqs * 5
+        found = module.plan_items(rows, case.metadata, *sizes)
+        right = module.plan_items_in_torch(rows, case.metadata, *sizes)
+        num_items = int(right[0][-1])
+        assert torch.equal(found[0], right[0]) and torch.equal(found[2], right[2])
+        assert torch.equal(found[1][:num_items], right[1][:num_items])
+    module.plan_launch.cache_clear()
 
 
 def test_what_fits_one_split_is_not_merged(spies):

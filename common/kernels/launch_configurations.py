@@ -8,6 +8,7 @@ and for a GPU that is not there (`resources.py`).
     kernel                       once for each
     attention of chapter 2 or 6  tile size, model
     merging of splits            tile size, model
+    planning of chapter 6        all models
     between matrices, 3 kernels  model
     sampling, 4 kernels          rows of the whole vocabulary, rows of the k highest
     rejection, matching          where drafts come with probabilities, where they come without
@@ -47,6 +48,10 @@ def launch_configurations(
             for window in {window or 0 for window in windows}:
                 launches += attention_launches(engine, shape._replace(window=window))
             launches += layer_launches(config, shape)
+        if engine.cuts_prompts:
+            from split_attention_triton import plan_launch
+
+            launches.append(plan_launch())
         from common.kernels.sampler_kernel import sampling_launches
 
         launches += sampling_launches(vocab_size or model.vocab_size)

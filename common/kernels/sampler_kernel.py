@@ -33,8 +33,9 @@ others use, needs a random number and a logarithm for each token of the vocabula
 hangs on the last bit of each; so it draws another token on another device. It also leaves nothing
 over with which one draw could be two (a block, then a token in it).
 
-A program takes one row and walks it in tiles, so few rows leave most of a GPU idle. Logits are
-float32: a model in float64 is sampled from by PyTorch."""
+A row's highest logit, which a greedy row wants anyway, is given. So where no top-k cuts, the shape
+is one pass, and a program takes a tile of a row. A search takes the whole row, so few rows leave
+most of a GPU idle. Logits are float32: a model in float64 is sampled from by PyTorch."""
 
 from __future__ import annotations
 
@@ -234,30 +235,36 @@ def _penalties_kernel(
     "width",
     "most",
     "has_top_k",
+    "has_min_p",
     "logits_stride",
     "num_blocks",
     "first_behind",
-    unaligned=("temperature", "top_k", "lowest"),
+    unaligned=("highest", "temperature", "top_k", "lowest"),
 )
 def _shape_kernel(
     output,  # [num_rows, most], float64 if IS_NARROW, else float32
     ids,  # [num_rows, most] int64 if IS_NARROW
     logits,  # [num_rows, vocab_size] float32
     blocks,  # [num_rows, num_blocks] int64 if IS_NARROW, ascending: where the candidates are
-    temperature,  # [num_rows], like output
+    highest,  # [num_rows] float32: of all logits
+    temperature,  # [num_rows] float64
     top_k,  # [num_rows] int64; 0: no limit
-    lowest,  # [num_rows], like output: what is below is improbable
+    lowest,  # [num_rows] float64: what is below is improbable
     width,  # number of candidates
     most,  # columns of the output
     has_top_k,
+    has_min_p,
     logits_stride,  # from row to row
     num_blocks,
     first_behind,  # token behind all blocks, from which on all are candidates
     IS_NARROW: tl.constexpr,
+    COOLEST: tl.constexpr,
+    HOTTEST: tl.constexpr,
     PART: tl.constexpr,  # tokens of a block; 0: all tokens are candidates
     TILE: tl.constexpr,
     WAYS: tl.constexpr,
 ):
+    """A program takes a row, or if nothing is cut one of its tiles."""
     row = tl.program_id(0).to(tl.int64)
     source = logits + row * logits_stride
     candidates = blocks + row * num_blocks, num_blocks, first_behind
@@ -282,22 +289,18 @@ def _shape_kernel(
             source, source, width, k, low, high, candidates, False, 1.0, PART, TILE, WAYS
         )
 
-    highest = tl.full([], float("-inf"), tl.float32)
-    for start in range(0, width, TILE):
-        index = start + tl.arange(0, TILE)
-        x, _, _ = _load_keys(source, source, index, width, candidates, False, 1.0, PART)
-        highest = tl.maximum(highest, tl.max(x))
-
-    scale = tl.load(temperature + row)
-    floor = tl.load(lowest + row)
-    for start in range(0, width, TILE):
+    dtype = output.dtype.element_ty
+    scale = tl.minimum(tl.maximum(tl.load(temperature + row), COOLEST), HOTTEST).to(dtype)
+    first = tl.load(highest + row).to(dtype)
+    floor = tl.load(lowest + row).to(dtype)
+    for start in range(tl.program_id(1) * TILE, width, tl.num_programs(1) * TILE):
         index = start + tl.arange(0, TILE)
         x, key, _ = _load_keys(source, source, index, width, candidates, False, 1.0, PART)
         key = key.to(tl.int64)
-        wide = x.to(scale.dtype)
-        wide = _divide(wide - highest.to(scale.dtype), tl.zeros_like(wide) + scale)
+        wide = x.to(dtype) - first
+        wide = _divide(wide, tl.zeros_like(wide) + scale)
         wide = tl.where(_kept(key, index, last, last_index), wide, float("-inf"))
-        wide = tl.where(wide < floor, float("-inf"), wide)
+        wide = tl.where((has_min_p != 0) & (wide < floor), float("-inf"), wide)
         if IS_NARROW:
             is_column = _kept(key, index, column_last, column_index) & (index < width)
             column = num_before + tl.cumsum(is_column.to(tl.int32)) - 1
@@ -358,7 +361,7 @@ def _draw(weights, u, num, SCALE: tl.constexpr):
 def _draw_kernel(
     tokens,  # [num_rows] int64, written
     probs,  # [num_rows, width], contiguous
-    mass,  # [num_rows, num_blocks] float64, contiguous
+    mass,  # [num_rows, num_blocks], like probs, contiguous
     u,  # [num_rows] float64
     width,
     num_blocks,
@@ -369,7 +372,7 @@ def _draw_kernel(
     row = tl.program_id(0).to(tl.int64)
     lane = tl.arange(0, MAX_BLOCKS)
     masses = tl.load(mass + row * num_blocks + lane, mask=lane < num_blocks, other=0.0)
-    block, within, total = _draw(masses, tl.load(u + row), num_blocks, SCALE)
+    block, within, total = _draw(masses.to(tl.float64), tl.load(u + row), num_blocks, SCALE)
     token = block * BLOCK + tl.arange(0, BLOCK)
     inside = tl.load(probs + row * width + token, mask=token < width, other=0.0)
     own, _, _ = _draw(inside.to(tl.float64) / total, within, BLOCK, SCALE)
@@ -391,12 +394,13 @@ def penalties_launch() -> Launch:
 def shape_launch(is_narrow: bool) -> Launch:
     kind = "*fp64" if is_narrow else "*fp32"
     arguments = {"output": kind, "ids": "*i64", "logits": "*fp32", "blocks": "*i64"}
-    arguments |= {"temperature": kind, "top_k": "*i64", "lowest": kind}
-    lengths = "width", "most", "has_top_k", "logits_stride", "num_blocks", "first_behind"
-    arguments |= dict.fromkeys(lengths, "i32")
-    part = PART if is_narrow else 0
-    constants = {"IS_NARROW": is_narrow, "PART": part, "TILE": TILE, "WAYS": WAYS}
-    unaligned = "temperature", "top_k", "lowest"
+    unaligned = "highest", "temperature", "top_k", "lowest"
+    arguments |= dict(zip(unaligned, ("*fp32", "*fp64", "*i64", "*fp64")))
+    arguments |= dict.fromkeys(("width", "most", "has_top_k", "has_min_p"), "i32")
+    arguments |= dict.fromkeys(("logits_stride", "num_blocks", "first_behind"), "i32")
+    limits = torch.finfo(torch.float64 if is_narrow else torch.float32)
+    constants = {"IS_NARROW": is_narrow, "COOLEST": limits.tiny, "HOTTEST": limits.max}
+    constants |= {"PART": PART if is_narrow else 0, "TILE": TILE, "WAYS": WAYS}
     return Launch(_shape_kernel, arguments, constants, NUM_WARPS, unaligned=unaligned, **_EXACT)
 
 
@@ -418,7 +422,7 @@ def top_p_launch(dtype: torch.dtype) -> Launch:
 
 @cache
 def draw_launch(dtype: torch.dtype, num_blocks: int) -> Launch:
-    arguments = {"tokens": "*i64", "probs": "*" + TRITON_TYPES[dtype], "mass": "*fp64"}
+    arguments = {"tokens": "*i64"} | dict.fromkeys(("probs", "mass"), "*" + TRITON_TYPES[dtype])
     arguments |= {"u": "*fp64", "width": "i32", "num_blocks": "i32"}
     max_blocks = max(4, next_power_of_2(num_blocks))  # of the narrow there are up to three
     constants = {"SCALE": SCALE, "BLOCK": BLOCK, "MAX_BLOCKS": max_blocks}
@@ -471,59 +475,38 @@ def apply_penalties(
 
 def shape(
     logits: torch.Tensor,
+    highest: torch.Tensor,
     temperature: torch.Tensor,
     top_k: torch.Tensor | None,
     min_p: torch.Tensor | None,
     most: int,
     is_narrow: bool,
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
-    if logits.dtype != torch.float32:
-        return sampling_constraints.shape(logits, temperature, top_k, min_p, most, is_narrow)
-    logits, dtype = _with_rows(logits), torch.float64 if is_narrow else torch.float32
-    limits = torch.finfo(dtype)
-    scale = temperature.clamp(limits.tiny, limits.max).to(dtype)
-    # Logarithms are PyTorch's.
-    lowest = torch.full_like(scale, -torch.inf) if min_p is None else min_p.log().to(dtype)
-    if not is_narrow:
-        return _shape(logits, scale, top_k, lowest), None
-    return _shape_narrow(logits, scale, top_k, lowest, most)
-
-
-def _shape(
-    logits: torch.Tensor, scale: torch.Tensor, top_k: torch.Tensor | None, lowest: torch.Tensor
-) -> torch.Tensor:
-    output, (num_rows, width) = logits.new_empty(logits.shape), logits.shape
-    unused = output.new_empty(num_rows, dtype=torch.int64) if top_k is None else top_k
-    if num_rows:
-        tensors = output, unused, logits, unused, scale, unused, lowest
-        numbers = width, width, int(top_k is not None), logits.stride(0), 0, 0
-        shape_launch(is_narrow=False)((num_rows,), *tensors, *numbers)
-    return output
-
-
-def _shape_narrow(
-    logits: torch.Tensor,
-    scale: torch.Tensor,
-    top_k: torch.Tensor | None,
-    lowest: torch.Tensor,
-    most: int,
-) -> tuple[torch.Tensor, torch.Tensor]:
     """None of the `most` highest is in a block behind the `most` best ones, as in `ranked_ids`: so
-    only those are searched, and which they are is found among the maxima of blocks."""
-    num_rows, vocab_size = logits.shape
-    output = logits.new_empty(num_rows, most, dtype=torch.float64)
-    ids = logits.new_empty(num_rows, most, dtype=torch.int64)
+    for narrow rows only those are searched, and which they are is found among the maxima of
+    blocks."""
+    if logits.dtype != torch.float32:
+        given = highest, temperature, top_k, min_p, most, is_narrow
+        return sampling_constraints.shape(logits, *given)
+    logits, (num_rows, vocab_size) = _with_rows(logits), logits.shape
+    num_columns, dtype = (most, torch.float64) if is_narrow else (vocab_size, torch.float32)
+    output = logits.new_empty(num_rows, num_columns, dtype=dtype)
+    ids = logits.new_empty(num_rows, most if is_narrow else 1, dtype=torch.int64)
     blocks, num_blocks, first_behind = ids, 0, 0
-    if vocab_size // PART > 2 * most:
+    if is_narrow and vocab_size // PART > 2 * most:
         num_blocks, first_behind = most, vocab_size // PART * PART
         best = logits[:, :first_behind].unflatten(1, (-1, PART)).amax(dim=-1)
-        blocks = _shape_narrow(best, scale, None, lowest, most)[1]
+        _, blocks = shape(best, highest, temperature, None, None, most, True)
+    lowest = temperature if min_p is None else min_p.log()  # logarithms are PyTorch's
+    has_top_k, has_min_p = top_k is not None, min_p is not None
+    tensors = output, ids, logits, blocks, highest, temperature, top_k if has_top_k else ids, lowest
+    width = num_blocks * PART + vocab_size - first_behind
+    numbers = width, num_columns, int(has_top_k), int(has_min_p), logits.stride(0)
+    num_programs = 1 if is_narrow or has_top_k else -(-vocab_size // TILE)
     if num_rows:
-        tensors = output, ids, logits, blocks, scale, ids if top_k is None else top_k, lowest
-        width = num_blocks * PART + vocab_size - first_behind
-        numbers = width, most, int(top_k is not None), logits.stride(0), num_blocks, first_behind
-        shape_launch(is_narrow=True)((num_rows,), *tensors, *numbers)
-    return output, ids
+        grid = num_rows, num_programs
+        shape_launch(is_narrow)(grid, *tensors, *numbers, num_blocks, first_behind)
+    return output, ids if is_narrow else None
 
 
 def apply_top_p(logits: torch.Tensor, top_p: torch.Tensor) -> torch.Tensor:

@@ -17,6 +17,7 @@ from common.kernels.sampler_kernel import KERNELS, TILE, sampling_launches
 from common.sampling import counter_random, distributions
 from common.sampling import sampling_constraints as spec
 from common.sampling.greedy_rows import BAD
+from common.sampling.runner_plugin import Cargo
 from common.sampling.sampler import Sampler
 from common.sampling.sampling_columns import SamplingBatch
 from common.sampling.speculative_sampler import SpeculativeSampler
@@ -117,7 +118,8 @@ def test_the_highest_are_those_of_the_specification(
     temperature = doubles(TEMPERATURES, device)
     k = torch.tensor([most, 1, most // 2 + 1, most, most // 3 + 1, 3, most, 2], device=device)
     min_p = doubles([0.1, 0.5, 1.0, 1e-9, 0.2, 0.0, 0.01, 0.999], device)
-    arguments = logits, temperature, k if has_top_k else None, min_p if has_min_p else None
+    limits = k if has_top_k else None, min_p if has_min_p else None
+    arguments = logits, logits.amax(-1), temperature, *limits
     expected, expected_ids = spec.shape(*arguments, most, is_narrow)
     found, ids = sampler_kernel.shape(*arguments, most, is_narrow)
     assert equal(found, expected)
@@ -142,7 +144,7 @@ def test_ties_are_counted_only_in_tiles_that_have_one(monkeypatch, device: torch
     logits[0, -3:] = -1.0  # in the last tile; one of the three is cut
     top_k = torch.tensor([logits.shape[1] - 1], device=device)
     for k, num_sums in ((None, 0), (top_k, 1)):
-        arguments = logits, doubles([0.7], device), k, None, int(top_k), False
+        arguments = logits, logits.amax(-1), doubles([0.7], device), k, None, int(top_k), False
         sums[0] = 0
         found, _ = sampler_kernel.shape(*arguments)
         assert sums[0] == num_sums
@@ -166,7 +168,7 @@ def test_top_p_has_the_same_border(
     """At the sum of the first tokens exactly, and next to it on either side."""
     rows = adversarial_rows(vocab_size, device)
     temperature = torch.full((len(rows),), 0.9, dtype=torch.float64, device=device)
-    logits = spec.apply_temperature(rows.to(dtype), temperature)
+    logits = spec.apply_temperature(rows.to(dtype), rows.amax(-1), temperature)
     order = spec.ranked_ids(logits, vocab_size)
     probs = logits.softmax(-1).gather(1, order)
     weights = (probs.double() * SCALE + 0.5).long()
@@ -207,7 +209,7 @@ def test_the_draw_is_that_of_the_specification(
     logits[torch.rand(logits.shape, device=device) < 0.3] = NEG_INF
     logits[0, vocab_size // 2] = 1.0
     probs = logits.softmax(-1)
-    mass = (counter_random.block_mass(probs) * SCALE).long().cumsum(-1).double()
+    mass = (counter_random.block_mass(probs).double() * SCALE).long().cumsum(-1).double()
     borders = (mass / mass[:, -1:])[0, [0, mass.shape[1] // 2]].clamp(max=1 - 2.0**-53)
     points = doubles([0.0, 2.0**-53, 0.3, 0.7, 1 - 2.0**-53], device)
     u = torch.cat([points, borders, (borders - 2.0**-53).clamp(min=0)])
@@ -317,9 +319,11 @@ def test_verification_and_guesses_have_the_same_rules(device: torch.device) -> N
 # -- what it costs
 
 
-def count_operations(rules: distributions.Rules | None, monkeypatch) -> tuple[int, int, int]:
-    """Reads, uploads and launches, PyTorch's and Triton's, of a step that draws."""
-    vocab_size, n = 60, len(RECIPES)
+def count_operations(
+    rules: distributions.Rules | None, monkeypatch, recipes: list[SamplingParams] = RECIPES
+) -> tuple[int, int, int]:
+    """Reads, uploads and launches, PyTorch's and Triton's, of a step that samples."""
+    vocab_size, n = 60, len(recipes)
     torch.manual_seed(0)
     logits, count = make_logits(n, vocab_size), [0]
     with pretend_device(monkeypatch) as device:
@@ -333,15 +337,22 @@ def count_operations(rules: distributions.Rules | None, monkeypatch) -> tuple[in
             device.reads = before
 
         def counting(self, func, types, args=(), kwargs=None):
-            is_view = func._schema.returns and func._schema.returns[0].alias_info is not None
-            count[0] += not is_view
+            alias = func._schema.returns[0].alias_info if func._schema.returns else None
+            is_view = alias is not None and not alias.is_write
+            count[0] += not is_view and "empty" not in func.__name__
             return dispatch(self, func, types, args, kwargs)
 
         monkeypatch.setattr(Launch, "__call__", launch)
         monkeypatch.setattr(type(device), "__torch_dispatch__", counting)
-        batch = make_batch(n, vocab_size)
-        Sampler(vocab_size, rules).sample(device.put(logits), batch)
-    return device.reads, device.uploads, count[0]
+        batch = SimpleNamespace(sampling=mixed_sampling(recipes, n, vocab_size, 0))
+        on_device, cargo = device.put(logits.bfloat16()), Cargo(logits.device)
+        step = Sampler(vocab_size, rules).stage(batch.sampling, cargo)
+        cargo.send()
+        count[0] = 0
+        step.begin(on_device)
+        launches = count[0]
+        step.wait()
+    return device.reads, device.uploads, launches
 
 
 @pytest.mark.usefixtures("more_ways")
@@ -353,10 +364,43 @@ def test_the_host_waits_once_and_the_device_has_less_to_do(monkeypatch) -> None:
     assert found[2] < 0.4 * num_plain
 
 
+@pytest.mark.parametrize(
+    ("params", "num_launches"),
+    [
+        (SamplingParams(temperature=0), 5),
+        (SamplingParams(temperature=0.6), 11),
+        (SamplingParams(temperature=0.6, top_p=0.9), 13),
+        (replace(BOTH, min_p=0.0), 14),
+    ],
+    ids=["greedy", "temperature", "top-p", "top-k and top-p"],
+)
+def test_launches_of_a_batch_that_asks_for_one_thing(
+    params: SamplingParams, num_launches: int, monkeypatch
+) -> None:
+    assert count_operations(KERNELS, monkeypatch, [params] * 3)[2] == num_launches
+
+
+def test_a_row_that_is_not_cut_is_several_programs(device: torch.device, monkeypatch) -> None:
+    grids, real = [], Launch.__call__
+
+    def spy(launch: Launch, grid: tuple[int, ...], *arguments: Any) -> None:
+        grids.append(grid)
+        real(launch, grid, *arguments)
+
+    monkeypatch.setattr(Launch, "__call__", spy)
+    logits, top_k = torch.randn(3, TILE + 77, device=device), torch.full((3,), 9, device=device)
+    temperature = doubles([0.7] * 3, device)
+    for k, min_p in ((None, None), (None, 0.1 * temperature), (top_k, None)):
+        limits = temperature, k, min_p, 9, False
+        found, _ = sampler_kernel.shape(logits, logits.amax(-1), *limits)
+        assert equal(found, spec.shape(logits, logits.amax(-1), *limits)[0])
+    assert grids == [(3, 2), (3, 2), (3, 1)]
+
+
 def test_a_batch_without_rows_draws_nothing(device: torch.device, launched: list[str]) -> None:
     none = torch.zeros(0, 7, device=device)
     empty = torch.zeros(0, dtype=torch.float64, device=device)
-    found, ids = sampler_kernel.shape(none, empty, None, None, 4, True)
+    found, ids = sampler_kernel.shape(none, empty.float(), empty, None, None, 4, True)
     assert found.shape == (0, 4) and ids is not None and ids.shape == (0, 4)
     assert sampler_kernel.apply_top_p(none, empty).shape == (0, 7)
     assert sampler_kernel.sample_from_probs(none, empty).tolist() == []
@@ -373,7 +417,8 @@ def test_a_bad_row_stays_bad(device: torch.device) -> None:
     batch = make_sampling([SamplingParams(top_k=3, top_p=0.5)] * 3, seeds=[1, 2, 3])
     rows = staged(Sampler(40, KERNELS), batch, device)
     assert rows.draw(logits).tolist() == [BAD] * 3
-    _, ids = sampler_kernel.shape(logits, doubles([1.0] * 3, device), None, None, 4, True)
+    highest = logits.amax(-1)
+    _, ids = sampler_kernel.shape(logits, highest, doubles([1.0] * 3, device), None, None, 4, True)
     assert ids is not None and ((ids >= 0) & (ids < 40)).all()
     for rows in (logits, torch.zeros_like(logits), logits.double()):
         tokens = sampler_kernel.sample_from_probs(rows, doubles([0.5] * 3, device))

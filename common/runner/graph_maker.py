@@ -24,6 +24,7 @@ class GraphMaker:
     backend: AttentionBackend
     max_model_len: int
     parts: Sequence[GraphPart] = ()
+    unsplit_len: int = 0  # no sequence of so many keys or fewer is split by the backend
     is_possible: bool = True
 
     @classmethod
@@ -55,19 +56,29 @@ class GraphMaker:
             return None
         if config.speculative is not None:
             logger.warning("steps with guesses run without graphs: they are no decode steps")
+        unsplit_len = 0
         if not is_triton:
             from tensor_attention import TensorAttentionBackend
 
             backend = TensorAttentionBackend()
-        return cls(config, model, backend, max_model_len, parts)
+        else:
+            from split_attention_triton import SplitTritonAttentionBackend
+
+            if isinstance(backend, SplitTritonAttentionBackend):
+                unsplit_len = backend.tuning.split_keys
+        return cls(config, model, backend, max_model_len, parts, unsplit_len)
 
     def __call__(self, kv_cache: PagedKVCache) -> DecodeGraphs | None:
         if not self.is_possible:
             return None
         sizes = self.config.max_num_seqs, self.max_model_len
         what = self.model, kv_cache, self.backend, *sizes
+        short = self.unsplit_len // kv_cache.block_size * kv_cache.block_size
         try:
             graphs = DecodeGraphs(self._make(), *what)
+            if 0 < short < self.max_model_len:
+                same, logits = (*what[:-1], short), graphs.logits
+                graphs.short = DecodeGraphs(self._make(), *same, logits=logits)
             graphs.beside = {
                 part.name: DecodeGraphs(self._make(), *what, part) for part in self.parts
             }

@@ -20,7 +20,8 @@ all buckets share: they are the last replay's until the next one.
 
 A step goes into the smallest bucket that holds it. What has more than one token for a request
 (chunks of prompts, guesses to be verified) is computed as without graphs. A plugin that stages
-arrays can have graphs of its own, for the steps that concern it: they read one column more.
+arrays can have graphs of its own, for the steps that concern it: they read one column more. So can
+steps in which all sequences are short, for which attention has fewer kernels.
 
 Invariants: a replay sees the static inputs, the weights and the KV cache, and nothing else of its
 step; no row of a request depends on padding; the largest bucket holds `max_num_seqs` (Trap 33).
@@ -257,7 +258,9 @@ class CudaGraphs:
 class DecodeGraphs:
     """One graph for each bucket, over one KV cache. Largest first: the smaller ones then find room
     in its scratch memory. Raises `CannotCapture`. `beside` has the graphs of steps that concern a
-    plugin, by its name; they are graphs with a `part`."""
+    plugin, by its name; they are graphs with a `part`. `short` has those of steps in which no
+    sequence is longer than its `max_seq_len`: with a smaller bound, a backend plans fewer launches.
+    """
 
     def __init__(
         self,
@@ -268,16 +271,20 @@ class DecodeGraphs:
         max_num_seqs: int,
         max_model_len: int,
         part: GraphPart | None = None,
+        logits: torch.Tensor | None = None,  # [max_num_seqs, vocab_size]: other graphs' memory
     ) -> None:
         self.graphs, self.model, self.kv_cache, self.backend = graphs, model, kv_cache, backend
         self.part, self.beside = part, dict[str, DecodeGraphs]()
+        self.short: DecodeGraphs | None = None
         self.buckets = graph_buckets(max_num_seqs)
         table_width = -(-max_model_len // kv_cache.block_size)
         self.max_seq_len = table_width * kv_cache.block_size
         where = model.embed_weight.device, model.num_groups
         self.memory = StaticMemory(max_num_seqs, table_width, *where)
         self.column = torch.zeros(max_num_seqs, dtype=torch.int64, device=where[0])  # the part's
-        self.logits = model.embed_weight.new_empty(max_num_seqs, model.config.vocab_size)
+        if logits is None:
+            logits = model.embed_weight.new_empty(max_num_seqs, model.config.vocab_size)
+        self.logits = logits
         self.inputs = {bucket: self.memory.inputs(bucket) for bucket in self.buckets}
         self.attention = {bucket: self._metadata(bucket) for bucket in self.buckets}
         self.num_replays = 0
@@ -396,8 +403,11 @@ class GraphRunner(PagedModelRunner):
     ) -> StepLayout:
         bucket, graphs = self.graphs.bucket_for(queries), self.graphs
         concerned = [] if bucket is None else self.state.plugins.staging(queries.rows)
+        short = self.graphs.short
         if concerned:  # what several of them stage has no graph
             graphs = self.graphs.beside.get(concerned[0].name) if len(concerned) == 1 else None
+        elif short is not None and queries.starts.max() < short.max_seq_len:
+            graphs = short
         if bucket is None or graphs is None:
             return self._compose_eager(state, queries, block_size)
         columns = [plugin.column(queries.rows) for plugin in concerned]

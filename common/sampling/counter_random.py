@@ -32,12 +32,12 @@ def sample_from_probs(probs: torch.Tensor, u: torch.Tensor) -> torch.Tensor:
 
 
 def block_mass(probs: torch.Tensor) -> torch.Tensor:
-    """The sum of each block of probabilities, `[R, V // 128 + 1]` float64."""
+    """The sum of each block of probabilities, `[R, V // 128 + 1]`."""
     num_whole = probs.shape[1] // BLOCK
     whole = probs[:, : num_whole * BLOCK].unflatten(1, (num_whole, BLOCK))
     rest = probs[:, num_whole * BLOCK :]
     sums = whole.sum(dim=-1), rest.sum(dim=-1, keepdim=True)
-    return torch.cat(sums, dim=1).to(torch.float64)
+    return torch.cat(sums, dim=1)
 
 
 def uniforms(

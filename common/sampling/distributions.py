@@ -17,7 +17,7 @@ import torch
 
 from common.sampling import sampling_constraints as constraints
 from common.sampling.counter_random import sample_from_probs, uniforms
-from common.sampling.greedy_rows import BAD, greedy
+from common.sampling.greedy_rows import BAD, highest_logits, is_bad
 from common.sampling.runner_plugin import Cargo
 from common.sampling.sampling_columns import (
     DRAWN,
@@ -106,26 +106,29 @@ class StagedRows:
     def draw(self, raw: torch.Tensor) -> torch.Tensor:
         """The token [R] of each row of `raw` [R, V], or `BAD`."""
         logits = self._constrain(raw)
-        tokens = greedy(logits)
-        for at, probs, ids in self._distributions(logits):
-            drawn = self.rules.sample_from_probs(probs, self.u()[at])
+        highest, tokens = highest_logits(logits)
+        for at, probs, ids in self._distributions(logits, highest):
+            drawn = self.rules.sample_from_probs(probs, _rows(self.u(), at))
             if ids is not None:
                 drawn = ids.gather(1, drawn[:, None])[:, 0]
-            tokens[at] = torch.where(tokens[at] == BAD, BAD, drawn)
-        return tokens
+            if len(at) == len(tokens):
+                tokens = drawn
+            else:
+                tokens[at] = drawn
+        return tokens.masked_fill_(is_bad(highest), BAD)
 
     def probs(self, raw: torch.Tensor) -> torch.Tensor:
         """The distribution [R, V] each row's token is drawn from, after every constraint. A greedy
         row is one-hot. A row without a finite maximum is all NaN."""
         logits = self._constrain(raw)
-        tokens = greedy(logits)[:, None]
-        probs = torch.zeros_like(logits).scatter_(1, tokens.clamp(min=0), 1.0)
-        for at, row_probs, ids in self._distributions(logits):
+        highest, tokens = highest_logits(logits)
+        probs = torch.zeros_like(logits).scatter_(1, tokens[:, None], 1.0)
+        for at, row_probs, ids in self._distributions(logits, highest):
             if ids is not None:
                 empty = logits.new_zeros(len(ids), logits.shape[1])
                 row_probs = empty.scatter_(1, ids, row_probs.to(logits.dtype))
             probs[at] = row_probs
-        return probs.masked_fill(tokens == BAD, float("nan"))
+        return probs.masked_fill_(is_bad(highest)[:, None], float("nan"))
 
     def _constrain(self, logits: torch.Tensor) -> torch.Tensor:
         """Without what is forbidden, and with biases and penalties. The `logits` that are given
@@ -143,7 +146,7 @@ class StagedRows:
         return logits
 
     def _distributions(
-        self, logits: torch.Tensor
+        self, logits: torch.Tensor, highest: torch.Tensor
     ) -> Iterator[tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]]:
         """`(at, probs [len(at), C], ids)` of the rows that draw. `ids` [len(at), C], ascending,
         name the tokens of the columns; None: the columns are the vocabulary.
@@ -156,6 +159,7 @@ class StagedRows:
         for part, kind, most, is_cut in self.groups:
             x, ids = self.rules.shape(
                 _rows(logits, order[part]),
+                _rows(highest, order[part]),
                 temperature[part],
                 top_k[part] if is_cut else None,
                 min_p[part] if kind & MIN_P else None,

@@ -48,12 +48,14 @@ def apply_penalties(
     return logits - frequency * output_counts - presence * (output_counts > 0)
 
 
-def apply_temperature(logits: torch.Tensor, temperature: torch.Tensor) -> torch.Tensor:
-    """`(logits - their maximum) / temperature` [R] > 0. The highest logit becomes 0, so that no
-    temperature, however small, overflows. A row without a finite maximum becomes NaN."""
+def apply_temperature(
+    logits: torch.Tensor, highest: torch.Tensor, temperature: torch.Tensor
+) -> torch.Tensor:
+    """`(logits - highest) / temperature`, each [R], temperatures > 0. The highest logit becomes 0,
+    so that no temperature, however small, overflows. A row without a finite one becomes NaN."""
     limits = torch.finfo(logits.dtype)
     temperature = temperature.clamp(limits.tiny, limits.max).to(logits.dtype)
-    return (logits - logits.amax(dim=-1, keepdim=True)).div_(temperature[:, None])
+    return (logits - highest[:, None]).div_(temperature[:, None])
 
 
 def apply_min_p(logits: torch.Tensor, min_p: torch.Tensor) -> torch.Tensor:
@@ -98,6 +100,7 @@ def apply_top_p(logits: torch.Tensor, top_p: torch.Tensor) -> torch.Tensor:
 
 def shape(
     logits: torch.Tensor,
+    highest: torch.Tensor,
     temperature: torch.Tensor,
     top_k: torch.Tensor | None,
     min_p: torch.Tensor | None,
@@ -105,6 +108,7 @@ def shape(
     is_narrow: bool,
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     """All but top-p, `[R, C]`, and `ids` [R, C], ascending, that name the tokens of the columns.
+    `highest` [R] of the logits.
 
     Narrow: the `most` highest columns, in float64. Else all, in the dtype of `logits`, and no ids.
     None of `top_k` is above `most`; 0 says nothing. None: nobody asks for it.
@@ -117,7 +121,7 @@ def shape(
         logits = logits.gather(1, ids).to(torch.float64)
     if top_k is not None:
         logits = apply_top_k(logits, top_k, most)
-    logits = apply_temperature(logits, temperature)
+    logits = apply_temperature(logits, highest, temperature)
     return (logits if min_p is None else apply_min_p(logits, min_p)), ids
 
 

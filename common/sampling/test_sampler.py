@@ -185,7 +185,9 @@ def test_masks_equal_those_of_transformers() -> None:
         assert torch.equal(theirs, ours), p
     for t in (0.1, 0.7, 3.0):
         theirs = TemperatureLogitsWarper(t)(None, logits).softmax(-1)
-        ours = apply_temperature(logits, torch.full((40,), t, dtype=torch.float64)).softmax(-1)
+        ours = apply_temperature(
+            logits, logits.amax(-1), torch.full((40,), t, dtype=torch.float64)
+        ).softmax(-1)
         torch.testing.assert_close(theirs, ours, rtol=1e-12, atol=0)
     history = torch.randint(0, 600, (40, 30))
     ones = torch.ones(40, dtype=torch.float64)

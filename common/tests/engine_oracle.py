@@ -269,4 +269,7 @@ def spoil_kv(engine, request_id: str, index: int = 0) -> None:
 def num_replays(engine) -> int:
     """Steps so far that were replayed from a graph."""
     graphs = getattr(paged_runner(engine), "graphs", None)
-    return sum(g.num_replays for g in (graphs, *graphs.beside.values())) if graphs else 0
+    if graphs is None:
+        return 0
+    every = graphs, graphs.short, *graphs.beside.values()
+    return sum(each.num_replays for each in every if each is not None)

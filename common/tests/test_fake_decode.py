@@ -90,7 +90,8 @@ def test_a_decode_step_of_every_bucket(kind, model, monkeypatch) -> None:
     expected = [((b, config.vocab_size), torch.bfloat16, CUDA) for b in reversed(BUCKETS)]
     assert graphs.graphs.shapes == expected
     num_launches = len(BUCKETS) * config.num_hidden_layers
-    assert gpu.launches == dict.fromkeys(KERNELS[kind], num_launches)
+    plans = {} if kind is TritonAttentionBackend else {"_plan_items_kernel": len(BUCKETS)}
+    assert gpu.launches == dict.fromkeys(KERNELS[kind], num_launches) | plans
 
 
 class Launches(TorchDispatchMode):
@@ -115,7 +116,7 @@ def storages(values: object) -> set[int]:
 
 
 def test_launches_of_a_decode_step(monkeypatch) -> None:
-    """On a GPU, a step of a small model takes as long as they do. A layer's, and the other ones."""
+    """On a GPU, a step of a small model takes as long as they do: with 28 layers, 287."""
     counts = []
     for num_layers in (1, 2):
         with fake_gpu(monkeypatch) as gpu:
@@ -136,9 +137,14 @@ def test_launches_of_a_decode_step(monkeypatch) -> None:
         "_silu_and_multiply_kernel": 1,
         "addmm_": 1,
     }
-    plan = dict(add=2, floor_divide=2, arange=2, searchsorted=2)
-    plan |= dict(diff=1, new_zeros=1 + 1, mul=1, cumsum=1)  # one is what layers write
-    assert others == plan | {"embedding": 1, "index_select": 2, "rms_norm": 1, "mm": 1}
+    assert others == {
+        "embedding": 1,
+        "_plan_items_kernel": 1,
+        "new_zeros": 1,  # what layers attend to
+        "index_select": 2,
+        "rms_norm": 1,
+        "mm": 1,
+    }
 
 
 def first_step() -> SchedulerOutput:

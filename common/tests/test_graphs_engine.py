@@ -8,6 +8,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from common import assembly
 from common.engine import EngineConfig, LLMEngine
@@ -28,6 +29,8 @@ from common.tests.engine_oracle import (
     serve_a_crowd,
 )
 from common.tests.every_kind import everything_said, must_say_the_same
+from kernel_launch import DecodeTuning
+from paged_attention_triton import TritonAttentionBackend
 from tensor_attention import TensorAttentionBackend
 
 CPU = torch.device("cpu")
@@ -126,6 +129,38 @@ def test_interpreted_kernels(chunked_prefill, random_oracle) -> None:
     runner = paged_runner(engine)
     assert isinstance(runner, GraphRunner)
     assert runner.graphs.backend is runner.backend and num_replays(engine) >= 5
+
+
+class CountMerges(TorchDispatchMode):
+    num_merges = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        self.num_merges += "_merge_splits_kernel" in func.__name__
+        return func(*args, **(kwargs or {}))
+
+
+def test_splits_are_merged_only_where_a_sequence_has_two(random_oracle, monkeypatch) -> None:
+    """A graph has to hold for the longest sequence that can come, so steps of short ones have
+    graphs of their own. A sequence that grows goes from those to the others."""
+    monkeypatch.setattr(TritonAttentionBackend, "tuning", DecodeTuning(split_keys=16))
+    loaded = load_model(random_oracle.path, torch.float32, CPU)
+    engine = graph_engine(loaded, attention_backend="triton", max_num_seqs=2, block_size=4)
+    runner, found = paged_runner(engine), set()
+    forward = runner.forward
+
+    def count(batch) -> torch.Tensor:
+        longest = int(batch.positions.max()) + 1
+        with CountMerges() as mode:
+            logits = forward(batch)
+        found.add((longest, mode.num_merges))
+        return logits
+
+    runner.forward = count
+    prompt = max((p for p in random_oracle.prompts if len(p) < 16), key=len)
+    serve(engine, random_oracle, [random_oracle.prompts.index(prompt)], 20 - len(prompt))
+    num_layers = len(loaded.model.layers)
+    assert found == {(n, num_layers * (n > 16)) for n in range(len(prompt), 20)}
+    assert num_replays(engine) == 19 - len(prompt)
 
 
 def test_steps_with_guesses_are_computed_without_a_graph(oracle, loaded, caplog) -> None:

@@ -420,7 +420,9 @@ def test_each_target_installs_what_it_needs_and_no_more(tmp_path: Path) -> None:
     assert extras("demo", "ARGS=--mine") == extras("watch", "ARGS=--mine") == wanted["test"]
     makefile = (ROOT / "Makefile").read_text(encoding="utf-8")
     (targets,) = re.findall(r"^TARGETS := (.*)", makefile, re.MULTILINE)
-    assert set(targets.split()) - set(found) == {"clean"}
+    assert set(targets.split()) - set(found) == {"clean", "gpu"}
+    run = subprocess.run(["make", "-n", "gpu"], cwd=tmp_path, capture_output=True, text=True)
+    assert "pip" not in run.stdout and "python3 -m common.workshop.bench.gpu" in run.stdout
 
 
 def test_what_a_reader_runs_first_needs_nothing_of_the_tests() -> None:

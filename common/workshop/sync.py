@@ -51,6 +51,7 @@ _TABLES = {
     "common/workshop/bench/": (
         ("common.workshop.bench", "--write-readme"),
         ("common.workshop.ladder", "--write-readme"),
+        ("common.workshop.bench.gpu_table", "--write-readme"),
         ("common.workshop.bench.overlap_bench", "--tables"),
         ("common.workshop.bench.adapter_bench", "--tables"),
         ("common.workshop.bench.events_bench", "--tables"),

@@ -1,225 +1,155 @@
-"""Every Triton kernel of this book, for the GPU report: attention, the layer's, and the registry.
+"""The kernels of the engine, each on its own, for `make gpu`.
 
-A group is one kernel, or several versions that compute the same on the same inputs:
-
-    make(lab, place, dtype)   of each version a `Call`: its call, its `Cost`, what it should give
-    checked                   where and in which dtypes it is compared on its own
-    timed                     where it is timed, the most telling first; compared there, too
-
-A new kernel is a line in `GROUPS` and such a function."""
+prewarm           compile every kernel of the other parts, on many cores, into Triton's cache
+run_tests         the tests of all kernels on the device, against float64 or PyTorch
+time_attention    a layer's attention against its floor
+tune              decode attention with other tiles, stages and splits"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from functools import partial
-from operator import attrgetter
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from concurrent.futures import ProcessPoolExecutor
+from functools import cache, partial
+from multiprocessing import get_context
 from typing import Any
 
 import torch
 
-from common.kernels.layer_kernels import (
-    add_rms_norm,
-    add_rms_norm_in_torch,
-    rotate_and_write,
-    rotate_and_write_in_torch,
-    silu_and_multiply,
-    silu_and_multiply_in_torch,
-)
-from common.rotary import rotary_table
-from common.workshop.bench.gpu_arithmetic import Cost, attention_cost, moved
-from common.workshop.bench.gpu_inputs import (
-    BLOCK_SIZE,
-    DTYPES,
-    Batch,
-    Call,
-    Lab,
-    Sizes,
-    make_caches,
-    num_blocks_of,
-    paged_inputs,
-    spoil_unused,
-)
-from common.workshop.bench.gpu_sampling import (
-    make_matching,
-    make_rejection,
-    make_sampling,
-)
+from common.engine_config import SHIPPED_CHECKPOINT, EngineConfig
+from common.kernels.launch_configurations import attention_shape, launch_configurations
+from common.kernels.warm_up import compile_now
+from common.loader import read_checkpoint
+from common.workshop.bench import gpu_lab
+from common.workshop.bench.bench_record import ROOT
+from common.workshop.bench.gpu_lab import BLOCK_SIZE, Lab, Part
+from kernel_launch import DecodeTuning, Launch, architecture_of
 from mixed_attention_triton import MixedTritonAttentionBackend
-from paged_attention_triton import TritonAttentionBackend, write_kv_triton
-from split_attention_triton import SplitTritonAttentionBackend
+from paged_attention import AttentionMetadata
+from split_attention_triton import merge_launch, split_launch
 
-Calls = dict[str, Call]  # by version
-# Version 3 is what the engine uses.
-VERSIONS: dict[str, type[TritonAttentionBackend]] = {
-    "attention v1": TritonAttentionBackend,
-    "attention v2": SplitTritonAttentionBackend,
-    "attention v3": MixedTritonAttentionBackend,
-}
-FEW = 16  # sequences: of more, the first and the last are compared
-
-
-# -- attention
-
-
-def make_attention(lab: Lab, lengths: Batch, dtype: torch.dtype) -> Calls:
-    """The versions. At the far end of a large cache offsets have more than 31 bits. NaN wherever
-    no sequence has written."""
-    inputs = paged_inputs(lab, lengths, make_caches(lab, num_blocks_of(lengths) + 3, dtype))
-    spoil_unused(inputs)
-    rows = range(len(lengths)) if len(lengths) <= FEW else (0, len(lengths) - 1)
-    starts = [sum(n for n, _ in lengths[:row]) for row in rows]
-    compared = [slice(start, start + lengths[row][0]) for row, start in zip(rows, starts)]
-    cost = attention_cost(lab.heads, lengths, BLOCK_SIZE)
-
-    def work(backend: TritonAttentionBackend) -> Call:
-        plan = backend.plan(inputs.metadata(), inputs.query.shape[1], inputs.key_cache)
-
-        def call() -> list[torch.Tensor]:
-            caches = inputs.key_cache, inputs.value_cache
-            found = plan.attend(inputs.query, *caches, inputs.scale)
-            return [found[tokens] for tokens in compared]
-
-        return Call(call, cost, lambda: {f"sequence {row}": inputs.in_float64(row) for row in rows})
-
-    return {name: work(backend()) for name, backend in VERSIONS.items()}
-
-
-# -- the other kernels of a decoder layer: small, and all bound by memory
-
-
-def in_float64(arguments: Sequence[Any]) -> list[Any]:
-    """Copies of what is a tensor of numbers."""
-    return [
-        x.double() if isinstance(x, torch.Tensor) and x.is_floating_point() else x
-        for x in arguments
-    ]
-
-
-def fused_inputs(lab: Lab, num_tokens: int, dtype: torch.dtype) -> tuple[torch.Tensor, ...]:
-    """A fused projection, caches of NaN, and different random slots, of which one is none."""
-    heads = lab.heads
-    qkv = lab.normal(
-        num_tokens, heads.num_heads + 2 * heads.num_kv_heads, heads.head_dim, dtype=dtype
-    )
-    caches = [cache.fill_(torch.nan) for cache in make_caches(lab, num_tokens, dtype)]
-    slots = lab.order(num_tokens * BLOCK_SIZE)[:num_tokens] + BLOCK_SIZE
-    slots[num_tokens // 2] = -1
-    return qkv, *caches, slots
-
-
-def make_write_kv(lab: Lab, num_tokens: int, dtype: torch.dtype) -> Calls:
-    qkv, *caches, slots = fused_inputs(lab, num_tokens, dtype)
-    heads = lab.heads.num_heads, lab.heads.num_kv_heads, lab.heads.num_kv_heads
-    _, key, value = qkv.split(heads, dim=1)
-    written = slots >= 0
-
-    def expected() -> dict[str, torch.Tensor]:
-        found = {}
-        for name, new, cache in zip(("keys", "values"), (key, value), caches):
-            found[name] = cache.clone()
-            found[name].flatten(0, 1)[slots[written]] = new[written]
-        return found
-
-    def call() -> list[torch.Tensor]:
-        write_kv_triton(key, value, caches[0], caches[1], slots)
-        return caches
-
-    cost = Cost(2 * (key.numel() + value.numel()) * key.itemsize + slots.nbytes)
-    return {"write_kv": Call(call, cost, expected)}
-
-
-def make_rotate_and_write(lab: Lab, num_tokens: int, dtype: torch.dtype) -> Calls:
-    model, heads = lab.sizes.model, lab.heads
-    qkv, *caches, slots = fused_inputs(lab, num_tokens, dtype)
-    weight = lab.normal(heads.num_heads + heads.num_kv_heads, heads.head_dim, dtype=dtype)
-    table = rotary_table(model.rope, heads.head_dim, lab.sizes.max_model_len, dtype)
-    positions = lab.integers(len(table), num_tokens)
-    arguments = [qkv, weight, table.to(qkv.device), positions, *caches, slots, model.rms_norm_eps]
-
-    def expected() -> dict[str, torch.Tensor]:
-        doubles = in_float64(arguments)
-        query = rotate_and_write_in_torch(*doubles)
-        return {"queries": query, "keys": doubles[4], "values": doubles[5]}
-
-    # All heads in and out, and of the table a row each.
-    cost = moved(qkv, qkv, weight, table[:1].expand(num_tokens, -1), positions, slots)
-    return {
-        "rotate_and_write": Call(lambda: [rotate_and_write(*arguments), *caches], cost, expected)
-    }
-
-
-def make_add_rms_norm(lab: Lab, num_tokens: int, dtype: torch.dtype) -> Calls:
-    hidden, delta, weight = (
-        lab.normal(*shape, lab.sizes.model.hidden_size, dtype=dtype)
-        for shape in ((num_tokens,), (num_tokens,), ())
-    )
-    arguments = hidden, delta, weight, lab.sizes.model.rms_norm_eps
-
-    def expected() -> dict[str, torch.Tensor]:
-        doubles = in_float64(arguments)
-        return {"normed": add_rms_norm_in_torch(*doubles), "sum": doubles[0]}
-
-    cost = moved(hidden, delta, hidden, hidden, weight)  # read; the sum and the normed, written
-    return {"add_rms_norm": Call(lambda: [add_rms_norm(*arguments), hidden], cost, expected)}
-
-
-def make_silu_and_multiply(lab: Lab, num_tokens: int, dtype: torch.dtype) -> Calls:
-    gate_up = 3 * lab.normal(num_tokens, 2 * lab.sizes.model.intermediate_size, dtype=dtype)
-    cost = moved(gate_up, gate_up[:, ::2])
-
-    def expected() -> dict[str, torch.Tensor]:
-        return {"all": silu_and_multiply_in_torch(gate_up.double())}
-
-    return {"silu_and_multiply": Call(lambda: [silu_and_multiply(gate_up)], cost, expected)}
-
-
-# -- the registry
-
-
-@dataclass(frozen=True, slots=True)
-class KernelGroup:
-    name: str
-    covers: tuple[str, ...]  # functions of Triton that run in it: none of the book's is forgotten
-    make: Callable[[Lab, Any, torch.dtype], Calls]
-    checked: Callable[[Sizes], Sequence[Any]]
-    timed: Callable[[Sizes], Sequence[Any]]
-    dtypes: tuple[torch.dtype, ...] = DTYPES  # where it is checked
-
-
-def checked_batches(sizes: Sizes) -> Sequence[Batch]:
-    """Decodes and chunks, and the decodes alone."""
-    return sizes.checked, tuple(length for length in sizes.checked if length[0] == 1)
-
-
-def batches(sizes: Sizes) -> Sequence[Batch]:
-    return (*sizes.decodes, *sizes.mixed)
-
-
-# Attention; the layer; verification and sampling, whose results have to be equal.
-few_rows = attrgetter("checked_rows")
-small = partial(KernelGroup, checked=few_rows, timed=attrgetter("rows"))
-drawn = partial(
-    KernelGroup, checked=few_rows, timed=attrgetter("num_requests"), dtypes=(torch.float32,)
+TESTS = (  # with those marked `gpu`; conftest.py marks tests of kernels where there is a GPU
+    "02_paged_kv/beyond/test_paged_attention_triton.py",
+    "02_paged_kv/beyond/test_split_attention_triton.py",
+    "06_chunked_prefill/beyond/test_mixed_attention_triton.py",
+    "common/kernels/test_layer_kernels.py",
+    "common/kernels/test_sampler_kernel.py",
+    "05_spec_decode/beyond/test_rejection_sampler_triton.py",
+    "05_spec_decode/beyond/test_verification_kernels.py",
+    "02_paged_kv/beyond/test_window_attention.py",
+    "common/runner/test_graphs.py",
+    "common/test_model.py",
 )
-OF_PROBABILITIES = (torch.float32, torch.float64)
-GROUPS = [
-    KernelGroup(
-        "attention",
-        ("_paged_attention_kernel", "_split_attention_kernel", "_merge_splits_kernel"),
-        make_attention,
-        checked_batches,
-        batches,
-    ),
-    small("write_kv", ("_write_kv_kernel",), make_write_kv),
-    small("add_rms_norm", ("_add_rms_norm_kernel",), make_add_rms_norm),
-    small("rotate_and_write", ("_rotate_and_write_kernel",), make_rotate_and_write),
-    small("silu_and_multiply", ("_silu_and_multiply_kernel",), make_silu_and_multiply),
-    drawn("rejection", ("_rejection_kernel",), make_rejection, dtypes=OF_PROBABILITIES),
-    drawn("matching", ("_matching_kernel",), make_matching),
-    drawn(
-        "sampling",
-        ("_penalties_kernel", "_shape_kernel", "_top_p_kernel", "_draw_kernel"),
-        make_sampling,
-    ),
-]
+TILES = [(64, 4, 3), (64, 4, 5), (64, 2, 5), (128, 4, 3), (128, 8, 3), (128, 4, 5)]
+TILES += [(32, 4, 5), (32, 2, 5), (32, 1, 5)]
+TUNINGS = [DecodeTuning(), DecodeTuning(heads_fastest=False)]
+TUNINGS += [DecodeTuning(num_programs=waves * 132) for waves in (6, 8, 16, 24)]
+TUNINGS += [DecodeTuning(keys, *tile) for keys in (256, 512, 1024) for tile in TILES]
+
+
+@cache
+def wanted_launches(what: str) -> list[Launch]:
+    """The slow ones first: products of float32 without tensor cores are unrolled."""
+    chunks, full = EngineConfig(speculative={"method": "draft"}), gpu_lab.FULL.model
+    kind = architecture_of(torch.device("cuda" if torch.cuda.is_available() else "cpu"))
+    if what == "tune":
+        shape = attention_shape(full, chunks, torch.bfloat16, kind, "ieee", False)
+        shapes = [shape._replace(tuning=tuning) for tuning in TUNINGS]
+        found = [split_launch(x, True, loops=loops) for x in shapes for loops in (True, False)]
+        return found + [merge_launch(x, True) for x in shapes]
+    by_name: dict[str, Launch] = {}
+    for model in (full, read_checkpoint(SHIPPED_CHECKPOINT).config):
+        for dtype in (torch.float32, torch.bfloat16):
+            for engine in (chunks, EngineConfig(chunked_prefill=False)):
+                for launch in launch_configurations(model, engine, dtype, kind):
+                    by_name[f"{launch.kernel.__name__} {launch}"] = launch
+    return sorted(by_name.values(), key=lambda launch: launch.arguments.get("query") != "*fp32")
+
+
+def compile_one(what: str, is_rehearsal: bool, index: int) -> tuple[float, str]:
+    """In a process of its own. A rehearsal has no GPU to compile for."""
+    launch, start = wanted_launches(what)[index], time.perf_counter()
+    if not is_rehearsal:
+        compile_now(launch)._init_handles()
+    return round(time.perf_counter() - start, 2), f"{launch.kernel.__name__} {launch.constants}"
+
+
+def compile_all(what: str, is_rehearsal: bool) -> dict[str, Any]:
+    jobs, num = range(len(wanted_launches(what))), 1 if is_rehearsal else os.cpu_count() or 1
+    with ProcessPoolExecutor(min(12, num), get_context("spawn")) as pool:
+        seconds = sorted(pool.map(partial(compile_one, what, is_rehearsal), jobs), reverse=True)
+    return {"kernels": len(seconds), "seconds": sum(s for s, _ in seconds), "slowest": seconds[:5]}
+
+
+def prewarm(lab: Lab, part: Part) -> None:
+    part.attempt("compiled", "all", partial(compile_all, "all", lab.is_rehearsal))
+
+
+def run_tests(lab: Lab, part: Part) -> None:
+    """Cut by pytest itself, which then still says what has failed."""
+    limit_s = max(1, round(part.deadline - time.monotonic()) - 5)
+    how = f"-m gpu -n 10 --timeout 100 --session-timeout {limit_s} --tb=short --maxfail 40"
+    how = "--collect-only" if lab.is_rehearsal else how
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", *how.split(), *TESTS]
+
+    def run() -> str:
+        done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+        print(done.stdout, done.stderr)
+        lines = done.stdout.splitlines()
+        for line in filter(lambda line: line.startswith(("FAILED", "ERROR")), lines):
+            part.fail("tests", line)
+        if done.returncode and not part.errors:
+            part.fail("tests", f"pytest ended with {done.returncode}: {done.stdout[-300:]}")
+        return lines[-1].strip("= ")
+
+    part.attempt("tests", "pytest", run)
+
+
+def attention_of(lab: Lab, num_seqs: int, context: int) -> Callable[..., Any]:
+    """Plans a batch of decodes, which a step does once for all layers, and returns the call of a
+    layer. As in a graph the host knows bounds only; blocks lie in random order."""
+    model, device, width = lab.sizes.model, lab.device, -(-context // BLOCK_SIZE)
+    num_heads, num_kv_heads = model.num_attention_heads, model.num_key_value_heads
+    order = torch.randperm(num_seqs * width, device=device, generator=lab.generator) + 1
+    tables, last = order.view(num_seqs, width), context - 1
+    shape = len(order) + 1, BLOCK_SIZE, num_kv_heads, model.head_dim
+    caches = lab.normal(*shape), lab.normal(*shape)
+    query = lab.normal(num_seqs, num_heads, model.head_dim)
+    metadata = AttentionMetadata(
+        torch.arange(num_seqs + 1, device=device),
+        torch.full((num_seqs,), context, device=device),
+        tables.int(),
+        tables[:, last // BLOCK_SIZE] * BLOCK_SIZE + last % BLOCK_SIZE,
+        max_query_len=1,
+        max_seq_len=max(context, lab.sizes.engine["max_model_len"]),
+    )
+
+    def plan(tuning: DecodeTuning = TUNINGS[0]) -> Callable[[], torch.Tensor]:
+        backend = MixedTritonAttentionBackend()
+        backend.tuning = tuning
+        made = backend.plan(metadata, num_heads, caches[0])
+        return lambda: made.attend(query, *caches, model.head_dim**-0.5)
+
+    return plan
+
+
+@torch.inference_mode()
+def time_attention(lab: Lab, cell: tuple[int, int], call: Callable[[], Any]) -> dict[str, Any]:
+    return lab.beside_floor(lab.time(call), gpu_lab.attention_cost(lab.sizes.model, *cell))
+
+
+def tune(lab: Lab, part: Part) -> None:
+    part.attempt("compiled", "tune", partial(compile_all, "tune", lab.is_rehearsal))
+    part.attempt("ceilings", "tune", lambda: lab.ceilings)
+    cells = [(2, 20)] if lab.is_rehearsal else [(64, 256), (64, 2048), (256, 1024), (8, 8192)]
+    plans = {cell: attention_of(lab, *cell) for cell in cells}
+
+    def measure(tuning: DecodeTuning) -> dict[str, list[float]]:
+        found = {c: time_attention(lab, c, plan(tuning)) for c, plan in plans.items()}
+        return {"{} x {:,}".format(*c): [row["ms"][0], row["share"]] for c, row in found.items()}
+
+    for tuning in TUNINGS[: 2 if lab.is_rehearsal else None]:
+        part.attempt("tuned", str(tuning), partial(measure, tuning))
