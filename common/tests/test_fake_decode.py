@@ -221,7 +221,7 @@ FAULTS = {
     "to": (lambda q, m: m.seq_lens.to("cpu"), Moved, "from one device"),
     "mask": (lambda q, m: m.seq_lens[m.seq_lens > 0], CannotCapture, "aten.index.Tensor waits"),
     "upload": (lambda q, m: torch.arange(3).to(q.device), Moved, "from one device"),
-    "mixed": (lambda q, m: q + torch.ones(q.shape), RuntimeError, "same device"),
+    "mixed": (lambda q, m: q + torch.ones(q.shape), RuntimeError, "(same|different) device"),
     "host lengths": (lambda q, m: set_lengths(m, torch.arange(len(q))), Exception, "device|cpu"),
 }
 
