@@ -113,7 +113,7 @@ TUNINGS = tuple(
     DecodeTuning(tile_keys=keys, num_warps=warps, num_stages=stages)
     for keys, warps, stages in (
         (32, 4, 3), (32, 4, 5), (32, 4, 7), (64, 4, 5), (64, 4, 7), (64, 8, 3),
-        (128, 4, 3), (128, 4, 5), (128, 4, 7), (128, 8, 3),
+        (128, 4, 3), (128, 4, 5), (128, 4, 7),
     )
 )  # fmt: skip
 CHUNKED = EngineConfig(speculative={"method": "draft"})
