@@ -10,7 +10,8 @@ and for a GPU that is not there (`resources.py`).
     merging of splits            tile size, model
     planning of chapter 6        all models
     between matrices, 3 kernels  model
-    sampling, 4 kernels          rows of the whole vocabulary, rows of the k highest
+    sampling, 4 kernels          rows of the whole vocabulary, rows of the k highest; shapes also of
+                                 float32, where rules have changed the model's logits
     rejection, matching          where drafts come with probabilities, where they come without
 """
 
@@ -54,7 +55,7 @@ def launch_configurations(
             launches.append(plan_launch())
         from common.kernels.sampler_kernel import sampling_launches
 
-        launches += sampling_launches(vocab_size or model.vocab_size)
+        launches += sampling_launches(vocab_size or model.vocab_size, dtype)
     if engine.speculation is not None:
         launches += verification_launches(vocab_size or model.vocab_size, engine, dtype)
     return launches

@@ -35,7 +35,8 @@ over with which one draw could be two (a block, then a token in it).
 
 A row's highest logit, which a greedy row wants anyway, is given. So where no top-k cuts, the shape
 is one pass, and a program takes a tile of a row. A search takes the whole row, so few rows leave
-most of a GPU idle. Logits are float32: a model in float64 is sampled from by PyTorch."""
+most of a GPU idle. Logits are float32 or what the model has of 16 bits, which is converted where it
+is read: a model in float64 is sampled from by PyTorch."""
 
 from __future__ import annotations
 
@@ -107,6 +108,8 @@ def _load_keys(
     else:
         token = index
     x = tl.load(row + token, mask=is_token, other=float("-inf"))
+    if x.dtype != tl.float64:
+        x = x.to(tl.float32)
     if HAS_WEIGHTS:
         p = tl.load(weights_row + token, mask=is_token, other=0.0).to(tl.float64)
         weight = tl.where(is_token, (p * SCALE + 0.5).to(tl.int64), 0)
@@ -244,9 +247,9 @@ def _penalties_kernel(
 def _shape_kernel(
     output,  # [num_rows, most], float64 if IS_NARROW, else float32
     ids,  # [num_rows, most] int64 if IS_NARROW
-    logits,  # [num_rows, vocab_size] float32
+    logits,  # [num_rows, vocab_size], of 16 or 32 bits
     blocks,  # [num_rows, num_blocks] int64 if IS_NARROW, ascending: where the candidates are
-    highest,  # [num_rows] float32: of all logits
+    highest,  # [num_rows], like logits
     temperature,  # [num_rows] float64
     top_k,  # [num_rows] int64; 0: no limit
     lowest,  # [num_rows] float64: what is below is improbable
@@ -391,11 +394,12 @@ def penalties_launch() -> Launch:
 
 
 @cache
-def shape_launch(is_narrow: bool) -> Launch:
+def shape_launch(is_narrow: bool, dtype: torch.dtype) -> Launch:
     kind = "*fp64" if is_narrow else "*fp32"
-    arguments = {"output": kind, "ids": "*i64", "logits": "*fp32", "blocks": "*i64"}
+    given = "*" + TRITON_TYPES[dtype]
+    arguments = {"output": kind, "ids": "*i64", "logits": given, "blocks": "*i64"}
     unaligned = "highest", "temperature", "top_k", "lowest"
-    arguments |= dict(zip(unaligned, ("*fp32", "*fp64", "*i64", "*fp64")))
+    arguments |= dict(zip(unaligned, (given, "*fp64", "*i64", "*fp64")))
     arguments |= dict.fromkeys(("width", "most", "has_top_k", "has_min_p"), "i32")
     arguments |= dict.fromkeys(("logits_stride", "num_blocks", "first_behind"), "i32")
     limits = torch.finfo(torch.float64 if is_narrow else torch.float32)
@@ -438,14 +442,15 @@ def _key_of_infinity(is_double: bool) -> int:
     return -(0x7FF << 52) - 2 if is_double else -(0xFF << 23) - 2
 
 
-def sampling_launches(vocab_size: int) -> list[Launch]:
-    """Everything that a sampler of such a vocabulary launches."""
-    launches = [penalties_launch()]
-    for dtype, width in ((torch.float32, vocab_size), (torch.float64, MOST_COLUMNS)):
+def sampling_launches(vocab_size: int, dtype: torch.dtype = torch.float32) -> list[Launch]:
+    """Everything that a sampler of such a vocabulary launches, and of logits in `dtype`. Those that
+    rules have changed are float32."""
+    launches, logit_dtypes = [penalties_launch()], dict.fromkeys((dtype, torch.float32))
+    for kind, width in ((torch.float32, vocab_size), (torch.float64, MOST_COLUMNS)):
         launches += [
-            shape_launch(dtype == torch.float64),
-            top_p_launch(dtype),
-            draw_launch(dtype, width // BLOCK + 1),
+            *(shape_launch(kind == torch.float64, given) for given in logit_dtypes),
+            top_p_launch(kind),
+            draw_launch(kind, width // BLOCK + 1),
         ]
     return launches
 
@@ -485,7 +490,7 @@ def shape(
     """None of the `most` highest is in a block behind the `most` best ones, as in `ranked_ids`: so
     for narrow rows only those are searched, and which they are is found among the maxima of
     blocks."""
-    if logits.dtype != torch.float32:
+    if logits.dtype == torch.float64:
         given = highest, temperature, top_k, min_p, most, is_narrow
         return sampling_constraints.shape(logits, *given)
     logits, (num_rows, vocab_size) = _with_rows(logits), logits.shape
@@ -505,7 +510,7 @@ def shape(
     num_programs = 1 if is_narrow or has_top_k else -(-vocab_size // TILE)
     if num_rows:
         grid = num_rows, num_programs
-        shape_launch(is_narrow)(grid, *tensors, *numbers, num_blocks, first_behind)
+        shape_launch(is_narrow, logits.dtype)(grid, *tensors, *numbers, num_blocks, first_behind)
     return output, ids if is_narrow else None
 
 

@@ -127,6 +127,22 @@ def test_the_highest_are_those_of_the_specification(
     assert ids is None or expected_ids is None or equal(ids, expected_ids)
 
 
+@pytest.mark.usefixtures("more_ways")
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_logits_of_16_bits_are_converted_where_they_are_read(dtype, device: torch.device) -> None:
+    rows = adversarial_rows(2 * TILE + 77, device)
+    logits = rows.clamp(-6e4, 6e4).to(dtype)
+    logits[3] = rows[3].to(dtype)  # with -inf
+    highest, temperature = logits.amax(-1), doubles(TEMPERATURES, device)
+    k = torch.tensor([16, 1, 9, 16, 6, 3, 16, 2], device=device)
+    for top_k, most, is_narrow in ((None, 0, False), (k, 16, True)):
+        arguments = highest, temperature, top_k, 0.01 * temperature.clamp(max=1), most, is_narrow
+        expected, expected_ids = spec.shape(logits.float(), *arguments)
+        found, ids = sampler_kernel.shape(logits, *arguments)
+        assert equal(found, expected) and equal(found, spec.shape(logits, *arguments)[0])
+        assert ids is None or expected_ids is None or equal(ids, expected_ids)
+
+
 @pytest.mark.skipif(torch.cuda.is_available(), reason="the interpreter's sums are counted")
 @pytest.mark.usefixtures("more_ways")
 def test_ties_are_counted_only_in_tiles_that_have_one(monkeypatch, device: torch.device) -> None:
@@ -321,8 +337,8 @@ def test_verification_and_guesses_have_the_same_rules(device: torch.device) -> N
 
 def count_operations(
     rules: distributions.Rules | None, monkeypatch, recipes: list[SamplingParams] = RECIPES
-) -> tuple[int, int, int]:
-    """Reads, uploads and launches, PyTorch's and Triton's, of a step that samples."""
+) -> tuple[int, int, int, tuple]:
+    """Reads, uploads and launches, PyTorch's and Triton's, of a step that samples; its tokens."""
     vocab_size, n = 60, len(recipes)
     torch.manual_seed(0)
     logits, count = make_logits(n, vocab_size), [0]
@@ -351,26 +367,26 @@ def count_operations(
         count[0] = 0
         step.begin(on_device)
         launches = count[0]
-        step.wait()
-    return device.reads, device.uploads, launches
+        found = as_plain(step.wait())
+    return device.reads, device.uploads, launches, found
 
 
 @pytest.mark.usefixtures("more_ways")
 def test_the_host_waits_once_and_the_device_has_less_to_do(monkeypatch) -> None:
-    reads, uploads, num_plain = count_operations(None, monkeypatch)
+    reads, uploads, num_plain, tokens = count_operations(None, monkeypatch)
     monkeypatch.undo()
     found = count_operations(KERNELS, monkeypatch)
     assert found[:2] == (reads, uploads) == (1, uploads)
-    assert found[2] < 0.4 * num_plain
+    assert found[2] < 0.4 * num_plain and found[3] == tokens
 
 
 @pytest.mark.parametrize(
     ("params", "num_launches"),
     [
-        (SamplingParams(temperature=0), 5),
-        (SamplingParams(temperature=0.6), 11),
-        (SamplingParams(temperature=0.6, top_p=0.9), 13),
-        (replace(BOTH, min_p=0.0), 14),
+        (SamplingParams(temperature=0), 4),
+        (SamplingParams(temperature=0.6), 10),
+        (SamplingParams(temperature=0.6, top_p=0.9), 12),
+        (replace(BOTH, min_p=0.0), 13),
     ],
     ids=["greedy", "temperature", "top-p", "top-k and top-p"],
 )

@@ -17,7 +17,7 @@ import torch
 
 from common.sampling import sampling_constraints as constraints
 from common.sampling.counter_random import sample_from_probs, uniforms
-from common.sampling.greedy_rows import BAD, highest_logits, is_bad
+from common.sampling.greedy_rows import BAD, as_float, highest_logits, is_bad
 from common.sampling.runner_plugin import Cargo
 from common.sampling.sampling_columns import (
     DRAWN,
@@ -120,7 +120,7 @@ class StagedRows:
     def probs(self, raw: torch.Tensor) -> torch.Tensor:
         """The distribution [R, V] each row's token is drawn from, after every constraint. A greedy
         row is one-hot. A row without a finite maximum is all NaN."""
-        logits = self._constrain(raw)
+        logits = self._constrain(as_float(raw))
         highest, tokens = highest_logits(logits)
         probs = torch.zeros_like(logits).scatter_(1, tokens[:, None], 1.0)
         for at, row_probs, ids in self._distributions(logits, highest):
@@ -133,6 +133,8 @@ class StagedRows:
     def _constrain(self, logits: torch.Tensor) -> torch.Tensor:
         """Without what is forbidden, and with biases and penalties. The `logits` that are given
         stay as they are."""
+        if self.asked & (RULES | MIN_TOKENS | PENALTIES):
+            logits = as_float(logits)
         if self.asked & RULES:
             logits = self.keep_to_rules(logits)
         if self.asked & MIN_TOKENS:
@@ -243,7 +245,7 @@ class Logprobs:
     def numbers(self, raw: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:
         """Of these rows, as `logprob_numbers` has them."""
         at, self.width = self.at(), min(self.width, raw.shape[1])
-        return logprob_numbers(_rows(raw, at), tokens[at].clamp(min=0), self.width)
+        return logprob_numbers(as_float(_rows(raw, at)), tokens[at].clamp(min=0), self.width)
 
     def add_to(
         self, output: StepOutput, req_ids: list[str], tokens: np.ndarray, read: np.ndarray

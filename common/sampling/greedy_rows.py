@@ -13,6 +13,10 @@ def greedy(logits: torch.Tensor) -> torch.Tensor:
     return tokens.masked_fill_(is_bad(highest), BAD)
 
 
+def as_float(logits: torch.Tensor) -> torch.Tensor:
+    return logits if logits.dtype == torch.float64 else logits.to(torch.float32)
+
+
 def highest_logits(logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """The highest logit [R] of each row, and the lowest id [R] that has it."""
     if logits.is_cuda:

@@ -32,7 +32,7 @@ from typing import TYPE_CHECKING, Protocol
 import numpy as np
 import torch
 
-from common.sampling.greedy_rows import BAD, greedy
+from common.sampling.greedy_rows import BAD, as_float, greedy
 from common.sampling.runner_plugin import Cargo
 from common.sampling.sampling_columns import LOGPROBS, SamplingBatch
 from scheduler_interface import NO_FINITE_LOGITS, Laps, StepOutput
@@ -82,8 +82,10 @@ class Sampler(BatchSampler):
         return UnreadStep(sampling, cargo, self.raw_logits, self.stage_draw(sampling, cargo))
 
     def raw_logits(self, logits: torch.Tensor) -> torch.Tensor:
-        """Without padding lanes, in the dtype that is computed in."""
-        return as_float(logits[:, : self.vocab_size])
+        """Without padding lanes. A GPU converts each number where it computes with it; NumPy, which
+        finds the highest on a CPU, knows no bfloat16."""
+        raw = logits[:, : self.vocab_size]
+        return raw if raw.is_cuda else as_float(raw)
 
     def stage_draw(self, sampling: SamplingBatch, cargo: Cargo) -> Draw:
         """From raw logits to the token [R] of each row, or `BAD`."""
@@ -157,10 +159,6 @@ def _sort_out(output: StepOutput, req_ids: list[str], tokens: list[int]) -> None
             output.token_ids.setdefault(req_id, []).append(token)
         elif token == BAD and req_id not in output.token_ids:
             output.errors[req_id] = NO_FINITE_LOGITS
-
-
-def as_float(logits: torch.Tensor) -> torch.Tensor:
-    return logits if logits.dtype == torch.float64 else logits.to(torch.float32)
 
 
 def from_device(tensor: torch.Tensor) -> Callable[[], np.ndarray]:

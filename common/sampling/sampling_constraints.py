@@ -13,6 +13,7 @@ from __future__ import annotations
 import torch
 import torch.nn.functional as F
 
+from common.sampling.greedy_rows import as_float
 from inverse_cdf import SCALE
 
 NEG_INF = float("-inf")
@@ -115,7 +116,7 @@ def shape(
 
     top-k goes first: which tokens are the k highest does not depend on the temperature, and min-p
     and top-k commute, since each keeps all tokens above some rank."""
-    ids = None
+    ids, logits = None, as_float(logits)
     if is_narrow:
         ids = top_ids(logits, most)
         logits = logits.gather(1, ids).to(torch.float64)
