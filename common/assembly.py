@@ -346,7 +346,8 @@ def make_attention(config: EngineConfig, loaded: LoadedModel) -> Attention:
     """`"auto"` is Triton on CUDA and PyTorch elsewhere. Where prompts are cut it is chapter 6's,
     for decodes and chunks in one batch, instead of chapter 2's. A fallback is announced.
 
-    Raises `RuntimeError` if Triton is asked for by name and can not run here.
+    Raises `RuntimeError` if Triton is asked for by name and cannot run here, and `ValueError` if
+    its kernels do not take this dtype or head_dim.
     """
     name, is_mixed, compose = config.attention_backend, config.cuts_prompts, compose_in_order
     device = loaded.model.embed_weight.device
@@ -366,8 +367,10 @@ def make_attention(config: EngineConfig, loaded: LoadedModel) -> Attention:
         return Attention(WindowBackend(name) if has_windows else name, compose)
     if name == "triton" or (name == "auto" and device.type == "cuda"):
         try:
-            return Attention(load(ATTENTION_BACKENDS["triton"][is_mixed])(), compose, True)
-        except RuntimeError as error:
+            backend = load(ATTENTION_BACKENDS["triton"][is_mixed])()
+            backend.check(loaded.model.embed_weight.dtype, loaded.config.head_dim)
+            return Attention(backend, compose, True)
+        except (RuntimeError, ValueError) as error:
             if name == "triton":
                 raise
             logger.warning("attention falls back from Triton to PyTorch: %s", error)

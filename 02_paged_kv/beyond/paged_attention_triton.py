@@ -371,17 +371,20 @@ class TritonAttentionBackend:
                 "environment variable TRITON_INTERPRET=1 before Python starts"
             )
 
+    @staticmethod
+    def check(dtype: torch.dtype, head_dim: int) -> None:
+        """Raises `ValueError` for float64, which the kernels would round, and for a head_dim above
+        256."""
+        if dtype == torch.float64 or head_dim > MAX_HEAD_DIM:
+            raise ValueError(
+                f"KV is {dtype} with head_dim {head_dim}: the Triton backend takes 16 or 32 bits "
+                f"and head_dim <= {MAX_HEAD_DIM}; choose attention_backend='torch'"
+            )
+
     def plan(
         self, metadata: AttentionMetadata, num_heads: int, key_cache: torch.Tensor
     ) -> TritonPlan:
-        """Raises `ValueError` for float64, which the kernels would round, and for a head_dim above
-        256."""
-        if key_cache.dtype == torch.float64 or key_cache.shape[3] > MAX_HEAD_DIM:
-            raise ValueError(
-                f"KV is {key_cache.dtype} with head_dim {key_cache.shape[3]}: the Triton backend "
-                f"takes 16 or 32 bits and head_dim <= {MAX_HEAD_DIM}; choose "
-                "attention_backend='torch'"
-            )
+        self.check(key_cache.dtype, key_cache.shape[3])
         window = metadata.window if isinstance(metadata, WindowMetadata) else 0
         options = self.float32_precision, self.is_interpreted, window, self.tuning
         return self.plan_type(metadata, AttentionShape.of(num_heads, key_cache, *options))

@@ -11,6 +11,8 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from common.assembly import make_attention
+from common.engine_config import EngineConfig
 from common.experts.expert_config import qwen3_moe
 from common.kernels.chosen_regions import set_regions
 from common.kernels.sampler_kernel import KERNELS as SAMPLER_KERNELS
@@ -241,3 +243,16 @@ def test_what_would_wait_or_is_on_the_other_side(name: str, monkeypatch) -> None
 def test_attention_that_is_planned_on_the_host_is_found(kind, monkeypatch) -> None:
     with fake_gpu(monkeypatch) as gpu, pytest.raises(CannotCapture, match="waits for the device"):
         make_graphs(gpu, kind)
+
+
+@pytest.mark.parametrize("dtype, head_dim", [(torch.float64, 128), (torch.float32, 512)])
+def test_what_triton_does_not_take_is_attended_in_pytorch(dtype, head_dim, monkeypatch, caplog):
+    """`"auto"` says so; where Triton is named, it is refused before the first step."""
+    config = replace(QWEN2, head_dim=head_dim, num_hidden_layers=1)
+    with fake_gpu(monkeypatch):
+        loaded = LoadedModel(DecoderModel(config, dtype, CUDA), config)
+        attention = make_attention(EngineConfig(device="cpu"), loaded)
+        assert isinstance(attention.backend, MixedAttentionBackend) and not attention.is_triton
+        assert "falls back" in caplog.text and f"head_dim {head_dim}" in caplog.text
+        with pytest.raises(ValueError, match="attention_backend='torch'"):
+            make_attention(EngineConfig(device="cpu", attention_backend="triton"), loaded)
