@@ -139,7 +139,7 @@ def test_whoever_leaves_ends_its_request(
         if stream:
             assert connection.recv(100).startswith(b"HTTP/1.1 200")
     before = server.call(lambda engine: engine.stats().num_finished)
-    wait_for(server.is_idle, 5)
+    wait_for(server.is_idle)
     assert server.call(lambda engine: engine.stats().num_finished) == before, "it was aborted"
     assert len(made) == 3 and made[2].ag_frame is None
 
