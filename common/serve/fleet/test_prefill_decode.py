@@ -26,7 +26,6 @@ from common.serve.fleet.pd_proxy import ASK, make_proxy
 from common.serve.fleet.programs import (
     HOW_TO_INSTALL,
     Program,
-    free_port,
     router_program,
     start_router,
     start_server,
@@ -92,7 +91,7 @@ def test_both_are_asked_as_vllm_asks_and_the_second_one_answers(stack: ExitStack
 
     def ask(content: bytes, path: str = "/v1/completions") -> httpx.Response:
         kind = {"Content-Type": "application/json"}
-        return httpx.post(f"{proxy}{path}", content=content, headers=headers | kind)
+        return httpx.post(f"{proxy}{path}", content=content, headers=headers | kind, timeout=30)
 
     for path in ("/v1/completions", "/v1/chat/completions"):
         answer = ask(json.dumps(BODY | NOT_FOR_ONE).encode(), path)
@@ -119,14 +118,16 @@ def test_both_are_asked_as_vllm_asks_and_the_second_one_answers(stack: ExitStack
     assert is_passed_on(b"{") and is_passed_on(b"[1]")
     second.status = 418
     assert ask(b"{}", "/tokenize").status_code == 418
-    assert httpx.get(f"{proxy}/v1/models").status_code == 418 and not first.seen
+    assert httpx.get(f"{proxy}/v1/models", timeout=30).status_code == 418 and not first.seen
     assert [path for path, *_ in second.seen] == ["/tokenize", "/v1/models"]
 
 
 def test_without_the_first_it_answers_and_whoever_leaves_ends_its_request(
     server: Running, stack: ExitStack
 ) -> None:
-    nobody = f"http://127.0.0.1:{free_port()}"
+    taken = stack.enter_context(socket.socket())  # and not listened to
+    taken.bind(("127.0.0.1", 0))
+    nobody = f"http://127.0.0.1:{taken.getsockname()[1]}"
     proxy = stack.enter_context(served(make_proxy(nobody, server.url)))
     long = {"prompt": "x", "max_tokens": 1500, "ignore_eos": True, "stream": True}
     with socket.create_connection(("127.0.0.1", int(proxy.rpartition(":")[2]))) as connection:
@@ -136,7 +137,7 @@ def test_without_the_first_it_answers_and_whoever_leaves_ends_its_request(
     wait_for(server.is_idle)
     assert server.call(lambda engine: engine.stats().num_finished) == before, "it was aborted"
     alone = stack.enter_context(served(make_proxy(nobody, nobody)))
-    assert httpx.get(f"{alone}/v1/models").status_code == 502
+    assert httpx.get(f"{alone}/v1/models", timeout=30).status_code == 502
 
 
 # -- over the store
