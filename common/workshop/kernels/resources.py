@@ -337,7 +337,7 @@ def make_table_text() -> str:
 
 def main(arguments: list[str]) -> None:
     parser = argparse.ArgumentParser(description="What the kernels take of a GPU")
-    parser.add_argument("--all", action="store_true", help="ten minutes of one core")
+    parser.add_argument("--all", action="store_true", help="half an hour of one core")
     parser.add_argument("--every", type=int, default=1, help="a sample: one in so many")
     parser.add_argument("--record", action="store_true", help="write the record and the table")
     parser.add_argument("--json", action="store_true", help="print what was found as JSON")
