@@ -103,12 +103,9 @@ class CompiledPlan(PagedPlan):
         starts, seq_lens, is_short = super().lengths(metadata, key_cache)
         is_decode = np.diff(starts) == 1
         num_keys = int(seq_lens[is_decode].sum())
-        if self.backend.takes(self.num_heads, key_cache, num_keys):
-            self.decodes = np.flatnonzero(is_decode)
-            is_short = is_short | is_decode  # also a very long sequence
-        else:
-            self.decodes = np.array([], dtype=np.int64)
-        return starts, seq_lens, is_short
+        is_decode &= self.backend.takes(self.num_heads, key_cache, num_keys)
+        self.decodes = np.flatnonzero(is_decode)
+        return starts, seq_lens, is_short | is_decode  # also a very long sequence
 
     def make_groups(
         self,

@@ -390,7 +390,7 @@ def _plan_items_kernel(
     split_len,
     WIDTH: tl.constexpr,
 ):
-    """One sequence, or the padding behind the last one. Each adds up the sequences before it."""
+    """One sequence, or the padding after the last one. Each adds up the sequences before it."""
     own, lane = tl.program_id(0), tl.arange(0, WIDTH)
     starts, lens = query_start_loc + first_seq, seq_lens + first_seq
     item = tl.zeros([], tl.int32)
@@ -476,7 +476,7 @@ class WorkItems:
     num_items: int  # or more
     num_programs: int  # for each KV head
     first_item: torch.Tensor  # [num_seqs + 1] int32
-    item_seq: torch.Tensor  # [num_items] int32, anything behind the last item
+    item_seq: torch.Tensor  # [num_items] int32, anything after the last item
     token_seq: torch.Tensor  # [num_tokens] int32, num_seqs: padding
     partial: torch.Tensor  # scratch of all layers
     partial_lse: torch.Tensor
@@ -616,7 +616,7 @@ def plan_items_in_torch(
     split_len: int,
     num_items: int,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """The same; `num_seqs` behind the last item."""
+    """The same; `num_seqs` after the last item."""
     last_seq = rows.first_seq + rows.num_seqs
     starts = metadata.query_start_loc[rows.first_seq : last_seq + 1]
     tiles = (starts.diff() + (tile_tokens - 1)) // tile_tokens

@@ -151,7 +151,7 @@ def test_a_program_may_take_one_item_after_the_other(num_programs, device, monke
     ],
 )
 def test_any_tuning_is_correct(tuning, device, monkeypatch):
-    """Splits that are no multiple of a tile included; decodes whose lengths the host knows, or
+    """Splits that are not a multiple of a tile included; decodes whose lengths the host knows, or
     not, which may loop. A launch is made with what was asked for."""
     monkeypatch.setattr(TritonAttentionBackend, "tuning", tuning)
     lengths = [(1, 700), (1, 20), (1, 129), (1, 1)]
@@ -301,7 +301,7 @@ def test_one_long_sequence_among_short_ones_has_most_of_the_items(spies):
 
 @pytest.mark.parametrize("num_seqs, at_once", [(0, 16), (1, 16), (9, 16), (40, 16), (40, 64)])
 def test_the_plan_is_that_of_pytorch(num_seqs, at_once, device, monkeypatch):
-    """For all sequences, and for some of them; behind the last item stands anything."""
+    """For all sequences, and for some of them; after the last item stands anything."""
     monkeypatch.setattr(module, "PLANNED_AT_ONCE", at_once)
     module.plan_launch.cache_clear()
     rng = random.Random(num_seqs)
