@@ -26,6 +26,7 @@ from common.loader import read_checkpoint
 from common.workshop.bench import gpu_lab
 from common.workshop.bench.bench_record import ROOT
 from common.workshop.bench.gpu_lab import BLOCK_SIZE, Lab, Part
+from common.workshop.kernels.resources import TUNINGS as TILINGS
 from kernel_launch import DecodeTuning, Launch, architecture_of
 from mixed_attention_triton import MixedTritonAttentionBackend
 from paged_attention import AttentionMetadata
@@ -43,11 +44,9 @@ TESTS = (  # with those marked `gpu`; conftest.py marks tests of kernels where t
     "common/runner/test_graphs.py",
     "common/test_model.py",
 )
-TILES = [(64, 4, 3), (64, 4, 5), (64, 2, 5), (128, 4, 3), (128, 8, 3), (128, 4, 5)]
-TILES += [(32, 4, 5), (32, 2, 5), (32, 1, 5)]
 TUNINGS = [DecodeTuning(), DecodeTuning(heads_fastest=False)]
 TUNINGS += [DecodeTuning(num_programs=waves * 132) for waves in (6, 8, 16, 24)]
-TUNINGS += [DecodeTuning(keys, *tile) for keys in (256, 512, 1024) for tile in TILES]
+TUNINGS += [tiles._replace(split_keys=keys) for keys in (256, 512, 1024) for tiles in TILINGS]
 
 ATTENTION_TOLERANCE = 0.02  # in bfloat16, which has 8 bits
 
