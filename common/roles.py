@@ -101,19 +101,19 @@ def check_chunked_prefill(value: object) -> None:
     is_size = isinstance(value, int) and (isinstance(value, bool) or value >= 1)
     if not is_size and not _is_made(value, ChunkPolicy):
         raise ValueError(
-            f"chunked_prefill is {value!r}: it must be True, False, an integer >= 1 or a "
-            "ChunkPolicy"
+            f"chunked_prefill is {value!r}: it must be True, False, an integer >= 1 or an "
+            "instance of ChunkPolicy"
         )
 
 
 def check_attention_backend(value: object) -> None:
     names = ("auto", *ATTENTION_BACKENDS)
     is_one = _is_made(value, AttentionBackend)
-    _check("attention_backend", value, names, is_one, "an AttentionBackend")
+    _check("attention_backend", value, names, is_one, "an instance of AttentionBackend")
 
 
 def check_method(value: object) -> None:
-    _check("method", value, PROPOSERS, is_proposer(value), "a Proposer")
+    _check("method", value, PROPOSERS, is_proposer(value), "an instance of Proposer")
 
 
 def is_proposer(value: object) -> TypeGuard[Proposer]:

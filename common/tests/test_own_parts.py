@@ -4,6 +4,7 @@ tokens are those of `transformers`, in float64."""
 from __future__ import annotations
 
 import gc
+import json
 from collections.abc import Collection, Sequence
 from typing import Any, cast
 
@@ -284,6 +285,8 @@ def test_what_is_no_name_and_no_part_is_named(field, value, names) -> None:
     shown, field = (value["method"], "method") if isinstance(value, dict) else (value, field)
     assert sentence.startswith(f"{field} is {shown!r}: it must be ")
     assert all(name in sentence for name in names) and "\n" not in sentence
+    if isinstance(shown, type):
+        assert "an instance of" in sentence
 
 
 @pytest.mark.parametrize(
@@ -330,10 +333,31 @@ def test_every_name_leads_somewhere(where: str) -> None:
     assert callable(load(where))
 
 
-def test_a_film_names_an_own_part(oracle, loaded, tmp_path) -> None:
-    parts = {"policy": ShortestFirst(), "chunked_prefill": FiveAtATime()}
+class Unnamed(SchedulePolicy):
+    def key(self, request: Request) -> int:
+        return request.num_prompt_tokens
+
+
+class DerivedFromFCFS(FCFSPolicy):
+    def key(self, request: Request) -> int:
+        return request.num_prompt_tokens
+
+
+@pytest.mark.parametrize(
+    ("policy", "name"),
+    [
+        (ShortestFirst, "shortest-first"),
+        (Unnamed, "Unnamed"),
+        (DerivedFromFCFS, "DerivedFromFCFS"),
+    ],
+)
+def test_events_name_an_own_part(policy, name, oracle, loaded, tmp_path) -> None:
+    parts = {"policy": policy(), "chunked_prefill": FiveAtATime()}
     engine = engine_with(loaded, **parts, events=tmp_path / "film")
     serve(engine, oracle, EVERYONE, 2)
     engine.close()
-    first = (tmp_path / "film").read_text().splitlines()[0]
-    assert '"policy":"ShortestFirst"' in first and '"chunked_prefill":"FiveAtATime"' in first
+    run, *events = map(json.loads, (tmp_path / "film").read_text().splitlines())
+    assert run["policy"] == run["config"]["policy"] == name
+    assert run["config"]["chunked_prefill"] == "FiveAtATime"
+    keys = [event["order_key"] for event in events if event["kind"] == "arrived"]
+    assert keys == [str(len(oracle.prompts[i])) for i in EVERYONE]
