@@ -141,23 +141,21 @@ FLOORS = {
 
 
 def law_of_common_floors(house: House) -> list[str]:
-    """Nothing in `common` imports what stands above it, for types or in a function either, and no
-    two files import each other, however far round. Only the workshop and tests import a `lab`."""
+    """Nothing in `common` imports what stands above it, for types or in a function either. Only the
+    workshop and tests import a `lab`."""
     all_files = [p for p in house.python_files() if house.name(p).startswith("common/")]
     files = {house.name(p)[:-3].replace("/", "."): p for p in all_files if p.stem != "__init__"}
     labs = {p.stem for p in house.python_files() if "/lab/" in house.name(p)}
-    graph: dict[str, set[str]] = {}
     broken = []
     for name, path in sorted(files.items()):
         if house.is_aside(path):
             continue
-        floor, graph[name] = _floor_of(name), set()
+        floor = _floor_of(name)
         if floor is None:
             broken.append(f"{house.name(path)} stands on no floor")
             continue
         for line, target in _imported_files(parse(path), files):
             at = f"{house.name(path)}:{line} imports `{target}`"
-            graph[name].add(target)
             above = _floor_of(target)
             if above is not None and above > floor:
                 broken.append(f"{at} of a higher floor: {list(FLOORS)[above]}")
@@ -166,11 +164,25 @@ def law_of_common_floors(house: House) -> list[str]:
             broken += [
                 f"{house.name(path)}:{n} imports `{m}` of a lab" for n, m in found if m in labs
             ]
+    return broken
+
+
+def law_of_circles(house: House) -> list[str]:
+    """No two files of the repository import each other, directly or through others."""
+    named = [p for p in house.python_files() if p.stem != "__init__"]
+    files = {house.name(p)[:-3].replace("/", "."): p for p in named}
+    files |= {p.stem: p for p in named if house.chapter_of(p) is not None}
+    graph = {
+        house.name(path): {
+            house.name(files[name]) for _, name in _imported_files(parse(path), files)
+        }
+        for path in named
+    }
     try:
         TopologicalSorter(graph).prepare()
     except CycleError as error:
-        broken.append(f"a circle of files: {' -> '.join(error.args[1])}")
-    return broken
+        return [f"a circle of files: {' -> '.join(error.args[1])}"]
+    return []
 
 
 def _floor_of(module: str) -> int | None:
