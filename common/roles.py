@@ -20,7 +20,7 @@ several: what it keeps of a step is in the plan."""
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from importlib import import_module
 from typing import TYPE_CHECKING, Any, Protocol, TypeGuard, runtime_checkable
@@ -30,6 +30,7 @@ from policies import POLICIES, SchedulePolicy, policy_named
 from whole_prompts import ChunkPolicy
 
 if TYPE_CHECKING:
+    from grammar_queue import GrammarsCompiled
     from proposers import Proposer
 
 SCHEDULERS = {
@@ -49,6 +50,8 @@ LATE_PLUGINS = {
     "prompt_logprobs": "common.sampling.prompt_logprobs:make",
     "grammar": "common.grammars.grammar_masks:make",
 }
+# The scheduler's side of grammars, likewise: a `Grammars` of the arguments that the engine gives.
+REQUEST_GRAMMARS = "common.grammars.request_grammars:RequestGrammars"
 # Where prompts are whole; where they are cut, and a batch has both decodes and chunks.
 ATTENTION_BACKENDS = {
     "torch": (
@@ -75,6 +78,13 @@ class LearnsDurations(Protocol):
     def observe_step(
         self, starts: Sequence[int], num_tokens: Sequence[int], step_ms: float
     ) -> None: ...
+
+
+class Grammars(Protocol):
+    """The grammars of an engine's requests, as the engine sees them."""
+
+    queue: GrammarsCompiled
+    close: Callable[[], object]
 
 
 # -- what is allowed

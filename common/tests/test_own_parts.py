@@ -6,17 +6,28 @@ from __future__ import annotations
 import gc
 import json
 from collections.abc import Collection, Sequence
+from pathlib import Path
 from typing import Any, cast
 
 import pytest
 import torch
 
 from block_pool import BlockPool
+from common import engine as engine_module
 from common.engine import EngineConfig, LLMEngine
 from common.parallel.remote import config_to_map
-from common.roles import ATTENTION_BACKENDS, PREFIX_CACHES, PROPOSERS, SCHEDULERS, load
+from common.roles import (
+    ATTENTION_BACKENDS,
+    LATE_PLUGINS,
+    PREFIX_CACHES,
+    PROPOSERS,
+    REQUEST_GRAMMARS,
+    SCHEDULERS,
+    load,
+)
 from common.scheduler_assembly import SchedulerParts
 from common.tests.engine_oracle import MAX_TOKENS, checked_engine, greedy_params, serve
+from common.tests.house import imports, parse
 from mixed_attention import MixedAttentionBackend
 from paged_attention import AttentionMetadata
 from policies import FCFSPolicy, SchedulePolicy
@@ -326,11 +337,17 @@ def test_of_parts_that_plan_a_worker_learns_what_it_needs() -> None:
 
 @pytest.mark.parametrize(
     "where",
-    [*SCHEDULERS.values(), *PREFIX_CACHES.values(), *PROPOSERS.values()]
+    [*SCHEDULERS.values(), *PREFIX_CACHES.values(), *PROPOSERS.values(), *LATE_PLUGINS.values()]
+    + [REQUEST_GRAMMARS]
     + [where for both in ATTENTION_BACKENDS.values() for where in both],
 )
 def test_every_name_leads_somewhere(where: str) -> None:
     assert callable(load(where))
+
+
+def test_the_engine_finds_grammars_by_name() -> None:
+    names = {site.module for site in imports(parse(Path(engine_module.__file__)))}
+    assert "common.roles" in names and not [n for n in names if n.startswith("common.grammars")]
 
 
 class Unnamed(SchedulePolicy):
