@@ -26,6 +26,7 @@ LAWS: list[Law] = [
     rooms.law_of_words,
     rooms.law_of_sizes,
     rooms.law_of_common_floors,
+    rooms.law_of_circles,
     laws.law_of_one_definition,
     laws.law_of_composition,
     laws.law_of_names,
@@ -230,8 +231,13 @@ BREACHES: dict[str, tuple[Law, dict[str, str], str]] = {
         {"common/llm.py": "import common.tests.oracle\n", "common/tests/oracle.py": ""},
         "common/llm.py:1 imports `common.tests.oracle` of a higher floor: workshop",
     ),
+    "circle in a chapter": (
+        rooms.law_of_circles,
+        {"02_b/far.py": "import farther\n", "02_b/farther.py": "def f():\n    import far\n"},
+        "a circle of files: 02_b/far",
+    ),
     "circle": (
-        rooms.law_of_common_floors,
+        rooms.law_of_circles,
         {
             "common/runner/a.py": "import common.runner.b\n",
             "common/runner/b.py": "from common.runner import c\n",
