@@ -124,7 +124,7 @@ FLOORS = {
         experts.expert_config row_order rotary rope_scaling linear
         parallel.ranks parallel.collectives
         kernels.regions kernels.kernel_regions kernels.layer_kernels kernels.processor""",
-    "requests": "tokenizer outputs intake turn recent_stats sampling.token_rules",
+    "requests": "tokenizer outputs intake turn recent_stats collector sampling.token_rules",
     "sampling": "sampling kernels.sampler_kernel kernels.launch_configurations",
     "model": """
         blocks post_norm_blocks model loader experts
@@ -135,7 +135,7 @@ FLOORS = {
         assembly scheduler_assembly windows events kernels.warm_up
         runner.worker parallel.worker_rank parallel.remote parallel.remote_launch""",
     "engine": """
-        engine llm step_trace collector demo grammars.grammar_demo serve""",
+        engine llm step_trace demo grammars.grammar_demo serve""",
     "workshop": "workshop tests serve.fleet models",
 }
 
