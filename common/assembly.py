@@ -27,6 +27,7 @@ from typing import TYPE_CHECKING
 
 from batch_layout import compose_in_order
 from common.engine_config import EngineConfig, SpeculativeConfig
+from common.huge_pages import move_to_huge_pages
 from common.kernels.chosen_regions import set_regions
 from common.kv_sizing import ALONE, KVDemand, Neighbours, allocate_kv_cache, make_kv_cache
 from common.linear import linear_layers
@@ -294,6 +295,8 @@ def pack_weights(config: EngineConfig, model: DecoderModel) -> None:
         if config.batch_invariant:
             raise ValueError(f"batch_invariant is True: no weights are packed, {reason}")
         logger.info("weights are not packed: %s", reason)
+    else:
+        move_to_huge_pages(matrix.packed_memory for matrix in linear_layers(model))
 
 
 def compile_kernels(given: Given) -> None:

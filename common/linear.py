@@ -47,6 +47,11 @@ class Linear(nn.Module):
     def is_packed(self) -> bool:
         return self._packed is not None
 
+    @property
+    def packed_memory(self) -> tuple[int, int]:
+        """The address of the packed weight, and its size in bytes."""
+        return torch.ops.mkldnn.data_ptr(self._packed), torch.ops.mkldnn._nbytes(self._packed)
+
     def forward(self, x: torch.Tensor) -> torch.Tensor:  # [rows, in] -> [rows, out]
         return self.summed(self.product(x))
 

@@ -19,7 +19,6 @@ slices, and checks names and shapes of the whole."""
 
 from __future__ import annotations
 
-import ctypes
 import json
 import logging
 import mmap
@@ -35,6 +34,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 
 from common.blocks import CheckpointTensor
+from common.huge_pages import advise
 from common.kernels.processor import is_bfloat16_fast
 from common.linear import Linear, linear_layers, overlap_plain_weights, why_not_packed
 from common.model import DecoderModel
@@ -319,12 +319,8 @@ def _give_back(stored: torch.Tensor) -> None:
     """Unmap the pages that lie wholly in a tensor of a mapped file: they count as memory of this
     process as long as the file is open. On Linux; elsewhere the pages stay until it is closed."""
     if sys.platform == "linux":
-        memory, page = stored.untyped_storage(), mmap.PAGESIZE
-        start = -(-memory.data_ptr() // page) * page
-        stop = (memory.data_ptr() + memory.nbytes()) // page * page
-        if stop > start:
-            address, size = ctypes.c_void_p(start), ctypes.c_size_t(stop - start)
-            ctypes.CDLL(None).madvise(address, size, mmap.MADV_DONTNEED)
+        memory = stored.untyped_storage()
+        advise(memory.data_ptr(), memory.nbytes(), mmap.MADV_DONTNEED)
 
 
 def _check_tied(files: dict[str, Any], matrix: CheckpointTensor) -> None:

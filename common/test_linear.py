@@ -5,12 +5,16 @@ from __future__ import annotations
 import contextlib
 import logging
 import platform
+import re
+import sys
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
 from torch import nn
 
+from common import huge_pages
 from common.engine import LLMEngine
 from common.engine_config import EngineConfig
 from common.linear import Linear, linear_layers, why_not_packed
@@ -124,3 +128,42 @@ def test_the_engine_packs_unless_it_cannot_or_is_told_not_to(dtype, pack_weights
     assert (said in caplog.text) == (pack_weights and reason is not None)
     assert engine.num_parameters == random_model(TINY, 1, dtype).model.num_parameters
     assert len(tokens) == 5
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="huge pages are Linux's")
+def test_packed_weights_are_moved_to_huge_pages_and_compute_the_same(tmp_path, monkeypatch):
+    """Where the system gives such pages; after `MAX_SECONDS` it is only asked for them, and for
+    none where they are switched off or there is no such file."""
+    matrix, x = make(torch.float32, False, 3000, 1024), torch.ones(3, 1024)
+    matrix.pack()
+    address, num_bytes = matrix.packed_memory
+    assert num_bytes >= 4 * 3000 * 1024
+    has_huge_pages = huge_pages.ENABLED.exists()
+    said, expected = tmp_path / "enabled", matrix(x)
+    said.write_text("always [madvise] never")
+    monkeypatch.setattr(huge_pages, "ENABLED", said)
+    huge_pages.move_to_huge_pages([matrix.packed_memory])
+    assert torch.equal(matrix(x), expected)
+    if has_huge_pages:
+        assert "hg" in flags_of(address + num_bytes // 2)
+    asked: list[int] = []
+    monkeypatch.setattr(huge_pages, "advise", lambda *memory: asked.append(memory[2]))
+    huge_pages.move_to_huge_pages([(0, 1), (2, 3)])
+    assert asked == [14, 25, 14, 25]  # MADV_HUGEPAGE, MADV_COLLAPSE
+    monkeypatch.setattr(huge_pages, "MAX_SECONDS", 0)
+    huge_pages.move_to_huge_pages([(0, 1), (2, 3)])
+    assert asked[4:] == [14, 14]
+    said.write_text("always madvise [never]")
+    huge_pages.move_to_huge_pages([(0, 1)])
+    said.unlink()
+    huge_pages.move_to_huge_pages([(0, 1)])
+    assert len(asked) == 6
+
+
+def flags_of(address: int) -> list[str]:
+    """Of the mapping in which this address lies."""
+    for mapping in re.split(r"\n(?=\w+-\w+ )", Path("/proc/self/smaps").read_text()):
+        start, stop = (int(end, 16) for end in mapping.split()[0].split("-"))
+        if start <= address < stop:
+            return mapping.split("VmFlags:")[1].split()
+    return []
