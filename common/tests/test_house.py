@@ -298,6 +298,16 @@ BREACHES: dict[str, tuple[Law, dict[str, str], str]] = {
     "forbidden name": (laws.law_of_names, {"common/utils.py": ""}, "`utils`"),
     "name of a dependency": (laws.law_of_names, {"01_a/triton.py": ""}, "`triton`"),
     "class in a demo": (laws.law_of_demos, {"01_a/low_demo.py": "class X:\n    pass\n"}, "class X"),
+    "workshop in a demo": (
+        laws.law_of_demos,
+        {"01_a/low_demo.py": "from common.workshop.tools.palette import INK\n"},
+        "low_demo.py:1 imports `common.workshop.tools.palette`",
+    ),
+    "another colour in a demo": (
+        laws.law_of_demos,
+        {"01_a/low_demo.py": "INK = '#123456'\n"},
+        "low_demo.py:1 has another INK",
+    ),
     "quotation differs": (
         laws.law_of_quotation,
         {"README.md": "a\n\n```python file=low.py\nimport os\nimport torch.nn\n```\n"},
