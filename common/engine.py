@@ -704,12 +704,14 @@ def _make_parts(
             torch.cuda.set_device(device)  # kernels and events are the current device's
         checkpoint = read_checkpoint(model)  # what is wrong is said before weights are read
         tokenizer = tokenizer or load_tokenizer(checkpoint.path)
-        loaded = load_model(checkpoint, config.dtype, device)
+        packs = config.packs_while_loading
+        loaded = load_model(checkpoint, config.dtype, device, packs=packs)
     weight, how = loaded.model.embed_weight, config.speculation
     if how is None or how.method != "draft":
         draft = None
     elif draft is None:
-        draft = load_model(how.model or SHIPPED_DRAFT, weight.dtype, weight.device)
+        path, packs = how.model or SHIPPED_DRAFT, config.pack_weights
+        draft = load_model(path, weight.dtype, weight.device, packs=packs)
     put_threads_back = set_threads(config.num_threads, loaded.model.num_parameters, weight.device)
     try:
         parts = assemble(config, loaded, draft, tokenizer, members)
