@@ -174,8 +174,18 @@ BREACHES: dict[str, tuple[Law, dict[str, str], str]] = {
     ),
     "word of a later chapter": (
         rooms.law_of_words,
-        {"01_a/low.py": "def plan(request):\n    return request.num_draft_tokens\n"},
-        "01_a/low.py:2 says `num_draft_tokens`",
+        {"01_a/low.py": "def plan(request):\n    return request.num_blocks\n"},
+        "01_a/low.py:2 says `num_blocks`",
+    ),
+    "function of a later chapter": (
+        rooms.law_of_words,
+        {"01_a/low.py": "def verify_drafts(tokens):\n    pass\n"},
+        "01_a/low.py:1 says `verify_drafts`",
+    ),
+    "class of a later chapter": (
+        rooms.law_of_words,
+        {"02_b/high.py": "class ChunkThing:\n    pass\n"},
+        "02_b/high.py:1 says `ChunkThing`",
     ),
     "word of a later chapter in a class": (
         rooms.law_of_words,
@@ -356,6 +366,11 @@ ALLOWED: dict[str, tuple[Law, str, str]] = {
     "a declared extra": (laws.law_of_floors, "01_a/low.py", "import triton\n"),
     "a test of a demo is no demo": (laws.law_of_pairs, "01_a/test_low_demo.py", "import common"),
     "a word of an earlier chapter": (rooms.law_of_words, "02_b/high.py", "num_blocks = 1\n"),
+    "a hook, a field and a parameter with nouns of later chapters": (
+        rooms.law_of_words,
+        "01_a/low.py",
+        "class Plugin:\n    num_draft_tokens = 0\n\n    def verified(self, chunk): ...\n",
+    ),
     "a field that crosses processes": (
         rooms.law_of_words,
         "01_a/low.py",
