@@ -10,7 +10,7 @@ A policy answers one of two questions:
 Ties are broken by order of arrival, always. What a policy cannot do is starve anybody: the queue
 (`policy_queue.py`) serves whoever was overtaken too often.
 
-To write your own, give a class a `name` and a `key`, and hand an instance to the scheduler:
+To write your own, give a class a `key`, and hand an instance to the scheduler:
 
     class ShortestPromptFirst(SchedulePolicy):
         name = "shortest-prompt"
@@ -32,10 +32,13 @@ from request import Request
 class SchedulePolicy:
     """Who is served first. Define `key`; or set `looks_at_cache` and define `order`."""
 
-    name: ClassVar[str]
+    name: ClassVar[str]  # what events and errors call it; by default the name of its class
     looks_at_cache: ClassVar[bool] = False
     keeps_preempted_first: ClassVar[bool] = True  # False: a preempted one goes where its key says
     max_requests_to_sort: int = 128  # `order` is not asked with more than these waiting
+
+    def __init_subclass__(cls) -> None:
+        cls.name = vars(cls).get("name", cls.__name__)
 
     def key(self, request: Request) -> Any:
         """What the queue sorts by: the smallest is served first. Keys of one policy are of one
@@ -78,5 +81,6 @@ def policy_named(
     """Raises `ValueError` for a name that no policy has."""
     if not isinstance(name, str) or name not in known:
         allowed = ", ".join(repr(name) for name in known)
-        raise ValueError(f"policy is {name!r}: it must be a SchedulePolicy or one of {allowed}")
+        instance = "an instance of SchedulePolicy"
+        raise ValueError(f"policy is {name!r}: it must be {instance} or one of {allowed}")
     return known[name]

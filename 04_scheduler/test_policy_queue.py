@@ -395,7 +395,7 @@ def test_a_policy_that_loses_or_doubles_requests_is_told_so(wrong):
 
     queue = PolicyQueue(Wrong())
     fill(queue, "abc")
-    with pytest.raises(ValueError, match="'live': order must return each request once"):
+    with pytest.raises(ValueError, match="'Wrong': order must return each request once"):
         queue.peek_request()
 
 

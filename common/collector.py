@@ -10,14 +10,13 @@ GC_THRESHOLDS = 10_000, 50
 
 
 def spare_what_is_loaded() -> None:
-    """Called after the imports, and before an engine is made: what was imported stays, so the
-    collector need not go through all of it again and again. And what a step makes is next to never
-    in a cycle: looking after every 700 objects finds nothing, and now and then goes through all
-    there are, in the middle of a step."""
+    """Exclude everything that exists now from garbage collection, and collect less often. Call it
+    after `common.engine` was imported and before an engine is made: imported modules stay, so the
+    collector need not go through them again and again. And a step next to never makes a cycle: a
+    collection after every 700 objects finds nothing, and now and then goes through all there are,
+    in the middle of a step."""
     if gc.get_freeze_count() == 0:
         import transformers.models.auto.tokenization_auto  # noqa: F401  most of what there is
-
-        import common.engine  # noqa: F401
 
         gc.collect()
         gc.freeze()

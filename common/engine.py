@@ -19,7 +19,7 @@ from dataclasses import replace
 from functools import partial
 from itertools import repeat
 from pathlib import Path
-from typing import TYPE_CHECKING, TextIO, cast
+from typing import TYPE_CHECKING, TextIO
 
 import torch
 
@@ -29,7 +29,7 @@ from common.intake import Intake, Prompt, RequestOptions, SharedOptions
 from common.loader import LoadedModel, load_model, read_checkpoint
 from common.outputs import OutputProcessor, RequestGroup, RequestOutput, spread
 from common.recent_stats import RecentCacheStats, Throughput
-from common.roles import claimed, release
+from common.roles import REQUEST_GRAMMARS, Grammars, claimed, load, release
 from common.scheduler_assembly import EngineParts
 from common.thread_count import set_threads
 from common.tokenizer import Tokenizer, load_tokenizer
@@ -45,9 +45,7 @@ if TYPE_CHECKING:
 
     from common.adapters.adapter_names import AdapterNames
     from common.events.watch import Watch
-    from common.grammars.request_grammars import RequestGrammars
     from grammar_queue import GrammarsCompiled
-    from scheduler_books import SchedulerBooks
 
 CLOSE_TIMEOUT_S = 5.0  # for a step of another thread, when an engine is closed
 GRAMMAR_WAIT_S = 0.05  # of a step in which everybody waits for one
@@ -110,7 +108,7 @@ class LLMEngine:
         self._num_named = 0  # requests whose names are ours
         self._watch: Watch | None = None
         self._adapters = parts.adapters
-        self._grammars: RequestGrammars | None = None  # until one is brought
+        self._grammars: Grammars | None = None  # until one is brought
         self.reset_stats()
         try:
             if config.events is not None:
@@ -494,16 +492,15 @@ class LLMEngine:
 
     def _compiled_grammars(self) -> GrammarsCompiled:
         if self._grammars is None:
-            from common.grammars.request_grammars import RequestGrammars, vocabulary_of
-
-            assert self.tokenizer is not None
-            tokens = self.vocab_size, self._intake.eos_token_ids
             path = self.config.model or SHIPPED_CHECKPOINT
-            vocabulary = vocabulary_of(
-                self.tokenizer, *tokens, path if self.config.has_workers else None
+            make: Callable[..., Grammars] = load(REQUEST_GRAMMARS)
+            self._grammars = make(
+                self.scheduler,
+                self.tokenizer,
+                self.vocab_size,
+                self._intake.eos_token_ids,
+                path if self.config.has_workers else None,
             )
-            books = cast("SchedulerBooks", self.scheduler)
-            self._grammars = RequestGrammars(books, vocabulary)
         return self._grammars.queue
 
     def _end_failed_grammars(self) -> None:
@@ -707,12 +704,14 @@ def _make_parts(
             torch.cuda.set_device(device)  # kernels and events are the current device's
         checkpoint = read_checkpoint(model)  # what is wrong is said before weights are read
         tokenizer = tokenizer or load_tokenizer(checkpoint.path)
-        loaded = load_model(checkpoint, config.dtype, device)
+        packs = config.packs_while_loading
+        loaded = load_model(checkpoint, config.dtype, device, packs=packs)
     weight, how = loaded.model.embed_weight, config.speculation
     if how is None or how.method != "draft":
         draft = None
     elif draft is None:
-        draft = load_model(how.model or SHIPPED_DRAFT, weight.dtype, weight.device)
+        path, packs = how.model or SHIPPED_DRAFT, config.pack_weights
+        draft = load_model(path, weight.dtype, weight.device, packs=packs)
     put_threads_back = set_threads(config.num_threads, loaded.model.num_parameters, weight.device)
     try:
         parts = assemble(config, loaded, draft, tokenizer, members)

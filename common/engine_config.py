@@ -72,8 +72,8 @@ class SpeculativeConfig:
             speculative = {"method": speculative}
         if not isinstance(speculative, dict) or "method" not in speculative:
             raise ValueError(
-                f"speculative is {speculative!r}: it must be None, a Proposer or a dict with a "
-                "method"
+                f"speculative is {speculative!r}: it must be None, an instance of Proposer or a "
+                "dict with a method"
             )
         known = list(cls.__dataclass_fields__)
         if unknown := [name for name in speculative if name not in known]:
@@ -272,8 +272,8 @@ class EngineConfig:
             is_connector = isinstance(self.kv_connector, KVConnector | None)
             _check(
                 self,
-                ("kv_tiers", is_tiers, "it must be None or a KVTierConfig"),
-                ("kv_connector", is_connector, "it must be None or a KVConnector"),
+                ("kv_tiers", is_tiers, "it must be None or an instance of KVTierConfig"),
+                ("kv_connector", is_connector, "it must be None or an instance of KVConnector"),
             )
 
     def _check_own_parts(self) -> None:
@@ -308,6 +308,11 @@ class EngineConfig:
     @property
     def takes_adapters(self) -> bool:
         return self.adapters is not None or self.max_loras is not None
+
+    @property
+    def packs_while_loading(self) -> bool:
+        """Adapters find their places in matrices that are not packed yet."""
+        return self.pack_weights and not self.takes_adapters
 
     @property
     def max_adapters(self) -> int:

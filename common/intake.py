@@ -14,7 +14,6 @@ from numbers import Integral, Real
 from typing import Any, TypedDict
 
 from common.outputs import OutputProcessor, RequestGroup
-from common.sampling.sampling_columns import DrawnSeedParams
 from common.tokenizer import Tokenizer
 from kv_memory import KeyedRequest
 from request import SamplingParams, check_integers, require
@@ -38,6 +37,13 @@ class RequestOptions(SharedOptions, total=False):
     """`adapter` is the name of a LoRA adapter that is loaded."""
 
     adapter: str | None
+
+
+class DrawnSeedParams(SamplingParams):
+    """Parameters of a request that named no seed, so the engine drew one. Tokens that depend on
+    such a seed may differ with and without speculation."""
+
+    __slots__ = ()
 
 
 @dataclass(slots=True)

@@ -20,7 +20,7 @@ import torch
 from batch_layout import ComposedBatch
 from common.engine_config import EngineConfig
 from common.loader import LoadedModel
-from common.model import SCORED
+from common.model_config import SCORED
 from common.runner.batch_state import BatchState
 from common.sampling.sampler import Sampler
 from common.sampling.sampling_columns import SamplingBatch, SamplingColumns

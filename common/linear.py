@@ -18,7 +18,7 @@ from __future__ import annotations
 
 import logging
 import platform
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 
 import torch
 from torch import nn
@@ -135,6 +135,22 @@ def why_not_packed(dtype: torch.dtype, device: torch.device) -> str | None:
         supported = torch.ops.mkldnn._is_mkldnn_bf16_supported()
         return None if supported else "the processor has no AVX-512 for bfloat16"
     return f"the dtype is {dtype}"
+
+
+def overlap_plain_weights(matrices: Sequence[Linear]) -> dict[int, Linear]:
+    """Move the plain weights of all matrices into one buffer that is little larger than the largest
+    of them. They overlap there, so each has to be filled and packed before the next one is filled;
+    in return the system commits that memory once instead of once a matrix. Returns the matrices by
+    the address at which their weight begins, which is different for each."""
+    if not matrices:
+        return {}
+    gap = 64  # elements between the beginnings of two matrices
+    largest = max(matrix.shape.numel() for matrix in matrices)
+    buffer = matrices[0].plain_weight().new_empty(largest + gap * len(matrices))
+    for i, matrix in enumerate(matrices):
+        weight = buffer[i * gap :][: matrix.shape.numel()].view(matrix.shape)
+        matrix.weight = nn.Parameter(weight, requires_grad=False)
+    return {matrix.plain_weight().data_ptr(): matrix for matrix in matrices}
 
 
 def linear_layers(module: nn.Module) -> Iterator[Linear]:

@@ -11,14 +11,20 @@ the shared matrix may have either of its names, or both if both hold the same va
 differ, transformers 5 unties them and warns; here it is an error.)
 
 Parameters are allocated once, uninitialised, on the device they stay on. Files are mapped into
-memory and copied tensor by tensor, so the peak is the model plus one tensor. Where several
-processes share a model, each copies its own slices, and checks names and shapes of the whole."""
+memory and copied tensor by tensor, and the pages of a tensor are given back once it is copied, so
+the peak is the model plus one tensor. If the matrices are to be packed (`linear.py`), each is
+packed as soon as it is complete, and its plain copy is given up before the next one is read: only
+one plain matrix exists at a time. Where several processes share a model, each copies its own
+slices, and checks names and shapes of the whole."""
 
 from __future__ import annotations
 
+import ctypes
 import json
 import logging
+import mmap
 import re
+import sys
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from hashlib import blake2b
@@ -30,6 +36,7 @@ from safetensors import SafetensorError, safe_open
 
 from common.blocks import CheckpointTensor
 from common.kernels.processor import is_bfloat16_fast
+from common.linear import Linear, linear_layers, overlap_plain_weights, why_not_packed
 from common.model import DecoderModel
 from common.model_config import ModelConfig, token_ids
 
@@ -125,12 +132,14 @@ def load_model(
     dtype: str | torch.dtype = "auto",
     device: str | torch.device = "cpu",
     make: Callable[[ModelConfig, torch.dtype, torch.device], DecoderModel] = DecoderModel,
+    packs: bool = False,
 ) -> LoadedModel:
     """A complete model, ready for `forward`. `dtype="auto"` is the checkpoint's own, except that a
     CPU without fast arithmetic for it gets float32. `make` may leave a part of the model to other
-    processes (`common/parallel`); only what it takes is read. Raises `FileNotFoundError` for
-    missing files and `ValueError` for what does not fit: before memory is taken or weights are
-    read, but for a tied matrix that is stored twice and differs."""
+    processes (`common/parallel`); only what it takes is read. `packs`: pack the matrices for this
+    processor, if it can (`DecoderModel.pack_weights`). Raises `FileNotFoundError` for missing files
+    and `ValueError` for what does not fit: before memory is taken or weights are read, but for a
+    tied matrix that is stored twice and differs."""
     checkpoint = model if isinstance(model, Checkpoint) else read_checkpoint(model)
     path, config, device = checkpoint.path, checkpoint.config, torch.device(device)
     files = _open_weights(path)
@@ -143,7 +152,7 @@ def load_model(
     short = replace(config, max_position_embeddings=1)  # its rotary table is no memory either
     _check_tensors(_places(make(short, dtype, torch.device("meta")), files), files)
     decoder = make(config, dtype, device)
-    _fill(decoder, files)
+    _fill(decoder, files, packs and why_not_packed(dtype, device) is None)
     return LoadedModel(decoder, config, checkpoint.generation_eos_token_ids, path)
 
 
@@ -270,18 +279,52 @@ def _check_tensors(parts: dict[str, CheckpointTensor], files: dict[str, Any]) ->
             raise ValueError(f"{name} has dtype {dtype}: it must be {', '.join(_FILE_DTYPES)}")
 
 
-def _fill(decoder: DecoderModel, files: dict[str, Any]) -> None:
-    """Copy every tensor to its place."""
+def _fill(decoder: DecoderModel, files: dict[str, Any], packs: bool) -> None:
+    """Copy every tensor to its place. With `packs`, pack each matrix when it is complete; the parts
+    of one follow each other in `checkpoint_tensors`."""
+    own = [m for m in linear_layers(decoder) if m.weight is not decoder.embed_weight]
+    unpacked = overlap_plain_weights(own) if packs else {}
     parts = _places(decoder, files)
     if decoder.config.tie_word_embeddings and EMBEDDING in files and HEAD in files:
         _check_tied(files, parts[EMBEDDING])
-    targets = {name: part.target for name, part in parts.items() if part.target is not None}
-    for name, target in targets.items():
-        target.copy_(files[name].get_slice(name)[parts[name].part])
-        if offset := parts[name].offset:
-            target.add_(offset)
-    filled = sum(target.numel() for target in targets.values())
-    assert filled == sum(p.numel() for p in decoder.parameters()), "a parameter has no tensor"
+    num_filled, num_missing = 0, 0
+    matrix: Linear | None = None  # that lacks `num_missing` weights
+    for name, part in parts.items():
+        if (target := part.target) is None:
+            continue
+        if matrix is None and (matrix := unpacked.get(target.data_ptr())) is not None:
+            num_missing = matrix.shape.numel()
+        stored = files[name].get_slice(name)[part.part]
+        target.copy_(stored)
+        _give_back(stored)
+        if part.offset:
+            target.add_(part.offset)
+        num_filled += target.numel()
+        if matrix is not None:
+            assert _is_in(target, matrix.plain_weight()), f"{name} comes before a matrix is packed"
+            num_missing -= target.numel()
+            if num_missing == 0:
+                matrix.pack()
+                matrix = None
+    assert num_filled == decoder.num_parameters, "a parameter has no tensor"
+    if packs:  # those that are left: the embedding as the output's matrix
+        decoder.pack_weights()
+
+
+def _is_in(target: torch.Tensor, weight: torch.Tensor) -> bool:
+    return target.untyped_storage().data_ptr() == weight.untyped_storage().data_ptr()
+
+
+def _give_back(stored: torch.Tensor) -> None:
+    """Unmap the pages that lie wholly in a tensor of a mapped file: they count as memory of this
+    process as long as the file is open. On Linux; elsewhere the pages stay until it is closed."""
+    if sys.platform == "linux":
+        memory, page = stored.untyped_storage(), mmap.PAGESIZE
+        start = -(-memory.data_ptr() // page) * page
+        stop = (memory.data_ptr() + memory.nbytes()) // page * page
+        if stop > start:
+            address, size = ctypes.c_void_p(start), ctypes.c_size_t(stop - start)
+            ctypes.CDLL(None).madvise(address, size, mmap.MADV_DONTNEED)
 
 
 def _check_tied(files: dict[str, Any], matrix: CheckpointTensor) -> None:

@@ -37,7 +37,7 @@ from common.blocks import AttentionBlock, CheckpointTensor, MakeLinear, MLPBlock
 from common.kernels.regions import Regions
 from common.layer_groups import deal_layers
 from common.linear import Linear, linear_layers, why_not_packed
-from common.model_config import ModelConfig
+from common.model_config import SCORED, ModelConfig
 from common.parallel.collectives import Alone, Collectives
 from common.roles import load
 from common.rotary import Rotary, rotary_table
@@ -54,7 +54,6 @@ MLP_BLOCKS = {
     "post-norm mlp": "common.post_norm_blocks:PostNormMLP",
     "experts": "common.experts.experts_block:ExpertsBlock",
 }
-SCORED = "prompt_logprobs"  # in what is staged: who takes the hidden states of all tokens
 
 
 class DecoderLayer(nn.Module):

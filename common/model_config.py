@@ -43,6 +43,8 @@ if TYPE_CHECKING:
     from common.experts.expert_config import ExpertsConfig
 
 logger = logging.getLogger(__name__)
+# The key in `ComposedBatch.staged` of the object that scores the hidden states of all tokens.
+SCORED = "prompt_logprobs"
 
 
 @dataclass(frozen=True, slots=True)

@@ -20,7 +20,7 @@ several: what it keeps of a step is in the plan."""
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from importlib import import_module
 from typing import TYPE_CHECKING, Any, Protocol, TypeGuard, runtime_checkable
@@ -30,6 +30,7 @@ from policies import POLICIES, SchedulePolicy, policy_named
 from whole_prompts import ChunkPolicy
 
 if TYPE_CHECKING:
+    from grammar_queue import GrammarsCompiled
     from proposers import Proposer
 
 SCHEDULERS = {
@@ -49,6 +50,8 @@ LATE_PLUGINS = {
     "prompt_logprobs": "common.sampling.prompt_logprobs:make",
     "grammar": "common.grammars.grammar_masks:make",
 }
+# The scheduler's side of grammars, likewise: a `Grammars` of the arguments that the engine gives.
+REQUEST_GRAMMARS = "common.grammars.request_grammars:RequestGrammars"
 # Where prompts are whole; where they are cut, and a batch has both decodes and chunks.
 ATTENTION_BACKENDS = {
     "torch": (
@@ -77,6 +80,13 @@ class LearnsDurations(Protocol):
     ) -> None: ...
 
 
+class Grammars(Protocol):
+    """The grammars of an engine's requests, as the engine sees them."""
+
+    queue: GrammarsCompiled
+    close: Callable[[], object]
+
+
 # -- what is allowed
 
 
@@ -101,19 +111,19 @@ def check_chunked_prefill(value: object) -> None:
     is_size = isinstance(value, int) and (isinstance(value, bool) or value >= 1)
     if not is_size and not _is_made(value, ChunkPolicy):
         raise ValueError(
-            f"chunked_prefill is {value!r}: it must be True, False, an integer >= 1 or a "
-            "ChunkPolicy"
+            f"chunked_prefill is {value!r}: it must be True, False, an integer >= 1 or an "
+            "instance of ChunkPolicy"
         )
 
 
 def check_attention_backend(value: object) -> None:
     names = ("auto", *ATTENTION_BACKENDS)
     is_one = _is_made(value, AttentionBackend)
-    _check("attention_backend", value, names, is_one, "an AttentionBackend")
+    _check("attention_backend", value, names, is_one, "an instance of AttentionBackend")
 
 
 def check_method(value: object) -> None:
-    _check("method", value, PROPOSERS, is_proposer(value), "a Proposer")
+    _check("method", value, PROPOSERS, is_proposer(value), "an instance of Proposer")
 
 
 def is_proposer(value: object) -> TypeGuard[Proposer]:

@@ -14,7 +14,7 @@ from common.adapters.adapter_slots import AdapterSlots
 from common.engine_config import EngineConfig
 from common.kv_sizing import KVDemand, Neighbours, make_kv_cache
 from common.loader import LoadedModel
-from common.model import SCORED
+from common.model_config import SCORED
 from common.sampling import sampling_constraints, speculative_sampler
 from common.sampling.sampler import Sampler
 from common.sampling.sampling_columns import (

@@ -3,6 +3,8 @@ from __future__ import annotations
 import dataclasses
 import json
 import logging
+import re
+import sys
 from pathlib import Path
 
 import huggingface_hub
@@ -12,11 +14,12 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, Qwen3Config
 
 from common import loader
+from common.linear import Linear, linear_layers, why_not_packed
 from common.loader import load_model, resolve_checkpoint
 from common.model import DecoderModel
 from common.model_config import SUPPORTED_ARCHITECTURES, ModelConfig
 from common.tests.model_cases import CASES, PagedHarness, reference_logits, save_case
-from common.workshop.bench.random_weights import QWEN3_0_6B, random_model
+from common.workshop.bench.random_weights import QWEN3_0_6B, random_model, write_random
 
 WEIGHTS = "model.safetensors"
 INDEX = "model.safetensors.index.json"
@@ -57,6 +60,51 @@ def assert_logits_of_transformers(path: Path) -> None:
     expected = reference_logits(path, torch.float64, [prompt])[0]
     logits = PagedHarness(load_model(path, torch.float64).model, 1).step([(0, 0, prompt)])
     assert (logits - expected).abs().max() < 1e-9
+
+
+# -- one plain matrix at a time
+
+
+@pytest.mark.skipif(why_not_packed(torch.float32, torch.device("cpu")) is not None, reason="ARM")
+@pytest.mark.parametrize("name", CASES)
+def test_a_matrix_is_packed_before_the_next_one_is_read(name, tmp_path, monkeypatch):
+    path, own, plain_bytes = save_case(name, tmp_path), [], []
+    expected = dict(load_model(path, torch.float32).model.named_weights())
+    overlap, pack = loader.overlap_plain_weights, Linear.pack
+
+    def watched_overlap(matrices: list[Linear]) -> dict[int, Linear]:
+        own.extend(matrices)
+        return overlap(matrices)
+
+    def watched_pack(matrix: Linear, keep_weight: bool = False) -> None:
+        memory = [m.weight.untyped_storage() for m in own if m.weight is not None]
+        plain_bytes.append(sum({m.data_ptr(): m.nbytes() for m in memory}.values()))
+        pack(matrix, keep_weight)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(loader, "overlap_plain_weights", watched_overlap)
+        patch.setattr(Linear, "pack", watched_pack)
+        model = load_model(path, torch.float32, packs=True).model
+    assert max(plain_bytes) <= 4 * (max(m.shape.numel() for m in own) + 64 * len(own))
+    assert all(matrix.is_packed for matrix in linear_layers(model))
+    assert_same_weights(dict(model.named_weights()), expected)
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="the pages of a mapped file, in /proc")
+def test_the_pages_of_a_tensor_are_given_back_when_it_is_copied(tmp_path, monkeypatch):
+    write_random("qwen3", tmp_path)
+    size, resident = (tmp_path / WEIGHTS).stat().st_size, []
+    give_back = loader._give_back
+
+    def watched(stored: torch.Tensor) -> None:
+        give_back(stored)
+        maps = Path("/proc/self/smaps").read_text()
+        found = re.search(rf"{re.escape(str(tmp_path / WEIGHTS))}\n.*?Rss: +(\d+) kB", maps, re.S)
+        resident.append(int(found[1]) * 1024)
+
+    monkeypatch.setattr(loader, "_give_back", watched)
+    load_model(tmp_path, torch.float32)
+    assert len(resident) > 20 and max(resident) < size / 4, (resident, size)
 
 
 # -- every tensor once, every parameter once

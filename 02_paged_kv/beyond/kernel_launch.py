@@ -11,10 +11,24 @@ shapes, the dtype and the GPU's architecture:
                                                         GPU, where there is none
 
 `common/kernels/launch_configurations.py` lists all of an engine's, and its test compiles them.
+
+A launch is Python that puts a kernel on a queue, so PyTorch does not see it. While a
+`TorchDispatchMode` is on, something has to: fake tensors, which have shapes and a device but no
+memory, so that a kernel cannot run on them; or the recorder of `common/runner/graph_emulator.py`.
+Then the same launch is an operation of PyTorch with a schema:
+
+    kernels::_merge_splits_kernel_1f0c3a(int[] grid, Tensor(a!) output, ..., int num_seqs) -> ()
+
+    on real tensors     it launches the kernel
+    on fake ones        it computes nothing and checks what a GPU would fail on
+
+The constants belong to the operation, as they do to the machine code. The schema does not say which
+tensors a kernel writes: it may be each of them. Without such a mode a launch makes no operation.
 """
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cache
@@ -31,6 +45,9 @@ TRITON_TYPES = {
     torch.int32: "i32",
     torch.bool: "i1",
 }
+_DTYPES = {name: dtype for dtype, name in TRITON_TYPES.items()}
+_INTEGERS = ("i32", "i64")
+_TURN_OFF = torch._C.DisableTorchFunction  # of function modes too: a kernel is not Python's
 # Where nothing is compiled, in the interpreter: tiles are those of this one.
 DEFAULT_ARCHITECTURE = 90
 
@@ -53,9 +70,7 @@ class Launch:
         return {name: getattr(self, name) for name in names}
 
     def __call__(self, grid: tuple[int, ...], *arguments: Any) -> None:
-        if torch._C._len_torch_dispatch_stack():  # somebody watches what is computed
-            from kernel_ops import launch_as_op
-
+        if torch._C._len_torch_dispatch_stack():  # a TorchDispatchMode is on
             launch_as_op(self, grid, arguments)
         else:
             self.kernel[grid](*arguments, **self.constants, **self.options)
@@ -134,3 +149,63 @@ def architecture_of(device: torch.device) -> int:
         return DEFAULT_ARCHITECTURE
     major, minor = torch.cuda.get_device_capability(device)
     return 10 * major + minor
+
+
+# -- launches as operations of PyTorch
+
+
+def launch_as_op(launch: Launch, grid: tuple[int, ...], arguments: tuple[Any, ...]) -> None:
+    """Call `launch(grid, *arguments)` as an operation. Raises `ValueError` if on fake tensors an
+    argument is not what the kernel is compiled for, or on another device than the others."""
+    kinds, constants, options = (
+        tuple(d.items()) for d in (launch.arguments, launch.constants, launch.options)
+    )
+    _op(launch.kernel, kinds, constants, options)(list(grid), *arguments)
+
+
+@cache
+def _op(
+    kernel: Any,
+    kinds: tuple[tuple[str, str], ...],
+    constants: tuple[tuple[str, Any], ...],
+    options: tuple[tuple[str, Any], ...],
+) -> Any:
+    """Registered once in a process: a kernel has a few sets of constants."""
+    fixed, kind_of = dict(constants) | dict(options), dict(kinds)
+    # A launch knows them by name, a call by their order in the kernel.
+    names = [name for name in kernel.arg_names if name in kind_of]
+    arguments, name = [(name, kind_of[name]) for name in names], kernel.__name__
+    told = repr((arguments, constants, options)).encode()
+    name = f"kernels::{name}_{hashlib.blake2b(told, digest_size=6).hexdigest()}"
+
+    def run(grid, *values):
+        with _TURN_OFF():
+            kernel[tuple(grid)](*values, **fixed)
+
+    def check(grid, *values):
+        places = set()
+        for (argument, kind), value in zip(arguments, values, strict=True):
+            if not isinstance(value, torch.Tensor):
+                continue
+            places.add(value.device)
+            if value.dtype != _DTYPES[kind[1:]]:
+                raise ValueError(
+                    f"{name}: {argument} is {value.dtype}, and the kernel is compiled for {kind}"
+                )
+        if len(places) > 1:
+            raise ValueError(f"{name}: its tensors are on {sorted(map(str, places))}")
+
+    tensors = [argument for argument, kind in arguments if kind.startswith("*")]
+    op = torch.library.custom_op(name, run, mutates_args=tensors, schema=_schema(arguments))
+    op.register_fake(check)
+    return op
+
+
+def _schema(arguments: list[tuple[str, str]]) -> str:
+    parts = ["int[] grid"]
+    for i, (name, kind) in enumerate(arguments):
+        if kind.startswith("*"):
+            parts.append(f"Tensor(a{i}!) {name}")
+        else:
+            parts.append(f"{'int' if kind in _INTEGERS else 'float'} {name}")
+    return f"({', '.join(parts)}) -> ()"

@@ -39,7 +39,8 @@ from torch.nn import functional as F
 from common.adapters.adapter_files import Adapter, LowRank, layer_of, read_adapter
 from common.blocks import CheckpointTensor
 from common.linear import Linear
-from common.model import SCORED, DecoderLayer, DecoderModel
+from common.model import DecoderLayer, DecoderModel
+from common.model_config import SCORED
 from worker_thread import WorkerThread
 
 # Matrices of a layer: block, matrix, and what a checkpoint has in its place.

@@ -22,6 +22,7 @@ import torch
 
 from common.events.event_kinds import VERSION, Cut, Event, Run, to_line
 from common.tokenizer import IncrementalDetokenizer, Tokenizer
+from policies import SchedulePolicy
 
 if TYPE_CHECKING:
     from common.engine_config import EngineConfig
@@ -165,7 +166,10 @@ def describe_run(
 
 
 def _name(part: Any) -> str:
-    """Of a part, or of what makes it, where it was not chosen by name."""
+    """The name of a part: the one it was chosen by, a policy's own, or that of its class or of the
+    function that makes it."""
+    if isinstance(part, SchedulePolicy):
+        return part.name
     return part if isinstance(part, str) else getattr(part, "__name__", type(part).__name__)
 
 
@@ -194,7 +198,7 @@ def _plain(name: str, value: Any) -> Any:
     if name in _OWN_SETTINGS and dataclasses.is_dataclass(value):
         values = {f.name: getattr(value, f.name) for f in dataclasses.fields(value)}
         return {key: _plain(key, item) for key, item in values.items()}
-    return type(value).__name__
+    return value.name if isinstance(value, SchedulePolicy) else type(value).__name__
 
 
 # -- text

@@ -14,25 +14,25 @@ from scheduler_books import SchedulerBooks
 
 
 class RequestGrammars:
-    """`queue` stands last in the list of the scheduler's plugins from now on."""
+    """Add `queue` to the end of the scheduler's list of plugins. `elsewhere` is the checkpoint of
+    ranks in other processes, which have its own tokenizer. Raises `ValueError` if `tokenizer` is
+    another one."""
 
-    def __init__(self, books: SchedulerBooks, vocabulary: Vocabulary) -> None:
+    def __init__(
+        self,
+        books: SchedulerBooks,
+        tokenizer: Tokenizer,
+        vocab_size: int,
+        eos_token_ids: Sequence[int],
+        elsewhere: str | Path | None = None,
+    ) -> None:
+        vocabulary = Vocabulary.of(tokenizer, vocab_size, eos_token_ids)
+        if elsewhere is not None:
+            theirs = load_tokenizer(resolve_checkpoint(elsewhere))
+            if vocabulary != Vocabulary.of(theirs, vocab_size, eos_token_ids):
+                raise ValueError(
+                    "grammar: over several ranks it needs the tokenizer of the checkpoint"
+                )
         self.compiler = GrammarCompiler(vocabulary)
         self.queue, self.close = GrammarsCompiled(self.compiler.submit), self.compiler.close
         books.set_plugins([*books.plugins, self.queue])
-
-
-def vocabulary_of(
-    tokenizer: Tokenizer,
-    vocab_size: int,
-    eos_token_ids: Sequence[int],
-    elsewhere: str | Path | None = None,
-) -> Vocabulary:
-    """`elsewhere`: the checkpoint of ranks in other processes, which have its own tokenizer. Raises
-    `ValueError` if this one is another."""
-    vocabulary = Vocabulary.of(tokenizer, vocab_size, eos_token_ids)
-    if elsewhere is not None:
-        theirs = load_tokenizer(resolve_checkpoint(elsewhere))
-        if vocabulary != Vocabulary.of(theirs, vocab_size, eos_token_ids):
-            raise ValueError("grammar: over several ranks it needs the tokenizer of the checkpoint")
-    return vocabulary

@@ -31,8 +31,8 @@ from typing import Any
 
 import msgpack
 
+from common.intake import DrawnSeedParams
 from common.sampling.distributions import TokenLogprobs
-from common.sampling.sampling_columns import DrawnSeedParams
 from request import SamplingParams
 from scheduler_interface import (
     BlockMove,

@@ -13,12 +13,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from common.intake import DrawnSeedParams
 from common.parallel import message
 from common.parallel.collectives import CollectiveError
 from common.parallel.executor import ANSWERS
 from common.parallel.message import MessageError
 from common.sampling.distributions import TokenLogprobs
-from common.sampling.sampling_columns import DrawnSeedParams
 from common.tests.engine_oracle import checked_engine, serve_a_crowd
 from request import SamplingParams
 from scheduler_interface import (

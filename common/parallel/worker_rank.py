@@ -102,7 +102,8 @@ class Rank:
         loaded = replace(loaded, generation_eos_token_ids=tuple(told["eos_token_ids"]))
         draft, how = None, config.speculation
         if how is not None and how.method == "draft" and ranks.is_last_stage:
-            draft = load_model(how.model or SHIPPED_DRAFT, loaded.model.embed_weight.dtype, device)
+            path, dtype = how.model or SHIPPED_DRAFT, loaded.model.embed_weight.dtype
+            draft = load_model(path, dtype, device, packs=config.pack_weights)
         length: ToldLength | None = None
 
         def tell(how: SpeculativeConfig) -> ToldLength:
@@ -262,10 +263,11 @@ class _Meeting:
 
 
 def _load(config: EngineConfig, device: torch.device, collectives: Collectives) -> LoadedModel:
-    model = config.model or SHIPPED_CHECKPOINT
+    model, packs = config.model or SHIPPED_CHECKPOINT, config.packs_while_loading
     if collectives.ranks.world_size == 1:
-        return load_model(model, config.dtype, device)
-    return load_model(model, config.dtype, device, partial(ShardedModel, collectives=collectives))
+        return load_model(model, config.dtype, device, packs=packs)
+    make = partial(ShardedModel, collectives=collectives)
+    return load_model(model, config.dtype, device, make, packs)
 
 
 @dataclass(frozen=True, slots=True)

@@ -9,7 +9,7 @@ same tensors:
     aten.add           ..., 0.25                    numbers, sizes, lists: as they were at capture
 
 So a replay has no metadata, no host value and no Python of its step. Kernels are on the list if
-they are operations (`02_paged_kv/beyond/kernel_ops.py`). Around that:
+they are operations (`02_paged_kv/beyond/kernel_launch.py`). Around that:
 
     at capture      what would wait for the device raises `CannotCapture`: `item`, `tolist`,
                     `bool(tensor)`, masks as indices, numbers that come from the host

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from common.intake import DrawnSeedParams
 from common.sampling.runner_plugin import HasTokens, RunnerPlugin
 from request import SamplingParams
 from scheduler_interface import NewRequestData
@@ -24,13 +25,6 @@ RULES = 1 << 8  # what tokens may be said at all (`token_rules.py`)
 DRAWN = NARROW | WIDE
 MOST_NARROW = 256
 ALL = 1 << 40  # more than any vocabulary, or answer, has
-
-
-class DrawnSeedParams(SamplingParams):
-    """Parameters of a request that named no seed: this one was drawn for it. What follows from it
-    need not be the same with and without guesses."""
-
-    __slots__ = ()
 
 
 class SamplingColumns(RunnerPlugin):

@@ -18,6 +18,7 @@ from typing import Protocol
 import numpy as np
 import torch
 
+from common.intake import DrawnSeedParams
 from common.sampling.counter_random import ACCEPT_STREAM, DRAFT_STREAM, TOKEN_STREAM
 from common.sampling.distributions import StagedRows, row_uniforms
 from common.sampling.greedy_rows import BAD, REJECTED
@@ -25,7 +26,6 @@ from common.sampling.runner_plugin import Cargo, HasTokens
 from common.sampling.sampler import BatchSampler, Draw, Sampler, UnreadStep
 from common.sampling.sampling_columns import (
     DRAWN,
-    DrawnSeedParams,
     SamplingBatch,
     SamplingColumns,
 )

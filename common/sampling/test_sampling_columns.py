@@ -8,8 +8,9 @@ from dataclasses import fields
 import numpy as np
 import pytest
 
+from common.intake import DrawnSeedParams
 from common.sampling import sampling_columns as columns_module
-from common.sampling.sampling_columns import DrawnSeedParams, SamplingColumns
+from common.sampling.sampling_columns import SamplingColumns
 from request import SamplingParams
 
 BITS = ("NARROW", "WIDE", "TOP_K", "MIN_P", "TOP_P", "PENALTIES", "MIN_TOKENS", "LOGPROBS")

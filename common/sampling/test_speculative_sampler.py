@@ -8,8 +8,9 @@ import numpy as np
 import torch
 from scipy.stats import chisquare
 
+from common.intake import DrawnSeedParams
 from common.sampling.sampler import Sampler
-from common.sampling.sampling_columns import DrawnSeedParams, SamplingBatch
+from common.sampling.sampling_columns import SamplingBatch
 from common.sampling.speculative_sampler import SpeculativeSampler
 from common.tests.sampling_cases import make_sampling
 

@@ -11,8 +11,9 @@ import pytest
 import torch
 from scipy.stats import chisquare
 
+from common.intake import DrawnSeedParams
 from common.sampling.sampler import Sampler
-from common.sampling.sampling_columns import DrawnSeedParams, SamplingBatch
+from common.sampling.sampling_columns import SamplingBatch
 from common.sampling.speculative_sampler import SpeculativeSampler
 from common.sampling.test_sampler import naive_probs
 from common.sampling.token_rules import token_rules_of

@@ -11,8 +11,9 @@ import pytest
 import torch
 
 import batch_layout
+from common.intake import DrawnSeedParams
 from common.sampling.sampler import Sampler
-from common.sampling.sampling_columns import DrawnSeedParams, SamplingBatch
+from common.sampling.sampling_columns import SamplingBatch
 from common.sampling.speculative_sampler import ConstrainedDrafts, SpeculativeSampler
 from common.tests.fake_gpu import fake_gpu
 from common.tests.pretend_device import pretend_device

@@ -1,8 +1,8 @@
 """A GPU that is not there: `FakeTensorMode`, with tensors on "cuda" that have no memory.
 
 Every operation says what it would return and on which device; kernels are operations too
-(`02_paged_kv/beyond/kernel_ops.py`). So a step of a model of any size runs in a second, and these
-raise, in whatever line does it:
+(`02_paged_kv/beyond/kernel_launch.py`). So a step of a model of any size runs in a second, and
+these raise, in whatever line does it:
 
     tensors of two devices in one operation    as on a GPU
     the host reads a tensor                    item, tolist, bool, ...: it would wait

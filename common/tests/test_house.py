@@ -26,6 +26,7 @@ LAWS: list[Law] = [
     rooms.law_of_words,
     rooms.law_of_sizes,
     rooms.law_of_common_floors,
+    rooms.law_of_circles,
     laws.law_of_one_definition,
     laws.law_of_composition,
     laws.law_of_names,
@@ -230,8 +231,13 @@ BREACHES: dict[str, tuple[Law, dict[str, str], str]] = {
         {"common/llm.py": "import common.tests.oracle\n", "common/tests/oracle.py": ""},
         "common/llm.py:1 imports `common.tests.oracle` of a higher floor: workshop",
     ),
+    "circle in a chapter": (
+        rooms.law_of_circles,
+        {"02_b/far.py": "import farther\n", "02_b/farther.py": "def f():\n    import far\n"},
+        "a circle of files: 02_b/far",
+    ),
     "circle": (
-        rooms.law_of_common_floors,
+        rooms.law_of_circles,
         {
             "common/runner/a.py": "import common.runner.b\n",
             "common/runner/b.py": "from common.runner import c\n",
@@ -292,6 +298,16 @@ BREACHES: dict[str, tuple[Law, dict[str, str], str]] = {
     "forbidden name": (laws.law_of_names, {"common/utils.py": ""}, "`utils`"),
     "name of a dependency": (laws.law_of_names, {"01_a/triton.py": ""}, "`triton`"),
     "class in a demo": (laws.law_of_demos, {"01_a/low_demo.py": "class X:\n    pass\n"}, "class X"),
+    "workshop in a demo": (
+        laws.law_of_demos,
+        {"01_a/low_demo.py": "from common.workshop.tools.palette import INK\n"},
+        "low_demo.py:1 imports `common.workshop.tools.palette`",
+    ),
+    "another colour in a demo": (
+        laws.law_of_demos,
+        {"01_a/low_demo.py": "INK = '#123456'\n"},
+        "low_demo.py:1 has another INK",
+    ),
     "quotation differs": (
         laws.law_of_quotation,
         {"README.md": "a\n\n```python file=low.py\nimport os\nimport torch.nn\n```\n"},

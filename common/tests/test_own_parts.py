@@ -4,18 +4,30 @@ tokens are those of `transformers`, in float64."""
 from __future__ import annotations
 
 import gc
+import json
 from collections.abc import Collection, Sequence
+from pathlib import Path
 from typing import Any, cast
 
 import pytest
 import torch
 
 from block_pool import BlockPool
+from common import engine as engine_module
 from common.engine import EngineConfig, LLMEngine
 from common.parallel.remote import config_to_map
-from common.roles import ATTENTION_BACKENDS, PREFIX_CACHES, PROPOSERS, SCHEDULERS, load
+from common.roles import (
+    ATTENTION_BACKENDS,
+    LATE_PLUGINS,
+    PREFIX_CACHES,
+    PROPOSERS,
+    REQUEST_GRAMMARS,
+    SCHEDULERS,
+    load,
+)
 from common.scheduler_assembly import SchedulerParts
 from common.tests.engine_oracle import MAX_TOKENS, checked_engine, greedy_params, serve
+from common.tests.house import imports, parse
 from mixed_attention import MixedAttentionBackend
 from paged_attention import AttentionMetadata
 from policies import FCFSPolicy, SchedulePolicy
@@ -284,6 +296,8 @@ def test_what_is_no_name_and_no_part_is_named(field, value, names) -> None:
     shown, field = (value["method"], "method") if isinstance(value, dict) else (value, field)
     assert sentence.startswith(f"{field} is {shown!r}: it must be ")
     assert all(name in sentence for name in names) and "\n" not in sentence
+    if isinstance(shown, type):
+        assert "an instance of" in sentence
 
 
 @pytest.mark.parametrize(
@@ -323,17 +337,44 @@ def test_of_parts_that_plan_a_worker_learns_what_it_needs() -> None:
 
 @pytest.mark.parametrize(
     "where",
-    [*SCHEDULERS.values(), *PREFIX_CACHES.values(), *PROPOSERS.values()]
+    [*SCHEDULERS.values(), *PREFIX_CACHES.values(), *PROPOSERS.values(), *LATE_PLUGINS.values()]
+    + [REQUEST_GRAMMARS]
     + [where for both in ATTENTION_BACKENDS.values() for where in both],
 )
 def test_every_name_leads_somewhere(where: str) -> None:
     assert callable(load(where))
 
 
-def test_a_film_names_an_own_part(oracle, loaded, tmp_path) -> None:
-    parts = {"policy": ShortestFirst(), "chunked_prefill": FiveAtATime()}
+def test_the_engine_finds_grammars_by_name() -> None:
+    names = {site.module for site in imports(parse(Path(engine_module.__file__)))}
+    assert "common.roles" in names and not [n for n in names if n.startswith("common.grammars")]
+
+
+class Unnamed(SchedulePolicy):
+    def key(self, request: Request) -> int:
+        return request.num_prompt_tokens
+
+
+class DerivedFromFCFS(FCFSPolicy):
+    def key(self, request: Request) -> int:
+        return request.num_prompt_tokens
+
+
+@pytest.mark.parametrize(
+    ("policy", "name"),
+    [
+        (ShortestFirst, "shortest-first"),
+        (Unnamed, "Unnamed"),
+        (DerivedFromFCFS, "DerivedFromFCFS"),
+    ],
+)
+def test_events_name_an_own_part(policy, name, oracle, loaded, tmp_path) -> None:
+    parts = {"policy": policy(), "chunked_prefill": FiveAtATime()}
     engine = engine_with(loaded, **parts, events=tmp_path / "film")
     serve(engine, oracle, EVERYONE, 2)
     engine.close()
-    first = (tmp_path / "film").read_text().splitlines()[0]
-    assert '"policy":"ShortestFirst"' in first and '"chunked_prefill":"FiveAtATime"' in first
+    run, *events = map(json.loads, (tmp_path / "film").read_text().splitlines())
+    assert run["policy"] == run["config"]["policy"] == name
+    assert run["config"]["chunked_prefill"] == "FiveAtATime"
+    keys = [event["order_key"] for event in events if event["kind"] == "arrived"]
+    assert keys == [str(len(oracle.prompts[i])) for i in EVERYONE]

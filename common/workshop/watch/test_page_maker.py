@@ -136,6 +136,23 @@ def test_the_command_writes_one_file(tmp_path: Path, capsys: pytest.CaptureFixtu
     assert str(out) in capsys.readouterr().out
 
 
+def test_a_page_is_named_for_its_runs_and_stands_beside_them(tmp_path: Path) -> None:
+    one, two = tmp_path / "one.jsonl", tmp_path / "two.jsonl"
+    for path in (one, two):
+        path.write_text(RUN, encoding="utf-8")
+    for arguments in ([one], [two], [one, "--beside", two]):
+        assert main(list(map(str, arguments))) == 0
+    pages = {path.name for path in tmp_path.glob("*.html")}
+    assert pages == {"one.html", "two.html", "one_two.html"}
+
+
+def test_a_page_never_replaces_its_own_run(tmp_path: Path) -> None:
+    run = tmp_path / "run.html"
+    run.write_text(RUN, encoding="utf-8")
+    assert main([str(run)]) == 2
+    assert run.read_text("utf-8") == RUN
+
+
 def test_the_command_says_what_is_no_run(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -1,7 +1,7 @@
 """`python -m common.workshop.watch`, `make watch`: a page that steps through a run.
 
 python -m common.workshop.watch                                 the film of chapter 4, made now
-python -m common.workshop.watch run.jsonl --open                what LLM(events=...) wrote
+python -m common.workshop.watch run.jsonl --open                what LLM(events=...) wrote: run.html
 python -m common.workshop.watch run.jsonl --beside other.jsonl  two runs on one axis of steps
 python -m common.workshop.watch --film 3 --open                 that of chapter 3; --films: all six
 python -m common.workshop.watch --mine                          made with the functions in my/
@@ -30,7 +30,9 @@ def main(argv: list[str] | None = None, bench: Workbench | None = None) -> int:
         "run", nargs="?", type=Path, help="events of a run (default: chapter 4's film)"
     )
     parser.add_argument("--beside", type=Path, metavar="F", help="another run, to compare with")
-    parser.add_argument("--out", type=Path, metavar="F", help="default: watch.html")
+    parser.add_argument(
+        "--out", type=Path, metavar="F", help="default: RUN.html beside the run, or watch.html"
+    )
     parser.add_argument("--open", action="store_true", help="show it in the browser")
     parser.add_argument("--mine", action="store_true", help="run with what you have written")
     add_films(parser)
@@ -46,12 +48,11 @@ def main(argv: list[str] | None = None, bench: Workbench | None = None) -> int:
             if is_about_films(args):
                 make_films(args, mine)
                 return 0
-            reels = [read_reel(path) for path in (args.run, args.beside) if path is not None]
-            out = args.out or Path("watch.html")
-            if reels:
-                write_page(out, make_page(reels), args.open)
+            if args.run is None:
+                _make_two(args.out or Path("watch.html"), mine, args.open)
             else:
-                _make_two(out, mine, args.open)
+                runs = [path for path in (args.run, args.beside) if path is not None]
+                _show_runs(runs, args.out, args.open)
     except (ValueError, OSError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
@@ -63,6 +64,15 @@ def _installed(bench: Workbench | None) -> AbstractContextManager[tuple[int, int
     from common.workshop.tasks.mine import installed
 
     return installed(bench)
+
+
+def _show_runs(runs: list[Path], out: Path | None, is_opened: bool) -> None:
+    """Write a page of one or two runs, by default next to the first one and named for them."""
+    reels = [read_reel(path) for path in runs]
+    out = out or runs[0].with_name("_".join(path.stem for path in runs) + ".html")
+    if out in runs:
+        raise ValueError(f"--out must not be a run that the page shows, got {out}")
+    write_page(out, make_page(reels), is_opened)
 
 
 def read_reel(path: Path) -> Reel:
