@@ -15,7 +15,7 @@ class FlatModules(BuildHookInterface):
     def initialize(self, version: str, build_data: dict[str, Any]) -> None:
         if version == "editable":
             return
-        for pattern in ("[0-9][0-9]_*/*.py", "[0-9][0-9]_*/beyond/*.py"):
-            for path in Path(self.root).glob(pattern):
+        for pattern in ("*.py", "beyond/*.py", "beyond/*.cpp", "beyond/*.h"):
+            for path in Path(self.root).glob(f"[0-9][0-9]_*/{pattern}"):
                 if not path.name.startswith(("test_", "conftest")) and "_demo" not in path.name:
                     build_data["force_include"][str(path)] = path.name

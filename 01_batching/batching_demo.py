@@ -24,13 +24,14 @@
 import warnings
 
 warnings.filterwarnings("ignore", message="IProgress not found")  # of tqdm, without ipywidgets
+# transformers 5.24 has a new name for an argument that older versions know by this one alone.
+warnings.filterwarnings("ignore", message="`past_key_values` is deprecated")
 
 import matplotlib.pyplot as plt
 import torch
 from matplotlib.colors import ListedColormap
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
-from common.workshop.tools.palette import DECODE, PAPER, PROMPT, WASTE
 from engine_core import EngineCore
 from fcfs_scheduler import FCFSScheduler
 from hf_model_runner import HFModelRunner
@@ -39,6 +40,12 @@ from request import Request
 from scheduler_interface import StepOutput
 from static_batching import SlotUse, generate_static
 from step_record import RecordedScheduler
+
+# The book's colours.
+PROMPT = "#0072b2"
+DECODE = "#56b4e9"
+WASTE = "#f0b54a"
+PAPER = "#ffffff"
 
 torch.manual_seed(0)
 torch.set_num_threads(1)

@@ -25,10 +25,14 @@ from matplotlib.colors import ListedColormap
 from torch.nn.functional import scaled_dot_product_attention
 
 from block_pool import BlockPool
-from common.workshop.tools.palette import DECODE, PROMPT, tint
 from kv_cache_manager import KVCacheManager
 from paged_attention import AttentionMetadata, PagedKVCache, paged_attention, write_kv
 from request import Request
+
+# The book's colours.
+PROMPT = "#0072b2"
+DECODE = "#56b4e9"
+PALE_DECODE = "#bbe1f6"
 
 torch.manual_seed(0)
 torch.set_num_threads(1)
@@ -166,7 +170,7 @@ assert torch.allclose(paged, torch.stack(contiguous), rtol=0, atol=1e-12)
 owner = torch.full((kv.num_blocks * block_size,), torch.nan)
 owner[torch.tensor(slots)] = torch.arange(3.0).repeat_interleave(torch.tensor(seq_lens))
 figure, axis = plt.subplots(figsize=(3.2, 4.2))
-shades = ListedColormap([PROMPT, DECODE, tint(DECODE, 0.4)])
+shades = ListedColormap([PROMPT, DECODE, PALE_DECODE])
 axis.pcolormesh(owner.view(-1, block_size), cmap=shades, edgecolors="lightgrey")
 axis.set(xlabel="offset in block", ylabel="block", title="three sequences in nine blocks")
 axis.set_xticks([0.5, 1.5, 2.5, 3.5], range(4))

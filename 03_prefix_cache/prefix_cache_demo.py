@@ -27,10 +27,13 @@ import matplotlib.pyplot as plt
 import torch
 
 from common.llm import LLM, SamplingParams
-from common.workshop.tools.palette import BASELINE, CACHED, shade
 from prefix_cache_local import PrefixCacheLocal, compute_hash_chain
 from radix_cache import RadixCache
-from sglang_radix_cache import SGLangRadixCache
+
+# The book's colours.
+BASELINE = "#999999"
+CACHED = "#009e73"
+DARK_CACHED = "#004734"
 
 torch.set_num_threads(1)
 warnings.filterwarnings("ignore", message="IProgress")  # no progress bars are wanted here
@@ -92,25 +95,34 @@ print("q t finds", cache.match_prefix(q + t).num_cached_tokens, "tokens")
 # %% [markdown]
 # ## A radix tree grows
 #
-# What no two prompts tell apart is one edge. (`SGLangRadixCache` is `RadixCache` with SGLang's
-# names, and one of them prints.)
+# A run of tokens without a branch is one node. `b` splits the node of `a` where the two prompts
+# part, and `c` shares nothing with them.
+
 
 # %%
-tree = SGLangRadixCache(page_size=4, num_pages=20)
-for prompt in (a, b, c[:8]):
-    tree.cache_computed_blocks(prompt)
-    tree.pretty_print()
+def show(tree):
+    """Print a line for each cached block, indented below the block before it."""
+    for prefix in sorted(tree.cached_prefixes(), key=lambda prefix: prefix.token_ids):
+        depth, tokens = len(prefix.token_ids) // 4 - 1, list(prefix.token_ids[-4:])
+        node = "starts a node" if tree.begins_node(prefix.block) else "same node"
+        print(f"{'    ' * depth}{tokens} {node}, users: {prefix.num_users}")
     print()
 
+
+tree = RadixCache(page_size=4, num_pages=20)
+for prompt in (a, b, c[:8]):
+    tree.cache_computed_blocks(prompt)
+    show(tree)
+
 # %% [markdown]
-# A request that uses the shared part locks it, and only it.
+# A request that uses the shared blocks locks them and nothing else, so the rest can be evicted.
 
 # %%
 used = tree.match_prefix(a[:8]).blocks
 tree.touch(used)
-tree.pretty_print()
-print("evicted:", tree.evict(100), "blocks; what is left:")
-tree.pretty_print()
+show(tree)
+print("evicted:", tree.evict(100), "blocks; still cached:")
+show(tree)
 tree.release(used)
 
 # %% [markdown]
@@ -177,7 +189,7 @@ for prefix_cache in (None, "hash", "radix"):
     print(prefix_cache, f"{llm.engine.stats().prefix_cache_hit_rate:.0%} of prompt tokens hit")
 
 figure, axes = plt.subplots(figsize=(5, 2))
-axes.barh(list(seconds), list(seconds.values()), color=[BASELINE, CACHED, shade(CACHED, 0.45)])
+axes.barh(list(seconds), list(seconds.values()), color=[BASELINE, CACHED, DARK_CACHED])
 axes.set_xlabel("seconds for 16 requests")
 axes.set_ylabel("prefix_cache")
 figure.tight_layout()

@@ -23,13 +23,19 @@
 import matplotlib.pyplot as plt
 
 from block_pool import BlockPool
-from common.workshop.tools.palette import BASELINE, INK, PREEMPTED, PROMPT, tint
 from fake_model import FakeModelRunner, continuation
 from kv_memory import UncachedKVCacheManager
 from prefill_first_scheduler import PrefillFirstScheduler
 from request import Request
 from scheduler import Scheduler
 from sglang_policies import make_policy
+
+# The book's colours.
+PROMPT = "#0072b2"
+PREEMPTED = "#cc79a7"
+BASELINE = "#999999"
+INK = "#222222"
+REQUEST_SHADES = ("#4095c5", "#80b8d8", "#b2d5e8", "#d9eaf3")  # of PROMPT
 
 BLOCK_SIZE = 4
 
@@ -98,8 +104,7 @@ print(scheduler.get_stats())
 
 # %%
 def draw(scheduler, runner, names, title, max_steps=60):
-    shades = (0.75, 0.5, 0.3, 0.15)
-    colors = {name: tint(PROMPT, share) for name, share in zip(names, shades, strict=True)}
+    colors = dict(zip(names, REQUEST_SHADES, strict=True))
     num_blocks = scheduler.kv_memory.pool.num_usable_blocks
     figure, axis = plt.subplots(figsize=(9, 2.6), layout="constrained")
     said = {name: [] for name in names}

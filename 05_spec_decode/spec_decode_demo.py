@@ -23,11 +23,17 @@ import matplotlib.pyplot as plt
 import torch
 
 from acceptance import expected_tokens
-from common.workshop.tools.palette import ACCEPTED, BASELINE, DRAFT, INK, REJECTED, tint
 from input_batch import RunnerRequest
 from proposers import FollowedRequest, NgramProposer
 from rejection_sampler import rejection_sample, rejection_sampling_batched
 from request import SamplingParams
+
+# The book's colours.
+DRAFT = "#5b4b9a"
+ACCEPTED = "#8fbf3f"
+REJECTED = "#d55e00"
+BASELINE = "#999999"
+INK = "#222222"
 
 torch.manual_seed(0)
 p = torch.tensor([0.05, 0.30, 0.10, 0.25, 0.02, 0.08, 0.15, 0.05], dtype=torch.float64)
@@ -112,7 +118,7 @@ figure, axes = plt.subplots(1, 2, figsize=(9, 3.4), layout="constrained", sharey
 for axis, cost in zip(axes, (0.02, 0.33)):
     for acceptance in (0.3, 0.6, 0.8, 0.95):
         speedups = [expected_tokens(acceptance, k) / (1 + k * cost) for k in range(9)]
-        shade = tint(DRAFT, acceptance)
+        shade = (DRAFT, acceptance)  # paler where fewer are accepted
         axis.plot(range(9), speedups, "o-", color=shade, label=f"acceptance {acceptance}")
     axis.axhline(1, color=BASELINE, linewidth=0.8)
     axis.set(title=f"a round costs {cost} of a pass", xlabel="drafts a pass, k", ylim=0)

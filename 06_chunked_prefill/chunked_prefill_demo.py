@@ -27,7 +27,6 @@ import torch
 from adaptive_chunks import AdaptiveChunks
 from chunk_policy import ChunkedPrefill
 from common.llm import LLM, SamplingParams
-from common.workshop.tools.palette import INK, PROMPT
 from mixed_attention import mixed_attention
 from paged_attention import AttentionMetadata, paged_attention
 from request import Request
@@ -35,6 +34,10 @@ from scheduler import Scheduler
 from scheduler_interface import StepOutput
 from step_cost import ModelShape, StepCost, count_bytes_and_flops, count_work
 from whole_prompts import WholePrompts
+
+# The book's colours.
+PROMPT = "#0072b2"
+INK = "#222222"
 
 torch.set_num_threads(1)
 warnings.filterwarnings("ignore", message="IProgress")  # no progress bars are wanted here

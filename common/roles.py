@@ -95,7 +95,14 @@ def check_scheduler(value: object) -> None:
 
 
 def check_policy(value: Any) -> None:
-    if isinstance(value, SchedulePolicy) or (isinstance(value, str) and value in POLICIES):
+    if isinstance(value, SchedulePolicy):
+        has_key = getattr(value.key, "__func__", None) is not SchedulePolicy.key
+        has_order = getattr(value.order, "__func__", None) is not SchedulePolicy.order
+        if not has_key and not (has_order and value.looks_at_cache):
+            needed = "must define key, or set looks_at_cache and define order"
+            raise ValueError(f"policy is {value!r}: its class {needed}")
+        return
+    if isinstance(value, str) and value in POLICIES:
         return
     import sglang_policies
 

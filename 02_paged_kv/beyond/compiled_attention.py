@@ -1,14 +1,14 @@
-"""The backend that leaves decodes to the compiled function of `decode_attention.py`.
+"""The backend that attends to short queries in machine code (`decode_attention.py`).
 
 What goes where, in a batch in any order:
 
-    one query token, and together enough keys    the compiled function, nothing is gathered
+    one query token, or a few (guesses)          the compiled function, nothing is gathered
     a long query, in bfloat16                    `tiled_attention.py`
     everything else                              the plan of the chapter, as ever
 
-Below `MIN_KEY_ELEMENTS` the call costs more than the gathering. The compiled loop wants a head's
-keys of a block in one run, so this backend comes with memory of its own, in which a block lies
-head-major. Everybody else sees the same `[num_blocks, block_size, num_kv_heads, head_dim]`.
+The compiled function wants a head's keys of a block in one run, so this backend comes with memory
+of its own, in which a block lies head-major. Everybody else sees the same `[num_blocks, block_size,
+num_kv_heads, head_dim]`.
 
 Invariant: where a sequence's keys lie, and who computes, is a matter of speed only.
 """
@@ -19,12 +19,7 @@ import numpy as np
 import torch
 
 from attention_plan import DecodeGroup
-from decode_attention import (
-    DecodeAttention,
-    DecodeSplits,
-    compile_decode_attention,
-    split_sequences,
-)
+from decode_attention import SEES_ALL, AttendRows, QueryRows, compile_rows
 from paged_attention import (
     AttentionMetadata,
     Gather,
@@ -34,10 +29,6 @@ from paged_attention import (
 )
 from tiled_attention import attend_in_tiles, is_for_tiles
 from window_attention import WindowMetadata, WindowPlan
-
-# Keys, KV heads and channels of all decodes of a step, multiplied: 512 keys of Qwen3-0.6B.
-# Measured: `python 02_paged_kv/lab/plot_decode_attention.py --record decode_attention --threads 1`
-MIN_KEY_ELEMENTS = 1 << 19
 
 
 class HeadMajorKVCache(PagedKVCache):
@@ -82,9 +73,7 @@ def write_kv_anywhere(
 
 
 class CompiledPlan(PagedPlan):
-    """A plan that takes the decodes out, if they are worth it. Mixed into any other plan."""
-
-    window: int | None = None  # of all sequences; `WindowPlan` has one
+    """A plan whose short queries are attended to in machine code. Mixed into any other plan."""
 
     def __init__(
         self,
@@ -93,19 +82,18 @@ class CompiledPlan(PagedPlan):
         key_cache: torch.Tensor,
         backend: CompiledAttentionBackend,
     ) -> None:
-        self.backend = backend
-        self.splits: DecodeSplits | None = None
+        self.backend, self.rows = backend, None
+        self.is_for_us = backend.is_made_for(num_heads, key_cache)
+        self.window = metadata.window if isinstance(metadata, WindowMetadata) else SEES_ALL
         super().__init__(metadata, num_heads, key_cache)
 
     def lengths(
         self, metadata: AttentionMetadata, key_cache: torch.Tensor
     ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
         starts, seq_lens, is_short = super().lengths(metadata, key_cache)
-        is_decode = np.diff(starts) == 1
-        num_keys = int(seq_lens[is_decode].sum())
-        is_decode &= self.backend.takes(self.num_heads, key_cache, num_keys)
-        self.decodes = np.flatnonzero(is_decode)
-        return starts, seq_lens, is_short | is_decode  # also a very long sequence
+        if self.is_for_us:
+            is_short = is_short | (np.diff(starts) == 1)  # a very long sequence, too
+        return starts, seq_lens, is_short
 
     def make_groups(
         self,
@@ -117,14 +105,21 @@ class CompiledPlan(PagedPlan):
         key_cache: torch.Tensor,
     ) -> list[DecodeGroup]:
         """Lengths and tables are known not to contradict each other."""
-        rows = self.decodes
-        if len(rows):
-            lens = torch.from_numpy(seq_lens[rows])
-            where = tables[_as_slice(rows)], key_cache.shape[1]
-            self.splits = split_sequences(lens, *where, self.window)
-            self.tokens = _as_slice(starts[rows])
-            short = np.setdiff1d(short, rows, assume_unique=True)
-        return super().make_groups(short, query_lens, starts, seq_lens, tables, key_cache)
+        if not self.is_for_us:
+            return super().make_groups(short, query_lens, starts, seq_lens, tables, key_cache)
+        if len(short):
+            lens = query_lens[short]
+            sequences = np.repeat(short, lens)
+            within = np.arange(len(sequences)) - np.repeat(lens.cumsum() - lens, lens)
+            self.rows = QueryRows(
+                key_cache.shape[1],
+                tables.to(torch.int32).contiguous(),
+                starts[sequences].astype(np.int64) + within,
+                sequences,
+                (seq_lens - query_lens)[sequences].astype(np.int64) + within + 1,
+                self.window,
+            )
+        return []
 
     def write_kv(
         self,
@@ -147,22 +142,13 @@ class CompiledPlan(PagedPlan):
         self, query: torch.Tensor, key_cache: torch.Tensor, value_cache: torch.Tensor, scale: float
     ) -> torch.Tensor:
         output = super().attend(query, key_cache, value_cache, scale)
-        if self.splits is not None:
-            decodes, caches = query[self.tokens], (key_cache, value_cache)
-            output[self.tokens] = self.backend.decode(decodes, *caches, self.splits, scale)
+        if self.rows is not None:
+            self.backend.attend_rows(query, key_cache, value_cache, self.rows, scale, output)
         return output
 
 
-def _as_slice(indices: np.ndarray) -> slice | torch.Tensor:
-    """What selects them; neighbours without a copy."""
-    first, n = int(indices[0]), len(indices)
-    if indices[-1] - first == n - 1:  # they ascend
-        return slice(first, first + n)
-    return torch.from_numpy(indices)
-
-
 class CompiledWindowPlan(CompiledPlan, WindowPlan):
-    """Without its decodes, a `WindowPlan`."""
+    """Without its short queries, a `WindowPlan`."""
 
     def attend_long(
         self, query: torch.Tensor, long: LongQuery, gather: Gather, scale: float
@@ -171,24 +157,16 @@ class CompiledWindowPlan(CompiledPlan, WindowPlan):
 
 
 class CompiledAttentionBackend:
-    """An `AttentionBackend` for a CPU. `decode` was compiled for `num_heads` query heads and caches
-    like `key_cache`; other models (a draft model) are attended to as ever. With
-    `min_key_elements=0` it computes all decodes, however few. Decodes that see a window are laid
-    out by `compose_windows`."""
+    """An `AttentionBackend` for a CPU. `attend_rows` was compiled for `num_heads` query heads and
+    caches like `key_cache`; other models (a draft model) are attended to as ever. Short queries
+    that see a window are laid out by `compose_windows`."""
 
     plan_type: type[CompiledPlan] = CompiledPlan
 
-    def __init__(
-        self,
-        decode: DecodeAttention,
-        num_heads: int,
-        key_cache: torch.Tensor,
-        min_key_elements: int | None = None,  # None: `MIN_KEY_ELEMENTS`
-    ) -> None:
-        self.decode = decode
+    def __init__(self, attend_rows: AttendRows, num_heads: int, key_cache: torch.Tensor) -> None:
+        self.attend_rows = attend_rows
         # All that the machine code depends on: the strides tell the shape of a block.
         self._made_for = num_heads, key_cache.dtype, key_cache.stride()
-        self._min = MIN_KEY_ELEMENTS if min_key_elements is None else min_key_elements
 
     @classmethod
     def compiled_for(
@@ -196,16 +174,14 @@ class CompiledAttentionBackend:
     ) -> CompiledAttentionBackend | None:
         """For KV tensors like those of `kv_cache`, which is a `HeadMajorKVCache` of any size.
 
-        Takes some 20 seconds, a few once the machine code is on the disk, and says so. None, and
-        a warning, where there is no C++ compiler."""
-        key_cache, value_cache = kv_cache.key_cache[0], kv_cache.value_cache[0]
-        decode = compile_decode_attention(num_heads, key_cache, value_cache)
-        return None if decode is None else cls(decode, num_heads, key_cache)
+        Takes a second or two the first time on a machine. None, and a warning, where there is no
+        C++ compiler."""
+        key_cache = kv_cache.key_cache[0]
+        attend_rows = compile_rows(num_heads, key_cache)
+        return None if attend_rows is None else cls(attend_rows, num_heads, key_cache)
 
-    def takes(self, num_heads: int, key_cache: torch.Tensor, num_keys: int) -> bool:
-        """Whether decodes with so many keys together are for the compiled function."""
-        is_known = self._made_for == (num_heads, key_cache.dtype, key_cache.stride())
-        return is_known and num_keys * key_cache.shape[2:].numel() >= self._min
+    def is_made_for(self, num_heads: int, key_cache: torch.Tensor) -> bool:
+        return self._made_for == (num_heads, key_cache.dtype, key_cache.stride())
 
     def plan(
         self, metadata: AttentionMetadata, num_heads: int, key_cache: torch.Tensor

@@ -1,5 +1,5 @@
-"""The backend with compiled decodes against the oracle of `test_paged_attention.py`. What it calls
-here is the plain `decode_attention`, which needs no compiler."""
+"""The backend with compiled rows against the oracle of `test_paged_attention.py`. What it calls
+here is the plain `attend_rows`, which needs no compiler."""
 
 from __future__ import annotations
 
@@ -12,25 +12,27 @@ import compiled_attention as module
 from attention_plan import SHORT_QUERIES
 from batch_layout import compose_in_order
 from compiled_attention import CompiledAttentionBackend, HeadMajorKVCache, write_kv_anywhere
-from decode_attention import decode_attention
+from decode_attention import attend_rows
 from paged_attention import PagedKVCache, write_kv
 from test_decode_attention import head_major
 from test_paged_attention import MIXED, TOLERANCE, Case, make_case
-from test_window_attention import check_backend
-
-ALL_DECODES = 0
+from test_window_attention import SEQUENCES, check_backend
 
 
-def make_backend(case: Case, least: int | None = ALL_DECODES) -> CompiledAttentionBackend:
-    """`num_decodes` of it: rows that came to its function, call by call."""
+def make_backend(case: Case) -> CompiledAttentionBackend:
+    """`num_rows` of it: that came to its function, call by call."""
 
-    def decode(query, *rest):
-        backend.num_decodes.append(len(query))
-        return decode_attention(query, *rest)
+    def attend(query, key_cache, value_cache, rows, *rest):
+        backend.num_rows.append(len(rows.tokens))
+        attend_rows(query, key_cache, value_cache, rows, *rest)
 
-    backend = CompiledAttentionBackend(decode, case.query.shape[1], case.key_cache, least)
-    backend.num_decodes = []
+    backend = CompiledAttentionBackend(attend, case.query.shape[1], case.key_cache)
+    backend.num_rows = []
     return backend
+
+
+def count_short(lengths: list[tuple[int, int]]) -> int:
+    return sum(query_len for query_len, _ in lengths if query_len <= max(SHORT_QUERIES))
 
 
 def make_head_major_case(*arguments, **options) -> Case:
@@ -45,13 +47,18 @@ def attend(case: Case, backend: CompiledAttentionBackend) -> torch.Tensor:
 
 @pytest.mark.parametrize("dtype", list(TOLERANCE), ids=str)
 @pytest.mark.parametrize("block_size", [1, 3, 16])
-def test_decodes_go_to_the_function_and_all_others_the_usual_way(block_size, dtype):
-    """Unused slots are NaN; decodes stand between the others."""
-    case = make_head_major_case(MIXED, block_size, dtype, num_padding_tokens=2, seed=block_size)
+def test_short_queries_go_to_the_function_and_all_others_the_usual_way(
+    block_size, dtype, monkeypatch
+):
+    """Unused slots are NaN; short ones stand between the others."""
+    monkeypatch.setattr(module, "is_for_tiles", lambda *long: False)
+    lengths = [*MIXED, (18, 30), (1, 8), (31, 31)]
+    case = make_head_major_case(lengths, block_size, dtype, num_padding_tokens=2, seed=block_size)
     backend = make_backend(case)
     plan = case.plan(backend)
     case.check(case.attend(plan))
-    assert backend.num_decodes == [sum(query_len == 1 for query_len, _ in MIXED)]
+    assert backend.num_rows == [count_short(lengths)]
+    assert not plan.groups and len(plan.long_queries) == 2
     case.key_cache.mul_(2), case.value_cache.mul_(3)  # the next layer, with the same plan
     case.keys, case.values = [k * 2 for k in case.keys], [v * 3 for v in case.values]
     case.check(case.attend(plan), torch.bfloat16 if dtype == torch.bfloat16 else None)
@@ -59,32 +66,33 @@ def test_decodes_go_to_the_function_and_all_others_the_usual_way(block_size, dty
 
 @pytest.mark.parametrize(
     "lengths",
-    [[(1, 9)], [(1, 9), (1, 40)], [(1, 9), (1, 3), (5, 5)], [(5, 5), (1, 9), (1, 3)], [(7, 7)]],
+    [[(1, 9)], [(1, 9), (1, 40)], [(1, 9), (1, 3), (25, 25)], [(25, 25), (1, 9)], [(27, 27)]],
     ids=str,
 )
-def test_decodes_alone_in_front_behind_and_none(lengths):
+def test_short_ones_alone_in_front_behind_and_none(lengths):
     case = make_head_major_case(lengths, 4)
-    backend, num_decodes = make_backend(case), sum(query_len == 1 for query_len, _ in lengths)
+    backend, num_rows = make_backend(case), count_short(lengths)
     case.check(attend(case, backend))
-    assert backend.num_decodes == [num_decodes] * (num_decodes > 0)
+    assert backend.num_rows == [num_rows] * (num_rows > 0)
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("window", [1, 2, 5, 16, 64])
 @pytest.mark.parametrize("block_size", [1, 3, 16])
-def test_decodes_see_their_window(window, block_size, dtype):
+def test_short_ones_see_their_window(window, block_size, dtype):
     """Between others, which see it, too; beside a layer that sees everything. Nothing is read in
     front of the first block that a query sees."""
     like = PagedKVCache(1, 1, block_size, 2, 8, dtype).key_cache[0]
-    rows: list[int] = []
+    calls: list[int] = []
 
-    def decode(query, *rest):
-        rows.append(len(query))
-        return decode_attention(query, *rest)
+    def attend(query, key_cache, value_cache, rows, *rest):
+        calls.append(len(rows.tokens))
+        attend_rows(query, key_cache, value_cache, rows, *rest)
 
-    backend = CompiledAttentionBackend(decode, 4, like, ALL_DECODES)
-    check_backend(backend, compose_in_order, window, block_size, dtype)
-    assert rows == [3, 3]
+    check_backend(
+        CompiledAttentionBackend(attend, 4, like), compose_in_order, window, block_size, dtype
+    )
+    assert calls == [count_short(SEQUENCES)] * 2
 
 
 def test_a_batch_without_tokens():
@@ -99,21 +107,6 @@ def test_random_batches():
         lengths = [(min(rng.choice([0, 1, 1, 2, 9]), n), n) for n in seq_lens]
         case = make_head_major_case(lengths, rng.randint(1, 5), seed=seed)
         case.check(attend(case, make_backend(case)))
-
-
-def test_few_keys_are_gathered(monkeypatch):
-    """Keys of all decodes, times KV heads and channels: 30 * 2 * 8 here."""
-    lengths = [(1, 20), (4, 100), (1, 10)]
-    for least, is_taken in ((480, True), (481, False)):
-        case = make_head_major_case(lengths, 4)
-        backend = make_backend(case, least)
-        case.check(attend(case, backend))
-        assert bool(backend.num_decodes) == is_taken
-    monkeypatch.setattr(module, "MIN_KEY_ELEMENTS", 480)
-    case = make_head_major_case(lengths, 4)
-    backend = make_backend(case, None)
-    attend(case, backend)
-    assert backend.num_decodes == [2]
 
 
 @pytest.mark.parametrize(
@@ -135,17 +128,17 @@ def test_another_model_is_attended_to_the_usual_way(other):
         case.check(attend(case, backend))
     case = make_case(MIXED, 4)
     case.check(attend(case, backend))
-    assert backend.num_decodes == [], "memory of the other order is not for it either"
+    assert backend.num_rows == [], "memory of the other order is not for it either"
 
 
 def test_a_model_and_its_draft_share_metadata():
     """In turn, layer after layer: each has its own plan, and the function is for one of them."""
     target, draft = (make_head_major_case(MIXED, 4, num_shared=n) for n in (2, 3))
     draft.metadata = target.metadata
-    backend, num_decodes = make_backend(target), sum(query_len == 1 for query_len, _ in MIXED)
+    backend = make_backend(target)
     for case in (target, draft, draft, target):
         case.check(attend(case, backend))
-    assert backend.num_decodes == [num_decodes] * 2
+    assert backend.num_rows == [count_short(MIXED)] * 2
 
 
 def test_metadata_that_contradicts_itself_is_an_error():
@@ -185,14 +178,5 @@ def test_written_tokens_stand_where_the_plain_function_puts_them(block_size):
 
 
 def test_without_a_compiler_there_is_no_backend(monkeypatch):
-    monkeypatch.setattr(module, "compile_decode_attention", lambda *arguments: None)
+    monkeypatch.setattr(module, "compile_rows", lambda *arguments: None)
     assert CompiledAttentionBackend.compiled_for(4, HeadMajorKVCache(1, 3, 4, 2, 8)) is None
-
-
-def test_queries_of_several_tokens_stay_in_groups():
-    case = make_head_major_case([(2, 9), (1, 4), (max(SHORT_QUERIES), 30)], 4)
-    backend = make_backend(case)
-    plan = case.plan(backend)
-    case.check(case.attend(plan))
-    assert sum(group.num_seqs for group in plan.groups) == 2
-    assert not plan.long_queries

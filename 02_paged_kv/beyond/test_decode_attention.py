@@ -1,36 +1,36 @@
-"""Decode attention over splits against the oracle of `test_paged_attention.py`: score by score, in
-float64, every slot that nobody owns NaN. Once as plain PyTorch, once compiled."""
+"""Rows against the oracle of `test_paged_attention.py`: score by score, in float64, every slot that
+nobody owns NaN. Once as plain PyTorch, once in machine code."""
 
 from __future__ import annotations
 
 import logging
 import math
-import os
 import random
-import shutil
+from functools import cache
 
+import numpy as np
 import pytest
 import torch
 
 import decode_attention as module
 from decode_attention import (
-    MAX_BLOCKS,
-    DecodeSplits,
-    compile_decode_attention,
-    decode_attention,
-    split_sequences,
+    SPLIT_KEYS,
+    AttendRows,
+    CompiledRows,
+    QueryRows,
+    attend_rows,
+    compile_rows,
+    split_rows,
 )
+from test_cpp_library import needs_compiler
 from test_paged_attention import Case, make_case
 
-TOLERANCE = {torch.float64: 1e-12, torch.float32: 1e-5, torch.bfloat16: 1.5e-2}
-NUM_KV_HEADS, NUM_SHARED, HEAD_DIM, BLOCK_SIZE = 2, 2, 24, 4  # of the one small compilation
-
-
-def needs_compiler(test):
-    """Skipped where there is no C++ compiler. The CI has to have one: there, the test fails."""
-    is_required = os.environ.get("VLLM_FS_REQUIRE_COMPILER") or os.environ.get("CI")
-    is_there = any(map(shutil.which, ("g++", "clang++")))
-    return pytest.mark.skipif(not (is_there or is_required), reason="no C++ compiler")(test)
+TOLERANCE = {
+    torch.float64: 1e-12,
+    torch.float32: 1e-5,
+    torch.float16: 2e-3,
+    torch.bfloat16: 1.5e-2,
+}
 
 
 def head_major(cache: torch.Tensor) -> torch.Tensor:
@@ -38,211 +38,167 @@ def head_major(cache: torch.Tensor) -> torch.Tensor:
     return cache.transpose(1, 2).contiguous().transpose(1, 2)
 
 
-def split(case: Case) -> DecodeSplits:
+def rows_of(case: Case, **options: int) -> QueryRows:
+    """All query tokens of a case, each a row."""
     where = case.metadata
-    return split_sequences(where.seq_lens, where.block_tables, case.key_cache.shape[1])
+    starts, seq_lens = where.query_start_loc.numpy(), where.seq_lens.numpy()
+    lens = np.diff(starts)
+    sequences, tokens = np.repeat(np.arange(len(lens)), lens), np.arange(starts[-1])
+    num_keys = tokens + 1 + (seq_lens - starts[1:])[sequences]
+    tables = where.block_tables
+    return QueryRows(case.key_cache.shape[1], tables, tokens, sequences, num_keys, **options)
 
 
-def run(case: Case, function=decode_attention) -> torch.Tensor:
+def run(case: Case, function: AttendRows, rows: QueryRows | None = None) -> torch.Tensor:
+    output = torch.full_like(case.query, 7)
     caches = head_major(case.key_cache), head_major(case.value_cache)
-    return function(case.query, *caches, split(case), case.scale)
+    function(case.query, *caches, rows or rows_of(case), case.scale, output)
+    return output
 
 
-def check(case: Case, function=decode_attention) -> None:
+def check(case: Case, function: AttendRows) -> None:
     output, expected = run(case, function), case.expected()
     assert output.dtype == case.query.dtype
     tolerance = TOLERANCE[output.dtype]
     torch.testing.assert_close(output.double(), expected, atol=tolerance, rtol=0)
 
 
+def compiled_for(case: Case) -> CompiledRows:
+    return CompiledRows(case.query.shape[1], head_major(case.key_cache))
+
+
 def decodes(*seq_lens: int) -> list[tuple[int, int]]:
     return [(1, seq_len) for seq_len in seq_lens]
 
 
-@pytest.mark.parametrize("block_size", [1, 2, 3, 16, 33])
+# Query and sequence lengths: around the borders of blocks and splits, and rows of one sequence.
+LENGTHS = [*decodes(1, 255, 256, 257, 5), (3, 70), (16, 16), (5, 513), (1, 16), (2, 260)]
+
+
 @pytest.mark.parametrize("dtype", list(TOLERANCE), ids=str)
-def test_it_is_attention_through_shuffled_tables(block_size, dtype):
-    check(make_case(decodes(1, 70, 5, 16, 129, 3), block_size, dtype, seed=block_size))
+@pytest.mark.parametrize("block_size", [1, 3, 16])
+def test_the_specification_is_attention(block_size: int, dtype: torch.dtype) -> None:
+    check(make_case(LENGTHS, block_size, dtype, seed=block_size), attend_rows)
 
 
-@pytest.mark.parametrize("num_kv_heads, num_shared", [(1, 1), (1, 8), (4, 1), (2, 3)])
-@pytest.mark.parametrize("head_dim", [1, 24, 80])
-def test_heads_of_any_number_and_size(num_kv_heads, num_shared, head_dim):
-    check(
-        make_case(
-            decodes(40, 7),
-            2,
-            torch.float32,
-            num_kv_heads=num_kv_heads,
-            num_shared=num_shared,
-            head_dim=head_dim,
-        )
-    )
+@needs_compiler
+@pytest.mark.parametrize(
+    ("block_size", "dtype", "num_kv_heads", "num_shared", "head_dim"),
+    [
+        (16, torch.float32, 8, 2, 128),
+        (16, torch.bfloat16, 2, 8, 64),
+        (3, torch.float64, 2, 3, 24),
+        (1, torch.bfloat16, 1, 1, 80),
+        (33, torch.float32, 1, 7, 1),
+        (2, torch.float16, 4, 5, 40),
+        (32, torch.float64, 2, 1, 256),
+        (4, torch.float32, 2, 12, 96),
+    ],
+)
+def test_machine_code_is_attention(
+    block_size: int, dtype: torch.dtype, num_kv_heads: int, num_shared: int, head_dim: int
+) -> None:
+    """In every dtype, with blocks, heads and head sizes that vectors divide and do not divide; and
+    with windows, for which the specification is the oracle."""
+    sizes = dict(num_kv_heads=num_kv_heads, num_shared=num_shared, head_dim=head_dim)
+    case = make_case(LENGTHS, block_size, dtype, seed=block_size, **sizes)
+    compiled = compiled_for(case)
+    check(case, compiled)
+    for window in (1, 16, 300):
+        rows = rows_of(case, window=window)
+        found, right = (run(case, f, rows).double() for f in (compiled, attend_rows))
+        torch.testing.assert_close(found, right, atol=2 * TOLERANCE[dtype], rtol=0)
+        assert not torch.allclose(found, run(case, attend_rows).double(), atol=0.05)
 
 
-@pytest.mark.parametrize("seq_len", [1, 4, 5, 31, 32, 33, 64, 65])
-def test_one_sequence_around_the_borders_of_blocks_and_splits(seq_len):
-    check(make_case(decodes(seq_len), 4))
+# -- both, on small cases of one shape
 
 
-def test_scores_far_beyond_what_exp_can_represent():
-    case = make_case(decodes(50, 9), 4, torch.float32)
+def small_case(*lengths: tuple[int, int], seed: int = 0) -> Case:
+    return make_case(list(lengths), 4, torch.float32, seed=seed)
+
+
+@cache
+def compiled_for_small_cases() -> CompiledRows:
+    return compiled_for(small_case((1, 1)))
+
+
+@pytest.fixture(params=["plain", pytest.param("compiled", marks=needs_compiler)])
+def function(request: pytest.FixtureRequest) -> AttendRows:
+    return attend_rows if request.param == "plain" else compiled_for_small_cases()
+
+
+def test_scores_far_beyond_what_exp_can_represent(function: AttendRows) -> None:
+    case = small_case(*decodes(50, 9, 300))
     case.scale = 1e4
-    check(case)
+    check(case, function)
 
 
-def test_random_lengths():
+def test_random_lengths(function: AttendRows) -> None:
     for seed in range(20):
         rng = random.Random(seed)
-        lengths = [rng.choice([1, 2, 9, 40, 100]) for _ in range(rng.randint(1, 9))]
-        check(make_case(decodes(*lengths), rng.randint(1, 5), seed=seed))
+        seq_lens = [rng.choice([1, 2, 9, 40, 100, 600]) for _ in range(rng.randint(1, 9))]
+        lengths = [(rng.randint(1, min(n, 5)), n) for n in seq_lens]
+        check(small_case(*lengths, seed=seed), function)
 
 
-@pytest.mark.parametrize("num_more, num_calls", [(0, 1), (1, 2), (513, 3)])
-def test_more_blocks_than_one_call_takes(num_more, num_calls):
-    lengths = [3, 40] * 40 + [4] * (MAX_BLOCKS - 440 + num_more)  # 440 blocks, and one each
-    case = make_case(decodes(*lengths), 4, seed=num_more)
-    assert len(split(case).calls) == num_calls
-    check(case)
+def test_only_the_rows_tokens_are_written(function: AttendRows) -> None:
+    case = small_case((1, 9), (3, 30), (2, 12))
+    where = rows_of(case)
+    some = [1, 4, 5]
+    arrays = (a[some] for a in (where.tokens, where.sequences, where.num_keys))
+    output = run(case, function, QueryRows(4, where.tables, *arrays))
+    assert (output[[0, 2, 3]] == 7).all()
+    torch.testing.assert_close(output[some].double(), case.expected()[some], atol=1e-5, rtol=0)
 
 
-def test_what_is_read_and_who_merges_what(monkeypatch):
-    """The picture at the head of the module, cut into two calls."""
-    monkeypatch.setattr(module, "FAN_IN", 3)
-    tables = torch.tensor([[7, 2, 8, 3], [6, 5, 0, 0]])
-    splits = split_sequences(torch.tensor([14, 8]), tables, block_size=4)
-    (call,) = splits.calls
-    assert call.block_ids.tolist() == [2, 3, 5, 6, 7, 8]
-    assert call.owners.tolist() == [0, 0, 1, 1, 0, 0]
-    assert call.num_keys.tolist() == [10, 2, 4, 8, 14, 6]
-    assert call.of_split.tolist() == [[4, 0, 5], [1, -1, -1], [3, 2, -1]]
-    assert [places.tolist() for places in splits.merges] == [[[0, 1, -1], [2, -1, -1]]]
-    monkeypatch.setattr(module, "MAX_BLOCKS", 3)
-    first, second = split_sequences(torch.tensor([14, 8]), tables, block_size=4).calls
-    assert first.block_ids.tolist() == [2, 3, 7, 8] and second.block_ids.tolist() == [5, 6]
-    assert first.of_split.tolist() == [[2, 0, 3], [1, -1, -1]]
-    assert second.owners.tolist() == [1, 1] and second.of_split.tolist() == [[1, 0, -1]]
-
-
-def test_slots_in_front_of_a_window_are_hidden():
-    """Of 14 keys the last 11; all 8 of a shorter sequence; and nobody's mate sees its own."""
-    tables = torch.tensor([[7, 2, 8, 3], [6, 5, 0, 0]])
-    (call,) = split_sequences(torch.tensor([14, 8]), tables, 4, window=11).calls
-    assert call.block_ids.tolist() == [2, 3, 5, 6, 7, 8]
-    assert call.num_hidden.tolist() == [0, 0, 0, 0, 3, 0]
-    (call,) = split_sequences(torch.tensor([4]), tables[:1], 4, window=1).calls
-    assert call.num_hidden.tolist() == [3, 0] and call.num_keys.tolist() == [4, 1]
-
-
-def test_splits_are_merged_until_there_is_one_for_each_sequence(monkeypatch):
-    """One long sequence does not make many merges for short ones."""
-    monkeypatch.setattr(module, "FAN_IN", 2)
-    tables = torch.arange(14).view(2, 7)
-    splits = split_sequences(torch.tensor([1, 7]), tables, block_size=1)
-    assert [places.tolist() for places in splits.merges] == [
-        [[0, -1], [1, 2], [3, 4]],
-        [[0, -1], [1, 2]],
-    ]
-    check(make_case(decodes(3, 75, 40, 1, 200), 3))
-
-
-def test_nobody_is_alone():
-    tables = torch.tensor([[7, 2, 9, 0]], dtype=torch.int32)
-    splits = split_sequences(torch.tensor([4], dtype=torch.int32), tables, block_size=4)
-    (call,) = splits.calls
-    assert call.block_ids.tolist() == [7, 7] and call.num_keys.tolist() == [4, 1]
-    assert {tensor.dtype for tensor in call} == {torch.int64}, "another dtype is compiled anew"
-    assert not splits.merges, "one split is the sequence"
+def test_queries_may_be_a_part_of_something_larger(function: AttendRows) -> None:
+    case = small_case((1, 9), (3, 30))
+    expected, query = run(case, function), case.query
+    case.query = torch.stack((query, query), 1)[:, 0]
+    assert torch.equal(run(case, function), expected)
+    case.query = torch.stack((query, query), 3)[..., 0]
+    assert torch.equal(run(case, function), expected)
 
 
 @pytest.mark.parametrize("row", [0, 1, 2])
 @pytest.mark.parametrize("name", ["key_cache", "value_cache"])
-def test_numbers_of_one_sequence_that_are_not_finite_stay_its_own(row, name):
-    """What others do not have is looked up where its partial results may be."""
-    case = make_case(decodes(3, 90, 40), 4, torch.float32)
-    own, expected = case.metadata.block_tables[row, : -(-[3, 90, 40][row] // 4)], run(case)
-    getattr(case, name)[own] = math.nan
-    output, others = run(case), [i for i in range(3) if i != row]
+def test_numbers_of_one_sequence_that_are_not_finite_stay_its_own(row, name, function):
+    case = small_case(*decodes(3, 290, 40))
+    own = case.metadata.block_tables[row, : -(-[3, 290, 40][row] // 4)]
+    expected = run(case, function)
+    getattr(case, name)[own.long()] = math.nan
+    output, others = run(case, function), [i for i in range(3) if i != row]
     assert output[row].isnan().all()
     assert torch.equal(output[others], expected[others])
 
 
-def test_sequences_that_share_blocks():
-    """A cached prefix, in tables of different length, and at other places of them."""
-    case = make_case(decodes(40, 7, 30), 4, torch.float32)
-    tables = case.metadata.block_tables
-    tables[1, :2] = tables[0, 3:5]
-    tables[2, :7] = tables[0, :7]
-    together = run(case)
-    for row in range(3):
-        alone = split_sequences(case.metadata.seq_lens[row : row + 1], tables[row : row + 1], 4)
-        caches = head_major(case.key_cache), head_major(case.value_cache)
-        own = decode_attention(case.query[row : row + 1], *caches, alone, case.scale)
-        assert torch.equal(own[0], together[row])
+def test_without_rows_nothing_is_done(function: AttendRows) -> None:
+    case, none = small_case((1, 9)), np.zeros(0, np.int64)
+    rows = QueryRows(4, case.metadata.block_tables, none, none, none)
+    assert (run(case, function, rows) == 7).all()
 
 
 # -- compiled
 
 
-@pytest.fixture(scope="module")
-def compiled():
-    """Compiled once, and never again: whatever sizes come, `error_on_recompile` is on."""
-    shape = (3, NUM_KV_HEADS, BLOCK_SIZE, HEAD_DIM)
-    caches = torch.zeros(shape).transpose(1, 2), torch.zeros(shape).transpose(1, 2)
-    function = compile_decode_attention(NUM_KV_HEADS * NUM_SHARED, *caches)
-    assert function is not None
-    return torch._dynamo.config.patch(error_on_recompile=True)(function)
-
-
-def small_case(*seq_lens: int, seed: int = 0) -> Case:
-    return make_case(
-        decodes(*seq_lens),
-        BLOCK_SIZE,
-        torch.float32,
-        num_kv_heads=NUM_KV_HEADS,
-        num_shared=NUM_SHARED,
-        head_dim=HEAD_DIM,
-        seed=seed,
-    )
-
-
-@pytest.mark.slow
 @needs_compiler
-@pytest.mark.parametrize(
-    "seq_lens", [[1], [40], [1, 1], [7, 100, 31, 32, 33], [5] * 300, [40] * 60]
-)
-@pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
-def test_compiled_once_for_any_number_of_sequences_splits_and_blocks(compiled, seq_lens, mode):
-    """Caches are made outside of inference mode, as the engine makes them."""
-    check(small_case(*seq_lens), mode()(compiled))
-
-
-@pytest.mark.slow
-@needs_compiler
-def test_compiled_windows_are_those_of_the_specification(compiled):
-    case = small_case(40, 33, 7, 41)
-    caches = head_major(case.key_cache), head_major(case.value_cache)
-    where = case.metadata
-    splits = split_sequences(where.seq_lens, where.block_tables, BLOCK_SIZE, window=38)
-    found, right = (
-        f(case.query, *caches, splits, case.scale) for f in (compiled, decode_attention)
-    )
-    torch.testing.assert_close(found, right, atol=1e-6, rtol=0)
-    assert (found - run(case, compiled)).abs().amax((1, 2)).gt(1e-3).tolist() == [1, 0, 0, 1]
-
-
-@pytest.mark.slow
-@needs_compiler
-def test_a_result_does_not_depend_on_the_batch_mates_bit_for_bit(compiled):
-    """Alone, in any company, in any row, in other blocks: the same bits."""
-    rng = random.Random(0)
+def test_a_result_depends_on_nothing_but_its_row_bit_for_bit() -> None:
+    """Alone, in any company, in any row, in other blocks, with any number of threads."""
+    compiled, rng, threads = compiled_for_small_cases(), random.Random(0), torch.get_num_threads()
     for seed in range(10):
-        lengths = [rng.choice([1, 5, 33, 64, 300]) for _ in range(rng.randint(2, 12))]
-        case = small_case(*lengths, seed=seed)
+        seq_lens = [rng.choice([1, 5, 33, 64, 300, 700]) for _ in range(rng.randint(2, 12))]
+        case = small_case(*decodes(*seq_lens), seed=seed)
         together = run(case, compiled)
-        for row in rng.sample(range(len(lengths)), 2):
-            alone = moved(case, row, small_case(lengths[row]))
+        for row in rng.sample(range(len(seq_lens)), 2):
+            alone = moved(case, row, small_case((1, seq_lens[row])))
             assert torch.equal(run(alone, compiled)[0], together[row])
+        try:
+            for num_threads in (1, 2, 3):
+                torch.set_num_threads(num_threads)
+                assert torch.equal(run(case, compiled), together)
+        finally:
+            torch.set_num_threads(threads)
 
 
 def moved(case: Case, row: int, alone: Case) -> Case:
@@ -256,29 +212,19 @@ def moved(case: Case, row: int, alone: Case) -> Case:
     return alone
 
 
-@pytest.mark.slow
-@needs_compiler
-def test_compiled_for_bfloat16_in_the_shape_of_a_real_model():
-    shape = (3, 8, 16, 128)
-    caches = [torch.zeros(shape, dtype=torch.bfloat16).transpose(1, 2) for _ in range(2)]
-    function = compile_decode_attention(16, *caches)
-    assert function is not None
-    function = torch._dynamo.config.patch(error_on_recompile=True)(function)
-    heads = dict(num_kv_heads=8, num_shared=2, head_dim=128)
-    case = make_case(decodes(300, 17, 129, 1), 16, torch.bfloat16, **heads)
-    check(case, function)
-    together = run(case, function)
-    for row, seq_len in enumerate([300, 17, 129, 1]):
-        alone = moved(case, row, make_case(decodes(seq_len), 16, torch.bfloat16, **heads))
-        assert torch.equal(run(alone, function)[0], together[row])
+def test_rows_with_a_common_prefix_read_it_one_after_another() -> None:
+    """The picture at the head of the module."""
+    splits = split_rows(np.array([600, 100, 400]), SPLIT_KEYS)
+    assert splits.firsts.tolist() == [0, 3, 4, 6]
+    assert splits.owners.tolist() == [0, 1, 2, 0, 2, 0]
+    assert splits.numbers.tolist() == [0, 0, 0, 1, 1, 2]
 
 
-def test_without_a_compiler_it_says_so(monkeypatch, caplog):
-    def fail(*arguments, **options):
-        raise RuntimeError("no C++ compiler\nand more lines")
+def test_without_a_compiler_it_says_so(monkeypatch, caplog) -> None:
+    def fail(*arguments):
+        raise RuntimeError("no C++ compiler")
 
-    monkeypatch.setattr(module, "_first_call", fail)
-    cache = torch.zeros(2, 4, 2, 8)
+    monkeypatch.setattr(module, "load_library", fail)
     with caplog.at_level(logging.WARNING):
-        assert compile_decode_attention(4, cache, cache) is None
-    assert "RuntimeError: no C++ compiler" in caplog.text and "more lines" not in caplog.text
+        assert compile_rows(4, torch.zeros(2, 4, 2, 8)) is None
+    assert "keys are gathered: no C++ compiler" in caplog.text

@@ -54,7 +54,7 @@ def test_in_mixed_batches_too(tiles, monkeypatch):
     monkeypatch.setattr(module, "DTYPE", torch.float64)
     case = make_head_major_case(LENGTHS, 16)
     plain = make_backend(case)
-    mixed = CompiledMixedAttentionBackend(plain.decode, case.query.shape[1], case.key_cache, 0)
+    mixed = CompiledMixedAttentionBackend(plain.attend_rows, case.query.shape[1], case.key_cache)
     assert isinstance(mixed, CompiledAttentionBackend)
     case.check(attend(case, mixed))
     assert len(tiles) == 5

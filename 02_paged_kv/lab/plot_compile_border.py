@@ -71,7 +71,6 @@ def make_engine(config: ModelConfig, dtype: torch.dtype, limits: Limits, is_comp
     """An engine with weights of its own, and the seconds that it took without them, the machine
     code being on the disk and not in this process."""
     loaded = random_model(config, seed=0, dtype=dtype)
-    torch._dynamo.reset()
     start = time.perf_counter()
     engine = LLMEngine(limits.engine_config(compile=is_compiled), loaded=loaded)
     return engine, time.perf_counter() - start

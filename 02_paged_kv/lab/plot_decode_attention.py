@@ -18,12 +18,13 @@ import statistics
 import time
 from collections.abc import Callable, Sequence
 
+import numpy as np
 import torch
 from torch.nn.functional import scaled_dot_product_attention
 
 from common.workshop.bench.bench_record import markdown_table
 from common.workshop.tools.lab_frame import Measurement, Part, run_lab
-from decode_attention import compile_decode_attention, split_sequences
+from decode_attention import AttendRows, QueryRows, compile_rows
 from paged_attention import AttentionMetadata, PagedPlan
 
 BLOCK_SIZE, NUM_HEADS, NUM_KV_HEADS, HEAD_DIM = 16, 16, 8, 128  # a layer of Qwen3-0.6B
@@ -71,7 +72,7 @@ class Memory:
         return keys, values
 
 
-def cell(memory: Memory, lengths: list[int], compiled: Callable | None, options) -> dict:
+def cell(memory: Memory, lengths: list[int], compiled: AttendRows | None, options) -> dict:
     num_blocks = [-(-n // BLOCK_SIZE) for n in lengths]
     ids = (torch.randperm(sum(num_blocks)) + 1).split(num_blocks)
     tables = torch.nn.utils.rnn.pad_sequence(list(ids), batch_first=True)
@@ -82,24 +83,34 @@ def cell(memory: Memory, lengths: list[int], compiled: Callable | None, options)
     starts = torch.arange(num_seqs + 1)
     metadata = AttentionMetadata(starts, seq_lens, tables, starts[:-1], 1, max(lengths))
     plan = PagedPlan(metadata, NUM_HEADS, keys[0])
-    splits = split_sequences(seq_lens, tables, BLOCK_SIZE)
+    tables, output, in_order = tables.int(), torch.empty_like(query), np.arange(num_seqs)
+
+    def lay_out() -> QueryRows:
+        return QueryRows(BLOCK_SIZE, tables, in_order, in_order, seq_lens.numpy())
+
+    rows = lay_out()
     calls: dict[str, Call] = {
         "gathered": lambda i: plan.attend(query, keys[i], values[i], SCALE),
         "read": lambda i: (keys[i].view(torch.int64).sum(), values[i].view(torch.int64).sum()),
     }
     if compiled is not None:
         calls["compiled"] = lambda i: compiled(
-            query, head_keys[i].transpose(1, 2), head_values[i].transpose(1, 2), splits, SCALE
+            query,
+            head_keys[i].transpose(1, 2),
+            head_values[i].transpose(1, 2),
+            rows,
+            SCALE,
+            output,
         )
     if len(set(lengths)) == 1:
         whole = memory.layers(num_seqs, NUM_KV_HEADS, lengths[0], HEAD_DIM)
-        rows = query.view(num_seqs, NUM_KV_HEADS, -1, HEAD_DIM)
+        shared = query.view(num_seqs, NUM_KV_HEADS, -1, HEAD_DIM)
         calls["contiguous"] = lambda i: scaled_dot_product_attention(
-            rows, whole[0][i], whole[1][i], scale=SCALE
+            shared, whole[0][i], whole[1][i], scale=SCALE
         )
     planned = time.perf_counter()
     for _ in range(10):
-        split_sequences(seq_lens, tables, BLOCK_SIZE)
+        lay_out()
     plan_ms = (time.perf_counter() - planned) * 100
     times = time_in_turn(calls, options.repeats, len(keys), options.threads)
     return {"ms": times, "plan_ms": round(plan_ms, 4)}
@@ -118,8 +129,7 @@ def measure(measurement: Measurement) -> dict:
         memory = Memory(dtype, num_tokens + (max(counts) + 1) * BLOCK_SIZE)
         example = memory.layers(4, NUM_KV_HEADS, BLOCK_SIZE, HEAD_DIM)
         start = time.perf_counter()
-        caches = (part[0].transpose(1, 2) for part in example)
-        compiled = compile_decode_attention(NUM_HEADS, *caches)
+        compiled = compile_rows(NUM_HEADS, example[0][0].transpose(1, 2))
         compile_s[dtype_name] = round(time.perf_counter() - start, 2)
         for num_seqs in counts:
             for name in names:

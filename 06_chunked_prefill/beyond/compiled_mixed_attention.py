@@ -1,8 +1,8 @@
-"""Chapter 6's mixed batches with compiled decodes.
+"""Chapter 6's mixed batches with compiled rows.
 
-Decodes stand in front and go to the compiled function of chapter 2's `decode_attention.py`, those
-with too many keys for a group too: it reads them where they lie. Chunks, and guesses that wait for
-their verification, are attended to as in `mixed_attention.py`.
+Decodes, and guesses that wait for their verification, stand in front and go to the compiled
+function of chapter 2's `decode_attention.py`, those with too many keys for a group too: it reads
+them where they lie. Chunks are attended to as in `mixed_attention.py`.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from mixed_attention import MixedPlan
 
 
 class CompiledMixedPlan(CompiledPlan, MixedPlan):
-    """Without its decodes, a `MixedPlan`."""
+    """Without its short queries, a `MixedPlan`."""
 
 
 class CompiledMixedAttentionBackend(CompiledAttentionBackend):

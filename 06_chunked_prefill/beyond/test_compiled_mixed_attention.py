@@ -1,5 +1,5 @@
-"""Mixed batches with compiled decodes against chapter 2's oracle. What is called is the plain
-`decode_attention`, which needs no compiler."""
+"""Mixed batches with compiled rows against chapter 2's oracle. What is called is the plain
+`attend_rows`, which needs no compiler."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import torch
 import attention_plan
 import mixed_attention
 from compiled_mixed_attention import CompiledMixedAttentionBackend
-from decode_attention import decode_attention
+from decode_attention import attend_rows
 from mixed_attention import MixedPlan
 from test_decode_attention import head_major
 from test_mixed_attention import mixed_metadata
@@ -30,11 +30,10 @@ def make_head_major_case(block_size: int, dtype: torch.dtype, decode_threshold: 
 @pytest.mark.parametrize("decode_threshold", [None, 1, 3])
 @pytest.mark.parametrize("dtype", list(TOLERANCE), ids=str)
 @pytest.mark.parametrize("block_size", [3, 16])
-def test_decodes_go_to_the_function_and_chunks_stay_with_the_plan(
+def test_short_queries_go_to_the_function_and_chunks_stay_with_the_plan(
     block_size, dtype, decode_threshold, monkeypatch
 ):
-    """Rows of guesses stand among the short ones, and are no decodes. One decode has more keys than
-    a group may have: it is not attended in spans."""
+    """One decode has more keys than a group may have: it is not attended in spans."""
     monkeypatch.setattr(mixed_attention, "KEY_TILE", 16)
     monkeypatch.setattr(mixed_attention, "QUERY_TILE", 16)
     case = make_head_major_case(block_size, dtype, decode_threshold)
@@ -42,16 +41,15 @@ def test_decodes_go_to_the_function_and_chunks_stay_with_the_plan(
     monkeypatch.setitem(attention_plan.GROUP_KEY_BYTES, "cpu", budget)
     seen = []
 
-    def decode(query, *rest):
-        seen.append(len(query))
-        return decode_attention(query, *rest)
+    def attend(query, key_cache, value_cache, rows, *rest):
+        seen.append(len(rows.tokens))
+        attend_rows(query, key_cache, value_cache, rows, *rest)
 
-    backend = CompiledMixedAttentionBackend(decode, case.query.shape[1], case.key_cache, 0)
+    backend = CompiledMixedAttentionBackend(attend, case.query.shape[1], case.key_cache)
     plan = case.plan(backend)
     for _ in range(2):  # layers
         case.check(case.attend(plan))
-    assert seen == [3, 3]
-    assert isinstance(plan, MixedPlan)
-    num_short = {None: 0, 1: 0, 3: 2}[decode_threshold]
-    assert sum(group.num_seqs for group in plan.groups) == num_short
-    assert len(plan.long_queries) == len(LENGTHS) - 3 - num_short
+    short = {None: [1, 1, 1], 1: [1, 1, 1], 3: [1, 1, 1, 2, 3]}[decode_threshold]
+    assert seen == [sum(short)] * 2
+    assert isinstance(plan, MixedPlan) and not plan.groups
+    assert len(plan.long_queries) == len(LENGTHS) - len(short)

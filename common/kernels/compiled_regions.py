@@ -1,111 +1,117 @@
-"""The small operations between the matrices, each as one compiled loop on a CPU.
+"""The small operations between the matrices, in machine code on a CPU (`compiled_regions.cpp`).
 
-`F.rms_norm` is 13 operations there, and every one of them reads and writes the whole tensor; so it
-is with rotary embedding. Compiled, a region reads its input once and writes its result once:
+`F.rms_norm` is 13 operations there, and each reads and writes the whole tensor; so it is with
+rotary embedding. Here each of these is one loop, for any number of tokens:
 
-    rms_norm           before attention, before the MLP and at the end
-    norm_and_rotate    the norm of queries and keys by head, and their rotary embedding
+    rms_norm             before attention, before the MLP and at the end
+    rotate_and_write     heads are normed and turned; keys and values go into the cache at once
+    silu_and_multiply    the MLP's gate
 
-What is computed is written down in `regions.py`, and here once more, in a form that the compiler
-makes one loop of. SiLU is not among them: its time is that of `exp` and of reading, which stay.
-What the whole gains: chapter 2's `lab/plot_compile_border.py`.
-
-Each is compiled once, for all layers and any number of tokens. A call costs some ten microseconds
-more than one of PyTorch's own, so few tokens go the plain way (`FROM_TOKENS`). In float32
-and bfloat16 intermediate results are not rounded, so last bits differ from those of the plain
-functions; in float64 the norm is computed in float32 here as there."""
+In float32 and bfloat16 intermediate results are not rounded, so last bits differ from those of the
+plain functions; in float64 norms are computed in float32 here as there."""
 
 from __future__ import annotations
 
 import logging
 import time
 from collections.abc import Callable
+from ctypes import c_double, c_int, c_int64, c_void_p
+from pathlib import Path
+from typing import TYPE_CHECKING
 
 import torch
+from torch.nn import functional as F
 
 from common.kernels.regions import Regions
-from common.model import DecoderModel
-from common.rotary import rotary_factors
-from decode_attention import compile_for_these_threads
+from cpp_library import SCALARS, load_library
+
+if TYPE_CHECKING:
+    from common.model import DecoderModel
+    from paged_attention import AttentionPlan
 
 logger = logging.getLogger(__name__)
 
-# Tokens from which on the compiled one is faster. At least 2: the compiler takes a size of one for
-# another kind of thing.
-FROM_TOKENS = 128, 8  # of the two `Regions`
+
+class CompiledRegions(Regions):
+    """Every method computes what the one of `Regions` does, for tensors of one dtype."""
+
+    def __init__(self, dtype: torch.dtype, norm_dtype: torch.dtype, head_dim: int) -> None:
+        """Raises `RuntimeError` where nothing can be compiled."""
+        constants = dict(SCALAR=SCALARS[dtype], NORM=SCALARS[norm_dtype], HEAD_DIM=head_dim)
+        library = load_library(Path(__file__).with_suffix(".cpp"), constants)
+        end = c_int64, c_int64, c_int
+        self._norm = _function(library.rms_norm, c_void_p, c_void_p, c_double, c_void_p, *end)
+        self._silu = _function(library.silu_and_multiply, c_void_p, c_void_p, *end)
+        self._rotate = _function(
+            library.rotate_and_write, c_void_p, c_void_p, c_double, *[c_void_p] * 5,
+            *[c_int64] * 4, c_void_p, c_int64, *end,
+        )  # fmt: skip
+
+    def rms_norm(self, x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
+        x, output = x.contiguous(), torch.empty_like(x)
+        num_rows, size = x.shape
+        where = x.data_ptr(), weight.data_ptr(), eps, output.data_ptr()
+        self._norm(*where, num_rows, size, torch.get_num_threads())
+        return output
+
+    def rotary(
+        self, table: torch.Tensor, positions: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """The function looks up its own rows."""
+        return table, positions
+
+    def rotate_and_write(
+        self,
+        qkv: torch.Tensor,
+        norm_weight: torch.Tensor | None,
+        eps: float,
+        rotary: tuple[torch.Tensor, torch.Tensor],
+        key_cache: torch.Tensor,
+        value_cache: torch.Tensor,
+        plan: AttentionPlan,
+    ) -> torch.Tensor:
+        """Writes by itself: `plan.write_kv` is not called."""
+        table, positions = rotary
+        num_tokens, num_all, head_dim = qkv.shape
+        block_size, num_kv_heads = key_cache.shape[1:3]
+        num_heads = num_all - 2 * num_kv_heads
+        query = qkv.new_empty(num_tokens, num_heads, head_dim)
+        weight = 0 if norm_weight is None else norm_weight.data_ptr()
+        self._rotate(
+            qkv.data_ptr(), weight, eps, table.data_ptr(), positions.data_ptr(),
+            plan.slot_mapping.data_ptr(), key_cache.data_ptr(), value_cache.data_ptr(),
+            *key_cache.stride()[:3], block_size, query.data_ptr(),
+            num_tokens, num_heads, num_kv_heads, torch.get_num_threads(),
+        )  # fmt: skip
+        return query
+
+    def activate_and_multiply(
+        self, gate_up: torch.Tensor, activation: Callable[[torch.Tensor], torch.Tensor]
+    ) -> torch.Tensor:
+        """SiLU is compiled; another one is not."""
+        if activation is not F.silu:
+            return super().activate_and_multiply(gate_up, activation)
+        num_tokens, size = gate_up.shape[0], gate_up.shape[1] // 2
+        output = gate_up.new_empty(num_tokens, size)
+        where = gate_up.data_ptr(), output.data_ptr()
+        self._silu(*where, num_tokens, size, torch.get_num_threads())
+        return output
 
 
-def rms_norm_region(
-    x: torch.Tensor,  # [num_tokens, hidden_size]
-    weight: torch.Tensor,  # [hidden_size]
-    eps: float,
-) -> torch.Tensor:  # like x
-    is_double = weight.dtype == torch.float64
-    return _rms_norm(x, eps, weight.dtype) * weight if is_double else _fused(x, weight, eps)
-
-
-def _rms_norm(x: torch.Tensor, eps: float, dtype: torch.dtype) -> torch.Tensor:
-    single = x.float()
-    return (single * torch.rsqrt(single.pow(2).mean(-1, keepdim=True) + eps)).to(dtype)
-
-
-def _fused(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
-    single = x.float()
-    single = single * torch.rsqrt(single.pow(2).mean(-1, keepdim=True) + eps)
-    return (single * weight).to(x.dtype)
-
-
-def norm_and_rotate_region(
-    qk: torch.Tensor,  # [num_tokens, num_heads, head_dim], a part of something larger
-    weight: torch.Tensor | None,  # [num_heads, head_dim]
-    eps: float,
-    rotary: tuple[torch.Tensor, torch.Tensor],  # `cos | cos` and `-sin | sin`, of each token
-) -> torch.Tensor:  # like qk, contiguous
-    if weight is not None:
-        qk = (_rms_norm(qk, eps, weight.dtype) * weight).to(qk.dtype)
-    half = qk.shape[-1] // 2
-    cos, sin = rotary[0][..., :half], rotary[1][..., half:]
-    a, b = qk.split(half, dim=-1)
-    return torch.cat((a * cos - b * sin, b * cos + a * sin), dim=-1)
+def _function(function: Callable, *types: type) -> Callable[..., None]:
+    function.argtypes, function.restype = types, None
+    return function
 
 
 def compile_regions(model: DecoderModel) -> Regions:
-    """Machine code for a model like this one. Takes some 10 seconds the first time on a machine,
-    and one or two when its files are there. Without a C++ compiler: the plain functions, and a
+    """Machine code for a model like this one. Without a C++ compiler: the plain functions, and a
     warning."""
-    logger.warning("compiling norms and rotary embedding (some 10 s the first time) ...")
     start = time.perf_counter()
-    norm = compile_for_these_threads(rms_norm_region)
-    rotate = compile_for_these_threads(norm_and_rotate_region)
-    plain = Regions()
-    uncompiled = plain.rms_norm, plain.norm_and_rotate
-    compiled = Regions(*map(_from_tokens, FROM_TOKENS, (norm, rotate), uncompiled))
+    head_dim = model.layers[0].attention.head_dim
     try:
-        # There may be engines of many shapes, and the compiler gives up at the ninth.
-        with torch._dynamo.config.patch(recompile_limit=256):
-            _first_call(model, norm, rotate)
-    except Exception as error:  # whatever a compiler that is missing or broken raises
-        reason = f"{type(error).__name__}: {error}".splitlines()[0]
-        logger.warning("norms and rotary embedding are not compiled: %s", reason)
-        return plain
+        compiled = CompiledRegions(model.embed_weight.dtype, model.norm_weight.dtype, head_dim)
+    except (OSError, RuntimeError) as error:
+        logger.warning("norms and rotary embedding are not compiled: %s", error)
+        return Regions()
     logger.info("norms and rotary embedding compiled in %.1f s", time.perf_counter() - start)
     return compiled
-
-
-def _from_tokens(least: int, compiled: Callable, plain: Callable) -> Callable:
-    return lambda x, *rest: (compiled if len(x) >= least else plain)(x, *rest)
-
-
-# The compiler takes tensors made in inference mode and others for two kinds: as the model does it.
-@torch.inference_mode()
-def _first_call(model: DecoderModel, norm: Callable, rotate: Callable) -> None:
-    """Show the compiler typical sizes, and which of them varies."""
-    layer, num_tokens = model.layers[0].attention, 64
-    hidden = model.embed_weight.new_zeros(num_tokens, model.config.hidden_size)
-    qkv = torch.zeros(num_tokens, sum(layer.head_counts), layer.head_dim, dtype=hidden.dtype)
-    qk, _ = qkv.split((layer.num_qk_heads, layer.num_kv_heads), dim=1)
-    rotary = rotary_factors(model.rotary_table, torch.zeros(num_tokens, dtype=torch.int64))
-    for tensor in (hidden, qk, *rotary):
-        torch._dynamo.mark_dynamic(tensor, 0)
-    norm(hidden, model.norm_weight, layer.eps)
-    rotate(qk, layer.qk_norm_weight, layer.eps, rotary)

@@ -30,8 +30,6 @@ if TYPE_CHECKING:
 class KernelRegions(Regions):
     """Every method computes what the one of `Regions` does."""
 
-    __slots__ = ()
-
     def rotary(
         self, table: torch.Tensor, positions: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:

@@ -8,7 +8,6 @@ float64 too, where tests compare tokens one by one. In bfloat16 a fused norm rou
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import torch
@@ -49,13 +48,16 @@ def norm_and_rotate(
     return rotate(qk, rotary)
 
 
-@dataclass(frozen=True, slots=True)
 class Regions:
-    """What a model calls between its matrices: the two functions above, or what they were compiled
-    to, and what is put together from them."""
+    """What a model calls between its matrices."""
 
-    rms_norm: Callable[..., torch.Tensor] = rms_norm
-    norm_and_rotate: Callable[..., torch.Tensor] = norm_and_rotate
+    def rms_norm(
+        self,
+        x: torch.Tensor,  # [num_tokens, hidden_size]
+        weight: torch.Tensor,  # [hidden_size]
+        eps: float,
+    ) -> torch.Tensor:  # like x
+        return rms_norm(x, weight, eps)
 
     def rotary(
         self, table: torch.Tensor, positions: torch.Tensor
@@ -76,7 +78,7 @@ class Regions:
         """Queries and keys are normed and turned; keys and values go into the cache."""
         num_kv_heads = key_cache.shape[2]
         qk, value = qkv.split((qkv.shape[1] - num_kv_heads, num_kv_heads), dim=1)
-        qk = self.norm_and_rotate(qk, norm_weight, eps, rotary)
+        qk = norm_and_rotate(qk, norm_weight, eps, rotary)
         query, key = qk.split((qk.shape[1] - num_kv_heads, num_kv_heads), dim=1)
         plan.write_kv(key, value, key_cache, value_cache)
         return query

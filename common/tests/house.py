@@ -14,6 +14,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from common.workshop.tools import palette
 from common.workshop.tools.quoted import BLOCK, find_quote
 
 if sys.version_info >= (3, 11):
@@ -231,13 +232,24 @@ def law_of_names(house: House) -> list[str]:
 
 
 def law_of_demos(house: House) -> list[str]:
-    """A demo script imports its chapter and defines no class of its own."""
-    return [
-        f"{house.name(path)}:{node.lineno} defines class {node.name}; a demo imports its chapter"
-        for path in house.demo_scripts()
-        for node in ast.walk(parse(path))
-        if isinstance(node, ast.ClassDef)
-    ]
+    """A demo script imports its chapter and nothing of the workshop, and defines no class. What it
+    names as the book's palette does has the palette's value."""
+    broken = []
+    for path in house.demo_scripts():
+        for node in ast.walk(tree := parse(path)):
+            at = f"{house.name(path)}:{getattr(node, 'lineno', 0)}"
+            if isinstance(node, ast.ClassDef):
+                broken.append(f"{at} defines class {node.name}; a demo imports its chapter")
+            if isinstance(node, ast.Assign) and isinstance(node.value, ast.Constant):
+                name, value = ast.unparse(node.targets[0]), node.value.value
+                if getattr(palette, name, value) != value:
+                    broken.append(f"{at} has another {name} than the palette")
+        broken += [
+            f"{house.name(path)}:{site.line} imports `{site.module}` of the workshop"
+            for site in imports(tree)
+            if site.module.startswith("common.workshop")
+        ]
+    return broken
 
 
 # -- text and layout -----------------------------------------------------------------------------

@@ -1,8 +1,4 @@
-"""`compile`: greedy tokens are `transformers`' with it and without, in every kind of engine.
-
-Compiling takes seconds, so most tests put the plain `decode_attention` in its place: the same
-backend, memory and plans, and the specification of what is compiled. Then all decodes are for it,
-however few keys they have."""
+"""`compile`: greedy tokens are `transformers`' with it and without, in every kind of engine."""
 
 from __future__ import annotations
 
@@ -12,22 +8,21 @@ from dataclasses import replace
 import pytest
 import torch
 
-import compiled_attention
-import decode_attention as decode_module
+import cpp_library
+import decode_attention
 from common.engine import EngineConfig, LLMEngine
 from common.engine_config import COMPILE_FROM_PARAMETERS
 from common.kernels import compiled_regions
-from common.kernels.compiled_regions import norm_and_rotate_region, rms_norm_region
+from common.kernels.compiled_regions import CompiledRegions
 from common.kernels.regions import Regions
 from common.llm import LLM
 from common.tests.engine_oracle import MAX_TOKENS, Oracle, serve
 from common.tests.equivalence import make_config, serve_combination, subject
 from common.tests.equivalence_axes import Combination
-from compiled_attention import CompiledAttentionBackend, HeadMajorKVCache
-from decode_attention import decode_attention
+from compiled_attention import HeadMajorKVCache
 from paged_attention import PagedKVCache
 from pool_connector import PoolConnector
-from test_decode_attention import needs_compiler
+from test_cpp_library import needs_compiler
 from tiered_cache import KVTierConfig
 
 CPU = torch.device("cpu")
@@ -45,31 +40,16 @@ COMBINATIONS = [
 
 @pytest.fixture
 def calls(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """Decodes of each call of what is, or is not, compiled; whoever makes it."""
+    """Rows of each call of compiled attention."""
     numbers: list[int] = []
-    real = CompiledAttentionBackend.__init__
+    real = decode_attention.CompiledRows.__call__
 
-    def spy(backend, decode, *arguments) -> None:
-        def counted(query, *rest):
-            numbers.append(len(query))
-            return decode(query, *rest)
+    def counted(self, query, key_cache, value_cache, rows, *rest) -> None:
+        numbers.append(len(rows.tokens))
+        real(self, query, key_cache, value_cache, rows, *rest)
 
-        real(backend, counted, *arguments)
-
-    monkeypatch.setattr(CompiledAttentionBackend, "__init__", spy)
-    monkeypatch.setattr(compiled_attention, "MIN_KEY_ELEMENTS", 0)
+    monkeypatch.setattr(decode_attention.CompiledRows, "__call__", counted)
     return numbers
-
-
-@pytest.fixture
-def plain(calls: list[int], monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """Nothing is compiled; all that would be takes part."""
-    regions = Regions(rms_norm_region, norm_and_rotate_region)
-    monkeypatch.setattr(compiled_regions, "compile_regions", lambda model: regions)
-    monkeypatch.setattr(
-        compiled_attention, "compile_decode_attention", lambda *arguments: decode_attention
-    )
-    return calls
 
 
 def serve_compiled(text: str) -> None:
@@ -79,29 +59,22 @@ def serve_compiled(text: str) -> None:
     tokenizer = which.tokenizer if combination.as_dict()["grammars"] else None
     engine = LLMEngine(config, loaded=which.loaded, draft=which.draft, tokenizer=tokenizer)
     assert isinstance(engine.kv_cache, HeadMajorKVCache)
+    assert isinstance(which.loaded.model.regions, CompiledRegions)
     serve_combination(combination, engine)
 
 
-@pytest.mark.parametrize("text", COMBINATIONS)
-def test_every_token_is_right(text: str, plain: list[int]) -> None:
-    serve_compiled(text)
-    assert max(plain) > 1
-
-
 @needs_compiler
-@pytest.mark.parametrize(
-    "text", [CHUNKS, *(pytest.param(t, marks=pytest.mark.slow) for t in COMBINATIONS[1:])]
-)
-def test_every_token_is_right_compiled(text: str, calls: list[int]) -> None:
-    """The one test outside of `-m slow` that compiles."""
+@pytest.mark.parametrize("text", COMBINATIONS)
+def test_every_token_is_right(text: str, calls: list[int]) -> None:
     serve_compiled(text)
     assert max(calls) > 1
 
 
+@needs_compiler
 @pytest.mark.parametrize("shared", ["disk", "pool"])
 @pytest.mark.parametrize("order", [(True, False), (False, True)], ids=str)
 def test_engines_share_kv_whatever_the_order_of_their_memory(
-    shared, order, family_oracle: Oracle, family_loaded, pool, tmp_path, plain
+    shared, order, family_oracle: Oracle, family_loaded, pool, tmp_path
 ) -> None:
     """What leaves an engine is in the order of the chapters' shapes."""
     config = EngineConfig(block_size=4, num_blocks=800, check_invariants=True)
@@ -133,40 +106,31 @@ def test_who_compiles() -> None:
     assert EngineConfig(compile=True).wants_compiled(1, CPU)
 
 
-def test_compiled_code_is_called_with_its_number_of_threads_only(
+@needs_compiler
+def test_another_number_of_threads_compiles_nothing(
     family_oracle: Oracle, family_loaded, monkeypatch
 ) -> None:
-    """With another one the compiler compiled again in each step, and the ninth raised (Trap 89)."""
-    numbers: set[int] = set()
-
-    def compile_nothing(function, **options):
-        def compiled(*arguments):
-            numbers.add(torch.get_num_threads())
-            return function(*arguments)
-
-        return compiled
-
-    monkeypatch.setattr(torch, "compile", compile_nothing)
-    monkeypatch.setattr(compiled_attention, "MIN_KEY_ELEMENTS", 0)
+    """A compiler that made code for a number of threads compiled again in each step (Trap 89)."""
     before = torch.get_num_threads()
     config = EngineConfig(compile=True, num_threads=2, num_blocks=100)
     engine = LLMEngine(config, loaded=family_loaded)
+    monkeypatch.setattr(cpp_library, "load_library", never)
+    monkeypatch.setattr(torch, "compile", never)
     try:
-        for num_threads in (2, 1, 2):
+        for num_threads in (2, 1, 3):
             torch.set_num_threads(num_threads)
-            numbers.clear()
             serve(engine, family_oracle, [2, 8], 5)
-            assert numbers == ({2} if num_threads == 2 else set())
     finally:
         torch.set_num_threads(before)
 
 
-def test_the_shipped_checkpoint_is_not_compiled(monkeypatch) -> None:
-    def never(*arguments):
-        raise AssertionError("it compiles")
+def never(*arguments, **options):
+    raise AssertionError("it compiles")
 
-    monkeypatch.setattr(compiled_attention, "compile_decode_attention", never)
-    monkeypatch.setattr(compiled_regions, "compile_regions", never)
+
+def test_the_shipped_checkpoint_is_not_compiled(monkeypatch) -> None:
+    for module in (decode_attention, compiled_regions):
+        monkeypatch.setattr(module, "load_library", never)
     for config in ({}, {"compile": False}):
         llm = LLM(num_blocks=8, **config)
         assert type(llm.engine.kv_cache) is PagedKVCache
@@ -175,18 +139,11 @@ def test_the_shipped_checkpoint_is_not_compiled(monkeypatch) -> None:
 def test_without_a_compiler_the_engine_says_so_and_serves(
     family_oracle: Oracle, family_loaded, monkeypatch, caplog
 ) -> None:
-    def fail(*arguments):
-        raise RuntimeError("no C++ compiler\nmore")
-
-    monkeypatch.setattr(decode_module, "_first_call", fail)
-    monkeypatch.setattr(compiled_regions, "_first_call", fail)
+    monkeypatch.setattr(cpp_library, "COMPILERS", ())
     with caplog.at_level(logging.WARNING):
         engine = LLMEngine(EngineConfig(compile=True, num_blocks=100), loaded=family_loaded)
-    for what in ("decode attention", "norms"):
-        assert f"compiling {what}" in caplog.text, "whoever waits knows for what"
-    assert "keys are gathered: RuntimeError: no C++ compiler" in caplog.text
-    assert "norms and rotary embedding are not compiled: RuntimeError" in caplog.text
-    assert "more" not in caplog.text
-    assert family_loaded.model.regions == Regions()
+    assert "decode attention is not compiled, keys are gathered: no C++ compiler" in caplog.text
+    assert "norms and rotary embedding are not compiled: no C++ compiler" in caplog.text
+    assert type(family_loaded.model.regions) is Regions
     assert type(engine.kv_cache) is PagedKVCache
     serve(engine, family_oracle, [0, 4], 5)

@@ -13,7 +13,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoConfig
 
-from common.kernels.compiled_regions import norm_and_rotate_region, rms_norm_region
+from common.kernels.compiled_regions import CompiledRegions, compile_regions
 from common.kernels.regions import Regions
 from common.loader import LoadedModel, load_model
 from common.model_config import ModelConfig
@@ -39,10 +39,9 @@ from common.tests.model_cases import (
     reference_logits,
     save_case,
 )
-from common.tests.test_compile_engine import calls, plain
 from request import SamplingParams
+from test_cpp_library import needs_compiler
 
-__all__ = ["calls", "plain"]
 pytestmark = pytest.mark.usefixtures("one_thread")
 LONG = dict(max_position_embeddings=256, initializer_range=0.6)
 TWO = dict(sliding_window=6, num_hidden_layers=4, layer_types=[W, W, F, W])
@@ -74,14 +73,13 @@ def gemma(request, tmp_path_factory: pytest.TempPathFactory) -> tuple[Oracle, Lo
     return oracle, load_model(path, torch.float64)
 
 
+@needs_compiler
 @pytest.mark.parametrize("name", SETTINGS)
-@pytest.mark.usefixtures("plain")
 def test_greedy_tokens_are_those_of_transformers(name, gemma) -> None:
     oracle, loaded = gemma
-    regions = Regions(rms_norm_region, norm_and_rotate_region)
     config = dict(num_blocks=400, block_size=4, max_num_seqs=3, shuffle_batch=True)
     engine = checked_engine(loaded, **config | SETTINGS[name])
-    assert (loaded.model.regions == regions) == (name == "compiled")
+    assert isinstance(loaded.model.regions, CompiledRegions) == (name == "compiled")
     serve_a_crowd(engine, oracle, random.Random(5), 5, num_requests=8)
     assert None not in loaded.model.groups.windows or loaded.model.num_groups > 1
     assert (name == "replayed") == (num_replays(engine) > 0)
@@ -123,6 +121,7 @@ def test_packed_and_batch_invariant(short) -> None:
     assert [[t for t, _ in row] for row in together] == [short.expected(i, 6) for i in range(4)]
 
 
+@needs_compiler
 @torch.inference_mode()
 def test_logits_in_bfloat16_are_as_near_as_those_of_transformers(short) -> None:
     exact, theirs = (
@@ -131,7 +130,7 @@ def test_logits_in_bfloat16_are_as_near_as_those_of_transformers(short) -> None:
     )
     model = load_model(short.path, torch.bfloat16).model
     assert model.norm_weight.dtype == torch.float32
-    for regions in (Regions(), Regions(rms_norm_region, norm_and_rotate_region)):
+    for regions in (Regions(), compile_regions(model)):
         model.regions, harness = regions, PagedHarness(model, 4)
         found = harness.step([(i, 0, prompt) for i, prompt in enumerate(short.prompts)]).double()
         ours_off, theirs_off = ((x - exact).square().mean().sqrt() for x in (found, theirs))

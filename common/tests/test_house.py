@@ -174,8 +174,18 @@ BREACHES: dict[str, tuple[Law, dict[str, str], str]] = {
     ),
     "word of a later chapter": (
         rooms.law_of_words,
-        {"01_a/low.py": "def plan(request):\n    return request.num_draft_tokens\n"},
-        "01_a/low.py:2 says `num_draft_tokens`",
+        {"01_a/low.py": "def plan(request):\n    return request.num_blocks\n"},
+        "01_a/low.py:2 says `num_blocks`",
+    ),
+    "function of a later chapter": (
+        rooms.law_of_words,
+        {"01_a/low.py": "def verify_drafts(tokens):\n    pass\n"},
+        "01_a/low.py:1 says `verify_drafts`",
+    ),
+    "class of a later chapter": (
+        rooms.law_of_words,
+        {"02_b/high.py": "class ChunkThing:\n    pass\n"},
+        "02_b/high.py:1 says `ChunkThing`",
     ),
     "word of a later chapter in a class": (
         rooms.law_of_words,
@@ -298,6 +308,16 @@ BREACHES: dict[str, tuple[Law, dict[str, str], str]] = {
     "forbidden name": (laws.law_of_names, {"common/utils.py": ""}, "`utils`"),
     "name of a dependency": (laws.law_of_names, {"01_a/triton.py": ""}, "`triton`"),
     "class in a demo": (laws.law_of_demos, {"01_a/low_demo.py": "class X:\n    pass\n"}, "class X"),
+    "workshop in a demo": (
+        laws.law_of_demos,
+        {"01_a/low_demo.py": "from common.workshop.tools.palette import INK\n"},
+        "low_demo.py:1 imports `common.workshop.tools.palette`",
+    ),
+    "another colour in a demo": (
+        laws.law_of_demos,
+        {"01_a/low_demo.py": "INK = '#123456'\n"},
+        "low_demo.py:1 has another INK",
+    ),
     "quotation differs": (
         laws.law_of_quotation,
         {"README.md": "a\n\n```python file=low.py\nimport os\nimport torch.nn\n```\n"},
@@ -346,6 +366,11 @@ ALLOWED: dict[str, tuple[Law, str, str]] = {
     "a declared extra": (laws.law_of_floors, "01_a/low.py", "import triton\n"),
     "a test of a demo is no demo": (laws.law_of_pairs, "01_a/test_low_demo.py", "import common"),
     "a word of an earlier chapter": (rooms.law_of_words, "02_b/high.py", "num_blocks = 1\n"),
+    "a hook, a field and a parameter with nouns of later chapters": (
+        rooms.law_of_words,
+        "01_a/low.py",
+        "class Plugin:\n    num_draft_tokens = 0\n\n    def verified(self, chunk): ...\n",
+    ),
     "a field that crosses processes": (
         rooms.law_of_words,
         "01_a/low.py",
@@ -468,7 +493,8 @@ def test_wheel_holds_flat_modules_and_nothing_else(tmp_path: Path) -> None:
     assert run.returncode == 0, run.stdout + run.stderr
     with zipfile.ZipFile(next(tmp_path.glob("*.whl"))) as wheel:
         inside = {name for name in wheel.namelist() if ".dist-info/" not in name}
-    flat = {p.relative_to(p.parents[0]).as_posix() for p in house.chapter_modules()}
+    flat = {p.name for p in house.chapter_modules()}
+    flat |= {p.name for kind in ("cpp", "h") for p in ROOT.glob(f"0*/beyond/*.{kind}")}
     packaged = {
         house.name(p)
         for p in house.files

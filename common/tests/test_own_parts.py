@@ -300,6 +300,17 @@ def test_what_is_no_name_and_no_part_is_named(field, value, names) -> None:
         assert "an instance of" in sentence
 
 
+class OrdersAlone(SchedulePolicy):  # and is asked for a key, as it does not look at the cache
+    def order(self, requests: Sequence[Request]) -> list[Request]:
+        return list(requests)
+
+
+@pytest.mark.parametrize("policy", [SchedulePolicy(), OrdersAlone()])
+def test_a_policy_that_can_not_order_is_refused_before_any_request(policy) -> None:
+    with pytest.raises(ValueError, match="must define key, or set looks_at_cache and define order"):
+        EngineConfig(policy=policy)
+
+
 @pytest.mark.parametrize(
     ("field", "config", "why"),
     [

@@ -42,7 +42,7 @@ from common.tests.engine_oracle import (
 from common.tests.film_runs import RecordedRun, check_film, replay
 from common.tests.film_runs import serve as record_run
 from common.tests.local_stages import pipelined_engine
-from common.tests.test_compile_engine import calls, plain
+from common.tests.test_compile_engine import calls
 from common.tests.test_graphs_engine import graph_engine
 from common.tests.test_pipeline_engine import stages_of
 from compiled_attention import HeadMajorKVCache
@@ -50,9 +50,10 @@ from grouped_kv_memory import most_blocks
 from paged_attention import PagedKVCache, TorchAttentionBackend
 from paged_attention_triton import TritonAttentionBackend
 from request import SamplingParams
+from test_cpp_library import needs_compiler
 from tiered_cache import KVTierConfig
 
-__all__ = ["calls", "plain"]
+__all__ = ["calls"]
 pytestmark = pytest.mark.usefixtures("one_thread")
 F, W = "full_attention", "sliding_attention"
 SIZES = dict(vocab_size=97, intermediate_size=48, num_key_value_heads=2, initializer_range=0.6)
@@ -128,7 +129,7 @@ def draw_config(rng: random.Random, oracle: Oracle, loaded: LoadedModel) -> dict
 
 @pytest.mark.sample(seed=6)
 @pytest.mark.parametrize("seed", range(60))
-def test_random_workloads(seed: int, windowed: tuple[Oracle, LoadedModel], plain) -> None:
+def test_random_workloads(seed: int, windowed: tuple[Oracle, LoadedModel]) -> None:
     oracle, loaded = windowed
     rng = random.Random(seed)
     config = draw_config(rng, oracle, loaded)
@@ -207,15 +208,16 @@ def test_decodes_are_replayed(windowed: tuple[Oracle, LoadedModel]) -> None:
     engine.close()
 
 
+@needs_compiler
 @pytest.mark.parametrize("chunked_prefill", [False, 16])
-def test_decodes_are_compiled(chunked_prefill, windowed, plain: list[int]) -> None:
+def test_decodes_are_compiled(chunked_prefill, windowed, calls: list[int]) -> None:
     """Those of every layer, whatever it sees."""
     oracle, loaded = windowed
     sizes = dict(max_model_len=150, block_size=4, chunked_prefill=chunked_prefill)
     engine = full_of_nan(checked_engine(loaded, compile=True, **sizes))
     assert isinstance(engine.kv_cache, HeadMajorKVCache)
     serve(engine, oracle, [0, 1, 2], 8)
-    assert max(plain) > 1 and len(plain) >= 7 * loaded.model.num_layers
+    assert max(calls) > 1 and len(calls) >= 7 * loaded.model.num_layers
     engine.close()
 
 

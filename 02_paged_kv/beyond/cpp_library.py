@@ -1,0 +1,108 @@
+"""C++ that the engine computes with on a CPU, compiled when it is first wanted.
+
+`decode_attention.cpp` and the kernels between a model's matrices (`common/kernels/cpu_regions.cpp`)
+are compiled for this processor and for a model's shapes, which takes a second or two. The library
+is kept in `~/.cache/vllm-from-scratch` (`XDG_CACHE_HOME` is honoured), under a name that tells the
+source, the compiler, the processor and the constants, so the next start takes milliseconds.
+
+A C interface, called by `ctypes`, wants neither PyTorch's headers nor Python's; and a call costs a
+few microseconds, where one of what `torch.compile` makes costs ten to three hundred."""
+
+from __future__ import annotations
+
+import ctypes
+import hashlib
+import os
+import platform
+import shutil
+import subprocess
+import tempfile
+from collections.abc import Mapping
+from functools import cache
+from pathlib import Path
+
+import torch
+
+COMPILERS = "g++", "clang++"
+FLAGS = (
+    *("-std=c++17", "-O3", "-march=native", "-shared", "-fPIC"),
+    *("-ffp-contract=fast", "-fno-math-errno", "-fno-trapping-math"),
+    *("-Wno-unknown-pragmas", "-Wno-psabi"),
+)
+THREADS = ("-fopenmp",), ("-fopenmp-simd",)  # the second one where there is no OpenMP: one thread
+SCALARS = {
+    torch.float64: "double",
+    torch.float32: "float",
+    torch.bfloat16: "bfloat16",
+    torch.float16: "_Float16",
+}
+
+
+def load_library(source: Path, constants: Mapping[str, object]) -> ctypes.CDLL:
+    """`source` in machine code. Raises `RuntimeError` without a C++ compiler, or if that fails."""
+    compiler = next(filter(None, map(shutil.which, COMPILERS)), None)
+    if compiler is None:
+        raise RuntimeError(f"no C++ compiler ({' or '.join(COMPILERS)}) was found")
+    defines = [f"-D{name}={value}" for name, value in constants.items()]
+    command = [compiler, *FLAGS, f"-I{Path(__file__).parent}", *defines]
+    headers = [source, *sorted(Path(__file__).parent.glob("*.h"))]
+    texts = [path.read_text(encoding="utf-8") for path in headers]
+    version = os.stat(os.path.realpath(compiler)).st_mtime_ns
+    key = hashlib.sha256(repr((command, version, _processor(), texts)).encode()).hexdigest()
+    library = cache_folder() / f"{source.stem}-{key[:32]}.so"
+    if not library.exists():
+        _compile(command, source, library)
+    return ctypes.CDLL(str(library))
+
+
+def _compile(command: list[str], source: Path, library: Path) -> None:
+    """Complete or not at all: another process may want the same one now."""
+    handle, made = tempfile.mkstemp(suffix=".so", dir=library.parent)
+    os.close(handle)
+    try:
+        for threads in THREADS:
+            whole = [*command, *threads, "-o", made, str(source)]
+            done = subprocess.run(whole, capture_output=True, text=True, check=False)
+            if done.returncode == 0:
+                os.replace(made, library)
+                return
+        says = next((line for line in done.stderr.splitlines() if "error" in line), "no reason")
+        raise RuntimeError(f"{Path(command[0]).name} fails: {says}")
+    finally:
+        Path(made).unlink(missing_ok=True)
+
+
+def cache_folder() -> Path:
+    """Where what was found out about this processor is kept. Nobody else may write there: what is
+    in it is executed."""
+    home = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
+    folder = Path(home, "vllm-from-scratch")
+    try:
+        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        writable = os.access(folder, os.W_OK | os.X_OK)
+    except OSError:
+        writable = False
+    return folder if writable else _folder_of_this_process()
+
+
+@cache
+def _folder_of_this_process() -> Path:
+    return Path(tempfile.mkdtemp(prefix="vllm-from-scratch-"))
+
+
+@cache
+def _processor() -> str:
+    """All that `-march=native` depends on: a home may be shared by machines of many kinds."""
+    try:
+        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
+    except OSError:
+        return f"{platform.machine()} {platform.processor()}"
+    return "\n".join(
+        sorted(
+            {
+                line
+                for line in lines
+                if line.startswith(("flags", "model name", "Features", "CPU part"))
+            }
+        )
+    )

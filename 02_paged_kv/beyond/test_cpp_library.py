@@ -1,0 +1,89 @@
+"""C++ is compiled once, for this processor; and what happens where it can't be."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import stat
+import subprocess
+from pathlib import Path
+
+import pytest
+
+import cpp_library as module
+from cpp_library import cache_folder, load_library
+
+# The CI has to have a C++ compiler: there, such a test fails without one.
+IS_REQUIRED = bool(os.environ.get("VLLM_FS_REQUIRE_COMPILER") or os.environ.get("CI"))
+needs_compiler = pytest.mark.skipif(
+    not (IS_REQUIRED or any(map(shutil.which, module.COMPILERS))), reason="no C++ compiler"
+)
+
+
+@pytest.fixture
+def source(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """In a folder with a cache of its own."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    path = tmp_path / "answer.cpp"
+    path.write_text('extern "C" int answer() { return ANSWER; }')
+    return path
+
+
+@pytest.fixture
+def runs(monkeypatch: pytest.MonkeyPatch) -> list[list[str]]:
+    """Every call of the compiler."""
+    calls: list[list[str]] = []
+    real = subprocess.run
+
+    def run(command, **options):
+        calls.append(command)
+        return real(command, **options)
+
+    monkeypatch.setattr(subprocess, "run", run)
+    return calls
+
+
+@needs_compiler
+def test_compiled_once_for_a_source_its_constants_and_a_processor(source, runs, monkeypatch):
+    for answer in (42, 42, 7, 42):
+        assert load_library(source, {"ANSWER": answer}).answer() == answer
+    assert len(runs) == 2
+    source.write_text('extern "C" int answer() { return -ANSWER; }')
+    assert load_library(source, {"ANSWER": 42}).answer() == -42
+    monkeypatch.setattr(module, "_processor", lambda: "another one")
+    load_library(source, {"ANSWER": 42})
+    assert len(runs) == 4
+    folder = cache_folder()
+    assert len(list(folder.iterdir())) == 4, "nothing is left over"
+    assert stat.S_IMODE(folder.stat().st_mode) == 0o700, "what is in it is executed"
+
+
+@needs_compiler
+def test_what_does_not_compile_says_why_and_leaves_nothing(source):
+    with pytest.raises(RuntimeError, match=r"fails: .*answer.cpp.*'?ANSWER"):
+        load_library(source, {})
+    assert not list(cache_folder().iterdir())
+
+
+@needs_compiler
+def test_without_openmp_it_is_compiled_for_one_thread(source, monkeypatch):
+    monkeypatch.setattr(module, "THREADS", (("-fno-such-thing",), ("-fopenmp-simd",)))
+    assert load_library(source, {"ANSWER": 3}).answer() == 3
+
+
+def test_without_a_compiler_it_says_so(source, monkeypatch):
+    monkeypatch.setenv("PATH", "")
+    with pytest.raises(RuntimeError, match="no C\\+\\+ compiler"):
+        load_library(source, {"ANSWER": 3})
+
+
+@needs_compiler
+def test_a_home_that_cannot_be_written_to_is_left_alone(source, monkeypatch, tmp_path):
+    (tmp_path / "file").touch()
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))
+    folder = cache_folder()
+    assert folder == cache_folder() and tmp_path not in folder.parents
+    assert load_library(source, {"ANSWER": 3}).answer() == 3
+    assert [path.suffix for path in folder.iterdir()] == [".so"]
+    shutil.rmtree(folder)
+    module._folder_of_this_process.cache_clear()
