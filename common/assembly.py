@@ -25,12 +25,14 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING
 
+import torch
+
 from batch_layout import compose_in_order
 from common.engine_config import EngineConfig, SpeculativeConfig
 from common.huge_pages import move_to_huge_pages
 from common.kernels.chosen_regions import set_regions
 from common.kv_sizing import ALONE, KVDemand, Neighbours, allocate_kv_cache, make_kv_cache
-from common.linear import linear_layers
+from common.linear import ONEDNN, Packing, linear_layers, why_not_packed
 from common.loader import LoadedModel
 from common.model import DecoderModel
 from common.model_config import ModelFacts
@@ -277,9 +279,8 @@ def prepare_models(given: Given) -> None:
         set_regions(draft.model, False, given.attention.is_triton)
     for layer in model.layers:
         layer.mlp.prepare(config.wants_graphs(model.embed_weight.device))
-    if config.pack_weights:
-        for decoder in (model,) if draft is None else (model, draft.model):
-            pack_weights(config, decoder)
+    for decoder in (model,) if draft is None else (model, draft.model):
+        pack_weights(config, decoder)
     if config.batch_invariant:
         from batch_invariance import make_batch_invariant
 
@@ -291,16 +292,42 @@ def prepare_models(given: Given) -> None:
         compile_kernels(given)
 
 
+def packing_of(config: EngineConfig, model: DecoderModel) -> Packing | None:
+    """How the matrices of a model are packed; None: they stay plain."""
+    if not config.pack_weights:
+        return None
+    dtype, device = model.embed_weight.dtype, model.embed_weight.device
+    if dtype is torch.float32 and config.wants_compiled(model.num_parameters, device):
+        from common.kernels.compiled_linear import compile_packing
+
+        if (compiled := compile_packing()) is not None:
+            return compiled
+    reason = why_not_packed(dtype, device)
+    if reason is not None and config.batch_invariant:
+        raise ValueError(f"batch_invariant is True: no weights are packed, {reason}")
+    return ONEDNN if reason is None else None
+
+
+def packing_while_loading(config: EngineConfig, model: DecoderModel) -> Packing | None:
+    """Adapters find their places in matrices that are not packed yet."""
+    return None if config.takes_adapters else packing_of(config, model)
+
+
 def pack_weights(config: EngineConfig, model: DecoderModel) -> None:
-    if (reason := model.pack_weights()) is not None:
-        if config.batch_invariant:
-            raise ValueError(f"batch_invariant is True: no weights are packed, {reason}")
-        logger.info("weights are not packed: %s", reason)
-        return
-    move_to_huge_pages(matrix.packed_memory for matrix in linear_layers(model))
-    if not config.batch_invariant:
-        matrices = [matrix for layer in model.layers for matrix in linear_layers(layer)]
-        pad_slow_counts(matrices, model.embed_weight.dtype)
+    """Those that are not packed yet."""
+    matrices = list(linear_layers(model))
+    if not all(matrix.is_packed for matrix in matrices):
+        if (packing := packing_of(config, model)) is not None:
+            model.pack_weights(packing)
+        elif config.pack_weights:
+            weight = model.embed_weight
+            reason = why_not_packed(weight.dtype, weight.device)
+            logger.info("weights are not packed: %s", reason)
+    if matrices[0].is_packed and matrices[0].packing is ONEDNN:
+        move_to_huge_pages(matrix.packed_memory for matrix in matrices)
+        if not config.batch_invariant:
+            matrices = [matrix for layer in model.layers for matrix in linear_layers(layer)]
+            pad_slow_counts(matrices, model.embed_weight.dtype)
 
 
 def compile_kernels(given: Given) -> None:

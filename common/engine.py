@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING, TextIO
 
 import torch
 
-from common.assembly import assemble
+from common.assembly import assemble, packing_of, packing_while_loading
 from common.engine_config import SHIPPED_CHECKPOINT, SHIPPED_DRAFT, EngineConfig, EngineStats
 from common.intake import Intake, Prompt, RequestOptions, SharedOptions
 from common.loader import LoadedModel, load_model, read_checkpoint
@@ -704,14 +704,16 @@ def _make_parts(
             torch.cuda.set_device(device)  # kernels and events are the current device's
         checkpoint = read_checkpoint(model)  # what is wrong is said before weights are read
         tokenizer = tokenizer or load_tokenizer(checkpoint.path)
-        packs = config.packs_while_loading
-        loaded = load_model(checkpoint, config.dtype, device, packs=packs)
+        loaded = load_model(
+            checkpoint, config.dtype, device, packing_of=partial(packing_while_loading, config)
+        )
     weight, how = loaded.model.embed_weight, config.speculation
     if how is None or how.method != "draft":
         draft = None
     elif draft is None:
-        path, packs = how.model or SHIPPED_DRAFT, config.pack_weights
-        draft = load_model(path, weight.dtype, weight.device, packs=packs)
+        packing = partial(packing_of, config)
+        path, where = how.model or SHIPPED_DRAFT, (weight.dtype, weight.device)
+        draft = load_model(path, *where, packing_of=packing)
     put_threads_back = set_threads(config.num_threads, loaded.model.num_parameters, weight.device)
     try:
         parts = assemble(config, loaded, draft, tokenizer, members)

@@ -310,11 +310,6 @@ class EngineConfig:
         return self.adapters is not None or self.max_loras is not None
 
     @property
-    def packs_while_loading(self) -> bool:
-        """Adapters find their places in matrices that are not packed yet."""
-        return self.pack_weights and not self.takes_adapters
-
-    @property
     def max_adapters(self) -> int:
         """Different ones in a batch."""
         return self.max_loras or 4

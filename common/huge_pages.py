@@ -29,6 +29,12 @@ def advise(address: int, num_bytes: int, advice: int, page: int = mmap.PAGESIZE)
         ctypes.CDLL(None).madvise(ctypes.c_void_p(start), ctypes.c_size_t(stop - start), advice)
 
 
+def advise_huge_pages(address: int, num_bytes: int) -> None:
+    """For memory that has not been written."""
+    if sys.platform == "linux":
+        advise(address, num_bytes, mmap.MADV_HUGEPAGE, HUGE_PAGE)
+
+
 def move_to_huge_pages(memory: Iterable[tuple[int, int]]) -> None:
     """Move memory that has been written, each an address and a number of bytes, to huge pages,
     unless the system gives none."""

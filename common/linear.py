@@ -19,12 +19,65 @@ from __future__ import annotations
 import logging
 import platform
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Protocol
 
 import torch
 from torch import nn
 from torch.nn import functional as F
 
 logger = logging.getLogger(__name__)
+
+
+class Packing(Protocol):
+    """How weights are packed, and what multiplies with them. `shape` is that of the weight."""
+
+    def pack(self, weight: torch.Tensor) -> torch.Tensor: ...
+
+    def unpack(self, packed: torch.Tensor, shape: torch.Size) -> torch.Tensor: ...
+
+    def memory(self, packed: torch.Tensor) -> tuple[int, int]: ...
+
+    def product(
+        self, x: torch.Tensor, packed: torch.Tensor, bias: torch.Tensor | None, shape: torch.Size
+    ) -> torch.Tensor: ...
+
+    def sum(
+        self,
+        residual: torch.Tensor,  # may be overwritten
+        x: torch.Tensor,
+        packed: torch.Tensor,
+        bias: torch.Tensor | None,
+    ) -> torch.Tensor: ...
+
+
+class OneDnnPacking:
+    """The weight in oneDNN's order."""
+
+    def pack(self, weight: torch.Tensor) -> torch.Tensor:
+        return torch.ops.mkldnn._reorder_linear_weight(weight)
+
+    def unpack(self, packed: torch.Tensor, shape: torch.Size) -> torch.Tensor:
+        return packed.to_dense()
+
+    def memory(self, packed: torch.Tensor) -> tuple[int, int]:
+        return torch.ops.mkldnn.data_ptr(packed), torch.ops.mkldnn._nbytes(packed)
+
+    def product(
+        self, x: torch.Tensor, packed: torch.Tensor, bias: torch.Tensor | None, shape: torch.Size
+    ) -> torch.Tensor:
+        return torch.ops.mkldnn._linear_pointwise(x, packed, bias, "none", [], "")
+
+    def sum(
+        self,
+        residual: torch.Tensor,
+        x: torch.Tensor,
+        packed: torch.Tensor,
+        bias: torch.Tensor | None,
+    ) -> torch.Tensor:
+        return torch.ops.mkldnn._linear_pointwise.binary(x, residual, packed, bias, "add")
+
+
+ONEDNN = OneDnnPacking()
 
 
 class Linear(nn.Module):
@@ -44,6 +97,7 @@ class Linear(nn.Module):
         # Of `x` and the product: what is added to it, in place, before anybody else sees it.
         self.addition: Callable[[torch.Tensor, torch.Tensor], torch.Tensor] | None = None
         self._packed: torch.Tensor | None = None
+        self.packing: Packing = ONEDNN
 
     @property
     def is_packed(self) -> bool:
@@ -52,7 +106,8 @@ class Linear(nn.Module):
     @property
     def packed_memory(self) -> tuple[int, int]:
         """The address of the packed weight, and its size in bytes."""
-        return torch.ops.mkldnn.data_ptr(self._packed), torch.ops.mkldnn._nbytes(self._packed)
+        assert self._packed is not None
+        return self.packing.memory(self._packed)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:  # [rows, in] -> [rows, out]
         return self.summed(self.product(x))
@@ -80,7 +135,8 @@ class Linear(nn.Module):
         return self._in_tiles(self._packed_product, x)
 
     def _packed_product(self, x: torch.Tensor) -> torch.Tensor:
-        return torch.ops.mkldnn._linear_pointwise(x, self._packed, self.bias, "none", [], "")
+        assert self._packed is not None
+        return self.packing.product(x, self._packed, self.bias, self.shape)
 
     def add_to(self, residual: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
         """`residual + self(x)`, [rows, out]. `residual` may be overwritten."""
@@ -96,9 +152,8 @@ class Linear(nn.Module):
         return residual.add_(self._multiply(x))
 
     def _packed_sum(self, residual: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
-        return torch.ops.mkldnn._linear_pointwise.binary(
-            x, residual, self._packed, self.bias, "add"
-        )
+        assert self._packed is not None
+        return self.packing.sum(residual, x, self._packed, self.bias)
 
     def _in_tiles(self, product: Callable[..., torch.Tensor], *rows: torch.Tensor) -> torch.Tensor:
         """`product(*rows)`, where each of `rows` is [num_rows, ...], in tiles of rows."""
@@ -114,10 +169,10 @@ class Linear(nn.Module):
         return torch.cat([product(*call) for call in calls])[:num_rows]
 
     @torch.no_grad()
-    def pack(self, keep_weight: bool = False) -> None:
+    def pack(self, keep_weight: bool = False, packing: Packing = ONEDNN) -> None:
         """With `keep_weight` the plain one stays, for whoever else uses it."""
         if self._packed is None and self.weight is not None:
-            self._packed = torch.ops.mkldnn._reorder_linear_weight(self.weight.detach())
+            self.packing, self._packed = packing, packing.pack(self.weight.detach())
             if not keep_weight:
                 self.weight = None
 
@@ -126,7 +181,7 @@ class Linear(nn.Module):
         if self.weight is not None:
             return self.weight
         assert self._packed is not None
-        return self._packed.to_dense()
+        return self.packing.unpack(self._packed, self.shape)
 
 
 def why_not_packed(dtype: torch.dtype, device: torch.device) -> str | None:

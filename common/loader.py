@@ -36,7 +36,7 @@ from safetensors import SafetensorError, safe_open
 from common.blocks import CheckpointTensor
 from common.huge_pages import advise
 from common.kernels.processor import is_bfloat16_fast
-from common.linear import Linear, linear_layers, overlap_plain_weights, why_not_packed
+from common.linear import Linear, Packing, linear_layers, overlap_plain_weights
 from common.model import DecoderModel
 from common.model_config import ModelConfig, token_ids
 
@@ -132,14 +132,14 @@ def load_model(
     dtype: str | torch.dtype = "auto",
     device: str | torch.device = "cpu",
     make: Callable[[ModelConfig, torch.dtype, torch.device], DecoderModel] = DecoderModel,
-    packs: bool = False,
+    packing_of: Callable[[DecoderModel], Packing | None] = lambda model: None,
 ) -> LoadedModel:
     """A complete model, ready for `forward`. `dtype="auto"` is the checkpoint's own, except that a
     CPU without fast arithmetic for it gets float32. `make` may leave a part of the model to other
-    processes (`common/parallel`); only what it takes is read. `packs`: pack the matrices for this
-    processor, if it can (`DecoderModel.pack_weights`). Raises `FileNotFoundError` for missing files
-    and `ValueError` for what does not fit: before memory is taken or weights are read, but for a
-    tied matrix that is stored twice and differs."""
+    processes (`common/parallel`); only what it takes is read. `packing_of` says how
+    its matrices are packed while they are read; None: they are not. Raises `FileNotFoundError` for
+    missing files and `ValueError` for what does not fit: before memory is taken or weights are
+    read, but for a tied matrix that is stored twice and differs."""
     checkpoint = model if isinstance(model, Checkpoint) else read_checkpoint(model)
     path, config, device = checkpoint.path, checkpoint.config, torch.device(device)
     files = _open_weights(path)
@@ -152,7 +152,7 @@ def load_model(
     short = replace(config, max_position_embeddings=1)  # its rotary table is no memory either
     _check_tensors(_places(make(short, dtype, torch.device("meta")), files), files)
     decoder = make(config, dtype, device)
-    _fill(decoder, files, packs and why_not_packed(dtype, device) is None)
+    _fill(decoder, files, packing_of(decoder))
     return LoadedModel(decoder, config, checkpoint.generation_eos_token_ids, path)
 
 
@@ -279,11 +279,11 @@ def _check_tensors(parts: dict[str, CheckpointTensor], files: dict[str, Any]) ->
             raise ValueError(f"{name} has dtype {dtype}: it must be {', '.join(_FILE_DTYPES)}")
 
 
-def _fill(decoder: DecoderModel, files: dict[str, Any], packs: bool) -> None:
-    """Copy every tensor to its place. With `packs`, pack each matrix when it is complete; the parts
-    of one follow each other in `checkpoint_tensors`."""
+def _fill(decoder: DecoderModel, files: dict[str, Any], packing: Packing | None) -> None:
+    """Copy every tensor to its place. With `packing`, pack each matrix when it is complete; the
+    parts of one follow each other in `checkpoint_tensors`."""
     own = [m for m in linear_layers(decoder) if m.weight is not decoder.embed_weight]
-    unpacked = overlap_plain_weights(own) if packs else {}
+    unpacked = {} if packing is None else overlap_plain_weights(own)
     parts = _places(decoder, files)
     if decoder.config.tie_word_embeddings and EMBEDDING in files and HEAD in files:
         _check_tied(files, parts[EMBEDDING])
@@ -304,11 +304,12 @@ def _fill(decoder: DecoderModel, files: dict[str, Any], packs: bool) -> None:
             assert _is_in(target, matrix.plain_weight()), f"{name} comes before a matrix is packed"
             num_missing -= target.numel()
             if num_missing == 0:
-                matrix.pack()
+                assert packing is not None
+                matrix.pack(packing=packing)
                 matrix = None
     assert num_filled == decoder.num_parameters, "a parameter has no tensor"
-    if packs:  # those that are left: the embedding as the output's matrix
-        decoder.pack_weights()
+    if packing is not None:  # those that are left: the embedding as the output's matrix
+        decoder.pack_weights(packing)
 
 
 def _is_in(target: torch.Tensor, weight: torch.Tensor) -> bool:

@@ -36,7 +36,7 @@ from batch_layout import ComposedBatch
 from common.blocks import AttentionBlock, CheckpointTensor, MakeLinear, MLPBlock, allocator
 from common.kernels.regions import Regions
 from common.layer_groups import deal_layers
-from common.linear import Linear, linear_layers, why_not_packed
+from common.linear import ONEDNN, Linear, Packing, linear_layers, why_not_packed
 from common.model_config import SCORED, ModelConfig
 from common.parallel.collectives import Alone, Collectives
 from common.roles import load
@@ -212,13 +212,14 @@ class DecoderModel(nn.Module):
         """What `forward` wants of a batch besides its tokens, to warm up."""
         return None
 
-    def pack_weights(self) -> str | None:
-        """Reorder every matrix for this processor, once (`common/linear.py`). None, or the reason
-        why they stay plain."""
-        reason = why_not_packed(self.embed_weight.dtype, self.embed_weight.device)
+    def pack_weights(self, packing: Packing | None = None) -> str | None:
+        """Reorder every matrix for this processor, once (`common/linear.py`); without `packing` in
+        oneDNN's order. None, or the reason why they stay plain."""
+        where = self.embed_weight.dtype, self.embed_weight.device
+        reason = None if packing is not None else why_not_packed(*where)
         if reason is None:
             for matrix in linear_layers(self):
-                matrix.pack(keep_weight=matrix.weight is self.embed_weight)
+                matrix.pack(matrix.weight is self.embed_weight, packing or ONEDNN)
         return reason
 
     def named_weights(self) -> Iterator[tuple[str, torch.Tensor]]:

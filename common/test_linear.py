@@ -17,9 +17,11 @@ from torch import nn
 from common import huge_pages, row_padding
 from common.engine import LLMEngine
 from common.engine_config import EngineConfig
+from common.kernels.compiled_linear import CompiledPacking
 from common.linear import Linear, linear_layers, why_not_packed
 from common.workshop.bench.random_weights import QWEN3_0_6B, random_model
 from request import SamplingParams
+from test_cpp_library import needs_compiler
 
 BOUNDS = {torch.float32: 1e-5, torch.bfloat16: 1.5e-2}
 CPU = torch.device("cpu")
@@ -210,3 +212,72 @@ def test_a_padded_product_is_the_same_and_what_was_found_is_kept(tmp_path, monke
     num_rows.clear()
     matrix(x)
     assert num_rows == [4], "batch_invariant has tiles of its own"
+
+
+# -- compiled
+
+
+@needs_compiler
+@pytest.mark.parametrize("is_half", [True, False])
+@pytest.mark.parametrize(
+    ("out_features", "in_features"), [(96, 300), (1, 1), (31, 257), (33, 1024), (16, 256)]
+)
+def test_compiled_products_are_products(out_features, in_features, is_half) -> None:
+    """Of shapes that panels divide and do not divide, with and without a bias, for one row to more
+    than a block; weights that bfloat16 can hold are kept in it, and the numbers are the same."""
+    torch.manual_seed(out_features)
+    weight = torch.randn(out_features, in_features)
+    weight = weight.bfloat16().float() if is_half else weight
+    for bias in (None, torch.randn(out_features)):
+        matrix = Linear(nn.Parameter(weight.clone()), None if bias is None else nn.Parameter(bias))
+        matrix.pack(packing=CompiledPacking())
+        assert matrix._packed.dtype == (torch.bfloat16 if is_half else torch.float32)
+        assert matrix.packed_memory[1] >= weight.nbytes // (2 if is_half else 1)
+        assert torch.equal(matrix.plain_weight(), weight)
+        for num_rows in (1, 2, 5, 6, 7, 13, 192, 200, 0):
+            x, residual = torch.randn(num_rows, in_features), torch.randn(num_rows, out_features)
+            exact = x.double() @ weight.double().T + (0 if bias is None else bias.double())
+            bound = 1e-6 * in_features
+            torch.testing.assert_close(matrix(x).double(), exact, atol=bound, rtol=1e-5)
+            wanted = residual.double() + exact
+            apart = torch.stack((x, x), 2)[..., 0], residual.clone()
+            for own, onto in ((x, residual.clone()), apart):
+                found = matrix.add_to(onto, own).double()
+                torch.testing.assert_close(found, wanted, atol=bound, rtol=1e-5)
+
+
+@needs_compiler
+def test_a_row_of_a_compiled_product_does_not_depend_on_the_others_nor_on_the_threads() -> None:
+    torch.manual_seed(0)
+    weight, x = torch.randn(100, 700), torch.randn(230, 700)
+    threads = torch.get_num_threads()
+    for own in (weight, weight.bfloat16().float()):
+        matrix = Linear(nn.Parameter(own.clone()))
+        matrix.pack(packing=CompiledPacking())
+        together = matrix(x)
+        try:
+            for num_threads in (1, 2, 3):
+                torch.set_num_threads(num_threads)
+                for first, last in ((0, 1), (3, 9), (100, 229), (0, 230)):
+                    assert torch.equal(matrix(x[first:last]), together[first:last])
+        finally:
+            torch.set_num_threads(threads)
+    exact = Linear(nn.Parameter(weight.bfloat16().float()))
+    exact.pack(packing=CompiledPacking())
+    full = CompiledPacking()
+    full._are_bfloat16 = lambda *arguments: False
+    wide = Linear(nn.Parameter(weight.bfloat16().float()))
+    wide.pack(packing=full)
+    assert torch.equal(exact(x), wide(x)), "half of the memory, and the same bits"
+
+
+@needs_compiler
+def test_a_large_model_in_float32_is_multiplied_by_compiled_products(monkeypatch, caplog) -> None:
+    engine, tokens = run(torch.float32, compile=True)
+    packings = {type(m.packing) for m in linear_layers(engine.core.runner.model)}
+    assert packings == {CompiledPacking}
+    assert tokens == run(torch.float32, compile=False)[1]
+    monkeypatch.setattr("cpp_library.COMPILERS", ())
+    with caplog.at_level(logging.WARNING):
+        engine, other = run(torch.float32, compile=True)
+    assert "products are not compiled" in caplog.text and other == tokens

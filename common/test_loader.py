@@ -14,7 +14,7 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, Qwen3Config
 
 from common import loader
-from common.linear import Linear, linear_layers, why_not_packed
+from common.linear import ONEDNN, Linear, linear_layers, why_not_packed
 from common.loader import load_model, resolve_checkpoint
 from common.model import DecoderModel
 from common.model_config import SUPPORTED_ARCHITECTURES, ModelConfig
@@ -76,15 +76,15 @@ def test_a_matrix_is_packed_before_the_next_one_is_read(name, tmp_path, monkeypa
         own.extend(matrices)
         return overlap(matrices)
 
-    def watched_pack(matrix: Linear, keep_weight: bool = False) -> None:
+    def watched_pack(matrix: Linear, *how, **packing) -> None:
         memory = [m.weight.untyped_storage() for m in own if m.weight is not None]
         plain_bytes.append(sum({m.data_ptr(): m.nbytes() for m in memory}.values()))
-        pack(matrix, keep_weight)
+        pack(matrix, *how, **packing)
 
     with monkeypatch.context() as patch:
         patch.setattr(loader, "overlap_plain_weights", watched_overlap)
         patch.setattr(Linear, "pack", watched_pack)
-        model = load_model(path, torch.float32, packs=True).model
+        model = load_model(path, torch.float32, packing_of=lambda model: ONEDNN).model
     assert max(plain_bytes) <= 4 * (max(m.shape.numel() for m in own) + 64 * len(own))
     assert all(matrix.is_packed for matrix in linear_layers(model))
     assert_same_weights(dict(model.named_weights()), expected)

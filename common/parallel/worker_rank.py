@@ -16,7 +16,14 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.distributed
 
-from common.assembly import LocalRunner, make_block_io, make_draft_length, make_runner
+from common.assembly import (
+    LocalRunner,
+    make_block_io,
+    make_draft_length,
+    make_runner,
+    packing_of,
+    packing_while_loading,
+)
 from common.engine_config import (
     SHIPPED_CHECKPOINT,
     SHIPPED_DRAFT,
@@ -103,7 +110,7 @@ class Rank:
         draft, how = None, config.speculation
         if how is not None and how.method == "draft" and ranks.is_last_stage:
             path, dtype = how.model or SHIPPED_DRAFT, loaded.model.embed_weight.dtype
-            draft = load_model(path, dtype, device, packs=config.pack_weights)
+            draft = load_model(path, dtype, device, packing_of=partial(packing_of, config))
         length: ToldLength | None = None
 
         def tell(how: SpeculativeConfig) -> ToldLength:
@@ -263,11 +270,12 @@ class _Meeting:
 
 
 def _load(config: EngineConfig, device: torch.device, collectives: Collectives) -> LoadedModel:
-    model, packs = config.model or SHIPPED_CHECKPOINT, config.packs_while_loading
+    where = config.model or SHIPPED_CHECKPOINT, config.dtype, device
+    packing = partial(packing_while_loading, config)
     if collectives.ranks.world_size == 1:
-        return load_model(model, config.dtype, device, packs=packs)
+        return load_model(*where, packing_of=packing)
     make = partial(ShardedModel, collectives=collectives)
-    return load_model(model, config.dtype, device, make, packs)
+    return load_model(*where, make, packing)
 
 
 @dataclass(frozen=True, slots=True)

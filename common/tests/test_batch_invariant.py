@@ -193,7 +193,7 @@ def test_where_nothing_is_packed_it_is_refused(reason, monkeypatch):
     dtype = torch.float64 if "float64" in reason else torch.float32
     loaded = load_model(SHIPPED_CHECKPOINT, dtype, CPU)
     if dtype == torch.float32:
-        monkeypatch.setattr("common.model.why_not_packed", lambda *where: reason)
+        monkeypatch.setattr("common.assembly.why_not_packed", lambda *where: reason)
     with pytest.raises(ValueError, match=f"batch_invariant is True: .*{reason}"):
         LLMEngine(EngineConfig(num_blocks=20, batch_invariant=True), loaded=loaded)
 
