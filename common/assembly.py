@@ -35,6 +35,7 @@ from common.loader import LoadedModel
 from common.model import DecoderModel
 from common.model_config import ModelFacts
 from common.roles import ATTENTION_BACKENDS, LATE_PLUGINS, PROPOSERS, load
+from common.row_padding import pad_slow_counts
 from common.runner.batch_state import BatchState
 from common.runner.model_runner import Compose, PagedModelRunner
 from common.sampling.runner_plugin import RunnerPlugin
@@ -295,8 +296,11 @@ def pack_weights(config: EngineConfig, model: DecoderModel) -> None:
         if config.batch_invariant:
             raise ValueError(f"batch_invariant is True: no weights are packed, {reason}")
         logger.info("weights are not packed: %s", reason)
-    else:
-        move_to_huge_pages(matrix.packed_memory for matrix in linear_layers(model))
+        return
+    move_to_huge_pages(matrix.packed_memory for matrix in linear_layers(model))
+    if not config.batch_invariant:
+        matrices = [matrix for layer in model.layers for matrix in linear_layers(layer)]
+        pad_slow_counts(matrices, model.embed_weight.dtype)
 
 
 def compile_kernels(given: Given) -> None:

@@ -18,7 +18,7 @@ from __future__ import annotations
 
 import logging
 import platform
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 
 import torch
 from torch import nn
@@ -39,6 +39,8 @@ class Linear(nn.Module):
         # many; None: for the rows that there are. Chosen once, by `make_batch_invariant`.
         self.row_tile: int | None = None
         self.one_tile_a_call = False
+        # Without a tile: numbers of rows that are computed faster as a larger number.
+        self.padded_rows: Mapping[int, int] = {}
         # Of `x` and the product: what is added to it, in place, before anybody else sees it.
         self.addition: Callable[[torch.Tensor, torch.Tensor], torch.Tensor] | None = None
         self._packed: torch.Tensor | None = None
@@ -100,14 +102,15 @@ class Linear(nn.Module):
 
     def _in_tiles(self, product: Callable[..., torch.Tensor], *rows: torch.Tensor) -> torch.Tensor:
         """`product(*rows)`, where each of `rows` is [num_rows, ...], in tiles of rows."""
-        if self.row_tile is None:
-            return product(*rows)
         num_rows = len(rows[0])
-        if num_missing := -num_rows % self.row_tile:
+        tile = self.row_tile or self.padded_rows.get(num_rows)
+        if tile is None:
+            return product(*rows)
+        if num_missing := -num_rows % tile:
             rows = tuple(F.pad(each, (0, 0, 0, num_missing)) for each in rows)
         if not self.one_tile_a_call:
             return product(*rows)[:num_rows]
-        calls = zip(*(each.split(self.row_tile) for each in rows), strict=True)
+        calls = zip(*(each.split(tile) for each in rows), strict=True)
         return torch.cat([product(*call) for call in calls])[:num_rows]
 
     @torch.no_grad()

@@ -14,7 +14,7 @@ import pytest
 import torch
 from torch import nn
 
-from common import huge_pages
+from common import huge_pages, row_padding
 from common.engine import LLMEngine
 from common.engine_config import EngineConfig
 from common.linear import Linear, linear_layers, why_not_packed
@@ -167,3 +167,46 @@ def flags_of(address: int) -> list[str]:
         if start <= address < stop:
             return mapping.split("VmFlags:")[1].split()
     return []
+
+
+AMX = {1: 85, 2: 85, 4: 85, 8: 85, 12: 85, 16: 85, 17: 133, 24: 133, 32: 133, 33: 85, 48: 98}
+
+
+def test_slow_numbers_of_rows_are_padded_and_those_that_noise_made_slow_are_not():
+    """Milliseconds measured on AMX; then with one number slow in two of five repeats, and with all
+    times longer by turns."""
+    steady = {count: [float(ms)] * 5 for count, ms in AMX.items()}
+    expected = {n: 33 for n in range(17, 33)}
+    assert row_padding.slow_counts(steady) == expected
+    noisy = {n: [ms * (1 + 0.5 * (i % 2)) for i, ms in enumerate(t)] for n, t in steady.items()}
+    assert row_padding.slow_counts(noisy) == expected
+    noisy = steady | {n: [200.0, 85.0, 200.0, 85.0, 200.0] for n in (8, 12, 16)}
+    assert row_padding.slow_counts(noisy) == expected, "the shortest time is as good"
+    assert row_padding.slow_counts({n: [float(n)] * 5 for n in AMX}) == {}
+
+
+@pytest.mark.skipif(UNPACKED[torch.float32] is not None, reason="it packs nothing")
+def test_a_padded_product_is_the_same_and_what_was_found_is_kept(tmp_path, monkeypatch, caplog):
+    caplog.set_level(logging.INFO)
+    matrix, x = make(torch.float32, True), torch.randn(3, 45)
+    residual, num_rows = torch.randn(3, 67), []
+    matrix.pack()
+    expected, total = matrix(x), matrix.add_to(residual.clone(), x)
+    multiply = matrix._packed_product
+    monkeypatch.setattr(matrix, "_packed_product", lambda x: num_rows.append(len(x)) or multiply(x))
+    monkeypatch.setattr(row_padding, "TIMED_BYTES", 1)
+    monkeypatch.setattr(row_padding, "cache_folder", lambda: tmp_path)
+    found = iter([{3: 5, 7: 9}, {3: 5, 7: 8}])
+    monkeypatch.setattr(row_padding, "slow_counts", lambda times: next(found))
+    row_padding.pad_slow_counts([matrix], torch.float32)
+    assert set(num_rows) == set(row_padding.COUNTS) and "padded: {3: 5}" in caplog.text
+    num_rows.clear()
+    row_padding.pad_slow_counts([matrix], torch.float32)
+    assert num_rows == [], "kept from the first time"
+    assert matrix(x).shape == (3, 67) and matrix(x[:2]).shape == (2, 67) and num_rows == [5, 2]
+    torch.testing.assert_close(matrix(x), expected)
+    torch.testing.assert_close(matrix.add_to(residual.clone(), x), total)
+    matrix.row_tile = 4
+    num_rows.clear()
+    matrix(x)
+    assert num_rows == [4], "batch_invariant has tiles of its own"

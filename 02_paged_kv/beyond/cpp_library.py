@@ -48,7 +48,7 @@ def load_library(source: Path, constants: Mapping[str, object]) -> ctypes.CDLL:
     headers = [source, *sorted(Path(__file__).parent.glob("*.h"))]
     texts = [path.read_text(encoding="utf-8") for path in headers]
     version = os.stat(os.path.realpath(compiler)).st_mtime_ns
-    key = hashlib.sha256(repr((command, version, _processor(), texts)).encode()).hexdigest()
+    key = hashlib.sha256(repr((command, version, processor(), texts)).encode()).hexdigest()
     library = cache_folder() / f"{source.stem}-{key[:32]}.so"
     if not library.exists():
         _compile(command, source, library)
@@ -91,7 +91,7 @@ def _folder_of_this_process() -> Path:
 
 
 @cache
-def _processor() -> str:
+def processor() -> str:
     """All that `-march=native` depends on: a home may be shared by machines of many kinds."""
     try:
         lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()

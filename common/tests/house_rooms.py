@@ -135,7 +135,7 @@ def _too_large(name: str, size: Size, limit: Size) -> list[str]:
 FLOORS = {
     "configuration, matrices": """
         engine_config thread_count roles config_fields model_config refused_models layer_groups
-        experts.expert_config row_order rotary rope_scaling linear huge_pages
+        experts.expert_config row_order rotary rope_scaling linear huge_pages row_padding
         parallel.ranks parallel.collectives
         kernels.regions kernels.kernel_regions kernels.layer_kernels kernels.processor""",
     "requests": "tokenizer outputs intake turn recent_stats collector sampling.token_rules",
