@@ -46,7 +46,7 @@ from workshop.tools.translation import (
 
 _SKIPPED = {"build", "dist", "my", "shared", "checkpoints"}
 _CELL = re.compile(r"(?<!\\)\|")
-# What writes tables from the records of a folder of `common`; a chapter's are its plot scripts.
+# What writes tables from the records of a folder of the workshop; a chapter's are its plot scripts.
 _TABLES = {
     "workshop/bench/": (
         ("workshop.bench", "--write-readme"),
