@@ -70,7 +70,7 @@ say-%:
 	@echo "make $*: $(WHAT_$*)"
 
 # With ARGS=--mine a program runs with the functions that you have written, after it has tested them.
-MINE = $(if $(filter --mine,$(ARGS)),common.workshop.tasks.mine)
+MINE = $(if $(filter --mine,$(ARGS)),workshop.tasks.mine)
 
 help: say-help
 	@$(foreach t,$(TARGETS),printf '  make %-10s %s\n' '$(t)' "$(WHAT_$(t))";)
@@ -97,14 +97,14 @@ matrix: say-matrix $(TEST)
 	  { echo "make matrix: failed. What is printed above says with which settings."; exit 1; }
 
 museum: say-museum $(TEST)
-	@$(PY) -m common.workshop.museum $(BUG) $(ARGS)
+	@$(PY) -m workshop.museum $(BUG) $(ARGS)
 
 # An answer that is not right yet (1) is no error of make.
 task: say-task $(TEST)
-	@$(PY) -m common.workshop.tasks $(N) $(if $(EVENING),--evening $(EVENING)) $(ARGS) || [ $$? -eq 1 ]
+	@$(PY) -m workshop.tasks $(N) $(if $(EVENING),--evening $(EVENING)) $(ARGS) || [ $$? -eq 1 ]
 
 watch: say-watch $(if $(MINE),$(TEST),$(RUN))
-	@$(PY) -m common.workshop.watch $(ARGS)
+	@$(PY) -m workshop.watch $(ARGS)
 
 # Without ruff's cache: it keeps a file's verdict on import order after a neighbour that the file
 # imports was added, so what passes here could fail in a fresh clone.
@@ -120,11 +120,11 @@ format: say-format $(WORK)
 	  { echo "make format: what is listed above has to be repaired by hand."; exit 1; }
 
 notebooks: say-notebooks $(WORK)
-	@$(PY) -m common.workshop.notebooks $(ARGS) || \
+	@$(PY) -m workshop.notebooks $(ARGS) || \
 	  { echo "make notebooks: failed. Run the script named above with $(PY) to see why."; exit 1; }
 
 figures: say-figures $(WORK)
-	@for script in [0-9][0-9]_*/lab/plot_*.py common/workshop/*/plot_*.py common/workshop/*/lab/plot_*.py \
+	@for script in [0-9][0-9]_*/lab/plot_*.py workshop/*/plot_*.py workshop/*/lab/plot_*.py \
 	    common/serve/*/plot_*.py; do \
 	  [ -e "$$script" ] || continue; \
 	  echo "  $$script"; \
@@ -132,16 +132,16 @@ figures: say-figures $(WORK)
 	done
 
 bench: say-bench $(RUN)
-	@$(PY) -m common.workshop.bench $(ARGS)
+	@$(PY) -m workshop.bench $(ARGS)
 
 ladder: say-ladder $(RUN)
-	@$(PY) -m common.workshop.ladder $(ARGS)
+	@$(PY) -m workshop.ladder $(ARGS)
 
 gpu: say-gpu
-	@$(PYTHON) -m common.workshop.bench.gpu $(ARGS)
+	@$(PYTHON) -m workshop.bench.gpu $(ARGS)
 
 sync: say-sync $(WORK)
-	@OMP_NUM_THREADS=$${OMP_NUM_THREADS:-1} $(PY) -m common.workshop.sync $(ARGS) || \
+	@OMP_NUM_THREADS=$${OMP_NUM_THREADS:-1} $(PY) -m workshop.sync $(ARGS) || \
 	  { echo "make sync: what is listed above wants a reader."; exit 1; }
 
 clean: say-clean

@@ -28,7 +28,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from batch_layout import compose_in_order
-from common.engine_config import EngineConfig, SpeculativeConfig
+from common.engine_config import COMPILE_FROM_PARAMETERS, EngineConfig, SpeculativeConfig
 from common.huge_pages import move_to_huge_pages
 from common.kernels.chosen_regions import set_regions
 from common.kv_sizing import ALONE, KVDemand, Neighbours, allocate_kv_cache, make_kv_cache
@@ -37,7 +37,6 @@ from common.loader import LoadedModel
 from common.model import DecoderModel
 from common.model_config import ModelFacts
 from common.roles import ATTENTION_BACKENDS, LATE_PLUGINS, PROPOSERS, load
-from common.row_padding import pad_slow_counts
 from common.runner.batch_state import BatchState
 from common.runner.model_runner import Compose, PagedModelRunner
 from common.sampling.runner_plugin import RunnerPlugin
@@ -325,7 +324,9 @@ def pack_weights(config: EngineConfig, model: DecoderModel) -> None:
             logger.info("weights are not packed: %s", reason)
     if matrices[0].is_packed and matrices[0].packing is ONEDNN:
         move_to_huge_pages(matrix.packed_memory for matrix in matrices)
-        if not config.batch_invariant:
+        if model.num_parameters >= COMPILE_FROM_PARAMETERS and not config.batch_invariant:
+            from common.row_padding import pad_slow_counts
+
             matrices = [matrix for layer in model.layers for matrix in linear_layers(layer)]
             pad_slow_counts(matrices, model.embed_weight.dtype)
 

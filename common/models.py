@@ -15,8 +15,8 @@ from typing import Any
 from common import model_config
 from common.refused_models import WHY_REFUSED
 from common.tests.model_cases import CASES
-from common.workshop.bench.bench_record import markdown_table, replace_between_markers
-from common.workshop.bench.random_weights import FAMILIES
+from workshop.bench.bench_record import markdown_table, replace_between_markers
+from workshop.bench.random_weights import FAMILIES
 
 PAGE = Path(__file__).with_name("MODELS.md")
 ORACLE = "test_whole_prompts_in_one_step_give_the_logits_of_transformers"  # of test_model.py
@@ -106,7 +106,7 @@ def main(arguments: list[str] | None = None) -> None:
     for row in families():
         architecture, own, windows, experts, random, cases = (cell.replace("`", "") for cell in row)
         print(f"{architecture}\n  its own   {own}\n  windows   {windows}\n  experts   {experts}")
-        print(f"  to try    python -m common.workshop.bench.random_weights {random} DIRECTORY")
+        print(f"  to try    python -m workshop.bench.random_weights {random} DIRECTORY")
         print(f"  shown by  common/test_model.py::{ORACLE}\n            cases {cases}\n")
     print("Refused by name, before a weight is read:")
     for pattern, why in WHY_REFUSED.items():

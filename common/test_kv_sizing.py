@@ -28,10 +28,10 @@ from common.sampling.sampling_columns import (
     WIDE,
 )
 from common.sampling.speculative_sampler import SpeculativeSampler
-from common.workshop.bench.random_weights import QWEN3_0_6B, random_model
 from kv_budget import MemoryReading
 from paged_attention import TorchAttentionBackend
 from rejection_sampler import rejection_sample
+from workshop.bench.random_weights import QWEN3_0_6B, random_model
 
 TINY = replace(
     QWEN3_0_6B,

@@ -1,7 +1,7 @@
 """The figures and tables of chapter 1, drawn from its record. Measuring takes some minutes.
 
 What is counted and timed, and how, stands in `plot_batching_workloads.py`; how this script is
-called, in `common/workshop/tools/lab_frame.py`.
+called, in `workshop/tools/lab_frame.py`.
 """
 
 from __future__ import annotations
@@ -15,9 +15,9 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
 import plot_batching_workloads as workloads
-from common.workshop.bench.bench_record import ROOT, markdown_table, read_record
-from common.workshop.tools.lab_frame import Measurement, Part, run_lab
-from common.workshop.tools.palette import (
+from workshop.bench.bench_record import ROOT, markdown_table, read_record
+from workshop.tools.lab_frame import Measurement, Part, run_lab
+from workshop.tools.palette import (
     BASELINE,
     DECODE,
     INK,
@@ -131,9 +131,7 @@ def spread_runs(record: dict) -> list[list[dict]]:
 
 def tables(record: dict) -> dict[str, str]:
     return {
-        "sharing": _sharing(
-            read_record(ROOT / "common/workshop/bench/records/bench_qwen3-0.6b.json")
-        ),
+        "sharing": _sharing(read_record(ROOT / "workshop/bench/records/bench_qwen3-0.6b.json")),
         "headline": _headline(record),
         "real": _real_table(record),
         "spread": _spread_table(record),
@@ -156,7 +154,7 @@ def _sharing(bench: dict) -> str:
     gigabytes, cpu = roofline["weight_bytes"] / 1e9, bench["environment"]["cpu"]
     return (
         f"Here are all matrices of Qwen3-0.6B in bfloat16, {gigabytes:.1f} GB, on two cores of an "
-        f"{cpu} (`common/workshop/bench/records/bench_qwen3-0.6b.json`, commit "
+        f"{cpu} (`workshop/bench/records/bench_qwen3-0.6b.json`, commit "
         f"`{bench['environment']['commit'][:10]}`):\n\n"
         + markdown_table(["a pass of", "milliseconds", "milliseconds a row"], rows)
     )

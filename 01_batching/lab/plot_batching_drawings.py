@@ -5,11 +5,11 @@ python 01_batching/lab/plot_batching_drawings.py
 
 from __future__ import annotations
 
-from common.workshop.tools.draw import LARGE, PAPER, SMALL, Drawing, save_all
-from common.workshop.tools.palette import DECODE, PROMPT
 from fcfs_scheduler import FCFSScheduler
 from request import Request
 from scheduler_interface import StepOutput
+from workshop.tools.draw import LARGE, PAPER, SMALL, Drawing, save_all
+from workshop.tools.palette import DECODE, PROMPT
 
 PROMPT_IDS, OUTPUT_IDS = [11, 12, 13, 14, 15], [21, 22, 23]
 

@@ -1,7 +1,7 @@
 """The figures and tables of chapter 2, drawn from its record. Measuring takes some minutes.
 
 What is counted and how stands in `plot_paged_kv_workloads.py`, what is timed in
-`plot_paged_kv_timing.py`; how this script is called, in `common/workshop/tools/lab_frame.py`.
+`plot_paged_kv_timing.py`; how this script is called, in `workshop/tools/lab_frame.py`.
 """
 
 from __future__ import annotations
@@ -17,19 +17,6 @@ from matplotlib.figure import Figure
 from matplotlib.patches import PathPatch
 from matplotlib.path import Path as Path2D
 
-from common.workshop.bench.bench_record import ROOT, markdown_table, table_of
-from common.workshop.tools.lab_frame import Measurement, Part, run_lab
-from common.workshop.tools.palette import (
-    BASELINE,
-    DECODE,
-    INK,
-    PAPER,
-    WASTE,
-    add_key,
-    label_line,
-    shade,
-    tint,
-)
 from plot_paged_kv_timing import measure_time
 from plot_paged_kv_workloads import (
     BLOCK_SIZE,
@@ -39,6 +26,19 @@ from plot_paged_kv_workloads import (
     SEED,
     count,
     stdlib_jobs,
+)
+from workshop.bench.bench_record import ROOT, markdown_table, table_of
+from workshop.tools.lab_frame import Measurement, Part, run_lab
+from workshop.tools.palette import (
+    BASELINE,
+    DECODE,
+    INK,
+    PAPER,
+    WASTE,
+    add_key,
+    label_line,
+    shade,
+    tint,
 )
 
 TOKENIZER = ROOT / "common" / "checkpoints" / "tiny" / "tokenizer.json"

@@ -6,11 +6,11 @@ python 02_paged_kv/lab/plot_paged_kv_drawings.py
 from __future__ import annotations
 
 from block_pool import BlockPool
-from common.workshop.tools.draw import LARGE, PAPER, SMALL, SOFT, Drawing, save_all
-from common.workshop.tools.palette import DECODE, PROMPT, WASTE, tint
 from grouped_kv_memory import GroupedKVMemory
 from kv_cache_manager import KVCacheManager
 from request import Request
+from workshop.tools.draw import LARGE, PAPER, SMALL, SOFT, Drawing, save_all
+from workshop.tools.palette import DECODE, PROMPT, WASTE, tint
 
 BLOCK_SIZE, NUM_BLOCKS, NUM_TOKENS, POSITION = 4, 9, 10, 6
 OWN, HERE, EMPTY = tint(DECODE, 0.5), PROMPT, tint(WASTE, 0.6)  # written; asked for; not written

@@ -1,6 +1,6 @@
 """What windows save, and what they do for a prefix cache: the figure and table of
 `beyond/GROUPS.md`. `--record groups` counts, without a model and without a clock. How this script
-is called: `common/workshop/tools/lab_frame.py`.
+is called: `workshop/tools/lab_frame.py`.
 
 A model with six groups of layers, as Gemma 3's are dealt: one that sees everything, five with a
 window of 1,024. Beside it the same layers without windows, in the same memory."""
@@ -15,13 +15,13 @@ from matplotlib.figure import Figure
 
 from block_pool import BlockPool
 from cached_grouped_memory import CachedGroupedMemory
-from common.workshop.bench.bench_record import markdown_table
-from common.workshop.tools.lab_frame import Measurement, Part, run_lab
-from common.workshop.tools.palette import BASELINE, CACHED
 from grouped_kv_memory import most_blocks
 from kv_memory import NotReady
 from prefix_workloads import PlannedRequest, PrefixWorkload
 from request import Request
+from workshop.bench.bench_record import markdown_table
+from workshop.tools.lab_frame import Measurement, Part, run_lab
+from workshop.tools.palette import BASELINE, CACHED
 
 BLOCK_SIZE, STEP, WINDOW, VOCAB_SIZE = 16, 2_048, 1_024, 50_000
 KINDS: dict[str, list[int | None]] = {

@@ -6,10 +6,10 @@ python 03_prefix_cache/lab/plot_groups_drawing.py
 from __future__ import annotations
 
 from block_pool import BlockPool
-from common.workshop.tools.draw import LARGE, PAPER, SMALL, Drawing, save_all
-from common.workshop.tools.palette import CACHED, tint
 from grouped_prefix_cache import GroupedPrefixCache
 from prefix_cache_local import compute_hash_chain
+from workshop.tools.draw import LARGE, PAPER, SMALL, Drawing, save_all
+from workshop.tools.palette import CACHED, tint
 
 BLOCK_SIZE, WINDOWS, WHO = 4, (None, 6), ("sees everything", "a window of 6")
 THERE = ("xxx-", "x-xx")  # which of four blocks each group has

@@ -14,9 +14,6 @@ from typing import Any, cast
 
 from block_pool import BlockPool
 from bounded_loops import as_long_as
-from common.workshop.tools.draw import LARGE, PAPER, SMALL, SOFT, Box, Drawing, save_all
-from common.workshop.tools.draw_parts import Lanes
-from common.workshop.tools.palette import CACHED, DECODE, OTHER, PREEMPTED, PROMPT, tint
 from global_kv_pool import GlobalKVPool, copy_in_process
 from kv_memory import ComputedBlocks, NotReady
 from kv_pool import KVPool
@@ -28,6 +25,9 @@ from radix_words import Rig
 from request import Request, SamplingParams
 from sglang_policies import DFSWeight
 from tiered_cache import KVTierConfig, TieredCache
+from workshop.tools.draw import LARGE, PAPER, SMALL, SOFT, Box, Drawing, save_all
+from workshop.tools.draw_parts import Lanes
+from workshop.tools.palette import CACHED, DECODE, OTHER, PREEMPTED, PROMPT, tint
 
 USED, IDLE, GONE = tint(CACHED, 0.7), tint(CACHED, 0.3), tint(PREEMPTED, 0.6)
 

@@ -5,9 +5,9 @@ from __future__ import annotations
 import statistics
 from collections.abc import Sequence
 
-from common.workshop.bench.bench_record import markdown_table, percentiles
 from prefix_workloads import TRACE_BLOCK_SIZE
 from replay_trace import CACHES
+from workshop.bench.bench_record import markdown_table, percentiles
 
 NAMES = {"off": "no cache", "hash": "hash chain", "radix": "radix tree"}
 

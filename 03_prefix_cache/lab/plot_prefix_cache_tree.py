@@ -10,10 +10,10 @@ import textwrap
 import matplotlib.pyplot as plt
 from matplotlib.figure import Figure
 
-from common.workshop.tools.draw import ink_on
-from common.workshop.tools.palette import CACHED, INK, tint
 from radix_cache import RadixCache
 from radix_tree import TreeNode
+from workshop.tools.draw import ink_on
+from workshop.tools.palette import CACHED, INK, tint
 
 SYSTEM = "You are a helpful assistant ."
 DONE = [

@@ -7,9 +7,6 @@ from __future__ import annotations
 
 from itertools import pairwise
 
-from common.workshop.tools.draw import LARGE, PAPER, SMALL, SOFT, Box, Drawing, save_all
-from common.workshop.tools.draw_parts import Axes
-from common.workshop.tools.palette import DECODE, INK, PREEMPTED, PROMPT, WASTE, tint
 from prefill_first_runs import (
     PAGE_SIZE,
     BudgetLine,
@@ -18,6 +15,9 @@ from prefill_first_runs import (
     six_iterations,
     worked_budget,
 )
+from workshop.tools.draw import LARGE, PAPER, SMALL, SOFT, Box, Drawing, save_all
+from workshop.tools.draw_parts import Axes
+from workshop.tools.palette import DECODE, INK, PREEMPTED, PROMPT, WASTE, tint
 
 NEW = tint(PROMPT, 0.85)  # prompts
 OLD = tint(DECODE, 0.55)  # those who decode

@@ -3,7 +3,7 @@
 `lab`, `memory`, `thrash` and `rules` are simulated on a cost model that `lab` fits to the shipped
 checkpoint on this machine; `control` times the schedulers themselves and wants a quiet one. What is
 measured stands in `plot_scheduler_lab.py` and `plot_scheduler_control.py`, the tables in
-`plot_scheduler_tables.py`; how this script is called, in `common/workshop/tools/lab_frame.py`.
+`plot_scheduler_tables.py`; how this script is called, in `workshop/tools/lab_frame.py`.
 """
 
 from __future__ import annotations
@@ -15,19 +15,6 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 
-from common.workshop.tools.lab_frame import Measurement, Part, run_lab
-from common.workshop.tools.palette import (
-    BASELINE,
-    INK,
-    OTHER,
-    PREEMPTED,
-    PROMPT,
-    WASTE,
-    label_axes,
-    label_line,
-    shade,
-    tint,
-)
 from plot_scheduler_control import measure_control
 from plot_scheduler_lab import measure_lab, measure_memory, measure_rules, measure_thrash
 from plot_scheduler_tables import (
@@ -38,6 +25,19 @@ from plot_scheduler_tables import (
     tables_of_memory,
     tables_of_rules,
     tables_of_thrash,
+)
+from workshop.tools.lab_frame import Measurement, Part, run_lab
+from workshop.tools.palette import (
+    BASELINE,
+    INK,
+    OTHER,
+    PREEMPTED,
+    PROMPT,
+    WASTE,
+    label_axes,
+    label_line,
+    shade,
+    tint,
 )
 
 PREFILL_FIRST = "prefill first"

@@ -20,11 +20,11 @@ from common.collector import spare_what_is_loaded
 from common.engine import LLMEngine
 from common.engine_config import SHIPPED_CHECKPOINT, EngineConfig
 from common.tokenizer import load_tokenizer
-from common.workshop.bench.stub_model import VOCAB_SIZE, stub_model
 from prefill_first_scheduler import PrefillFirstScheduler
 from request import Request, SamplingParams
 from scheduler import Scheduler, make_kv_memory
 from scheduler_interface import SchedulerInterface, StepOutput
+from workshop.bench.stub_model import VOCAB_SIZE, stub_model
 
 NUM_RUNNING = (16, 64, 256, 1024, 4096)
 NUM_WAITING = (0, 1000, 100_000)

@@ -23,9 +23,9 @@ from common.engine import LLMEngine
 from common.engine_config import SHIPPED_CHECKPOINT, SHIPPED_DRAFT, EngineConfig
 from common.loader import LoadedModel, load_model
 from common.tokenizer import Tokenizer, load_tokenizer
-from common.workshop.training.tiny_data import corpus
 from request import SamplingParams
 from step_record import StepRecord
+from workshop.training.tiny_data import corpus
 
 SYSTEMS: dict[str, dict | None] = {
     "plain": None,

@@ -14,9 +14,9 @@ import torch
 import mixed_attention
 from batch_layout import Queries
 from block_delta import PagedRunnerState
-from common.workshop.tools.draw import LARGE, PAPER, SMALL, SOFT, Drawing, save_all
-from common.workshop.tools.palette import DECODE, PROMPT, tint
 from mixed_batch import MixedMetadata, compose
+from workshop.tools.draw import LARGE, PAPER, SMALL, SOFT, Drawing, save_all
+from workshop.tools.palette import DECODE, PROMPT, tint
 
 # In the order in which they were planned: first position, tokens of this step, rows of logits.
 STEP = {"A": (0, 4, 1), "E": (2, 3, 0), "B": (5, 1, 1), "C": (2, 1, 1)}

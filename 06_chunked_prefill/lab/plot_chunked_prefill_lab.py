@@ -28,7 +28,6 @@ from common.engine import LLMEngine
 from common.engine_config import SHIPPED_CHECKPOINT, EngineConfig
 from common.loader import LoadedModel, load_model
 from common.tokenizer import load_tokenizer
-from common.workshop.bench.bench_record import percentiles
 from mixed_attention import MixedAttentionBackend
 from mixed_batch import compose
 from paged_attention import PagedKVCache, TorchAttentionBackend
@@ -36,6 +35,7 @@ from plot_spec_decode_engine import held_out_texts, in_turn, pieces_of
 from request import SamplingParams
 from scheduler_interface import NewRequestData
 from step_record import StepRecord
+from workshop.bench.bench_record import percentiles
 
 NUM_SHORT, SHORT_PROMPT, SHORT_OUTPUT = 8, 64, 96
 LONG_PROMPT, LONG_OUTPUT = 1800, 8

@@ -2,7 +2,7 @@
 that a browser would fetch.
 
 Its files are those of the workshop's watch page, and are read here as data. Two floors show films
-with them: `common/workshop/watch` such as are over, `common/serve` one that goes on. A wheel has no
+with them: `workshop/watch` such as are over, `common/serve` one that goes on. A wheel has no
 workshop, and no page."""
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from typing import Any
 
 from common.events.event_kinds import KINDS, REASONS, VERSION
 
-WORKSHOP = Path(__file__).parents[1] / "workshop"
+WORKSHOP = Path(__file__).parents[2] / "workshop"
 PAGE = WORKSHOP / "watch" / "page"
 PALETTE = WORKSHOP / "tools" / "palette.py"
 

@@ -21,11 +21,11 @@ from common.events.event_log import EventLog, _plain
 from common.llm import LLM
 from common.tests.engine_oracle import Oracle, failing_steps, finish
 from common.tests.film_runs import Workshop, short_prompts
-from common.workshop.replay.film import Film
 from kv_connector import KVConnector
 from request import SamplingParams
 from step_record import StepRecord
 from tiered_cache import KVTierConfig
+from workshop.replay.film import Film
 
 GREEDY = SamplingParams(temperature=0, max_tokens=6, ignore_eos=True)
 ROOT = Path(__file__).resolve().parents[2]

@@ -18,11 +18,11 @@ from common.tests.engine_oracle import serve
 from common.tests.model_cases import save_case
 from common.tests.paged_harness import PagedHarness
 from common.tests.test_windows_engine import save_windowed
-from common.workshop.bench.random_weights import QWEN3_0_6B
 from kernel_launch import TRITON_TYPES, Launch
 from paged_attention import AttentionMetadata
 from request import SamplingParams
 from split_attention_triton import SequenceRange, WorkItems
+from workshop.bench.random_weights import QWEN3_0_6B
 
 pytest.importorskip("triton")
 

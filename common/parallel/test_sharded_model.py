@@ -22,9 +22,9 @@ from common.parallel.ranks import Ranks
 from common.parallel.sharded_model import ShardedModel, rank_config
 from common.tests.model_cases import save_case
 from common.tests.paged_harness import PagedHarness
-from common.workshop.bench.random_weights import QWEN3_0_6B
 from invariant_attention import InvariantAttentionBackend
 from paged_attention import TorchAttentionBackend
+from workshop.bench.random_weights import QWEN3_0_6B
 
 LAYOUTS = [(1, 1), (2, 1), (4, 1), (1, 2), (1, 3), (2, 2), (4, 3)]
 WEIGHTS = "model.safetensors"

@@ -130,7 +130,7 @@ class LivePage:
             text, policy = self._page
         except FileNotFoundError:
             raise ApiError(
-                404, "the page is made of files of common/workshop, and an installed wheel has none"
+                404, "the page is made of files of workshop, and an installed wheel has none"
             ) from None
         return HTMLResponse(text, headers={"Content-Security-Policy": policy})
 

@@ -29,9 +29,9 @@ from common.serve.test_events_route import (
     in_background,
     watch_of,
 )
-from common.workshop.watch.conftest import LIMIT_MS, LOCALES, _note_console, browser_for_tests
-from common.workshop.watch.test_film_in_browser import STATE, state_in_python
-from common.workshop.watch.test_page_maker import ASKED, SAID
+from workshop.watch.conftest import LIMIT_MS, LOCALES, _note_console, browser_for_tests
+from workshop.watch.test_film_in_browser import STATE, state_in_python
+from workshop.watch.test_page_maker import ASKED, SAID
 
 if TYPE_CHECKING:
     from playwright.sync_api import Browser, Page

@@ -1,4 +1,4 @@
-"""What the scripts of `common/workshop/watch` have to answer, by `transformers`, in float64."""
+"""What the scripts of `workshop/watch` have to answer, by `transformers`, in float64."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig, Pre
 from common.engine_config import SHIPPED_CHECKPOINT
 from common.tests.engine_oracle import greedy
 from common.tokenizer import Tokenizer
-from common.workshop.watch.workloads import Script, Visit
+from workshop.watch.workloads import Script, Visit
 
 
 @cache

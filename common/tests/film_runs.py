@@ -14,7 +14,6 @@ from common.events.event_kinds import read_events
 from common.events.event_log import label_of
 from common.tests.engine_oracle import MAX_TOKENS, Oracle, paged_runner
 from common.tokenizer import Tokenizer
-from common.workshop.replay.film import State
 from grouped_kv_memory import GroupedKVMemory
 from grouped_prefix_cache import GroupedPrefixCache
 from loading_kv_cache_manager import LoadingKVCacheManager
@@ -23,6 +22,7 @@ from prefix_cache_local import PrefixCacheLocal
 from radix_cache import RadixCache
 from request import SamplingParams
 from tiered_cache import KVTierConfig, TieredCache
+from workshop.replay.film import State
 
 # -- the engine's own state, and the film's, as the same plain data
 

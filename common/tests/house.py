@@ -14,8 +14,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from common.workshop.tools import palette
-from common.workshop.tools.quoted import BLOCK, find_quote
+from workshop.tools import palette
+from workshop.tools.quoted import BLOCK, find_quote
 
 if sys.version_info >= (3, 11):
     import tomllib
@@ -159,7 +159,7 @@ def law_of_floors(house: House) -> list[str]:
                 why = "imports relatively; chapters are no packages, names are flat"
             elif not top:
                 why = "imports a module whose name is computed"
-            elif top == "common" or top in CHAPTERS:
+            elif top in ("common", "workshop", *CHAPTERS):
                 why = f"imports `{top}`; no chapter module may"
             elif top in floor_of:
                 if floor_of[top] <= chapter:
@@ -203,11 +203,11 @@ def law_of_one_definition(house: House) -> list[str]:
 
 
 def law_of_composition(house: House) -> list[str]:
-    """`common` defines no block pool, cache, scheduler, proposer or rejection rule."""
+    """`common` and `workshop` define no block pool, cache, scheduler, proposer, rejection rule."""
     return [
         f"{house.name(path)}:{node.lineno} defines `{node.name}`; that belongs to a chapter"
         for path in house.python_files(aside=False)
-        if house.name(path).startswith("common/")
+        if house.name(path).startswith(("common/", "workshop/"))
         for node in ast.walk(parse(path))
         if isinstance(node, ast.ClassDef) and CHAPTER_TRADES.search(node.name)
     ]
@@ -219,7 +219,12 @@ def law_of_names(house: House) -> list[str]:
     for path in house.python_files():
         if path.stem not in {"__init__", "__main__", "conftest"}:
             places.setdefault(path.stem, []).append(house.name(path))
-    taken = FORBIDDEN_NAMES | sys.stdlib_module_names | declared_packages(house) | {"common"}
+    taken = (
+        FORBIDDEN_NAMES
+        | sys.stdlib_module_names
+        | declared_packages(house)
+        | {"common", "workshop"}
+    )
     return [
         f"module name `{name}` is used {len(where)} times: {', '.join(where)}"
         for name, where in sorted(places.items())
@@ -247,7 +252,7 @@ def law_of_demos(house: House) -> list[str]:
         broken += [
             f"{house.name(path)}:{site.line} imports `{site.module}` of the workshop"
             for site in imports(tree)
-            if site.module.startswith("common.workshop")
+            if site.module.partition(".")[0] == "workshop"
         ]
     return broken
 
@@ -329,7 +334,7 @@ def law_of_lists(house: House, planned: tuple[str, ...] = CHAPTERS) -> list[str]
 
 def law_of_pairs(house: House) -> list[str]:
     """Each demo script has its notebook: same cells, every code cell executed, no stored error."""
-    from common.workshop.notebooks import notebook_problems
+    from workshop.notebooks import notebook_problems
 
     return [
         f"{house.name(path)}: {problem}"

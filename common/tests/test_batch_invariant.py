@@ -21,9 +21,9 @@ from common.tests.batch_invariant_case import alone, config_of, make_engine, ser
 from common.tests.engine_oracle import paged_runner
 from common.tests.equivalence_axes import Combination
 from common.tests.equivalence_rows import covering_array
-from common.workshop.bench.random_weights import random_model
 from invariant_attention import InvariantAttentionBackend
 from tiered_cache import KVTierConfig
+from workshop.bench.random_weights import random_model
 
 CPU = torch.device("cpu")
 DTYPES = [

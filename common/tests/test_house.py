@@ -231,10 +231,10 @@ BREACHES: dict[str, tuple[Law, dict[str, str], str]] = {
     "the workshop, in a function": (
         rooms.law_of_common_floors,
         {
-            "common/llm.py": "def f():\n    import common.workshop.draw\n",
-            "common/workshop/draw.py": "",
+            "common/llm.py": "def f():\n    import workshop.draw\n",
+            "workshop/draw.py": "",
         },
-        "common/llm.py:2 imports `common.workshop.draw` of a higher floor: workshop",
+        "common/llm.py:2 imports `workshop.draw` of a higher floor: workshop",
     ),
     "a test of the engine": (
         rooms.law_of_common_floors,
@@ -310,8 +310,8 @@ BREACHES: dict[str, tuple[Law, dict[str, str], str]] = {
     "class in a demo": (laws.law_of_demos, {"01_a/low_demo.py": "class X:\n    pass\n"}, "class X"),
     "workshop in a demo": (
         laws.law_of_demos,
-        {"01_a/low_demo.py": "from common.workshop.tools.palette import INK\n"},
-        "low_demo.py:1 imports `common.workshop.tools.palette`",
+        {"01_a/low_demo.py": "from workshop.tools.palette import INK\n"},
+        "low_demo.py:1 imports `workshop.tools.palette`",
     ),
     "another colour in a demo": (
         laws.law_of_demos,
@@ -453,7 +453,7 @@ def test_each_target_installs_what_it_needs_and_no_more(tmp_path: Path) -> None:
     (targets,) = re.findall(r"^TARGETS := (.*)", makefile, re.MULTILINE)
     assert set(targets.split()) - set(found) == {"clean", "gpu"}
     run = subprocess.run(["make", "-n", "gpu"], cwd=tmp_path, capture_output=True, text=True)
-    assert "pip" not in run.stdout and "python3 -m common.workshop.bench.gpu" in run.stdout
+    assert "pip" not in run.stdout and "python3 -m workshop.bench.gpu" in run.stdout
 
 
 def test_what_a_reader_runs_first_needs_nothing_of_the_tests() -> None:
@@ -468,9 +468,9 @@ def test_what_a_reader_runs_first_needs_nothing_of_the_tests() -> None:
         "fastapi",
         "openai",
     ]
-    modules = "common.demo, common.workshop.watch.watch_command, common.workshop.bench.bench"
+    modules = "common.demo, workshop.watch.watch_command, workshop.bench.bench"
     code = f"import sys; sys.modules |= dict.fromkeys({hidden}); import {modules}"
-    code += ", common.workshop.ladder, common.workshop.bench.ladder_bench"
+    code += ", workshop.ladder, workshop.bench.ladder_bench"
     run = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True)
     assert run.returncode == 0, run.stderr
 
@@ -499,9 +499,7 @@ def test_wheel_holds_flat_modules_and_nothing_else(tmp_path: Path) -> None:
         house.name(p)
         for p in house.files
         if house.name(p).startswith("common/")
-        and not house.name(p).startswith(
-            ("common/workshop/", "common/serve/fleet/", "common/models")
-        )
+        and not house.name(p).startswith(("common/serve/fleet/", "common/models"))
         and not house.is_aside(p)
         and p.suffix not in (".md", ".svg")
     }

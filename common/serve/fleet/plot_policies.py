@@ -12,9 +12,9 @@ import matplotlib.pyplot as plt
 from matplotlib.figure import Figure
 
 from common.serve.fleet.policy_lab import ALONE, ENGINES, HERE, POLICIES, RECORD, find, hit_rate
-from common.workshop.bench.bench_record import read_record
-from common.workshop.tools.figure_file import save
-from common.workshop.tools.palette import BASELINE, CACHED, INK, OTHER, tint
+from workshop.bench.bench_record import read_record
+from workshop.tools.figure_file import save
+from workshop.tools.palette import BASELINE, CACHED, INK, OTHER, tint
 
 COLORS = {"turns": BASELINE, "two": BASELINE, "tree": OTHER, "exact": CACHED, "both": INK}
 

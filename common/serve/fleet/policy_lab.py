@@ -29,16 +29,16 @@ from common.serve.fleet.simulated_router import (
     Served,
     simulate,
 )
-from common.workshop.bench.bench_record import (
+from prefix_workloads import TRACE_BLOCK_SIZE, TraceRequest, read_trace
+from replay_trace import make_cache, num_distinct_blocks, replay
+from workshop.bench.bench_record import (
     markdown_table,
     percentiles,
     read_record,
     record_head,
     write_record,
 )
-from common.workshop.bench.side_by_side import write_table
-from prefix_workloads import TRACE_BLOCK_SIZE, TraceRequest, read_trace
-from replay_trace import make_cache, num_distinct_blocks, replay
+from workshop.bench.side_by_side import write_table
 
 HERE = Path(__file__).parent
 RECORD = HERE / "records" / "policies.json"

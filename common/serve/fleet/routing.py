@@ -38,15 +38,15 @@ from common.serve.fleet.programs import (
     start_router,
     start_server,
 )
-from common.workshop.bench.bench_record import (
+from prefix_workloads import TRACE_BLOCK_SIZE, PrefixWorkload, TraceRequest, read_trace
+from workshop.bench.bench_record import (
     markdown_table,
     percentile,
     read_record,
     record_head,
     write_record,
 )
-from common.workshop.bench.side_by_side import write_table
-from prefix_workloads import TRACE_BLOCK_SIZE, PrefixWorkload, TraceRequest, read_trace
+from workshop.bench.side_by_side import write_table
 
 HERE = Path(__file__).parent
 RECORD = HERE / "records" / "routing.json"

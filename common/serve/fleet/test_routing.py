@@ -18,8 +18,8 @@ from common.serve.fleet.routing import (
     scaled,
     table,
 )
-from common.workshop.bench.bench_record import made_on, read_record, replace_between_markers
 from prefix_workloads import PrefixWorkload, TraceRequest
+from workshop.bench.bench_record import made_on, read_record, replace_between_markers
 
 CHATS = 6
 

@@ -1,0 +1,103 @@
+"""The work of the ladder: users who come when they come, and ask for what code looks like.
+
+Arrivals are a Poisson process. Every prompt begins with the same system prompt, and goes on with
+the first half of a function from the shipped checkpoint's held-out files; the answer ends after as
+many tokens as the second half has. A few users bring most of a file instead: the long prompts that
+make others wait. Nobody says how long the answer is going to be: `max_tokens` is the same for all,
+and generous. The same seed gives the same users to every rung.
+
+All rungs serve the `REGIMES`. `QUESTIONS` has for each chapter the work in which its question
+arises: its rung serves that, and the rung below it."""
+
+from __future__ import annotations
+
+import ast
+import random
+from dataclasses import dataclass, field
+from functools import lru_cache
+
+from common.tokenizer import Tokenizer
+from workshop.training.tiny_data import corpus
+
+SYSTEM_PROMPT_LEN = 128
+LONG_PROMPT_LEN = 1400
+OUTPUT_LENS = (8, 64)
+MAX_TOKENS = 256  # what everybody asks for
+
+
+@dataclass(frozen=True, slots=True)
+class Regime:
+    """`num_long` of the `num_requests` users bring a long prompt. Where it `repeats`, the answer of
+    the others stands in their prompt. The last two are no part of `repr`, which goes into seeds."""
+
+    title: str
+    num_requests: int
+    num_long: int
+    arrivals_per_s: float
+    system_len: int = field(default=SYSTEM_PROMPT_LEN, repr=False)
+    repeats: bool = field(default=False, repr=False)
+
+
+REGIMES = {
+    "many": Regime("many users", 80, 4, 24.0),
+    "few": Regime("few users", 10, 1, 1.25),
+}
+QUESTIONS = {
+    "continuous": Regime("who comes while others are answered", 24, 0, 4.0),
+    "paged": Regime("more users than reservations fit", 40, 0, 24.0),
+    "prefix-cache": Regime("one long system prompt", 30, 0, 12.0, system_len=1024),
+    "preempting": Regime("answers shorter than what is reserved", 60, 0, 40.0),
+    "speculative": Regime("answers that stand in the prompt", 16, 0, 2.0, repeats=True),
+    "chunked": Regime("long prompts among short answers", 30, 6, 6.0),
+}
+
+
+@dataclass(frozen=True, slots=True)
+class LadderRequest:
+    prompt_token_ids: list[int]
+    num_outputs: int  # then the answer ends
+    arrival_time: float  # seconds after the start
+    is_long: bool = False
+
+
+def make_workload(tokenizer: Tokenizer, regime: Regime, seed: int) -> list[LadderRequest]:
+    """In order of arrival."""
+    rng = random.Random(f"{seed} {regime}")
+    files, functions = _encoded_corpus(tokenizer)
+    system = files[0][: regime.system_len]
+    long_texts = [ids for ids in files if len(ids) > LONG_PROMPT_LEN]
+    # Never among the very first: there must be somebody who waits.
+    first = regime.num_requests // 5
+    long_places = set(rng.sample(range(first, regime.num_requests), regime.num_long))
+    requests, now = [], 0.0
+    for place in range(regime.num_requests):
+        now += rng.expovariate(regime.arrivals_per_s)
+        ids = rng.choice(functions)
+        half = len(ids) // 2
+        num_outputs = min(max(len(ids) - half, OUTPUT_LENS[0]), OUTPUT_LENS[1])
+        body = [*(ids if regime.repeats else []), *ids[: min(half, 256)]]
+        if place in long_places:
+            text = rng.choice(long_texts)
+            begin = rng.randrange(len(text) - LONG_PROMPT_LEN)
+            body = text[begin : begin + LONG_PROMPT_LEN]
+        requests.append(LadderRequest(system + body, num_outputs, now, place in long_places))
+    return requests
+
+
+@lru_cache(maxsize=1)  # it takes seconds
+def _encoded_corpus(tokenizer: Tokenizer) -> tuple[list[list[int]], list[list[int]]]:
+    """Its files in the order of their names, and the functions in them that are long enough."""
+    files = [text for _, text in sorted(corpus()[1].items())]
+    functions = [tokenizer.encode(source) for text in files for source in functions_of(text)]
+    functions = [ids for ids in functions if len(ids) >= 2 * OUTPUT_LENS[0]]
+    return [tokenizer.encode(text) for text in files], functions
+
+
+def functions_of(text: str) -> list[str]:
+    """The source of every function and method of a module, in order."""
+    nodes = [
+        node
+        for node in ast.walk(ast.parse(text))
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)
+    ]
+    return [ast.get_source_segment(text, node) or "" for node in nodes]

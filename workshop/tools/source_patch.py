@@ -1,0 +1,234 @@
+"""A change to one place of this repository, found by what it is called and says.
+
+    Patch("block_pool", "BlockPool.free", "if block.ref_cnt == 0:", "if True:")
+
+`module` is the last part of a module's name. Names are flat and unique, so a patch outlives a move
+to another folder. `old` is looked for within the symbol, token by token: where lines break, how far
+they are indented, comments and what stands elsewhere do not count. It must be there once."""
+
+from __future__ import annotations
+
+import ast
+import difflib
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[2]
+_STRING = r'"""(?:\\.|.)*?"""|' r"'''(?:\\.|.)*?'''|" r'"(?:\\.|[^"\\\n])*"|' r"'(?:\\.|[^'\\\n])*'"
+_TOKEN = re.compile(rf"(?P<aside>[\s\\]+|#[^\n]*)|[rbfuRBFU]{{0,2}}(?:{_STRING})|\w+|.", re.DOTALL)
+
+
+class PatchError(ValueError):
+    """A patch does not apply. The sentence says which, what it looks for, and what is near."""
+
+
+@cache
+def module_files() -> dict[str, Path]:
+    """Of the chapters and packages: name -> file. What many folders have is left out."""
+    packages = [init.parent for init in ROOT.glob("*/__init__.py")]
+    folders = [*sorted(ROOT.glob("[0-9][0-9]_*")), *sorted(packages)]
+    return {
+        path.stem: path
+        for folder in folders
+        for path in sorted(folder.rglob("*.py"))
+        if path.stem not in ("__init__", "__main__", "conftest")
+    }
+
+
+def file_of(module: str) -> Path:
+    """Raises `LookupError` with the nearest names."""
+    if (path := module_files().get(module)) is None:
+        near = ", ".join(difflib.get_close_matches(module, module_files())) or "nothing like it"
+        raise LookupError(f"there is no module {module}; there is {near}")
+    return path
+
+
+@dataclass(frozen=True, slots=True)
+class _Token:
+    text: str
+    start: int
+    end: int
+
+
+def _tokens(text: str) -> list[_Token]:
+    """Without white space, comments, and commas that a formatter puts before a closing bracket."""
+    found = [_Token(m[0], m.start(), m.end()) for m in _TOKEN.finditer(text) if m["aside"] is None]
+    following = [*found[1:], _Token("", 0, 0)]
+    pairs = zip(found, following)
+    return [token for token, then in pairs if not (token.text == "," and then.text in set(")]}"))]
+
+
+def definitions(tree: ast.Module) -> Iterator[tuple[str, ast.stmt]]:
+    """Functions and classes with their full names, from outside in, and names that are assigned to
+    at the top level or in a class."""
+
+    def within(node: ast.AST, prefix: str, is_function: bool) -> Iterator[tuple[str, ast.stmt]]:
+        for child in ast.iter_child_nodes(node):
+            if isinstance(child, ast.FunctionDef | ast.ClassDef):
+                name = prefix + child.name
+                yield name, child
+                yield from within(child, f"{name}.", isinstance(child, ast.FunctionDef))
+            elif isinstance(child, ast.Assign | ast.AnnAssign) and not is_function:
+                targets = child.targets if isinstance(child, ast.Assign) else [child.target]
+                yield from ((prefix + t.id, child) for t in targets if isinstance(t, ast.Name))
+            else:
+                yield from within(child, prefix, is_function)
+
+    return within(tree, "", False)
+
+
+@dataclass(frozen=True, slots=True)
+class Patch:
+    module: str  # "block_pool"; "outputs" for `common.outputs`
+    symbol: str  # "BlockPool.free"; "" for all of the module
+    old: str
+    new: str  # stands where `old` does; its lines are as far from the left as they are from `old`'s
+
+    @property
+    def path(self) -> Path:
+        return file_of(self.module)
+
+    @property
+    def file(self) -> str:
+        """A path from the root."""
+        return self.path.relative_to(ROOT).as_posix()
+
+    @property
+    def chapter(self) -> str:
+        """The folder of the chapter, or "common"."""
+        folder = self.file.partition("/")[0]
+        return folder if folder[0].isdigit() else "common"
+
+    @property
+    def name(self) -> str:
+        return f"{self.module} {self.symbol}".strip()
+
+    def text(self) -> str:
+        return self.path.read_text(encoding="utf-8")
+
+    def apply(self) -> str:
+        """The file's text with the change. Raises `PatchError` if `old` is not there once."""
+        text = self.text()
+        start, end = self._place(text)
+        begin = text.rfind("\n", 0, start) + 1
+        if text[begin:start].strip():  # in the middle of a line
+            return text[:start] + self.new + text[end:]
+        if not self.new:
+            return text[:begin] + text[end:].lstrip(" ").removeprefix("\n")
+        shift = start - begin - (len(self.old) - len(self.old.lstrip(" ")))
+        lines = [_moved(line, shift) for line in self.new.split("\n")]
+        return text[:begin] + "\n".join(lines) + text[end:]
+
+    def _place(self, text: str) -> tuple[int, int]:
+        """Where `old` begins and ends; comments before and after it belong to it if it has some."""
+        wanted = [token.text for token in _tokens(self.old)]
+        places = [
+            place
+            for first, last in self._regions(text)
+            for place in _occurrences(text[:last], wanted, first)
+        ]
+        if len(places) != 1:
+            raise PatchError(self._complaint(text, wanted, len(places)))
+        ((start, end),) = places
+        if self.old.lstrip().startswith("#"):
+            lines = text[:start].splitlines(keepends=True)
+            margin = lines.pop() if lines and not lines[-1].endswith("\n") else ""
+            while lines and lines[-1].lstrip().startswith("#"):
+                margin = lines.pop()
+            start = len("".join(lines)) + len(margin) - len(margin.lstrip(" "))
+        if "#" in _tail(self.old):
+            end += len(text[end:].partition("\n")[0])
+        return start, end
+
+    def _regions(self, text: str) -> list[tuple[int, int]]:
+        """From where to where the symbol stands. A property and its setter are two."""
+        if not self.symbol:
+            return [(0, len(text))]
+        starts = [0]
+        for line in text.splitlines(keepends=True):
+            starts.append(starts[-1] + len(line))
+        spans = _spans(text)
+        return [(starts[first - 1], starts[last]) for n, first, last in spans if n == self.symbol]
+
+    def _complaint(self, text: str, wanted: list[str], num_places: int) -> str:
+        names = dict.fromkeys(name for name, _, _ in _spans(text))
+        said = f"{self.name} ({self.file}) does not apply. "
+        if self.symbol and self.symbol not in names:
+            near = ", ".join(difflib.get_close_matches(self.symbol, names)) or "nothing like it"
+            said += f"There is no {self.symbol} any more; there is {near}. "
+        said += f"It looks for, {num_places} times there:\n{_indented(self.old)}"
+        elsewhere = _occurrences(text, wanted, 0)
+        if not num_places and elsewhere:
+            line = text[: elsewhere[0][0]].count("\n") + 1
+            held = [n for n, first, last in _spans(text) if first <= line <= last]
+            return f"{said}\nIt stands in {held[-1] if held else 'the top level'} now."
+        if num_places:
+            return f"{said}\nSay more of it, so that it is one place."
+        height = self.old.strip("\n").count("\n") + 1
+        windows = [
+            "\n".join(lines[i : i + height])
+            for first, last in self._regions(text) or [(0, len(text))]
+            for lines in [text[first:last].splitlines()]
+            for i in range(max(1, len(lines) - height + 1))
+        ]
+        near = max(windows, key=lambda w: difflib.SequenceMatcher(None, w, self.old).ratio())
+        return f"{said}\nThe nearest there:\n{_indented(near)}"
+
+    def diff(self) -> str:
+        """The whole lines that go ("- ") and come ("+ "), moved to the left together."""
+        before, after = self.text().splitlines(), self.apply().splitlines()
+        lines = list(difflib.unified_diff(before, after, n=0, lineterm=""))[2:]  # without the names
+        changed = [f"{line[0]} {line[1:]}" for line in lines if line[0] in "+-"]
+        margin = min(
+            (len(x) - len(x[2:].lstrip()) - 2 for x in changed if x[2:].strip()), default=0
+        )
+        return "\n".join(line[:2] + line[2 + margin :] for line in changed)
+
+
+def _occurrences(text: str, wanted: list[str], first: int) -> list[tuple[int, int]]:
+    """Where these tokens stand in `text`, from `first` on."""
+    tokens = [token for token in _tokens(text) if token.start >= first]
+    texts, width = [token.text for token in tokens], len(wanted)
+    return [
+        (tokens[i].start, tokens[i + width - 1].end)
+        for i in range(len(tokens) - width + 1)
+        if width and texts[i] == wanted[0] and texts[i : i + width] == wanted
+    ]
+
+
+def _tail(text: str) -> str:
+    """What stands behind the last token."""
+    tokens = _tokens(text)
+    return text[tokens[-1].end :] if tokens else text
+
+
+def _moved(line: str, shift: int) -> str:
+    return line[-shift:] if shift < 0 else f"{' ' * shift}{line}" if line else line
+
+
+@cache  # a file has many bugs
+def _spans(text: str) -> list[tuple[str, int, int]]:
+    """Of each definition its name, its first line and its last."""
+    return [
+        (name, min([node.lineno, *(d.lineno for d in decorators)]), node.end_lineno or 0)
+        for name, node in definitions(ast.parse(text))
+        for decorators in [getattr(node, "decorator_list", [])]
+    ]
+
+
+def _indented(code: str) -> str:
+    return "\n".join(f"    {line}" for line in code.splitlines())
+
+
+def names_in(path: Path) -> set[str]:
+    """The functions and classes at the top level of a file."""
+    return _names_in(path.read_text(encoding="utf-8"))
+
+
+@cache
+def _names_in(text: str) -> set[str]:
+    tree = ast.parse(text)
+    return {node.name for node in tree.body if isinstance(node, ast.FunctionDef | ast.ClassDef)}

@@ -1,0 +1,139 @@
+"""The adapter's trainer, on a few functions; and the adapter that it has left here."""
+
+from __future__ import annotations
+
+import json
+import random
+import re
+
+import pytest
+from tokenizers import Tokenizer
+
+from common.adapters.adapter_files import CONFIG, WEIGHTS
+from common.engine_config import SHIPPED_ADAPTER
+from common.llm import LLM, SamplingParams
+from workshop.training import train_adapter
+from workshop.training.train_adapter import (
+    AdapterTraining,
+    Case,
+    Documents,
+    Head,
+    card,
+    cases,
+    document,
+    heads,
+    library_tests,
+    train,
+)
+
+LIBRARY = '''
+def mean(values):
+    """Return the mean.
+
+    With more lines."""
+    return sum(values)
+
+class Stack:
+    def push(self, item):
+        """Put it there."""
+    def pop(self):
+        """It has no parameters."""
+    def _hidden(self, item):
+        """Nobody's."""
+    def extend(self, *items):
+        """With a star."""
+
+def undocumented(values):
+    return 1
+'''
+TESTS = """
+self.assertEqual(mean([1, 2]), 1.5)
+self.assertEqual(math.gcd(2, 4), 2)
+self.assertEqual(mean(values), 2)
+self.assertEqual(mean([1], key=2), 2)
+self.assertEqual(now(), 3)
+self.assertTrue(mean([1]))
+"""
+
+
+@pytest.fixture
+def tokenizer() -> Tokenizer:
+    return Tokenizer.from_file(str(train_adapter.BASE / "tokenizer.json"))
+
+
+def test_heads_and_cases_are_what_a_test_can_be_made_of() -> None:
+    assert list(heads([LIBRARY, "print 'Python 2'"])) == [
+        Head("mean", 'def mean(values):\n    """Return the mean."""', 1),
+        Head("push", 'def push(item):\n    """Put it there."""', 1),
+    ]
+    assert list(cases([TESTS])) == [Case("[1, 2]", 1, "1.5"), Case("2, 4", 2, "2")]
+
+
+def test_a_document_is_a_test_of_that_name() -> None:
+    those = [Case("[1]", 1, "None"), Case("[2]", 1, "2")]
+    text = document(Head("mean", "", 1), those, random.Random(0))
+    lines = text.splitlines()
+    assert lines[:4] == ["", "", "", "def test_mean():"]
+    assert sorted(lines[4:]) == ["    assert mean([1]) is None", "    assert mean([2]) == 2"]
+    compile(text, "test", "exec")
+
+
+def test_there_is_no_loss_on_the_prompt_and_none_on_padding(tokenizer) -> None:
+    documents = Documents(tokenizer, [LIBRARY], [TESTS.replace("1.5", str(n)) for n in range(12)])
+    ids, labels = documents.batch(documents.heads, random.Random(0))
+    for head, row, wanted in zip(documents.heads, ids, labels, strict=True):
+        prompt = tokenizer.encode(head.text).ids
+        assert row[: len(prompt)].tolist() == prompt
+        of_test = wanted[wanted != train_adapter._IGNORED].tolist()
+        assert (wanted[: len(prompt) - 1] == train_adapter._IGNORED).all()
+        assert of_test[-1] == documents.end
+        assert tokenizer.decode(of_test).startswith(f"\n\n\ndef test_{head.name}():\n    assert ")
+
+
+def test_training_lowers_the_loss_and_writes_what_an_engine_loads(tokenizer, tmp_path) -> None:
+    documents = Documents(tokenizer, [LIBRARY], [TESTS.replace("1.5", str(n)) for n in range(12)])
+    config = AdapterTraining(num_steps=12, num_documents=2, rank=2, alpha=4)
+    record = train(config, documents, documents, tmp_path)
+    held_out = record["held_out"]
+    assert held_out["adapter"]["nats_per_token"] < 0.9 * held_out["base"]["nats_per_token"]
+    assert json.loads((tmp_path / "training_record.json").read_text()) == record
+    llm = LLM(num_blocks=20, adapters={"new": tmp_path})
+    prompt = documents.heads[0].text
+    params = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True)
+    plain, adapted = (llm.generate(prompt, params, adapter=name)[0] for name in (None, "new"))
+    assert plain.outputs[0].token_ids != adapted.outputs[0].token_ids
+
+
+def test_a_python_without_tests_is_told_so(tmp_path) -> None:
+    with pytest.raises(FileNotFoundError, match="this Python came without them"):
+        library_tests(tmp_path)
+
+
+# -- what is shipped
+
+
+def test_the_shipped_adapter_is_small_and_its_card_is_of_its_record() -> None:
+    files = {path.name: path.stat().st_size for path in SHIPPED_ADAPTER.iterdir()}
+    assert set(files) == {CONFIG, WEIGHTS, "README.md", "training_record.json"}
+    assert sum(files.values()) <= 500 * 1024
+    assert json.loads((SHIPPED_ADAPTER / CONFIG).read_text())["base_model_name_or_path"] == "tiny"
+    record = json.loads((SHIPPED_ADAPTER / "training_record.json").read_text())
+    assert (SHIPPED_ADAPTER / "README.md").read_text() == card(record)
+    found = record["held_out"]
+    assert found["base"]["share_of_tests"] < 0.1 < 0.5 <= found["adapter"]["share_of_tests"]
+
+
+@pytest.mark.usefixtures("one_thread")
+def test_it_writes_a_test_where_the_model_writes_a_body() -> None:
+    """Of functions that it has not seen."""
+    llm = LLM(dtype="float32", num_blocks=99, adapters={"tests": SHIPPED_ADAPTER})
+    names = ["rotate_left", "parse_color", "is_palindrome"]
+    prompts = [f'def {name}(value):\n    """Return the {name} of the value."""' for name in names]
+    params = SamplingParams(temperature=0, max_tokens=24)
+    plain, adapted = (
+        [output.outputs[0].text for output in llm.generate(prompts, params, adapter=adapter)]
+        for adapter in (None, "tests")
+    )
+    for body, text in zip(plain, adapted, strict=True):
+        assert re.match(r"\n\n\ndef test_\w+\(\):\n    assert \w+\(", text), text
+        assert "assert" not in body

@@ -1,0 +1,235 @@
+"""The trainer, on a model of a few thousand weights; and the checkpoints that it has left here."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+from tokenizers import Tokenizer
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from workshop.training import tiny_eval, tiny_teacher, train_tiny
+from workshop.training.tiny_data import (
+    END_OF_TEXT,
+    HELD_OUT,
+    corpus,
+    snippets,
+    token_stream,
+    train_tokenizer,
+)
+
+TINY, DRAFT = tiny_eval.CHECKPOINTS / "tiny", tiny_eval.CHECKPOINTS / "tiny-draft"
+
+
+@pytest.fixture(scope="module")
+def files() -> tuple[dict[str, str], dict[str, str]]:
+    return corpus()
+
+
+def test_held_out_files_are_not_trained_on(files: tuple[dict[str, str], dict[str, str]]) -> None:
+    train, held_out = files
+    assert set(held_out) == set(HELD_OUT)
+    assert len(HELD_OUT) >= 12
+    assert not set(train) & set(HELD_OUT)
+    assert sum(map(len, train.values())) > 8_000_000
+    texts = set(train.values())
+    assert not any(text in texts for text in held_out.values()), "a copy under another name"
+
+
+def test_snippets_are_the_short_top_level_definitions() -> None:
+    text = (
+        "import os\n\n@cache\ndef f(x):\n    return x\n\n\nclass A:\n    def g(self): ...\nx = 1\n"
+    )
+    assert list(snippets(text)) == [
+        "def f(x):\n    return x\n",
+        "class A:\n    def g(self): ...\n",
+    ]
+    assert list(snippets("print 'Python 2'")) == []
+    assert list(snippets(f"def f():\n    x = '{'a' * 5000}'\n")) == []
+
+
+def test_stream_holds_every_document_whole_and_ends_each(
+    files: tuple[dict[str, str], dict[str, str]],
+) -> None:
+    some = dict(list(files[0].items())[:5])
+    tokenizer = train_tokenizer(list(some.values()), vocab_size=512)
+    stream = token_stream(tokenizer, some, seed=0)
+    end = tokenizer.token_to_id(END_OF_TEXT)
+    ends = np.flatnonzero(stream == end)
+    documents = [tokenizer.decode(d[d != end]) for d in np.split(stream, ends)]
+    wanted = list(some.values()) + [s for text in some.values() for s in snippets(text)]
+    assert sorted(filter(None, documents)) == sorted(wanted)
+    assert stream[-1] == end
+    assert not np.array_equal(stream, token_stream(tokenizer, some, seed=1))
+
+
+def test_tokenizer_gives_any_text_back(files: tuple[dict[str, str], dict[str, str]]) -> None:
+    tokenizer = Tokenizer.from_file(str(TINY / "tokenizer.json"))
+    strange = "tab\tcr\r\nsnow ☃ 🙂 x=1234567 \x00\x7f   \n\n   end  "
+    for text in (strange, *files[1].values()):
+        assert tokenizer.decode(tokenizer.encode(text).ids) == text
+
+
+def test_muon_update_is_semi_orthogonal() -> None:
+    """Singular values near 1, in the directions of the momentum's own."""
+    torch.manual_seed(0)
+    updates = torch.randn(3, 24, 64, dtype=torch.float64)
+    result = train_tiny.Muon._orthogonalise(updates)
+    assert torch.linalg.svdvals(result).sub(1).abs().max() < 0.4
+    left, _, right = torch.linalg.svd(updates, full_matrices=False)
+    inner = left.mT @ result @ right.mT
+    off_diagonal = inner - torch.diag_embed(inner.diagonal(dim1=1, dim2=2))
+    assert off_diagonal.abs().max() < 1e-6
+    tall = train_tiny.Muon._orthogonalise(updates.mT.contiguous())
+    torch.testing.assert_close(tall, result.mT)
+
+
+def test_learning_rate_warms_up_holds_and_falls_to_zero() -> None:
+    config = train_tiny.TrainConfig("target", tokens_total=6144 * 100, warmup_steps=10)
+    scales = [config.lr_scale(step) for step in range(100)]
+    assert scales[:10] == pytest.approx([0.1 * i for i in range(1, 11)])
+    assert set(scales[10:75]) == {1.0}
+    assert scales[75:] == pytest.approx([(100 - s) / 25 for s in range(75, 100)])
+    assert [config.in_decay(s) for s in (74, 75)] == [False, True]
+
+
+def test_distillation_is_least_at_the_teachers_own_distribution() -> None:
+    torch.manual_seed(0)
+    teacher = torch.randn(2, 5, 11, dtype=torch.float64)
+    probs = teacher.softmax(-1)
+    tokens = torch.arange(11).expand(2, 5, 11).flip(-1)  # any order of the kept tokens
+    student = teacher.clone().requires_grad_()
+    loss = train_tiny.distillation_loss(student, tokens, probs.flip(-1))
+    loss.backward()
+    assert student.grad.abs().max() < 1e-7
+    entropy = -(probs * probs.log()).sum(-1).mean().item()
+    assert loss.item() == pytest.approx(entropy, abs=1e-6)
+
+
+def test_the_teacher_is_asked_once_and_its_likely_tokens_are_kept(tmp_path: Path) -> None:
+    asked = 0
+
+    class Teacher:
+        def __call__(self, input_ids: torch.Tensor) -> SimpleNamespace:
+            nonlocal asked
+            asked += 1
+            return SimpleNamespace(logits=logits[input_ids])
+
+    torch.manual_seed(1)
+    logits = torch.randn(97, 97) * 3
+    window = tiny_teacher.WINDOW
+    stream = np.random.default_rng(0).integers(0, 97, size=3 * window + 5).astype(np.uint16)
+    cpu = torch.device("cpu")
+    targets = tiny_teacher.teacher_targets(Teacher(), stream, tmp_path / "t", cpu)
+    again = tiny_teacher.teacher_targets(Teacher(), stream, tmp_path / "t", cpu)
+    assert asked == 3
+    for found in (targets, again):
+        seen = []
+        for step in range(3):
+            ids, tokens, probs = found.batch(window, step, seed=0)
+            seen.append(ids[0].tolist())
+            for position in (0, 7, window - 1):
+                wanted = logits[ids[0, position]].topk(tiny_teacher.TOP_K)
+                assert tokens[0, position].tolist() == wanted.indices.tolist()
+                close = wanted.values.softmax(-1)
+                torch.testing.assert_close(probs[0, position], close, atol=1e-3, rtol=1e-2)
+        windows = [stream[i * window : (i + 1) * window].tolist() for i in range(3)]
+        assert sorted(seen) == sorted(windows), "an epoch is every window once"
+
+
+def test_interrupted_run_goes_on_to_the_same_weights(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, files: tuple[dict[str, str], dict[str, str]]
+) -> None:
+    some = dict(list(files[0].items())[:4])
+    held_out = {"held.py": "def f(x):\n    return x\n"}
+    monkeypatch.setattr(train_tiny, "corpus", lambda: (some, held_out))
+    monkeypatch.setitem(train_tiny._SHAPES, "target", (16, 24, 1, 2, 1, 8))
+    config = train_tiny.TrainConfig(
+        "target", tokens_total=6 * 64, batch_tokens=64, seq_len=16, long_seq_len=32
+    )
+    cpu = torch.device("cpu")
+
+    def run(name: str) -> dict[str, torch.Tensor]:
+        state = tmp_path / name / "state.pt"
+        train_tiny.train(config, tmp_path / name / "out", state, save_every=2, device=cpu)
+        return torch.load(state, weights_only=True)["model"]
+
+    whole = run("whole")
+    save, num_saves = torch.save, 0
+
+    def save_once(*args: object) -> None:
+        nonlocal num_saves
+        num_saves += 1
+        if num_saves == 2:
+            raise KeyboardInterrupt
+        save(*args)
+
+    monkeypatch.setattr(torch, "save", save_once)
+    with pytest.raises(KeyboardInterrupt):
+        run("interrupted")
+    monkeypatch.setattr(torch, "save", save)
+    resumed = run("interrupted")
+    for name, weight in whole.items():
+        torch.testing.assert_close(resumed[name], weight, rtol=0, atol=0)
+    record = json.loads((tmp_path / "interrupted" / "out" / "training_record.json").read_text())
+    assert [point["tokens"] for point in record["curve"]] == [128, 256, 384]
+
+
+@pytest.mark.parametrize(("folder", "most_mb"), [(TINY, 12), (DRAFT, 2)])
+def test_shipped_checkpoint_loads_in_transformers_and_is_small(folder: Path, most_mb: int) -> None:
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    assert (folder / "model.safetensors").stat().st_size <= most_mb * 1_000_000
+    assert model.config.model_type == "qwen3"
+    assert model.generation_config.eos_token_id == tokenizer.eos_token_id == 0
+    ids = tokenizer("def f(x):", return_tensors="pt").input_ids
+    text = tokenizer.decode(model.generate(ids, max_new_tokens=40)[0], skip_special_tokens=True)
+    assert text.startswith("def f(x):\n    ")
+    assert (folder / "README.md").is_file()
+
+
+def test_draft_shares_the_tokenizer_and_costs_a_sixth() -> None:
+    assert (DRAFT / "tokenizer.json").read_bytes() == (TINY / "tokenizer.json").read_bytes()
+    target, draft = tiny_eval.load(TINY), tiny_eval.load(DRAFT)
+    assert tiny_eval.flops_per_token(target) >= 6 * tiny_eval.flops_per_token(draft)
+
+
+def test_recorded_loss_and_agreement_are_those_of_the_shipped_weights(
+    files: tuple[dict[str, str], dict[str, str]],
+) -> None:
+    """On one file; `python -m workshop.training.train_tiny evaluate` repeats them all."""
+    record = json.loads((DRAFT / "evaluation.json").read_text())
+    one = record["target_on_one_file"]
+    text = {one["file"]: files[1][one["file"]]}
+    tokenizer = Tokenizer.from_file(str(TINY / "tokenizer.json"))
+    target, draft = tiny_eval.load(TINY), tiny_eval.load(DRAFT)
+    found = tiny_eval.evaluate(target, tokenizer, text, torch.device("cpu"))
+    same_text = found["num_bytes"] == one["num_bytes"]  # other Pythons have other texts
+    assert found["nats_per_token"] == pytest.approx(
+        one["nats_per_token"], rel=1e-3 if same_text else 0.1
+    )
+    assert record["greedy_agreement"] >= 0.55, "a draft that knows nothing of its target"
+    agreement = tiny_eval.greedy_agreement(target, draft, tokenizer, text)
+    assert agreement == pytest.approx(record["greedy_agreement"], abs=0.1)
+
+
+def test_evaluation_counts_every_token_once() -> None:
+    """Against the loss of the whole file in one window."""
+    tokenizer = Tokenizer.from_file(str(TINY / "tokenizer.json"))
+    model = tiny_eval.load(TINY)
+    text = "def f(x):\n    return x\n\n\nclass A:\n    pass\n"
+    result = tiny_eval.evaluate(model, tokenizer, {"a": text}, torch.device("cpu"))
+    ids = torch.tensor([[0, *tokenizer.encode(text).ids, 0]])
+    with torch.no_grad():
+        logits = model(input_ids=ids[:, :-1]).logits[0]
+    nats = F.cross_entropy(logits, ids[0, 1:]).item()
+    assert result["nats_per_token"] == pytest.approx(nats, rel=1e-5)
+    assert result["num_tokens"] == ids.shape[1] - 1
+    assert result["num_bytes"] == len(text)
+    short = tiny_eval.evaluate(model, tokenizer, {"a": text}, torch.device("cpu"), seq_len=5)
+    assert short["num_tokens"] == result["num_tokens"]

@@ -1,0 +1,238 @@
+"""The page in a real browser. A test opens it and drives it; what goes wrong behind its back (an
+error on the console, an exception, a look at the network) fails the test that it happened in.
+
+Without a browser these tests are skipped, except in a CI, where it has to be there."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterator
+from itertools import count
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal
+
+import pytest
+
+from bounded_loops import as_long_as
+from workshop.replay.film import Film
+from workshop.watch.chromium import BrowserUnavailableError, started_browser
+from workshop.watch.films import BEYOND, FILMS, Shot, shoot
+from workshop.watch.page_maker import Reel, make_page
+from workshop.watch.scene_runs import Pages
+from workshop.watch.workloads import DEFAULT, Cast, load_cast, perform
+
+if TYPE_CHECKING:
+    from playwright.sync_api import Browser, Page
+
+OpenPage = Callable[..., "Page"]
+OpenRun = Callable[..., "RunPage"]
+_CHECKS = (Path(__file__).parent / "page_checks.js").read_text(encoding="utf-8").strip()
+LIMIT_MS = 30_000  # for anything that a test waits for, on a busy machine
+LOCALES = {"en": "en-US", "zh": "zh-CN"}
+
+
+def until(page: Page, expression: str, argument: Any = None) -> None:
+    """Wait until it is true in the page. It is asked from here, again and again: Playwright's
+    `wait_for_function` polls by `eval` in the page, which the page's policy forbids, so it fails
+    whenever its first look comes too early."""
+    for _ in as_long_as(lambda: not page.evaluate(expression, argument), seconds=LIMIT_MS / 1000):
+        page.wait_for_timeout(20)
+
+
+class RunPage:
+    """A page with a run on it, and how a reader uses it."""
+
+    def __init__(self, page: Page) -> None:
+        self.page = page
+        page.wait_for_selector("html[data-ready]", state="attached")
+        self.settle()
+
+    def settle(self) -> None:
+        """What was asked for is drawn."""
+        self.ask("() => new Promise((done) => requestAnimationFrame(() => setTimeout(done)))")
+
+    def ask(self, script: str, argument: Any = None) -> Any:
+        return self.page.evaluate(script, argument)
+
+    def check(self, name: str, argument: Any = None) -> Any:
+        """What a function of `page_checks.js` finds."""
+        return self.ask(f"(argument) => ({_CHECKS})[{name!r}](argument)", argument)
+
+    def press(self, *keys: str) -> None:
+        for key in keys:
+            self.page.keyboard.press(key)
+        self.settle()
+
+    def show(self, **changes: Any) -> None:
+        """As a link or a click would: `show(step=3, request="b")`."""
+        self.ask("(changes) => Watch.set(changes)", changes)
+        self.settle()
+
+    def text(self, selector: str) -> str:
+        """What can be seen of it."""
+        return self.page.locator(selector).first.inner_text()
+
+    def texts(self, selector: str) -> list[str]:
+        return self.page.locator(selector).all_inner_texts()
+
+    @property
+    def step(self) -> int:
+        """As the page says it."""
+        return int(self.text("output.now").split()[1])
+
+    @property
+    def hash(self) -> str:
+        """The address, when what was shown last had the time to be written there: by the page's
+        own clock."""
+        self.ask("() => new Promise((done) => setTimeout(done, 450))")
+        return self.ask("() => location.hash")
+
+
+def browser_for_tests() -> Iterator[Browser]:
+    """As long as it is there, nobody in this thread can use asyncio."""
+    try:
+        with started_browser() as started:
+            yield started
+    except BrowserUnavailableError as failure:
+        if os.environ.get("VLLM_FS_REQUIRE_BROWSER") or os.environ.get("CI"):
+            pytest.fail(f"the CI has to test the page in a browser: {failure}")
+        pytest.skip(str(failure))
+
+
+browser = pytest.fixture(scope="package")(browser_for_tests)  # one for the tests of this folder
+
+
+@pytest.fixture
+def complaints() -> list[str]:
+    """What went wrong behind the test's back, so far. A test that means it clears the list."""
+    return []
+
+
+@pytest.fixture(scope="package")
+def tabs(browser: Browser) -> Iterator[dict[tuple[str, str], Page]]:
+    """Of each language and colour scheme one, which test after test uses: to open another costs
+    more than to load a page."""
+    found: dict[tuple[str, str], Page] = {}
+    yield found
+    for page in found.values():
+        page.context.close()
+
+
+def new_tab(browser: Browser, language: str, colours: Literal["light", "dark"]) -> Page:
+    context = browser.new_context(
+        locale=LOCALES[language], color_scheme=colours, reduced_motion="reduce", offline=True
+    )
+    context.set_default_timeout(LIMIT_MS)
+    return context.new_page()
+
+
+@pytest.fixture
+def open_page(
+    browser: Browser, tabs: dict[tuple[str, str], Page], complaints: list[str]
+) -> Iterator[OpenPage]:
+    """`open_page(path, at="step=3")`: the page of an HTML file, once it is loaded, in the place of
+    the one that was opened before. The page keeps nothing for the next one: no storage, no cookie.
+    """
+    shown: list[Path] = []
+    listeners: dict[str, Callable[[Any], None]] = {
+        "console": lambda message: _note_console(message, complaints),
+        "pageerror": lambda error: complaints.append(f"exception: {error}"),
+        "request": lambda request: _note_request(request.url, shown[-1], complaints),
+    }
+    used: dict[tuple[str, str], Page] = {}
+
+    def _open(
+        path: Path,
+        width: int = 1280,
+        height: int = 800,
+        *,
+        at: str = "",
+        language: str = "en",
+        colours: Literal["light", "dark"] = "light",
+    ) -> Page:
+        key = language, colours
+        if key not in tabs:
+            tabs[key] = new_tab(browser, language, colours)
+        page = tabs[key]
+        if key not in used:
+            used[key] = page
+            for event, listener in listeners.items():
+                page.on(event, listener)  # pyright: ignore[reportCallIssue, reportArgumentType]
+        page.goto("about:blank")
+        page.set_viewport_size({"width": width, "height": height})
+        page.mouse.move(0, 0)
+        shown.append(path)
+        page.goto(f"{path.resolve().as_uri()}#{at}" if at else path.resolve().as_uri())
+        return page
+
+    yield _open
+    for page in used.values():
+        page.goto("about:blank")  # what still runs there may complain
+        for event, listener in listeners.items():
+            page.remove_listener(event, listener)
+    assert complaints == []
+
+
+@pytest.fixture
+def open_run(open_page: OpenPage, tmp_path: Path) -> OpenRun:
+    """`open_run(text, other)`: the page of one run or of two, each the text of a file of events."""
+    numbers = count()
+
+    def _open(*texts: str, settings: dict[str, Any] | None = None, **how: Any) -> RunPage:
+        reels = [Reel(label, text) for label, text in zip(("this run", "the other"), texts)]
+        path = tmp_path / f"{next(numbers)}.html"
+        path.write_text(make_page(reels, **settings or {}), encoding="utf-8", newline="\n")
+        return RunPage(open_page(path, **how))
+
+    return _open
+
+
+def _note_console(message: Any, complaints: list[str]) -> None:
+    if message.type in ("error", "warning"):
+        complaints.append(f"console, {message.type}: {message.text}")
+
+
+def _note_request(url: str, path: Path, complaints: list[str]) -> None:
+    own = path.resolve().as_uri()
+    if not (url.partition("#")[0] == own or url.startswith(("data:", "blob:"))):
+        complaints.append(f"request: {url}")
+
+
+@pytest.fixture(scope="session")
+def cast() -> Cast:
+    """What films are made with."""
+    return load_cast()
+
+
+@pytest.fixture(scope="session")
+def default_run_path(tmp_path_factory: pytest.TempPathFactory, cast: Cast) -> Path:
+    """The small run that `make watch` shows: a real engine, and a little of everything."""
+    path = tmp_path_factory.mktemp("default") / "run.jsonl"
+    perform(DEFAULT, path, cast)
+    return path
+
+
+@pytest.fixture(scope="session")
+def default_run_text(default_run_path: Path) -> str:
+    return default_run_path.read_text(encoding="utf-8")
+
+
+@pytest.fixture(scope="session")
+def default_film(default_run_path: Path) -> Film:
+    return Film.read(default_run_path)
+
+
+@pytest.fixture(scope="session")
+def shown(tmp_path_factory: pytest.TempPathFactory, cast: Cast) -> Pages:
+    """The pages of `scene_runs.py`."""
+    return Pages(tmp_path_factory.mktemp("shown"), cast)
+
+
+# -- the chapters' films
+
+
+@pytest.fixture(scope="session")
+def shots(tmp_path_factory: pytest.TempPathFactory, cast: Cast) -> dict[int | str, Shot]:
+    """Each film that has a page, made once."""
+    folder = tmp_path_factory.mktemp("films")
+    return {name: shoot(film, folder, cast) for name, film in (FILMS | BEYOND).items()}

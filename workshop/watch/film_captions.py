@@ -1,0 +1,75 @@
+"""The captions of the films where they are read: in the chapters' texts, and in the scripts that
+their notebooks are made of. Written with the still pictures, and checked by a test."""
+
+from __future__ import annotations
+
+import textwrap
+from pathlib import Path
+
+from workshop.bench.bench_record import write_between_markers
+from workshop.watch.films import Shot
+
+MARKER = "film"  # <!-- table:film --> in a README.md
+CELL = "# %% [markdown]\n# ## Watch it run\n"  # begins the cell of a script
+
+
+def page_caption(shot: Shot) -> str:
+    """Of a README.md: the picture, and what it shows."""
+    caption = textwrap.fill(f"*{_words(shot)}*", 112, break_on_hyphens=False)
+    return f"![{_alt(shot)}]({shot.film.picture}.png)\n\n{caption}"
+
+
+def chinese_caption(shot: Shot) -> str:
+    """Of a README.zh.md, the same."""
+    film = shot.film
+    return (
+        f"![影片 {film.name}：{film.title[1]}]({film.picture}.zh.png)\n\n"
+        f"*{shot.caption[1]}{film.note[1]}*"
+    )
+
+
+def cell_caption(shot: Shot) -> str:
+    """The cell of a notebook's script, without the blank line behind it."""
+    words = textwrap.fill(_words(shot), 98, break_on_hyphens=False).splitlines()
+    how = [
+        'The film itself takes seconds to make: `make watch ARGS="--film '
+        f'{shot.film.chapter} --open"`',
+        "in the root of the repository. Step through it with the arrow keys.",
+    ]
+    lines = ["", f"![{_alt(shot)}](figures/film.png)", "", *words, "", *how]
+    return CELL + "".join(f"# {line}".rstrip() + "\n" for line in lines)
+
+
+def _words(shot: Shot) -> str:
+    return f"{shot.caption[0]} {shot.film.note[0]}".strip()
+
+
+def _alt(shot: Shot) -> str:
+    return f"Film {shot.film.name}: {shot.film.title[0]}"
+
+
+def script_of(shot: Shot, root: Path) -> Path:
+    (script,) = (root / shot.film.folder).glob("*_demo.py")
+    return script
+
+
+def write_captions(shot: Shot, root: Path) -> None:
+    """Into the texts and a chapter's script, each of which has its place."""
+    page = root / shot.film.folder / shot.film.page
+    write_between_markers(page.with_suffix(".md"), MARKER, page_caption(shot))
+    write_between_markers(page.with_suffix(".zh.md"), MARKER, chinese_caption(shot))
+    if not shot.film.chapter:
+        return
+    script = script_of(shot, root)
+    before, cell, behind = parted(script.read_text(encoding="utf-8"))
+    if cell:
+        script.write_text(before + cell_caption(shot) + behind, encoding="utf-8")
+
+
+def parted(script: str) -> tuple[str, str, str]:
+    """A script before its cell about the film, the cell, and the rest."""
+    before, found, rest = script.partition(CELL)
+    if not found:
+        return script, "", ""
+    cell, separator, behind = rest.partition("\n# %%")
+    return before, CELL + cell, separator + behind

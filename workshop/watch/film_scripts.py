@@ -1,0 +1,220 @@
+"""The scripts of the films: four to six requests, some twenty steps. What each of them shows is
+read from its film (`film_facts.py`) and said in `films.py`."""
+
+from __future__ import annotations
+
+from grammars import Choice, Json
+from workshop.watch.workloads import DEFAULT, Script, Visit
+
+EVERYTHING = DEFAULT
+
+_PRIME = "def is_prime(n):\n    for"
+_MEAN = "def mean(values):\n    return"
+_LINES = "def read_lines(path):\n    with open(path) as"
+_MAIN = "import os\nimport sys\n\n\ndef main():"
+_IMPORTS = "import os\nimport sys\nimport re\nimport"
+_QUEUE = "class Queue:"
+_RUN_AS = "if __name__ =="
+_LOOP = "for i in range(10):"
+_STACK = "class Stack:\n    def push(self, item):\n        self.items.append(item)\n\n"
+
+# Six requests of unlike lengths on three seats, KV for everybody.
+CONTINUOUS = Script(
+    (
+        Visit("a", 0, _RUN_AS, 20),
+        Visit("b", 0, _PRIME, 14),
+        Visit("c", 0, _LINES, 6),
+        Visit("d", 1, _MEAN, 10),
+        Visit("e", 2, _MAIN, 8),
+        Visit("f", 3, _LOOP, 5),
+    ),
+    {
+        "max_num_seqs": 3,
+        "max_num_batched_tokens": 32,
+        "block_size": 4,
+        "num_blocks": 40,
+        "prefix_cache": None,
+        "chunked_prefill": False,
+    },
+)
+STATIC = Script(CONTINUOUS.visits, CONTINUOUS.config, is_static=True)
+
+# Chapter 2's scheduler: whoever begins has all the blocks that it may ever need.
+TABLES = Script(
+    (
+        Visit("a", 0, _PRIME, 20),
+        Visit("b", 1, _QUEUE, 8),
+        Visit("c", 4, _RUN_AS, 6),
+        Visit("d", 12, _MEAN, 8),
+    ),
+    {
+        "max_num_seqs": 4,
+        "max_num_batched_tokens": 16,
+        "block_size": 4,
+        "num_blocks": 15,
+        "prefix_cache": None,
+        "scheduler": "fcfs",
+        "chunked_prefill": False,
+    },
+)
+
+# Three that begin alike (a, b, e), and two between them that need the memory.
+PREFIXES = Script(
+    (
+        Visit("a", 0, f"{_STACK}    def pop(self):", 8),
+        Visit("b", 4, f"{_STACK}    def size(self):", 6),
+        Visit("c", 8, _PRIME, 14),
+        Visit("d", 12, _MAIN, 14),
+        Visit("e", 22, f"{_STACK}    def clear(self):", 8),
+    ),
+    {
+        "max_num_seqs": 4,
+        "max_num_batched_tokens": 32,
+        "block_size": 4,
+        "num_blocks": 20,
+        "prefix_cache": "hash",
+        "watermark": 0,
+    },
+)
+
+# Fifteen blocks for four that grow.
+SCARCE = Script(
+    (
+        Visit("a", 0, _PRIME, 20),
+        Visit("b", 0, _MEAN, 13),
+        Visit("c", 2, _MAIN, 9),
+        Visit("d", 3, _LINES, 12),
+    ),
+    {
+        "max_num_seqs": 4,
+        "max_num_batched_tokens": 32,
+        "block_size": 4,
+        "num_blocks": 16,
+        "prefix_cache": None,
+        "watermark": 0,
+    },
+)
+
+# Texts that repeat themselves, more or less.
+PLAIN = Script(
+    (
+        Visit("a", 0, _IMPORTS, 16),
+        Visit("b", 1, _MAIN, 18),
+        Visit("c", 2, f"{_STACK}    def pop(self):\n        return", 20),
+        Visit("d", 3, _LINES, 24),
+    ),
+    {
+        "max_num_seqs": 4,
+        "max_num_batched_tokens": 40,
+        "block_size": 4,
+        "num_blocks": 49,
+        "prefix_cache": None,
+    },
+)
+GUESSING = PLAIN.but(speculative={"method": "ngram", "num_spec_tokens": 3, "adaptive": False})
+
+# Two that write, and a class with ten getters that comes in between.
+_NAMES = "width height depth colour title parent cursor menu font border"
+_WINDOW = "class Window:\n" + "".join(
+    f"    def get_{name}(self):\n        return self._{name}\n\n" for name in _NAMES.split()
+)
+WHOLE = Script(
+    (
+        Visit("a", 0, _PRIME, 20),
+        Visit("b", 1, _QUEUE, 20),
+        Visit("c", 5, f"{_WINDOW}    def get_size(self):", 8),
+        Visit("d", 7, _RUN_AS, 8),
+    ),
+    {
+        "block_size": 8,
+        "num_blocks": 33,
+        "max_num_seqs": 4,
+        "max_num_batched_tokens": 160,
+        "prefix_cache": None,
+        "chunked_prefill": False,
+    },
+)
+PIECES = WHOLE.but(chunked_prefill=32)
+
+# Three seats, and room for one adapter. Who comes second wants another one.
+_AREA = 'def area(width, height):\n    """Return the area of a rectangle."""'
+ADAPTED = Script(
+    (
+        Visit("a", 0, _AREA, 10),
+        Visit("b", 1, _AREA, 16, adapter="tests"),
+        Visit("c", 1, _LOOP, 5),
+        Visit("d", 2, _MEAN, 8, adapter="half"),
+        Visit("e", 3, _QUEUE, 12),
+        Visit("f", 7, _AREA, 6, adapter="tests"),
+    ),
+    {
+        "max_num_seqs": 3,
+        "max_num_batched_tokens": 48,
+        "block_size": 4,
+        "num_blocks": 40,
+        "prefix_cache": "hash",
+        "max_loras": 1,
+    },
+    adapters={"tests": 1.0, "half": 0.5},
+)
+
+# Layers in two groups, of which one sees a window: `c` finds what `a` has left, `e` comes too late.
+WINDOWED = Script(
+    (
+        Visit("a", 0, f"{_STACK}    def pop(self):", 10),
+        Visit("b", 3, _PRIME, 14),
+        Visit("c", 6, f"{_STACK}    def size(self):", 8),
+        Visit("d", 8, _MAIN, 10),
+        Visit("e", 18, f"{_STACK}    def clear(self):", 6),
+    ),
+    {
+        "max_num_seqs": 4,
+        "max_num_batched_tokens": 32,
+        "block_size": 4,
+        "num_blocks": 40,
+        "prefix_cache": "hash",
+        "watermark": 0,
+        "chunked_prefill": 8,
+    },
+    window=10,
+)
+
+# The signature of a function, as the model likes it and as JSON; and one of three words.
+_EXAMPLE = """def add(first, second):
+    return first + second
+
+signature = {"name": "add", "returns": "int"}
+
+
+"""
+_SIGNATURE = Json(
+    {
+        "type": "object",
+        "properties": {
+            "name": {"type": "string", "pattern": "^[a-z_]{2,12}$"},
+            "returns": {"enum": ["int", "str", "bool", None]},
+        },
+        "required": ["name", "returns"],
+        "additionalProperties": False,
+    },
+    max_whitespace=0,
+)
+_EVEN = f"{_EXAMPLE}def is_even(number):\n    return number % 2 == 0\n\nsignature = "
+_JOIN = f"{_EXAMPLE}def join(words, sep):\n    return sep.join(words)\n\nsignature = "
+CONSTRAINED = Script(
+    (
+        Visit("a", 0, _EVEN, 20),
+        Visit("b", 1, _EVEN, 30, grammar=_SIGNATURE),
+        Visit("c", 2, _RUN_AS, 12),
+        Visit("d", 2, 'answer = "', 6, grammar=Choice(["yes", "no", "none"])),
+        Visit("e", 3, _JOIN, 30, grammar=_SIGNATURE),
+    ),
+    {
+        "max_num_seqs": 5,
+        "max_num_batched_tokens": 128,
+        "block_size": 8,
+        "num_blocks": 48,
+        "prefix_cache": None,
+    },
+    compile_steps=3,
+)

@@ -1,0 +1,262 @@
+"""One film a chapter: a real run, or two, in which the chapter's idea can be seen happening.
+
+    shot = shoot(FILMS[3], folder)        perform its scripts, and read what they show
+    page_of(shot)                         the watch page, with its caption and where to look
+
+A caption names steps, requests and blocks that are read from the events of the very film it stands
+above (`film_facts.py`). A film that does not show its point has no caption: `NotShown`.
+
+What is said stands in `films.txt`, in two languages, a row for a film and then its moments:
+
+    film 3                                  its name: a chapter's number, or another word
+    folder, title, label, caption, note     see `ChapterFilm`; in Chinese `title_zh`, ...
+    scripts PREFIXES                        of `film_scripts.py`
+    facts shared_prefix                     of `film_facts.py`
+    scenes grid words cache                 that are open, in this order; the others on demand
+    columns time                            of the grid: as wide as a step took; or all alike
+    knob num_blocks=18 {"num_blocks": 18}   the last script once more, so changed; one line each
+
+    moment step                             the name of a fact
+    request b                               another
+    words                                   what is to be seen
+    ask                                     what to point at, in the step before it
+    answer request b                        or "block", and the name of a fact
+    why                                     that is the answer: whole sentences
+    still cache 255                         a scene, and how high; may stand more than once"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+from workshop.replay.film import Film
+from workshop.tools.text_rows import TextRow, read_rows
+from workshop.watch import film_facts, film_scripts
+from workshop.watch.film_facts import Facts
+from workshop.watch.page_maker import Reel, make_page
+from workshop.watch.workloads import Cast, Script, load_cast, perform
+
+NUM_TAKES = 3  # of a film that is about time
+TABLE = Path(__file__).with_name("films.txt")
+Both = tuple[str, str]  # in English, in Chinese
+
+
+@dataclass(frozen=True, slots=True)
+class Moment:
+    """A step to look at. `step` is the name of a fact; so are the names in braces."""
+
+    step: str
+    words: Both
+    request: str | None  # whom to select there, the name of a fact
+    ask: Both  # a question before it, which is answered by pointing; "": none
+    answer: str  # "request" or "block", and the name of a fact
+    why: Both  # is that the answer
+    still: tuple[tuple[str, int], ...]  # scenes of the still picture, and how high they are
+
+
+@dataclass(frozen=True, slots=True)
+class ChapterFilm:
+    """Of a chapter, or of none (0): its scripts, and what is said of them. `labels` tell two runs
+    apart."""
+
+    name: str  # as it is asked for: that of a chapter is its number
+    chapter: int
+    folder: str
+    title: Both
+    scripts: tuple[Script, ...]
+    facts: Callable[..., Facts]
+    caption: Both
+    moments: tuple[Moment, ...]
+    scenes: tuple[str, ...]
+    columns: str  # "time", or "" for columns of one width
+    knob: tuple[tuple[str, Mapping[str, Any]], ...]  # other settings of the last script, by label
+    labels: tuple[Both, ...]
+    note: Both  # what it does not show
+    rule: Both  # by which somebody is held back, if no setting of the engine names it
+
+    @property
+    def page(self) -> str:
+        """Where it is shown, from its folder, without ".md"."""
+        return "README" if self.chapter else f"beyond/{self.name.upper()}"
+
+    @property
+    def picture(self) -> str:
+        """Its still, as that page names it, without ".png"."""
+        return "figures/film" if self.chapter else f"../figures/film_{self.name}"
+
+
+@dataclass(frozen=True, slots=True)
+class Shot:
+    """A chapter's film, made."""
+
+    film: ChapterFilm
+    paths: tuple[Path, ...]
+    facts: Facts
+    turned: tuple[Path, ...] = ()  # with the other settings of the knob
+
+    @property
+    def caption(self) -> Both:
+        return self.say(self.film.caption)
+
+    def say(self, words: Both) -> Both:
+        english, chinese = (text.format(**self.facts) for text in words)
+        return english, chinese
+
+    def step(self, moment: Moment) -> int:
+        return int(self.facts[moment.step])
+
+    def answer(self, moment: Moment) -> tuple[str, int | str] | None:
+        """What to point at: ("block", 6). None: nothing is asked."""
+        kind, _, fact = moment.answer.partition(" ")
+        return (kind, self.facts[fact]) if kind else None
+
+    def address(self, moment: Moment) -> str:
+        """Where the page shows it."""
+        name = "" if moment.request is None else f"&request={self.facts[moment.request]}"
+        return f"step={self.step(moment)}{name}"
+
+    def start(self, moment: Moment) -> str:
+        """The same, with the columns of the grid as the film wants them."""
+        return self.address(moment) + (f"&columns={self.film.columns}" if self.film.columns else "")
+
+
+def shoot(
+    film: ChapterFilm,
+    folder: Path,
+    cast: Cast | None = None,
+    num_takes: int = 1,
+    has_knob: bool = False,
+) -> Shot:
+    """Perform its scripts, into `folder`. Raises `NotShown`. Where a film is about time, each step
+    is the shortest of `num_takes`: they differ in what else the machine did. `has_knob`: with the
+    settings of its knob, too."""
+    cast = cast or load_cast()
+    last = film.scripts[-1]
+    names = "ab" if len(film.scripts) > 1 else ("",)
+    paths = tuple(folder / f"film_{film.name}{name}.jsonl" for name in names)
+    for script, path in zip(film.scripts, paths):
+        perform(script, path, cast)
+        for _ in range(num_takes - 1 if film.columns == "time" else 0):
+            perform(script, again := folder / "again.jsonl", cast)
+            path.write_text(calmest(path.read_text("utf-8"), again.read_text("utf-8")), "utf-8")
+    settings = [changes for _, changes in film.knob] if has_knob else []
+    turned = tuple(folder / f"film_{film.name}_{i}.jsonl" for i in range(len(settings)))
+    for changes, path in zip(settings, turned):
+        perform(last.but(**changes), path, cast)
+    return Shot(film, paths, film.facts(*map(Film.read, paths)), turned)
+
+
+def title_of(film: ChapterFilm) -> Both:
+    english, chinese = film.title
+    if not film.chapter:
+        return film.title
+    return f"Chapter {film.chapter}: {english}", f"第 {film.chapter} 章：{chinese}"
+
+
+def page_of(
+    shot: Shot, mine: tuple[int, int] | None = None, link: tuple[str, str, str] | None = None
+) -> str:
+    """The watch page of it, as text. It opens at the first moment. `mine`: how many of how many
+    functions were the reader's, if that was asked for. `link`: another page, and what it is called
+    in English and Chinese."""
+    film = shot.film
+    texts = [path.read_text(encoding="utf-8") for path in shot.paths]
+    reels = [Reel(one, text, zh) for (one, zh), text in zip(film.labels, texts)]
+    knob = [label for label, _ in film.knob]
+    reels += [Reel(label, path.read_text("utf-8")) for label, path in zip(knob, shot.turned)]
+    moments = [
+        {
+            "address": shot.address(moment),
+            "step": shot.step(moment),
+            "request": shot.facts[moment.request] if moment.request else None,
+            "words": shot.say(moment.words),
+            "ask": shot.say(moment.ask),
+            "answer": shot.answer(moment),
+            "why": shot.say(moment.why),
+        }
+        for moment in film.moments
+    ]
+    about = {"caption": shot.caption, "note": film.note, "moments": moments}
+    settings: dict[str, Any] = {"film": about | {"scenes": film.scenes, "rule": film.rule}}
+    settings |= {"num_turned": len(shot.turned), "mine": mine, "link": link}
+    return make_page(reels, title_of(film), shot.start(film.moments[0]), **settings)
+
+
+def calmest(*takes: str) -> str:
+    """Of runs that differ in nothing but times, each step from the one in which it was shortest."""
+    steps = zip(*map(_steps_of, takes), strict=True)
+    return "".join(line for step in steps for line in min(step, key=_ms_of))
+
+
+def _steps_of(text: str) -> list[list[str]]:
+    steps: list[list[str]] = [[]]
+    for line in text.splitlines(keepends=True):
+        steps[-1].append(line)
+        if json.loads(line)["kind"] == "updated":
+            steps.append([])
+    return steps
+
+
+def _ms_of(step: list[str]) -> float:
+    events = map(json.loads, step)
+    return sum(
+        event.get("schedule_ms", 0) + sum(event.get("times", {}).values()) for event in events
+    )
+
+
+# -- the table
+
+
+def read_films(text: str) -> Iterator[ChapterFilm]:
+    words = "title label caption note rule words ask why"
+    in_chinese = " ".join(f"{word}_zh" for word in words.split())
+    others = "folder scripts facts scenes columns knob request answer still"
+    rows = list(read_rows(text, f"{others} {words} {in_chinese}"))
+    starts = [i for i, row in enumerate(rows) if row.head.startswith("film ")]
+    for start, end in pairwise([*starts, len(rows)]):
+        row, *moments = rows[start:end]
+        labels = tuple(zip(row.said["label"], row.said["label_zh"]))
+        name = row.head.partition(" ")[2]
+        yield ChapterFilm(
+            name=name,
+            chapter=int(name) if name.isdigit() else 0,
+            folder=row.text("folder"),
+            title=_both(row, "title"),
+            scripts=tuple(getattr(film_scripts, name) for name in row.text("scripts").split()),
+            facts=getattr(film_facts, row.text("facts")),
+            caption=_both(row, "caption"),
+            moments=tuple(map(_moment, moments)),
+            scenes=tuple(row.text("scenes").split()),
+            columns=row.text("columns"),
+            knob=tuple(map(_setting, row.said["knob"])),
+            labels=labels or (("run", "运行"),),
+            note=_both(row, "note"),
+            rule=_both(row, "rule"),
+        )
+
+
+def _setting(line: str) -> tuple[str, Mapping[str, Any]]:
+    label, _, changes = line.partition(" ")
+    return label, json.loads(changes)
+
+
+def _moment(row: TextRow) -> Moment:
+    scenes = [scene.split() for scene in row.said["still"]]
+    still = tuple((name, int(height)) for name, height in scenes)
+    step = row.head.partition(" ")[2]
+    asked = _both(row, "ask"), row.text("answer"), _both(row, "why")
+    return Moment(step, _both(row, "words"), row.text("request") or None, *asked, still)
+
+
+def _both(row: TextRow, word: str) -> Both:
+    return row.text(word), row.text(f"{word}_zh")
+
+
+# Film 0 is shown where nobody brings a run, those with other names when they are asked for.
+EVERYTHING, *_OTHERS = read_films(TABLE.read_text(encoding="utf-8"))
+FILMS = {film.chapter: film for film in _OTHERS if film.chapter}
+BEYOND = {film.name: film for film in _OTHERS if not film.chapter}

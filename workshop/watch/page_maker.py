@@ -1,0 +1,64 @@
+"""One HTML file from one or two films: styles, scripts and the events themselves, with no address
+in it that a browser would fetch.
+
+    make_page([Reel("with chunks", text), Reel("without", other)], title=("...", "..."))
+
+`common/events/event_page.py` puts the files of `page/` together. Events stand in the page as the
+lines that they are, `<` written as `\\u003c`, which in JSON is the same; from `PACKED_FROM` bytes
+on they are packed, as 2,000 steps of 200 requests are some 20 MB."""
+
+from __future__ import annotations
+
+import base64
+import gzip
+import html
+import webbrowser
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from common.events.event_page import in_script, put_together
+from workshop.watch.source_lines import source_lines
+from workshop.watch.source_places import RULES
+
+PACKED_FROM = 1_000_000  # bytes of events
+
+
+@dataclass(frozen=True, slots=True)
+class Reel:
+    """The events of one run, as the text of its file, and what to call it beside another, in
+    Chinese too if that is another word."""
+
+    label: str
+    text: str
+    label_zh: str = ""
+
+
+def make_page(
+    reels: Sequence[Reel],
+    title: tuple[str, str] | None = None,
+    start: str = "",
+    **settings: Any,
+) -> str:
+    """The page, as text. `title` is in English and Chinese; `start` is where it opens when its
+    address says nothing else, such as "step=12&request=b". `settings` are handed to the scripts."""
+    settings = {"title": title, "start": start, "sources": source_lines(RULES), **settings}
+    name = title[0] if title else "Watch the engine run"
+    return put_together(name, settings, [_reel(reel) for reel in reels])
+
+
+def _reel(reel: Reel) -> str:
+    label, label_zh = (html.escape(one, quote=True) for one in (reel.label, reel.label_zh))
+    head = f'<script type="application/x-ndjson" data-label="{label}" data-label-zh="{label_zh}"'
+    if len(reel.text) < PACKED_FROM:
+        return f"{head}>{in_script(reel.text)}</script>"
+    packed = gzip.compress(reel.text.encode("utf-8"), mtime=0)  # the same bytes for the same run
+    return f'{head} data-encoding="gzip">{base64.b64encode(packed).decode()}</script>'
+
+
+def write_page(path: Path, page: str, is_opened: bool = False) -> None:
+    path.write_text(page, encoding="utf-8", newline="\n")
+    print(f"{path}: open it in a browser, or add --open. {len(page) / 1e6:.1f} MB; no network.")
+    if is_opened:
+        webbrowser.open(path.resolve().as_uri())

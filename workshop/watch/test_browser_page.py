@@ -1,0 +1,517 @@
+"""The page as a reader uses it: keys, scrubber, links, pointer, languages, files, two runs."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable
+
+import pytest
+
+from common.events.event_kinds import Event, Failed, Updated, to_line
+from workshop.replay.film import Film
+from workshop.watch.conftest import OpenRun, RunPage, until
+from workshop.watch.test_page_maker import words
+
+OpenDefault = Callable[..., RunPage]
+
+
+@pytest.fixture
+def open_default(open_run: OpenRun, default_run_text: str) -> OpenDefault:
+    return lambda **how: open_run(default_run_text, **how)
+
+
+@pytest.fixture
+def film(default_film: Film) -> Film:
+    return default_film
+
+
+def text_of(events: list[Event]) -> str:
+    return "".join(f"{to_line(event)}\n" for event in events)
+
+
+def first_steps(film: Film, num_steps: int) -> list[Event]:
+    """The run, cut behind so many steps."""
+    events: list[Event] = [film.run]
+    for event in film.events:
+        if num_steps == 0:
+            break
+        num_steps -= isinstance(event, Updated | Failed)
+        events.append(event)
+    return events
+
+
+@pytest.mark.parametrize(
+    ("language", "said"),
+    [
+        ("en", "17 of 24 functions of this engine are yours. "),
+        ("zh", "这个引擎的 24 个函数里，有 17 个是你写的。 "),
+    ],
+)
+def test_whose_functions_made_the_run_is_said_in_front(
+    open_default: OpenDefault, language: str, said: str
+) -> None:
+    plain = open_default(language=language).text(".head .about")
+    run = open_default(settings={"mine": [17, 24]}, language=language)
+    assert run.text(".head .about") == said + plain
+
+
+# -- steps
+
+
+def test_it_loads_at_the_first_step_and_keys_stop_at_both_ends(
+    open_default: OpenDefault, film: Film
+) -> None:
+    run, last = open_default(), film.num_steps - 1
+    scenes = run.ask(
+        "() => [...document.querySelectorAll('[data-scene]')].map((e) => e.dataset.scene)"
+    )
+    assert sorted(scenes) == ["cache", "clock", "grid", "pool", "queue", "words"]
+    assert run.text("output.now") == f"step 0 of {last}"
+    run.press("ArrowLeft")
+    assert run.step == 0
+    run.press("ArrowRight", "ArrowRight", "ArrowRight", "ArrowLeft")
+    assert run.step == 2
+    run.press("End", "ArrowRight")
+    assert run.step == last
+    run.press("ArrowLeft")
+    assert run.step == last - 1
+    run.press("Home")
+    assert run.step == 0
+
+
+def test_brackets_go_to_what_matters(open_default: OpenDefault, film: Film) -> None:
+    preempted = [
+        part.number for part in film.steps() for event in part.events if event.kind == "preempted"
+    ]
+    run, seen = open_default(), []
+    for _ in range(film.num_steps):
+        before = run.step
+        run.press("]")
+        if run.step == before:
+            break
+        seen.append(run.step)
+    assert seen == sorted(seen) and set(preempted) <= set(seen)
+    assert len(seen) < film.num_steps
+    run.press("[")
+    assert run.step == seen[-2]
+
+
+def test_the_scrubber_goes_anywhere(open_default: OpenDefault, film: Film) -> None:
+    run = open_default()
+    box = run.page.locator("input[type=range]").bounding_box()
+    assert box is not None
+    y = box["y"] + box["height"] / 2
+    run.page.mouse.move(box["x"] + 10, y)
+    run.page.mouse.down()
+    run.page.mouse.move(box["x"] + box["width"] / 2, y, steps=3)
+    run.page.mouse.up()
+    run.settle()
+    assert abs(run.step - (film.num_steps - 1) / 2) <= 1
+    run.page.locator("input[type=range]").focus()
+    run.press("End")
+    assert run.step == film.num_steps - 1
+    run.press("ArrowLeft")
+    assert run.step == film.num_steps - 2
+    run.press("[")
+    assert run.step < film.num_steps - 2, "it leaves the page's own keys alone"
+
+
+def test_play_goes_on_to_the_end_and_stops(open_default: OpenDefault, film: Film) -> None:
+    run, last = open_default(at=f"step={film.num_steps - 4}"), film.num_steps - 1
+    run.page.select_option("select[aria-label=Speed]", "8")
+    run.ask("""() => {
+        globalThis.seen = [];
+        const button = document.querySelector("button.play");
+        Watch.onDraw(() => globalThis.seen.push([Watch.store.step, button.textContent]));
+    }""")
+    run.page.locator("button.play").click()
+    run.page.wait_for_selector(f"output.now:text-is('step {last} of {last}')")
+    run.page.wait_for_selector("button.play:text-is('Play')")
+    run.page.wait_for_timeout(100)
+    seen = [tuple(pair) for pair in run.ask("() => globalThis.seen")]
+    assert seen == sorted(seen, key=lambda pair: pair[0])
+    assert "Pause" in {word for step, word in seen if step < last}
+    assert seen[-1] == (last, "Play")
+
+
+def test_space_plays_and_stops(open_default: OpenDefault) -> None:
+    run = open_default()
+    run.page.select_option("select[aria-label=Speed]", "2")  # a run that ended would begin anew
+    run.ask("() => document.activeElement.blur()")
+    run.press(" ")
+    run.page.wait_for_selector("button.play:text-is('Pause')")
+    until(run.page, "Watch.store.step >= 1")
+    run.press(" ")
+    stopped = run.step
+    run.page.wait_for_timeout(150)
+    assert run.step == stopped
+
+
+# -- links
+
+
+def test_a_link_opens_what_it_says(open_default: OpenDefault) -> None:
+    run = open_default(at="step=12&request=c&block=7&lang=zh")
+    assert run.ask("() => [Watch.store.step, Watch.store.request, Watch.store.block]") == [
+        12,
+        "c",
+        7,
+    ]
+    assert run.page.locator("html").get_attribute("lang") == "zh-CN"
+    assert run.hash == "#step=12&request=c&block=7&lang=zh"
+
+
+def test_the_address_follows_what_is_shown(open_default: OpenDefault) -> None:
+    run = open_default()
+    run.press("ArrowRight", "ArrowRight")
+    assert run.hash == "#step=2"
+    run.page.select_option("select[aria-label=Request]", "b")
+    run.settle()
+    assert run.hash == "#step=2&request=b"
+    run.ask("() => { location.hash = '#step=5'; }")
+    run.settle()
+    run.settle()
+    assert run.step == 5
+    assert run.ask("() => Watch.store.request") is None
+
+
+def test_a_browser_that_refuses_to_write_the_address_stops_nothing(
+    open_default: OpenDefault,
+) -> None:
+    """Safari does, past 100 times in 30 s. And so the page writes seldom while much changes."""
+    run = open_default()
+    run.ask("""() => {
+        globalThis.calls = 0;
+        history.replaceState = () => {
+            globalThis.calls += 1;
+            throw new DOMException("too often", "SecurityError");
+        };
+    }""")
+    run.ask("() => { for (let step = 1; step <= 12; step++) Watch.set({step}); }")
+    run.settle()
+    assert run.step == 12
+    assert run.ask("() => globalThis.calls") < 12
+
+
+def test_an_address_that_makes_no_sense_does_no_harm(open_default: OpenDefault, film: Film) -> None:
+    run, last = open_default(at="step=9999&request=nobody"), film.num_steps - 1
+    assert run.step == last
+    assert run.ask("() => Watch.store.request") is None
+    for address in ("step=-3", "step=x", "=", "step=1e3", "block=zz", "lang=fr&step="):
+        run.ask("(address) => { location.hash = address; }", address)
+        run.settle()
+        run.settle()
+        assert run.step == last
+        assert run.ask("() => [Watch.store.request, Watch.store.block]") == [None, None]
+
+
+# -- the pointer, and who is looked at
+
+
+def test_a_request_that_is_pointed_at_lights_its_table(
+    open_default: OpenDefault, film: Film
+) -> None:
+    run = open_default(at="step=8")
+    state = film.state_after(8)
+    name = max(state.running, key=lambda name: len(state.requests[name].table))
+    table = list(state.requests[name].table)
+    run.page.locator(f".queue-list button[data-request='{name}']").hover()
+    run.settle()
+    blocks_of = "(cells) => [...document.querySelectorAll(cells)].map((e) => +e.dataset.block)"
+    assert sorted(run.ask(blocks_of, ".pool-cell.is-lit")) == sorted(table)
+    assert run.ask(blocks_of, ".pool-table td[data-block]") == table
+    run.page.mouse.move(2, 2)
+    run.settle()
+    assert run.page.locator(".pool-cell.is-lit").count() == 0
+
+
+def test_a_block_that_is_pointed_at_tells_who_holds_it(
+    open_default: OpenDefault, film: Film
+) -> None:
+    step, block = next(
+        (step, block)
+        for step in range(film.num_steps)
+        for block in range(1, film.run.num_blocks)
+        if len(film.state_after(step).users_of(block)) > 1
+    )
+    users = film.state_after(step).users_of(block)
+    run = open_default(at=f"step={step}")
+    run.page.locator(f".pool-cell[data-block='{block}']").hover()
+    run.settle()
+    about = run.text(".pool-details .pool-about")
+    assert f"Block {block}" in about
+    assert f"references: {', '.join(users)}" in about
+
+
+def test_a_click_into_the_grid_goes_there(open_default: OpenDefault) -> None:
+    run = open_default()
+    run.page.locator(".grid-box canvas").click(position={"x": 200, "y": 60})
+    run.settle()
+    step, request = run.ask("() => [Watch.store.step, Watch.store.request]")
+    assert step > 0 and request is not None
+    run.press("Escape")
+    assert run.ask("() => Watch.store.request") is None
+
+
+def test_the_grid_says_what_a_cell_is(open_default: OpenDefault, film: Film) -> None:
+    """Whoever waits, and why; and what those computed who ran: for every cell of a step."""
+    from common.events.event_kinds import REASONS
+
+    step = next(s for s in range(film.num_steps) if len(film.state_after(s).waiting) >= 3)
+    part = list(film.steps())[step]
+    waits = {}
+    for position, event in enumerate(part.events, part.first + 1):
+        if event.kind == "planned":
+            state = film.state_behind(position)
+            waits = {name: state.reason_to_wait(name) for name in state.waiting}
+    assert len(waits) >= 3
+    run = open_default(at=f"step={step}")
+    run.page.locator(".grid-box").focus()
+    said = {}
+    for name in film.last_state().requests:
+        run.show(request=name)
+        said[name] = run.ask("() => document.querySelector('.grid-body [aria-live]').textContent")
+    for name, reason in waits.items():
+        assert REASONS[reason or ""] in said[name]
+    plan = part.planned[0]
+    for name, num, start in zip(plan.requests, plan.num_tokens, plan.starts):
+        numbers = list(map(int, re.findall(r"\d+", said[name].partition(":")[2])))
+        assert numbers and str(start) in said[name], (said[name], num, start)
+
+
+def test_a_stop_string_ends_a_request_in_the_step_that_completes_it(
+    open_default: OpenDefault, film: Film
+) -> None:
+    """In words, with the line that finds it, and in the grid."""
+    name = next(event.request for event in film.events if event.kind == "cut")
+    computed = [
+        part.number
+        for part in film.steps()
+        if any(e.kind == "computed" and name in e.tokens for e in part.events)
+    ]
+    run = open_default(at=f"step={computed[-1]}&request={name}")
+    run.page.locator(".grid-box").focus()
+    run.settle()
+    story = run.page.locator(f".words-group[data-group={name}]")
+    assert "ends at the stop string" in story.inner_text()
+    assert "outputs.py" in story.locator("[data-key='say.cut']").inner_text()
+    assert "end token" not in run.text(".words-list")
+    cell = run.page.locator(".grid-body [aria-live]")
+    assert "ends here" in (cell.text_content() or "")
+    run.press("ArrowRight")
+    assert run.page.locator(f".words-group[data-group={name}]").count() == 0
+
+
+# -- languages
+
+
+def test_the_language_changes_and_changes_back(open_default: OpenDefault) -> None:
+    run = open_default()
+    english = run.text("body")
+    run.page.get_by_role("button", name="中文").click()
+    run.settle()
+    chinese = run.text("body")
+    assert run.page.locator("html").get_attribute("lang") == "zh-CN"
+    assert run.hash.endswith("lang=zh")
+    assert len(re.findall(r"[\u4e00-\u9fff]", chinese)) > 100
+    run.page.get_by_role("button", name="English").click()
+    run.settle()
+    assert run.text("body") == english
+
+
+def test_no_text_is_shown_by_its_key(open_default: OpenDefault, film: Film) -> None:
+    """As one would be that has no words. In both languages they are: `test_page_maker.py`."""
+    run = open_default()
+    keys = {key for key, _ in run.ask("() => [...Watch.wordTable()]")}
+    assert len(keys) > 100 and keys <= words().keys()
+    families = "|".join(sorted({key.partition(".")[0] for key in keys}))
+    for step in range(0, film.num_steps, 7):
+        for language in ("en", "zh"):
+            run.show(step=step, language=language)
+            shown = re.findall(rf"(?<![\w/.])(?:{families})\.\w+", run.text("body"))
+            assert [word for word in shown if not word.endswith((".py", ".js"))] == []
+
+
+# -- files
+
+
+_DROP = """([files, kinds]) => {
+    const data = new DataTransfer();
+    for (const [name, text] of files) data.items.add(new File([text], name));
+    for (const kind of kinds) {
+        const event = new DragEvent(kind, {dataTransfer: data, bubbles: true, cancelable: true});
+        document.querySelector("main").dispatchEvent(event);
+    }
+}"""
+
+
+def drop(run: RunPage, *files: tuple[str, str]) -> None:
+    """Files are read in the background; what came of it is drawn."""
+    kinds = ["dragenter", "dragover", "drop"]
+    drawn = f"(what) => new Promise((done) => {{ Watch.onDraw(done); ({_DROP})(what); }})"
+    run.ask(drawn, [list(files), kinds])
+    run.settle()
+
+
+def test_a_file_that_is_dropped_is_shown(open_default: OpenDefault, film: Film) -> None:
+    """While it is held over the page, a curtain says what may be dropped."""
+    run = open_default(at="step=20&request=b")
+    curtain = run.page.locator(".curtain")
+    for kind, is_down in (("dragenter", True), ("dragleave", False)):
+        run.ask(_DROP, [[("a.jsonl", "")], [kind]])
+        run.settle()
+        assert curtain.is_visible() == is_down
+        assert not is_down or "Drop" in curtain.inner_text()
+    drop(run, ("short.jsonl", text_of(first_steps(film, 7))))
+    assert run.text("output.now") == "step 0 of 6"
+    assert run.hash == "#step=0"
+    run.press("End")
+    assert run.step == 6
+    assert curtain.is_hidden()
+    assert run.text(".notice").startswith("short is not whole: it ends behind step 6, and a, b,")
+    lines = text_of(first_steps(film, 7)).splitlines(keepends=True)
+    at = max(i for i, line in enumerate(lines) if '"planned"' in line)
+    drop(run, ("cut.jsonl", "".join(lines[: at + 1])))
+    assert "cut is not whole: it ends in the middle of step 6." in run.text(".notice")
+    whole = "".join(f"{to_line(event)}\n" for event in (film.run, *film.events))
+    drop(run, ("whole.jsonl", whole))
+    assert run.page.locator(".notice").is_hidden()
+
+
+NO_RUNS = {  # what a file has, and what the page says about it
+    "": "no run line",
+    "Hello\n": "Line 1",
+    '{"kind":"run","version":99}\n': "version 99",
+    "RUN{}\n": "Line 2",
+    'RUN{"kind":"taken","request":"a","blocks":["x"]}\n': "wrong type",
+    'RUN{"kind":"taken","request":"a"}\n': "blocks",
+    'RUN{"kind":"walked"}\n': "walked",
+    'RUN{"kind":"split","block":1,"colour":2}\n': "colour",
+    "RUNRUN": "the only one",
+}
+
+
+def test_a_file_that_is_no_run_is_refused_and_the_page_goes_on(
+    open_default: OpenDefault, film: Film
+) -> None:
+    run = open_default(at="step=3")
+    notice = run.page.locator(".notice")
+    for text, said in NO_RUNS.items():
+        drop(run, ("note.txt", text.replace("RUN", f"{to_line(film.run)}\n")))
+        assert "note.txt" in notice.inner_text() and said in notice.inner_text(), text
+        assert 'LLM(events="run.jsonl")' in notice.inner_text(), "what it should have been"
+        assert run.step == 3
+    drop(run, *((f"{n}.jsonl", "") for n in range(3)))
+    assert "3 files" in notice.inner_text() and run.step == 3
+    run.press("ArrowRight")
+    assert run.step == 4
+    notice.get_by_role("button").click()
+    run.settle()
+    assert notice.is_hidden()
+
+
+def test_a_file_can_be_chosen_without_a_pointer(open_default: OpenDefault, film: Film) -> None:
+    run = open_default()
+    with run.page.expect_file_chooser() as chooser:
+        run.page.get_by_role("button", name="Open a run").press("Enter")
+    text = text_of(first_steps(film, 5))
+    chooser.value.set_files({"name": "a.jsonl", "mimeType": "", "buffer": text.encode()})
+    run.page.wait_for_selector("output.now:text-is('step 0 of 4')")
+
+
+def test_a_film_that_contradicts_itself_is_shown_up_to_there(open_run: OpenRun, film: Film) -> None:
+    events = first_steps(film, 6)
+    events.insert(len(events) - 1, Updated(999, 0.0, 0.1))
+    run = open_run(text_of(events))
+    assert run.text("output.now") == "step 0 of 5"
+    assert "contradict" in run.text(".notice")
+    run.press("End")
+    assert run.step == 5
+
+
+def test_a_run_without_steps_is_no_error(open_run: OpenRun, film: Film) -> None:
+    run = open_run(f"{to_line(film.run)}\n")
+    assert run.text("output.now") == "no steps"
+    run.press("ArrowRight", "End", " ", "]", "Home")
+    assert run.text("output.now") == "no steps"
+
+
+def test_columns_are_as_wide_as_their_time(open_run: OpenRun, film: Film) -> None:
+    run = open_run(text_of(first_steps(film, 12)))
+    run.page.click(".by-time")
+    run.settle()
+    assert "columns=time" in run.hash
+    wide = run.ask(
+        """() => { const box = document.querySelector(".grid-box");
+            const {left, right, top} = box.getBoundingClientRect();
+            const counts = Array(Watch.numSteps()).fill(0);
+            for (let x = left + 80; x < right; x++) { // behind the labels
+                Watch.set({step: 0, request: null});
+                box.dispatchEvent(new MouseEvent("click", {clientX: x, clientY: top + 30}));
+                if (Watch.store.request !== null) counts[Watch.store.step] += 1;
+            }
+            return counts; }"""
+    )
+    times = run.ask("Watch.stepTimes(Watch.store.films[0])")
+    scale = sum(wide[1:]) / sum(times[1:])  # of the first, a part is behind the labels
+    assert all(abs(n - max(5, ms * scale)) < 4 for n, ms in zip(wide[1:], times[1:])), (wide, times)
+    assert max(wide[1:]) > min(wide[1:])
+
+
+# -- two runs
+
+
+def test_two_runs_share_one_axis(open_run: OpenRun, default_run_text: str, film: Film) -> None:
+    short = text_of(first_steps(film, 20))
+    run = open_run(default_run_text, short, at="step=10")
+    assert run.page.locator("[data-scene=pool] .root").count() == 2
+    assert run.text("output.now") == f"step 10 of {film.num_steps - 1}"
+    heads = run.texts("[data-scene=pool] .of")
+    assert heads == ["this run", "the other"]
+    run.press("End")
+    assert run.texts("[data-scene=pool] .of") == ["this run", "the other (ended at step 19)"]
+    counts = run.texts(".pool-counts")
+    assert len(counts) == 2 and counts[0] != counts[1]
+
+
+def test_it_says_where_two_runs_part_and_goes_there(
+    open_run: OpenRun, default_run_text: str, film: Film
+) -> None:
+    step = next(part.number for part in film.steps() for e in part.events if e.kind == "evicted")
+    events = [json.loads(line) for line in default_run_text.splitlines()]
+    changed = next(event for event in events if event["kind"] == "evicted")
+    changed["blocks"] = changed["blocks"][:-1] or [changed["blocks"][0], changed["blocks"][0]]
+    other = "".join(f"{json.dumps(event)}\n" for event in events)
+    run = open_run(default_run_text, other)
+    assert f"up to step {step - 1}" in run.text(".compare")
+    run.page.get_by_role("button", name="Go there").click()
+    run.settle()
+    assert run.step == step
+
+
+def test_two_equal_runs_are_said_to_be_equal(
+    open_run: OpenRun, default_run_text: str, film: Film
+) -> None:
+    """Times, and keys of the queue that are made of them, are no difference."""
+    events = [json.loads(line) for line in default_run_text.splitlines()]
+    for event in events:
+        if "time" in event:
+            event["time"] += 1.5
+        if event["kind"] == "arrived":
+            event["order_key"] = f"(0, {event['time']})"
+    other = "".join(f"{json.dumps(event)}\n" for event in events)
+    run = open_run(default_run_text, other)
+    assert f"the same, in all {film.num_steps} steps" in run.text(".compare")
+
+
+def test_it_says_which_requests_one_run_lacks(open_run: OpenRun, default_run_text: str) -> None:
+    other = default_run_text.replace('"b"', '"other b"')
+    run = open_run(default_run_text, other, at="step=10&request=b")
+    said = run.text(".compare")
+    assert "Only the left film has b. Only the right film has other b." in said
+    assert "The texts of all that both have are the same." in said
+    assert "b is not in this run." in run.texts(".words-tokens")[1]
+    assert "it is not in this run." in run.texts(".pool-about")[-1]
+    words = run.ask("Watch.store.films.map((film) => Watch.cellWords(film, 'b', 10))")
+    assert ["not in this run" in text for text in words] == [False, True]

@@ -1,0 +1,101 @@
+"""200 requests and 2,000 steps: what is done for a step does not grow with the run, nor does the
+page.
+
+Counts are compared, which are the same on every machine. Of times only that of the processor is
+looked at, with room: other programs run beside these tests."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import pytest
+
+from common.events.event_kinds import Event, to_line
+from workshop.watch.big_run import make_big_run
+from workshop.watch.conftest import OpenPage
+from workshop.watch.page_maker import Reel, make_page
+
+if TYPE_CHECKING:
+    from playwright.sync_api import Page
+
+MOST_CELLS = 1000  # that fit into the grid's box
+MOST_ELEMENTS, MOST_MADE = 2500, 1500  # on the page, and made for a step
+NUM_REPLAYED = 33  # steps at most, from the last state that is kept
+MOST_MS = 120  # of the processor, for all six scenes, on a machine that is busy
+
+COUNT = """() => {
+  window.counts = {cells: 0, events: 0, made: 0};
+  const {cellOf} = Watch;
+  Watch.cellOf = (...args) => { counts.cells += 1; return cellOf(...args); };
+  const {apply} = Watch.State.prototype;
+  Watch.State.prototype.apply = function (event) { counts.events += 1; apply.call(this, event); };
+  new MutationObserver((changes) => {
+    for (const change of changes) counts.made += change.addedNodes.length;
+  }).observe(document.body, {childList: true, subtree: true});
+}"""
+GO = """async (step) => {
+  counts.cells = counts.events = counts.made = 0;
+  Watch.set({step});
+  await new Promise((done) => requestAnimationFrame(() => requestAnimationFrame(done)));
+  const elements = document.querySelectorAll("main *").length;
+  return {...counts, elements, step: Watch.store.step};
+}"""
+
+
+@pytest.fixture(scope="module")
+def events() -> list[Event]:
+    return make_big_run(num_requests=200, num_steps=2000, seed=3)
+
+
+@pytest.fixture(scope="module")
+def long_page(events: list[Event], tmp_path_factory: pytest.TempPathFactory) -> Path:
+    text = "".join(f"{to_line(event)}\n" for event in events)
+    path = tmp_path_factory.mktemp("long") / "page.html"
+    path.write_text(make_page([Reel("run", text)]), encoding="utf-8")
+    return path
+
+
+@pytest.fixture
+def page(open_page: OpenPage, long_page: Path) -> Page:
+    page = open_page(long_page)
+    page.wait_for_selector("html[data-ready=true]", timeout=60_000)
+    return page
+
+
+def most_events(events: Sequence[Event], num_steps: int) -> int:
+    """In so many steps in a row."""
+    ends = [i for i, event in enumerate(events) if event.kind == "updated"]
+    return max(after - before for before, after in zip(ends, ends[num_steps:]))
+
+
+def test_a_jump_in_a_long_run_costs_what_a_step_costs(page: Page, events: list[Event]) -> None:
+    num_steps = page.evaluate("Watch.numSteps()")
+    assert num_steps == sum(event.kind == "updated" for event in events) >= 2000
+    assert page.get_attribute("[data-label]", "data-encoding") == "gzip"
+    # The state after it, the one before it, and what the sentences look at in between.
+    limit = 3 * most_events(events, NUM_REPLAYED)
+    assert limit < len(events) / 10
+    page.evaluate(COUNT)
+    for step in (1999, 3, 1000, 1001, 64, 31, 1500, num_steps - 1):
+        counts = page.evaluate(GO, step)
+        assert counts["step"] == step
+        assert 0 < counts["cells"] <= MOST_CELLS, (step, counts)
+        assert counts["events"] <= limit, (step, counts)
+        assert counts["elements"] < MOST_ELEMENTS and counts["made"] < MOST_MADE, (step, counts)
+
+
+def test_a_scrubber_can_be_followed(page: Page) -> None:
+    session = page.context.new_cdp_session(page)
+    session.send("Performance.enable", {"timeDomain": "threadTicks"})
+
+    def busy_ms() -> float:
+        metrics = session.send("Performance.getMetrics")["metrics"]
+        return 1e3 * next(m["value"] for m in metrics if m["name"] == "TaskDuration")
+
+    page.evaluate(COUNT)
+    before, num = busy_ms(), 20
+    for place in range(num):
+        page.evaluate(GO, place * 37 % 1900)
+    assert (busy_ms() - before) / num < MOST_MS

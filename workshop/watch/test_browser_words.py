@@ -1,0 +1,424 @@
+"""What a step did is told completely and truly, in both languages; each sentence opens the lines of
+source that decided it; and the tokens are the text of the film."""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from collections.abc import Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+from common.events.event_kinds import KINDS
+from workshop.watch.conftest import OpenPage
+from workshop.watch.scene_runs import Pages, Shown, go, make_urgent, ready, visible
+from workshop.watch.source_lines import ROOT
+from workshop.watch.workloads import Cast
+
+if TYPE_CHECKING:
+    from playwright.sync_api import Page
+
+NAMES = ("radix", "hash", "preempted", "forced", "prefill_first", "fcfs", "guesses", "tiers")
+
+
+UNFOLD = """() => new Promise((done) => {
+    const button = document.querySelector(".words-list .words-unfold");
+    if (button === null) done(false);
+    button?.click();
+    requestAnimationFrame(() => requestAnimationFrame(() => done(true)));
+})"""
+# Whose sentences have numbers in which a run differs from others.
+NUMBERED = {"radix": "admitted", "preempted": "preempted", "forced": "preempted"}
+NUMBERED |= {"guesses": "guesses"}
+HOLE = re.compile(r"(say|pool|cache|words|tokens|source|reason)\.(?!py\b)[a-z_]+|undefined|NaN")
+
+
+def read_sentences(page: Page, unfold: bool = True) -> list[dict[str, Any]]:
+    """Of all groups: `{group, key, text, sources}`."""
+    while unfold and page.evaluate(UNFOLD):
+        pass
+    return page.evaluate(
+        """() => {
+            const all = (host, selector, name) =>
+                [...host.querySelectorAll(selector)].map((one) => one.dataset[name]);
+            const groups = [...document.querySelectorAll(".words-list .words-group")];
+            return groups.flatMap((group) =>
+                [...(group.querySelector("ul")?.children ?? [group])].map((item) => ({
+                    group: group.dataset.group,
+                    key: item.dataset.key ?? "routine",
+                    text: item.textContent,
+                    sources: all(item, ".source-link", "sentence"),
+                    requests: all(item, ".request-chip", "request"),
+                })));
+        }"""
+    )
+
+
+def telling_steps(shown: Shown) -> Iterator[int]:
+    """Where events come in numbers as in no step before. Of those that only decode, the first."""
+    seen: set[frozenset] = set()
+    for number, step in enumerate(shown.film.steps()):
+        kinds = Counter(
+            (event.kind, event.stop and event.stop[0]) if event.kind == "planned" else event.kind
+            for event in step.events
+        )
+        if (what := frozenset(kinds.items())) not in seen:
+            seen.add(what)
+            yield number
+
+
+# -- told completely, and truly
+
+
+def expected_sentences(shown: Shown, number: int) -> Counter[tuple[str, str]]:
+    """`(kind of sentence, group)`, for the kinds that are told one by one."""
+    found: Counter[tuple[str, str]] = Counter()
+    cut = {event.request for event in shown.step(number).events if event.kind == "cut"}
+    for event in shown.step(number).events:
+        match event.kind:
+            case "finished" if event.request in cut:
+                pass  # at a stop string, which is told instead
+            case "arrived" | "preempted" | "finished" | "load_begun" | "loaded" | "load_ended":
+                found[event.kind, event.request] += 1
+            case "admitted":
+                before = shown.state(number - 1).requests.get(event.request)
+                is_back = before is not None and before.num_preemptions > 0
+                found["returned" if is_back else "admitted", event.request] += 1
+            case "evicted" | "split":
+                found[event.kind, "cache"] += 1
+            case "planned":
+                for name in event.passed_over:
+                    found["parent" if name in event.parents else "passed_over", name] += 1
+                found["stop", ""] += event.stop is not None
+            case "computed":
+                for name, (_, num_rejected) in event.verified.items():
+                    found["guesses", name] += 1
+                    found["rejected", name] += num_rejected > 0
+            case "failed":
+                found["failed", ""] += 1
+    return +found
+
+
+def differences(
+    page: Page, shown: Shown, number: int, sentences: list[dict[str, Any]] | None = None
+) -> list[str]:
+    expected = expected_sentences(shown, number)
+    kinds = {
+        *("arrived", "preempted", "finished", "load_begun", "loaded", "load_ended", "admitted"),
+        *("returned", "evicted", "split", "passed_over", "parent", "stop", "guesses", "rejected"),
+        "failed",
+    }
+    told = Counter(
+        (kind, one["group"])
+        for one in (sentences or read_sentences(page))
+        if (kind := one["key"].removeprefix("say.").split(".")[0]) in kinds
+    )
+    return [
+        f"step {number}: {what} is told {told[what]} times, and was {expected[what]} times"
+        for what in sorted(told.keys() | expected.keys())
+        if told[what] != expected[what]
+    ]
+
+
+@pytest.mark.parametrize(
+    "name",  # chains of hashes and FCFS have no sentences of their own
+    [pytest.param(n, marks=pytest.mark.slow) if n in ("hash", "fcfs") else n for n in NAMES],
+)
+def test_everything_that_happened_is_told_once_and_nothing_else(
+    name: str, shown: Pages, open_page: OpenPage
+) -> None:
+    """With its numbers and its lines of source, and in both languages."""
+    film = shown[name]
+    page = ready(open_page(film.page))
+    broken: list[str] = []
+    numbered: set[str] = set()
+    for place, number in enumerate(telling_steps(film)):
+        go(page, step=number)
+        told = read_sentences(page)
+        broken += differences(page, film, number, told)
+        numbered |= check_numbers(film, number, told, is_forced=name == "forced")
+        computed = [e for e in film.step(number).events if e.kind == "computed"]
+        named = {r for one in told for r in [one["group"], *one["requests"]]}
+        assert {r for event in computed for r in event.tokens} <= named, f"step {number}"
+        for one in told:
+            assert one["sources"], f"no lines for {one}"
+        if place % 8 == 0:
+            check_holes(page, number)
+    assert not broken, "\n".join(broken[:5])
+    assert NUMBERED.get(name) in {*numbered, None}, "the run shows no such sentence"
+
+
+def check_numbers(
+    shown: Shown, number: int, told: list[dict[str, Any]], is_forced: bool
+) -> set[str]:
+    """Those in sentences are those of the events. Returns what kinds there were."""
+    found: set[str] = set()
+    events = shown.step(number).events
+    kinds = [event.kind for event in events]
+    for place, event in enumerate(events):
+        name = getattr(event, "request", None)
+        own = {one["key"]: one["text"] for one in told if one["group"] == name}
+        if event.kind == "admitted" and (n := event.num_cached_tokens):
+            (text,) = (text for key, text in own.items() if ".cached" in key)
+            assert re.search(rf"\b{n} (cached )?tokens", text)
+            found.add("admitted")
+        elif event.kind == "preempted":
+            ((key, text),) = (pair for pair in own.items() if "preem" in pair[0])
+            assert f"{event.num_lost_tokens} computed token" in text
+            if "preempted" not in kinds[:place]:
+                # Who gets its blocks; or it was the debug switch, or nobody but itself.
+                is_for_another = "taken" in kinds[place : kinds.index("planned", place)]
+                kind = ".forced" if is_forced else ".for" if is_for_another else ""
+                assert key == f"say.preempted{kind}"
+            found.add("preempted")
+        elif event.kind == "computed":
+            for name, (accepted, rejected) in event.verified.items():
+                texts = {one["group"]: one["text"] for one in told if one["key"] == "say.guesses"}
+                assert texts[name].startswith(f"{accepted} of {accepted + rejected} guess")
+                found.add("guesses")
+    return found
+
+
+def check_holes(page: Page, number: int) -> None:
+    """No sentence has one, in either language."""
+    for language in ("en", "zh"):
+        go(page, language=language)
+        for selector in (".scene-words", ".scene-pool", ".scene-cache"):
+            hole = HOLE.search(page.inner_text(selector))
+            assert hole is None, f"step {number}: {hole}"
+    said = [one["text"] for one in read_sentences(page, unfold=False)]
+    assert all(re.search(r"[\u4e00-\u9fff]", text) for text in said), said
+    go(page, language="en")
+
+
+def test_a_planted_lie_is_seen(shown: Pages, open_page: OpenPage) -> None:
+    film = shown["preempted"]
+    number = next(n for n in range(film.film.num_steps) if expected_sentences(film, n)["stop", ""])
+    page = ready(open_page(film.page))
+    go(page, step=number)
+    assert not differences(page, film, number)
+    page.evaluate(
+        "(n) => { const {events} = Watch.store.films[0].steps[n];"
+        " events.find(({kind}) => kind === 'planned').stop = null; }",
+        number,
+    )
+    go(page, step=number - 1)
+    go(page, step=number)
+    assert differences(page, film, number)
+
+
+def test_the_urgent_take_the_seats_of_others(
+    tmp_path: Path, cast: Cast, open_page: OpenPage
+) -> None:
+    film = make_urgent(tmp_path, cast)
+    page = ready(open_page(film.page))
+    go(page, step=3)
+    assert not differences(page, film, 3)
+    told = {(one["group"], one["key"]): one for one in read_sentences(page)}
+    lost = told["b", "say.preempted.seat"]
+    assert "c is more urgent" in lost["text"]
+    assert lost["sources"] == ["preempted:seat"]
+    assert told["", "say.queue"]["text"].startswith("the queue stands in the order d, b")
+    assert told["", "say.stop.others"]["text"].startswith("nobody else is admitted, 2 wait")
+
+
+# -- the lines of source
+
+
+@pytest.mark.parametrize(
+    "is_each_sentence", [False, pytest.param(True, marks=pytest.mark.slow)], ids=["kinds", "all"]
+)
+def test_each_link_opens_the_lines_that_it_names(
+    is_each_sentence: bool, shown: Pages, open_page: OpenPage
+) -> None:
+    """Of each kind of sentence one, or each sentence."""
+    opened: set[str] = set()
+    visited: set[str] = set()
+    for name in NAMES:
+        film = shown[name]
+        page = ready(open_page(film.page))
+        for number in telling_steps(film):
+            events = film.step(number).events
+            kinds = {event.kind for event in events}
+            kinds |= {"guesses" for event in events if event.kind == "computed" and event.verified}
+            if not is_each_sentence and kinds <= visited:
+                continue
+            visited |= kinds
+            go(page, step=number)
+            new = {s for one in read_sentences(page) for s in one["sources"]}
+            for sentence in sorted(new):
+                name_opened = sentence if is_each_sentence else sentence.split(":")[0]
+                if name_opened in opened:
+                    continue
+                opened.add(name_opened)
+                button = page.locator(f".source-link[data-sentence='{sentence}']").first
+                button.click()
+                check_window(page, button.inner_text())
+                page.keyboard.press("Escape")
+                page.wait_for_selector(".source", state="hidden")
+    kinds = {sentence.split(":")[0] for sentence in opened}
+    assert len(opened) >= (25 if is_each_sentence else 10), sorted(opened)
+    assert {"admitted", "preempted", "finished", "taken", "evicted", "split", "reason"} <= kinds
+    assert kinds <= {*KINDS, "reason", "chunk", "guesses"}
+
+
+def check_window(page: Page, name: str) -> None:
+    """The lines that are lit are those of the file, from the one that the link names."""
+    title = page.inner_text("#source-title")
+    found = re.fullmatch(r"(\S+), line (\d+), in (\S+)", title)
+    assert found is not None, title
+    file, line = found[1], int(found[2])
+    assert name == f"{file.rsplit('/', 1)[-1]}:{line}"
+    source = (ROOT / file).read_text(encoding="utf-8").splitlines()
+    lines = page.evaluate(
+        """() => [...document.querySelectorAll(".source-line")].map((one) =>
+            [+one.dataset.line, one.lastChild.textContent, one.classList.contains("is-it")])"""
+    )
+    assert 5 <= len(lines) <= 15
+    for number, text, _ in lines:
+        assert source[number - 1].strip() == text.strip()
+    assert next(number for number, _, is_it in lines if is_it) == line
+
+
+def test_the_window_is_opened_and_closed_by_keys_alone(shown: Pages, open_page: OpenPage) -> None:
+    page = ready(open_page(shown["hash"].page, at="step=6&request=a"))
+    link = page.locator(".source-link").first
+    link.focus()
+    page.keyboard.press("Enter")
+    page.wait_for_selector(".source")
+    box = page.locator(".source").bounding_box()
+    assert box is not None
+    assert box["x"] >= 0 and box["y"] >= 0
+    assert box["x"] + box["width"] <= 1280 and box["y"] + box["height"] <= 800
+    page.keyboard.press("ArrowRight")  # scrolls the lines, and does not step
+    page.keyboard.press("Escape")
+    page.wait_for_selector(".source", state="hidden")
+    state = page.evaluate("[Watch.store.step, Watch.store.request]")
+    assert state == [6, "a"], "the key went through to the page"
+    assert link.evaluate("(link) => link === document.activeElement")
+
+
+def test_an_engine_that_nobody_knows_has_sentences_without_links(
+    shown: Pages, open_page: OpenPage
+) -> None:
+    page = ready(open_page(shown["hash"].page))
+    page.evaluate("Watch.store.films[0].run.scheduler = 'another'")
+    go(page, step=1)
+    go(page, step=0)
+    admitted = [one for one in read_sentences(page) if one["key"] == "say.admitted"]
+    assert admitted and admitted[0]["sources"] == []
+
+
+# -- tokens as text
+
+
+def read_tokens(page: Page) -> list[tuple[str, str]]:
+    """`(text, class names)` of each, legend left out."""
+    found = page.evaluate(
+        """() => [...document.querySelectorAll(".words-tokens .tokens-row .token")].map((one) =>
+            [one.textContent, one.className])"""
+    )
+    return [(text, look) for text, look in found]
+
+
+def test_a_chip_among_the_tokens_can_be_clicked(shown: Pages, open_page: OpenPage) -> None:
+    page = ready(open_page(shown["hash"].page, at="step=6"))
+    chip = page.locator(".words-tokens .request-chip").first
+    name = chip.get_attribute("data-request")
+    box = chip.bounding_box()
+    assert box is not None
+    page.mouse.move(box["x"] + box["width"] / 2, box["y"] + box["height"] / 2)
+    page.wait_for_timeout(100)
+    page.mouse.down()
+    page.mouse.up()
+    assert page.evaluate("Watch.store.request") == name
+    page.wait_for_selector(f".words-tokens .tokens-row:not(.is-short)[data-request={name}]")
+
+
+def test_guesses_are_underlined_or_struck_out_as_they_were_judged(
+    shown: Pages, open_page: OpenPage
+) -> None:
+    """All other tokens of a request are its text."""
+    film = shown["guesses"]
+    page = ready(open_page(film.page))
+    accepted: dict[str, list[int]] = {name: [] for name in "abc"}  # positions, since the beginning
+    judged: Counter[str] = Counter()
+    for number in range(film.film.num_steps):
+        step = film.step(number)
+        computed = next(e for e in step.events if e.kind == "computed")
+        for name, (num_accepted, num_rejected) in computed.verified.items():
+            before = film.state(number - 1).requests[name]
+            first = len(before.prompt) + len(before.outputs)
+            accepted[name] += range(first, first + num_accepted)
+            judged["accepted"] += num_accepted
+            judged["rejected"] += num_rejected
+            go(page, step=number, request=name)
+            tokens = read_tokens(page)
+            rejected = [text for text, look in tokens if "is-rejected" in look]
+            assert len(rejected) == num_rejected
+            request = film.state(number).requests[name]
+            kept = [pair for pair in tokens if "is-rejected" not in pair[1]]
+            pieces = [*request.prompt_pieces, *request.pieces]
+            assert [text for text, _ in kept] == [visible(piece) for piece in pieces]
+            sides = ["is-prompt" in look for _, look in kept]
+            assert sides == [True] * len(request.prompt) + [False] * len(request.outputs)
+            drafts = step.planned[0].drafts[name][num_accepted:]
+            pieces = {
+                t: p
+                for e in film.film.events
+                if e.kind == "computed"
+                for r in e.tokens
+                for t, p in zip(e.tokens[r], e.pieces[r])
+            }
+            for text, draft in zip(rejected, drafts):
+                assert text == visible(pieces.get(draft, text))
+            underlined = page.evaluate(
+                "[...document.querySelectorAll('.tokens-row .token.is-accepted')]"
+                ".map((token) => Number(token.dataset.position))"
+            )
+            assert underlined == accepted[name], f"step {number}, {name}"
+            new = [text for text, look in tokens if "is-now" in look and "is-output" in look]
+            assert new == [visible(piece) for piece in computed.pieces[name]]
+    assert judged["accepted"] and judged["rejected"], judged
+
+
+def test_a_piece_of_a_prompt_is_lit_where_it_was_computed(
+    shown: Pages, open_page: OpenPage
+) -> None:
+    film = shown["preempted"]
+    page = ready(open_page(film.page))
+    num_pieces = 0
+    for number in range(6):
+        planned = film.step(number).planned[0]
+        for name, start, num in zip(planned.requests, planned.starts, planned.num_tokens):
+            if num == 1:
+                continue
+            go(page, step=number, request=name)
+            lit = page.evaluate(
+                "[...document.querySelectorAll('.tokens-row .is-now.is-prompt')]"
+                ".map((token) => Number(token.dataset.position))"
+            )
+            assert lit == list(range(start, start + num))
+            num_pieces += 1
+    assert num_pieces > 3
+
+
+def test_long_lists_are_folded_and_unfold(shown: Pages, open_page: OpenPage) -> None:
+    page = ready(open_page(shown["hash"].page))
+    page.evaluate(
+        """() => { const step = Watch.store.films[0].steps[0];
+            const arrived = step.events.find(({kind}) => kind === "arrived");
+            const film = Watch.store.films[0];
+            const many = Array.from({length: 30}, (_, i) => ({...arrived, request: `x${i}`}));
+            film.replay = (i, visit) => many.forEach((event) => visit(event, film.stateAfter(0)));
+            step.events = many; }"""
+    )
+    go(page, step=1)
+    go(page, step=0)
+    folded = read_sentences(page, unfold=False)
+    assert len({one["group"] for one in folded}) < 15
+    page.click(".words-list .words-unfold")
+    unfolded = read_sentences(page)
+    assert {f"x{i}" for i in range(30)} <= {one["group"] for one in unfolded}

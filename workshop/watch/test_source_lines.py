@@ -1,0 +1,134 @@
+"""Behind each sentence of the page there are lines of source, and they are the right ones."""
+
+from __future__ import annotations
+
+import ast
+import re
+from pathlib import Path
+
+import pytest
+
+from common.events.event_kinds import KINDS, REASONS
+from common.roles import SCHEDULERS
+from sglang_policies import POLICIES
+from workshop.watch.source_lines import (
+    LEAST_LINES,
+    MOST_LINES,
+    ROOT,
+    SourcePlace,
+    find,
+    source_lines,
+)
+from workshop.watch.source_places import RULES
+
+PLACES = sorted({rule.place for rule in RULES}, key=lambda p: (p.file, p.function, p.statement))
+PAGE = Path(__file__).parent / "page"
+
+# What an engine can not bring up: chapter 1's scheduler neither preempts nor sorts; who decodes has
+# a turn of its own where a batch is a prefill or a decode.
+NEVER = {
+    "fcfs": {"preempted", "queue"}
+    | {f"reason:{why}" for why in ("preempting", "turn", "enough", "constraint")},
+    "two_phase": {"reason:turn"},
+    "prefill_first": set(),
+}
+CASES = {"finished": ("stop", "length", "abort", "error")}  # one sentence each
+
+
+@pytest.mark.parametrize("place", PLACES, ids=lambda p: f"{p.function}: {p.statement}")
+def test_each_place_is_there_once_and_its_excerpt_is_the_file(place: SourcePlace) -> None:
+    excerpt = find(place)
+    assert LEAST_LINES <= len(excerpt.lines) <= MOST_LINES
+    source = (ROOT / place.file).read_text(encoding="utf-8").splitlines()
+    shown = source[excerpt.first - 1 : excerpt.first - 1 + len(excerpt.lines)]
+    assert [line.strip() for line in shown] == [line.strip() for line in excerpt.lines]
+    assert excerpt.first <= excerpt.line <= excerpt.end < excerpt.first + len(excerpt.lines)
+    statement = "\n".join(source[excerpt.line - 1 : excerpt.end])
+    # Quotes and line breaks are `ast.unparse`'s own.
+    assert re.sub(r"\W", "", statement).startswith(re.sub(r"\W", "", place.statement))
+
+
+def sentences_of(kind: str) -> list[str]:
+    return [f"{kind}:{case}" for case in CASES.get(kind, ())] or [kind]
+
+
+@pytest.mark.parametrize("scheduler", SCHEDULERS)
+@pytest.mark.parametrize("prefix_cache", ["hash", "radix"])
+@pytest.mark.parametrize("policy", POLICIES)
+def test_every_kind_and_every_reason_has_a_place(
+    scheduler: str, prefix_cache: str, policy: str
+) -> None:
+    ran = {"scheduler": scheduler, "prefix_cache": prefix_cache, "policy": policy}
+    ran |= {"setting": None, "overlaps": False, "windows": False}
+    wanted = [sentence for kind in KINDS for sentence in sentences_of(kind)]
+    wanted += [f"reason:{reason}" for reason in REASONS]
+    if prefix_cache == "hash":
+        wanted.remove("split")
+    has_place = {
+        rule.sentence
+        for rule in RULES
+        if all(getattr(rule, name) in (None, value) for name, value in ran.items())
+    }
+    missing = set(wanted) - has_place
+    assert missing <= NEVER[scheduler], f"no lines for {sorted(missing - NEVER[scheduler])}"
+
+
+def test_the_page_tells_of_every_kind() -> None:
+    """That each sentence of it has lines is seen in the browser (`test_browser_words.py`). A table
+    is told with the blocks that go into it; the beginning and the end of a step, by the step."""
+    script = (PAGE / "words_sentences.js").read_text(encoding="utf-8")
+    for kind in KINDS.keys() - {"table", "updated", "run"}:
+        assert re.search(rf"^    {kind}\(event, ", script, re.MULTILINE), f"{kind} is not told"
+
+
+def test_the_policy_that_ran_decides_which_lines_are_shown() -> None:
+    by_policy = {rule.policy: rule.place.function for rule in RULES if rule.sentence == "queue"}
+    assert by_policy["priority"] == "PriorityPolicy.key"
+    assert by_policy["lpm"] == "LongestPrefixMatch.arrange"
+    assert len(set(by_policy.values())) == len(by_policy)
+
+
+def test_what_the_page_gets_names_each_place_once_and_in_range() -> None:
+    data = source_lines(RULES)
+    assert len(data["rules"]) == len(RULES)
+    assert {rule["place"] for rule in data["rules"]} == set(range(len(data["places"])))
+    for place in data["places"]:
+        assert not place["file"].startswith("/"), "a path of this machine"
+        ast.parse((ROOT / place["file"]).read_text(encoding="utf-8"))
+
+
+@pytest.mark.parametrize(
+    ("place", "said"),
+    [
+        (("m.py", "f", "return 3"), "f of m.py has 0 statements that begin with 'return 3'"),
+        (("m.py", "f", "x = "), "f of m.py has 2 statements"),
+        (("m.py", "g", "return"), "m.py has 0 functions g"),
+        (("m.py", "C.h", "pass"), "m.py has 2 functions C.h"),
+    ],
+)
+def test_a_place_that_is_gone_or_not_the_only_one_is_refused(
+    place: tuple[str, str, str], said: str, tmp_path: Path
+) -> None:
+    text = "def f():\n    x = 1\n    x = 2\n    return x\n"
+    text += "class C:\n    def h(self): pass\n    def h(self): pass\n"
+    (tmp_path / "m.py").write_text(text)
+    with pytest.raises(LookupError, match=re.escape(said)):
+        find(SourcePlace(*place), tmp_path)
+
+
+def test_a_place_is_found_wherever_its_function_has_moved(tmp_path: Path) -> None:
+    text = "class C:\n    def f(self, a):\n        if a:\n            return 1\n        return 2\n"
+    for shift in (0, 7):
+        (tmp_path / f"m{shift}.py").write_text("# a line\n" * shift + text)
+        excerpt = find(SourcePlace(f"m{shift}.py", "C.f", "if a"), tmp_path)
+        assert (excerpt.line, excerpt.end) == (3 + shift, 4 + shift)
+        assert "if a:" in excerpt.lines[excerpt.line - excerpt.first]
+
+
+def test_places_are_found_in_a_wheel_where_modules_lie_side_by_side(tmp_path: Path) -> None:
+    for place in PLACES:
+        in_common = place.file.startswith("common/")
+        path = tmp_path / (place.file if in_common else Path(place.file).name)
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text((ROOT / place.file).read_text(encoding="utf-8"), encoding="utf-8")
+    assert source_lines(RULES, tmp_path) == source_lines(RULES)
