@@ -6,8 +6,8 @@ model where that is faster. It takes a second or two. The library
 is kept in `~/.cache/vllm-from-scratch` (`XDG_CACHE_HOME` is honoured), under a name that tells the
 source, the compiler, the processor and the constants, so the next start takes milliseconds.
 
-A C interface, called by `ctypes`, wants neither PyTorch's headers nor Python's; and a call costs a
-few microseconds, where one of what `torch.compile` makes costs ten to three hundred."""
+A C interface, called by `ctypes`, wants neither PyTorch's headers nor Python's; and a call checks
+nothing, where one of what `torch.compile` makes first looks whether it fits its arguments."""
 
 from __future__ import annotations
 
