@@ -6,7 +6,7 @@ A matrix multiplication on a CPU reads its weights in tiles that suit the vector
     plain     [out, in], row by row, as the checkpoint has it
     packed    the same numbers in oneDNN's order: it is opaque, and only oneDNN reads it
 
-Measured on the matrices of a 0.6B model in `workshop/bench`: the fewer rows a step has, the
+Measured on the matrices of a 0.6B model in `workshop/measure/bench`: the fewer rows a step has, the
 more of its time was the reordering. The sums are added in another order, so results differ from the
 plain ones in their last bits.
 

@@ -18,7 +18,7 @@ from common.tests.forked import Forked
 from common.tests.model_cases import save_case
 from common.tests.paged_harness import PagedHarness
 from common.tests.sharded_rank import run_rank
-from workshop.parallel.communication import step_communication
+from workshop.measure.parallel.communication import step_communication
 
 NUM_PROCESSES, LIMIT_S = 4, 300
 PROMPTS = ([3, 1, 4, 1, 5, 9, 2, 6], [53, 58, 88, 0, 44], [7])

@@ -14,8 +14,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from workshop.tools import palette
-from workshop.tools.quoted import BLOCK, find_quote
+from workshop.book import palette
+from workshop.book.quoted import BLOCK, find_quote
 
 if sys.version_info >= (3, 11):
     import tomllib
@@ -334,7 +334,7 @@ def law_of_lists(house: House, planned: tuple[str, ...] = CHAPTERS) -> list[str]
 
 def law_of_pairs(house: House) -> list[str]:
     """Each demo script has its notebook: same cells, every code cell executed, no stored error."""
-    from workshop.notebooks import notebook_problems
+    from workshop.book.notebooks import notebook_problems
 
     return [
         f"{house.name(path)}: {problem}"

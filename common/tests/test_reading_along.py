@@ -24,9 +24,9 @@ from prefill_first_scheduler import PrefillFirstScheduler
 from request import Request, RequestStatus
 from scheduler import Scheduler
 from scheduler_interface import StepOutput
-from workshop.bench.bench_record import replace_between_markers
-from workshop.tools.translation import ROOT, Section, sections_of
-from workshop.tools.worked_steps import worked_table
+from workshop.book.translation import ROOT, Section, sections_of
+from workshop.book.worked_steps import worked_table
+from workshop.measure.bench.bench_record import replace_between_markers
 
 PAGE, CHINESE = ROOT / "READING_ALONG.md", ROOT / "READING_ALONG.zh.md"
 SECTIONS = sections_of(PAGE)
@@ -400,7 +400,7 @@ def test_drafts_are_fed_after_the_last_token_and_its_own_token_is_not_accepted()
 def test_the_table_of_three_steps_is_what_the_engine_does() -> None:
     page = PAGE.read_text(encoding="utf-8")
     right = replace_between_markers(page, "three_steps", worked_table())
-    assert page == right, "run: python -m workshop.tools.worked_steps"
+    assert page == right, "run: python -m workshop.worked_steps"
 
 
 def test_who_holds_whom_is_so(llm: LLM) -> None:

@@ -12,9 +12,9 @@ import matplotlib.pyplot as plt
 from matplotlib.figure import Figure
 
 from common.serve.fleet.policy_lab import ALONE, ENGINES, HERE, POLICIES, RECORD, find, hit_rate
-from workshop.bench.bench_record import read_record
-from workshop.tools.figure_file import save
-from workshop.tools.palette import BASELINE, CACHED, INK, OTHER, tint
+from workshop.book.figure_file import save
+from workshop.book.palette import BASELINE, CACHED, INK, OTHER, tint
+from workshop.measure.bench.bench_record import read_record
 
 COLORS = {"turns": BASELINE, "two": BASELINE, "tree": OTHER, "exact": CACHED, "both": INK}
 

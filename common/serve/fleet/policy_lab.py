@@ -31,14 +31,14 @@ from common.serve.fleet.simulated_router import (
 )
 from prefix_workloads import TRACE_BLOCK_SIZE, TraceRequest, read_trace
 from replay_trace import make_cache, num_distinct_blocks, replay
-from workshop.bench.bench_record import (
+from workshop.measure.bench.bench_record import (
     markdown_table,
     percentiles,
     read_record,
     record_head,
     write_record,
 )
-from workshop.bench.side_by_side import write_table
+from workshop.measure.bench.side_by_side import write_table
 
 HERE = Path(__file__).parent
 RECORD = HERE / "records" / "policies.json"

@@ -39,14 +39,14 @@ from common.serve.fleet.programs import (
     start_server,
 )
 from prefix_workloads import TRACE_BLOCK_SIZE, PrefixWorkload, TraceRequest, read_trace
-from workshop.bench.bench_record import (
+from workshop.measure.bench.bench_record import (
     markdown_table,
     percentile,
     read_record,
     record_head,
     write_record,
 )
-from workshop.bench.side_by_side import write_table
+from workshop.measure.bench.side_by_side import write_table
 
 HERE = Path(__file__).parent
 RECORD = HERE / "records" / "routing.json"

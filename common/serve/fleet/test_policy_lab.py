@@ -18,7 +18,7 @@ from common.serve.fleet.simulated_router import (
 )
 from prefix_workloads import TRACE_BLOCK_SIZE, TraceRequest
 from replay_trace import make_cache, num_distinct_blocks, replay
-from workshop.bench.bench_record import made_on, read_record, replace_between_markers
+from workshop.measure.bench.bench_record import made_on, read_record, replace_between_markers
 
 POLICIES = [
     Policy("turns"),
