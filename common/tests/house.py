@@ -214,7 +214,9 @@ def law_of_composition(house: House) -> list[str]:
 
 
 def law_of_names(house: House) -> list[str]:
-    """Module names are unique in the whole repository and hide nothing that others import."""
+    """Module names are unique in the whole repository and hide nothing that others import. What is
+    in a folder of `workshop` is imported by the folder's name: `python -m workshop.NAME` finds it
+    without, and imported so it would be a second module."""
     places: dict[str, list[str]] = {}
     for path in house.python_files():
         if path.stem not in {"__init__", "__main__", "conftest"}:
@@ -233,6 +235,12 @@ def law_of_names(house: House) -> list[str]:
         f"{where[0]}: the name `{name}` is taken by Python, a dependency or the style rules"
         for name, where in sorted(places.items())
         if name in taken
+    ] + [
+        f"{house.name(path)}:{site.line} imports `{site.module}` without its folder"
+        for path in house.python_files()
+        for site in imports(parse(path))
+        if (names := site.module.split("."))[0] == "workshop"
+        and not (names[1:] and (house.root / "workshop" / names[1]).is_dir())
     ]
 
 

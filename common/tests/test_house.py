@@ -307,6 +307,11 @@ BREACHES: dict[str, tuple[Law, dict[str, str], str]] = {
     "name of the standard library": (laws.law_of_names, {"01_a/queue.py": ""}, "`queue`"),
     "forbidden name": (laws.law_of_names, {"common/utils.py": ""}, "`utils`"),
     "name of a dependency": (laws.law_of_names, {"01_a/triton.py": ""}, "`triton`"),
+    "second name of a module": (
+        laws.law_of_names,
+        {"common/test_it.py": "from workshop import sync\n", "workshop/book/sync.py": ""},
+        "common/test_it.py:1 imports `workshop` without its folder",
+    ),
     "class in a demo": (laws.law_of_demos, {"01_a/low_demo.py": "class X:\n    pass\n"}, "class X"),
     "workshop in a demo": (
         laws.law_of_demos,

@@ -28,7 +28,7 @@ from pathlib import Path
 from markdown_it import MarkdownIt
 
 from common import models
-from workshop import notebooks, patches
+from workshop.book import notebooks
 from workshop.book.path import ROOT, written_counts
 from workshop.book.quoted import filled, unfilled
 from workshop.book.translation import (
@@ -41,6 +41,7 @@ from workshop.book.translation import (
     english_of,
     sections,
 )
+from workshop.practice import patches
 from workshop.practice.museum import museum_page
 from workshop.practice.tasks import reading
 

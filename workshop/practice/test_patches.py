@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from workshop import patches
+from workshop.practice import patches
 from workshop.practice.module_swap import name_of
 from workshop.practice.museum.hall import TITLES
 from workshop.practice.patch_table import Bug, all_bugs, broken_lines, read_bugs
