@@ -227,21 +227,24 @@ def law_of_names(house: House) -> list[str]:
         | declared_packages(house)
         | {"common", "workshop"}
     )
-    return [
+    broken = [
         f"module name `{name}` is used {len(where)} times: {', '.join(where)}"
         for name, where in sorted(places.items())
         if len(where) > 1
-    ] + [
+    ]
+    broken += [
         f"{where[0]}: the name `{name}` is taken by Python, a dependency or the style rules"
         for name, where in sorted(places.items())
         if name in taken
-    ] + [
-        f"{house.name(path)}:{site.line} imports `{site.module}` without its folder"
-        for path in house.python_files()
-        for site in imports(parse(path))
-        if (names := site.module.split("."))[0] == "workshop"
-        and not (names[1:] and (house.root / "workshop" / names[1]).is_dir())
     ]
+    for path in house.python_files():
+        for site in imports(parse(path)):
+            package, _, name = site.module.partition(".")
+            folder = house.root / package / name.partition(".")[0]
+            if package == "workshop" and not (name and folder.is_dir()):
+                where = f"{house.name(path)}:{site.line}"
+                broken.append(f"{where} imports `{site.module}` without its folder")
+    return broken
 
 
 def law_of_demos(house: House) -> list[str]:

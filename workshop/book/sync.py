@@ -50,13 +50,13 @@ _CELL = re.compile(r"(?<!\\)\|")
 # What writes tables from the records of a folder of the workshop; a chapter's are its plot scripts.
 _TABLES = {
     "workshop/measure/bench/": (
-        ("workshop.measure.bench", "--write-readme"),
-        ("workshop.measure.ladder", "--write-readme"),
-        ("workshop.measure.bench.gpu_table", "--write-readme"),
-        ("workshop.measure.bench.overlap_bench", "--tables"),
-        ("workshop.measure.bench.adapter_bench", "--tables"),
-        ("workshop.measure.bench.events_bench", "--tables"),
-        ("workshop.measure.bench.experts_bench", "--tables"),
+        ("workshop.bench", "--write-readme"),
+        ("workshop.ladder", "--write-readme"),
+        ("workshop.bench.gpu_table", "--write-readme"),
+        ("workshop.bench.overlap_bench", "--tables"),
+        ("workshop.bench.adapter_bench", "--tables"),
+        ("workshop.bench.events_bench", "--tables"),
+        ("workshop.bench.experts_bench", "--tables"),
     ),
 }
 
