@@ -314,11 +314,13 @@ def packing_while_loading(config: EngineConfig, model: DecoderModel) -> Packing 
 
 def pack_weights(config: EngineConfig, model: DecoderModel) -> None:
     """Those that are not packed yet."""
+    if not config.pack_weights:
+        return
     matrices = list(linear_layers(model))
     if not all(matrix.is_packed for matrix in matrices):
         if (packing := packing_of(config, model)) is not None:
             model.pack_weights(packing)
-        elif config.pack_weights:
+        else:
             weight = model.embed_weight
             reason = why_not_packed(weight.dtype, weight.device)
             logger.info("weights are not packed: %s", reason)

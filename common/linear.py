@@ -4,15 +4,16 @@ A matrix multiplication on a CPU reads its weights in tiles that suit the vector
 `F.linear` reorders them into such tiles on every call; here that is done once, at start-up:
 
     plain     [out, in], row by row, as the checkpoint has it
-    packed    the same numbers in oneDNN's order: it is opaque, and only oneDNN reads it
+    packed    the same numbers in an order that only one product reads, a `Packing`: oneDNN's, or
+              panels for `kernels/compiled_linear.cpp`, for large models in float32
 
 Measured on the matrices of a 0.6B model in `workshop/measure/bench`: the fewer rows a step has, the
 more of its time was the reordering. The sums are added in another order, so results differ from the
 plain ones in their last bits.
 
-Packing needs an x86 processor, and float32 or bfloat16; float64, in which this book compares tokens
-one by one, stays plain. The plain copy is given up, unless it is somebody else's too (an embedding
-that is tied to the output)."""
+oneDNN's needs an x86 processor, and float32 or bfloat16; float64, in which this book compares
+tokens one by one, stays plain. The plain copy is given up, unless it is somebody else's too (an
+embedding that is tied to the output)."""
 
 from __future__ import annotations
 

@@ -2,12 +2,12 @@
 
 What goes where, in a batch in any order:
 
-    one query token, or a few (guesses)          the compiled function, nothing is gathered
+    one query token, or a few (drafted ones)     the compiled function, nothing is gathered
     a long query, in bfloat16                    `tiled_attention.py`
     everything else                              the plan of the chapter, as ever
 
 The compiled function wants a head's keys of a block in one run, so this backend comes with memory
-of its own, in which a block lies head-major. Everybody else sees the same `[num_blocks, block_size,
+of its own, in which a block lies head-major. All other code sees the same `[num_blocks, block_size,
 num_kv_heads, head_dim]`.
 
 Invariant: where a sequence's keys lie, and who computes, is a matter of speed only.
@@ -82,8 +82,9 @@ class CompiledPlan(PagedPlan):
         key_cache: torch.Tensor,
         backend: CompiledAttentionBackend,
     ) -> None:
-        self.backend, self.rows = backend, None
-        self.is_for_us = backend.is_made_for(num_heads, key_cache)
+        self.backend = backend
+        self.rows: QueryRows | None = None
+        self.is_compiled = backend.is_made_for(num_heads, key_cache)
         self.window = metadata.window if isinstance(metadata, WindowMetadata) else SEES_ALL
         super().__init__(metadata, num_heads, key_cache)
 
@@ -91,7 +92,7 @@ class CompiledPlan(PagedPlan):
         self, metadata: AttentionMetadata, key_cache: torch.Tensor
     ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
         starts, seq_lens, is_short = super().lengths(metadata, key_cache)
-        if self.is_for_us:
+        if self.is_compiled:
             is_short = is_short | (np.diff(starts) == 1)  # a very long sequence, too
         return starts, seq_lens, is_short
 
@@ -105,7 +106,7 @@ class CompiledPlan(PagedPlan):
         key_cache: torch.Tensor,
     ) -> list[DecodeGroup]:
         """Lengths and tables are known not to contradict each other."""
-        if not self.is_for_us:
+        if not self.is_compiled:
             return super().make_groups(short, query_lens, starts, seq_lens, tables, key_cache)
         if len(short):
             lens = query_lens[short]

@@ -1,27 +1,34 @@
 """C++ that the engine computes with on a CPU, compiled when it is first wanted.
 
-`decode_attention.cpp` and the kernels between a model's matrices (`common/kernels/cpu_regions.cpp`)
-are compiled for this processor and for a model's shapes, which takes a second or two. The library
+`decode_attention.cpp`, a model's products and what lies between them (`compiled_linear.cpp` and
+`compiled_regions.cpp` in `common/kernels`) are compiled for this processor, and the shapes of a
+model where that is faster. It takes a second or two. The library
 is kept in `~/.cache/vllm-from-scratch` (`XDG_CACHE_HOME` is honoured), under a name that tells the
 source, the compiler, the processor and the constants, so the next start takes milliseconds.
 
-A C interface, called by `ctypes`, wants neither PyTorch's headers nor Python's; and a call costs a
-few microseconds, where one of what `torch.compile` makes costs ten to three hundred."""
+A C interface, called by `ctypes`, wants neither PyTorch's headers nor Python's; and a call checks
+nothing, where one of what `torch.compile` makes first looks whether it fits its arguments."""
 
 from __future__ import annotations
 
 import ctypes
 import hashlib
+import logging
 import os
 import platform
 import shutil
 import subprocess
 import tempfile
-from collections.abc import Mapping
+import time
+from collections.abc import Callable, Mapping
 from functools import cache
 from pathlib import Path
+from typing import TypeVar
 
 import torch
+
+logger = logging.getLogger(__name__)
+T = TypeVar("T")
 
 COMPILERS = "g++", "clang++"
 FLAGS = (
@@ -55,6 +62,18 @@ def load_library(source: Path, constants: Mapping[str, object]) -> ctypes.CDLL:
     return ctypes.CDLL(str(library))
 
 
+def try_to_compile(make: Callable[[], T], what: str, otherwise: str) -> T | None:
+    """What `make` makes of machine code; None, and a warning, where nothing can be compiled."""
+    start = time.perf_counter()
+    try:
+        compiled = make()
+    except (OSError, RuntimeError) as error:
+        logger.warning("%s: %s", otherwise, error)
+        return None
+    logger.info("%s compiled in %.1f s", what, time.perf_counter() - start)
+    return compiled
+
+
 def _compile(command: list[str], source: Path, library: Path) -> None:
     """Complete or not at all: another process may want the same one now."""
     handle, made = tempfile.mkstemp(suffix=".so", dir=library.parent)
@@ -73,8 +92,8 @@ def _compile(command: list[str], source: Path, library: Path) -> None:
 
 
 def cache_folder() -> Path:
-    """Where what was found out about this processor is kept. Nobody else may write there: what is
-    in it is executed."""
+    """Where what was found out about this processor is kept. Other users must not write there:
+    what is in it is executed."""
     home = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
     folder = Path(home, "vllm-from-scratch")
     try:

@@ -26,20 +26,17 @@ FlashAttention-2, arXiv 2307.08691.
 
 from __future__ import annotations
 
-import logging
-import time
 from collections.abc import Callable
 from ctypes import c_double, c_int, c_int64, c_void_p
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
 import torch
 
-from cpp_library import SCALARS, load_library
-
-logger = logging.getLogger(__name__)
+from cpp_library import SCALARS, load_library, try_to_compile
 
 SPLIT_KEYS = 256
 SEES_ALL = 1 << 60  # a window that hides nothing
@@ -164,12 +161,6 @@ class CompiledRows:
 
 
 def compile_rows(num_heads: int, key_cache: torch.Tensor) -> AttendRows | None:
-    """None, and a warning, where nothing can be compiled."""
-    start = time.perf_counter()
-    try:
-        compiled = CompiledRows(num_heads, key_cache)
-    except (OSError, RuntimeError) as error:
-        logger.warning("decode attention is not compiled, keys are gathered: %s", error)
-        return None
-    logger.info("decode attention compiled in %.1f s", time.perf_counter() - start)
-    return compiled
+    otherwise = "decode attention is not compiled, keys are gathered"
+    make = partial(CompiledRows, num_heads, key_cache)
+    return try_to_compile(make, "decode attention", otherwise)

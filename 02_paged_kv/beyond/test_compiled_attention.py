@@ -1,5 +1,5 @@
-"""The backend with compiled rows against the oracle of `test_paged_attention.py`. What it calls
-here is the plain `attend_rows`, which needs no compiler."""
+"""The backend with compiled rows against the oracle of `test_paged_attention.py`. The function is
+the plain `attend_rows` here, which needs no compiler."""
 
 from __future__ import annotations
 

@@ -50,7 +50,7 @@ def test_compiled_once_for_a_source_its_constants_and_a_processor(source, runs, 
     assert len(runs) == 2
     source.write_text('extern "C" int answer() { return -ANSWER; }')
     assert load_library(source, {"ANSWER": 42}).answer() == -42
-    monkeypatch.setattr(module, "_processor", lambda: "another one")
+    monkeypatch.setattr(module, "processor", lambda: "another one")
     load_library(source, {"ANSWER": 42})
     assert len(runs) == 4
     folder = cache_folder()

@@ -1,6 +1,6 @@
 """Chapter 6's mixed batches with compiled rows.
 
-Decodes, and guesses that wait for their verification, stand in front and go to the compiled
+Decodes, and draft tokens that are to be verified, come first and go to the compiled
 function of chapter 2's `decode_attention.py`, those with too many keys for a group too: it reads
 them where they lie. Chunks are attended to as in `mixed_attention.py`.
 """

@@ -1,4 +1,4 @@
-"""Mixed batches with compiled rows against chapter 2's oracle. What is called is the plain
+"""Mixed batches with compiled rows against chapter 2's oracle. The function is the plain
 `attend_rows`, which needs no compiler."""
 
 from __future__ import annotations

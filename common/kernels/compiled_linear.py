@@ -8,17 +8,13 @@ Invariant: a row's result depends neither on the other rows nor on the number of
 
 from __future__ import annotations
 
-import logging
-import time
 from ctypes import c_int, c_int64, c_void_p
 from pathlib import Path
 
 import torch
 
 from common.huge_pages import advise_huge_pages
-from cpp_library import load_library
-
-logger = logging.getLogger(__name__)
+from cpp_library import load_library, try_to_compile
 
 
 class CompiledPacking:
@@ -93,12 +89,5 @@ class CompiledPacking:
 
 
 def compile_packing() -> CompiledPacking | None:
-    """None, and a warning, where nothing can be compiled."""
-    start = time.perf_counter()
-    try:
-        compiled = CompiledPacking()
-    except (OSError, RuntimeError) as error:
-        logger.warning("products are not compiled, they are oneDNN's: %s", error)
-        return None
-    logger.info("products compiled in %.1f s", time.perf_counter() - start)
-    return compiled
+    otherwise = "products are not compiled, they are oneDNN's"
+    return try_to_compile(CompiledPacking, "products", otherwise)

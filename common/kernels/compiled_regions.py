@@ -12,27 +12,23 @@ plain functions; in float64 norms are computed in float32 here as there."""
 
 from __future__ import annotations
 
-import logging
-import time
 from collections.abc import Callable
 from ctypes import c_double, c_int, c_int64, c_void_p
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import torch
-from torch.nn import functional as F
 
-from common.kernels.regions import Regions
-from cpp_library import SCALARS, load_library
+from common.kernels.regions import FusedRegions, Regions
+from cpp_library import SCALARS, load_library, try_to_compile
 
 if TYPE_CHECKING:
     from common.model import DecoderModel
     from paged_attention import AttentionPlan
 
-logger = logging.getLogger(__name__)
 
-
-class CompiledRegions(Regions):
+class CompiledRegions(FusedRegions):
     """Every method computes what the one of `Regions` does, for tensors of one dtype."""
 
     def __init__(self, dtype: torch.dtype, norm_dtype: torch.dtype, head_dim: int) -> None:
@@ -53,12 +49,6 @@ class CompiledRegions(Regions):
         where = x.data_ptr(), weight.data_ptr(), eps, output.data_ptr()
         self._norm(*where, num_rows, size, torch.get_num_threads())
         return output
-
-    def rotary(
-        self, table: torch.Tensor, positions: torch.Tensor
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """The function looks up its own rows."""
-        return table, positions
 
     def rotate_and_write(
         self,
@@ -85,12 +75,7 @@ class CompiledRegions(Regions):
         )  # fmt: skip
         return query
 
-    def activate_and_multiply(
-        self, gate_up: torch.Tensor, activation: Callable[[torch.Tensor], torch.Tensor]
-    ) -> torch.Tensor:
-        """SiLU is compiled; another one is not."""
-        if activation is not F.silu:
-            return super().activate_and_multiply(gate_up, activation)
+    def silu_and_multiply(self, gate_up: torch.Tensor) -> torch.Tensor:
         num_tokens, size = gate_up.shape[0], gate_up.shape[1] // 2
         output = gate_up.new_empty(num_tokens, size)
         where = gate_up.data_ptr(), output.data_ptr()
@@ -106,12 +91,7 @@ def _function(function: Callable, *types: type) -> Callable[..., None]:
 def compile_regions(model: DecoderModel) -> Regions:
     """Machine code for a model like this one. Without a C++ compiler: the plain functions, and a
     warning."""
-    start = time.perf_counter()
-    head_dim = model.layers[0].attention.head_dim
-    try:
-        compiled = CompiledRegions(model.embed_weight.dtype, model.norm_weight.dtype, head_dim)
-    except (OSError, RuntimeError) as error:
-        logger.warning("norms and rotary embedding are not compiled: %s", error)
-        return Regions()
-    logger.info("norms and rotary embedding compiled in %.1f s", time.perf_counter() - start)
-    return compiled
+    dtypes = model.embed_weight.dtype, model.norm_weight.dtype
+    make = partial(CompiledRegions, *dtypes, model.layers[0].attention.head_dim)
+    what = "norms and rotary embedding"
+    return try_to_compile(make, what, f"{what} are not compiled") or Regions()

@@ -13,28 +13,20 @@ part of several GPUs', whose products are summed first, the addition is one laun
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 import torch
-from torch.nn import functional as F
 
 from common.kernels import layer_kernels
-from common.kernels.regions import Regions
+from common.kernels.regions import FusedRegions
 
 if TYPE_CHECKING:
     from common.linear import Linear
     from paged_attention import AttentionPlan
 
 
-class KernelRegions(Regions):
+class KernelRegions(FusedRegions):
     """Every method computes what the one of `Regions` does."""
-
-    def rotary(
-        self, table: torch.Tensor, positions: torch.Tensor
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """A kernel looks up its own rows."""
-        return table, positions
 
     def rotate_and_write(
         self,
@@ -66,10 +58,5 @@ class KernelRegions(Regions):
             delta = self.rms_norm(delta, post_weight, eps)
         return hidden, layer_kernels.add_rms_norm(hidden, delta, weight, eps)
 
-    def activate_and_multiply(
-        self, gate_up: torch.Tensor, activation: Callable[[torch.Tensor], torch.Tensor]
-    ) -> torch.Tensor:
-        """SiLU is the kernel's own; another one has none."""
-        if activation is not F.silu:
-            return super().activate_and_multiply(gate_up, activation)
+    def silu_and_multiply(self, gate_up: torch.Tensor) -> torch.Tensor:
         return layer_kernels.silu_and_multiply(gate_up)

@@ -114,3 +114,24 @@ class Regions:
     ) -> torch.Tensor:  # [num_tokens, intermediate_size]
         gate, up = gate_up.chunk(2, dim=-1)
         return activation(gate).mul_(up)
+
+
+class FusedRegions(Regions):
+    """What those that fuse more than PyTorch does have in common."""
+
+    def rotary(
+        self, table: torch.Tensor, positions: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """`rotate_and_write` looks up its own rows."""
+        return table, positions
+
+    def activate_and_multiply(
+        self, gate_up: torch.Tensor, activation: Callable[[torch.Tensor], torch.Tensor]
+    ) -> torch.Tensor:
+        """SiLU is fused; another one is not."""
+        if activation is not F.silu:
+            return super().activate_and_multiply(gate_up, activation)
+        return self.silu_and_multiply(gate_up)
+
+    def silu_and_multiply(self, gate_up: torch.Tensor) -> torch.Tensor:
+        raise NotImplementedError

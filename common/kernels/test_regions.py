@@ -143,7 +143,7 @@ def test_a_row_does_not_depend_on_the_others_nor_on_the_threads() -> None:
         torch.set_num_threads(threads)
 
 
-def test_another_activation_is_the_plain_one(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_another_activation_is_the_plain_one() -> None:
     compiled = CompiledRegions.__new__(CompiledRegions)
     gate_up = draw(3, 8, dtype=torch.float32)
     found = compiled.activate_and_multiply(gate_up.clone(), torch.relu)

@@ -12,7 +12,7 @@ import cpp_library
 import decode_attention
 from common.engine import EngineConfig, LLMEngine
 from common.engine_config import COMPILE_FROM_PARAMETERS
-from common.kernels import compiled_regions
+from common.kernels import compiled_linear, compiled_regions
 from common.kernels.compiled_regions import CompiledRegions
 from common.kernels.regions import Regions
 from common.llm import LLM
@@ -114,7 +114,8 @@ def test_another_number_of_threads_compiles_nothing(
     before = torch.get_num_threads()
     config = EngineConfig(compile=True, num_threads=2, num_blocks=100)
     engine = LLMEngine(config, loaded=family_loaded)
-    monkeypatch.setattr(cpp_library, "load_library", never)
+    for module in (decode_attention, compiled_regions, compiled_linear):
+        monkeypatch.setattr(module, "load_library", never)
     monkeypatch.setattr(torch, "compile", never)
     try:
         for num_threads in (2, 1, 3):
@@ -129,7 +130,7 @@ def never(*arguments, **options):
 
 
 def test_the_shipped_checkpoint_is_not_compiled(monkeypatch) -> None:
-    for module in (decode_attention, compiled_regions):
+    for module in (decode_attention, compiled_regions, compiled_linear):
         monkeypatch.setattr(module, "load_library", never)
     for config in ({}, {"compile": False}):
         llm = LLM(num_blocks=8, **config)

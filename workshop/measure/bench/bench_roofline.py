@@ -22,6 +22,8 @@ from typing import Any
 import torch
 from torch.nn import functional as F
 
+from common.assembly import packing_of
+from common.engine_config import EngineConfig
 from common.linear import Linear, linear_layers
 from common.loader import LoadedModel
 from paged_attention import AttentionMetadata, PagedPlan
@@ -69,15 +71,17 @@ def measure_linear(
     as the engine has them, where that is possible. `prefill`: those of the layers alone, with
     `num_prefill_rows`, less often."""
     model = loaded.model
-    model.pack_weights()
+    if (packing := packing_of(EngineConfig(), model)) is not None:
+        model.pack_weights(packing)
     of_layers = [
-        (matrix, matrix.plain_weight().shape[1])
-        for layer in model.layers
-        for matrix in linear_layers(layer)
+        (matrix, matrix.shape[1]) for layer in model.layers for matrix in linear_layers(layer)
     ]
     matrices = [*of_layers, (model.lm_head, loaded.config.hidden_size)]
-    num_weights = sum(matrix.plain_weight().numel() for matrix, _ in matrices)
     dtype = model.embed_weight.dtype
+    sizes = [
+        matrix.packed_memory[1] if matrix.is_packed else matrix.shape.numel() * dtype.itemsize
+        for matrix, _ in matrices
+    ]
 
     def multiply(rows: int, matrices: Sequence[tuple[Linear, int]]) -> Callable[[], None]:
         inputs = {width: torch.ones(rows, width, dtype=dtype) for _, width in matrices}
@@ -92,7 +96,7 @@ def measure_linear(
     prefill = {"prefill": multiply(num_prefill_rows, of_layers)}
     num_often = repeats // 2 + 1
     return {
-        "weight_bytes": num_weights * dtype.itemsize,
+        "weight_bytes": sum(sizes),
         "num_matrices": len(matrices),
         "linear_ms": time_in_turn(calls, repeats),
         "prefill": {
