@@ -23,20 +23,27 @@ import logging
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
+from pkgutil import resolve_name
 from typing import TYPE_CHECKING
 
 import torch
 
 from batch_layout import compose_in_order
-from common.engine_config import COMPILE_FROM_PARAMETERS, EngineConfig, SpeculativeConfig
+from common.engine_config import (
+    ATTENTION_BACKENDS,
+    COMPILE_FROM_PARAMETERS,
+    PROPOSERS,
+    EngineConfig,
+    SpeculativeConfig,
+)
 from common.huge_pages import move_to_huge_pages
-from common.kernels.chosen_regions import set_regions
+from common.kernels.regions import Regions
 from common.kv_sizing import ALONE, KVDemand, Neighbours, allocate_kv_cache, make_kv_cache
 from common.linear import ONEDNN, Packing, linear_layers, why_not_packed
 from common.loader import LoadedModel
 from common.model import DecoderModel
 from common.model_config import ModelFacts
-from common.roles import ATTENTION_BACKENDS, LATE_PLUGINS, PROPOSERS, load
+from common.roles import LATE_PLUGINS
 from common.runner.batch_state import BatchState
 from common.runner.model_runner import Compose, PagedModelRunner
 from common.sampling.runner_plugin import RunnerPlugin
@@ -233,7 +240,7 @@ def make_state(given: Given, adapters: AdapterSlots | None = None) -> BatchState
 
 
 def make_late(where: str, given: Given) -> RunnerPlugin:
-    return load(where)(given)
+    return resolve_name(where)(given)
 
 
 def make_paged_runner(
@@ -289,6 +296,22 @@ def prepare_models(given: Given) -> None:
         make_batch_invariant(linear_layers(model), mlps, activation, dtype, head_dim)
     if given.attention.is_triton and model.embed_weight.is_cuda:
         compile_kernels(given)
+
+
+def set_regions(model: DecoderModel, is_compiled: bool, is_triton: bool = False) -> None:
+    """Choose what `model` computes with from now on: kernels where attention is one, what was
+    compiled for a CPU, or the plain functions. Without a C++ compiler it is those, and a warning
+    says so. In float64 it is never kernels."""
+    regions, weight = Regions(), model.embed_weight
+    if is_triton and weight.dtype != torch.float64:
+        from common.kernels.kernel_regions import KernelRegions
+
+        regions = KernelRegions()
+    elif is_compiled and weight.device.type == "cpu":
+        from common.kernels.compiled_regions import compile_regions  # brings the compiler
+
+        regions = compile_regions(model)
+    model.regions = regions
 
 
 def packing_of(config: EngineConfig, model: DecoderModel) -> Packing | None:
@@ -404,7 +427,7 @@ def make_attention(config: EngineConfig, loaded: LoadedModel) -> Attention:
         return Attention(WindowBackend(name) if has_windows else name, compose)
     if name == "triton" or (name == "auto" and device.type == "cuda"):
         try:
-            backend = load(ATTENTION_BACKENDS["triton"][is_mixed])()
+            backend = resolve_name(ATTENTION_BACKENDS["triton"][is_mixed])()
             backend.check(loaded.model.embed_weight.dtype, loaded.config.head_dim)
             return Attention(backend, compose, True)
         except (RuntimeError, ValueError) as error:
@@ -415,7 +438,7 @@ def make_attention(config: EngineConfig, loaded: LoadedModel) -> Attention:
         compiled = make_compiled_attention(config, loaded, compose)
         if compiled is not None:
             return compiled
-    backend = load(ATTENTION_BACKENDS["torch"][is_mixed])()
+    backend = resolve_name(ATTENTION_BACKENDS["torch"][is_mixed])()
     return Attention(WindowBackend(backend) if has_windows else backend, compose)
 
 
@@ -495,7 +518,7 @@ def make_proposer(given: Given, kv_cache: PagedKVCache, state: BatchState) -> Pr
     if how is None or not given.loaded.model.collectives.ranks.is_last_stage:
         return None
     if isinstance(how.method, str):
-        return load(PROPOSERS[how.method])(how, given, kv_cache, state)
+        return resolve_name(PROPOSERS[how.method])(how, given, kv_cache, state)
     return how.method
 
 

@@ -6,9 +6,9 @@ field."""
 
 from __future__ import annotations
 
+from pkgutil import resolve_name
 from typing import Any
 
-from common.roles import load
 from common.rotary import RopeParameters
 from request import check_integers
 
@@ -65,7 +65,7 @@ def _rope(fields: dict[str, Any], max_positions: int) -> RopeParameters:
     rope_type = rope.get("rope_type", rope.get("type", "default"))
     values: dict[str, Any] = {}
     if rope_type != "default":
-        read = load("common.rope_scaling:read_scaling")
+        read = resolve_name("common.rope_scaling:read_scaling")
         values = read(source, rope_type, rope, fields, max_positions)
     else:
         refuse_unknown(source, rope, set())

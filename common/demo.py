@@ -14,6 +14,7 @@ python -m common.demo --model DIRECTORY_OR_HUB_ID --prompt "Hello"
 from __future__ import annotations
 
 import argparse
+import json
 import logging
 import sys
 import time
@@ -39,6 +40,35 @@ HEADS = (
     'def area(width, height):\n    """Return the area of a rectangle."""',
     'def mean(values):\n    """Return the arithmetic mean of the values."""',
     'def split_words(text, separator):\n    """Split the text at each separator."""',
+)
+# Of `--grammar`.
+GRAMMAR_SCHEMA = {
+    "type": "object",
+    "properties": {
+        "name": {"type": "string", "pattern": "^[a-z_]{2,20}$"},
+        "arguments": {
+            "type": "array",
+            "items": {"type": "string", "pattern": "^[a-z_]{1,12}$"},
+            "maxItems": 4,
+        },
+        "returns": {"enum": ["int", "str", "bool", "list", None]},
+    },
+    "required": ["name", "arguments", "returns"],
+    "additionalProperties": False,
+}
+GRAMMAR_EXAMPLE = """\
+def add(first, second):
+    return first + second
+
+signature = {"name": "add", "arguments": ["first", "second"], "returns": "int"}
+
+
+"""
+GRAMMAR_HEADS = (
+    "def is_even(number):\n    return number % 2 == 0",
+    "def join(words, sep):\n    return sep.join(words)",
+    "def first(items):\n    return items[0]",
+    "def read_lines(path):\n    return open(path).readlines()",
 )
 ADAPTER = "tests"
 Adapters = list[str | None] | None  # of each prompt
@@ -328,9 +358,7 @@ def _main(args: argparse.Namespace) -> int:
     if args.trace:
         engine.on_step = _tracer(engine)
     if args.grammar:
-        from common.grammars.grammar_demo import show
-
-        show(llm, args.temperature, args.seed)
+        show_grammar(llm, args.temperature, args.seed)
         return 0
     result = run(llm, prompts, params, progress, adapters)
     (print_beside if args.adapters else print_outputs)(result.outputs)
@@ -346,6 +374,40 @@ def _main(args: argparse.Namespace) -> int:
         print(f"batching is          {alone.seconds / result.seconds:.2f} times as fast")
         print(compare_tokens(alone.outputs, result.outputs, engine.dtype))
     return 0
+
+
+def show_grammar(llm, temperature: float, seed: int) -> None:
+    """Functions described as JSON, with a grammar and without: every text of the first kind is
+    whole."""
+    from grammars import Json
+    from request import SamplingParams
+
+    prompts = [f"{GRAMMAR_EXAMPLE}{head}\n\nsignature = " for head in GRAMMAR_HEADS]
+    for title, grammar in (("with the grammar", Json(GRAMMAR_SCHEMA, 0)), ("without", None)):
+        params = [
+            SamplingParams(temperature=temperature, max_tokens=64, seed=seed + i, grammar=grammar)
+            for i in range(len(prompts))
+        ]
+        print(f"\n=== {title}")
+        num_whole = 0
+        for head, output in zip(
+            GRAMMAR_HEADS, llm.generate(prompts, params, use_tqdm=False), strict=True
+        ):
+            completion = output.outputs[0]
+            text = completion.text
+            num_whole += (is_whole := _is_json(text))
+            said = "JSON" if is_whole else "no JSON"
+            name = head.split("(")[0].removeprefix("def ")
+            print(f"{name:<12}{said:<9}{json.dumps(text[:90])}")
+        print(f"{num_whole} of {len(prompts)} are JSON")
+
+
+def _is_json(text: str) -> bool:
+    try:
+        json.loads(text)
+    except ValueError:
+        return False
+    return True
 
 
 def _tracer(engine) -> Callable:

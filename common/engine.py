@@ -19,6 +19,7 @@ from dataclasses import replace
 from functools import partial
 from itertools import repeat
 from pathlib import Path
+from pkgutil import resolve_name
 from typing import TYPE_CHECKING, TextIO
 
 import torch
@@ -29,7 +30,7 @@ from common.intake import Intake, Prompt, RequestOptions, SharedOptions
 from common.loader import LoadedModel, load_model, read_checkpoint
 from common.outputs import OutputProcessor, RequestGroup, RequestOutput, spread
 from common.recent_stats import RecentCacheStats, Throughput
-from common.roles import REQUEST_GRAMMARS, Grammars, claimed, load, release
+from common.roles import REQUEST_GRAMMARS, Grammars, claimed, release
 from common.scheduler_assembly import EngineParts
 from common.thread_count import set_threads
 from common.tokenizer import Tokenizer, load_tokenizer
@@ -493,7 +494,7 @@ class LLMEngine:
     def _compiled_grammars(self) -> GrammarsCompiled:
         if self._grammars is None:
             path = self.config.model or SHIPPED_CHECKPOINT
-            make: Callable[..., Grammars] = load(REQUEST_GRAMMARS)
+            make: Callable[..., Grammars] = resolve_name(REQUEST_GRAMMARS)
             self._grammars = make(
                 self.scheduler,
                 self.tokenizer,

@@ -1,29 +1,65 @@
-"""What the engine can be told, and what it tells about itself."""
+"""What the engine can be told, and what it tells about itself. What may stand in place of a name:
+
+    argument            names                           or
+    scheduler           SCHEDULERS                      a function of `SchedulerParts`
+    policy              chapter 4's own two, or all     a SchedulePolicy
+                        of `sglang_policies.POLICIES`
+    prefix_cache        PREFIX_CACHES, None             a function of pool, block_size, listener
+    chunked_prefill     True, False, a number           a ChunkPolicy
+    speculative         PROPOSERS, in a dict            a Proposer
+    attention_backend   ATTENTION_BACKENDS, "auto"      an AttentionBackend
+    kv_connector        None                            a KVConnector
+
+A name stands in one table. It leads to "module:attribute", which is imported when it is chosen and
+not before."""
 
 from __future__ import annotations
 
 import math
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from numbers import Real
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeGuard
+from typing import TYPE_CHECKING, Any, Protocol, TypeGuard, runtime_checkable
 
 import torch
 
-from common import roles
+from paged_attention import AttentionBackend
+from policies import POLICIES, SchedulePolicy, policy_named
 from request import check_integers
+from whole_prompts import ChunkPolicy
 
 if TYPE_CHECKING:
     from kv_connector import KVConnector
-    from paged_attention import AttentionBackend
-    from policies import SchedulePolicy
     from prefix_cache import PrefixCache
     from proposers import Proposer
     from scheduler_interface import SchedulerInterface
     from tiered_cache import KVTierConfig
-    from whole_prompts import ChunkPolicy
+
+SCHEDULERS = {
+    # Chapter 4. They fill the memory, and preempt when it runs out.
+    "two_phase": "common.scheduler_assembly:make_two_phase",
+    "prefill_first": "common.scheduler_assembly:make_prefill_first",
+    # Chapter 1, over blocks and a cache. It reserves everything at admission.
+    "fcfs": "common.scheduler_assembly:make_fcfs",
+}
+PREFIX_CACHES = {
+    "hash": "common.scheduler_assembly:make_hash_cache",
+    "radix": "common.scheduler_assembly:make_radix_cache",
+}
+PROPOSERS = {"ngram": "common.assembly:make_ngram", "draft": "common.assembly:make_draft_model"}
+# Where prompts are whole; where they are cut, and a batch has both decodes and chunks.
+ATTENTION_BACKENDS = {
+    "torch": (
+        "paged_attention:TorchAttentionBackend",
+        "mixed_attention:MixedAttentionBackend",
+    ),
+    "triton": (
+        "paged_attention_triton:TritonAttentionBackend",
+        "mixed_attention_triton:MixedTritonAttentionBackend",
+    ),
+}
 
 CHECKPOINTS = Path(__file__).parent / "checkpoints"
 SHIPPED_CHECKPOINT = CHECKPOINTS / "tiny"
@@ -52,6 +88,86 @@ def _is_number(value: object) -> TypeGuard[float]:
     return isinstance(value, Real) and not isinstance(value, bool)
 
 
+@runtime_checkable
+class LearnsDurations(Protocol):
+    """A `ChunkPolicy` that wants to know what steps take."""
+
+    def observe_step(
+        self, starts: Sequence[int], num_tokens: Sequence[int], step_ms: float
+    ) -> None: ...
+
+
+def _check_scheduler(value: object) -> None:
+    _check_name("scheduler", value, SCHEDULERS, callable(value), "a function of SchedulerParts")
+
+
+def _check_policy(value: Any) -> None:
+    if isinstance(value, SchedulePolicy):
+        has_key = getattr(value.key, "__func__", None) is not SchedulePolicy.key
+        has_order = getattr(value.order, "__func__", None) is not SchedulePolicy.order
+        if not has_key and not (has_order and value.looks_at_cache):
+            needed = "must define key, or set looks_at_cache and define order"
+            raise ValueError(f"policy is {value!r}: its class {needed}")
+        return
+    if isinstance(value, str) and value in POLICIES:
+        return
+    import sglang_policies
+
+    policy_named(value, sglang_policies.POLICIES)
+
+
+def _check_prefix_cache(value: object) -> None:
+    instead = "a function of pool, block_size and listener that makes a PrefixCache"
+    _check_name("prefix_cache", value, (None, *PREFIX_CACHES), callable(value), instead)
+
+
+def _check_chunked_prefill(value: object) -> None:
+    is_size = isinstance(value, int) and (isinstance(value, bool) or value >= 1)
+    if not is_size and not _is_made(value, ChunkPolicy):
+        raise ValueError(
+            f"chunked_prefill is {value!r}: it must be True, False, an integer >= 1 or an "
+            "instance of ChunkPolicy"
+        )
+
+
+def _check_attention_backend(value: object) -> None:
+    names = ("auto", *ATTENTION_BACKENDS)
+    is_one = _is_made(value, AttentionBackend)
+    _check_name("attention_backend", value, names, is_one, "an instance of AttentionBackend")
+
+
+def _check_method(value: object) -> None:
+    _check_name("method", value, PROPOSERS, is_proposer(value), "an instance of Proposer")
+
+
+def is_proposer(value: object) -> TypeGuard[Proposer]:
+    if value is None or isinstance(value, str | dict):
+        return False
+    from proposers import Proposer
+
+    return _is_made(value, Proposer)
+
+
+def is_own(value: object) -> bool:
+    """Is it a part, and no name or number?"""
+    return value is not None and not isinstance(value, str | int | float | dict)
+
+
+def _check_name(
+    field: str, value: object, names: Iterable[str | None], is_one: bool, instead: str
+) -> None:
+    if value is None or isinstance(value, str):
+        is_one = value in tuple(names)
+    if not is_one:
+        shown = ", ".join(map(repr, names))
+        raise ValueError(f"{field} is {value!r}: it must be {instead}, or one of {shown}")
+
+
+def _is_made(value: object, protocol: type) -> bool:
+    """A class is none: its methods want an instance."""
+    return not isinstance(value, type) and isinstance(value, protocol)
+
+
 @dataclass(frozen=True, slots=True)
 class SpeculativeConfig:
     """`method` is `"ngram"` (look up what followed the last `max_ngram` to `min_ngram` tokens
@@ -68,7 +184,7 @@ class SpeculativeConfig:
 
     @classmethod
     def make(cls, speculative: dict | Proposer) -> SpeculativeConfig:
-        if roles.is_proposer(speculative):
+        if is_proposer(speculative):
             speculative = {"method": speculative}
         if not isinstance(speculative, dict) or "method" not in speculative:
             raise ValueError(
@@ -78,7 +194,7 @@ class SpeculativeConfig:
         known = list(cls.__dataclass_fields__)
         if unknown := [name for name in speculative if name not in known]:
             raise ValueError(f"speculative has {unknown[0]!r}: it may have {', '.join(known)}")
-        if roles.is_proposer(method := speculative["method"]):
+        if is_proposer(method := speculative["method"]):
             speculative = {"num_spec_tokens": method.num_spec_tokens} | speculative
         return cls(**speculative)
 
@@ -87,7 +203,7 @@ class SpeculativeConfig:
             check_integers(1, **{name: getattr(self, name)})
         is_path = isinstance(self.model, str | Path) and str(self.model)
         is_model = self.model is None or (self.method == "draft" and is_path)
-        roles.check_method(self.method)
+        _check_method(self.method)
         _check(
             self,
             ("min_ngram", self.min_ngram <= self.max_ngram, "it must be <= max_ngram"),
@@ -110,7 +226,7 @@ class EngineConfig:
     max_num_seqs: int = 256
     max_num_batched_tokens: int = 2048
     max_model_len: int | None = None  # prompt plus outputs; None: what the model was made for
-    # In place of a name each role takes a part of your own, or what makes one: `common/roles.py`.
+    # In place of a name each role takes a part of your own, or what makes one.
     # "two_phase" and "prefill_first" (chapter 4) fill the memory, and preempt when it runs out.
     # "fcfs" (chapter 1) reserves everything at admission.
     scheduler: str | Callable[[Any], SchedulerInterface] = "two_phase"
@@ -201,11 +317,11 @@ class EngineConfig:
             is_one = any(value is a or (type(value) is type(a) and value == a) for a in allowed)
             shown = ", ".join(map(repr, allowed))
             _check(self, (name, is_one, f"this version of the book allows {shown}"))
-        roles.check_scheduler(self.scheduler)
-        roles.check_policy(self.policy)
-        roles.check_prefix_cache(self.prefix_cache)
-        roles.check_chunked_prefill(self.chunked_prefill)
-        roles.check_attention_backend(self.attention_backend)
+        _check_scheduler(self.scheduler)
+        _check_policy(self.policy)
+        _check_prefix_cache(self.prefix_cache)
+        _check_chunked_prefill(self.chunked_prefill)
+        _check_attention_backend(self.attention_backend)
         model, ms, events = self.model, self.target_step_ms, self.events
         left, share = self.watermark, self.gpu_memory_utilization
         adapters = self.adapters or {}
@@ -278,8 +394,8 @@ class EngineConfig:
 
     def _check_own_parts(self) -> None:
         """What goes together with parts that were given instead of names."""
-        has_policy = roles.is_own(self.chunked_prefill)
-        has_backend = roles.is_own(self.attention_backend)
+        has_policy = is_own(self.chunked_prefill)
+        has_backend = is_own(self.attention_backend)
         has_proposer = "speculative" in self.parts_with_state
         far = "the model is in other processes, where nothing made here can go: give a name"
         tiles = "batch_invariant=True computes in tiles of its own"
@@ -326,7 +442,7 @@ class EngineConfig:
     @property
     def learns_durations(self) -> bool:
         """Whether somebody has to know what each step took."""
-        is_told = isinstance(self.chunked_prefill, roles.LearnsDurations)
+        is_told = isinstance(self.chunked_prefill, LearnsDurations)
         return self.target_step_ms is not None or is_told
 
     @property
@@ -357,7 +473,7 @@ class EngineConfig:
             "chunked_prefill": self.chunked_prefill,
             "speculative": None if how is None else how.method,
         }
-        return {name: part for name, part in parts.items() if roles.is_own(part)}
+        return {name: part for name, part in parts.items() if is_own(part)}
 
     @property
     def num_rows_per_request(self) -> int:

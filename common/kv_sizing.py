@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 from importlib.util import find_spec
 from itertools import accumulate
 from types import MappingProxyType
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol
 
 import numpy as np
 import psutil
@@ -38,11 +38,16 @@ from request import SamplingParams
 from scheduler_interface import NewRequestData
 
 if TYPE_CHECKING:
-    from common.adapters.adapter_slots import AdapterSlots
     from common.sampling.distributions import Rules
 
 logger = logging.getLogger(__name__)
 _CPU_WARM_UP_TOKENS = 8
+
+
+class Adapters(Protocol):
+    def of_largest_step(self, num_tokens: int, num_logit_rows: int) -> Mapping[str, object]:
+        """What the largest step has staged for them."""
+        ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,7 +64,7 @@ class KVDemand:
     rules: Rules | None = None  # the sampler's
     # Captures what will be captured later: that memory is no KV's.
     make_graphs: Callable[[PagedKVCache], object] | None = None
-    adapters: AdapterSlots | None = None  # the products that they add take room, too
+    adapters: Adapters | None = None  # the products that they add take room, too
 
 
 @dataclass(frozen=True, slots=True)

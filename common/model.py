@@ -26,6 +26,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import replace
+from pkgutil import resolve_name
 from typing import cast
 
 import torch
@@ -39,7 +40,6 @@ from common.layer_groups import deal_layers
 from common.linear import ONEDNN, Linear, Packing, linear_layers, why_not_packed
 from common.model_config import SCORED, ModelConfig
 from common.parallel.collectives import Alone, Collectives
-from common.roles import load
 from common.rotary import Rotary, rotary_table
 from paged_attention import AttentionPlan, PagedKVCache
 
@@ -69,9 +69,9 @@ class DecoderLayer(nn.Module):
     ) -> None:
         super().__init__()
         attention, mlp = config.blocks_of(index)
-        make: type[AttentionBlock] = load(ATTENTION_BLOCKS[attention])
+        make: type[AttentionBlock] = resolve_name(ATTENTION_BLOCKS[attention])
         self.attention = make(config, index, dtype, device, into_stream)
-        self.mlp: MLPBlock = load(MLP_BLOCKS[mlp])(config, dtype, device, into_stream)
+        self.mlp: MLPBlock = resolve_name(MLP_BLOCKS[mlp])(config, dtype, device, into_stream)
 
     def forward(
         self,

@@ -1,8 +1,8 @@
 """Which models are served: `python -m common.models [--write]`.
 
 The rows come from where they are decided: the families of `model_config.py`, the architectures that
-`refused_models.py` knows by name, the random checkpoints that each family has, and the cases in
-which a test compares its logits with those of `transformers`. So a new family has a row by itself.
+it refuses by name, the random checkpoints that each family has, and the cases in which a test
+compares its logits with those of `transformers`. So a new family has a row by itself.
 `--write` renews the tables of `MODELS.md`."""
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from common import model_config
-from common.refused_models import WHY_REFUSED
+from common.model_config import WHY_REFUSED
 from common.tests.model_cases import CASES
 from workshop.measure.bench.bench_record import markdown_table, replace_between_markers
 from workshop.measure.bench.random_weights import FAMILIES

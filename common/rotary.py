@@ -11,10 +11,9 @@ Source: RoFormer, arXiv 2104.09864. For texts longer than in training: `rope_sca
 from __future__ import annotations
 
 from dataclasses import dataclass
+from pkgutil import resolve_name
 
 import torch
-
-from common.roles import load
 
 Rotary = tuple[torch.Tensor, torch.Tensor]  # what a layer turns with, `Regions.rotary`
 
@@ -40,7 +39,7 @@ def inverse_frequencies(rope: RopeParameters, head_dim: int) -> torch.Tensor:
     inv_freq = 1.0 / rope.theta**exponents
     if rope.rope_type == "default":
         return inv_freq
-    return load(f"common.rope_scaling:{rope.rope_type}")(inv_freq, rope)
+    return resolve_name(f"common.rope_scaling:{rope.rope_type}")(inv_freq, rope)
 
 
 def rotary_table(

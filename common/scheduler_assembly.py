@@ -20,15 +20,15 @@ import logging
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
+from pkgutil import resolve_name
 from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 
 from block_pool import BlockPool
-from common.engine_config import EngineConfig
+from common.engine_config import PREFIX_CACHES, SCHEDULERS, EngineConfig, LearnsDurations
 from common.layer_groups import deal_layers
 from common.model_config import ModelConfig, ModelFacts
-from common.roles import PREFIX_CACHES, SCHEDULERS, LearnsDurations, load
 from engine_core import EngineCore
 from kv_memory import KVMemory, UncachedKVCacheManager
 from policies import POLICIES, SchedulePolicy, policy_named
@@ -212,7 +212,7 @@ def make_scheduler(parts: SchedulerParts) -> SchedulerInterface:
     """Raises `ValueError` if a function of the user's makes none."""
     wanted = parts.config.scheduler
     if isinstance(wanted, str):
-        return load(SCHEDULERS[wanted])(parts)
+        return resolve_name(SCHEDULERS[wanted])(parts)
     scheduler = wanted(parts)
     is_ours = getattr(scheduler, "kv_memory", None) is parts.kv_memory
     if not is_ours or not isinstance(scheduler, SchedulerBooks):
@@ -401,7 +401,7 @@ def make_cache(
 ) -> PrefixCache:
     """Over the engine's pool. Raises `ValueError` if a function of the user's makes another."""
     if isinstance(wanted, str):
-        return load(PREFIX_CACHES[wanted])(pool, block_size, listener)
+        return resolve_name(PREFIX_CACHES[wanted])(pool, block_size, listener)
     cache = wanted(pool=pool, block_size=block_size, listener=listener)
     is_ours = isinstance(cache, PrefixCache) and cache.pool is pool
     if not is_ours or cache.block_size != block_size or cache.listener is not listener:

@@ -17,8 +17,7 @@ from transformers.models.auto import modeling_auto
 from common import demo, loader, models, test_model
 from common.engine_config import SHIPPED_CHECKPOINT
 from common.model import DecoderModel
-from common.model_config import SUPPORTED_ARCHITECTURES
-from common.refused_models import WHY_REFUSED, why_refused
+from common.model_config import SUPPORTED_ARCHITECTURES, WHY_REFUSED, why_refused
 from common.tests.model_cases import save_case
 
 pytestmark = pytest.mark.usefixtures("one_thread")

@@ -7,9 +7,9 @@ from pathlib import Path
 import pytest
 import torch
 
+from common.assembly import set_regions
 from common.engine import EngineConfig, LLMEngine
 from common.engine_config import SHIPPED_CHECKPOINT
-from common.kernels.chosen_regions import set_regions
 from common.kernels.kernel_regions import KernelRegions
 from common.kernels.regions import Regions
 from common.loader import load_model

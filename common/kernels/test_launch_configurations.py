@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 import torch
 
+from common.assembly import set_regions
 from common.engine import EngineConfig, LLMEngine
-from common.kernels.chosen_regions import set_regions
 from common.kernels.launch_configurations import attention_shape, launch_configurations
 from common.kernels.sampler_kernel import sampling_launches
 from common.loader import load_model

@@ -10,8 +10,8 @@ import pytest
 import torch
 from torch.nn import functional as F
 
+from common.assembly import set_regions
 from common.kernels import compiled_regions
-from common.kernels.chosen_regions import set_regions
 from common.kernels.compiled_regions import CompiledRegions, compile_regions
 from common.kernels.regions import Regions
 from common.loader import LoadedModel

@@ -23,7 +23,7 @@ from typing import Any
 import torch
 
 from acceptance import SpecDecodeStats
-from common.engine_config import SHIPPED_CHECKPOINT, EngineConfig
+from common.engine_config import SHIPPED_CHECKPOINT, EngineConfig, is_own
 from common.loader import Checkpoint, read_checkpoint
 from common.model import DecoderModel
 from common.model_config import ModelFacts
@@ -34,7 +34,6 @@ from common.parallel.executor import OF_THE_USER, Executor, WorkerError
 from common.parallel.ranks import Ranks
 from common.parallel.remote_launch import StartedWorkers, launch
 from common.parallel.sharded_model import rank_config
-from common.roles import is_own
 from common.runner.trimming_runner import TrimmingRunner
 from common.scheduler_assembly import (
     EngineParts,

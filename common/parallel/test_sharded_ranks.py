@@ -13,12 +13,12 @@ from common.loader import load_model
 from common.model_config import ModelConfig
 from common.parallel.collectives import Communication
 from common.parallel.ranks import Ranks
+from common.parallel.sharded_layers import rows_per_rank
 from common.tests.adapter_cases import KINDS, save_adapter, with_peft
 from common.tests.forked import Forked
 from common.tests.model_cases import save_case
 from common.tests.paged_harness import PagedHarness
 from common.tests.sharded_rank import run_rank
-from workshop.measure.parallel.communication import step_communication
 
 NUM_PROCESSES, LIMIT_S = 4, 300
 PROMPTS = ([3, 1, 4, 1, 5, 9, 2, 6], [53, 58, 88, 0, 44], [7])
@@ -141,6 +141,29 @@ def test_what_was_said_is_what_the_formula_says(ranks, folder):
             num_rows = num_tokens if indices is None else len(indices)
             expected = step_communication(config, where, num_tokens, num_rows, ITEMSIZES[kind])
             assert Communication(**step["said"]) == expected, (world, where, case, kind)
+
+
+def step_communication(
+    config: ModelConfig, ranks: Ranks, num_tokens: int, num_logit_rows: int, itemsize: int
+) -> Communication:
+    """What one rank sends in one step, by the formula of README.md; `itemsize` in bytes.
+
+    In the last layer, only the rows that need logits go on after attention."""
+    row_bytes, expected = config.hidden_size * itemsize, Communication()
+    if ranks.tensor_parallel_size > 1:
+        num_rows = [num_tokens] * (2 * len(ranks.layers(config.num_hidden_layers)))
+        num_rows += [num_tokens] * ranks.is_first_stage
+        if ranks.is_last_stage:
+            num_rows[:2] = [num_logit_rows] * 2
+            num_lanes = rows_per_rank(config.vocab_size, ranks.tensor_parallel_size)
+            expected.num_all_gathers = 1
+            expected.num_bytes += num_logit_rows * num_lanes * itemsize
+        expected.num_all_reduces = len(num_rows)
+        expected.num_bytes += sum(num_rows) * row_bytes
+    if not ranks.is_last_stage:
+        expected.num_sends = 1
+        expected.num_bytes += num_tokens * row_bytes
+    return expected
 
 
 def test_two_all_reduces_a_layer_one_for_the_embedding_one_gather(ranks):

@@ -6,9 +6,8 @@ import logging
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from common.engine_config import EngineConfig
+from common.engine_config import EngineConfig, is_own
 from common.model import DecoderModel
-from common.roles import is_own
 from common.runner.graphs import CannotCapture, CudaGraphs, DecodeGraphs, GraphPart, Graphs
 from paged_attention import AttentionBackend, PagedKVCache
 

@@ -134,7 +134,7 @@ def _too_large(name: str, size: Size, limit: Size) -> list[str]:
 # A package may have modules on several floors: the longest name that fits counts.
 FLOORS = {
     "configuration, matrices": """
-        engine_config thread_count roles config_fields model_config refused_models layer_groups
+        engine_config thread_count roles config_fields model_config layer_groups
         experts.expert_config row_order rotary rope_scaling linear huge_pages row_padding
         kernels.compiled_linear
         parallel.ranks parallel.collectives
@@ -143,14 +143,14 @@ FLOORS = {
     "sampling": "sampling kernels.sampler_kernel kernels.launch_configurations",
     "model": """
         blocks post_norm_blocks model loader experts
-        kernels.compiled_regions kernels.chosen_regions""",
+        kernels.compiled_regions""",
     "runner": "runner kv_sizing adapters grammars",
     "parallel": "parallel",
     "assembly": """
         assembly scheduler_assembly windows events kernels.warm_up
         runner.worker parallel.worker_rank parallel.remote parallel.remote_launch""",
     "engine": """
-        engine llm step_trace demo grammars.grammar_demo serve""",
+        engine llm step_trace demo serve""",
     "workshop": "workshop tests serve.fleet models",
 }
 

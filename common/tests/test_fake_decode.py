@@ -11,10 +11,9 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from common.assembly import make_attention
+from common.assembly import make_attention, set_regions
 from common.engine_config import EngineConfig
 from common.experts.expert_config import qwen3_moe
-from common.kernels.chosen_regions import set_regions
 from common.kernels.sampler_kernel import KERNELS as SAMPLER_KERNELS
 from common.kv_sizing import allocate_kv_cache
 from common.loader import LoadedModel

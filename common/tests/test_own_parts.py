@@ -7,6 +7,7 @@ import gc
 import json
 from collections.abc import Collection, Sequence
 from pathlib import Path
+from pkgutil import resolve_name
 from typing import Any, cast
 
 import pytest
@@ -15,16 +16,9 @@ import torch
 from block_pool import BlockPool
 from common import engine as engine_module
 from common.engine import EngineConfig, LLMEngine
+from common.engine_config import ATTENTION_BACKENDS, PREFIX_CACHES, PROPOSERS, SCHEDULERS
 from common.parallel.remote import config_to_map
-from common.roles import (
-    ATTENTION_BACKENDS,
-    LATE_PLUGINS,
-    PREFIX_CACHES,
-    PROPOSERS,
-    REQUEST_GRAMMARS,
-    SCHEDULERS,
-    load,
-)
+from common.roles import LATE_PLUGINS, REQUEST_GRAMMARS
 from common.scheduler_assembly import SchedulerParts
 from common.tests.engine_oracle import MAX_TOKENS, checked_engine, greedy_params, serve
 from common.tests.house import imports, parse
@@ -353,7 +347,7 @@ def test_of_parts_that_plan_a_worker_learns_what_it_needs() -> None:
     + [where for both in ATTENTION_BACKENDS.values() for where in both],
 )
 def test_every_name_leads_somewhere(where: str) -> None:
-    assert callable(load(where))
+    assert callable(resolve_name(where))
 
 
 def test_the_engine_finds_grammars_by_name() -> None:

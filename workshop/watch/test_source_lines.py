@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
+from common.engine_config import SCHEDULERS
 from common.events.event_kinds import KINDS, REASONS
-from common.roles import SCHEDULERS
 from sglang_policies import POLICIES
 from workshop.watch.source_lines import (
     LEAST_LINES,

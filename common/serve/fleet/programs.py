@@ -18,6 +18,7 @@ from pathlib import Path
 
 import httpx
 
+ROOT = Path(__file__).resolve().parents[3]
 START_SECONDS = 120
 HOW_TO_INSTALL = "vllm-router is not installed: pip install vllm-router, or say VLLM_ROUTER=FILE"
 _SAMPLE = re.compile(r"^([\w:]+)(?:\{(.*)\})? (\S+)$", re.MULTILINE)
@@ -44,6 +45,7 @@ class Program:
             stdin=subprocess.DEVNULL,
             stdout=self._log,
             stderr=self._log,
+            cwd=ROOT,
             env={**os.environ, "OMP_NUM_THREADS": "1"},
         )
 
@@ -88,11 +90,7 @@ class Program:
 def start_server(*flags: str, module: str = "common.serve") -> Program:
     """`module` may be another program with a `--port`, such as the proxy."""
     port = free_port()
-    root = Path(__file__).resolve().parents[3]
-    program = [sys.executable, "-m", module, "--port", str(port), *flags]
-    path = os.environ.get("PYTHONPATH", "")
-    command = ["env", f"PYTHONPATH={os.pathsep.join([str(root), path])}", *program]
-    return Program(command, port)
+    return Program([sys.executable, "-m", module, "--port", str(port), *flags], port)
 
 
 def start_router(*flags: str) -> Program:

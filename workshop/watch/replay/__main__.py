@@ -1,6 +1,5 @@
-"""python -m workshop.replay run.jsonl                        what is in it
-python -m workshop.replay run.jsonl --step 12      who computed what, and who waited for what
-python -m workshop.replay run.jsonl --perfetto out.json     for ui.perfetto.dev"""
+"""python -m workshop.replay run.jsonl              what is in the file
+python -m workshop.replay run.jsonl --step 12    what a step computed, why others waited"""
 
 from __future__ import annotations
 
@@ -11,7 +10,6 @@ from pathlib import Path
 
 from common.events.event_kinds import REASONS
 from workshop.watch.replay.film import Film
-from workshop.watch.replay.perfetto import write_trace
 
 
 def describe(film: Film) -> str:
@@ -56,14 +54,11 @@ def describe_step(film: Film, step: int) -> str:
 def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m workshop.replay", description="Read a film.")
     parser.add_argument("film", type=Path, help="what LLM(events=...) wrote")
-    parser.add_argument("--perfetto", type=Path, metavar="F", help="write a trace to this file")
     parser.add_argument("--step", type=int, metavar="N", help="tell what happened in this step")
     args = parser.parse_args(argv)
     try:
         film = Film.read(args.film)
         print(describe(film) if args.step is None else describe_step(film, args.step))
-        if args.perfetto is not None:
-            write_trace(film, args.perfetto)
     except (ValueError, OSError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 2

@@ -3,6 +3,8 @@ step, of every workload; and no kind of event could be left out."""
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
@@ -10,6 +12,8 @@ from hypothesis import strategies as st
 from common.events.event_kinds import KINDS, read_events
 from common.tests.film_runs import RecordedRun, Workshop, check_film, replay
 from tiered_cache import KVTierConfig
+from workshop.watch.replay.__main__ import main
+from workshop.watch.replay.film import Film
 
 
 @settings(
@@ -60,3 +64,24 @@ def test_a_film_without_one_kind_of_event_is_seen_to_lie(
     noticed = [bool(replay(run, without=kind)) for run in concerned]
     # A block that was looked up and then used at once shows no trace of the look-up.
     assert any(noticed) if kind == "matched" else all(noticed)
+
+
+# -- the command
+
+
+def test_the_command_describes_and_refuses(workshop: Workshop, tmp_path: Path, capsys) -> None:
+    path = workshop.run(9, num_blocks=40, block_size=3, max_num_seqs=2).path
+    assert main([str(path)]) == 0
+    assert "steps" in capsys.readouterr().out
+    film = Film.read(path)
+    for step in range(film.num_steps):
+        assert main([str(path), "--step", str(step)]) == 0
+    told = capsys.readouterr().out
+    assert "prompt" in told and "decode" in told and "waits: as many run as may" in told
+    assert main([str(path), "--step", str(film.num_steps)]) == 2
+    assert f"the film has steps 0 to {film.num_steps - 1}" in capsys.readouterr().err
+    assert main([str(tmp_path / "none.jsonl")]) == 2
+    bad = tmp_path / "bad.jsonl"
+    bad.write_text('{"kind":"run","version":99}\n')
+    assert main([str(bad)]) == 2
+    assert "bad.jsonl, line 1: the event is of version 99" in capsys.readouterr().err
