@@ -1,4 +1,4 @@
-"""Three requests over three steps of this engine, as the table of READING_ALONG.md.
+"""Three requests over three steps of this engine, as READING_ALONG.md shows them.
 
     python -m workshop.worked_steps
 
@@ -82,19 +82,16 @@ def rows_of(path: str | Path) -> Iterator[Row]:
 
 
 def table(rows: list[Row]) -> str:
-    lines = ["| " + " | ".join(HEAD) + " |", "|---:|---|---|---|---|---:|---|"]
+    lines = [HEAD]
     for row in rows:
-        cells = [
-            str(row.step),
-            f"`{row.request_id}`",
-            stretch(row.positions),
-            str(row.block_table),
-            stretch(row.slots),
-            str(row.token),
-            f"{row.num_known}, {row.positions.stop}",
-        ]
-        lines.append("| " + " | ".join(cells) + " |")
-    return "\n".join(lines)
+        counters = f"{row.num_known}, {row.positions.stop}"
+        cells = (row.step, row.request_id, stretch(row.positions), row.block_table)
+        lines.append([*map(str, cells), stretch(row.slots), str(row.token), counters])
+    widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
+    return "\n".join(
+        "  ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)).rstrip()
+        for line in lines
+    )
 
 
 def stretch(numbers: range | list[int]) -> str:
