@@ -78,26 +78,18 @@ class SimpleLM:
         copy.weights = [math.sqrt(1 - noise**2) * own + noise * other for own, other in pairs]
         return copy
 
-    def get_logits(
-        self,
-        token_ids: Sequence[int],
-        positions: torch.Tensor | None = None,  # [seq_len] int64; None: 0, 1, ...
-        attention_mask: torch.Tensor | None = None,  # [seq_len, seq_len] bool; None: causal
-    ) -> torch.Tensor:  # [seq_len, vocab_size] float64
-        """Row i of the mask says what token i sees. Raises `ValueError` for what is no token."""
+    def get_logits(self, token_ids: Sequence[int]) -> torch.Tensor:
+        """Return [seq_len, vocab_size] float64. Raises `ValueError` for a token id out of range."""
         embedding, query, key, value, lm_head = self.weights
         ids = torch.as_tensor(token_ids, dtype=torch.int64)
         if outside := ids[(ids < 0) | (ids >= self.vocab_size)].tolist():
             raise ValueError(f"token_ids has {outside[0]}: it must be in [0, {self.vocab_size})")
-        if positions is None:
-            positions = torch.arange(len(ids))
-        if attention_mask is None:
-            attention_mask = torch.ones(len(ids), len(ids), dtype=torch.bool).tril()
-        x = embedding[ids] + torch.cos(positions[:, None] * self._frequencies)
+        is_seen = torch.ones(len(ids), len(ids), dtype=torch.bool).tril()
+        x = embedding[ids] + torch.cos(torch.arange(len(ids))[:, None] * self._frequencies)
         # Random entries of size 1: the product of two vectors is about sqrt(hidden_size) long.
         scale = self.hidden_size**-0.5
         scores = (x @ query * scale) @ (x @ key * scale).T * scale
-        scores = scores.masked_fill(~attention_mask, -torch.inf)
+        scores = scores.masked_fill(~is_seen, -torch.inf)
         x = x + 2 * scores.softmax(dim=-1) @ (x @ value * scale)
         x = x / x.square().mean(dim=-1, keepdim=True).sqrt()
         return 2 * x @ lm_head * scale

@@ -128,18 +128,6 @@ def test_the_order_of_earlier_tokens_matters():
     assert difference.abs().max() > 1e-2
 
 
-def test_positions_and_mask_are_what_they_are_called():
-    model = SimpleLM(32)
-    ids = [3, 4, 5, 6]
-    causal = torch.ones(4, 4, dtype=torch.bool).tril()
-    logits = model.get_logits(ids)
-    assert torch.equal(model.get_logits(ids, torch.arange(4), causal), logits)
-    # Token 5 hidden, and 6 in its place: as if it were not there.
-    causal[3, 2] = False
-    hidden = model.get_logits(ids, torch.tensor([0, 1, 2, 2]), causal)
-    torch.testing.assert_close(hidden[3], model.get_logits([3, 4, 6])[2])
-
-
 def test_models_are_made_by_their_seeds():
     logits = SimpleLM(32, seed=5).get_logits([1, 2])
     assert torch.equal(SimpleLM(32, seed=5).get_logits([1, 2]), logits)

@@ -307,11 +307,11 @@ SUPPORTED_ARCHITECTURES = tuple(_FAMILIES)
 # Architectures that are not served, and why: the first line whose pattern fits. What is not named
 # here, nor in the families, is refused, too, but without a reason: nobody here has looked at it. A
 # family that is added wins over a pattern.
-_STATES = "02_paged_kv/beyond/STATES.md shows the layer, and nothing serves it yet"
+_STATES = "three of four layers keep a state in the place of keys and values"
 WHY_REFUSED: dict[str, str] = {
     "GptOssForCausalLM": "its attention has a sink in each head, and its experts are in MXFP4",
-    "Qwen3Next*": f"three of four layers keep a state in the place of keys and values: {_STATES}",
-    "Qwen3_5*": f"three of four layers keep a state in the place of keys and values: {_STATES}",
+    "Qwen3Next*": _STATES,
+    "Qwen3_5*": _STATES,
     "*Mamba*": "its layers, or most, keep a state in the place of keys and values",
     "DeepseekV[23]*": "its keys and values are compressed (MLA), and experts come in groups",
     "Gemma2ForCausalLM": "scores and logits are capped (attn_logit_softcapping)",

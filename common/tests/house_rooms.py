@@ -91,9 +91,9 @@ ROOM_LIMITS = {
     "02_paged_kv": Size(9, 1206),
     "03_prefix_cache": Size(9, 1559),
     "04_scheduler": Size(9, 1224),
-    "05_spec_decode": Size(9, 1050),
+    "05_spec_decode": Size(9, 1042),
     "06_chunked_prefill": Size(9, 500),
-    "all roots": Size(46, 6720),
+    "all roots": Size(46, 6712),
 }
 # With the defaults of eight families in `transformers`, and torch's threads, which are a number of
 # the process and so a module of their own.
