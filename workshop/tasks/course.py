@@ -17,7 +17,6 @@ How such a table is read: `text_rows.py` of the tools."""
 from __future__ import annotations
 
 import json
-import os
 from collections.abc import Iterator
 from dataclasses import dataclass
 from hashlib import sha256
@@ -26,7 +25,7 @@ from pathlib import Path
 
 from workshop.tasks.blank import Blank, filled, make_blank, with_holes
 from workshop.tasks.task import Task
-from workshop.tools.text_rows import TextRow, read_rows
+from workshop.tools.text_rows import TextRow, is_chinese, read_rows
 
 TABLE = Path(__file__).with_name("tasks.txt")
 _WORDS = "number title minutes difficulty module place write hint test_module test names engine"
@@ -85,12 +84,6 @@ def _words(row: TextRow) -> Words:
 
 _ROWS = read_rows(TABLE.with_suffix(".zh.txt").read_text("utf-8"), "en title write hint mistake")
 CHINESE = {row.head: (row.text("en"), _words(row)) for row in _ROWS}  # digests and words
-
-
-def is_chinese() -> bool:
-    """What the terminal speaks, as gettext finds it out."""
-    names = ("LANGUAGE", "LC_ALL", "LC_MESSAGES", "LANG")
-    return next(filter(None, map(os.environ.get, names)), "").startswith("zh")
 
 
 def english_of(task: Task) -> Words:
