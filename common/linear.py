@@ -7,7 +7,7 @@ A matrix multiplication on a CPU reads its weights in tiles that suit the vector
     packed    the same numbers in an order that only one product reads, a `Packing`: oneDNN's, or
               panels for `kernels/compiled_linear.cpp`, for large models in float32
 
-Measured on the matrices of a 0.6B model in `workshop/bench`: the fewer rows a step has, the
+Measured on the matrices of a 0.6B model in `workshop/measure/bench`: the fewer rows a step has, the
 more of its time was the reordering. The sums are added in another order, so results differ from the
 plain ones in their last bits.
 

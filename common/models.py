@@ -15,8 +15,8 @@ from typing import Any
 from common import model_config
 from common.model_config import WHY_REFUSED
 from common.tests.model_cases import CASES
-from workshop.bench.bench_record import markdown_table, replace_between_markers
-from workshop.bench.random_weights import FAMILIES
+from workshop.measure.bench.bench_record import markdown_table, replace_between_markers
+from workshop.measure.bench.random_weights import FAMILIES
 
 PAGE = Path(__file__).with_name("MODELS.md")
 ORACLE = "test_whole_prompts_in_one_step_give_the_logits_of_transformers"  # of test_model.py

@@ -31,7 +31,7 @@ from common.sampling.speculative_sampler import SpeculativeSampler
 from kv_budget import MemoryReading
 from paged_attention import TorchAttentionBackend
 from rejection_sampler import rejection_sample
-from workshop.bench.random_weights import QWEN3_0_6B, random_model
+from workshop.measure.bench.random_weights import QWEN3_0_6B, random_model
 
 TINY = replace(
     QWEN3_0_6B,

@@ -21,7 +21,7 @@ from common.kernels.compiled_linear import CompiledPacking
 from common.linear import Linear, linear_layers, why_not_packed
 from request import SamplingParams
 from test_cpp_library import needs_compiler
-from workshop.bench.random_weights import QWEN3_0_6B, random_model
+from workshop.measure.bench.random_weights import QWEN3_0_6B, random_model
 
 BOUNDS = {torch.float32: 1e-5, torch.bfloat16: 1.5e-2}
 CPU = torch.device("cpu")

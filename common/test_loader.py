@@ -19,7 +19,7 @@ from common.loader import load_model, resolve_checkpoint
 from common.model import DecoderModel
 from common.model_config import SUPPORTED_ARCHITECTURES, ModelConfig
 from common.tests.model_cases import CASES, PagedHarness, reference_logits, save_case
-from workshop.bench.random_weights import QWEN3_0_6B, random_model, write_random
+from workshop.measure.bench.random_weights import QWEN3_0_6B, random_model, write_random
 
 WEIGHTS = "model.safetensors"
 INDEX = "model.safetensors.index.json"

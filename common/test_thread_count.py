@@ -20,7 +20,7 @@ from common import thread_count
 from common.engine import LLMEngine
 from common.engine_config import THREADS_FROM_PARAMETERS, EngineConfig
 from common.thread_count import ThreadCount, set_threads
-from workshop.bench.random_weights import QWEN3_0_6B, random_model
+from workshop.measure.bench.random_weights import QWEN3_0_6B, random_model
 
 CPU = torch.device("cpu")
 TINY = replace(QWEN3_0_6B, vocab_size=89, hidden_size=32, num_hidden_layers=1, intermediate_size=40)

@@ -1,7 +1,7 @@
 """The figures and tables of chapter 1, drawn from its record. Measuring takes some minutes.
 
 What is counted and timed, and how, stands in `plot_batching_workloads.py`; how this script is
-called, in `workshop/tools/lab_frame.py`.
+called, in `workshop/measure/lab_frame.py`.
 """
 
 from __future__ import annotations
@@ -15,9 +15,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
 import plot_batching_workloads as workloads
-from workshop.bench.bench_record import ROOT, markdown_table, read_record
-from workshop.tools.lab_frame import Measurement, Part, run_lab
-from workshop.tools.palette import (
+from workshop.book.palette import (
     BASELINE,
     DECODE,
     INK,
@@ -27,6 +25,8 @@ from workshop.tools.palette import (
     add_key,
     label_line,
 )
+from workshop.measure.bench.bench_record import ROOT, markdown_table, read_record
+from workshop.measure.lab_frame import Measurement, Part, run_lab
 
 TOKENIZER = ROOT / "common" / "checkpoints" / "tiny" / "tokenizer.json"
 QWEN3_0_6B_BYTES = 2 * 28 * 8 * 128 * 2  # KV of one token: K and V, layers, heads, head_dim, bf16
@@ -131,7 +131,9 @@ def spread_runs(record: dict) -> list[list[dict]]:
 
 def tables(record: dict) -> dict[str, str]:
     return {
-        "sharing": _sharing(read_record(ROOT / "workshop/bench/records/bench_qwen3-0.6b.json")),
+        "sharing": _sharing(
+            read_record(ROOT / "workshop/measure/bench/records/bench_qwen3-0.6b.json")
+        ),
         "headline": _headline(record),
         "real": _real_table(record),
         "spread": _spread_table(record),
@@ -154,7 +156,7 @@ def _sharing(bench: dict) -> str:
     gigabytes, cpu = roofline["weight_bytes"] / 1e9, bench["environment"]["cpu"]
     return (
         f"Here are all matrices of Qwen3-0.6B in bfloat16, {gigabytes:.1f} GB, on two cores of an "
-        f"{cpu} (`workshop/bench/records/bench_qwen3-0.6b.json`, commit "
+        f"{cpu} (`workshop/measure/bench/records/bench_qwen3-0.6b.json`, commit "
         f"`{bench['environment']['commit'][:10]}`):\n\n"
         + markdown_table(["a pass of", "milliseconds", "milliseconds a row"], rows)
     )

@@ -8,8 +8,8 @@ from __future__ import annotations
 from fcfs_scheduler import FCFSScheduler
 from request import Request
 from scheduler_interface import StepOutput
-from workshop.tools.draw import LARGE, PAPER, SMALL, Drawing, save_all
-from workshop.tools.palette import DECODE, PROMPT
+from workshop.book.draw import LARGE, PAPER, SMALL, Drawing, save_all
+from workshop.book.palette import DECODE, PROMPT
 
 PROMPT_IDS, OUTPUT_IDS = [11, 12, 13, 14, 15], [21, 22, 23]
 

@@ -35,11 +35,11 @@ import torch
 from common.engine import LLMEngine
 from common.model import DecoderModel
 from common.model_config import ModelConfig
-from workshop.bench.bench_models import choose_dtype
-from workshop.bench.bench_record import table_of
-from workshop.bench.bench_work import BenchRequest, Limits, greedy, make_requests
-from workshop.bench.random_weights import QWEN3_0_6B, random_model
-from workshop.tools.lab_frame import Measurement, Part, run_lab
+from workshop.measure.bench.bench_models import choose_dtype
+from workshop.measure.bench.bench_record import table_of
+from workshop.measure.bench.bench_work import BenchRequest, Limits, greedy, make_requests
+from workshop.measure.bench.random_weights import QWEN3_0_6B, random_model
+from workshop.measure.lab_frame import Measurement, Part, run_lab
 
 # layers, hidden, inner, heads, KV heads, head dim, vocabulary; the middle ones are of common shapes
 SHAPES = {

@@ -24,8 +24,8 @@ from torch.nn.functional import scaled_dot_product_attention
 
 from decode_attention import AttendRows, QueryRows, compile_rows
 from paged_attention import AttentionMetadata, PagedPlan
-from workshop.bench.bench_record import markdown_table
-from workshop.tools.lab_frame import Measurement, Part, run_lab
+from workshop.measure.bench.bench_record import markdown_table
+from workshop.measure.lab_frame import Measurement, Part, run_lab
 
 BLOCK_SIZE, NUM_HEADS, NUM_KV_HEADS, HEAD_DIM = 16, 16, 8, 128  # a layer of Qwen3-0.6B
 SCALE = HEAD_DIM**-0.5

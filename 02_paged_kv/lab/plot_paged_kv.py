@@ -1,7 +1,7 @@
 """The figures and tables of chapter 2, drawn from its record. Measuring takes some minutes.
 
 What is counted and how stands in `plot_paged_kv_workloads.py`, what is timed in
-`plot_paged_kv_timing.py`; how this script is called, in `workshop/tools/lab_frame.py`.
+`plot_paged_kv_timing.py`; how this script is called, in `workshop/measure/lab_frame.py`.
 """
 
 from __future__ import annotations
@@ -27,9 +27,7 @@ from plot_paged_kv_workloads import (
     count,
     stdlib_jobs,
 )
-from workshop.bench.bench_record import ROOT, markdown_table, table_of
-from workshop.tools.lab_frame import Measurement, Part, run_lab
-from workshop.tools.palette import (
+from workshop.book.palette import (
     BASELINE,
     DECODE,
     INK,
@@ -40,6 +38,8 @@ from workshop.tools.palette import (
     shade,
     tint,
 )
+from workshop.measure.bench.bench_record import ROOT, markdown_table, table_of
+from workshop.measure.lab_frame import Measurement, Part, run_lab
 
 TOKENIZER = ROOT / "common" / "checkpoints" / "tiny" / "tokenizer.json"
 

@@ -9,8 +9,8 @@ from block_pool import BlockPool
 from grouped_kv_memory import GroupedKVMemory
 from kv_cache_manager import KVCacheManager
 from request import Request
-from workshop.tools.draw import LARGE, PAPER, SMALL, SOFT, Drawing, save_all
-from workshop.tools.palette import DECODE, PROMPT, WASTE, tint
+from workshop.book.draw import LARGE, PAPER, SMALL, SOFT, Drawing, save_all
+from workshop.book.palette import DECODE, PROMPT, WASTE, tint
 
 BLOCK_SIZE, NUM_BLOCKS, NUM_TOKENS, POSITION = 4, 9, 10, 6
 OWN, HERE, EMPTY = tint(DECODE, 0.5), PROMPT, tint(WASTE, 0.6)  # written; asked for; not written

@@ -9,7 +9,7 @@ import torch
 
 import weights_digest as module
 from weights_digest import weights_digest
-from workshop.bench.random_weights import QWEN3_0_6B, random_model
+from workshop.measure.bench.random_weights import QWEN3_0_6B, random_model
 
 TINY = dataclasses.replace(
     QWEN3_0_6B, vocab_size=89, hidden_size=32, num_hidden_layers=2, intermediate_size=40

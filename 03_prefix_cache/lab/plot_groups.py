@@ -1,6 +1,6 @@
 """What windows save, and what they do for a prefix cache: the figure and table of
 `beyond/GROUPS.md`. `--record groups` counts, without a model and without a clock. How this script
-is called: `workshop/tools/lab_frame.py`.
+is called: `workshop/measure/lab_frame.py`.
 
 A model with six groups of layers, as Gemma 3's are dealt: one that sees everything, five with a
 window of 1,024. Beside it the same layers without windows, in the same memory."""
@@ -19,9 +19,9 @@ from grouped_kv_memory import most_blocks
 from kv_memory import NotReady
 from prefix_workloads import PlannedRequest, PrefixWorkload
 from request import Request
-from workshop.bench.bench_record import markdown_table
-from workshop.tools.lab_frame import Measurement, Part, run_lab
-from workshop.tools.palette import BASELINE, CACHED
+from workshop.book.palette import BASELINE, CACHED
+from workshop.measure.bench.bench_record import markdown_table
+from workshop.measure.lab_frame import Measurement, Part, run_lab
 
 BLOCK_SIZE, STEP, WINDOW, VOCAB_SIZE = 16, 2_048, 1_024, 50_000
 KINDS: dict[str, list[int | None]] = {

@@ -8,8 +8,8 @@ from __future__ import annotations
 from block_pool import BlockPool
 from grouped_prefix_cache import GroupedPrefixCache
 from prefix_cache_local import compute_hash_chain
-from workshop.tools.draw import LARGE, PAPER, SMALL, Drawing, save_all
-from workshop.tools.palette import CACHED, tint
+from workshop.book.draw import LARGE, PAPER, SMALL, Drawing, save_all
+from workshop.book.palette import CACHED, tint
 
 BLOCK_SIZE, WINDOWS, WHO = 4, (None, 6), ("sees everything", "a window of 6")
 THERE = ("xxx-", "x-xx")  # which of four blocks each group has

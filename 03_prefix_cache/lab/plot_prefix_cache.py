@@ -5,7 +5,7 @@
 
 What is timed stands in `plot_prefix_cache_ops.py`, `..._workload.py` and `..._engine.py`; the tree
 is drawn in `..._tree.py`, the tables are made in `..._tables.py`. How this script is called:
-`workshop/tools/lab_frame.py`.
+`workshop/measure/lab_frame.py`.
 """
 
 from __future__ import annotations
@@ -34,9 +34,9 @@ from plot_prefix_cache_tables import (
 from plot_prefix_cache_tree import draw_tree
 from prefix_workloads import TRACE_BLOCK_SIZE, TraceRequest, read_trace
 from replay_trace import CACHES, make_cache, num_distinct_blocks, replay
-from workshop.bench.bench_record import percentiles
-from workshop.tools.lab_frame import Measurement, Part, run_lab
-from workshop.tools.palette import BASELINE, CACHED, INK, label_line, shade, tint
+from workshop.book.palette import BASELINE, CACHED, INK, label_line, shade, tint
+from workshop.measure.bench.bench_record import percentiles
+from workshop.measure.lab_frame import Measurement, Part, run_lab
 
 CAPACITIES = (100, 300, 1000, 2000, 3000, 5000, 7000, 10000, 15000, 20000, 30000)
 

@@ -25,9 +25,9 @@ from radix_words import Rig
 from request import Request, SamplingParams
 from sglang_policies import DFSWeight
 from tiered_cache import KVTierConfig, TieredCache
-from workshop.tools.draw import LARGE, PAPER, SMALL, SOFT, Box, Drawing, save_all
-from workshop.tools.draw_parts import Lanes
-from workshop.tools.palette import CACHED, DECODE, OTHER, PREEMPTED, PROMPT, tint
+from workshop.book.draw import LARGE, PAPER, SMALL, SOFT, Box, Drawing, save_all
+from workshop.book.draw_parts import Lanes
+from workshop.book.palette import CACHED, DECODE, OTHER, PREEMPTED, PROMPT, tint
 
 USED, IDLE, GONE = tint(CACHED, 0.7), tint(CACHED, 0.3), tint(PREEMPTED, 0.6)
 

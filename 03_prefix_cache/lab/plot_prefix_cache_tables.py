@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 from prefix_workloads import TRACE_BLOCK_SIZE
 from replay_trace import CACHES
-from workshop.bench.bench_record import markdown_table, percentiles
+from workshop.measure.bench.bench_record import markdown_table, percentiles
 
 NAMES = {"off": "no cache", "hash": "hash chain", "radix": "radix tree"}
 

@@ -12,8 +12,8 @@ from matplotlib.figure import Figure
 
 from radix_cache import RadixCache
 from radix_tree import TreeNode
-from workshop.tools.draw import ink_on
-from workshop.tools.palette import CACHED, INK, tint
+from workshop.book.draw import ink_on
+from workshop.book.palette import CACHED, INK, tint
 
 SYSTEM = "You are a helpful assistant ."
 DONE = [

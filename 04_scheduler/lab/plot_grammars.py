@@ -13,8 +13,8 @@ from common.grammars.lark_text import compile_source
 from common.grammars.vocabulary import Vocabulary, tokenizer_of
 from common.sampling.sampling_constraints import forbid
 from grammars import Choice, source_of
-from workshop.tools.draw import LARGE, PAPER, SMALL, Drawing, save_all
-from workshop.tools.palette import DECODE, tint
+from workshop.book.draw import LARGE, PAPER, SMALL, Drawing, save_all
+from workshop.book.palette import DECODE, tint
 
 TEXTS = ["yes", "no", "none"]
 TOKENS = ["n", "o", "y", "no", "es", "ne", "one", "EOS"]

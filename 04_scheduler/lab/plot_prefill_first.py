@@ -15,9 +15,9 @@ from prefill_first_runs import (
     six_iterations,
     worked_budget,
 )
-from workshop.tools.draw import LARGE, PAPER, SMALL, SOFT, Box, Drawing, save_all
-from workshop.tools.draw_parts import Axes
-from workshop.tools.palette import DECODE, INK, PREEMPTED, PROMPT, WASTE, tint
+from workshop.book.draw import LARGE, PAPER, SMALL, SOFT, Box, Drawing, save_all
+from workshop.book.draw_parts import Axes
+from workshop.book.palette import DECODE, INK, PREEMPTED, PROMPT, WASTE, tint
 
 NEW = tint(PROMPT, 0.85)  # prompts
 OLD = tint(DECODE, 0.55)  # those who decode

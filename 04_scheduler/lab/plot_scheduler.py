@@ -3,7 +3,7 @@
 `lab`, `memory`, `thrash` and `rules` are simulated on a cost model that `lab` fits to the shipped
 checkpoint on this machine; `control` times the schedulers themselves and wants a quiet one. What is
 measured stands in `plot_scheduler_lab.py` and `plot_scheduler_control.py`, the tables in
-`plot_scheduler_tables.py`; how this script is called, in `workshop/tools/lab_frame.py`.
+`plot_scheduler_tables.py`; how this script is called, in `workshop/measure/lab_frame.py`.
 """
 
 from __future__ import annotations
@@ -26,8 +26,7 @@ from plot_scheduler_tables import (
     tables_of_rules,
     tables_of_thrash,
 )
-from workshop.tools.lab_frame import Measurement, Part, run_lab
-from workshop.tools.palette import (
+from workshop.book.palette import (
     BASELINE,
     INK,
     OTHER,
@@ -39,6 +38,7 @@ from workshop.tools.palette import (
     shade,
     tint,
 )
+from workshop.measure.lab_frame import Measurement, Part, run_lab
 
 PREFILL_FIRST = "prefill first"
 

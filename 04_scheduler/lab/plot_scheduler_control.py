@@ -24,7 +24,7 @@ from prefill_first_scheduler import PrefillFirstScheduler
 from request import Request, SamplingParams
 from scheduler import Scheduler, make_kv_memory
 from scheduler_interface import SchedulerInterface, StepOutput
-from workshop.bench.stub_model import VOCAB_SIZE, stub_model
+from workshop.measure.bench.stub_model import VOCAB_SIZE, stub_model
 
 NUM_RUNNING = (16, 64, 256, 1024, 4096)
 NUM_WAITING = (0, 1000, 100_000)

@@ -20,9 +20,9 @@ from prefill_first_scheduler import PrefillFirstScheduler
 from scheduler import Scheduler
 from scheduler_steps import SchedulerLoop, make_memory, preempted
 from step_plan import PreemptingPlan
-from workshop.tools.draw import LARGE, PAPER, SMALL, Box, Drawing, save_all
-from workshop.tools.draw_parts import Axes
-from workshop.tools.palette import BASELINE, DECODE, INK, PREEMPTED, PROMPT, tint
+from workshop.book.draw import LARGE, PAPER, SMALL, Box, Drawing, save_all
+from workshop.book.draw_parts import Axes
+from workshop.book.palette import BASELINE, DECODE, INK, PREEMPTED, PROMPT, tint
 
 BLOCK_SIZE = 4
 SHADES = {"a": 0.75, "b": 0.5, "c": 0.3, "d": 0.15}  # of those that came first, the darkest

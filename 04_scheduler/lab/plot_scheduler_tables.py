@@ -5,7 +5,7 @@ from __future__ import annotations
 import statistics
 from collections.abc import Sequence
 
-from workshop.bench.bench_record import markdown_table, percentiles
+from workshop.measure.bench.bench_record import markdown_table, percentiles
 
 
 def percentile_ms(values_s: Sequence[float], percent: float) -> float:

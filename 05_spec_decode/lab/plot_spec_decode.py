@@ -2,7 +2,7 @@
 
 All parts but `rules` are times and want a quiet machine. What is measured stands in
 `plot_spec_decode_engine.py` and `plot_spec_decode_lab.py`, the tables in
-`plot_spec_decode_tables.py`; how this script is called, in `workshop/tools/lab_frame.py`.
+`plot_spec_decode_tables.py`; how this script is called, in `workshop/measure/lab_frame.py`.
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ from plot_spec_decode_tables import (
     tables_of_proposers,
     tables_of_rules,
 )
-from workshop.tools.lab_frame import Part, run_lab, timed
-from workshop.tools.palette import BASELINE, DRAFT, INK, NGRAM, label_axes, label_line, tint
+from workshop.book.palette import BASELINE, DRAFT, INK, NGRAM, label_axes, label_line, tint
+from workshop.measure.lab_frame import Part, run_lab, timed
 
 CLOCK = "time.perf_counter"
 

@@ -12,9 +12,9 @@ import torch
 from exact_law import step_laws
 from rejection_sampler import rejection_sample
 from spec_decode import verify_and_sample
-from workshop.tools.draw import LARGE, PAPER, SMALL, SOFT, Box, Drawing, save_all
-from workshop.tools.draw_parts import Axes
-from workshop.tools.palette import ACCEPTED, DECODE, DRAFT, INK, PROMPT, REJECTED, tint
+from workshop.book.draw import LARGE, PAPER, SMALL, SOFT, Box, Drawing, save_all
+from workshop.book.draw_parts import Axes
+from workshop.book.palette import ACCEPTED, DECODE, DRAFT, INK, PROMPT, REJECTED, tint
 
 P = torch.tensor([0.05, 0.30, 0.10, 0.25, 0.02, 0.08, 0.15, 0.05], dtype=torch.float64)
 Q = torch.tensor([0.20, 0.20, 0.02, 0.30, 0.10, 0.03, 0.05, 0.10], dtype=torch.float64)

@@ -6,7 +6,7 @@ import statistics
 from collections.abc import Sequence
 
 from acceptance import expected_tokens
-from workshop.bench.bench_record import markdown_table
+from workshop.measure.bench.bench_record import markdown_table
 
 RULE_NAMES = {
     "rejection": "rejection: accept with min(1, p/q)",

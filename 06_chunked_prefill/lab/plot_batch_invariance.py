@@ -29,9 +29,9 @@ from common.engine_config import SHIPPED_CHECKPOINT, EngineConfig
 from common.linear import Linear, why_not_packed
 from common.loader import LoadedModel, load_model
 from request import SamplingParams
-from workshop.bench.bench_record import markdown_table
-from workshop.bench.random_weights import QWEN3_0_6B, random_model
-from workshop.tools.lab_frame import Measurement, Part, run_lab
+from workshop.measure.bench.bench_record import markdown_table
+from workshop.measure.bench.random_weights import QWEN3_0_6B, random_model
+from workshop.measure.lab_frame import Measurement, Part, run_lab
 
 DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32}
 NUM_ALONE = 8  # requests of a cell that are served alone, too

@@ -1,7 +1,7 @@
 """The figures and tables of chapter 6, drawn from its records.
 
 All are times and want a quiet machine. What is measured stands in `plot_chunked_prefill_lab.py`;
-how this script is called, in `workshop/tools/lab_frame.py`.
+how this script is called, in `workshop/measure/lab_frame.py`.
 """
 
 from __future__ import annotations
@@ -18,9 +18,9 @@ from plot_chunked_prefill_lab import (
     measure_sweep,
     median_of,
 )
-from workshop.bench.bench_record import percentile, table_of
-from workshop.tools.lab_frame import Part, run_lab, timed
-from workshop.tools.palette import DECODE, INK, PAPER, PROMPT, label_line, shade
+from workshop.book.palette import DECODE, INK, PAPER, PROMPT, label_line, shade
+from workshop.measure.bench.bench_record import percentile, table_of
+from workshop.measure.lab_frame import Part, run_lab, timed
 
 CLOCK = "time.perf_counter and time.monotonic"
 

@@ -15,8 +15,8 @@ import mixed_attention
 from batch_layout import Queries
 from block_delta import PagedRunnerState
 from mixed_batch import MixedMetadata, compose
-from workshop.tools.draw import LARGE, PAPER, SMALL, SOFT, Drawing, save_all
-from workshop.tools.palette import DECODE, PROMPT, tint
+from workshop.book.draw import LARGE, PAPER, SMALL, SOFT, Drawing, save_all
+from workshop.book.palette import DECODE, PROMPT, tint
 
 # In the order in which they were planned: first position, tokens of this step, rows of logits.
 STEP = {"A": (0, 4, 1), "E": (2, 3, 0), "B": (5, 1, 1), "C": (2, 1, 1)}

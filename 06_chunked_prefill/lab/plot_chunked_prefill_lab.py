@@ -35,7 +35,7 @@ from plot_spec_decode_engine import held_out_texts, in_turn, pieces_of
 from request import SamplingParams
 from scheduler_interface import NewRequestData
 from step_record import StepRecord
-from workshop.bench.bench_record import percentiles
+from workshop.measure.bench.bench_record import percentiles
 
 NUM_SHORT, SHORT_PROMPT, SHORT_OUTPUT = 8, 64, 96
 LONG_PROMPT, LONG_OUTPUT = 1800, 8

@@ -20,7 +20,7 @@ from common.events.event_kinds import KINDS, REASONS, VERSION
 
 WORKSHOP = Path(__file__).parents[2] / "workshop"
 PAGE = WORKSHOP / "watch" / "page"
-PALETTE = WORKSHOP / "tools" / "palette.py"
+PALETTE = WORKSHOP / "book" / "palette.py"
 
 # Each adds to the one global, `Watch`, and uses what stands before it. Scenes: in reading order.
 SCRIPTS = (

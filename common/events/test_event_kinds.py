@@ -183,7 +183,7 @@ def test_a_line_that_is_broken_in_the_middle_is_no_crash() -> None:
 def test_reading_needs_no_tensor_library_and_no_chapter() -> None:
     root = Path(__file__).resolve().parents[2]
     code = (
-        "import sys, workshop.replay.film;"
+        "import sys, workshop.watch.replay.film;"
         "print(sorted({'torch', 'numpy', 'request', 'block_pool'} & set(sys.modules)))"
     )
     run = subprocess.run(

@@ -32,7 +32,7 @@ from request import Request, SamplingParams
 from scheduler_base import SchedulerBase
 from step_plan import PreemptingPlan
 from tiered_cache import KVTierConfig
-from workshop.replay.film import Film
+from workshop.watch.replay.film import Film
 
 GREEDY = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True)
 SMALL = {"block_size": 4, "num_blocks": 40, "max_num_batched_tokens": 64, "max_num_seqs": 4}

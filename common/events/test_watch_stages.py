@@ -11,7 +11,7 @@ from common.tests.engine_oracle import Oracle
 from common.tests.film_runs import RecordedRun, check_film, short_prompts
 from common.tests.local_stages import pipelined_engine
 from request import SamplingParams
-from workshop.replay.film import Film
+from workshop.watch.replay.film import Film
 
 GREEDY = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True)
 

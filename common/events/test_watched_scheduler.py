@@ -25,7 +25,7 @@ from kv_connector import KVConnector
 from request import SamplingParams
 from step_record import StepRecord
 from tiered_cache import KVTierConfig
-from workshop.replay.film import Film
+from workshop.watch.replay.film import Film
 
 GREEDY = SamplingParams(temperature=0, max_tokens=6, ignore_eos=True)
 ROOT = Path(__file__).resolve().parents[2]

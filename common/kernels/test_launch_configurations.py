@@ -22,7 +22,7 @@ from kernel_launch import TRITON_TYPES, Launch
 from paged_attention import AttentionMetadata
 from request import SamplingParams
 from split_attention_triton import SequenceRange, WorkItems
-from workshop.bench.random_weights import QWEN3_0_6B
+from workshop.measure.bench.random_weights import QWEN3_0_6B
 
 pytest.importorskip("triton")
 

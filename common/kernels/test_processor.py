@@ -8,8 +8,8 @@ import pytest
 import torch
 
 from common.kernels.processor import is_bfloat16_fast
-from workshop.bench.bench_models import choose_dtype
-from workshop.bench.bench_record import describe_environment
+from workshop.measure.bench.bench_models import choose_dtype
+from workshop.measure.bench.bench_record import describe_environment
 
 
 @pytest.mark.parametrize(

@@ -17,7 +17,7 @@ from common.engine_config import SHIPPED_CHECKPOINT
 from common.kernels import warm_up
 from common.kernels.launch_configurations import launch_configurations
 from common.loader import load_model
-from workshop.bench.bench_record import ROOT
+from workshop.measure.bench.bench_record import ROOT
 
 pytest.importorskip("triton")
 
@@ -33,7 +33,7 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.runtime.jit import MockTensor
 
-from workshop.bench.random_weights import QWEN3_0_6B
+from workshop.measure.bench.random_weights import QWEN3_0_6B
 from common.engine_config import EngineConfig
 from common.kernels import warm_up
 from common.kernels.launch_configurations import launch_configurations

@@ -24,7 +24,7 @@ from common.tests.model_cases import save_case
 from common.tests.paged_harness import PagedHarness
 from invariant_attention import InvariantAttentionBackend
 from paged_attention import TorchAttentionBackend
-from workshop.bench.random_weights import QWEN3_0_6B
+from workshop.measure.bench.random_weights import QWEN3_0_6B
 
 LAYOUTS = [(1, 1), (2, 1), (4, 1), (1, 2), (1, 3), (2, 2), (4, 3)]
 WEIGHTS = "model.safetensors"

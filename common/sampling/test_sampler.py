@@ -552,7 +552,7 @@ for params in ({"temperature": 0}, {"seed": 1, "top_p": 0.5}, {"presence_penalty
 """
 
 
-@pytest.mark.slow  # what a greedy one does not need: `workshop/tools/test_path.py`
+@pytest.mark.slow  # what a greedy one does not need: `workshop/book/test_path.py`
 def test_what_a_step_does_not_need_is_not_loaded() -> None:
     found = subprocess.run([sys.executable, "-c", _LOADED], capture_output=True, check=True)
     assert found.stdout.decode().splitlines() == ["0 0 0 0", "1 1 1 0", "1 1 1 1"]

@@ -33,7 +33,7 @@ from common.serve.errors import ApiError
 from common.serve.gate import GateConfig
 from common.serve.live_page import TOKEN_HEADER, Viewer, server_sent
 from common.serve.streams import EventStream, close_all
-from workshop.replay.film import Film, State
+from workshop.watch.replay.film import Film, State
 
 STACK = "class Stack:\n    def __init__(self):\n        self.items = []\n\n"
 PROMPTS = [f"{STACK}    def {name}(self" for name in ("pop", "peek", "size", "clear")]

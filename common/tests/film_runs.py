@@ -22,7 +22,7 @@ from prefix_cache_local import PrefixCacheLocal
 from radix_cache import RadixCache
 from request import SamplingParams
 from tiered_cache import KVTierConfig, TieredCache
-from workshop.replay.film import State
+from workshop.watch.replay.film import State
 
 # -- the engine's own state, and the film's, as the same plain data
 

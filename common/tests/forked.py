@@ -12,7 +12,7 @@ import sys
 from collections.abc import Callable
 from typing import Any, TextIO
 
-from workshop.tools.apart import forked_with_libraries
+from workshop.practice.apart import forked_with_libraries
 
 
 class Forked:

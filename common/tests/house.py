@@ -14,8 +14,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from workshop.tools import palette
-from workshop.tools.quoted import BLOCK, find_quote
+from workshop.book import palette
+from workshop.book.quoted import BLOCK, find_quote
 
 if sys.version_info >= (3, 11):
     import tomllib
@@ -214,7 +214,9 @@ def law_of_composition(house: House) -> list[str]:
 
 
 def law_of_names(house: House) -> list[str]:
-    """Module names are unique in the whole repository and hide nothing that others import."""
+    """Module names are unique in the whole repository and hide nothing that others import. What is
+    in a folder of `workshop` is imported by the folder's name: `python -m workshop.NAME` finds it
+    without, and imported so it would be a second module."""
     places: dict[str, list[str]] = {}
     for path in house.python_files():
         if path.stem not in {"__init__", "__main__", "conftest"}:
@@ -225,15 +227,24 @@ def law_of_names(house: House) -> list[str]:
         | declared_packages(house)
         | {"common", "workshop"}
     )
-    return [
+    broken = [
         f"module name `{name}` is used {len(where)} times: {', '.join(where)}"
         for name, where in sorted(places.items())
         if len(where) > 1
-    ] + [
+    ]
+    broken += [
         f"{where[0]}: the name `{name}` is taken by Python, a dependency or the style rules"
         for name, where in sorted(places.items())
         if name in taken
     ]
+    for path in house.python_files():
+        for site in imports(parse(path)):
+            package, _, name = site.module.partition(".")
+            folder = house.root / package / name.partition(".")[0]
+            if package == "workshop" and not (name and folder.is_dir()):
+                where = f"{house.name(path)}:{site.line}"
+                broken.append(f"{where} imports `{site.module}` without its folder")
+    return broken
 
 
 def law_of_demos(house: House) -> list[str]:
@@ -334,7 +345,7 @@ def law_of_lists(house: House, planned: tuple[str, ...] = CHAPTERS) -> list[str]
 
 def law_of_pairs(house: House) -> list[str]:
     """Each demo script has its notebook: same cells, every code cell executed, no stored error."""
-    from workshop.notebooks import notebook_problems
+    from workshop.book.notebooks import notebook_problems
 
     return [
         f"{house.name(path)}: {problem}"

@@ -8,7 +8,7 @@ from collections.abc import Collection, Iterator
 from graphlib import CycleError, TopologicalSorter
 
 from common.tests.house import House, imports, parse
-from workshop.tools.path import Size, loaded_size, room_sizes, rooms_table
+from workshop.book.path import Size, loaded_size, room_sizes, rooms_table
 
 
 def law_of_rooms(house: House) -> list[str]:
@@ -85,7 +85,7 @@ def _identifiers(tree: ast.Module) -> Iterator[tuple[int, str]]:
 
 
 # A reader's evening: at most so many modules and lines in each root. README's table of rooms has
-# the numbers of today, and so has `python -m workshop.tools.path`.
+# the numbers of today, and so has `python -m workshop.path`.
 ROOM_LIMITS = {
     "01_batching": Size(9, 1465),
     "02_paged_kv": Size(9, 1206),
@@ -115,7 +115,7 @@ def law_of_the_default(house: House) -> list[str]:
     page = house.root / "CONTRIBUTING.md"
     text = page.read_text(encoding="utf-8") if page.exists() else ""
     if "<!-- table:rooms -->" in text and rooms_table(house.root) not in text:
-        command = "python -m workshop.tools.path --write"
+        command = "python -m workshop.path --write"
         broken.append(f"CONTRIBUTING.md: its rooms are others; run {command}")
     return broken
 

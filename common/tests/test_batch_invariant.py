@@ -23,7 +23,7 @@ from common.tests.equivalence_axes import Combination
 from common.tests.equivalence_rows import covering_array
 from invariant_attention import InvariantAttentionBackend
 from tiered_cache import KVTierConfig
-from workshop.bench.random_weights import random_model
+from workshop.measure.bench.random_weights import random_model
 
 CPU = torch.device("cpu")
 DTYPES = [

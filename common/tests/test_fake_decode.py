@@ -38,7 +38,7 @@ from paged_attention import TorchAttentionBackend
 from paged_attention_triton import TritonAttentionBackend
 from scheduler_interface import PENDING, CachedRequestData, NewRequestData, SchedulerOutput
 from split_attention_triton import SplitTritonAttentionBackend
-from workshop.bench.random_weights import QWEN3_0_6B
+from workshop.measure.bench.random_weights import QWEN3_0_6B
 
 QWEN2 = replace(QWEN3_0_6B, has_qk_norm=False, qkv_bias=True, num_hidden_layers=3)
 MODELS = {"Qwen3-0.6B": replace(QWEN3_0_6B, num_hidden_layers=4), "Qwen2": QWEN2}

@@ -307,11 +307,16 @@ BREACHES: dict[str, tuple[Law, dict[str, str], str]] = {
     "name of the standard library": (laws.law_of_names, {"01_a/queue.py": ""}, "`queue`"),
     "forbidden name": (laws.law_of_names, {"common/utils.py": ""}, "`utils`"),
     "name of a dependency": (laws.law_of_names, {"01_a/triton.py": ""}, "`triton`"),
+    "second name of a module": (
+        laws.law_of_names,
+        {"common/test_it.py": "from workshop import sync\n", "workshop/book/sync.py": ""},
+        "common/test_it.py:1 imports `workshop` without its folder",
+    ),
     "class in a demo": (laws.law_of_demos, {"01_a/low_demo.py": "class X:\n    pass\n"}, "class X"),
     "workshop in a demo": (
         laws.law_of_demos,
-        {"01_a/low_demo.py": "from workshop.tools.palette import INK\n"},
-        "low_demo.py:1 imports `workshop.tools.palette`",
+        {"01_a/low_demo.py": "from workshop.book.palette import INK\n"},
+        "low_demo.py:1 imports `workshop.book.palette`",
     ),
     "another colour in a demo": (
         laws.law_of_demos,
@@ -468,9 +473,9 @@ def test_what_a_reader_runs_first_needs_nothing_of_the_tests() -> None:
         "fastapi",
         "openai",
     ]
-    modules = "common.demo, workshop.watch.watch_command, workshop.bench.bench"
+    modules = "common.demo, workshop.watch.watch_command, workshop.measure.bench.bench"
     code = f"import sys; sys.modules |= dict.fromkeys({hidden}); import {modules}"
-    code += ", workshop.ladder, workshop.bench.ladder_bench"
+    code += ", workshop.measure.ladder, workshop.measure.bench.ladder_bench"
     run = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True)
     assert run.returncode == 0, run.stderr
 

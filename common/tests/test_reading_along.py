@@ -24,8 +24,8 @@ from prefill_first_scheduler import PrefillFirstScheduler
 from request import Request, RequestStatus
 from scheduler import Scheduler
 from scheduler_interface import StepOutput
-from workshop.tools.translation import ROOT, Section, sections_of
-from workshop.tools.worked_steps import worked_table
+from workshop.book.translation import ROOT, Section, sections_of
+from workshop.book.worked_steps import worked_table
 
 PAGE, CHINESE = ROOT / "READING_ALONG.md", ROOT / "READING_ALONG.zh.md"
 SECTIONS = sections_of(PAGE)
@@ -407,7 +407,7 @@ def test_drafts_are_fed_after_the_last_token_and_its_own_token_is_not_accepted()
 
 def test_the_table_of_three_steps_is_what_the_engine_does() -> None:
     ((_, block),) = section("Three requests over three steps").code()
-    assert block == f"{worked_table()}\n", "run: python -m workshop.tools.worked_steps"
+    assert block == f"{worked_table()}\n", "run: python -m workshop.worked_steps"
 
 
 def test_who_holds_whom_is_so(llm: LLM) -> None:

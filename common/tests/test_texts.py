@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from common.tests.house import House
-from workshop.tools.translation import sections_of
+from workshop.book.translation import sections_of
 
 ROOT = Path(__file__).resolve().parents[2]
 FENCED = re.compile(r"^```.*?^```", re.MULTILINE | re.DOTALL)

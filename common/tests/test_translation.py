@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from workshop.tools.translation import (
+from workshop.book.translation import (
     ROOT,
     chinese_pages,
     differences,
@@ -202,7 +202,7 @@ def test_anchors_are_those_of_github() -> None:
 def test_the_command_prints_one_digest_and_writes_nothing(tmp_path: Path) -> None:
     page = write_pair(tmp_path)
     before = page.read_text(encoding="utf-8")
-    command = [sys.executable, "-m", "workshop.tools.translation", str(tmp_path / "A.md")]
+    command = [sys.executable, "-m", "workshop.translation", str(tmp_path / "A.md")]
     ran = subprocess.run([*command, "The part"], capture_output=True, text=True, cwd=ROOT)
     wanted = [s.digest for s in sections_of(tmp_path / "A.md")][1:]
     assert ran.stdout.split("\n")[:-1] == [f"<!-- en: {digest} -->" for digest in wanted]

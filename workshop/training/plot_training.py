@@ -18,8 +18,8 @@ matplotlib.use("svg")
 import matplotlib.pyplot as plt
 from matplotlib.figure import Figure
 
-from workshop.tools.figure_file import save
-from workshop.tools.palette import DRAFT, INK, label_line
+from workshop.book.figure_file import save
+from workshop.book.palette import DRAFT, INK, label_line
 
 HERE = Path(__file__).parent
 CHECKPOINTS = HERE.parents[1] / "common" / "checkpoints"

@@ -23,7 +23,7 @@ from common.events.event_kinds import (
     Taken,
     Updated,
 )
-from workshop.replay.film import State
+from workshop.watch.replay.film import State
 
 BLOCK_SIZE, NUM_BLOCKS, SEATS, BUDGET, LONGEST = 16, 1500, 24, 256, 160
 

@@ -14,10 +14,10 @@ from typing import TYPE_CHECKING, Any, Literal
 import pytest
 
 from bounded_loops import as_long_as
-from workshop.replay.film import Film
 from workshop.watch.chromium import BrowserUnavailableError, started_browser
 from workshop.watch.films import BEYOND, FILMS, Shot, shoot
 from workshop.watch.page_maker import Reel, make_page
+from workshop.watch.replay.film import Film
 from workshop.watch.scene_runs import Pages
 from workshop.watch.workloads import DEFAULT, Cast, load_cast, perform
 

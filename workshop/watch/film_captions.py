@@ -6,7 +6,7 @@ from __future__ import annotations
 import textwrap
 from pathlib import Path
 
-from workshop.bench.bench_record import write_between_markers
+from workshop.measure.bench.bench_record import write_between_markers
 from workshop.watch.films import Shot
 
 MARKER = "film"  # <!-- table:film --> in a README.md

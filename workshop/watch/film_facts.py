@@ -23,7 +23,7 @@ from common.events.event_kinds import (
     Table,
     Taken,
 )
-from workshop.replay.film import Cell, Film
+from workshop.watch.replay.film import Cell, Film
 
 Facts = dict[str, int | str]
 Kind = TypeVar("Kind", bound=Event)

@@ -33,11 +33,11 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
-from workshop.replay.film import Film
-from workshop.tools.text_rows import TextRow, read_rows
+from workshop.book.text_rows import TextRow, read_rows
 from workshop.watch import film_facts, film_scripts
 from workshop.watch.film_facts import Facts
 from workshop.watch.page_maker import Reel, make_page
+from workshop.watch.replay.film import Film
 from workshop.watch.workloads import Cast, Script, load_cast, perform
 
 NUM_TAKES = 3  # of a film that is about time

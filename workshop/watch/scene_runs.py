@@ -11,8 +11,8 @@ from common.engine import LLMEngine
 from common.engine_config import EngineConfig
 from request import SamplingParams
 from tiered_cache import KVTierConfig
-from workshop.replay.film import Film, State, StepEvents
 from workshop.watch.page_maker import make_page
+from workshop.watch.replay.film import Film, State, StepEvents
 from workshop.watch.watch_command import read_reel
 from workshop.watch.workloads import Cast, Script, Visit, perform
 

@@ -18,7 +18,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from workshop.tools.text_rows import read_rows
+from workshop.book.text_rows import read_rows
 from workshop.watch.source_lines import Rule, SourcePlace
 
 TABLE = Path(__file__).with_name("source_places.txt")

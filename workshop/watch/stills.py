@@ -159,9 +159,9 @@ def make_stills(cast: Cast | None = None) -> None:
 
 def take_exhibits(browser: Browser, folder: Path) -> list[Path]:
     """Of the museum: a run with the bug beside one without, where they part. What was drawn."""
-    from workshop.museum import pictures
-    from workshop.museum.hall import CHINESE, EXHIBITS
-    from workshop.museum.museum_command import watch
+    from workshop.practice.museum import pictures
+    from workshop.practice.museum.hall import CHINESE, EXHIBITS
+    from workshop.practice.museum.museum_command import watch
 
     drawn = []
     for number, exhibit in enumerate(EXHIBITS, 1):

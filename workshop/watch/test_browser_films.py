@@ -9,10 +9,10 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from workshop.replay.film import Film
 from workshop.watch.conftest import until
 from workshop.watch.films import BEYOND, FILMS, Shot, page_of
 from workshop.watch.page_maker import Reel, make_page
+from workshop.watch.replay.film import Film
 from workshop.watch.scene_runs import go
 from workshop.watch.sentence_needs import TOLD, unproven
 from workshop.watch.watch_command import main

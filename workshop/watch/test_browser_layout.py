@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 
-from workshop.replay.film import Film
 from workshop.watch.conftest import OpenRun, RunPage, until
+from workshop.watch.replay.film import Film
 
 SIZES = [(1024, 768), (1280, 800), (1920, 1080)]
 

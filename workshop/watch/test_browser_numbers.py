@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 
 from common.events.event_kinds import REASONS
-from workshop.replay.film import Film
 from workshop.watch.conftest import OpenRun, RunPage
+from workshop.watch.replay.film import Film
 
 PARTS = ("schedule", "prepare", "forward", "sample", "propose", "update")
 KINDS = ("decode", "prompt", "recomputed", "guess")

@@ -9,8 +9,8 @@ from collections.abc import Callable
 import pytest
 
 from common.events.event_kinds import Event, Failed, Updated, to_line
-from workshop.replay.film import Film
 from workshop.watch.conftest import OpenRun, RunPage, until
+from workshop.watch.replay.film import Film
 from workshop.watch.test_page_maker import words
 
 OpenDefault = Callable[..., RunPage]

@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from workshop.replay.film import State
 from workshop.watch.conftest import OpenPage, until
+from workshop.watch.replay.film import State
 from workshop.watch.scene_runs import SCRIPTS, Pages, Shown, go, make_one, ready, visible
 from workshop.watch.workloads import Cast
 

@@ -15,7 +15,6 @@ import pytest
 from common.events.conftest import draft, letters, workshop  # noqa: F401  (fixtures)
 from common.events.event_kinds import Planned, parse_events
 from common.tests.film_runs import Workshop
-from workshop.replay.film import Film, State
 from workshop.watch.conftest import OpenPage
 from workshop.watch.film_scripts import (
     CONSTRAINED,
@@ -25,6 +24,7 @@ from workshop.watch.film_scripts import (
     WINDOWED,
 )
 from workshop.watch.page_maker import Reel, make_page
+from workshop.watch.replay.film import Film, State
 from workshop.watch.workloads import Cast, Script, perform
 
 if TYPE_CHECKING:

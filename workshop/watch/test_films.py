@@ -15,12 +15,12 @@ import pytest
 from common.engine_config import EngineConfig
 from common.events.event_kinds import Computed, Event, Planned
 from common.tests.film_answers import Answers
-from workshop.replay.film import Film
-from workshop.tasks import mine
+from workshop.practice.tasks import mine
 from workshop.watch import film_facts, film_scripts, films, watch_command, workloads
 from workshop.watch.film_facts import NotShown
 from workshop.watch.film_scripts import CONSTRAINED, WINDOWED
 from workshop.watch.films import BEYOND, FILMS, Shot, calmest, page_of
+from workshop.watch.replay.film import Film
 from workshop.watch.workloads import Cast, Script, perform
 
 ALL = FILMS | BEYOND

@@ -12,12 +12,12 @@ from typing import TYPE_CHECKING, Any
 import pytest
 from PIL import Image, ImageChops, ImageColor
 
-from workshop.bench.bench_record import replace_between_markers
-from workshop.museum import museum_page
-from workshop.museum.hall import EXHIBITS
-from workshop.museum.pictures import FOLDER as PICTURES
-from workshop.museum.pictures import SCENES, picture_of
-from workshop.tools import palette
+from workshop.book import palette
+from workshop.measure.bench.bench_record import replace_between_markers
+from workshop.practice.museum import museum_page
+from workshop.practice.museum.hall import EXHIBITS
+from workshop.practice.museum.pictures import FOLDER as PICTURES
+from workshop.practice.museum.pictures import SCENES, picture_of
 from workshop.watch import chromium, film_command, films, live_still
 from workshop.watch.film_captions import (
     MARKER,

@@ -16,9 +16,9 @@ from common.events.event_kinds import Cut, Evicted, Matched, Planned, Preempted,
 from common.tests.film_answers import Answers
 from grammars import Regex
 from request import SamplingParams
-from workshop.replay.film import Film
 from workshop.watch import workloads
 from workshop.watch.film_facts import cells
+from workshop.watch.replay.film import Film
 from workshop.watch.workloads import DEFAULT, Cast, Script, Visit, perform
 
 

@@ -15,10 +15,10 @@ import tempfile
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 
-from workshop.replay.film import Film
-from workshop.tasks.workbench import Workbench
+from workshop.practice.tasks.workbench import Workbench
 from workshop.watch.film_command import add_films, is_about_films, make_films
 from workshop.watch.page_maker import Reel, make_page, write_page
+from workshop.watch.replay.film import Film
 
 
 def main(argv: list[str] | None = None, bench: Workbench | None = None) -> int:
@@ -61,7 +61,7 @@ def main(argv: list[str] | None = None, bench: Workbench | None = None) -> int:
 
 def _installed(bench: Workbench | None) -> AbstractContextManager[tuple[int, int]]:
     # It grades with pytest, which a film does not need.
-    from workshop.tasks.mine import installed
+    from workshop.practice.tasks.mine import installed
 
     return installed(bench)
 

@@ -30,8 +30,8 @@ from common.engine_config import SHIPPED_CHECKPOINT
 from common.serve.fleet import programs
 from common.serve.fleet.load import Outcome, Planned, replay
 from prefix_workloads import TRACE_BLOCK_SIZE, PrefixWorkload, TraceRequest, read_trace
-from workshop.bench import bench_record
-from workshop.bench.side_by_side import write_table
+from workshop.measure.bench import bench_record
+from workshop.measure.bench.side_by_side import write_table
 
 HERE = Path(__file__).parent
 RECORD = HERE / "records" / "routing.json"

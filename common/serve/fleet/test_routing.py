@@ -19,7 +19,7 @@ from common.serve.fleet.routing import (
     table,
 )
 from prefix_workloads import PrefixWorkload, TraceRequest
-from workshop.bench.bench_record import made_on, read_record, replace_between_markers
+from workshop.measure.bench.bench_record import made_on, read_record, replace_between_markers
 
 CHATS = 6
 

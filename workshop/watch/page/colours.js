@@ -1,6 +1,6 @@
 "use strict";
 // Two families of colours that do not meet in one mark: what was computed has the book's colours
-// (workshop/tools/palette.py, as CSS variables), and a request has one of nine others, with its
+// (workshop/book/palette.py, as CSS variables), and a request has one of nine others, with its
 // label. The nine are Paul Tol's "muted" scheme, which colour-blind readers can tell apart.
 (() => {
   const REQUESTS = [

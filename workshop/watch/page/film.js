@@ -1,6 +1,6 @@
 "use strict";
 // The film of a run: what each step did, and the engine's state after any of them. The mirror of
-// `Film` in workshop/replay/film.py; test_film_in_browser.py compares the two after every step.
+// `Film` in workshop/watch/replay/film.py; test_film_in_browser.py compares the two after every step.
 //
 // A film whose events contradict themselves (a broken engine may write such) ends there, and says
 // so: `film.contradiction` is null or {step, message}, and the last step is the one that it broke.

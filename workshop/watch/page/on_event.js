@@ -1,6 +1,6 @@
 "use strict";
 // What each kind of event does to a state: the methods `_on_...` of `State` in
-// workshop/replay/film.py.
+// workshop/watch/replay/film.py.
 (() => {
   const require = Watch.requireThat;
   const same = (a, b) => a.length === b.length && a.every((item, i) => item === b[i]);

@@ -1,5 +1,5 @@
 "use strict";
-// An engine after some events: the mirror of `State` in workshop/replay/film.py, name by name.
+// An engine after some events: the mirror of `State` in workshop/watch/replay/film.py, name by name.
 //
 // A state can be copied cheaply, and that is what makes scrubbing quick: copies share their
 // requests, and a state makes a request its own before it changes it (`own`).

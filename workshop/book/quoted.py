@@ -1,0 +1,239 @@
+"""How much of a chapter's code its text quotes: `python -m workshop.quoted [--fill]`.
+
+Counted are the lines with code in them: not docstrings, not comments, not blank lines. A line is
+quoted if a block "```python file=NAME.py" of the chapter's README.md has it. Such a block is, line
+by line, part of that file (a law of the house checks it); docstrings may be left out.
+
+A block may say what it quotes: "```python file=NAME.py symbol=Class.method". `--fill` writes the
+body of these blocks, without docstrings, so that nobody copies by hand. A block that is a piece of
+a function follows its source, too, as long as its first and its last line are there."""
+
+from __future__ import annotations
+
+import argparse
+import ast
+import io
+import re
+import textwrap
+import tokenize
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+
+from workshop.book.path import ROOT, modules_in
+from workshop.practice.source_patch import module_files
+
+BLOCK = re.compile(
+    r"^(?P<fence>`{3,}|~{3,})python[ ]+file=(?P<file>\S+)(?:[ ]+symbol=(?P<symbol>\S+))?[^\n]*\n"
+    r"(?P<code>.*?)^(?P=fence)[ ]*$",
+    re.MULTILINE | re.DOTALL,
+)
+# Of a file that is read for its structure alone: what is a line of code, and what is no more.
+_NOT_CODE = {
+    tokenize.COMMENT,
+    tokenize.NL,
+    tokenize.NEWLINE,
+    tokenize.INDENT,
+    tokenize.DEDENT,
+    tokenize.ENDMARKER,
+}
+_HAS_DOCSTRING = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
+
+
+@dataclass(frozen=True, slots=True)
+class Share:
+    """Of a file or of a chapter: lines of code, and how many of them are quoted."""
+
+    num_lines: int
+    num_quoted: int
+
+    def __add__(self, other: Share) -> Share:
+        return Share(self.num_lines + other.num_lines, self.num_quoted + other.num_quoted)
+
+    @property
+    def percent(self) -> float:
+        return 100 * self.num_quoted / self.num_lines if self.num_lines else 0.0
+
+
+@cache
+def docstring_lines(source: str, *, whole_bodies: bool = True) -> frozenset[int]:
+    """Numbers, from 1, of the lines on which docstrings stand; without `whole_bodies` not of those
+    that are all there is of a function."""
+    lines: set[int] = set()
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, _HAS_DOCSTRING) and ast.get_docstring(node, clean=False) is not None:
+            if len(node.body) == 1 and not whole_bodies:
+                continue
+            first = node.body[0]
+            lines.update(range(first.lineno, (first.end_lineno or first.lineno) + 1))
+    return frozenset(lines)
+
+
+def code_lines(source: str) -> set[int]:
+    """Numbers, from 1, of the lines that have code."""
+    lines: set[int] = set()
+    for found in tokenize.generate_tokens(io.StringIO(source).readline):
+        if found.type not in _NOT_CODE:
+            lines.update(range(found.start[0], found.end[0] + 1))
+    return lines - docstring_lines(source)
+
+
+def without_docstrings(source: str) -> tuple[list[str], list[int]]:
+    """The lines that are left, and their numbers. A blank line behind a docstring goes with it."""
+    lines, gone = source.splitlines(), set(docstring_lines(source, whole_bodies=False))
+    gone |= {number + 1 for number in gone if lines[number : number + 1] == [""]} - {len(lines) + 1}
+    numbers = [number for number in range(1, len(lines) + 1) if number not in gone]
+    return [lines[number - 1].rstrip() for number in numbers], numbers
+
+
+def find_quote(source: str, block: str) -> set[int] | None:
+    """Numbers, from 1, of the lines of `source` that `block` is, moved sideways as a whole, with
+    docstrings or without. None if it is no contiguous part of it."""
+    wanted = _dedented([line.rstrip() for line in block.strip("\n").splitlines()])
+    if not any(wanted):
+        return None
+    whole = [line.rstrip() for line in source.splitlines()]
+    for lines, numbers in (
+        (whole, list(range(1, len(whole) + 1))),
+        without_docstrings(source),
+    ):
+        for start in range(len(lines) - len(wanted) + 1):
+            if _dedented(lines[start : start + len(wanted)]) == wanted:
+                return set(numbers[start : start + len(wanted)])
+    return None
+
+
+def _dedented(lines: list[str]) -> list[str]:
+    margin = min((len(x) - len(x.lstrip(" ")) for x in lines if x), default=0)
+    return [line[margin:] for line in lines]
+
+
+def share_of(path: Path, text: str) -> Share:
+    """Of a module in a page that quotes it."""
+    source = path.read_text(encoding="utf-8")
+    quoted: set[int] = set()
+    for match in BLOCK.finditer(text):
+        if match["file"].rpartition("/")[2] == path.name:
+            quoted |= find_quote(source, match["code"]) or set()
+    lines = code_lines(source)
+    return Share(len(lines), len(lines & quoted))
+
+
+def shares(chapter: Path) -> dict[str, Share]:
+    """Of each module of a chapter's root, in its README.md."""
+    text = (chapter / "README.md").read_text(encoding="utf-8")
+    return {path.name: share_of(path, text) for path in modules_in(chapter)}
+
+
+@cache
+def _parsed(source: str) -> ast.Module:
+    return ast.parse(source)
+
+
+@cache
+def symbol_source(source: str, symbol: str) -> str:
+    """The text of a function, class, method or assigned name, "Class.method" being within a class.
+    Without docstrings, not indented. Raises `KeyError` if it is not there."""
+    body: list[ast.stmt] = _parsed(source).body
+    node: ast.stmt | None = None
+    for name in symbol.split("."):
+        node = next((node for node in body if name in _names(node)), None)
+        if node is None:
+            raise KeyError(symbol)
+        body = getattr(node, "body", [])
+    assert node is not None
+    decorators = getattr(node, "decorator_list", [])
+    first, last = min([node.lineno, *(d.lineno for d in decorators)]), node.end_lineno or 0
+    lines, numbers = without_docstrings(source)
+    kept = [line for line, number in zip(lines, numbers) if first <= number <= last]
+    return textwrap.dedent("\n".join(kept)).strip("\n") + "\n"
+
+
+def _names(node: ast.stmt) -> Iterator[str]:
+    if isinstance(node, ast.ClassDef | ast.FunctionDef):
+        yield node.name
+    targets = node.targets if isinstance(node, ast.Assign) else [getattr(node, "target", None)]
+    yield from (target.id for target in targets if isinstance(target, ast.Name))
+
+
+def filled(text: str, folder: Path) -> str:
+    """A page with its blocks filled. Files are looked up beside the page, then in the whole
+    repository. A block whose source is not there stays as it is: see `unfilled`."""
+
+    def fill(match: re.Match[str]) -> str:
+        head, _, _ = match[0].partition("\n")
+        try:
+            return f"{head}\n{_body(match, folder)}{match['fence']}"
+        except KeyError:
+            return match[0]
+
+    return BLOCK.sub(fill, text)
+
+
+def unfilled(text: str, folder: Path) -> Iterator[str]:
+    """A sentence for each block that quotes what is not there any more."""
+    for match in BLOCK.finditer(text):
+        try:
+            _body(match, folder)
+        except KeyError as error:
+            line = text[: match.start()].count("\n") + 1
+            yield f"line {line} quotes what is not in {match['file']} any more: {error.args[0]}"
+
+
+def _body(match: re.Match[str], folder: Path) -> str:
+    """What a block is to hold. Raises `KeyError` if that is not there."""
+    source = _find(match["file"], folder).read_text(encoding="utf-8")
+    if match["symbol"] is not None:
+        return symbol_source(source, match["symbol"])
+    if find_quote(source, match["code"]) is not None:
+        return match["code"]
+    quote = match["code"].strip("\n").splitlines()
+    margin = len(quote[0]) - len(quote[0].lstrip())
+    for lines in (source.splitlines(), without_docstrings(source)[0]):
+        starts = [i for i, line in enumerate(lines) if line.strip() == quote[0].strip()]
+        if len(starts) == 1:
+            ends = [
+                i for i in range(starts[0], len(lines)) if lines[i].strip() == quote[-1].strip()
+            ]
+            if ends:
+                piece = _dedented([line.rstrip() for line in lines[starts[0] : ends[0] + 1]])
+                return textwrap.indent("\n".join(piece), " " * margin) + "\n"
+    raise KeyError(f"{quote[0].strip()!r} ... {quote[-1].strip()!r}")
+
+
+def _find(name: str, folder: Path) -> Path:
+    for path in (folder / name, ROOT / name):
+        if path.is_file():
+            return path
+    if (path := module_files().get(name.removesuffix(".py"))) is None:
+        raise KeyError(f"no file is called {name}")
+    return path
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(prog="python -m workshop.quoted", description=__doc__)
+    parser.add_argument("pages", nargs="*", type=Path, help="with --fill: which; none: chapters'")
+    parser.add_argument("--fill", action="store_true", help="write the blocks that name a symbol")
+    parser.add_argument("--modules", action="store_true", help="a line for each module too")
+    options = parser.parse_args(arguments)
+    chapters = sorted(path for path in ROOT.glob("[0-9][0-9]_*") if path.is_dir())
+    if options.fill:
+        both = [page for chapter in chapters for page in sorted(chapter.glob("README*.md"))]
+        for page in options.pages or both:
+            text = page.read_text(encoding="utf-8")
+            page.write_text(filled(text, page.resolve().parent), encoding="utf-8")
+        return
+    for chapter in chapters:
+        found = shares(chapter)
+        total = sum(found.values(), Share(0, 0))
+        print(
+            f"{chapter.name:20} {total.num_quoted:5} of {total.num_lines:5}  {total.percent:3.0f}%"
+        )
+        if options.modules:
+            for name, share in found.items():
+                print(f"    {name:24} {share.num_quoted:4} of {share.num_lines:4}")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,244 @@
+"""Renews what is derived: `make sync`, `python -m workshop.sync [--since COMMIT] [--all]`.
+
+    quotations        `python file=...` blocks of every page, from the source they name
+    pages             MUSEUM.md in two languages, the tables of MODELS.md, the lines to read in
+                      COURSE.md, its order in README.md and the chapters' heads, the rooms in
+                      CONTRIBUTING.md
+    tables            from records, by the scripts of those rooms whose records or scripts changed
+    notebooks         executed where the script is not what the notebook holds
+    Chinese pages     code, and numbers in tables, as in the English page beside them
+
+What changed is asked of git: the working tree against COMMIT (HEAD). `--all` makes all tables, all
+figures and the stills of the films anew, too, which takes minutes and a browser.
+
+A Chinese section that was in step, and whose English one changed in nothing but derived code and
+numbers, stays in step: its digest is written anew. For all others the last lines of the output say
+that they want a reader."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import re
+import subprocess
+import sys
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+from markdown_it import MarkdownIt
+
+from common import models
+from workshop.book import notebooks
+from workshop.book.path import ROOT, written_counts
+from workshop.book.quoted import filled, unfilled
+from workshop.book.translation import (
+    CHINESE,
+    DIGEST,
+    NUMBER,
+    Section,
+    chinese_pages,
+    differences,
+    english_of,
+    sections,
+)
+from workshop.practice.museum import museum_page
+from workshop.practice.tasks import reading
+
+_SKIPPED = {"build", "dist", "my", "shared", "checkpoints"}
+_CELL = re.compile(r"(?<!\\)\|")
+# What writes tables from the records of a folder of the workshop; a chapter's are its plot scripts.
+_TABLES = {
+    "workshop/measure/bench/": (
+        ("workshop.bench", "--write-readme"),
+        ("workshop.ladder", "--write-readme"),
+        ("workshop.bench.gpu_table", "--write-readme"),
+        ("workshop.bench.overlap_bench", "--tables"),
+        ("workshop.bench.adapter_bench", "--tables"),
+        ("workshop.bench.events_bench", "--tables"),
+        ("workshop.bench.experts_bench", "--tables"),
+    ),
+}
+
+
+def pages() -> Iterator[Path]:
+    for folder, folders, files in os.walk(ROOT):
+        folders[:] = sorted(n for n in folders if n[0] != "." and n not in _SKIPPED)
+        yield from (Path(folder, name) for name in sorted(files) if name.endswith(".md"))
+
+
+# -- what is written
+
+
+def renew_pages() -> Iterator[str]:
+    """A sentence for each quotation that cannot be found."""
+    for page in pages():
+        text = page.read_text(encoding="utf-8")
+        _write(page, filled(text, page.parent))
+        yield from (
+            f"{page.relative_to(ROOT)}: {complaint}"
+            for complaint in unfilled(page.read_text(encoding="utf-8"), page.parent)
+        )
+    _write(museum_page.PAGE, museum_page.render())
+    _write(museum_page.PAGE.with_suffix(".zh.md"), museum_page.render(is_chinese=True))
+    _write(models.PAGE, models.render())
+    _write(ROOT / "CONTRIBUTING.md", written_counts())
+    for page, text in reading.derived():
+        _write(page, text)
+
+
+def _write(page: Path, text: str) -> None:
+    if page.read_text(encoding="utf-8") != text:
+        page.write_text(text, encoding="utf-8")
+
+
+def commands_for(changed: Sequence[str], is_all: bool) -> list[list[str]]:
+    """Those that make the tables whose records or scripts are among the changed files."""
+    found = []
+    for script in sorted(ROOT.glob("[0-9][0-9]_*/lab/plot_*.py")):
+        lab = script.parent.relative_to(ROOT).as_posix() + "/"
+        made_of = [name for name in changed if name.startswith(lab)]
+        is_new = is_all or any(name.endswith(".json") or "/plot_" in name for name in made_of)
+        if is_new and "lab_frame" in script.read_text(encoding="utf-8"):  # else a drawing alone
+            found.append([script.relative_to(ROOT).as_posix(), "--tables"])
+    for folder, commands in _TABLES.items():
+        if is_all or any(n.startswith(folder) and n.endswith(".json") for n in changed):
+            found += [["-m", *command] for command in commands]
+    return [*found, ["-m", "workshop.watch", "--stills"]] if is_all else found
+
+
+def changed_since(commit: str) -> list[str]:
+    """Paths from the root. Empty where there is no git."""
+    if not (ROOT / ".git").exists():
+        return []
+    commands = (["diff", "--name-only", commit], ["ls-files", "-o", "--exclude-standard"])
+    runs = [
+        subprocess.run(["git", *c], cwd=ROOT, capture_output=True, text=True, check=True)
+        for c in commands
+    ]
+    return [line for run in runs for line in run.stdout.splitlines()]
+
+
+# -- the Chinese pages
+
+
+def in_step(before: str, after: str, chinese: str) -> str:
+    """A Chinese page that rendered `before`, with the code and numbers of `after`, and the digests
+    of the sections that changed in nothing else. `after` itself if the headings do not agree."""
+    old, new, zh = sections(before), sections(after), sections(chinese)
+    if not len(old) == len(new) == len(zh):
+        return chinese
+    parts = []
+    for was, now, theirs in zip(old, new, zh):
+        text = _with_numbers(now.source, _with_code(now, theirs))
+        if theirs.rendered == was.digest != now.digest and _words(was) == _words(now):
+            text = DIGEST.sub(f"<!-- en: {now.digest} -->", text, count=1)
+        parts.append(text)
+    return "\n".join(parts) + ("\n" if chinese.endswith("\n") else "")
+
+
+def _words(section: Section) -> list[str]:
+    """All but code, and numbers in tables."""
+    words, depth = [], 0
+    for token in section.tokens:
+        depth += (token.type == "table_open") - (token.type == "table_close")
+        if token.type not in ("fence", "code_block"):
+            words.append(NUMBER.sub("0", token.content) if depth else token.content)
+    return words
+
+
+def _with_code(english: Section, chinese: Section) -> str:
+    """The Chinese section with the English one's fenced blocks, if it has as many of each kind.
+    Blocks with Chinese words are left to the reader."""
+    if english.code() == chinese.code():
+        return chinese.source
+    lines = chinese.source.split("\n")
+    ours, theirs = (
+        [t for t in MarkdownIt("commonmark").parse(s.source) if t.type == "fence" and not t.level]
+        for s in (english, chinese)
+    )
+    if [t.info.split()[:2] for t in ours] == [t.info.split()[:2] for t in theirs]:
+        for our, their in reversed(list(zip(ours, theirs))):
+            if CHINESE.search(their.content):
+                continue
+            assert their.map is not None
+            first, stop = their.map
+            lines[first:stop] = [
+                f"{their.markup}{our.info}",
+                *our.content.split("\n")[:-1],
+                their.markup,
+            ]
+    return "\n".join(lines)
+
+
+def _with_numbers(english: str, chinese: str) -> str:
+    """The rows of Chinese tables with the numbers of the English ones, cell by cell. A cell with
+    other numbers than before keeps its own order; one with more or fewer is left alone."""
+    lines = chinese.split("\n")
+    theirs, ours = _rows(lines), [row for _, row in _rows(english.split("\n"))]
+    if [len(row) for row in ours] == [len(row) for _, row in theirs]:
+        for (number, row), wanted in zip(theirs, ours):
+            cells = [_cell(cell, other) for cell, other in zip(row, wanted)]
+            lines[number] = "|".join(cells)
+    return "\n".join(lines)
+
+
+def _rows(lines: list[str]) -> list[tuple[int, list[str]]]:
+    """Of tables, outside code: the number of the line, and its cells."""
+    found, is_code = [], False
+    for number, line in enumerate(lines):
+        is_code ^= line.lstrip().startswith("```")
+        if line.startswith("|") and not is_code:
+            found.append((number, _CELL.split(line)))
+    return found
+
+
+def _cell(cell: str, wanted: str) -> str:
+    left, right = NUMBER.findall(cell), NUMBER.findall(wanted)
+    if sorted(left) == sorted(right) or len(left) != len(right):
+        return cell
+    new = list(right)
+    for value in [value for value in left if value in new]:  # what stays, stays in its place
+        new.remove(value)
+    kept = list(right)
+    stays = [value in kept and not kept.remove(value) for value in left]
+    coming = iter(new)
+    values = iter([v if is_kept else next(coming) for v, is_kept in zip(left, stays)])
+    return NUMBER.sub(lambda _: next(values), cell)
+
+
+# -- all of it
+
+
+def sync(commit: str = "HEAD", is_all: bool = False) -> list[str]:
+    """What wants a reader."""
+    before = {p: english_of(p).read_text(encoding="utf-8") for p in chinese_pages()}
+    complaints = list(renew_pages())
+    for command in commands_for(changed_since(commit), is_all):
+        print(f"  {' '.join(command)}", flush=True)
+        subprocess.run([sys.executable, *command], cwd=ROOT, check=True)
+    for script in notebooks.demo_scripts():
+        if notebooks.notebook_problems(script):
+            print(f"  {script.relative_to(ROOT)}", flush=True)
+            notebooks.write_twin(script)
+    for page, old in before.items():
+        english = english_of(page).read_text(encoding="utf-8")
+        _write(page, in_step(old, english, page.read_text(encoding="utf-8")))
+    return [*complaints, *(line for page in before for line in differences(page))]
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(
+        prog="python -m workshop.sync",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("--since", default="HEAD", metavar="COMMIT", help="what is new (HEAD)")
+    parser.add_argument("--all", action="store_true", help="all tables, figures and stills, too")
+    options = parser.parse_args(arguments)
+    wanting = sync(options.since, options.all)
+    print("\n".join(wanting) or "nothing wants a reader")
+    return 1 if wanting else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,56 @@
+"""What a default `LLM` loads is what its configuration uses."""
+
+from __future__ import annotations
+
+import pytest
+
+from common.tests.house import House
+from common.tests.house_rooms import law_of_the_default
+from workshop.book import path
+from workshop.book.path import DefaultPath, Size, count_lines, modules_in, size_of
+
+
+@pytest.fixture(scope="module")
+def default() -> DefaultPath:
+    return path.measure_default(path.ROOT)
+
+
+def test_what_is_not_chosen_is_not_loaded(default: DefaultPath) -> None:
+    """Of the rooms beyond the roots, only the observer around the loop and the sizing of memory."""
+    loaded = set(default.loaded)
+    assert {"common/llm.py", "01_batching/engine_core.py", "04_scheduler/scheduler.py"} <= loaded
+    assert {"03_prefix_cache/prefix_cache_local.py", "06_chunked_prefill/mixed_batch.py"} <= loaded
+    assert {name for name in loaded if "/beyond/" in name or "/lab/" in name} == {
+        "01_batching/beyond/step_record.py",
+        "02_paged_kv/beyond/kv_budget.py",
+    }
+    others = ("radix_cache", "proposers", "speculating_runner", "rejection_sampler")
+    others += ("runner/graphs", "graph_emulator", "kernel_launch", "tensor_attention")
+    others += ("common/adapters/", "common/grammars/")
+    assert not [name for name in loaded if any(other in name for other in others)]
+    sampling = {name for name in loaded if name.startswith("common/sampling/")}
+    parts = ("greedy_rows", "runner_plugin", "sampler", "sampling_columns")
+    assert sampling == {f"common/sampling/{name}.py" for name in parts}
+
+
+def test_the_law_of_the_house_holds_for_it(default: DefaultPath) -> None:
+    assert not law_of_the_default(House(path.ROOT)), law_of_the_default.__doc__
+
+
+def test_lines_are_those_of_the_files(default: DefaultPath) -> None:
+    assert default.num_lines == sum(count_lines(path.ROOT / name) for name in default.loaded)
+    assert 0 < default.num_lines_made < default.num_lines
+    assert 0 < default.num_lines_run < default.num_lines
+
+
+def test_tests_demos_and_empty_modules_are_not_counted(tmp_path) -> None:
+    for name, text in {
+        "a.py": "x = 1\n\ny = 2\n",
+        "__init__.py": "",
+        "test_a.py": "z\n",
+        "topic_demo.py": "z\n",
+        "conftest.py": "z\n",
+        "notes.md": "z\n",
+    }.items():
+        (tmp_path / name).write_text(text)
+    assert size_of(modules_in(tmp_path)) == Size(1, 3)

@@ -1,0 +1,124 @@
+"""What is derived is as `make sync` leaves it, and how it carries code and numbers over."""
+
+from __future__ import annotations
+
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from workshop.book import sync
+from workshop.book.path import ROOT
+from workshop.book.sync import changed_since, commands_for, in_step
+from workshop.book.translation import sections
+
+
+def test_there_is_nothing_to_renew(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of what needs nothing to be run: quotations, the museum, rooms, the course.
+    Tables, notebooks and Chinese pages have their own tests."""
+    stale: list[Path] = []
+
+    def compare(page: Path, text: str) -> None:
+        if page.read_text(encoding="utf-8") != text:
+            stale.append(page)
+
+    monkeypatch.setattr(sync, "_write", compare)
+    # A process measures it, for the law of the default.
+    page = (ROOT / "CONTRIBUTING.md").read_text(encoding="utf-8")
+    monkeypatch.setattr(sync, "written_counts", lambda: page)
+    assert list(sync.renew_pages()) == []
+    assert stale == [], "run: make sync"
+
+
+ENGLISH = """# A page
+
+Words.
+
+```python file=a.py symbol=f
+x = {code}
+```
+
+| name | tok/s |
+|---|---:|
+| one | {n} of 20 |
+| two | {m}, **8** |
+"""
+CHINESE = """# 一页
+<!-- en: {digest} -->
+
+文字。
+
+```python file=a.py symbol=f
+x = 1
+```
+
+| 名字 | tok/s |
+|---|---:|
+| 一 | 20 里的 5 |
+| 二 | 7，**8** |
+"""
+BEFORE = ENGLISH.format(code=1, n=5, m=7)
+
+
+def chinese(english: str) -> str:
+    return CHINESE.format(digest=sections(english)[0].digest)
+
+
+def test_code_and_numbers_are_carried_over_and_the_section_stays_in_step() -> None:
+    after = ENGLISH.format(code=2, n=6, m="7.5")
+    found = in_step(BEFORE, after, chinese(BEFORE))
+    assert found == chinese(after).replace("x = 1", "x = 2").replace("的 5", "的 6").replace(
+        "7，", "7.5，"
+    )
+    assert in_step(after, after, found) == found
+
+
+def test_words_that_changed_want_a_reader() -> None:
+    after = BEFORE.replace("Words.", "Other words.").replace("x = 1", "x = 2")
+    found = in_step(BEFORE, after, chinese(BEFORE))
+    assert found == chinese(BEFORE).replace("x = 1", "x = 2")
+    assert sections(found)[0].rendered != sections(after)[0].digest
+
+
+def test_a_block_with_chinese_words_is_left_to_the_reader() -> None:
+    before = BEFORE + "\n```\nmake x  # words\n```\n"
+    page = chinese(before) + "\n```\nmake x  # 话\n```\n"
+    assert in_step(before, before.replace("make x", "make y"), page).endswith("make x  # 话\n```\n")
+
+
+def test_a_section_that_was_behind_stays_behind() -> None:
+    behind = CHINESE.format(digest="0" * 12)
+    after = ENGLISH.format(code=2, n=5, m=7)
+    assert "0" * 12 in in_step(BEFORE, after, behind)
+
+
+def test_a_page_of_other_headings_is_left_alone() -> None:
+    page = chinese(BEFORE)
+    assert in_step(BEFORE, BEFORE + "\n## More\n", page) == page
+
+
+def test_tables_are_made_where_a_record_or_its_script_changed() -> None:
+    script = "01_batching/lab/plot_batching.py"
+    assert commands_for(["01_batching/lab/README.md", "01_batching/request.py"], False) == []
+    for changed in (script, "01_batching/lab/x.json"):
+        assert commands_for([changed], False) == [[script, "--tables"]]
+    of_bench = commands_for(["workshop/measure/bench/records/a.json"], False)
+    assert of_bench[0] == ["-m", "workshop.bench", "--write-readme"]
+    every = commands_for([], True)
+    assert every[-1] == ["-m", "workshop.watch", "--stills"] and len(every) > 10
+    assert all((ROOT / command[0]).is_file() for command in every if command[0] != "-m")
+
+
+def test_changes_are_files_that_git_has_otherwise_or_not_at_all(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sync, "ROOT", tmp_path)
+    assert changed_since("HEAD") == []
+    (tmp_path / "kept").touch()
+    (tmp_path / "other").touch()
+    who = ["-c", "user.name=a", "-c", "user.email=a@b"]
+    for command in (["init", "-q"], ["add", "."], [*who, "commit", "-qm", "all"]):
+        subprocess.run(["git", *command], cwd=tmp_path, check=True)
+    (tmp_path / "other").write_text("x")
+    (tmp_path / "new").touch()
+    assert changed_since("HEAD") == ["other", "new"]

@@ -1,0 +1,297 @@
+"""Pages in two languages that stay in step: `NAME.md`, and beside it `NAME.zh.md` in Chinese.
+
+    python -m workshop.translation                      what is out of step
+    python -m workshop.translation NAME.md "A heading"  the digest of a section
+
+A section goes from a heading to the next one, of whatever level. Right under each of its headings
+the Chinese page says which English section it renders, by a digest of that section's text:
+
+    ## 怎么读
+    <!-- en: 3f0c91a2b7de -->
+
+When the English section changes, its digest changes, and whoever has read both and put the Chinese
+one right writes the new digest. It is asked for one section at a time, and nothing here writes it:
+a digest says that somebody has looked.
+
+A digest does not see where lines break, nor what a script writes between `<!-- table:x -->` and
+`<!-- /table:x -->`. What can be compared without knowing a language is compared directly, so there
+it is no matter of trust: headings, code, numbers in tables, pictures, links, names of code. Outside
+Python a Chinese block may have Chinese words in the last column, or behind a `#`. A link from a
+Chinese page goes to a Chinese page, and where there is none it is marked: （英文）."""
+
+from __future__ import annotations
+
+import os
+import re
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from functools import cache
+from hashlib import sha256
+from pathlib import Path
+from urllib.parse import unquote
+
+from markdown_it import MarkdownIt
+from markdown_it.token import Token
+
+ROOT = Path(__file__).resolve().parents[2]
+SUFFIX = ".zh.md"
+GENERATED = re.compile(r"<!-- ((?:table|output):\w+) -->.*?<!-- /\1 -->", re.DOTALL)
+DIGEST = re.compile(r"<!-- en: (\S*) -->")
+NAME = re.compile(r"::|\.py$|^test_")
+NUMBER = re.compile(r"\d+(?:[.,]\d+)*")
+IMAGE_TAG = re.compile(r'<img[^>]*\ssrc="([^"]+)"')
+CHINESE = re.compile(r"[\u4e00-\u9fff]")
+COLUMN = re.compile("  |# ")  # what begins one
+LINK = re.compile(r"(?<!\[English)(?<!\[英文)\]\(([^)#\s]+)[^)]*\)(（英文）)?")
+OWN_OTHER = "the same page in the other language"
+_MARKDOWN = MarkdownIt("commonmark").enable("table")
+
+Cells = list[list[list[str]]]  # of a table: rows, cells, the numbers in a cell in order of size
+
+
+@dataclass(slots=True)
+class Section:
+    """A heading and what stands under it, up to the next heading."""
+
+    level: int
+    title: str
+    anchor: str
+    source: str
+    tokens: list[Token] = field(default_factory=list)  # all of it, the heading's included
+
+    @property
+    def digest(self) -> str:
+        """Of an English section: 12 hex digits."""
+        return _digest(self.source)
+
+    @property
+    def rendered(self) -> str | None:
+        """Of a Chinese section: what it says right under its heading that it renders."""
+        first = self.tokens[3:4]  # behind the heading's open, inline and close
+        found = DIGEST.fullmatch(first[0].content.strip()) if first else None
+        return found[1] if found else None
+
+    def code(self) -> list[tuple[str, str]]:
+        return [(t.info, t.content) for t in self.tokens if t.type in ("fence", "code_block")]
+
+    def pictures(self) -> list[str]:
+        images = [str(t.attrs["src"]) for t in self._inline() if t.type == "image"]
+        return images + [src for t in self._html() for src in IMAGE_TAG.findall(t.content)]
+
+    def links(self) -> list[str]:
+        return [unquote(str(t.attrs["href"])) for t in self._inline() if t.type == "link_open"]
+
+    def names(self) -> list[str]:
+        """Of files, functions and tests, as they stand in backticks."""
+        codes = (t.content for t in self._inline() if t.type == "code_inline")
+        return sorted(code for code in codes if NAME.search(code))
+
+    def tables(self) -> list[Cells]:
+        found: list[Cells] = []
+        for i, token in enumerate(self.tokens):
+            if token.type == "table_open":
+                found.append([])
+            elif token.type == "tr_open":
+                found[-1].append([])
+            elif token.type in ("th_open", "td_open"):
+                found[-1][-1].append(sorted(NUMBER.findall(_text(self.tokens[i + 1]))))
+        return found
+
+    def _inline(self) -> Iterator[Token]:
+        return (child for token in self.tokens for child in token.children or ())
+
+    def _html(self) -> Iterator[Token]:
+        yield from (token for token in self.tokens if token.type == "html_block")
+        yield from (token for token in self._inline() if token.type == "html_inline")
+
+
+def _text(inline: Token) -> str:
+    """What a reader sees of it."""
+    kinds = ("text", "code_inline", "softbreak")
+    return "".join(t.content or " " for t in inline.children or () if t.type in kinds)
+
+
+def _normal(tokens: list[Token]) -> Iterator[str]:
+    for token in tokens:
+        if token.type in ("fence", "code_block"):
+            yield f"{token.info}\n{token.content}"
+        elif token.type == "inline":
+            yield " ".join(token.content.split())
+        elif token.type == "html_block":
+            yield " ".join(DIGEST.sub("", token.content).split())
+        else:
+            yield token.type + token.tag
+
+
+@cache
+def _digest(source: str) -> str:
+    tokens = _MARKDOWN.parse(GENERATED.sub("", source))
+    return sha256("\n".join(_normal(tokens)).encode()).hexdigest()[:12]
+
+
+@cache  # a page is asked for whenever another one links to it
+def sections(page: str) -> list[Section]:
+    """Of the text of a page. Raises `ValueError` if something stands before its first heading."""
+    lines, tokens = page.splitlines(), _MARKDOWN.parse(page)
+    starts = [t.map[0] for t in tokens if t.type == "heading_open" and t.level == 0 and t.map]
+    ends = [*starts[1:], len(lines)]
+    found: list[Section] = []
+    num_seen: dict[str, int] = {}
+    for i, token in enumerate(tokens):
+        if token.type == "heading_open" and token.level == 0:
+            title = _text(tokens[i + 1])
+            anchor = re.sub(r"[^\w\- ]", "", title.lower()).replace(" ", "-")
+            num_seen[anchor] = num_seen.get(anchor, -1) + 1
+            anchor += f"-{num_seen[anchor]}" if num_seen[anchor] else ""
+            source = "\n".join(lines[starts[len(found)] : ends[len(found)]])
+            found.append(Section(int(token.tag[1]), title, anchor, source))
+        if not found:
+            raise ValueError(f"a page begins with a heading, and this one with {token.content!r}")
+        found[-1].tokens.append(token)
+    return found
+
+
+def sections_of(page: Path) -> list[Section]:
+    return sections(page.read_text(encoding="utf-8"))
+
+
+def chinese_pages(root: Path = ROOT) -> list[Path]:
+    found: list[Path] = []
+    for folder, folders, files in os.walk(root):
+        folders[:] = [name for name in folders if name[0] != "." and name not in ("build", "dist")]
+        found += [Path(folder, name) for name in files if name.endswith(SUFFIX)]
+    return sorted(found)
+
+
+def english_of(page: Path) -> Path:
+    return page.with_name(page.name.removesuffix(SUFFIX) + ".md")
+
+
+def differences(chinese: Path, root: Path = ROOT) -> list[str]:
+    """Where a Chinese page is out of step with the English one beside it, a sentence for each."""
+    english = english_of(chinese)
+    ours, theirs = chinese.relative_to(root).as_posix(), english.relative_to(root).as_posix()
+    if not english.is_file():
+        return [f"{ours} renders {theirs}, which does not exist"]
+    left, right = sections_of(english), sections_of(chinese)
+    for i in range(max(len(left), len(right))):
+        levels = [f"{'#' * s[i].level} {s[i].title}" if i < len(s) else "" for s in (left, right)]
+        if not all(levels) or left[i].level != right[i].level:
+            return [
+                f"heading {i + 1} is {levels[0] or 'missing'!r} in {theirs} "
+                f"and {levels[1] or 'missing'!r} in {ours}"
+            ]
+    found: list[str] = []
+    for en, zh in zip(left, right, strict=True):
+        where = f"{ours}, section {zh.title!r} ({theirs}, {en.title!r})"
+        if zh.rendered != en.digest:
+            said = f"renders {zh.rendered}" if zh.rendered else "has no digest under its heading"
+            found.append(
+                f"{where} {said}. Read both, put the Chinese one right, and write under its "
+                f"heading: <!-- en: {en.digest} -->"
+            )
+        for what, a, b in (
+            ("code blocks", en.code(), _in_english(zh.code(), en.code())),
+            ("numbers in tables", en.tables(), zh.tables()),
+            ("pictures", _pictures(en, english), zh.pictures()),
+            ("links", sorted(_links(en, english, chinese)), sorted(_links(zh, chinese, english))),
+            ("names of code", en.names(), zh.names()),
+        ):
+            if a != b:
+                found.append(f"{where} has other {what}: {_first_difference(a, b)}")
+        found += [f"{where} {fault}" for fault in _english_pages(zh, chinese)]
+    return found
+
+
+def _in_english(chinese: list[tuple[str, str]], english: list[tuple[str, str]]) -> list:
+    """The Chinese blocks, with the English line for each that differs in its last words alone."""
+    found = []
+    for i, (info, code) in enumerate(chinese):
+        lines = code.splitlines(keepends=True)
+        theirs = english[i][1].splitlines(keepends=True) if i < len(english) else []
+        if len(lines) == len(theirs) and not info.startswith("python"):
+            code = "".join(map(_line_in_english, lines, theirs))
+        found.append((info, code))
+    return found
+
+
+def _line_in_english(chinese: str, english: str) -> str:
+    """Two spaces part columns. The columns before the words have to agree, and all numbers."""
+    before = CHINESE.split(chinese)[0]
+    kept = before.removesuffix(COLUMN.split(before)[-1])
+    agrees = sorted(NUMBER.findall(chinese)) == sorted(NUMBER.findall(english))
+    return english if before != chinese and agrees and english.startswith(kept) else chinese
+
+
+def _english_pages(section: Section, page: Path) -> Iterator[str]:
+    """What is wrong with links of a Chinese section that lead to English pages."""
+    for path, mark in LINK.findall(section.source):
+        target = (page.parent / unquote(path)).resolve()
+        target = target / "README.md" if target.is_dir() else target
+        if target.suffix != ".md" or target.name.endswith(SUFFIX) or not target.is_file():
+            continue
+        if target.with_suffix(SUFFIX).is_file():
+            yield f"links to {path}, though {target.stem}{SUFFIX} is there"
+        elif not mark:
+            yield f"links to {path}, which is in English: write （英文） behind the link"
+
+
+def _pictures(section: Section, page: Path) -> list[str]:
+    """As the Chinese page has to show them: `NAME.zh.svg` for `NAME.svg`, where there is one."""
+    chinese = (
+        (src, str(Path(src).with_suffix(f".zh{Path(src).suffix}"))) for src in section.pictures()
+    )
+    return [zh if (page.parent / zh).is_file() else src for src, zh in chinese]
+
+
+def _links(section: Section, page: Path, other: Path) -> list[str]:
+    """As the English page would write them: a Chinese target by the English one, an anchor by the
+    place of its heading in the page."""
+    normal = []
+    for href in section.links():
+        path, _, anchor = href.partition("#")
+        if "://" in href:
+            normal.append(href)
+            continue
+        target = (page.parent / path).resolve() if path else page
+        if target == other:
+            normal.append(OWN_OTHER)
+            continue
+        if anchor and target.suffix == ".md" and target.is_file():
+            anchors = [s.anchor for s in sections_of(target)]
+            anchor = str(anchors.index(anchor)) if anchor in anchors else f"no {anchor}"
+        name = path.replace(SUFFIX, ".md") if path else ""
+        normal.append(f"{name}#{anchor}" if anchor else name)
+    return normal
+
+
+def _first_difference(a: list, b: list) -> str:
+    for left, right in zip(a, b, strict=False):
+        if left != right:
+            if isinstance(left, list) and isinstance(right, list):
+                return _first_difference(left, right)
+            return f"{left!r} in English, {right!r} in Chinese"
+    more = a[len(b) :] or b[len(a) :]
+    return f"{len(a)} in English, {len(b)} in Chinese, the first one more is {more[0]!r}"
+
+
+def main() -> int:
+    if len(sys.argv) == 3:
+        page, title = Path(sys.argv[1]), sys.argv[2].lstrip("# ")
+        titled = [s for s in sections_of(page) if s.title == title]
+        for section in titled:
+            print(f"<!-- en: {section.digest} -->")
+        if not titled:
+            print(f"{page} has no section {title!r}", file=sys.stderr)
+        return 0 if titled else 1
+    if len(sys.argv) != 1:
+        print(__doc__)
+        return 2
+    found = [line for page in chinese_pages() for line in differences(page)]
+    print("\n".join(found) or "every Chinese page is in step with the English one")
+    return 1 if found else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

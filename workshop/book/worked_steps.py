@@ -1,0 +1,116 @@
+"""Three requests over three steps of this engine, as READING_ALONG.md shows them.
+
+    python -m workshop.worked_steps
+
+Prompts of 9, 3 and 5 tokens, and one of 12 that has to wait for a seat: the example of a post that
+this book is read along with. The shipped model, in float64, blocks of 4; everything in the table is
+read from the events of the run (`common/events`)."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from tempfile import TemporaryDirectory
+
+from common.engine import LLMEngine
+from common.engine_config import EngineConfig
+from common.events.event_kinds import Computed, Planned
+from request import SamplingParams
+from workshop.watch.replay.film import Film
+
+NUM_STEPS = 3
+BLOCK_SIZE = 4
+PROMPTS = [range(1, 10), range(10, 13), range(13, 18), range(20, 32)]
+MAX_TOKENS = [3, 2, 3, 3]
+HEAD = ["step", "request", "positions", "block table", "slots", "token", "known, computed"]
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    step: int  # from 1
+    request_id: str
+    positions: range  # that the step computes
+    block_table: list[int]
+    token: int  # that comes out
+    num_known: int  # after the step
+
+    @property
+    def slots(self) -> list[int]:
+        table, size = self.block_table, BLOCK_SIZE
+        return [table[pos // size] * size + pos % size for pos in self.positions]
+
+
+def run(path: str | Path) -> None:
+    """Serve the four requests, and write down what happens."""
+    config = EngineConfig(
+        device="cpu",
+        dtype="float64",
+        block_size=BLOCK_SIZE,
+        num_blocks=9,  # eight and the null block: the fourth request gets what the second gave back
+        max_num_seqs=3,
+        prefix_cache=None,
+        num_threads=1,
+        events=str(path),
+    )
+    engine = LLMEngine(config)
+    for number, (prompt, max_tokens) in enumerate(zip(PROMPTS, MAX_TOKENS, strict=True)):
+        params = SamplingParams(temperature=0, max_tokens=max_tokens, ignore_eos=True)
+        engine.add_request(f"req-{number}", list(prompt), params)
+    while engine.has_unfinished_requests():
+        engine.step()
+    engine.close()
+
+
+def rows_of(path: str | Path) -> Iterator[Row]:
+    film = Film.read(path)
+    answers = {event.step: event for event in film.events if isinstance(event, Computed)}
+    for position, plan in enumerate(film.events, 1):
+        if not isinstance(plan, Planned) or plan.step >= NUM_STEPS:
+            continue
+        state = film.state_behind(position)
+        for name, start, num in zip(plan.requests, plan.starts, plan.num_tokens, strict=True):
+            request, (token,) = state.request(name), answers[plan.step].tokens[name]
+            yield Row(
+                step=plan.step + 1,
+                request_id=name,
+                positions=range(start, start + num),
+                block_table=list(request.table),
+                token=token,
+                num_known=len(request.tokens) + 1,
+            )
+
+
+def table(rows: list[Row]) -> str:
+    lines = [HEAD]
+    for row in rows:
+        counters = f"{row.num_known}, {row.positions.stop}"
+        cells = (row.step, row.request_id, stretch(row.positions), row.block_table)
+        lines.append([*map(str, cells), stretch(row.slots), str(row.token), counters])
+    widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
+    return "\n".join(
+        "  ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)).rstrip()
+        for line in lines
+    )
+
+
+def stretch(numbers: range | list[int]) -> str:
+    """`0-8` for neighbours; where they are not, what lies apart with a comma: `4-7, 20`."""
+    parts: list[list[int]] = []
+    for number in numbers:
+        if parts and parts[-1][-1] + 1 == number:
+            parts[-1].append(number)
+        else:
+            parts.append([number])
+    return ", ".join(f"{p[0]}-{p[-1]}" if len(p) > 1 else str(p[0]) for p in parts)
+
+
+def worked_table() -> str:
+    with TemporaryDirectory() as folder:
+        path = Path(folder) / "run.jsonl"
+        run(path)
+        return table(list(rows_of(path)))
+
+
+if __name__ == "__main__":
+    print(worked_table())

@@ -1,0 +1,277 @@
+"""The benchmark: the engine, its own baselines and `transformers`, side by side in one run.
+
+    python -m workshop.bench                 measure, write records, print the tables
+    python -m workshop.bench --smoke         the same with almost no work: does it run?
+    python -m workshop.bench --table         print the tables of the records that are there
+    python -m workshop.bench --write-readme  put them into README.md and this folder's
+    python -m workshop.bench --install-vllm  vLLM's CPU build, as another system
+
+The runs of the systems are interleaved: round r runs every system once, each round starting with
+another, so that a machine that grows slower or busier does so for all. A table shows the median and
+the extremes of the rounds. Every run of a system sets it up anew, lets it serve two short requests
+that are not counted, and then serves the whole workload.
+
+The work and what counts as useful are in `bench_work.py`, the systems in `bench_systems.py`, the
+rounds in `bench_rounds.py`, the floors in `bench_roofline.py` and `bench_floor.py`. It measures the
+CPU.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import sys
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from tqdm import tqdm
+
+from common.collector import spare_what_is_loaded
+from workshop.measure.bench.bench_command import Driver, describe_malloc
+from workshop.measure.bench.bench_floor import floor_of_record
+from workshop.measure.bench.bench_record import ROOT, record_head, write_record
+from workshop.measure.bench.bench_table import render, tables_of
+from workshop.measure.bench.vllm_install import install, is_installed
+
+if TYPE_CHECKING:  # torch comes late: malloc has to be chosen before the process that uses it
+    from workshop.measure.bench.bench_rounds import Bench
+
+SYSTEM_NAMES = (
+    "one-at-a-time",
+    "static",
+    "padded",
+    "paged",
+    "prefix-cache",
+    "two-phase",
+    "speculative",
+    "chunked",
+    "transformers-generate",
+    "transformers-continuous",
+    "vllm",
+    "vllm-eager",
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Workload:
+    """Lengths are uniform between both ends. `num_one_at_a_time`: so many of the requests are
+    served one at a time; `minutes` is about what one round takes on two cores."""
+
+    num_requests: int
+    prompt_lens: tuple[int, int]
+    output_lens: tuple[int, int]
+    num_one_at_a_time: int
+    minutes: float
+
+
+WORKLOADS = {
+    "tiny": Workload(64, (16, 128), (16, 128), 64, 1.5),
+    "qwen3-0.6b": Workload(32, (32, 256), (32, 128), 4, 8.0),
+}
+SMOKE = Workload(4, (4, 16), (4, 8), 2, 0.5)
+
+
+# -- setting up
+
+
+def make_bench(name: str, args: argparse.Namespace, head: dict[str, Any]) -> Bench:
+    """Model, work and an empty record, which begins with `head`."""
+    import torch
+
+    from workshop.measure.bench.bench_models import choose_dtype, load_models
+    from workshop.measure.bench.bench_rounds import Bench
+    from workshop.measure.bench.bench_systems import TITLES
+    from workshop.measure.bench.bench_work import Limits, make_requests
+
+    work = SMOKE if args.smoke else WORKLOADS.get(name, WORKLOADS["qwen3-0.6b"])
+    dtype = choose_dtype(args.dtype)
+    models = load_models(name, dtype)
+    vocab_size = models.loaded.config.vocab_size
+    requests = make_requests(
+        work.num_requests, work.prompt_lens, work.output_lens, vocab_size, args.seed
+    )
+    # Other prompts than the measured ones: no system may remember them.
+    warm_up = make_requests(2, work.prompt_lens, (4, 8), vocab_size, args.seed + 1)
+    limits = Limits(longest=max(r.num_positions for r in requests + warm_up))
+    shown = name if name in WORKLOADS else Path(name).name
+    weights = "random" if name == "qwen3-0.6b" else "checkpoint"
+    config = {
+        "model": shown,
+        "num_parameters": models.loaded.model.num_parameters,
+        "weights": weights + (", rounded to bfloat16" if dtype == torch.float32 else ""),
+        "dtype": str(dtype).removeprefix("torch."),
+        "threads": torch.get_num_threads(),
+        "malloc": describe_malloc(),
+        "repeats": args.rounds,
+        "time_budget_s": args.time_budget,
+        "seed": args.seed,
+        "smoke": args.smoke,
+        "max_num_seqs": limits.max_num_seqs,
+        "max_num_batched_tokens": limits.max_num_batched_tokens,
+        "block_size": limits.block_size,
+        "workload": {
+            "num_requests": work.num_requests,
+            "prompt_lens": list(work.prompt_lens),
+            "output_lens": list(work.output_lens),
+            "prompt_tokens": [len(r.prompt_token_ids) for r in requests],
+            "output_tokens": [r.max_tokens for r in requests],
+        },
+    }
+    systems = {
+        system: {
+            "title": TITLES[system],
+            "num_requests": work.num_one_at_a_time
+            if system == "one-at-a-time"
+            else work.num_requests,
+            "error": None,
+            "runs": [],
+        }
+        for system in args.systems
+    }
+    record = {
+        **head,
+        "config": config,
+        "systems": systems,
+        "roofline": {},
+        "floor": {},
+        "gather": {},
+    }
+    return Bench(models, limits, requests, warm_up, record)
+
+
+def measure_floors(bench: Bench, smoke: bool) -> None:
+    from workshop.measure.bench.bench_roofline import (
+        kv_bytes_per_token,
+        measure_bandwidth,
+        measure_gather,
+        measure_linear,
+        row_counts_up_to,
+    )
+
+    repeats = 2 if smoke else 7
+    bandwidth = measure_bandwidth(32 if smoke else 512, repeats)
+    num_seqs = min(bench.limits.max_num_seqs, len(bench.requests))
+    row_counts, num_prefill_rows = row_counts_up_to(num_seqs), 64 if smoke else 1024
+    linear = measure_linear(bench.models.loaded, row_counts, num_prefill_rows, repeats)
+    kv = {"kv_bytes_per_token": kv_bytes_per_token(bench.models.loaded)}
+    bench.record["roofline"] = {"bandwidth": bandwidth} | linear | kv
+    bench.record["floor"] = floor_of_record(bench.record)
+    bench.record["gather"] = measure_gather(2 if smoke else 25)
+
+
+# -- the command
+
+
+def announce(args: argparse.Namespace) -> str:
+    minutes = sum(
+        (SMOKE if args.smoke else WORKLOADS.get(m, WORKLOADS["qwen3-0.6b"])).minutes
+        for m in args.models
+    )
+    minutes *= args.rounds * len(args.systems) / len(SYSTEM_NAMES)
+    if args.time_budget is not None:
+        minutes = min(minutes, args.time_budget / 60)
+    return (
+        f"{len(args.systems)} systems on {' and '.join(args.models)}, "
+        f"{args.rounds} interleaved rounds, on the CPU; about {max(1, round(minutes))} minutes "
+        "on two cores"
+    )
+
+
+def measure(args: argparse.Namespace) -> int:
+    """Measure all models, one after the other. The exit status: 1 if a system broke."""
+    import torch
+    from transformers.utils import logging
+
+    from workshop.measure.bench.bench_rounds import run_rounds
+    from workshop.measure.bench.bench_systems import SYSTEMS
+
+    assert set(SYSTEMS) == set(SYSTEM_NAMES)
+    spare_what_is_loaded()
+    logging.set_verbosity_error()
+    torch.set_num_threads(args.threads or torch.get_num_threads())  # chosen, so the engine keeps it
+    deadline = None if args.time_budget is None else time.monotonic() + args.time_budget
+    head = record_head("workshop.bench", args.argv)
+    status, tables = 0, []
+    num_runs = len(args.models) * args.rounds * len(args.systems)
+    with tqdm(total=num_runs, unit="run", dynamic_ncols=True, disable=None) as bar:
+        for name in args.models:
+            bar.set_description(f"{name}: loading")
+            bench = make_bench(name, args, head)
+            path = args.record / f"bench_{bench.record['config']['model']}.json"
+            bar.set_description(f"{name}: floors")
+            measure_floors(bench, args.smoke)
+
+            for system in run_rounds(bench, args.rounds, deadline):
+                write_record(path, bench.record)
+                bar.set_description(f"{name}: {system} done")
+                bar.update()
+            write_record(path, bench.record)
+            tables.append(render(bench.record))
+            for system, entry in bench.record["systems"].items():
+                if entry["error"] is not None:
+                    tqdm.write(f"bench: {name}: {system}: {entry['error']}", file=sys.stderr)
+                    status |= not entry.get("is_unavailable", False)
+            bench = None  # one model in memory at a time
+            gc.collect()
+    print("\n" + "\n\n".join(tables))
+    return int(status)
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    add = parser.add_argument
+    add("--models", type=model_names, default=list(WORKLOADS), metavar="A,B",
+        help="tiny, qwen3-0.6b, or directories of Qwen3 checkpoints")  # fmt: skip
+    add("--systems", type=system_names, default=default_systems(), metavar="A,B",
+        help=", ".join(SYSTEM_NAMES))  # fmt: skip
+    add("--install-vllm", action="store_true", help="only make an environment for vLLM")
+    add("--time-budget", type=float, metavar="SECONDS", help="start no further run after so long")
+    add("--dtype", choices=("auto", "float32", "bfloat16", "float64"), default="auto",
+        help="auto: bfloat16 if native, else float32")  # fmt: skip
+    add("--threads", type=int, help="of torch, for all systems")
+    add("--seed", type=int, default=0, help="of the workload")
+
+
+def default_systems() -> list[str]:
+    """All; vLLM where it is installed."""
+    return [n for n in SYSTEM_NAMES if not n.startswith("vllm") or is_installed()]
+
+
+def system_names(text: str) -> list[str]:
+    return _names(text, SYSTEM_NAMES.__contains__, ", ".join(SYSTEM_NAMES))
+
+
+def model_names(text: str) -> list[str]:
+    allowed = f"{', '.join(WORKLOADS)}, nor a directory"
+    return _names(text, lambda name: name in WORKLOADS or Path(name).is_dir(), allowed)
+
+
+def _names(text: str, is_known: Callable[[str], bool], allowed: str) -> list[str]:
+    names = [name for name in text.split(",") if name]
+    if not names:
+        raise argparse.ArgumentTypeError("it needs at least one name")
+    if unknown := [name for name in names if not is_known(name)]:
+        raise argparse.ArgumentTypeError(f"{unknown[0]!r} is none of {allowed}")
+    return names
+
+
+DRIVER = Driver(
+    name="bench",
+    description=__doc__ or "",
+    rounds="--repeats",
+    record="--records",
+    committed=ROOT / "workshop" / "measure" / "bench" / "records",
+    smoke=ROOT / "build" / "bench-smoke",
+    add_arguments=add_arguments,
+    announce=announce,
+    measure=measure,
+    tables=tables_of,
+)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    if DRIVER.parse(sys.argv[1:] if argv is None else argv).install_vllm:
+        return install()
+    return DRIVER.main(argv)

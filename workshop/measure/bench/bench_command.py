@@ -1,0 +1,129 @@
+"""The command line of two drivers, `python -m workshop.bench` and `workshop.ladder`.
+
+Both measure, write a record and print its tables; or they only show the record that is there:
+
+    --smoke                  almost no work, to see that it runs; the record goes to build/
+    --table                  print the tables
+    --write-readme           put them between the markers `<!-- table:NAME -->`: all of them into
+                             workshop/measure/bench/README.md, a short one into README.md
+
+A measurement may have to begin as a new process (`restart_with`): how memory is kept is read by
+the C library once, when a process starts.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import platform
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from workshop.measure.bench.bench_record import ROOT, write_between_markers
+
+# glibc hands large tensors back to the kernel when they are freed, and takes fresh pages, one fault
+# per 4 KiB, when the next is made. With these it keeps and reuses them, in large pages.
+TUNED_MALLOC = {
+    "MALLOC_MMAP_THRESHOLD_": str(8 << 30),
+    "MALLOC_TRIM_THRESHOLD_": str(16 << 30),
+    "MALLOC_TOP_PAD_": str(256 << 20),
+    "GLIBC_TUNABLES": "glibc.malloc.hugetlb=1",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Tables:
+    """What a record says, as markdown."""
+
+    full: str  # for workshop/measure/bench/README.md
+    short: str  # for README.md
+    gains: str = ""  # for its first screen, if there is one
+
+
+@dataclass(frozen=True, slots=True)
+class Driver:
+    """What one of the two commands measures, and how its record is shown.
+
+    `rounds` and `record` name the options that say how often to measure and where the record is:
+    `args.rounds` and `args.record` afterwards."""
+
+    name: str  # `python -m workshop.NAME`, and of the markers
+    description: str
+    rounds: str
+    record: str
+    committed: Path
+    smoke: Path
+    announce: Callable[[argparse.Namespace], str]  # what is going to be measured
+    measure: Callable[[argparse.Namespace], int]  # the exit status
+    tables: Callable[[Path], Tables]
+    add_arguments: Callable[[argparse.ArgumentParser], None] = lambda parser: None
+
+    def parse(self, argv: Sequence[str]) -> argparse.Namespace:
+        parser = argparse.ArgumentParser(
+            prog=f"python -m workshop.{self.name}", description=self.description.partition("\n")[0]
+        )
+        self.add_arguments(parser)
+        add = parser.add_argument
+        add(self.rounds, type=int, dest="rounds", help="how often (default 3)")
+        add("--smoke", action="store_true", help="almost no work, to see that it runs")
+        add("--malloc", choices=("tuned", "default"), default="tuned",
+            help="tuned: on glibc, start again with settings that keep freed memory, for all "
+            "systems alike")  # fmt: skip
+        add(self.record, type=Path, dest="record", help="where the record is")
+        add("--table", action="store_true", help="only print the tables")
+        add("--write-readme", action="store_true", help="only write them into the two README.md")
+        add("--root", type=Path, default=ROOT, help=argparse.SUPPRESS)
+        args = parser.parse_args(argv)
+        args.rounds = args.rounds if args.rounds is not None else 1 if args.smoke else 3
+        if args.rounds < 1:
+            parser.error(f"{self.rounds} is {args.rounds}: it must be >= 1")
+        args.record = args.record or (self.smoke if args.smoke else self.committed)
+        args.argv = list(argv)
+        return args
+
+    def main(self, argv: Sequence[str] | None = None) -> int:
+        args = self.parse(sys.argv[1:] if argv is None else argv)
+        if args.table or args.write_readme:
+            tables = self.tables(args.record)
+            if args.table:
+                print(tables.full)
+            if args.write_readme:
+                write_tables(args.root, self.name, tables)
+            return 0
+        environment = restart_with(args)
+        if environment is not None and argv is None:
+            os.execve(sys.executable, [sys.executable, *sys.orig_argv[1:]], environment)
+        print(f"{self.name}: measures {self.announce(args)}", flush=True)
+        return self.measure(args)
+
+
+def write_tables(root: Path, name: str, tables: Tables) -> None:
+    """Into the repository at `root`: between the markers of `name`, in both texts."""
+    for place, part, table in places_of(name, tables):
+        write_between_markers(root / place, part, table)
+
+
+def places_of(name: str, tables: Tables) -> list[tuple[str, str, str]]:
+    """Page, name of the markers, and what stands between them."""
+    places = [
+        ("README.md", name, tables.short),
+        ("workshop/measure/bench/README.md", name, tables.full),
+    ]
+    return places + ([("README.md", f"{name}_gains", tables.gains)] if tables.gains else [])
+
+
+def restart_with(args: argparse.Namespace) -> dict[str, str] | None:
+    """The environment in which this process has to be started again, or None if it is right."""
+    if args.malloc != "tuned" or sys.platform != "linux" or platform.libc_ver()[0] != "glibc":
+        return None
+    if all(os.environ.get(name) == value for name, value in TUNED_MALLOC.items()):
+        return None
+    return dict(os.environ) | TUNED_MALLOC
+
+
+def describe_malloc() -> dict[str, Any]:
+    set_now = {name: os.environ[name] for name in TUNED_MALLOC if name in os.environ}
+    return {"mode": "tuned" if set_now == TUNED_MALLOC else "default", "environment": set_now}

@@ -1,0 +1,84 @@
+"""The models of a benchmark: one set of weights, read by our engine and by `transformers`."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import torch
+from transformers import Qwen3Config, Qwen3ForCausalLM
+
+from common.engine_config import SHIPPED_CHECKPOINT
+from common.kernels.processor import is_bfloat16_fast
+from common.loader import LoadedModel, load_model
+from common.model_config import ModelConfig
+from workshop.measure.bench.random_weights import QWEN3_0_6B, random_model, stored
+from workshop.measure.bench.vllm_system import VllmServer
+
+
+@dataclass(frozen=True, slots=True)
+class BenchModels:
+    """One set of weights in two guises, and processes that read a copy of them."""
+
+    loaded: LoadedModel
+    hf: Qwen3ForCausalLM
+    servers: dict[str, VllmServer] = field(default_factory=dict)
+
+
+def load_models(name: str, dtype: torch.dtype) -> BenchModels:
+    """`name` is one of `WORKLOADS`, or a Qwen3 checkpoint's directory. float32 weights are what
+    bfloat16 ones would be: rounded."""
+    if name == "qwen3-0.6b":
+        loaded = random_model(QWEN3_0_6B, seed=0, dtype=dtype)
+    else:
+        loaded = load_model(SHIPPED_CHECKPOINT if name == "tiny" else name, dtype)
+    if dtype == torch.float32:
+        for parameter in loaded.model.parameters():
+            parameter.copy_(parameter.bfloat16())
+    return BenchModels(loaded, make_twin(loaded))
+
+
+def choose_dtype(name: str) -> torch.dtype:
+    """`"auto"`: bfloat16 if this CPU multiplies it natively, else float32."""
+    if name == "auto":
+        return torch.bfloat16 if is_bfloat16_fast() else torch.float32
+    return getattr(torch, name)
+
+
+def make_twin(loaded: LoadedModel) -> Qwen3ForCausalLM:
+    """The same model as `transformers` computes it. Its parameters are views of `loaded`'s."""
+    config = loaded.config
+    with torch.device("meta"):
+        twin = Qwen3ForCausalLM(_hf_config(config))
+    weights = {name: stored(t) for name, t in loaded.model.checkpoint_tensors().items()}
+    embedding = weights["model.embed_tokens.weight"]
+    weights.setdefault("lm_head.weight", embedding)
+    twin.load_state_dict(weights, strict=True, assign=True)
+    # The one thing that is not in a checkpoint.
+    rotary = type(twin.model.rotary_emb)(config=twin.config)
+    twin.model.rotary_emb = rotary.to(embedding.device)
+    return twin.requires_grad_(False).eval()
+
+
+def _hf_config(config: ModelConfig) -> Qwen3Config:
+    if config.architecture != "Qwen3ForCausalLM" or config.rope.rope_type != "default":
+        raise ValueError(
+            f"architecture is {config.architecture}, rope_type {config.rope.rope_type}: "
+            "the benchmark knows Qwen3ForCausalLM with default rotary embedding"
+        )
+    return Qwen3Config(
+        vocab_size=config.vocab_size,
+        hidden_size=config.hidden_size,
+        intermediate_size=config.intermediate_size,
+        num_hidden_layers=config.num_hidden_layers,
+        num_attention_heads=config.num_attention_heads,
+        num_key_value_heads=config.num_key_value_heads,
+        head_dim=config.head_dim,
+        max_position_embeddings=config.max_position_embeddings,
+        rms_norm_eps=config.rms_norm_eps,
+        rope_parameters={"rope_type": "default", "rope_theta": config.rope.theta},
+        tie_word_embeddings=config.tie_word_embeddings,
+        attention_bias=config.qkv_bias,
+        bos_token_id=None,
+        eos_token_id=None,
+        pad_token_id=None,
+    )

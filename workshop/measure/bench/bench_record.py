@@ -1,0 +1,249 @@
+"""Records of measurements: what was measured, on what machine, with which code.
+
+A record is a JSON object in a `records/` folder. Text, tables and figures of the book are made from
+records and from nothing else, so a record carries everything a reader needs to judge a number:
+hardware, versions, commit, configuration, and every raw repeat.
+
+    describe_environment    where and with what
+    record_head             by which command, when, where
+    write_record            to a file, whole or not at all
+    read_record
+    summarise, percentile   from raw repeats to what a table shows
+    replace_between_markers `<!-- table:NAME -->` ... `<!-- /table:NAME -->` in a markdown text
+    write_between_markers   the same in a file
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import platform
+import re
+import shlex
+import statistics
+import subprocess
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from datetime import datetime, timezone
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parents[3]
+# Instructions that decide how fast a CPU multiplies matrices, as Linux names them.
+CPU_FLAGS_THAT_MATTER = (
+    "fma",
+    "avx2",
+    "avx512f",
+    "avx512_vnni",
+    "avx512_bf16",
+    "amx_tile",
+    "amx_bf16",
+    "amx_int8",
+    "asimd",
+    "bf16",
+    "sve",
+)
+_PACKAGES = ("torch", "triton", "transformers", "numpy", "tokenizers", "safetensors")
+
+
+@dataclass(frozen=True, slots=True)
+class Summary:
+    """What a table shows of raw repeats."""
+
+    median: float
+    low: float
+    high: float
+    count: int
+
+
+def summarise(values: Sequence[float]) -> Summary | None:
+    """Median, lowest, highest and number. None if there are none."""
+    if not values:
+        return None
+    return Summary(statistics.median(values), min(values), max(values), len(values))
+
+
+def percentile(values: Sequence[float], percent: float) -> float | None:
+    """With linear interpolation between neighbours. None of nothing."""
+    return percentiles(values, [percent])[0] if values else None
+
+
+def percentiles(values: Sequence[float], percents: Sequence[float]) -> list[float]:
+    """`percentile` of each of `percents`. Raises `ValueError` of nothing."""
+    if not values:
+        raise ValueError("values is empty: nothing has no percentiles")
+    ordered, found = sorted(values), []
+    for percent in percents:
+        place = (len(ordered) - 1) * percent / 100
+        below = int(place)
+        above = min(below + 1, len(ordered) - 1)
+        found.append(ordered[below] + (ordered[above] - ordered[below]) * (place - below))
+    return found
+
+
+# -- where and with what
+
+
+def describe_environment() -> dict[str, Any]:
+    """Hardware, operating system, versions and commit. Names no path, user or host."""
+    import psutil
+    import torch
+
+    from common.kernels.processor import is_bfloat16_fast
+
+    gpus = [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())]
+    return {
+        "cpu": _cpu_model(),
+        "cpu_flags": _cpu_flags(),
+        "cpu_capability": torch.backends.cpu.get_cpu_capability(),
+        "multiplies_bf16_natively": is_bfloat16_fast(),
+        "cores": psutil.cpu_count(logical=False),
+        "logical_cores": os.cpu_count(),
+        "memory_bytes": psutil.virtual_memory().total,
+        "gpus": gpus,
+        "load_average": round(psutil.getloadavg()[0], 2),
+        "os": f"{platform.system()} {platform.machine()}",
+        "libc": " ".join(platform.libc_ver()).strip(),
+        "python": platform.python_version(),
+        **{name: _version(name) for name in _PACKAGES},
+        **describe_commit(),
+    }
+
+
+def record_head(module: str, argv: Sequence[str]) -> dict[str, Any]:
+    """How a record begins: by which command it was made, when and where."""
+    return {
+        "command": shlex.join(["python", "-m", module, *argv]),
+        "date": datetime.now(timezone.utc).strftime("%Y-%m-%d"),
+        "environment": describe_environment(),
+    }
+
+
+def describe_commit(root: Path = ROOT) -> dict[str, Any]:
+    """`commit`, and whether code differs from it (`is_dirty`): modules, not records or text.
+
+    Both are None where there is no repository: an installed wheel has none.
+    """
+    head = _git(root, "rev-parse", "HEAD")
+    changed = _git(root, "status", "--porcelain", "--", "*.py", "*.toml", "*.safetensors")
+    is_known = head is not None and changed is not None
+    return {"commit": head, "is_dirty": bool(changed) if is_known else None}
+
+
+def _git(root: Path, *arguments: str) -> str | None:
+    try:
+        done = subprocess.run(
+            ["git", "-C", str(root), *arguments], capture_output=True, text=True, timeout=60
+        )
+    except (OSError, subprocess.TimeoutExpired):
+        return None
+    return done.stdout.strip() if done.returncode == 0 else None
+
+
+def _version(package: str) -> str | None:
+    try:
+        return version(package)
+    except PackageNotFoundError:
+        return None
+
+
+def _cpu_info() -> str:
+    path = Path("/proc/cpuinfo")
+    return path.read_text(errors="replace") if path.exists() else ""
+
+
+def _cpu_model() -> str:
+    found = re.search(r"^model name\s*: (.*)$", _cpu_info(), re.MULTILINE)
+    return found.group(1).strip() if found else platform.processor() or platform.machine()
+
+
+def _cpu_flags() -> list[str]:
+    found = re.search(r"^(?:flags|Features)\s*: (.*)$", _cpu_info(), re.MULTILINE)
+    present = set(found.group(1).split()) if found else set()
+    return [flag for flag in CPU_FLAGS_THAT_MATTER if flag in present]
+
+
+# -- files
+
+
+def write_record(path: Path, record: dict[str, Any]) -> None:
+    """Replace `path` by `record`, at once: whoever reads sees the old record or the new one.
+
+    Raises `ValueError` for numbers that JSON lacks (NaN, infinity); the file is as it was then.
+    """
+    text = format_record(record)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    draft = path.with_name(f".{path.name}.{os.getpid()}")
+    try:
+        with draft.open("w", encoding="utf-8") as file:
+            file.write(text)
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(draft, path)
+    finally:
+        draft.unlink(missing_ok=True)
+
+
+def read_record(path: Path) -> dict[str, Any]:
+    return json.loads(path.read_text(encoding="utf-8"))
+
+
+def format_record(record: dict[str, Any]) -> str:
+    """Indented JSON in which a list of plain values takes one line: raw repeats stay readable."""
+    text = json.dumps(record, indent=1, ensure_ascii=False, allow_nan=False)
+    string, plain = r'"(?:[^"\\]|\\.)*"', r"[-\w.+]+"
+    item = f"(?:{string}|{plain})"
+    one_line = re.compile(rf"({string})|\[\s+({item}(?:,\s+{item})*)\s+\]")
+
+    def join(match: re.Match[str]) -> str:
+        if match.group(1) is not None:
+            return match.group(1)  # a string that is no list: what is in it is left alone
+        return f"[{', '.join(re.findall(item, match.group(2)))}]"
+
+    return one_line.sub(join, text) + "\n"
+
+
+def markdown_table(
+    head: Sequence[str], rows: Sequence[Sequence[object]], others: str = "---:"
+) -> str:
+    """The first column to the left, the others, which mostly hold numbers, to the right."""
+    lines = [head, ["---", *[others] * (len(head) - 1)], *rows]
+    return "\n".join("| " + " | ".join(map(str, line)) + " |" for line in lines)
+
+
+def table_of(rows: Sequence[Mapping[str, object]]) -> str:
+    """A table whose rows name their cells: the names of the first row are its head."""
+    head = list(rows[0])
+    return markdown_table(head, [[row[name] for name in head] for row in rows])
+
+
+def replace_between_markers(text: str, name: str, content: str) -> str:
+    """`text` with `content` between the markers of table `name`.
+
+    Raises `ValueError` unless both markers are there exactly once and in order."""
+    start, end = f"<!-- table:{name} -->", f"<!-- /table:{name} -->"
+    if text.count(start) != 1 or text.count(end) != 1 or text.index(start) > text.index(end):
+        raise ValueError(f"markers: {start} and {end} must each be there once, in this order")
+    before, _, rest = text.partition(start)
+    after = rest.partition(end)[2]
+    return f"{before}{start}\n{content.strip()}\n{end}{after}"
+
+
+def write_between_markers(page: Path, name: str, content: str) -> None:
+    text = replace_between_markers(page.read_text(encoding="utf-8"), name, content)
+    page.write_text(text, encoding="utf-8")
+
+
+def made_on(record: dict[str, Any]) -> str:
+    """The line under a chapter's table: by which command, of which commit, where."""
+    where = record["environment"]
+    dirty = " with uncommitted changes," if where["is_dirty"] else ""
+    load = where["load_average"]
+    is_timed = "clock" in record["config"] or "fit" in record
+    busy = " Other programs were running: the times are rough." if load > 1 and is_timed else ""
+    return (
+        f"Made by `{record['command']}` at commit `{(where['commit'] or 'unknown')[:10]}`{dirty} "
+        f"on {where['cpu']}, {where['cores']} cores, Python {where['python']}, torch "
+        f"{where['torch']}, load average {load:.1f} at the start.{busy}"
+    )

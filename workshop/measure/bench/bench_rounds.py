@@ -1,0 +1,105 @@
+"""One model's measurement: every system once a round, each round beginning with another."""
+
+from __future__ import annotations
+
+import gc
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from workshop.measure.bench import bench_systems
+from workshop.measure.bench.bench_models import BenchModels
+from workshop.measure.bench.bench_work import BenchRequest, Limits
+
+
+@dataclass(slots=True)
+class Bench:
+    """One model's measurement. `record` is complete in form from the start and grows run by run."""
+
+    models: BenchModels
+    limits: Limits
+    requests: list[BenchRequest]
+    warm_up: list[BenchRequest]
+    record: dict[str, Any]
+
+    def run_system(self, name: str, round_number: int, place: int) -> list[list[int]] | None:
+        """Set the system up, time it once and note the run. Its tokens; None if it failed.
+
+        A failure becomes part of the record and is not tried again."""
+        entry = self.record["systems"][name]
+        requests = self.requests[: entry["num_requests"]]
+        try:
+            with bench_systems.SYSTEMS[name](self.models, self.limits) as serve:
+                serve(self.warm_up)
+                gc.collect()
+                start, cpu_start = time.perf_counter(), time.process_time()
+                served = serve(requests)
+                seconds = served.seconds or time.perf_counter() - start
+                cpu_seconds = time.process_time() - cpu_start
+                details = served.describe()
+        except Exception as error:
+            entry["error"] = _one_line(error)
+            entry["is_unavailable"] = type(error).__name__ == "CannotRunError"
+            return None
+        finally:
+            gc.collect()
+        num_useful = sum(request.max_tokens for request in requests)
+        lengths = [len(tokens) for tokens in served.token_ids]
+        if lengths != [request.max_tokens for request in requests]:
+            entry["error"] = "it did not give every request the number of tokens it asked for"
+            return None
+        entry["runs"].append(
+            {
+                "round": round_number,
+                "place": place,
+                "seconds": round(seconds, 4),
+                "cpu_seconds": round(cpu_seconds, 4),  # of all threads of whoever served
+                "useful_tokens_per_s": round(num_useful / seconds, 3),
+                **details,
+            }
+        )
+        return served.token_ids
+
+
+def rotated(names: Sequence[str], round_number: int) -> list[str]:
+    """The order of a round: each system is first once in `len(names)` rounds."""
+    first = round_number % len(names)
+    return [*names[first:], *names[:first]]
+
+
+def run_rounds(bench: Bench, repeats: int, deadline: float | None = None) -> Iterator[str]:
+    """Run all systems of the record, interleaved. Yields a system's name after each of its runs.
+
+    No run is started after `deadline`, in seconds of `time.monotonic()`."""
+    systems = bench.record["systems"]
+    first_tokens: dict[str, list[list[int]]] = {}
+    for round_number in range(repeats):
+        for place, name in enumerate(rotated(list(systems), round_number)):
+            if deadline is not None and time.monotonic() > deadline:
+                return
+            if systems[name]["error"] is None:
+                tokens = bench.run_system(name, round_number, place)
+                if tokens is not None:
+                    first_tokens.setdefault(name, tokens)
+                    note_agreement(systems, first_tokens)
+            yield name
+
+
+def note_agreement(
+    systems: dict[str, dict[str, Any]], first_tokens: dict[str, list[list[int]]]
+) -> None:
+    """How many requests got the same tokens as from `transformers`' generate, or else from the
+    first system: all of them in exact arithmetic, fewer where two tokens are equally likely."""
+    name = "transformers-generate"
+    reference = name if name in first_tokens else next(iter(first_tokens))
+    for system, tokens in first_tokens.items():
+        same = sum(a == b for a, b in zip(tokens, first_tokens[reference]))
+        compared = min(len(tokens), len(first_tokens[reference]))
+        systems[system]["agreement"] = {"with": reference, "same": same, "of": compared}
+
+
+def _one_line(error: Exception) -> str:
+    text = " ".join(str(error).split()) or "no message"
+    name = "" if type(error).__name__ == "CannotRunError" else f"{type(error).__name__}: "
+    return (name + text)[:300].replace("|", "/")

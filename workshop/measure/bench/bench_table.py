@@ -1,0 +1,272 @@
+"""The benchmark's records as markdown. Nothing is measured here, and nothing heavy is imported."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+from workshop.measure.bench.bench_command import Tables
+from workshop.measure.bench.bench_record import markdown_table, read_record, summarise
+
+# What README.md shows of them: the engine with nothing and with everything, and everybody else.
+IN_SHORT = (
+    "one-at-a-time",
+    "static",
+    "paged",
+    "chunked",
+    "transformers-generate",
+    "transformers-continuous",
+    "vllm",
+    "vllm-eager",
+)
+
+
+def tables_of(folder: Path) -> Tables:
+    """All `bench_*.json` of a folder, the small model first. Raises `FileNotFoundError` if there
+    are none."""
+    paths = sorted(folder.glob("bench_*.json"))
+    if not paths:
+        raise FileNotFoundError(f"{folder} has no bench_*.json: run python -m workshop.bench first")
+    records = sorted(map(read_record, paths), key=lambda r: r["config"]["num_parameters"])
+    return Tables("\n\n".join(map(render, records)), render_short(records))
+
+
+def render_short(records: Sequence[dict[str, Any]]) -> str:
+    """Useful tokens a second of the systems `IN_SHORT`, a column for each model, and what the
+    engine gains over one request at a time."""
+    head = ["useful tok/s"]
+    for record in records:
+        config = record["config"]
+        head.append(f"{config['model']}, {config['num_parameters'] / 1e6:,.1f} M parameters")
+    titles = {n: s["title"] for r in reversed(records) for n, s in r["systems"].items()}
+    rows = [
+        [titles[name], *(_speed(record, name) for record in records)]
+        for name in IN_SHORT
+        if name in titles
+    ]
+    gains = []
+    for record in records:
+        one = _median_speed(record, "one-at-a-time")
+        engine = _median_speed(record, "chunked") or _median_speed(record, "paged")
+        if one and engine:
+            gains.append(f"{engine / one:.1f} times ({record['config']['model']})")
+    return markdown_table(head, rows) + (
+        f"\n\nOver one request at a time the engine gains {', '.join(gains)}." if gains else ""
+    )
+
+
+def _median_speed(record: dict[str, Any], name: str) -> float | None:
+    system = record["systems"].get(name)
+    found = summarise([run["useful_tokens_per_s"] for run in system["runs"]]) if system else None
+    return found.median if found else None
+
+
+def _speed(record: dict[str, Any], name: str) -> str:
+    speed = _median_speed(record, name)
+    if speed is None:
+        return ""
+    num_served = record["systems"][name]["num_requests"]
+    num_all = record["config"]["workload"]["num_requests"]
+    part = f" (first {num_served} of {num_all} requests)" if num_served < num_all else ""
+    return _number(speed) + part
+
+
+def render(record: dict[str, Any]) -> str:
+    """One model: a heading, the table of systems, what a step could take at best, and where it was
+    measured."""
+    parts = [
+        _heading(record),
+        _systems_table(record),
+        _floor(record),
+        _roofline(record),
+        _gather(record),
+        _footer(record),
+    ]
+    return "\n\n".join(part for part in parts if part)
+
+
+def _heading(record: dict[str, Any]) -> str:
+    config, work = record["config"], record["config"]["workload"]
+    prompts, outputs = work["prompt_lens"], work["output_lens"]
+    return (
+        f"**{config['model']}** ({config['num_parameters'] / 1e6:,.1f} M parameters, "
+        f"{config['dtype']}): {work['num_requests']} requests at once, {prompts[0]}-{prompts[1]} "
+        f"tokens in, {outputs[0]}-{outputs[1]} out, "
+        f"{sum(work['output_tokens']):,} useful tokens."
+    )
+
+
+def _systems_table(record: dict[str, Any]) -> str:
+    lines = [
+        "| system | useful tok/s | lowest-highest | TTFT p50 / p99 | "
+        "between tokens p50 / p99 | steps | slots used |",
+        "|---|---:|---:|---:|---:|---:|---:|",
+    ]
+    for system in record["systems"].values():
+        lines.append(_system_row(system, record["config"]))
+    return "\n".join(lines)
+
+
+def _system_row(system: dict[str, Any], config: dict[str, Any]) -> str:
+    title = system["title"]
+    if system["num_requests"] < config["workload"]["num_requests"]:
+        title += (
+            f", first {system['num_requests']} of {config['workload']['num_requests']} requests"
+        )
+    runs = system["runs"]
+    speed = summarise([run["useful_tokens_per_s"] for run in runs])
+    if speed is None:
+        reason = system["error"] or "not measured: the time budget was used up"
+        return f"| {title} | {reason} | | | | | |"
+    if system["error"]:
+        title += f" (then failed: {system['error']})"
+    spread = f"{_number(speed.low)}-{_number(speed.high)} ({speed.count} runs)"
+    if speed.count == 1:
+        spread = "1 run"
+    cells = [
+        title,
+        _number(speed.median),
+        spread,
+        _latency(runs, "ttft_ms"),
+        _latency(runs, "inter_token_ms"),
+        f"{median(run['num_steps'] for run in runs):,.0f}",
+        _share(runs, "slot_utilisation"),
+    ]
+    return f"| {' | '.join(cells)} |"
+
+
+def _latency(runs: list[dict[str, Any]], name: str) -> str:
+    pairs = [run[name] for run in runs if name in run and run[name]["p50"] is not None]
+    if not pairs:
+        return ""
+    return " / ".join(_duration(median(pair[p] for pair in pairs)) for p in ("p50", "p99"))
+
+
+def _share(runs: list[dict[str, Any]], name: str) -> str:
+    shares = [run[name] for run in runs if name in run]
+    return f"{median(shares):.0%}" if shares else ""
+
+
+def _floor(record: dict[str, Any]) -> str:
+    """The run's floor with its parts, and how many times as long everybody took who served all."""
+    floor = record.get("floor")
+    if not floor:
+        return ""
+    num_useful = sum(record["config"]["workload"]["output_tokens"])
+    text = (
+        f"**The floor of this run**: {floor['num_prompt_tokens']:,} prompt tokens at the rate of "
+        f"the matrices {_seconds(floor['prompts_s'])}, the packed matrices alone in "
+        f"{floor['num_decode_steps']:,} decode steps {_seconds(floor['decodes_s'])}, their KV read "
+        f"once {_seconds(floor['kv_s'])}; together {_seconds(floor['seconds'])}, "
+        f"{_number(num_useful / floor['seconds'])} tok/s."
+    )
+    times = [
+        f"{system['title'].replace('**', '')} {times:.2f}"
+        for name, system in record["systems"].items()
+        if (times := times_the_floor(record, name)) is not None
+    ]
+    return text + (f" As many times that took: {'; '.join(times)}." if times else "")
+
+
+def times_the_floor(record: dict[str, Any], name: str) -> float | None:
+    """The median run of a system over the run's floor. None if it did not serve all requests."""
+    system, work = record["systems"].get(name), record["config"]["workload"]
+    if not system or not system["runs"] or system["num_requests"] < work["num_requests"]:
+        return None
+    return median(run["seconds"] for run in system["runs"]) / record["floor"]["seconds"]
+
+
+def _seconds(seconds: float) -> str:
+    return _duration(1e3 * seconds)
+
+
+def _roofline(record: dict[str, Any]) -> str:
+    roof = record["roofline"]
+    if not roof:
+        return ""
+    speed = median(roof["bandwidth"]["matvec_gb_per_s"])
+    copy = median(roof["bandwidth"]["copy_gb_per_s"])
+    floor = weight_floor_ms(roof)
+    lines = [
+        f"The floor under a decode step: {roof['weight_bytes'] / 1e6:,.0f} MB of weights at "
+        f"{speed:.1f} GB/s (a large matrix-vector product; a large copy moves {copy:.1f}) take "
+        f"{_duration(floor)}."
+    ]
+    shown = [f"{n} row{'s' * (n != '1')} {_duration(median(t))}" for n, t in _by_rows(roof)]
+    lines.append(f"The model's matrices alone, multiplied with {', with '.join(shown)}.")
+    for name in ("paged", "one-at-a-time"):
+        if step := decode_step(record, name):
+            times = step["step_ms"] / floor
+            label = f"{step['num_rows']} request{'s' * (step['num_rows'] != 1)}"
+            line = (
+                f"A decode step of the engine with {label}: "
+                f"{_duration(step['step_ms'])}, {times:.2f} times that floor"
+            )
+            if (rows := str(step["num_rows"])) in roof["linear_ms"]:
+                alone = median(roof["linear_ms"][rows])
+                line += f" and {step['step_ms'] / alone:.2f} times its matrices alone"
+            kv_ms = step["kv_tokens"] * roof["kv_bytes_per_token"] / speed / 1e6
+            lines.append(f"{line}; reading its KV once takes {_duration(kv_ms)} more.")
+    return "\n".join(f"* {line}" for line in lines)
+
+
+def _gather(record: dict[str, Any]) -> str:
+    gather = record["gather"]
+    if not gather:
+        return ""
+    shown = []
+    for dtype, times in gather["ms"].items():
+        ms = {name: _duration(median(values)) for name, values in times.items()}
+        shown.append(
+            f"{dtype}: by block {ms['blocks, into a buffer']} into a buffer and {ms['blocks']} "
+            f"into fresh memory, by token {ms['tokens']}; attention {ms['attention, paged']} "
+            f"through the table, {ms['attention, contiguous']} to contiguous KV"
+        )
+    return (
+        f"One layer's KV of {gather['num_seqs']} sequences of {gather['seq_len']} tokens, "
+        f"{gather['num_kv_heads']} heads of {gather['head_dim']}, gathered in "
+        f"{'. In '.join(shown)}."
+    )
+
+
+def weight_floor_ms(roofline: dict[str, Any]) -> float:
+    """Milliseconds to read every weight once, at the measured bandwidth of reading."""
+    return roofline["weight_bytes"] / median(roofline["bandwidth"]["matvec_gb_per_s"]) / 1e6
+
+
+def decode_step(record: dict[str, Any], system: str) -> dict[str, Any] | None:
+    """The median run's pure decode step with the fullest batch. None if it was not measured."""
+    runs = record["systems"].get(system, {}).get("runs", [])
+    steps = sorted(
+        (run["decode"] for run in runs if "decode" in run), key=lambda step: step["step_ms"]
+    )
+    return steps[(len(steps) - 1) // 2] if steps else None
+
+
+def _by_rows(roof: dict[str, Any]) -> list[tuple[str, list[float]]]:
+    return sorted(roof["linear_ms"].items(), key=lambda item: int(item[0]))
+
+
+def _footer(record: dict[str, Any]) -> str:
+    where, config = record["environment"], record["config"]
+    commit = (where["commit"] or "unknown")[:9] + ("*" if where["is_dirty"] else "")
+    memory = where["memory_bytes"] / (1 << 30)
+    return (
+        f"<sub>{where['cpu']}, {where['cpu_capability']}, {config['threads']} threads, "
+        f"{memory:.0f} GiB; torch {where['torch']}, transformers {where['transformers']}, Python "
+        f"{where['python']}; malloc {config['malloc']['mode']}; commit {commit}"
+        f"{' with uncommitted changes' if where['is_dirty'] else ''}; {record['date']}. "
+        f"Median of interleaved runs; `{record['command']}`.</sub>"
+    )
+
+
+def _number(value: float) -> str:
+    return f"{value:,.0f}" if value >= 100 else f"{value:.1f}"
+
+
+def _duration(milliseconds: float) -> str:
+    if milliseconds >= 1000:
+        return f"{milliseconds / 1e3:.1f} s"
+    return f"{milliseconds:.0f} ms" if milliseconds >= 10 else f"{milliseconds:.2g} ms"

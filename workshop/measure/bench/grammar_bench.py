@@ -1,0 +1,217 @@
+"""What grammars cost: a step with masks beside one without, and what comes before the first token.
+
+    python -m workshop.bench.grammar_bench           measures (minutes), writes the record
+    python -m workshop.bench.grammar_bench --tables  writes the table of GRAMMARS.md
+
+`steps`    the shipped model on this processor, where nobody or everybody has a grammar: engines in
+           turn, milliseconds of a step, and of them those for the bits and for the logits
+`compile`  a source becomes a matcher, of which the first mask is asked
+`large`    the bits of one row with as many tokens as large models have, made of the shipped ones
+           and random ones
+"""
+
+from __future__ import annotations
+
+import random
+import statistics
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from common.collector import spare_what_is_loaded
+from common.engine import EngineConfig, LLMEngine
+from common.engine_config import SHIPPED_CHECKPOINT
+from common.grammars import grammar_masks
+from common.grammars.grammar_masks import GrammarMasks
+from common.grammars.lark_text import compile_source
+from common.grammars.vocabulary import Vocabulary, beginning_of, tokenizer_of
+from common.loader import load_model
+from common.tokenizer import load_tokenizer
+from grammars import Choice, Ebnf, Grammar, Json, Regex, source_of
+from request import SamplingParams
+from workshop.measure.bench.bench_record import (
+    describe_environment,
+    markdown_table,
+)
+from workshop.measure.bench.side_by_side import measure_and_tell, spread
+
+RECORD = Path(__file__).parent / "records" / "grammars.json"
+PAGE = Path(__file__).parents[3] / "04_scheduler" / "beyond" / "GRAMMARS.md"
+NUM_ROWS = (1, 8, 32, 128)
+MAX_TOKENS, NUM_LARGE = 48, 151_936
+# Every answer is longer than is measured.
+SCHEMA = {"type": "array", "minItems": 99, "items": {"enum": ["open", "closed", 7, None]}}
+GRAMMARS: dict[str, Grammar] = {
+    "JSON schema": Json(SCHEMA),
+    "regular expression": Regex(r"[0-9]{4}-[0-9]{2}-[0-9]{2}( [a-z]+)*"),
+    "choice of 100": Choice([f"label {i}" for i in range(100)]),
+    "rules": Ebnf('root ::= sum\nsum ::= item ("+" item)*\nitem ::= [0-9]+ | "(" sum ")"'),
+}
+
+
+class Clock:
+    """Adds up what calls take."""
+
+    def __init__(self) -> None:
+        self.ms = 0.0
+
+    def around(self, call: Callable[..., Any]) -> Callable[..., Any]:
+        def timed(*arguments: Any) -> Any:
+            start = time.perf_counter()
+            try:
+                return call(*arguments)
+            finally:
+                self.ms += 1e3 * (time.perf_counter() - start)
+
+        return timed
+
+
+def timed_batch(
+    engine: LLMEngine, num_rows: int, params: SamplingParams, begin: Callable[[], object] = int
+) -> tuple[float, int]:
+    """Seconds and steps of one batch, from the first step after the prompts, where `begin` is
+    called."""
+    for i in range(num_rows):
+        engine.add_request(str(i), [5 + i, 6, 7], params)
+    while engine.stats().num_running < num_rows:
+        engine.step()
+    begin()
+    before, start = engine.stats().num_steps, time.perf_counter()
+    while engine.has_unfinished_requests():
+        engine.step()
+    return time.perf_counter() - start, engine.stats().num_steps - before
+
+
+def run(engine: LLMEngine, num_rows: int, grammar: Grammar | None) -> dict[str, float]:
+    """Of one batch, from the first step after the prompts: milliseconds a step."""
+    params = SamplingParams(temperature=0, max_tokens=MAX_TOKENS, grammar=grammar)
+    if grammar is None:
+        params = SamplingParams(temperature=0, max_tokens=MAX_TOKENS, ignore_eos=True)
+    fill, apply = Clock(), Clock()
+    plain = GrammarMasks.before_sampling, grammar_masks.forbid
+
+    def begin() -> None:
+        GrammarMasks.before_sampling = fill.around(plain[0])
+        grammar_masks.forbid = apply.around(plain[1])
+
+    seconds, num_steps = timed_batch(engine, num_rows, params, begin)
+    GrammarMasks.before_sampling, grammar_masks.forbid = plain
+    ms = {"step": 1e3 * seconds, "fill": fill.ms, "apply": apply.ms}
+    return {name: round(value / num_steps, 4) for name, value in ms.items()}
+
+
+def measure(rounds: int) -> dict[str, Any]:
+    spare_what_is_loaded()
+    torch.set_num_threads(1)
+    loaded = load_model(SHIPPED_CHECKPOINT, "auto", torch.device("cpu"))
+    tokenizer = load_tokenizer(SHIPPED_CHECKPOINT)
+    steps: dict[str, dict[str, list[dict[str, float]]]] = {}
+    for n in NUM_ROWS:
+        config = EngineConfig(max_num_seqs=n, num_blocks=8 * n + 8, prefix_cache=None)
+        engine = LLMEngine(config, loaded=loaded, tokenizer=tokenizer)
+        kinds = {"without": None, "with": GRAMMARS["JSON schema"]}
+        found: dict[str, list[dict[str, float]]] = {name: [] for name in kinds}
+        for i in range(1 + rounds):
+            for name, grammar in kinds.items():
+                ms = run(engine, n, grammar)
+                found[name] += [ms] if i else []  # the first of each warms up
+        steps[str(n)] = found
+        engine.close()
+    eos = loaded.generation_eos_token_ids
+    vocabulary = Vocabulary.of(tokenizer, tokenizer.vocab_size, eos)
+    rng = random.Random(0)
+    letters = b'abcdefghijklmnopqrstuvwxyz {}",:0123456789'
+    more = [
+        bytes(rng.choices(letters, k=rng.randint(2, 9)))
+        for _ in range(NUM_LARGE - len(vocabulary.pieces))
+    ]
+    start = time.perf_counter()
+    large = Vocabulary((*vocabulary.pieces, *more), vocabulary.eos_token_ids)
+    tokenizer_of(large)
+    seconds = time.perf_counter() - start
+    return {
+        "command": "python -m workshop.bench.grammar_bench",
+        "environment": describe_environment(),
+        "config": {"rounds": rounds, "max_tokens": MAX_TOKENS, "schema": SCHEMA, "threads": 1},
+        "steps": steps,
+        "compile": {
+            name: [_compile_ms(grammar, vocabulary) for _ in range(1 + rounds)][1:]
+            for name, grammar in GRAMMARS.items()
+        },
+        "large": {
+            "num_tokens": NUM_LARGE,
+            "seconds_to_build": round(seconds, 3),
+            "us": {name: _fill_us(grammar, large) for name, grammar in GRAMMARS.items()},
+        },
+    }
+
+
+def _compile_ms(grammar: Grammar, vocabulary: Vocabulary) -> float:
+    beginning_of.cache_clear()
+    start = time.perf_counter()
+    compile_source(source_of(grammar), tokenizer_of(vocabulary))
+    return round(1e3 * (time.perf_counter() - start), 4)
+
+
+def _fill_us(grammar: Grammar, vocabulary: Vocabulary) -> list[float]:
+    """Along a text that is drawn token by token."""
+    matched = GrammarMasks(vocabulary).match(
+        compile_source(source_of(grammar), tokenizer_of(vocabulary))
+    )
+    rng, found = random.Random(1), []
+    bits = np.zeros((1, -(-len(vocabulary.pieces) // 32)), dtype=np.int32)
+    while len(found) < 200:
+        start = time.perf_counter()
+        matched.fill(bits, 0, ())
+        found.append(round(1e6 * (time.perf_counter() - start), 1))
+        allowed = np.flatnonzero(np.unpackbits(bits.view(np.uint8), bitorder="little"))
+        allowed = [t for t in allowed.tolist() if t not in vocabulary.eos_token_ids]
+        if not allowed:
+            break
+        matched._accept(rng.choice(allowed))
+    return found
+
+
+def table_of_all(record: dict[str, Any]) -> str:
+    head = [
+        "rows with a grammar",
+        "ms a step without",
+        "with",
+        "of it bits",
+        "of it logits",
+        "times as long (lowest - highest)",
+    ]
+    rows = []
+    for n, found in record["steps"].items():
+        ratios = [b["step"] / a["step"] for a, b in zip(found["without"], found["with"])]
+
+        def median(kind: str, part: str, found: dict[str, Any] = found) -> str:
+            return f"{statistics.median(ms[part] for ms in found[kind]):.2f}"
+
+        parts = [median("without", "step"), median("with", "step")]
+        parts += [median("with", "fill"), median("with", "apply")]
+        rows.append([n, *parts, spread(ratios)])
+    large = record["large"]
+    other_head = ["", "ms to compile", f"us for a row of {large['num_tokens']:,} bits", "longest"]
+    others = [
+        [
+            name,
+            f"{statistics.median(ms):.1f}",
+            f"{statistics.median(large['us'][name]):.0f}",
+            f"{max(large['us'][name]):.0f}",
+        ]
+        for name, ms in record["compile"].items()
+    ]
+    return "\n\n".join([markdown_table(head, rows), markdown_table(other_head, others)])
+
+
+def main() -> None:
+    measure_and_tell(__doc__, RECORD, PAGE, "grammars", measure, table_of_all, rounds=7)
+
+
+if __name__ == "__main__":
+    main()

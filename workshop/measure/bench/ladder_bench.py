@@ -1,0 +1,145 @@
+"""The ladder: one workload, one engine, and one chapter more on each rung.
+
+    python -m workshop.ladder                 measure, write the record, print the tables
+    python -m workshop.ladder --smoke         the same with almost no work: does it run?
+    python -m workshop.ladder --table         print the tables of the record
+    python -m workshop.ladder --write-readme  put them into README.md and this folder's
+
+Two regimes: many users, who queue, and few, who do not. Each seed draws a workload of its own
+(`ladder_workload.py`); all rungs serve it, one after the other, each seed beginning with another
+rung. And for each chapter the work in which its question arises, served with it and without. A
+table shows the median over the seeds and the extremes. Rungs that lose stay in it. What the rungs
+are is in `ladder_systems.py`. It measures the CPU.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from tqdm import tqdm
+
+from workshop.measure.bench.bench_command import Driver, Tables, describe_malloc
+from workshop.measure.bench.bench_record import ROOT, read_record, record_head, write_record
+from workshop.measure.bench.ladder_table import render, render_gains, render_short
+
+RECORD = ROOT / "workshop" / "measure" / "bench" / "records" / "ladder.json"
+NUM_RESERVATIONS = 3  # of the longest request: what the KV memory holds without pages
+
+
+def measure(args: argparse.Namespace) -> dict[str, Any]:
+    import torch
+
+    from common.collector import spare_what_is_loaded
+    from common.engine_config import SHIPPED_CHECKPOINT
+    from common.tokenizer import load_tokenizer
+    from workshop.measure.bench.bench_models import choose_dtype, load_models
+    from workshop.measure.bench.bench_rounds import rotated
+    from workshop.measure.bench.bench_work import Limits
+    from workshop.measure.bench.ladder_systems import CHUNK, RUNGS, describe, rungs_of
+    from workshop.measure.bench.ladder_workload import MAX_TOKENS, QUESTIONS, REGIMES, make_workload
+
+    spare_what_is_loaded()
+    torch.set_num_threads(torch.get_num_threads())  # chosen, so the engine keeps it
+    dtype = choose_dtype("auto")
+    models = load_models("tiny", dtype)
+    tokenizer = load_tokenizer(SHIPPED_CHECKPOINT)
+    regimes = {
+        name: replace(regime, num_requests=5, num_long=min(1, regime.num_long), arrivals_per_s=10.0)
+        if args.smoke
+        else regime
+        for name, regime in (REGIMES | QUESTIONS).items()
+    }
+    workloads = {
+        name: [make_workload(tokenizer, regime, seed) for seed in range(args.rounds)]
+        for name, regime in regimes.items()
+    }
+    limits = {
+        name: Limits(longest=longest, num_positions=NUM_RESERVATIONS * longest)
+        for name, seeds in workloads.items()
+        for longest in [max(len(r.prompt_token_ids) for w in seeds for r in w) + MAX_TOKENS]
+    }
+    record: dict[str, Any] = {
+        **record_head("workshop.ladder", args.argv),
+        "config": {
+            "clock": "time.monotonic, in seconds",
+            "model": "tiny",
+            "dtype": str(dtype).removeprefix("torch."),
+            "threads": torch.get_num_threads(),
+            "malloc": describe_malloc(),
+            "seeds": args.rounds,
+            "chunk": CHUNK,
+            "max_tokens": MAX_TOKENS,
+            "max_num_seqs": limits["many"].max_num_seqs,
+            "block_size": limits["many"].block_size,
+        },
+        "regimes": {},
+        "questions": {},
+    }
+    work = []
+    for name, regime in regimes.items():
+        entry = record["regimes" if name in REGIMES else "questions"][name] = {
+            "title": regime.title,
+            "num_requests": regime.num_requests,
+            "num_long": regime.num_long,
+            "arrivals_per_s": regime.arrivals_per_s,
+            "longest": limits[name].longest,
+            "num_positions": limits[name].num_positions,
+            "prompt_tokens": [[len(r.prompt_token_ids) for r in w] for w in workloads[name]],
+            "output_tokens": [[r.num_outputs for r in w] for w in workloads[name]],
+            "rungs": {rung: {"title": RUNGS[rung][0], "runs": []} for rung in rungs_of(name)},
+        }
+        work.append((name, entry["rungs"]))
+    num_runs = args.rounds * sum(len(rungs) for _, rungs in work)
+    with tqdm(total=num_runs, unit="run", disable=None) as bar:
+        for seed in range(args.rounds):
+            for name, rungs in work:
+                requests, tokens = workloads[name][seed], {}
+                for rung in rotated(list(rungs), seed):
+                    bar.set_description(f"{name}, seed {seed}, {rung}")
+                    gc.collect()
+                    outcome = RUNGS[rung][1](models, limits[name], requests)
+                    tokens[rung] = outcome.token_ids
+                    run = {"seed": seed, **describe(outcome, requests)}
+                    rungs[rung]["runs"].append(run)
+                    bar.update()
+                lowest = tokens[next(iter(rungs))]
+                for rung, own in tokens.items():  # floating point may break ties differently
+                    same = sum(own[i] == lowest[i] for i in own)
+                    rungs[rung]["runs"][-1]["same_tokens"] = same
+                write_record(args.record, record)
+    return record
+
+
+# -- the command
+
+
+def tables(path: Path) -> Tables:
+    record = read_record(path)
+    return Tables(render(record), render_short(record), render_gains(record))
+
+
+def announce(args: argparse.Namespace) -> str:
+    return "8 rungs in two regimes, and 6 in their own, on the CPU; about 15 minutes"
+
+
+def run(args: argparse.Namespace) -> int:
+    print("\n" + render(measure(args)))
+    return 0
+
+
+DRIVER = Driver(
+    name="ladder",
+    description=__doc__ or "",
+    rounds="--seeds",
+    record="--record",
+    committed=RECORD,
+    smoke=ROOT / "build" / "ladder-smoke.json",
+    announce=announce,
+    measure=run,
+    tables=tables,
+)
+main = DRIVER.main

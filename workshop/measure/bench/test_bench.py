@@ -1,0 +1,295 @@
+"""The benchmark measures what it says: all systems do the same work, and tables say what records
+hold."""
+
+from __future__ import annotations
+
+import json
+import os
+import time
+from pathlib import Path
+
+import pytest
+import torch
+
+from common.loader import LoadedModel
+from common.tests.engine_oracle import Oracle, greedy
+from step_record import StepRecord
+from workshop.measure.bench import bench, bench_record, bench_table
+from workshop.measure.bench.bench_latency import describe_steps
+from workshop.measure.bench.bench_models import BenchModels, make_twin
+from workshop.measure.bench.bench_record import (
+    Summary,
+    describe_commit,
+    describe_environment,
+    percentile,
+    percentiles,
+    read_record,
+    summarise,
+    write_record,
+)
+from workshop.measure.bench.bench_rounds import Bench, run_rounds
+from workshop.measure.bench.bench_systems import SYSTEMS, TITLES, CannotRunError
+from workshop.measure.bench.bench_work import Limits, Served, make_requests
+
+SEED = 0
+REQUESTS = make_requests(9, (1, 20), (1, 9), vocab_size=97, seed=SEED)
+# Fewer seats than requests, so that every system has to bring requests in later.
+LIMITS = Limits(
+    max_num_seqs=4,
+    max_num_batched_tokens=48,
+    block_size=4,
+    longest=max(r.num_positions for r in REQUESTS),
+)
+
+
+@pytest.fixture(scope="module")
+def models(random_loaded: LoadedModel) -> BenchModels:
+    return BenchModels(random_loaded, make_twin(random_loaded))
+
+
+@pytest.fixture(scope="module")
+def expected(random_oracle: Oracle) -> list[list[int]]:
+    """By a model that `transformers` itself loaded, each request alone."""
+    from transformers import Qwen3ForCausalLM
+
+    model = Qwen3ForCausalLM.from_pretrained(random_oracle.path, dtype=torch.float64).eval()
+    return [greedy(model, r.prompt_token_ids, r.max_tokens) for r in REQUESTS]
+
+
+# -- the systems
+
+
+@pytest.mark.parametrize("name", [name for name in SYSTEMS if not name.startswith("vllm")])
+def test_every_system_gives_each_request_the_tokens_of_transformers_alone(
+    name: str, models: BenchModels, expected: list[list[int]]
+) -> None:
+    with SYSTEMS[name](models, LIMITS) as serve:
+        warm_up = make_requests(2, (2, 5), (2, 3), vocab_size=97, seed=SEED + 1)
+        assert [len(t) for t in serve(warm_up).token_ids] == [r.max_tokens for r in warm_up]
+        served = serve(REQUESTS)
+        described = served.describe()
+    assert served.token_ids == expected, f"seed {SEED}"
+    json.dumps(described)
+    num_outputs = sum(r.max_tokens for r in REQUESTS)
+    longest = max(r.max_tokens for r in REQUESTS)
+    # A step gives at most one token to each of so many requests.
+    seats = {"one-at-a-time": 1, "transformers-generate": len(REQUESTS)}.get(name, 4)
+    assert described["num_steps"] >= max(longest, -(-num_outputs // seats)), described
+    if name == "one-at-a-time":
+        assert described["num_steps"] == num_outputs
+    if name == "transformers-generate":
+        assert described["num_steps"] == longest
+        assert described["slot_utilisation"] == round(num_outputs / 9 / longest, 4)
+
+
+def test_the_twin_computes_with_the_memory_of_our_model(models: BenchModels) -> None:
+    ours = models.loaded.model
+    twin = dict(models.hf.named_parameters())
+    assert set(twin) >= set(ours.checkpoint_tensors()) - {"lm_head.weight"}
+    storages = {p.untyped_storage().data_ptr() for p in ours.parameters()}
+    for name, parameter in twin.items():
+        assert parameter.untyped_storage().data_ptr() in storages, name
+
+
+def test_steps_are_told_as_latencies_from_the_moment_of_arrival() -> None:
+    def step(at: float, ms: float, admitted: list[str], tokens: dict[str, list[int]]) -> StepRecord:
+        scheduled = dict.fromkeys(tokens, 1)
+        return StepRecord(
+            step=0, start_time=at, num_scheduled_tokens=scheduled, start_positions={},
+            admitted=admitted, preempted=[], finished={}, new_token_ids=tokens, num_running=0,
+            num_waiting=0, kv_tokens_written=10, forward_ms=ms,
+        )  # fmt: skip
+
+    steps = [
+        step(100.0, 500, ["a"], {"a": [1]}),
+        step(100.5, 250, ["b"], {"a": [1], "b": [1]}),
+        step(100.75, 20, [], {"a": [1], "b": [1]}),
+        step(101.0, 40, [], {"a": [1], "b": [1]}),
+        step(102.0, 900, [], {"a": [1]}),
+    ]
+    told = describe_steps(steps, start=99.5)
+    assert told["num_steps"] == 5
+    assert told["ttft_ms"]["p50"] == 1125.0  # between 1000 and 1250
+    # a: 250, 20, 270 then 1860; b: 20, 270
+    assert told["inter_token_ms"]["p50"] == pytest.approx(260.0)
+    assert told["decode"]["num_rows"] == 2 and told["decode"]["num_steps"] == 2
+    assert told["decode"]["step_ms"] == 30.0, "only steps with the most rows and no prompt"
+    assert told["decode"]["kv_tokens"] == 10
+
+
+# -- rounds
+
+
+def a_bench(names: list[str]) -> Bench:
+    systems = {
+        name: {"title": TITLES[name], "num_requests": 9, "error": None, "runs": []}
+        for name in names
+    }
+    return Bench(None, LIMITS, REQUESTS, [], {"systems": systems})
+
+
+def fake_systems(
+    monkeypatch: pytest.MonkeyPatch, names: list[str], broken: str = "", num_tokens_short: int = 0
+) -> list[str]:
+    """Systems that answer at once. The list grows by the name of each that is set up."""
+    from contextlib import contextmanager
+
+    opened: list[str] = []
+
+    def make(name: str):
+        @contextmanager
+        def system(models, limits):
+            opened.append(name)
+            if name == broken:
+                raise CannotRunError("there is no | here")
+            yield lambda requests: Served(
+                [[0] * (r.max_tokens - num_tokens_short) for r in requests]
+            )
+
+        return system
+
+    monkeypatch.setattr("gc.collect", lambda: 0)  # slow in a large process
+    monkeypatch.setattr(
+        "workshop.measure.bench.bench_systems.SYSTEMS", {name: make(name) for name in names}
+    )
+    return opened
+
+
+def test_rounds_are_interleaved_and_each_begins_with_another_system(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    names = ["static", "padded", "paged"]
+    opened = fake_systems(monkeypatch, names)
+    measured = a_bench(names)
+    assert list(run_rounds(measured, repeats=3)) == opened
+    assert [opened[i : i + 3] for i in (0, 3, 6)] == [
+        ["static", "padded", "paged"],
+        ["padded", "paged", "static"],
+        ["paged", "static", "padded"],
+    ]
+    places = [run["place"] for run in measured.record["systems"]["static"]["runs"]]
+    assert places == [0, 2, 1]
+    agreement = measured.record["systems"]["paged"]["agreement"]
+    assert agreement == {"with": "static", "same": 9, "of": 9}
+
+
+def test_a_system_that_cannot_run_is_recorded_and_the_others_go_on(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    opened = fake_systems(monkeypatch, ["static", "paged"], broken="static")
+    measured = a_bench(["static", "paged"])
+    list(run_rounds(measured, repeats=2))
+    systems = measured.record["systems"]
+    assert systems["static"]["error"] == "there is no / here"  # a bar would break the table
+    assert systems["static"]["is_unavailable"]
+    assert len(systems["paged"]["runs"]) == 2 and opened.count("static") == 1
+
+
+def test_no_run_is_started_after_the_deadline(monkeypatch: pytest.MonkeyPatch) -> None:
+    opened = fake_systems(monkeypatch, ["static", "paged"])
+    now = [0.0]
+    monkeypatch.setattr(time, "monotonic", lambda: now[0])
+    measured = a_bench(["static", "paged"])
+    for _ in run_rounds(measured, repeats=5, deadline=2.5):
+        now[0] += 1
+    assert opened == ["static", "paged", "paged"]
+    assert len(measured.record["systems"]["static"]["runs"]) == 1
+
+
+def test_output_of_the_wrong_length_is_not_a_measurement(monkeypatch: pytest.MonkeyPatch) -> None:
+    fake_systems(monkeypatch, ["static"], num_tokens_short=1)
+    measured = a_bench(["static"])
+    list(run_rounds(measured, repeats=1))
+    entry = measured.record["systems"]["static"]
+    assert not entry["runs"] and "number of tokens" in entry["error"]
+
+
+# -- records
+
+
+def test_a_record_comes_back_as_it_was_written(tmp_path: Path) -> None:
+    record = {
+        "text": 'a [ 1,\n 2 ] "quoted" \\ é',
+        "lists": [[1, 2.5, -3e-07], [], ["x, [y]", None, True], [{"a": [1]}, {}]],
+        "deep": {"runs": [{"seconds": [0.1, 0.2]}]},
+    }
+    path = tmp_path / "records" / "r.json"
+    write_record(path, record)
+    assert read_record(path) == record
+    assert "[0.1, 0.2]" in path.read_text(encoding="utf-8")
+    assert os.listdir(path.parent) == ["r.json"]
+
+
+def test_a_record_that_cannot_be_written_leaves_the_old_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / "r.json"
+    write_record(path, {"a": 1})
+    with pytest.raises(ValueError, match="JSON compliant"):
+        write_record(path, {"a": float("nan")})
+
+    def interrupted(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    for moment in ("fsync", "replace"):
+        with monkeypatch.context() as patch:
+            patch.setattr(bench_record.os, moment, interrupted)
+            with pytest.raises(KeyboardInterrupt):
+                write_record(path, {"a": 2})
+    assert read_record(path) == {"a": 1}
+    assert os.listdir(tmp_path) == ["r.json"]
+
+
+def test_the_environment_is_told_without_a_path_of_this_machine() -> None:
+    told = describe_environment()
+    assert told["torch"] == torch.__version__ or told["torch"] in torch.__version__
+    assert told["memory_bytes"] > 1e8 and told["logical_cores"] >= 1
+    assert str(Path.home()) not in json.dumps(told)
+    assert str(bench_record.ROOT) not in json.dumps(told)
+
+
+def test_a_folder_without_a_repository_has_no_commit(tmp_path: Path) -> None:
+    assert describe_commit(tmp_path) == {"commit": None, "is_dirty": None}
+
+
+def test_medians_extremes_and_percentiles() -> None:
+    assert summarise([3.0, 1.0, 2.0]) == Summary(2.0, 1.0, 3.0, 3)
+    assert summarise([4.0, 1.0]) == Summary(2.5, 1.0, 4.0, 2)
+    assert summarise([]) is None and percentile([], 50) is None
+    assert percentile([40, 10, 30, 20], 50) == 25
+    assert percentile([10, 20], 99) == pytest.approx(19.9)
+    assert percentile([7], 99) == 7
+    assert percentiles([40, 10, 30, 20], [0, 50, 100]) == [10, 25, 40]
+    with pytest.raises(ValueError, match="values is empty"):
+        percentiles([], [50])
+
+
+# -- the command
+
+
+def test_the_command_measures_and_writes_a_record(
+    random_oracle: Oracle,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    from transformers.utils import logging
+
+    monkeypatch.setattr(logging, "set_verbosity_error", lambda: None)  # it would stay so
+    monkeypatch.setattr("workshop.measure.bench.bench_roofline.measure_gather", lambda repeats: {})
+    argv = ["--smoke", "--models", str(random_oracle.path), "--records", str(tmp_path)]
+    argv += ["--systems", "paged,static", "--repeats", "2", "--malloc", "default"]
+    assert bench.main(argv) == 0
+    printed = capsys.readouterr().out
+    assert printed.startswith("bench: measures 2 systems on")
+    (path,) = tmp_path.glob("bench_*.json")
+    record = read_record(path)
+    assert [len(entry["runs"]) for entry in record["systems"].values()] == [2, 2]
+    run = record["systems"]["paged"]["runs"][0]
+    useful = sum(record["config"]["workload"]["output_tokens"])
+    assert run["useful_tokens_per_s"] == pytest.approx(useful / run["seconds"], rel=0.01)
+    assert 0 < run["kv_waste"] < 1
+    assert record["roofline"]["weight_bytes"] > 0
+    tables = bench.DRIVER.tables(tmp_path)
+    assert tables.full == bench_table.render(record) and tables.full in printed
+    assert tables.short == bench_table.render_short([record])

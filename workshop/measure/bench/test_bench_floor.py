@@ -1,0 +1,91 @@
+"""The floor of a run, by a pencil."""
+
+from __future__ import annotations
+
+import pytest
+
+from workshop.measure.bench import bench_table
+from workshop.measure.bench.bench_floor import (
+    DecodeStep,
+    decode_steps,
+    floor_of_record,
+    rows_ms,
+    run_floor,
+)
+from workshop.measure.bench.bench_roofline import row_counts_up_to
+
+# One row takes 10 ms, two take 12, four take 20; 100 rows of a prompt 200 ms; 2 GB a second.
+ROOFLINE = {
+    "linear_ms": {"1": [10.0, 11.0, 9.0], "2": [12.0], "4": [20.0, 20.0, 99.0]},
+    "prefill": {"num_rows": 100, "ms": [200.0, 190.0, 300.0]},
+    "kv_bytes_per_token": 1_000_000,
+    "bandwidth": {"matvec_gb_per_s": [2.0, 2.0, 7.0]},
+}
+LENGTHS = [(10, 3), (20, 1), (30, 4), (40, 2)]
+
+
+def test_a_step_has_a_row_for_each_request_that_is_still_at_it() -> None:
+    """The first token comes with the prompt: the second request takes part in no step."""
+    assert decode_steps(LENGTHS, max_num_seqs=4) == [
+        DecodeStep(3, 11 + 31 + 41),
+        DecodeStep(2, 12 + 32),
+        DecodeStep(1, 33),
+    ]
+
+
+def test_a_free_seat_is_taken_at_once() -> None:
+    assert decode_steps(LENGTHS, max_num_seqs=2) == [
+        DecodeStep(1, 11),  # the second request is over with its prompt
+        DecodeStep(2, 12 + 31),
+        DecodeStep(2, 32 + 41),
+        DecodeStep(1, 33),
+    ]
+    assert decode_steps([(5, 1), (5, 1), (5, 2)], max_num_seqs=1) == [DecodeStep(1, 6)]
+    assert decode_steps([], max_num_seqs=4) == []
+
+
+def test_between_two_measured_numbers_of_rows_lies_a_line() -> None:
+    linear_ms = ROOFLINE["linear_ms"]
+    assert [rows_ms(linear_ms, n) for n in (1, 2, 3, 4)] == [10, 12, 16, 20]
+    for outside in (0, 5):
+        with pytest.raises(ValueError, match=f"num_rows is {outside}: measured from 1 to 4"):
+            rows_ms(linear_ms, outside)
+
+
+def test_the_floor_by_hand() -> None:
+    floor = run_floor(LENGTHS, 4, ROOFLINE)
+    assert (floor.num_prompt_tokens, floor.num_decode_steps, floor.num_decode_tokens) == (100, 3, 6)
+    assert floor.prompts_s == pytest.approx(0.200)
+    assert floor.decodes_s == pytest.approx(0.016 + 0.012 + 0.010)
+    assert floor.kv_s == pytest.approx((83 + 44 + 33) * 1e6 / 2e9)
+    assert floor.seconds == pytest.approx(0.200 + 0.038 + 0.080)
+
+
+def test_what_is_measured_covers_every_number_of_rows() -> None:
+    assert row_counts_up_to(32) == [1, 2, 4, 8, 16, 24, 32]
+    assert row_counts_up_to(1) == [1]
+    assert row_counts_up_to(4) == [1, 2, 4]
+    assert row_counts_up_to(17) == [1, 2, 4, 8, 16, 17]
+
+
+def test_the_table_says_how_many_times_the_floor_a_system_took() -> None:
+    work = {"prompt_tokens": [10, 20, 30, 40], "output_tokens": [3, 1, 4, 2], "num_requests": 4}
+    served = {"num_requests": 4, "runs": [{"seconds": s} for s in (0.636, 0.5, 0.9)]}
+    record = {
+        "config": {"max_num_seqs": 4, "workload": work},
+        "roofline": ROOFLINE,
+        "systems": {
+            "paged": {"title": "**ours**", **served},
+            "one-at-a-time": {"title": "some", "num_requests": 1, "runs": served["runs"]},
+            "vllm": {"title": "vLLM", "num_requests": 4, "runs": []},
+        },
+    }
+    record["floor"] = floor_of_record(record)
+    assert record["floor"]["seconds"] == pytest.approx(0.318)
+    assert bench_table.times_the_floor(record, "paged") == pytest.approx(2.0)
+    assert bench_table._floor(record) == (
+        "**The floor of this run**: 100 prompt tokens at the rate of the matrices 200 ms, the "
+        "packed matrices alone in 3 decode steps 38 ms, their KV read once 80 ms; together "
+        "318 ms, 31.4 tok/s. As many times that took: ours 2.00."
+    )
+    assert bench_table._floor({**record, "floor": {}}) == ""

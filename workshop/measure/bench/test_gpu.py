@@ -1,0 +1,348 @@
+"""`make gpu`: every line that a GPU will meet has run here, and every name that it uses exists."""
+
+from __future__ import annotations
+
+import ast
+import inspect
+import os
+import subprocess
+import time
+from argparse import Namespace
+from contextlib import suppress
+from pathlib import Path
+from types import SimpleNamespace
+
+import psutil
+import pytest
+import torch
+
+from common.engine import LLMEngine
+from common.engine_config import EngineConfig
+from workshop.measure.bench import gpu, gpu_engine, gpu_kernels, gpu_lab, gpu_table
+from workshop.measure.bench.bench_record import ROOT, read_record, write_record
+from workshop.measure.bench.gpu_lab import FULL, REHEARSAL, Lab, Part, attention_cost, decode_cost
+from workshop.measure.bench.random_weights import QWEN3_0_6B, random_model
+
+MODULES = [gpu, gpu_lab, gpu_kernels, gpu_engine, gpu_table]
+CANNOT = torch.cuda.is_available() or not gpu.find_spec("triton")
+interpreted = pytest.mark.skipif(CANNOT, reason="a rehearsal is of a CPU, with Triton")
+
+
+@pytest.fixture
+def part(tmp_path: Path) -> Part:
+    write_record(tmp_path / "record.json", {"environment": {"commit": None}, "parts": {}})
+    return Part("p", tmp_path / "record.json", time.monotonic() + 100)
+
+
+# -- names
+
+
+def test_every_module_path_and_test_that_is_named_exists() -> None:
+    """A later move cannot leave one out: no import sees strings."""
+    modules = {module.__name__.rpartition(".")[2]: module for module in MODULES}
+    for name in gpu.PARTS.values():
+        module, _, function = name.partition(".")
+        signature = inspect.signature(getattr(modules[module], function))
+        assert list(signature.parameters) == ["lab", "part"]
+    assert gpu.PARTS.keys() == {name for plan in gpu.COMMANDS.values() for name in plan}
+    for path in (*gpu_kernels.TESTS, *gpu_table.PAGES):
+        assert (ROOT / path).is_file(), path
+    tests = {p.relative_to(ROOT).as_posix(): p for p in ROOT.glob("[0cw]*/**/test_*.py")}
+    marked = {n for n, p in tests.items() if "@pytest.mark.gpu\n" in p.read_text("utf-8")}
+    assert marked - {"common/tests/test_time_limits.py"} <= {*gpu_kernels.TESTS}
+    for name in f"{gpu.NEEDED} {gpu.NEEDED_BY_TESTS}".split():
+        assert gpu.find_spec(name) or name == "triton", name
+
+
+def test_the_installed_torch_and_triton_have_all_that_is_asked_of_cuda() -> None:
+    names = set()
+    for module in MODULES:
+        for node in ast.walk(ast.parse(Path(module.__file__).read_text("utf-8"))):
+            if isinstance(node, ast.Attribute) and ast.unparse(node.value) == "torch.cuda":
+                names.add(node.attr)
+    assert {"synchronize", "set_sync_debug_mode", "get_device_properties"} <= names
+    assert not [name for name in names if not hasattr(torch.cuda, name)]
+    testing = pytest.importorskip("triton.testing")
+    signature = inspect.signature(testing.do_bench_cudagraph)
+    signature.bind(lambda: None, rep=50, quantiles=[0.5, 0.0, 1.0])
+    averages = torch.autograd.profiler_util.FunctionEventAvg()
+    assert {"self_device_time_total", "device_type"} <= set(dir(averages))
+
+
+def test_all_commands_take_less_than_twelve_minutes_and_measure_what_aims_speak_of() -> None:
+    seconds = {name: sum(plan.values()) for name, plan in gpu.COMMANDS.items()}
+    record, tune = gpu.COMMANDS["record"], gpu.COMMANDS["tune"]["tune"]
+    assert (seconds["look"], record["tests"], tune) == (290, 60, 90)
+    assert sum(record[name] for name in ("right", "engine", "profile")) == 200
+    assert seconds["look"] + seconds["record"] + seconds["tune"] <= 12 * 60
+    assert all(next(iter(plan)) == "here" for plan in gpu.COMMANDS.values())
+    assert {(64, 2048), (64, 256), (256, 1024), (256, 256), (1, 256)} <= set(FULL.cells)
+    assert (256, (100, 1024), (100, 1024)) in FULL.workloads.values()
+    assert (512, (512, 512), (128, 128)) in FULL.workloads.values()
+
+
+# -- the whole of it, and a sample
+
+
+def rehearse(folder: Path, *options: str) -> dict:
+    run = subprocess.run(
+        [gpu.sys.executable, "-m", "workshop.bench.gpu", "rehearse", *options],
+        cwd=ROOT,
+        **{"env": os.environ | {"OUT": str(folder), "PYTHONPATH": "", "OMP_NUM_THREADS": "1"}},
+        **{"capture_output": True, "text": True},
+    )
+    assert run.returncode == 0, run.stdout + run.stderr
+    assert "these numbers say nothing" in run.stdout
+    record = read_record(folder / "gpu-rehearsal" / "rehearse.json")
+    assert record["is_rehearsal"] and record["command"] == "make gpu ARGS=rehearse"
+    assert {error for one in record["parts"].values() for error in one["errors"]} == set()
+    return record
+
+
+@interpreted
+def test_a_rehearsal_of_one_part_runs_to_its_end(tmp_path: Path) -> None:
+    record = rehearse(tmp_path, "--only", "tune")
+    assert list(record["parts"]) == ["here", "tune"]
+    assert len(record["parts"]["tune"]["results"]["tuned"]) == 2
+    assert record["environment"]["device"]["name"] == "rehearsal"
+
+
+@interpreted
+@pytest.mark.slow
+def test_a_rehearsal_runs_every_part_to_its_end(tmp_path: Path) -> None:
+    record = rehearse(tmp_path)
+    assert list(record["parts"]) == list(gpu.PARTS)
+    sections = gpu_table.sections_of(record)
+    for mode in gpu_engine.MODES:
+        assert sections["tokens"][f"torch.float32, {mode}"]["others"] == 0
+        assert sections[f"{mode}: steps"]["2 x 20"]["share"] >= 0
+        assert len(sections[f"{mode}: workload"]) == 1 and sections["hidden waits"][mode] == "none"
+        assert sections[f"{mode}: profile"]["2 x 20"]["launches"] > 0
+    for equal in sections["bits"].values():
+        assert all(same == number > 0 for same, number in equal.values())
+    notes = record["parts"]["engine"]["notes"]
+    assert len(notes) == 3 and "3 sequences of 20 keys do not fit" in notes[0]
+
+
+# -- a part, from outside
+
+
+def args_of(folder: Path, limit_s: float = 30) -> Namespace:
+    args = Namespace(command="look", plan={"right": limit_s}, out=folder, seed=1)
+    args.record, args.is_rehearsal = folder / "look.json", False
+    write_record(args.record, {"environment": {}, "parts": {}})
+    return args
+
+
+def test_a_part_that_dies_or_hangs_is_recorded_and_leaves_nothing_running(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    python = tmp_path / "python"
+    python.touch(0o755)
+    monkeypatch.setattr(gpu.sys, "executable", str(python))
+    python.write_text("#!/bin/sh\necho illegal memory access >&2; exit 3\n")
+    (error,) = gpu.run_part(args_of(tmp_path), "right")["parts"]["right"]["errors"]
+    assert error == "it ended with status 3: illegal memory access"
+    python.write_text(f"#!/bin/sh\nsleep 99 & echo $! > {tmp_path}/pid; wait\n")
+    (error,) = gpu.run_part(args_of(tmp_path, 2), "right")["parts"]["right"]["errors"]
+    assert error.startswith("it was ended after 2 s")
+    with suppress(psutil.NoSuchProcess):
+        slept = psutil.Process(int((tmp_path / "pid").read_text()))
+        assert any(slept.status() == psutil.STATUS_ZOMBIE or time.sleep(0.01) for _ in range(999))
+
+
+def test_a_child_finds_the_chapters_and_decides_how_triton_is_imported(monkeypatch) -> None:
+    monkeypatch.setenv("PYTHONPATH", "own")
+    cases = {("right", False): "0", ("right", True): "1", ("prewarm", True): "0"}
+    for case, interprets in cases.items():
+        found = gpu.environment_of(*case)
+        assert found["TRITON_INTERPRET"] == interprets and found["HF_HUB_OFFLINE"] == "1"
+    paths = found["PYTHONPATH"].split(os.pathsep)
+    assert paths[0] == str(ROOT) and paths[-1] == "own"
+    assert str(ROOT / "06_chunked_prefill" / "beyond") in paths
+
+
+def test_what_is_missing_is_named_before_anything_is_measured(monkeypatch, capsys) -> None:
+    def find(name: str) -> object:
+        return None if name in ("triton", "scipy") else object()
+
+    monkeypatch.setattr(gpu, "find_spec", find)
+    assert gpu.main(["record"]) == 1
+    assert "lacks triton, scipy. Install what is missing" in capsys.readouterr().err
+
+
+def test_without_a_gpu_it_says_what_to_do(monkeypatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    with pytest.raises(RuntimeError, match=r"finds no CUDA device.*make gpu ARGS=rehearse"):
+        Lab.of(False, 0)
+
+
+def test_a_commit_is_recorded_as_given_where_there_is_no_git_and_refused_where_it_is_not(
+    tmp_path: Path,
+) -> None:
+    def commit(given: str | None) -> dict:
+        return gpu.checked_commit(Namespace(plan={}, commit=given), tmp_path)
+
+    other = "0123456789" * 4
+    assert commit(other) == {"commit": other, "is_dirty": False}
+    assert commit(None) == {"commit": None, "is_dirty": None}
+    with pytest.raises(ValueError, match="must be 40 hexadecimal digits, got 'main'"):
+        commit("main")
+
+    def git(*arguments: str) -> str:
+        who = ["-c", "user.name=a", "-c", "user.email=a@b"]
+        command = ["git", "-C", str(tmp_path), *who, *arguments]
+        return subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
+
+    git("init", "-q")
+    (tmp_path / "a.py").touch()
+    git("add", ".")
+    git("commit", "-qm", "all")
+    head = git("rev-parse", "HEAD")
+    assert commit(head) == commit(None) == {"commit": head, "is_dirty": False}
+    with pytest.raises(ValueError, match=f"must be {head}, which is checked out"):
+        commit(other)
+    (tmp_path / "a.py").write_text("x = 1\n")
+    with pytest.raises(ValueError, match="modules differ from it"):
+        commit(head)
+
+
+# -- a part, from inside
+
+
+def test_a_step_that_raises_keeps_its_error_and_the_next_one_goes_on(part: Part) -> None:
+    def out_of_memory() -> None:
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate much")
+
+    assert part.attempt("s", "a", lambda: 1 / 0) is None and part.attempt("s", "b", lambda: 5) == 5
+    part.attempt("s", "c", out_of_memory)
+    part.deadline = time.monotonic() + 1
+    assert part.attempt("s", "d", lambda: 6, needed_s=9) is None
+    kept = read_record(part.record)["parts"]["p"]
+    assert kept["errors"] == ["s, a: ZeroDivisionError: division by zero"]
+    assert kept["notes"][0] == "s, c is left out: CUDA out of memory"
+    assert "there is no time" in kept["notes"][1] and kept["results"] == {"s": {"b": 5}}
+
+
+def test_bytes_and_operations_of_qwen3_0_6b() -> None:
+    """28 layers of 1024 x (16 + 8 + 8) heads of 128, 2048 x 1024, 1024 x 6144, 3072 x 1024; the
+    head 151,936 x 1024. A token's KV in a layer: 2 x 8 x 128 x 2 bytes."""
+    weights = 28 * (1024 * 4096 + 2048 * 1024 + 1024 * 6144 + 3072 * 1024) + 151_936 * 1024
+    kv, queries = 3 * 100 * 4096, 3 * 2 * 16 * 128 * 2
+    operations = 3 * 100 * 16 * (2 * 128 + 2 * 128)
+    assert attention_cost(QWEN3_0_6B, 3, 100) == (kv + queries, operations)
+    cost = 2 * weights + 3 * 1024 * 2 + 28 * (kv + queries), 2 * 3 * weights + 28 * operations
+    assert decode_cost(QWEN3_0_6B, weights, 3, 100) == cost
+
+
+def test_the_floor_is_the_longer_of_reading_and_multiplying() -> None:
+    """2,000 GB/s are 2 MB in a microsecond, 500 TFLOP/s are 500 million operations."""
+    lab = Lab.of(True, 0)
+    lab.ceilings = {"copy_gb_per_s": [2000.0], "matrix_tflop_per_s": [500.0]}
+    reads = lab.beside_floor([0.004, 0, 9], (4_000_000, 500_000_000))
+    assert (reads["floor_ms"], reads["share"], reads["by"]) == (0.002, 0.5, "memory")
+    multiplies = lab.beside_floor([0.004, 0, 9], (1_000_000, 1_500_000_000))
+    assert (multiplies["floor_ms"], multiplies["by"]) == (0.003, "arithmetic")
+
+
+@pytest.mark.parametrize("overlaps", [False, True])
+def test_steps_are_measured_at_the_promised_number_of_keys(overlaps: bool) -> None:
+    """Prompts longer than a step's budget: all are computed before the first step that counts."""
+    config = EngineConfig(
+        device="cpu", attention_backend="torch", num_blocks=65, max_num_seqs=4,
+        max_num_batched_tokens=16, max_model_len=64, overlap_scheduling=overlaps,
+    )  # fmt: skip
+    engine, lab = LLMEngine(config, loaded=random_model(REHEARSAL.model)), Lab.of(True, 0)
+    lab.ceilings = {"copy_gb_per_s": [1.0], "matrix_tflop_per_s": [1.0]}
+
+    def work(engine: LLMEngine) -> dict:
+        assert len(engine.scheduler.running) == 3
+        return gpu_engine.time_steps(lab, (3, 20), engine)
+
+    row = gpu_engine.while_decoding(lab, engine, (3, 20), work)
+    assert row["cell"] == [3, 20] and 20 <= row["keys"] <= 20 + 10 and row["ms"][0] > 0
+    assert not engine.has_unfinished_requests()
+    with pytest.raises(MemoryError, match="5 sequences of 20 keys do not fit"):
+        gpu_engine.while_decoding(lab, engine, (5, 20), work)
+    engine.close()
+
+
+@pytest.mark.parametrize(
+    ("token", "told", "is_right"), [(2, 0.0, True), (1, 0.0, False), (2, -0.5, False)]
+)
+def test_a_token_or_a_log_probability_that_transformers_would_not_give_is_an_error(
+    part: Part, token: int, told: float, is_right: bool
+) -> None:
+    """Token 2 always follows, with a probability of nearly one."""
+
+    class Model:
+        device, dtype = torch.device("cpu"), torch.float32
+
+        def __call__(self, ids: torch.Tensor, logits_to_keep: int) -> SimpleNamespace:
+            assert ids.tolist() == [[7, 8, token]]
+            logits = torch.zeros(1, logits_to_keep, 4)
+            logits[..., 2] = 30.0
+            return SimpleNamespace(logits=logits)
+
+    answer = SimpleNamespace(token_ids=[token], logprobs=[SimpleNamespace(logprob=told)])
+    found = gpu_engine.against(part, Model(), [[7, 8]], [answer])
+    assert found["tokens"] == 1 and found["others"] == (token != 2)
+    assert bool(part.errors) is not is_right
+
+
+# -- the tables
+
+
+def a_record() -> dict:
+    def row(cell: tuple[int, int], share: float) -> dict:
+        return {"cell": list(cell), "ms": [2.0, 1.0, 3.0], "floor_ms": 1.0, "share": share}
+
+    name = "512 requests, 512 tokens in, 128 out"
+    runs = [{"in/s": 40_000.0, "out/s": speed, "requests/s": 90.25} for speed in (9000.0, 11_000.0)]
+    results = {
+        "eager: steps": {"64 x 2,048": row((64, 2048), 0.3), "1 x 256": row((1, 256), 0.5)},
+        "overlap: steps": {"64 x 2,048": row((64, 2048), 0.74), "8 x 256": row((8, 256), 0.9)},
+        "overlap: workload": {name: runs},
+        "tests": {"pytest": "185 passed | 1 skipped"},
+    }
+    where = {"device": {"name": "NVIDIA H100"}, "torch": "2.11", "triton": "3.6", "python": "3.12"}
+    return {
+        "command": "make gpu ARGS=record", "date": "2027-01-02", "is_rehearsal": False, "seed": 1,
+        "environment": {**where, "commit": "0123456789abcdef", "is_dirty": False},
+        "parts": {"engine": {"results": results, "errors": ["a | b"], "notes": ["c"]}},
+    }  # fmt: skip
+
+
+def test_each_cell_has_its_aim_and_none_is_a_minimum_over_cells() -> None:
+    aims = {(64, 2048): 0.75, (128, 4096): 0.75, (64, 1024): 0.70, (256, 1024): 0.70}
+    aims |= {(64, 256): 0.45, (256, 256): 0.45, (1, 256): 0.50, (1, 2048): 0.50, (8, 256): None}
+    assert {cell: gpu_table.aim_of(*cell) for cell in aims} == aims
+    text = gpu_table.render(a_record())
+    assert "| 64 x 2,048: 75% missed | 1.00 ms | 2.00 ms, 30% |  | 2.00 ms, 74% |" in text
+    assert "| 1 x 256: 50% reached | 1.00 ms | 2.00 ms, 50% |  |  |" in text
+    assert "| 8 x 256 | 1.00 ms |  |  | 2.00 ms, 90% |" in text
+    assert "tokens in, 128 out | overlap | 40,000.0 | 11,000.0 | 90.2 |" in text
+    assert "* tests, pytest: 185 passed / 1 skipped\n* engine: a / b\n* engine: c\n" in text
+
+
+def test_the_pages_say_what_the_records_say() -> None:
+    """Or, in two languages, that there is none."""
+    records = sorted(gpu.RECORDS.glob("gpu_record_*.json"))
+    texts = gpu_table.texts_of([read_record(path) for path in records])
+    for page, name in gpu_table.PAGES.items():
+        text = (ROOT / page).read_text(encoding="utf-8")
+        assert f"<!-- table:{name} -->\n{texts[name]}\n<!-- /table:{name} -->" in text, page
+    texts = gpu_table.texts_of([a_record()])
+    assert texts["gpu"].startswith("11,000 output tokens a second on NVIDIA H100 with ")
+    assert "11,000" in texts["gpu_zh"]
+
+
+@pytest.mark.parametrize(
+    "change", [{"is_dirty": True}, {"commit": None}, {"is_rehearsal": True}], ids=str
+)
+def test_a_rehearsal_or_unknown_code_is_never_published(change) -> None:
+    record = a_record()
+    where = record if "is_rehearsal" in change else record["environment"]
+    where |= change
+    with pytest.raises(ValueError, match="cannot publish the record of NVIDIA H100"):
+        gpu_table.texts_of([record])

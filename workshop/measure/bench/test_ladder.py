@@ -1,0 +1,125 @@
+"""The ladder's workload, its arithmetic, and every rung once: same users, same tokens."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from itertools import pairwise
+
+import pytest
+import torch
+
+from common.engine_config import SHIPPED_CHECKPOINT
+from common.tokenizer import load_tokenizer
+from workshop.measure.bench import ladder_bench as ladder
+from workshop.measure.bench import ladder_table
+from workshop.measure.bench.bench_models import load_models
+from workshop.measure.bench.bench_record import ROOT, read_record
+from workshop.measure.bench.bench_work import Limits
+from workshop.measure.bench.ladder_systems import (
+    CHUNK,
+    RUNGS,
+    LadderOutcome,
+    describe,
+    rungs_of,
+)
+from workshop.measure.bench.ladder_table import PHRASES
+from workshop.measure.bench.ladder_workload import (
+    LONG_PROMPT_LEN,
+    OUTPUT_LENS,
+    QUESTIONS,
+    REGIMES,
+    LadderRequest,
+    functions_of,
+    make_workload,
+)
+
+
+@pytest.fixture(scope="module")
+def tokenizer():
+    return load_tokenizer(SHIPPED_CHECKPOINT)
+
+
+@pytest.mark.parametrize("regime", [*REGIMES.values(), *QUESTIONS.values()], ids=lambda r: r.title)
+def test_the_workload_is_what_its_text_says(regime, tokenizer):
+    requests = make_workload(tokenizer, regime, seed=3)
+    assert requests == make_workload(tokenizer, regime, seed=3)
+    assert requests != make_workload(tokenizer, regime, seed=4)
+    assert len(requests) == regime.num_requests
+    assert sum(request.is_long for request in requests) == regime.num_long
+    assert len({tuple(r.prompt_token_ids[: regime.system_len]) for r in requests}) == 1
+    for request in requests:
+        body = request.prompt_token_ids[regime.system_len :]
+        if regime.repeats:  # a function, and its first half again
+            half = min(len(body) // 3, 256)
+            assert half and body[-half:] == body[:half]
+        else:
+            assert len(body) == LONG_PROMPT_LEN if request.is_long else 1 <= len(body) <= 256
+        assert OUTPUT_LENS[0] <= request.num_outputs <= OUTPUT_LENS[1]
+    times = [request.arrival_time for request in requests]
+    assert times == sorted(times) and times[0] > 0
+
+
+def test_a_chapters_question_is_served_with_it_and_with_the_chapters_below() -> None:
+    assert rungs_of("many") == rungs_of("few") == list(RUNGS)
+    assert [rungs_of(name) for name in QUESTIONS] == [list(pair) for pair in pairwise(RUNGS)][1:]
+
+
+def test_arrivals_come_at_the_rate_and_without_memory(tokenizer):
+    regime = replace(REGIMES["many"], num_requests=800)
+    times = [request.arrival_time for request in make_workload(tokenizer, regime, 0)]
+    gaps = torch.tensor(times).diff()
+    assert float(gaps.mean()) == pytest.approx(1 / regime.arrivals_per_s, rel=0.1)
+    assert float(gaps.std() / gaps.mean()) == pytest.approx(1, abs=0.12)  # as an exponential has
+
+
+def test_functions_are_found_with_their_bodies():
+    text = "def f(x):\n    return x\n\nclass A:\n    def g(self):\n        pass\n"
+    assert functions_of(text) == ["def f(x):\n    return x", "def g(self):\n        pass"]
+
+
+def test_the_numbers_of_a_run():
+    requests = [LadderRequest([1] * 5, 3, 0.5), LadderRequest([2] * 5, 2, 1.0)]
+    outcome = LadderOutcome(details={"num_steps": 4})
+    outcome.take(0, [7], 1.5)
+    outcome.take(0, [8, 9], 2.0)  # two at once: a guess was right
+    outcome.take(1, [7], 2.0)
+    outcome.take(1, [7], 3.0)
+    numbers = describe(outcome, requests)
+    assert numbers["output_tokens_per_s"] == 5 / 2.5  # from the first arrival on
+    assert numbers["ttft_ms_p50"] == 1000
+    assert numbers["inter_token_ms_p50"] == 500  # of 500, 0 and 1,000
+    assert numbers["inter_token_ms_p99"] == pytest.approx(990)
+    assert numbers["num_steps"] == 4
+    assert outcome.token_ids == {0: [7, 8, 9], 1: [7, 7]}
+
+
+def test_every_rung_serves_the_same_users_the_same_tokens():
+    models = load_models("tiny", torch.float64)
+    prompts = [[5, 6, 7] * 8, [5, 6, 7] * 8 + [9], [11] * 150]
+    requests = [LadderRequest(p, 6, 0.02 * i, i == 2) for i, p in enumerate(prompts)]
+    limits = Limits(longest=420, num_positions=840, max_num_batched_tokens=256)
+    assert limits.num_contiguous == 2
+    outcomes = {name: run(models, limits, requests) for name, (_, run) in RUNGS.items()}
+    for name, outcome in outcomes.items():
+        assert outcome.token_ids == outcomes["one-at-a-time"].token_ids, name
+        assert [len(outcome.token_ids[i]) for i in range(3)] == [6, 6, 6]
+        for i, request in enumerate(requests):
+            times = outcome.token_times[i]
+            assert times == sorted(times) and times[0] > request.arrival_time
+        numbers = describe(outcome, requests)
+        assert 0 <= numbers["kv_waste"] < 1
+    assert outcomes["chunked"].details["most_tokens_of_one"] == CHUNK
+    assert outcomes["speculative"].details["most_tokens_of_one"] == 150
+
+
+def test_every_rung_is_recorded_shown_and_has_a_phrase():
+    record = read_record(ladder.RECORD)
+    full, short = ladder_table.render(record), ladder_table.render_short(record)
+    for regime in record["regimes"].values():
+        assert list(regime["rungs"]) == list(RUNGS)  # those that lose, too
+        for rung in regime["rungs"].values():
+            assert len(rung["runs"]) == record["config"]["seeds"]
+            assert rung["title"] in full and rung["title"] in short
+    assert list(PHRASES) == list(RUNGS)
+    for chapter, _ in PHRASES.values():
+        assert (ROOT / chapter / "README.md").is_file()

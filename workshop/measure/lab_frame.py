@@ -1,0 +1,147 @@
+"""What every plot script of a chapter's `lab/` shares: measure, keep, draw, write tables.
+
+    python NN_chapter/lab/plot_TOPIC.py                        draw figures/ from lab/records/
+    python NN_chapter/lab/plot_TOPIC.py --tables               and the tables of the chapter's pages
+    python NN_chapter/lab/plot_TOPIC.py --record PART ...      measure first
+    python NN_chapter/lab/plot_TOPIC.py --record PART --tiny   almost no work, into build/
+
+A part of a laboratory is one measurement: its record, its figures, its tables. The script says what
+is measured, drawn and tabulated, and leaves the rest to `run_lab`. A table's place in a page is
+between `<!-- table:NAME -->` and `<!-- /table:NAME -->`.
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import matplotlib
+
+matplotlib.use("svg")
+
+from matplotlib.figure import Figure
+
+from workshop.book.figure_file import save
+from workshop.measure.bench.bench_record import (
+    ROOT,
+    describe_environment,
+    made_on,
+    read_record,
+    replace_between_markers,
+    write_record,
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Measurement:
+    """What a part's `measure` is told."""
+
+    tiny: bool  # almost no work: to see that everything runs
+    options: argparse.Namespace
+    records: dict[str, dict]  # of the parts that were measured before
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """`measure` returns a record with its "config"; where, when and by which command is added.
+    It raises `ValueError` or `OSError` for options that are wrong."""
+
+    measure: Callable[[Measurement], dict]
+    figures: Mapping[str, Callable[[dict], Figure]] = field(default_factory=dict)
+    tables: Callable[[dict], dict[str, str]] = lambda record: {}
+
+
+def timed(measure: Callable[..., dict], clock: str) -> Callable[[Measurement], dict]:
+    """`Part.measure` of a `measure(tiny=...)` that times: its record names the clock."""
+
+    def run(measurement: Measurement) -> dict:
+        record = measure(tiny=measurement.tiny)
+        record["config"]["clock"] = clock
+        return record
+
+    return run
+
+
+def run_lab(
+    script: str,
+    parts: Mapping[str, Part],
+    arguments: Sequence[str] | None = None,
+    *,
+    figures: Mapping[str, Callable[[], Figure]] | None = None,
+    add_options: Callable[[argparse.ArgumentParser], None] = lambda parser: None,
+) -> None:
+    """The `main` of a plot script. `script` is its `__file__`, `figures` those without a record.
+
+    The record of `plot_TOPIC.py`'s part PART is `records/TOPIC_PART.json`, that of a part TOPIC
+    `records/TOPIC.json`."""
+    path = Path(script).resolve()
+    chapter, topic = path.parents[1], path.stem.removeprefix("plot_")
+    options = _parse(topic, parts, arguments, add_options)
+    folder = ROOT / "build" / f"{topic}-smoke" if options.tiny else chapter
+    names = {part: topic if part == topic else f"{topic}_{part}" for part in parts}
+    paths = {part: folder / "lab" / "records" / f"{name}.json" for part, name in names.items()}
+    records = {part: read_record(path) for part, path in paths.items() if path.exists()}
+    for part in options.record:
+        environment = describe_environment()  # before: its load average is that of the others
+        try:
+            measured = parts[part].measure(Measurement(options.tiny, options, records))
+        except (OSError, ValueError) as error:
+            raise SystemExit(f"--record {part}: {error}") from error
+        command = f"python {path.relative_to(ROOT).as_posix()} --record {part}"
+        head = {"command": command, "environment": environment}
+        records[part] = {**head, **measured}  # a record may say more of its command
+        write_record(paths[part], records[part])
+    drawn = {
+        name: (lambda draw=draw, record=record: draw(record))
+        for part, record in records.items()
+        for name, draw in parts[part].figures.items()
+    }
+    save({**drawn, **(figures or {})}, folder / "figures")
+    if options.tables:
+        write_tables(make_tables(parts, records), chapter if folder == chapter else None)
+
+
+def _parse(
+    topic: str,
+    parts: Mapping[str, Part],
+    arguments: Sequence[str] | None,
+    add_options: Callable[[argparse.ArgumentParser], None],
+) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=f"Measure, draw and tabulate: {topic}.")
+    parser.add_argument(
+        "--record", nargs="+", choices=parts, default=[], metavar="PART", help="|".join(parts)
+    )
+    parser.add_argument("--tables", action="store_true", help="put the tables into the pages")
+    parser.add_argument("--tiny", action="store_true", help="almost no work, into build/")
+    add_options(parser)
+    return parser.parse_args(arguments)
+
+
+def make_tables(parts: Mapping[str, Part], records: Mapping[str, dict]) -> dict[str, str]:
+    """All tables by name; `made_on_PART` is the line under those of a part."""
+    tables: dict[str, str] = {}
+    for part, record in records.items():
+        tables |= {**parts[part].tables(record), f"made_on_{part}": made_on(record)}
+    return tables
+
+
+def write_tables(tables: Mapping[str, str], chapter: Path | None) -> None:
+    """Put each table into whichever page of the chapter has a place for it; the Chinese ones get
+    its numbers by `make sync`. Without a chapter, print all."""
+    pages = [] if chapter is None else sorted(chapter.rglob("*.md"))
+    pages = [page for page in pages if not page.name.endswith(".zh.md")]
+    if chapter == ROOT / "workshop" / "measure" / "parallel":  # what is measured has the page
+        pages = [ROOT / "common" / "parallel" / "README.md"]
+    texts = {page: page.read_text(encoding="utf-8") for page in pages}
+    for name, content in tables.items():
+        places = [page for page, text in texts.items() if f"<!-- table:{name} -->" in text]
+        for page in places:
+            texts[page] = replace_between_markers(texts[page], name, content)
+        if chapter is None:
+            print(f"{name}\n{content}\n")
+        elif not places:
+            print(f"no page of {chapter.name} has a place for table {name}")
+    for page, text in texts.items():
+        page.write_text(text, encoding="utf-8")

@@ -1,0 +1,63 @@
+"""A piece of work in a process of its own, so that nothing of ours is imported before it begins.
+
+Where the system can fork, the process is forked from one that has loaded the libraries and nothing
+of ours (`libraries.py`): it begins within a fraction of a second. The museum looks at its exhibits
+so, and a reader's answers to the tasks of the course are tried so.
+"""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+from collections.abc import Callable
+from multiprocessing.connection import Connection
+from typing import Any
+
+from workshop.practice.source_patch import ROOT
+
+START_S = 120  # for a process to be there: it may import PyTorch on a busy machine
+END_S = 5  # for a process that has answered, to tidy up
+_LIBRARIES = ["workshop.practice.libraries"]
+
+
+def forked_with_libraries() -> Any:
+    """Where its processes come from, of `multiprocessing`'s contexts."""
+    if "forkserver" not in multiprocessing.get_all_start_methods():
+        return multiprocessing.get_context("spawn")
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(_LIBRARIES)
+    return context
+
+
+def apart(work: Callable, arguments: tuple, limit_s: float) -> Any:
+    """`work(*arguments)` in another process. None if it does not end within `limit_s`. Raises
+    `RuntimeError` if the process dies."""
+    context = forked_with_libraries()
+    ours, theirs = context.Pipe()
+    process = context.Process(target=_answer, args=(theirs, work, arguments), daemon=True)
+    process.start()
+    theirs.close()
+    try:
+        if not ours.poll(START_S):
+            raise RuntimeError(f"no process has begun within {START_S} seconds")
+        ours.recv()  # it begins
+        if not ours.poll(limit_s):
+            return None
+        answer = ours.recv()
+        process.join(END_S)
+        return answer
+    except EOFError:
+        process.join(1)
+        raise RuntimeError(f"the process ended with {process.exitcode}") from None
+    finally:
+        process.kill()
+        process.join()
+        ours.close()
+
+
+def _answer(connection: Connection, work: Callable, arguments: tuple) -> None:
+    os.chdir(ROOT)
+    for name in [name for name in os.environ if name.startswith("PYTEST_")]:
+        del os.environ[name]
+    connection.send("begun")
+    connection.send(work(*arguments))

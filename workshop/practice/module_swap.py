@@ -1,0 +1,108 @@
+"""One module from another file, for one process: nothing in the checkout changes.
+
+    SWAPPED_MODULE=radix_cache=mine/radix_cache.py \\
+        python -m pytest -p workshop.practice.module_swap 03_prefix_cache/test_radix_cache.py
+
+A folder in front of `sys.path` does not do it: pytest puts its own folders in front of that. So an
+import hook answers for the one name, before Python looks anywhere, and for no other: whoever
+imports the module, a chapter, `common` or a test, gets the other file. It works for a chapter's
+flat module (`radix_cache`) and for one in a package (`common.outputs`). Under pytest-xdist each
+worker does the same.
+
+Invariant: the module's `__file__` is the other file, or nothing is run.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from importlib import import_module
+from importlib.abc import MetaPathFinder
+from importlib.machinery import ModuleSpec
+from importlib.util import spec_from_file_location
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+
+VARIABLE = "SWAPPED_MODULE"
+PLUGIN = "workshop.practice.module_swap"
+
+
+@dataclass(frozen=True, slots=True)
+class ModuleSwap(MetaPathFinder):
+    """Finds `module`, as `import` names it, in `file`."""
+
+    module: str
+    file: Path
+
+    def find_spec(
+        self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
+    ) -> ModuleSpec | None:
+        if fullname != self.module:
+            return None
+        return spec_from_file_location(fullname, self.file)
+
+    def install(self) -> None:
+        """From now on, once a process. Raises `RuntimeError` if somebody has the module already,
+        and `ValueError` if there is no such file."""
+        if not self.file.is_file():
+            raise ValueError(f"{VARIABLE} names {self.file}: it must be a file")
+        if self in sys.meta_path:
+            return
+        if self.module in sys.modules:
+            raise RuntimeError(f"{self.module} was imported before it could be swapped")
+        sys.meta_path.insert(0, self)
+
+    def check(self) -> None:
+        """Import the module. Raises `RuntimeError` unless it is the other file's."""
+        found = import_module(self.module).__file__
+        if found != str(self.file):
+            raise RuntimeError(f"{self.module} comes from {found}, not from {self.file}")
+
+
+def name_of(path: Path) -> str:
+    """What `import` calls a file: `radix_cache` of a chapter, `common.outputs` of a package."""
+    path, folders = path.with_suffix(""), [path.parent]
+    while (folders[-1] / "__init__.py").is_file():
+        folders.append(folders[-1].parent)
+    return ".".join(path.relative_to(folders[-1]).parts)
+
+
+def swap_of(text: str) -> ModuleSwap:
+    """`module=file`. Raises `ValueError` for anything else."""
+    module, _, file = text.partition("=")
+    if not (module and file):
+        raise ValueError(f"{VARIABLE} is {text!r}: it must be MODULE=FILE")
+    return ModuleSwap(module, Path(file).resolve())
+
+
+# -- as a plugin of pytest
+
+
+def _wanted() -> ModuleSwap:
+    try:
+        return swap_of(os.environ.get(VARIABLE, ""))
+    except ValueError as error:
+        raise pytest.UsageError(str(error)) from None
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_load_initial_conftests() -> None:
+    """Before any conftest.py, which may import what is to be swapped. (A worker of xdist is given
+    the same arguments, `-p` among them.)"""
+    try:
+        _wanted().install()
+    except (ValueError, RuntimeError) as error:
+        raise pytest.UsageError(str(error)) from None
+
+
+def pytest_sessionstart() -> None:
+    """The first assertion of every run."""
+    swap = _wanted()
+    try:
+        swap.check()
+    except Exception as error:
+        raise pytest.UsageError(f"{swap.file}: {type(error).__name__}: {error}") from None

@@ -1,0 +1,185 @@
+"""`MUSEUM.md` in two languages, an index without the clues. Besides: two runs side by side in a
+terminal, and what the page of the two says of an exhibit."""
+
+from __future__ import annotations
+
+import html
+import re
+from itertools import groupby
+from pathlib import Path
+from typing import Any
+
+from workshop.book.translation import sections
+from workshop.practice.museum.exhibit import Exhibit
+from workshop.practice.museum.hall import CHINESE, CHINESE_TITLES, EXHIBITS, TITLES, english_of
+from workshop.practice.museum.pictures import shown_in
+from workshop.practice.museum.watched_run import Contradiction, Parting, RunOnFilm
+from workshop.practice.patch_table import Bug, broken_lines
+from workshop.practice.source_patch import ROOT
+
+PAGE = ROOT / "MUSEUM.md"
+_REPOSITORIES = {
+    "nano-vllm": "GeeeekExplorer/nano-vllm",
+    "mini-sglang": "sgl-project/mini-sglang",
+    "vLLM": "vllm-project/vllm",
+    "SGLang": "sgl-project/sglang",
+    "mlx-lm": "ml-explore/mlx-lm",
+    "ATOM": "ROCm/ATOM",
+    "ollama": "ollama/ollama",
+    "uvicorn": "Kludex/uvicorn",
+}
+_CHINESE_ORIGINS = {"ours": "本项目", "reported, without a number": "有人报告过，没有编号"}
+_HEAD = """# A museum of bugs
+
+[中文](MUSEUM.zh.md)
+
+{bugs} bugs that shipped in engines people use, or in this one, and {lines} single lines of this
+repository to break. Each is put into a copy of the one module; nothing in your checkout changes.
+Most of them pass every test that looks at shapes and lengths. Open a fold when you have looked.
+
+    make museum                           the list
+    make museum BUG=8 ARGS=--find         look for it yourself: the symptom first, then clues
+    make museum BUG=8 ARGS=--watch        step through two runs: with the bug, and without
+    make museum BUG=8                     the story, the patch, what it does, the test that fails
+    python -m workshop.patches --only 8   break line 8 of the lines to break, and run its test
+
+A trap is a number in our list of such bugs; `grep -rn "Trap 10"` finds its tests. A number after an
+engine's name leads to the report. (`make sync` makes this page.)
+"""
+_CHINESE_HEAD = """# bug 博物馆
+<!-- en: -->
+
+[English](MUSEUM.md)
+
+{bugs} 个发布过的 bug，有的在大家都在用的引擎里，有的就在本书的引擎里；\
+另有本仓库的 {lines} 行代码，可以弄坏试试。\
+补丁都打在那个模块的一份副本上，你的工作区一个字也不动。\
+凡是只看形状和长度的测试，它们多半都能通过。先自己找，再展开看。
+
+    make museum                           列表
+    make museum BUG=8 ARGS=--find         自己找：先给症状，再给线索
+    make museum BUG=8 ARGS=--watch        两次运行，有 bug 的和没有的，一步步看
+    make museum BUG=8                     故事、补丁、后果、失败的测试
+    python -m workshop.patches --only 8   弄坏下面的第 8 行，跑它的测试
+
+“陷阱”（trap）后面的数字，是我们那份 bug 清单里的编号，`grep -rn "Trap 10"` 能找到它的测试。\
+引擎名后面的编号，链接到原始报告。（本页由 `make sync` 生成。）
+"""
+
+
+def render(is_chinese: bool = False) -> str:
+    """The page. The digests in the Chinese one are those of the English sections: what was read
+    when a story was translated is in `stories.zh.txt`."""
+    lines = list(enumerate(broken_lines(), 1))
+    head, titles = (_CHINESE_HEAD, CHINESE_TITLES) if is_chinese else (_HEAD, TITLES)
+    parts = [head.format(bugs=len(EXHIBITS), lines=len(lines))]
+    numbered = enumerate(EXHIBITS, 1)
+    for chapter, group in groupby(numbered, key=lambda pair: pair[1].chapter):
+        parts.append(f"## {titles[chapter]}\n" + "<!-- en: -->\n" * is_chinese)
+        parts += [_entry(number, exhibit, is_chinese) for number, exhibit in group]
+        parts.append("可以弄坏的代码行：\n" if is_chinese else "Lines to break:\n")
+        parts += [_line(n, bug, is_chinese) for n, bug in lines if bug.chapter == chapter]
+    page = "\n".join(parts)
+    if is_chinese:
+        for section in sections(render()):
+            page = page.replace("<!-- en: -->", f"<!-- en: {section.digest} -->", 1)
+    return page
+
+
+def _entry(number: int, exhibit: Exhibit, is_chinese: bool) -> str:
+    words = CHINESE[exhibit.title][1] if is_chinese else english_of(exhibit)
+    origin, trap = linked(exhibit.origin), f"trap {exhibit.trap}"
+    if is_chinese:
+        origin = _CHINESE_ORIGINS.get(exhibit.origin, origin.replace(", ", "，"))
+        trap = f"陷阱 {exhibit.trap}"
+    picture = shown_in(exhibit, words.title, is_chinese)
+    return _folded(
+        f"bug-{number}",
+        f"{number}. {words.title}",
+        f"*{origin} · {trap}*\n\n{words.seen}\n" + picture,
+    )
+
+
+def _line(number: int, bug: Bug, is_chinese: bool) -> str:
+    test_file, _, test = bug.tests[0].partition("::")
+    where, by = f"[`{bug.file}`]({bug.file})", f"[`{Path(test_file).name}`]({test_file})"
+    found = f"In {where}, caught by `{test}` in {by}:"
+    if is_chinese:
+        found = f"在 {where} 里，由 {by} 里的 `{test}` 发现："
+    said = bug.chinese_line if is_chinese else bug.line
+    colon = "：" if is_chinese else ": "
+    return _folded(
+        f"line-{number}",
+        f"{number}. `{Path(bug.file).name}`{colon}{said}",
+        f"{found}\n\n```diff\n{bug.diff()}\n```\n",
+    )
+
+
+def _folded(anchor: str, summary: str, inside: str) -> str:
+    shown = re.sub(r"`(.+?)`", r"<code>\1</code>", html.escape(summary, quote=False))
+    return f'<details id="{anchor}"><summary>{shown}</summary>\n\n{inside}\n</details>\n'
+
+
+def linked(origin: str) -> str:
+    """`vLLM #1 #2, SGLang #3` with a link at each number."""
+    parts = []
+    for part in origin.split(", "):
+        engine = part.partition(" #")[0]
+        if engine in _REPOSITORIES:
+            where = f"https://github.com/{_REPOSITORIES[engine]}/issues/"
+            part = re.sub(r"#(\d+)", rf"[#\1]({where}\1)", part)
+        parts.append(part)
+    return ", ".join(parts)
+
+
+def side_by_side(wrong: str, right: str) -> str:
+    """One below the other, so that they can be compared."""
+    rows = []
+    for label, text in (("with the bug", wrong), ("without", right)):
+        first, *rest = text.splitlines()
+        rows += [f"{label:13} {first}", *(f"{'':13} {line}" for line in rest)]
+    return "\n".join(rows)
+
+
+# -- the page of two runs
+
+
+# By the kind of event at which the two part: the panels in which it can be seen, those first.
+_PANELS = {
+    "planned": "grid queue words pool",
+    "computed": "grid words pool",
+    "table": "grid pool words cache",
+    "taken": "grid pool words cache",
+    "freed": "grid pool words cache",
+    "shared": "grid pool cache words",
+}
+_OF_CACHE = "grid cache words pool"
+
+
+def scenes_of(where: Parting | None) -> list[str]:
+    kinds = [] if where is None else [e.kind for e in (where.right, where.wrong) if e is not None]
+    return next((_PANELS[kind] for kind in kinds if kind in _PANELS), _OF_CACHE).split()
+
+
+def moments_of(
+    where: Parting | None, broken: Contradiction | None, wrong: RunOnFilm
+) -> list[dict[str, Any]]:
+    """Where to look: at the parting, at what cannot be, at the end that an error made."""
+    found: list[tuple[int, str, tuple[str, str]]] = []
+    if where is not None:
+        found.append((where.step, where.request, ("the two part", "两边从这里分开")))
+    if broken is not None:
+        found.append((broken.step, "", ("left: this cannot be", "左边：这不可能发生")))
+    if wrong.error:
+        last = max(wrong.num_steps - 1, 0)
+        found.append((last, "", ("left: the run ends in an error", "左边：运行因错误而终止")))
+    steps = {step: (step, name, words) for step, name, words in reversed(found)}
+    return [
+        {
+            "address": f"step={step}" + (f"&request={name}" if name else ""),
+            "step": step,
+            "request": name or None,
+            "words": words,
+        }
+        for step, name, words in (steps[at] for at in dict.fromkeys(step for step, *_ in found))
+    ]

@@ -1,0 +1,284 @@
+"""The exhibits as they are written, the page that is made of them, and the command."""
+
+from __future__ import annotations
+
+import io
+import re
+import sys
+from dataclasses import astuple
+from pathlib import Path
+
+import pytest
+
+from common.events.event_kinds import VERSION, Arrived, Evicted, Run, to_line
+from workshop.practice.module_swap import ModuleSwap
+from workshop.practice.museum import museum_command
+from workshop.practice.museum.exhibit import Exhibit, Workload
+from workshop.practice.museum.hall import CHINESE, EXHIBITS, TITLES, english_of
+from workshop.practice.museum.museum_command import clues, find, listed, main
+from workshop.practice.museum.museum_page import PAGE, linked, side_by_side
+from workshop.practice.museum.watched_run import RunOnFilm
+from workshop.practice.named_tests import Failure, TestRun
+from workshop.practice.patch_table import all_bugs, broken_lines
+from workshop.practice.source_patch import ROOT
+from workshop.practice.trial import broken_copy, without_folder
+
+CODE = re.compile(r"`[^`]+`")
+FOLD = re.compile(r'<details id="(\w+-\d+)"><summary>.*?</summary>(.*?)</details>', re.DOTALL)
+A_RUN = Run(VERSION, 0.0, "two_phase", "fcfs", "hash", 4, 9, 4, 64, False, {}, {}, {})
+
+
+@pytest.fixture(autouse=True)
+def english(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whatever the terminal speaks."""
+    monkeypatch.setenv("LANGUAGE", "en")
+
+
+def test_each_trap_is_cited_by_tests() -> None:
+    """As the page promises to who looks for it."""
+    tests = [path.read_text(encoding="utf-8") for path in ROOT.rglob("test_*.py")]
+    cited = {
+        int(number)
+        for text in tests
+        for numbers in re.findall(r"[Tt]raps? (\d+(?:, \d+)*(?: and \d+)?)", text)
+        for number in re.findall(r"\d+", numbers)
+    }
+    assert {exhibit.trap for exhibit in EXHIBITS} <= cited
+
+
+def test_thirty_exhibits_and_more_in_the_order_of_the_chapters() -> None:
+    assert len(EXHIBITS) >= 30
+    assert list(dict.fromkeys(exhibit.chapter for exhibit in EXHIBITS)) == list(TITLES)
+    titles = sorted(bug.exhibit for bug in all_bugs() if bug.exhibit)
+    assert titles == sorted({exhibit.title for exhibit in EXHIBITS})
+    assert all(exhibit.tests for exhibit in EXHIBITS)
+    assert all(exhibit.wrong != exhibit.right for exhibit in EXHIBITS)
+
+
+def test_an_origin_links_to_its_reports() -> None:
+    where = "https://github.com/vllm-project/vllm/issues/"
+    assert linked("vLLM #1 #23, ours") == f"vLLM [#1]({where}1) [#23]({where}23), ours"
+    assert linked("nano-vllm") == "nano-vllm"
+
+
+def test_the_copy_alone_has_the_bug_and_is_gone_afterwards() -> None:
+    exhibit = EXHIBITS[0]
+    before = exhibit.patch.text()
+    with broken_copy(exhibit.patch) as swap:
+        assert swap.file.read_text(encoding="utf-8") == exhibit.patch.apply() != before
+        assert without_folder(f"x {swap.file}:3") == f"x (with the bug) {swap.file.name}:3"
+        assert without_folder(f"../../{swap.file}:3") == f"(with the bug) {swap.file.name}:3"
+    assert not swap.file.exists()
+    assert exhibit.patch.text() == before
+
+
+@pytest.mark.parametrize("exhibit", EXHIBITS, ids=lambda e: e.title)
+def test_a_story_is_told_in_chinese_too(exhibit: Exhibit) -> None:
+    english, (digest, chinese) = english_of(exhibit), CHINESE[exhibit.title]
+    assert digest == english.digest, "compare the two, put stories.zh.txt right, then the digest"
+    for said, told in zip(astuple(english), astuple(chinese), strict=True):
+        assert sorted(CODE.findall(said)) == sorted(CODE.findall(told)), told
+        assert said == told or re.search(r"[\u4e00-\u9fff]", told), told
+
+
+def test_there_is_a_chinese_story_for_each_exhibit_and_a_chinese_line_for_each() -> None:
+    assert list(CHINESE) == [exhibit.title for exhibit in EXHIBITS]
+    assert all(bool(bug.line) == bool(bug.chinese_line) for bug in all_bugs())
+
+
+@pytest.mark.parametrize("page", [PAGE, PAGE.with_suffix(".zh.md")], ids=lambda p: p.name)
+def test_the_page_spoils_no_clue(page: Path) -> None:
+    """What is not folded says neither what happens nor where nor why; a fold says why alone."""
+    text = page.read_text(encoding="utf-8")
+    folds, shown = dict(FOLD.findall(text)), FOLD.sub("", text)
+    for number, exhibit in enumerate(EXHIBITS, 1):
+        told, inside = CHINESE[exhibit.title][1], folds[f"bug-{number}"]
+        clues = (exhibit.wrong, exhibit.patch.diff(), *(t.split("::")[1] for t in exhibit.tests))
+        assert not [clue for clue in (exhibit.seen, told.seen, *clues) if clue in shown]
+        assert not [clue for clue in clues if clue in inside]
+        assert exhibit.seen in inside or told.seen in inside
+    for number, bug in enumerate(broken_lines(), 1):
+        assert bug.diff() in folds[f"line-{number}"] and bug.diff() not in shown
+
+
+# -- the command
+
+
+def test_the_list_names_every_exhibit(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([]) == 0
+    shown = capsys.readouterr().out
+    assert all(f"{n:2}  {exhibit.title}" in shown for n, exhibit in enumerate(EXHIBITS, 1))
+    assert shown.strip() == listed().strip()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["0"], "must be in [1, "),
+        ([str(len(EXHIBITS) + 1)], "must be in [1, "),
+        (["--find"], "wants a bug"),
+        (["1", "--reveal"], "goes with --find"),
+        (["--watch"], "wants a bug"),
+        (["1", "--out", "page.html"], "go with --watch"),
+        (["1", "--open"], "go with --watch"),
+    ],
+)
+def test_arguments_that_make_no_sense_are_refused(
+    arguments: list[str], words: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit):
+        main(arguments)
+    assert words in capsys.readouterr().err
+
+
+@pytest.fixture
+def without_processes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What the processes answer, without them."""
+    monkeypatch.setattr(Exhibit, "show", lambda e, swap=None: e.wrong if swap else e.right)
+    report = TestRun(("a",), "THE REPORT")
+    monkeypatch.setattr(museum_command, "try_tests", lambda *_, **__: report)
+
+    def make_film(workload: Workload, path: Path, swap: ModuleSwap | None = None) -> RunOnFilm:
+        evicted = [Evicted([8, 7] if swap is not None else [8])]
+        events = [A_RUN, Arrived(0.0, "FIRST", [1], [], 1, 0), *evicted]
+        path.write_text("".join(f"{to_line(event)}\n" for event in events), encoding="utf-8")
+        return RunOnFilm(events)
+
+    monkeypatch.setattr(museum_command, "make_film", make_film)
+
+
+def test_a_look_tells_all(without_processes: None, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["1"]) == 0
+    exhibit, shown = EXHIBITS[0], capsys.readouterr().out
+    for part in (exhibit.title, exhibit.origin, exhibit.wrong, exhibit.right, "THE REPORT"):
+        assert part in shown
+    assert exhibit.patch.new.strip() in shown
+
+
+def test_a_terminal_that_speaks_chinese_is_told_in_chinese(
+    without_processes: None, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("LANGUAGE", "zh_CN:en")
+    words = CHINESE[EXHIBITS[0].title][1]
+    assert main([]) == main(["1"]) == main(["1", "--find", "--reveal"]) == 0
+    shown = capsys.readouterr().out
+    assert (shown.count(words.title), shown.count(words.seen), shown.count(words.lesson)) == (
+        3,
+        2,
+        2,
+    )
+
+
+@pytest.mark.parametrize(
+    ("message", "told"),
+    [
+        ("AssertionError: two\nassert 1 == 2", "AssertionError: two"),
+        ("assert [3, ...] == [3, ...]\n  \n  At index 9 diff: 1 != 2\n  Use -v",
+         "assert [3, ...] == [3, ...] (At index 9 diff: 1 != 2)"),
+    ],
+)  # fmt: skip
+def test_the_test_that_notices_is_told_in_two_lines(
+    message: str,
+    told: str,
+    without_processes: None,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    failure = Failure("test_x.py::test_a", message, "x.py", 3, None, "")
+    report = TestRun(("a",), "THE REPORT", first=failure)
+    monkeypatch.setattr(museum_command, "try_tests", lambda *_, **__: report)
+    assert main(["1"]) == 0
+    shown = capsys.readouterr().out
+    assert f"Noticed by test_x.py::test_a\n    {told}\n\n" in shown
+    assert "THE REPORT" not in shown
+
+
+@pytest.mark.parametrize(
+    ("keys", "num_clues"), [("", 1), ("q\n", 1), ("\n\nq\n", 3), ("\n" * 4, 5), ("\n" * 5, 6)]
+)
+def test_the_patch_is_hidden_until_it_is_asked_for(
+    keys: str,
+    num_clues: int,
+    without_processes: None,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    exhibit = EXHIBITS[0]
+    monkeypatch.setattr(sys, "stdin", io.StringIO(keys))
+    find(1, exhibit, is_revealed=False)
+    shown = capsys.readouterr().out
+    secrets = ["What it does", "part in step 0, evicted", "THE REPORT", "[8,7]"]
+    secrets += [exhibit.patch.symbol, exhibit.patch.new.strip()]
+    assert [secret in shown for secret in secrets] == [n < num_clues for n in range(6)]
+    assert (exhibit.title in shown) == (num_clues == 6)
+    assert exhibit.patch.file in shown and side_by_side(exhibit.wrong, exhibit.right) in shown
+
+
+def test_all_clues_at_once(without_processes: None, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["1", "--find", "--reveal"]) == 0
+    shown = capsys.readouterr().out
+    with broken_copy(EXHIBITS[0].patch) as swap:
+        assert all(clue in shown for clue in clues(EXHIBITS[0], swap))
+
+
+def test_without_anything_to_watch_the_other_clues_are_there(
+    without_processes: None, capsys: pytest.CaptureFixture[str]
+) -> None:
+    number, exhibit = next((n, e) for n, e in enumerate(EXHIBITS, 1) if isinstance(e.watch, str))
+    assert main([str(number), "--find", "--reveal"]) == 0
+    shown = capsys.readouterr().out
+    assert "THE REPORT" in shown and exhibit.title in shown and "on film" not in shown
+
+
+# -- the page of an exhibit
+
+
+def test_a_page_has_the_run_with_the_bug_and_beside_it_the_right_one(
+    without_processes: None, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    page, exhibit = tmp_path / "page.html", EXHIBITS[0]
+    assert main(["1", "--watch", "--out", str(page)]) == 0
+    text, shown = page.read_text(encoding="utf-8"), capsys.readouterr().out
+    labels = re.findall(r'data-label="(.*?)"', text)
+    assert labels == ["The run with the bug", "The run without it"]
+    assert text.index("[8,7]") < text.index('"blocks":[8]')
+    assert f"Exhibit 1. {exhibit.title}" in text and '"step=0"' in text
+    assert exhibit.title in shown and str(page) in shown and "part in step 0" in shown
+
+
+def test_a_page_to_look_for_the_bug_does_not_say_what_it_is(
+    without_processes: None,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    page, exhibit = tmp_path / "page.html", EXHIBITS[0]
+    monkeypatch.setattr(sys, "stdin", io.StringIO("q\n"))
+    assert main(["1", "--find", "--watch", "--out", str(page)]) == 0
+    everything = page.read_text(encoding="utf-8") + capsys.readouterr().out
+    assert "Exhibit 1." in everything
+    for secret in (exhibit.title, exhibit.seen[:40], exhibit.patch.new.strip(), exhibit.watch.look):
+        assert secret not in everything
+
+
+def test_where_there_is_nothing_to_watch_no_page_is_written(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    number, exhibit = next((n, e) for n, e in enumerate(EXHIBITS, 1) if isinstance(e.watch, str))
+    assert main([str(number), "--watch", "--out", str(tmp_path / "page.html")]) == 0
+    assert exhibit.watch in capsys.readouterr().out
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_in_each_hall_there_is_something_to_watch() -> None:
+    watched = [exhibit for exhibit in EXHIBITS if isinstance(exhibit.watch, Workload)]
+    assert len(watched) >= 30
+    assert {exhibit.chapter for exhibit in watched} == set(TITLES)
+
+
+def test_each_chapter_leads_to_its_hall() -> None:
+    for chapter, title in TITLES.items():
+        if chapter != "common":
+            anchor = title.lower().replace(".", "").replace(" ", "-")
+            text = (ROOT / chapter / "README.md").read_text(encoding="utf-8")
+            assert f"](../MUSEUM.md#{anchor})" in text

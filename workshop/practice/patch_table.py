@@ -1,0 +1,89 @@
+"""All bugs that this repository plants in itself, from one table: `patches.txt`.
+
+    fcfs_scheduler FCFSScheduler._admit                     a module, and a symbol in it
+    - while self.waiting and len(self.running) < limit:     what stands there
+    + while self.waiting:                                   what comes in its place
+    test test_fcfs_scheduler::test_running_never_exceeds    who notices; may stand more than once
+    line More requests run than there are seats.            it is a line to break in `MUSEUM.md`
+    zh 运行中的请求比席位还多。                             the line in Chinese
+    task 1.2 The seats are not counted.                     it is a typical mistake of that task
+    museum The title                                        it is the exhibit of that title
+
+How such a table is read: `text_rows.py`. A mistake is noticed by the tests of its task."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+
+from workshop.book.text_rows import read_rows
+from workshop.practice.source_patch import ROOT, Patch, file_of
+
+TABLE = Path(__file__).with_name("patches.txt")
+
+
+@dataclass(frozen=True, slots=True)
+class Bug(Patch):
+    named_tests: tuple[str, ...] = ()  # module::name
+    line: str = ""  # what a user would see
+    chinese_line: str = ""
+    task: str = ""  # its number
+    message: str = ""  # to the reader whose mistake this is
+    exhibit: str = ""  # its title
+
+    @property
+    def name(self) -> str:
+        """Where in the table, in words."""
+        task, exhibit = self.task and f"task {self.task}", self.exhibit and f"'{self.exhibit}'"
+        where = f"{self.module} {self.symbol}".strip()
+        return ", ".join(filter(None, (where, self.line and "a line", task, exhibit)))
+
+    @property
+    def tests(self) -> tuple[str, ...]:
+        """path::name of those that notice. Raises `LookupError` for a file that is not there."""
+        return tuple(path_of_test(test) for test in self.named_tests)
+
+
+def path_of_test(test: str) -> str:
+    """`module::name` as pytest is told."""
+    module, _, name = test.partition("::")
+    return f"{file_of(module).relative_to(ROOT).as_posix()}::{name}"
+
+
+def read_bugs(text: str) -> Iterator[Bug]:
+    """Raises `ValueError` for a row that is none."""
+    for row in read_rows(text, "- + test line zh task museum"):
+        module, _, symbol = row.head.partition(" ")
+        task, _, message = row.text("task", "").partition(" ")
+        yield Bug(
+            module,
+            symbol,
+            row.text("-"),
+            row.text("+"),
+            named_tests=tuple(row.said["test"]),
+            line=row.text("line", ""),
+            chinese_line=row.text("zh"),
+            task=task,
+            message=message,
+            exhibit=row.text("museum", ""),
+        )
+
+
+@cache
+def all_bugs() -> tuple[Bug, ...]:
+    return tuple(read_bugs(TABLE.read_text(encoding="utf-8")))
+
+
+def bug_of_exhibit(title: str) -> Bug:
+    return next(bug for bug in all_bugs() if bug.exhibit == title)
+
+
+def mistakes_of_task(number: str) -> tuple[Bug, ...]:
+    return tuple(bug for bug in all_bugs() if bug.task == number)
+
+
+def broken_lines() -> tuple[Bug, ...]:
+    """In the order of the chapters."""
+    return tuple(sorted((bug for bug in all_bugs() if bug.line), key=lambda bug: bug.chapter))

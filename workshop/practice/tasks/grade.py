@@ -1,0 +1,301 @@
+"""Try a reader's answer to a task, and say what is wrong with it in a sentence.
+
+From what is quickly seen to what takes seconds; the first that is wrong ends it:
+
+    the text      it is Python, the function is still there and takes the same arguments
+    the import    the module can be imported, within a time limit
+    the tests     the named ones, from the simplest on, with the reader's module for all who import
+                  it; the first that fails is told
+    the probe     then only: does it say what a typical mistake says?
+
+What runs the reader's code is a process of its own. Nothing in the checkout is written to.
+"""
+
+from __future__ import annotations
+
+import ast
+import difflib
+import linecache
+import os
+import re
+import tempfile
+import textwrap
+import traceback
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from itertools import zip_longest
+from pathlib import Path
+
+from workshop.practice.apart import apart
+from workshop.practice.module_swap import ModuleSwap
+from workshop.practice.named_tests import Failure, TestRun, into
+from workshop.practice.patch_table import Bug
+from workshop.practice.source_patch import ROOT
+from workshop.practice.tasks.answer import Answer, answer_to, is_blank
+from workshop.practice.tasks.blank import function_at, signature
+from workshop.practice.tasks.course import blank_of, is_chinese, words_of
+from workshop.practice.tasks.task import Task
+from workshop.practice.trial import NEVER_ENDS, said_by, swapped, try_tests
+
+LIMIT_S = 10.0  # for a test, an import, a probe
+NUM_LINES = 12  # that are shown of what a test, or the reader's code, has said
+
+
+@dataclass(frozen=True, slots=True)
+class Verdict:
+    is_right: bool
+    text: str
+    mistake: Bug | None = None  # the typical one that it is
+
+
+@dataclass(frozen=True, slots=True)
+class _Trial:
+    """A reader's file, and the module that is tried: it has that file's function."""
+
+    task: Task
+    file: Path
+    swap: ModuleSwap
+    answer: Answer
+    limit_s: float
+
+    @property
+    def name(self) -> str:
+        return _name(self.file)
+
+    def place(self, line: int) -> str:
+        """Of the module that is tried, in words of the reader's file."""
+        return f"line {self.answer.line(line)} of {self.name}:\n    {self.source_line(line)}"
+
+    def source_line(self, line: int) -> str:
+        lines = self.answer.text.splitlines()
+        return lines[line - 1].strip() if 0 < line <= len(lines) else ""
+
+
+def grade(
+    task: Task, file: Path, limit_s: float = LIMIT_S, tell: Callable[[str], None] = lambda _: None
+) -> Verdict:
+    """`tell` hears what is done now, which may take seconds."""
+    file = file.resolve()
+    if problem := _in_the_text(task, file):
+        return Verdict(False, problem)
+    answer = answer_to(file.read_text(encoding="utf-8-sig"), [task], task.module)
+    with swapped(task.path, answer.text) as swap:
+        return _graded(_Trial(task, file, swap, answer, limit_s), tell)
+
+
+def _graded(trial: _Trial, tell: Callable[[str], None]) -> Verdict:
+    tell(f"Importing {trial.name} ...")
+    if problem := _in_the_import(trial):
+        return Verdict(False, f"{trial.name} can not be imported: {problem}.")
+    num_tests = len(trial.task.tests)
+    tell(f"Its tests ({num_tests}) ...")
+    run = _tested(trial)
+    if isinstance(run, str):
+        return Verdict(False, run)
+    if not run.failed:
+        cases = f", in {run.num_passed} cases" if run.num_passed > num_tests else ""
+        return Verdict(True, f"Right. {_counted(num_tests, 'test')} passed{cases}.")
+    tell("One fails. Looking for a small example ...")
+    return _explained(trial, run)
+
+
+# -- the text
+
+
+def _in_the_text(task: Task, file: Path) -> str:
+    """What is wrong with it before it is run, or nothing."""
+    try:
+        text = file.read_text(encoding="utf-8-sig")
+    except UnicodeDecodeError as error:
+        return f"{_name(file)} is not UTF-8 ({error.reason}). Save it in that encoding."
+    try:
+        tree = ast.parse(text)
+    except SyntaxError as error:
+        line = (error.text or "").strip()
+        at = f"line {error.lineno} of {_name(file)}"
+        return f"Python can not read {at}: {error.msg}.\n\n    {line}"
+    source = ast.parse(task.source())
+    ours, yours = function_at(source, task.place), function_at(tree, task.place)
+    assert ours is not None
+    if yours is None:
+        there = f" There is `{found}`." if (found := _like(tree, source, task.place)) else ""
+        return (
+            f"{_name(file)} has no {task.place} any more, and that is what others call."
+            f"{there} Give it its name back."
+        )
+    if signature(yours) != signature(ours):
+        return (
+            f"{task.place} takes {signature(yours)} now, and others call it with "
+            f"{signature(ours)}. Put the arguments back; the task needs no others."
+        )
+    if is_blank(text, task):
+        return "It is still the blank. Write your lines in the place of `raise`."
+    stub = blank_of(task).stub.splitlines()[-1].strip()
+    lines = [line.strip() for line in text.split("\n")]
+    if stub in lines:
+        line = lines.index(stub) + 1
+        return f"Line {line} of {_name(file)} still raises NotImplementedError. Take it out."
+    return ""
+
+
+def _like(yours: ast.Module, ours: ast.Module, place: str) -> str:
+    """What it may be called now: a function beside it that is none of ours."""
+    parent, _, name = place.rpartition(".")
+    new = sorted(_names_beside(yours, parent) - _names_beside(ours, parent))
+    return next(iter(difflib.get_close_matches(name, new, 1)), "")
+
+
+def _names_beside(tree: ast.Module, parent: str) -> set[str]:
+    holders = [n for n in ast.walk(tree) if isinstance(n, ast.ClassDef) and n.name == parent]
+    bodies = [holder.body for holder in holders] if parent else [tree.body]
+    return {n.name for body in bodies for n in body if isinstance(n, ast.FunctionDef)}
+
+
+# -- in another process
+
+
+def _in_the_import(trial: _Trial) -> str:
+    """What went wrong, or nothing."""
+    try:
+        problem = apart(_import, (trial.swap,), trial.limit_s)
+    except RuntimeError as error:
+        return f"importing it ended the whole process ({error})"
+    if problem is None:
+        return f"importing it does not end within {trial.limit_s:g} seconds"
+    said, line = problem
+    shown = "" if line is None else f", line {trial.answer.line(line)}: `{trial.source_line(line)}`"
+    return f"{said}{shown}"
+
+
+def _import(swap: ModuleSwap) -> tuple[str, int | None]:
+    """What was raised, and at which line of the module; or nothing."""
+    swap.install()
+    with tempfile.TemporaryFile("w+") as file, into(file.fileno()):
+        try:
+            swap.check()
+        except BaseException as error:  # `exit()` too
+            frames = traceback.extract_tb(error.__traceback__)
+            lines = [frame.lineno for frame in frames if frame.filename == str(swap.file)]
+            return f"{type(error).__name__}: {error}", lines[-1] if lines else None
+    return "", None
+
+
+def probed_text(task: Task, text: str, limit_s: float = LIMIT_S) -> str:
+    """What the probe says with a module of that text."""
+    with swapped(task.path, text) as swap:
+        return said_by(task.probe, swap, limit_s)
+
+
+def _tested(trial: _Trial) -> TestRun | str:
+    """The run of the named tests, or why there was none."""
+    try:
+        run = try_tests(trial.task.test_ids, trial.swap, first_only=True, limit_s=trial.limit_s)
+    except RuntimeError as error:
+        return f"The tests could not be run with {trial.name}: {error}"
+    if not (run.failed or run.num_passed):
+        return f"The tests do not end with {trial.name}, and could not be stopped."
+    return run
+
+
+# -- what is said
+
+
+def _explained(trial: _Trial, run: TestRun) -> Verdict:
+    task, limit_s = trial.task, trial.limit_s
+    assert run.first is not None
+    parts = [_told(run.first, trial)]
+    said = said_by(task.probe, trial.swap, limit_s)
+    ours = probed_text(task, task.source())
+    mistake = None
+    if said != ours:
+        # If it does not end: to see that of the others would take as long again.
+        others_s = min(limit_s, 2.0) if said == NEVER_ENDS else limit_s
+        others = [probed_text(task, m.apply(), others_s) for m in task.mistakes]
+        mistake = recognised(task, said, ours, others)
+        if said not in run.first.message:  # else an exception, and it is told
+            yours = f"With your lines it says:\n\n{_shown(said)}"
+            parts.append(f"A small example, as it should be:\n\n{_shown(ours)}\n\n{yours}")
+    if mistake is not None:
+        told = words_of(task).mistakes[task.mistakes.index(mistake)]
+        told = f"This looks like a common mistake. {told}"
+        parts.append(told if is_chinese() else textwrap.fill(told, 96))
+    elif not _is_ours_elsewhere(trial):
+        parts.append(
+            f"Outside of {task.place}, {trial.name} is not as {task.file} is now. That may "
+            f"be what is wrong. (make task N={task.number} ARGS=--again begins with a new copy.)"
+        )
+    return Verdict(False, "\n\n".join(parts), mistake)
+
+
+def recognised(task: Task, said: str, ours: str, others: Sequence[str]) -> Bug | None:
+    """The typical mistake with which the probe says this; `others` is what it says with each. Else
+    the only one with which it says the same in the first line that is not as ours."""
+    same = [m for m, other in zip(task.mistakes, others, strict=True) if other == said]
+    alike = [
+        mistake
+        for mistake, other in zip(task.mistakes, others, strict=True)
+        if _first_difference(other, ours) == _first_difference(said, ours)
+    ]
+    found = same or alike
+    return found[0] if len(found) == 1 else None
+
+
+def _first_difference(said: str, ours: str) -> tuple[int, str]:
+    """Which line, and what it says; of a `ValueError`, which has the reader's words, its type."""
+    said, ours = (re.sub(r"\bValueError: .*", "ValueError", text) for text in (said, ours))
+    pairs = enumerate(zip_longest(said.splitlines(), ours.splitlines(), fillvalue=""))
+    return next(((number, line) for number, (line, our) in pairs if line != our), (-1, ""))
+
+
+def _is_ours_elsewhere(trial: _Trial) -> bool:
+    task = trial.task
+    return answer_to(trial.answer.text, (), task.module).text == task.source()
+
+
+def _told(failure: Failure, trial: _Trial) -> str:
+    """The first test that fails, as a sentence; where, and what it has seen."""
+    path, _, name = failure.test.partition("::")
+    name, _, parameters = name.rpartition("::")[2].partition("[")
+    words = name.removeprefix("test_").replace("_", " ")
+    words = "a random run agrees with a model of it" if name == "runTest" else words
+    case = f" (case {parameters.rstrip(']')})" if parameters else ""
+    lines = [textwrap.fill(f'Not yet. What does not hold: "{words}"{case}.', 96)]
+    if failure.message.startswith(("Failed: Timeout", "Timeout")):
+        at = (
+            ""
+            if failure.swapped_line is None
+            else f" It was at {trial.place(failure.swapped_line)}"
+        )
+        lines.append(f"The test was stopped: it did not end. Does a loop never stop?{at}")
+    else:
+        raised_in = Path(os.path.join(ROOT, failure.path)).resolve()
+        if raised_in == trial.swap.file:
+            line = failure.swapped_line or failure.line
+            lines.append(f"Your code raised an exception at {trial.place(line)}")
+        else:
+            source = linecache.getline(str(raised_in), failure.line).strip()
+            lines.append(f"{_name(raised_in)}:{failure.line}\n    {source}")
+            if failure.swapped_line is not None:
+                lines.append(f"On the way there: {trial.place(failure.swapped_line)}")
+        message = failure.message
+        # All numbers of two tensors say less than the small example that follows.
+        lines.append(_shown(message.partition("\n")[0] if "tensor(" in message else message))
+    if failure.printed:
+        lines.append(f"What was printed:\n\n{_shown(failure.printed)}")
+    return "\n\n".join([*lines, f"The test: {path}::{name}"])
+
+
+def _shown(text: str) -> str:
+    lines = [x for x in text.strip().splitlines() if x.strip() and "Use -v to get more" not in x]
+    if len(lines) > NUM_LINES:
+        lines = [*lines[:NUM_LINES], "..."]
+    return textwrap.indent("\n".join(line[:160] for line in lines), "    ")
+
+
+def _name(file: Path) -> str:
+    """As a reader of the repository knows it."""
+    return file.relative_to(ROOT).as_posix() if file.is_relative_to(ROOT) else file.name
+
+
+def _counted(number: int, noun: str) -> str:
+    return f"{number} {noun}" if number == 1 else f"{number} {noun}s"

@@ -1,0 +1,83 @@
+"""A program of ours, with every function of yours that passes its tests in the place of ours:
+
+    python -m workshop.tasks.mine common.demo --num-prompts 4
+    python -m workshop.tasks.mine common.tests.equivalence --seconds 60
+
+`make demo ARGS=--mine` and `make matrix ARGS=--mine` start it; `make watch ARGS=--mine` does the
+same by itself. What has passed is taken as it is; what is new, or was changed since, is graded
+first."""
+
+from __future__ import annotations
+
+import runpy
+import sys
+import tempfile
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from workshop.practice.module_swap import ModuleSwap, name_of
+from workshop.practice.tasks.answer import answer_to
+from workshop.practice.tasks.course import TASKS
+from workshop.practice.tasks.grade import grade
+from workshop.practice.tasks.task import Task
+from workshop.practice.tasks.workbench import Workbench
+
+
+def passing(bench: Workbench) -> list[Task]:
+    """Whose functions are the reader's, and right."""
+    found = []
+    for task in TASKS:
+        if bench.text(task) is None or bench.is_blank(task):
+            continue
+        if not bench.has_passed(task):
+            print(f"Grading {task.number}, {task.place} ...", file=sys.stderr, flush=True)
+            if not grade(task, bench.file(task)).is_right:
+                print(f"{task.number} is not right yet, so ours is used.", file=sys.stderr)
+                continue
+            bench.passed(task)
+        found.append(task)
+    return found
+
+
+def install(tasks: Iterable[Task], bench: Workbench, folder: Path) -> list[ModuleSwap]:
+    """Their modules come from files in `folder` from now on."""
+    swaps, tasks = [], list(tasks)
+    for module in dict.fromkeys(task.module for task in tasks):
+        kept = [task for task in tasks if task.module == module]
+        file = folder / bench.file(kept[0]).name
+        answer = answer_to(bench.text(kept[0]) or "", kept, module)
+        file.write_text(answer.text, encoding="utf-8")
+        swaps.append(ModuleSwap(name_of(kept[0].path), file))
+        swaps[-1].install()
+    return swaps
+
+
+def told(num_tasks: int) -> str:
+    return f"{num_tasks} of {len(TASKS)} functions of this engine are yours."
+
+
+@contextmanager
+def installed(bench: Workbench | None = None) -> Iterator[tuple[int, int]]:
+    """The reader's functions, and how many of how many they are: said before and after, too."""
+    bench = bench or Workbench()
+    tasks = passing(bench)
+    with tempfile.TemporaryDirectory(prefix="mine-") as folder:
+        for swap in install(tasks, bench, Path(folder).resolve()):
+            swap.check()
+        print(told(len(tasks)), flush=True)
+        try:
+            yield len(tasks), len(TASKS)
+        finally:
+            print(f"\n{told(len(tasks))}")
+
+
+def main(arguments: list[str], bench: Workbench | None = None) -> None:
+    program, *rest = (argument for argument in arguments if argument != "--mine")
+    with installed(bench):
+        sys.argv = [program, *rest]
+        runpy.run_module(program, run_name="__main__", alter_sys=True)
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

@@ -1,0 +1,125 @@
+"""Right answers in other styles pass, wrong ones that readers may give do not: `answers/`.
+
+    2.1 right a loop with divmod         a task, what the grader must say, and what the answer is
+    | blocks = ...                       what stands in the place of `raise`; or, as in the patch
+    - for block in blocks:               table, our answer with a change
+    + for block in sorted(blocks):
+
+A wrong one is refused with a small example: the probe says something else than it should, or what
+was raised. The mistakes that the grader knows by name (`patches.txt`) are wrong answers too."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+
+import pytest
+
+from workshop.book.text_rows import TextRow, read_rows
+from workshop.practice.apart import apart
+from workshop.practice.module_swap import ModuleSwap
+from workshop.practice.named_tests import TestRun, run_tests
+from workshop.practice.source_patch import Patch
+from workshop.practice.tasks.course import TASKS, blank_of, task_numbered
+from workshop.practice.tasks.task import Task
+from workshop.practice.trial import say, swapped
+
+FOLDER = Path(__file__).with_name("answers")
+LEAST = {"right": 3, "wrong": 10}  # the mistakes that the grader knows are among the wrong
+MOST_CPU_S = 10  # for a reader who waits
+MOST_LINES = 12  # of a small example
+
+
+@dataclass(frozen=True, slots=True)
+class Given:
+    task: Task
+    is_right: bool
+    row: TextRow
+
+    @property
+    def id(self) -> str:
+        return self.row.head
+
+    def text(self) -> str:
+        """Of the whole module."""
+        if not self.row.said["|"]:
+            old, new = self.row.text("-"), self.row.text("+")
+            return Patch(self.task.module, self.task.place, old, new).apply()
+        blank = blank_of(self.task)
+        last = blank.stub.splitlines()[-1]
+        margin = last[: len(last) - len(last.lstrip())]
+        body = "".join(f"{margin}{line}".rstrip() + "\n" for line in self.row.said["|"])
+        return blank.before + body + blank.after
+
+
+def given(row: TextRow) -> Given:
+    number, verdict, _ = row.head.split(" ", 2)
+    task = task_numbered(number)
+    assert task is not None and verdict in LEAST
+    return Given(task, verdict == "right", row)
+
+
+def _given() -> Iterator[Given]:
+    for path in sorted(FOLDER.glob("*.txt")):
+        yield from map(given, read_rows(path.read_text(encoding="utf-8"), "- + |"))
+
+
+GIVEN = tuple(_given())
+
+
+def _one_of_each() -> set[str]:
+    """Of every task a right answer and a wrong one."""
+    kept = set()
+    for number, task in enumerate(TASKS):
+        for is_right in (True, False):
+            some = [g.id for g in GIVEN if g.task is task and g.is_right is is_right]
+            kept.add(some[number % len(some)])
+    return kept
+
+
+def _cases() -> list:
+    kept = _one_of_each()
+    marks = [() if g.id in kept else (pytest.mark.slow,) for g in GIVEN]
+    return [pytest.param(g, marks=m, id=g.id) for g, m in zip(GIVEN, marks)]
+
+
+def _tried(task: Task, swap: ModuleSwap) -> tuple[str, TestRun]:
+    """What the probe says, and the tests: in one process, which is quicker than in two."""
+    return say(task.probe, swap), run_tests(task.test_ids, swap, True, 60)
+
+
+@cache
+def ours(number: str) -> str:
+    task = task_numbered(number)
+    assert task is not None
+    with swapped(task.path, task.source()) as swap:
+        return apart(say, (task.probe, swap), 120)
+
+
+@pytest.mark.parametrize("answer", _cases())
+def test_an_answer_is_judged_by_what_it_does(answer: Given) -> None:
+    task = answer.task
+    with swapped(task.path, answer.text()) as swap:
+        said, run = apart(_tried, (task, swap), 120)
+    assert run.cpu_s < MOST_CPU_S
+    if answer.is_right:
+        assert run.first is None, run.report
+        assert said == ours(task.number)
+    else:
+        assert run.first is not None, "every test passes"
+        assert said != ours(task.number), "no small example shows it"
+        assert len(said.splitlines()) <= MOST_LINES
+
+
+def test_every_task_has_right_answers_in_other_styles_and_wrong_ones_enough() -> None:
+    counts = Counter((g.task.number, g.is_right) for g in GIVEN)
+    for task in TASKS:
+        assert counts[task.number, True] >= LEAST["right"], task.number
+        assert counts[task.number, False] + len(task.mistakes) >= LEAST["wrong"], task.number
+    texts = [(g.task.number, g.text()) for g in GIVEN]
+    texts += [(task.number, mistake.apply()) for task in TASKS for mistake in task.mistakes]
+    assert len(set(texts)) == len(texts), "two are the same"
+    assert len({g.id for g in GIVEN}) == len(GIVEN)

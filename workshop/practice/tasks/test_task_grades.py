@@ -1,0 +1,297 @@
+"""The grader on every task: the blank, each typical mistake; and on what a reader may do wrong.
+
+The solution is the source (`test_tasks.py`), and its tests run as such: one task shows that it
+passes.
+"""
+
+from __future__ import annotations
+
+import ast
+import sys
+from pathlib import Path
+
+import pytest
+
+from workshop.practice.apart import apart
+from workshop.practice.module_swap import ModuleSwap, name_of
+from workshop.practice.named_tests import Failure, TestRun, run_tests
+from workshop.practice.patch_table import Bug
+from workshop.practice.source_patch import ROOT
+from workshop.practice.tasks.answer import Answer
+from workshop.practice.tasks.blank import function_at
+from workshop.practice.tasks.course import CHINESE, TASKS, blank_of, blank_text, task_numbered
+from workshop.practice.tasks.demo_on_yours import engine_on
+from workshop.practice.tasks.grade import (
+    Verdict,
+    _in_the_text,
+    _told,
+    _Trial,
+    grade,
+    probed_text,
+    recognised,
+)
+from workshop.practice.tasks.task import Task
+from workshop.practice.trial import NEVER_ENDS, say
+
+EVERY_TASK = pytest.mark.parametrize("task", TASKS, ids=lambda task: task.number)
+MOST_CPU_S = 10  # for the tests of a task
+
+
+def _tried(task: Task, swap: ModuleSwap) -> tuple[str, TestRun]:
+    """What the probe says, and the tests: in one process, which is quicker than in two."""
+    return say(task.probe, swap), run_tests(task.test_ids, swap, True, 60)
+
+
+def tried(task: Task, text: str, folder: Path) -> tuple[str, TestRun]:
+    file = folder.resolve() / Path(task.file).name
+    file.write_text(text, encoding="utf-8")
+    return apart(_tried, (task, ModuleSwap(name_of(task.path), file)), 120)
+
+
+@pytest.mark.sample(every=4)
+@EVERY_TASK
+def test_the_blank_and_a_typical_mistake_fail_and_no_two_mistakes_look_alike(
+    task: Task, tmp_path: Path
+) -> None:
+    before = task.source()
+    said, run = tried(task, blank_of(task).text, tmp_path)
+    assert run.first is not None, "the blank passes its tests"
+    assert said == f"NotImplementedError: task {task.number}: not written yet"
+    # The first of one task, the second of the next, and so on.
+    must_fail(task, task.mistakes[TASKS.index(task) % len(task.mistakes)], tmp_path)
+    texts = [before, *(mistake.apply() for mistake in task.mistakes)]
+    assert len({probed_text(task, text) for text in texts}) == len(texts), "two look alike"
+    assert task.source() == before
+
+
+@pytest.mark.slow
+@EVERY_TASK
+def test_each_typical_mistake_fails(task: Task, tmp_path: Path) -> None:
+    for mistake in task.mistakes:
+        must_fail(task, mistake, tmp_path)
+
+
+def must_fail(task: Task, mistake: Bug, folder: Path) -> None:
+    _, run = tried(task, mistake.apply(), folder)
+    assert run.first is not None, f"no test notices: {mistake.message}"
+    assert run.cpu_s < MOST_CPU_S
+
+
+def test_a_probes_words_lead_to_the_mistake_and_others_to_none() -> None:
+    task = the("1.2")
+    ours = probed_text(task, task.source())
+    said = [probed_text(task, mistake.apply()) for mistake in task.mistakes]
+    for words, mistake in zip(said, task.mistakes, strict=True):
+        assert recognised(task, words, ours, said) is mistake
+    assert recognised(task, "something else", ours, said) is None
+    # Two mistakes at once: the first line that differs is one's alone.
+    both = "\n".join([said[0].splitlines()[0], "and all else is another's"])
+    assert recognised(task, both, ours, said) is task.mistakes[0]
+
+
+# -- what a reader may do
+
+
+def the(number: str) -> Task:
+    task = task_numbered(number)
+    assert task is not None
+    return task
+
+
+def graded(task: Task, text: str, folder: Path, limit_s: float = 20) -> Verdict:
+    file = folder / Path(task.file).name
+    file.write_text(text, encoding="utf-8")
+    return grade(task, file, limit_s)
+
+
+def answer(task: Task, *lines: str) -> str:
+    blank = blank_of(task)
+    margin = blank.stub[: len(blank.stub) - len(blank.stub.lstrip())]
+    return blank.before + "".join(f"{margin}{line}\n" for line in lines) + blank.after
+
+
+@pytest.mark.parametrize(
+    ("number", "counted"), [("2.2", "5 tests passed."), ("3.4", "4 tests passed, in 6 cases.")]
+)
+def test_the_solution_is_right_and_its_tests_are_counted_as_they_were_announced(
+    number: str, counted: str, tmp_path: Path
+) -> None:
+    task = the(number)
+    told: list[str] = []
+    file = tmp_path / Path(task.file).name
+    file.write_text(task.source(), encoding="utf-8")
+    assert grade(task, file, 20, told.append) == Verdict(True, f"Right. {counted}")
+    assert told[-1] == f"Its tests ({counted[0]}) ..."
+
+
+def test_a_typical_mistake_gets_its_message_behind_the_test_that_fails(tmp_path: Path) -> None:
+    task = the("2.2")
+    mistake = task.mistakes[1]
+    verdict = graded(task, mistake.apply(), tmp_path)
+    assert not verdict.is_right and verdict.mistake is mistake
+    first, second = (
+        'What does not hold: "blocks are reused in the order in which they were freed"',
+        "This looks like a common mistake. Freed blocks go to the front",
+    )
+    assert first in " ".join(verdict.text.split()) and second in " ".join(verdict.text.split())
+    assert verdict.text.index("What does not hold") < verdict.text.index("common mistake")
+    assert "assert " in verdict.text and "Traceback" not in verdict.text
+
+
+def test_a_mistake_is_known_whatever_the_readers_error_says_and_told_in_the_readers_language(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("LANGUAGE", "zh_CN:en")
+    task = the("3.3")
+    text = answer(
+        task,
+        "held = self._cached(blocks, 'release')",
+        "if any(one.ref_cnt == 1 for one in held):",
+        "    raise ValueError('words of mine')",
+        "self.pool.free([one.block for one in held])",
+        "self._evictable.update((one.block_id, one) for one in held[::-1] if one.ref_cnt == 1)",
+    )
+    verdict = graded(task, text, tmp_path)
+    assert verdict.mistake is not None and "`cached.ref_cnt`" in verdict.mistake.message
+    told = CHINESE["3.3"][1].mistakes[task.mistakes.index(verdict.mistake)]
+    assert "缓存" in told and told in verdict.text
+
+
+def test_an_exception_is_told_with_the_readers_line_and_what_was_printed(tmp_path: Path) -> None:
+    task = the("2.2")
+    verdict = graded(task, answer(task, "print('I am here')", "blocks.frobnicate()"), tmp_path)
+    line = blank_of(task).before.count("\n") + 2
+    assert f"Your code raised an exception at line {line} of block_pool.py:" in verdict.text
+    assert "blocks.frobnicate()" in verdict.text and "I am here" in verdict.text
+    assert "AttributeError: 'list' object has no attribute 'frobnicate'" in verdict.text
+
+
+def test_a_crash_is_told_once_and_what_is_done_is_said(tmp_path: Path) -> None:
+    task, heard = the("2.1"), []
+    file = _written(answer(task, "", "return blocks").encode(), tmp_path, "kv_cache_manager.py")
+    verdict = grade(task, file, 20, heard.append)
+    assert verdict.text.count("NameError: name 'blocks' is not defined") == 1
+    assert "A small example" not in verdict.text
+    assert [words.split()[0] for words in heard] == ["Importing", "Its", "One"]
+
+
+def test_one_hole_is_graded_while_the_other_is_open(tmp_path: Path) -> None:
+    task = the("2.1")
+    open_text = blank_text(task.module)
+    right = open_text.replace(blank_of(task).stub, blank_of(task).solution)
+    assert graded(task, right, tmp_path).is_right
+    wrong = open_text.replace(blank_of(task).stub, "        return []\n        return 1 / 0\n")
+    verdict = graded(task, wrong.replace("return []", "1 + {}"), tmp_path)
+    line = wrong.split("\n").index("        return []") + 1
+    assert f"exception at line {line} of kv_cache_manager.py" in verdict.text
+
+
+def test_an_endless_loop_ends_by_the_time_limit(tmp_path: Path) -> None:
+    task = the("2.2")
+    verdict = graded(task, answer(task, "while True:", "    pass"), tmp_path, limit_s=1)
+    assert "it did not end. Does a loop never stop?" in verdict.text
+    assert NEVER_ENDS in verdict.text and "of block_pool.py" in verdict.text
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        (lambda text: text.replace("def free(", "def free("), "It is still the blank"),
+        (lambda text: text.replace("raise N", "pass\n        raise N"), "Error. Take it out"),
+        (lambda text: text.replace("raise NotImpl", "for in x: Impl"), "Python can not read line"),
+        (lambda text: text.replace("def free(", "def fre("), "There is `fre`. Give it its name"),
+        (lambda text: text.replace("def free(self, blocks", "def free(self"), "takes (self"),
+    ],
+    ids=["blank", "the raise", "syntax", "name", "arguments"],
+)
+def test_what_is_wrong_with_the_text_is_said_before_it_is_run(change, words, tmp_path) -> None:
+    verdict = graded(the("2.2"), change(blank_of(the("2.2")).text), tmp_path)
+    assert not verdict.is_right and words in verdict.text
+
+
+def test_a_raise_in_a_comment_is_none(tmp_path: Path) -> None:
+    task = the("2.2")
+    stub = blank_of(task).stub.splitlines()[-1].strip()
+    text = task.source() + f"# {stub}\n"
+    assert _in_the_text(task, _written(text.encode(), tmp_path)) == ""
+    raised = _in_the_text(task, _written(f"{text}\nif 0:\n    {stub}\n".encode(), tmp_path))
+    line = text.count("\n") + 3
+    assert raised.startswith(f"Line {line} of block_pool.py still raises")
+
+
+def test_a_mark_of_utf_8_is_no_error_and_another_encoding_is_said(tmp_path: Path) -> None:
+    task = the("2.2")
+    assert _in_the_text(task, _written(task.source().encode("utf-8-sig"), tmp_path)) == ""
+    text = f"{task.source()}# caf\u00e9\n"
+    assert "is not UTF-8" in _in_the_text(task, _written(text.encode("latin-1"), tmp_path))
+
+
+def _written(text: bytes, folder: Path, name: str = "block_pool.py") -> Path:
+    file = folder / name
+    file.write_bytes(text)
+    return file
+
+
+def test_the_readers_line_is_shown_where_it_makes_our_code_raise() -> None:
+    task = the("2.2")
+    swap = ModuleSwap(task.module, ROOT / "other" / "block_pool.py")
+    failure = Failure("a.py::test_b", "TypeError: no", "common/llm.py", 1, 7, "")
+    shown = _told(failure, _Trial(task, task.path, swap, Answer(task.source()), 1))
+    assert "common/llm.py:1\n" in shown and "line 7 of 02_paged_kv/block_pool.py:" in shown
+
+
+@pytest.mark.parametrize(
+    ("line", "words"),
+    [
+        ("import nothing_of_that_name", "ModuleNotFoundError: No module named"),
+        ("1 / 0", "ZeroDivisionError: division by zero, line"),
+        ("exit()", "SystemExit"),
+        ("import os; os._exit(3)", "ended the whole process"),
+        ("while True: pass", "does not end within 2 seconds"),
+    ],
+)
+def test_what_is_wrong_at_its_import_is_said(line: str, words: str, tmp_path: Path) -> None:
+    task = the("2.2")
+    verdict = graded(task, f"{task.source()}\n{line}\n", tmp_path, limit_s=2)
+    assert "block_pool.py can not be imported" in verdict.text and words in verdict.text
+
+
+def test_a_module_that_lacks_what_others_import_is_said(tmp_path: Path) -> None:
+    task = the("1.3")
+    verdict = graded(task, task.source().replace("RunnerState", "State"), tmp_path)
+    assert "ImportError: cannot import name 'RunnerState'" in verdict.text
+
+
+def test_a_file_that_is_not_ours_any_more_is_told_so(tmp_path: Path) -> None:
+    task = the("2.2")
+    text = task.source().replace("popitem(last=False)", "popitem(last=True)")
+    assert "Outside of BlockPool.free, block_pool.py is not as" in graded(task, text, tmp_path).text
+
+
+# -- the engine on the reader's module
+
+
+def _run(engines: list[dict]) -> list[set[tuple[str, int]]]:
+    """Which functions, by file and line, each engine has called."""
+    found: list[set[tuple[str, int]]] = []
+
+    def note(frame, event, arg) -> None:
+        if event == "call":
+            found[-1].add((frame.f_code.co_filename, frame.f_code.co_firstlineno))
+
+    for options in engines:
+        found.append(set())
+        sys.setprofile(note)
+        engine_on(options)
+        sys.setprofile(None)
+    return found
+
+
+def test_the_engine_calls_the_function_where_a_task_says_so() -> None:
+    tasks = [task for task in TASKS if task.engine is not None]
+    engines = {repr(task.engine): task.engine for task in tasks}
+    called = dict(zip(engines, apart(_run, (list(engines.values()),), 120), strict=True))
+    for task in tasks:
+        function = function_at(ast.parse(task.source()), task.place)
+        assert function is not None
+        assert (str(ROOT / task.file), function.lineno) in called[repr(task.engine)], task.number

@@ -1,0 +1,466 @@
+"""The tasks as they are written, their blanks, the workbench, and the command."""
+
+from __future__ import annotations
+
+import ast
+import re
+import subprocess
+from itertools import groupby
+from pathlib import Path
+
+import pytest
+
+from workshop.book.translation import CHINESE as CHINESE_LETTER
+from workshop.practice.source_patch import ROOT
+from workshop.practice.tasks import task_command
+from workshop.practice.tasks.answer import answer_to, is_blank
+from workshop.practice.tasks.blank import function_at, make_blank, signature
+from workshop.practice.tasks.course import (
+    CHINESE,
+    EVENINGS,
+    TASKS,
+    Words,
+    blank_of,
+    blank_text,
+    english_of,
+    is_chinese,
+    task_numbered,
+)
+from workshop.practice.tasks.grade import Verdict
+from workshop.practice.tasks.task import Task
+from workshop.practice.tasks.task_command import main
+from workshop.practice.tasks.workbench import FOLDER, Workbench
+
+EVERY_TASK = pytest.mark.parametrize("task", TASKS, ids=lambda task: task.number)
+ONE = TASKS[0]
+
+
+def test_eighteen_tasks_and_more_over_six_evenings_each_from_easy_to_hard() -> None:
+    assert len(TASKS) >= 18
+    numbers = {
+        evening: [task.number for task in group]
+        for evening, group in groupby(TASKS, key=lambda task: task.evening)
+    }
+    assert list(numbers) == list(EVENINGS)
+    for evening, found in numbers.items():
+        assert found == [f"{evening}.{i + 1}" for i in range(len(found))] and len(found) >= 3
+        first = task_numbered(f"{evening}.1")
+        assert first is not None and first.difficulty == 1
+    assert len({task.title for task in TASKS}) == len(TASKS)
+
+
+@EVERY_TASK
+def test_a_task_says_what_to_write_and_what_must_hold(task: Task) -> None:
+    assert "Keep this:" in task.write
+    assert 2 <= len(task.hints) <= 4 and task.mistakes
+    assert 5 <= task.minutes <= 30
+    assert max(map(len, blank_of(task).stub.splitlines())) <= 100
+    lines = task.write.splitlines()
+    assert all(line.startswith("    ") or "  " not in line for line in lines), "not a drawing"
+
+
+@EVERY_TASK
+def test_what_is_said_of_a_task_is_said_in_chinese_too(task: Task) -> None:
+    english, (digest, chinese) = english_of(task), CHINESE[task.number]
+    assert digest == english.digest, "compare the two, put tasks.zh.txt right, then the digest"
+    for said, told in zip(all_words(english), all_words(chinese), strict=True):
+        assert codes(said) == codes(told) and (said == told or CHINESE_LETTER.search(told)), told
+    page = (ROOT / "COURSE.zh.md").read_text(encoding="utf-8")
+    assert f"| `make task N={task.number}` | {chinese.title} |" in page
+
+
+def all_words(words: Words) -> tuple[str, ...]:
+    return words.title, words.write, *words.hints, *words.mistakes
+
+
+def codes(text: str) -> set[str]:
+    return set(re.findall("`[^`]+`", " ".join(text.split())))
+
+
+@EVERY_TASK
+def test_blank_and_solution_are_the_source_byte_for_byte(task: Task) -> None:
+    blank = blank_of(task)
+    assert blank.solved == task.source()
+    assert blank.solution.strip() and blank.solution not in blank.text
+    ours, theirs = (
+        {
+            (n.name, signature(n))
+            for n in ast.walk(ast.parse(text))
+            if isinstance(n, ast.FunctionDef)
+        }
+        for text in (task.source(), blank.text)
+    )
+    assert theirs <= ours and task.place.rpartition(".")[2] in {name for name, _ in theirs}
+
+
+@EVERY_TASK
+def test_each_typical_mistake_is_another_program(task: Task) -> None:
+    texts = [task.source(), *(mistake.apply() for mistake in task.mistakes)]
+    assert {mistake.module for mistake in task.mistakes} == {task.module}
+    assert len({ast.dump(ast.parse(text)) for text in texts}) == len(texts)
+    blank = blank_of(task)
+    for text in texts:  # the mistake is in what the reader writes
+        assert text.startswith(blank.before) and text.endswith(blank.after)
+
+
+SOURCE = '''\
+class A:
+    def f(self, n: int, *, m: int = 2) -> int:
+        """It says."""
+        # This would tell.
+        if n:
+            return m
+        return n  # to the end
+
+    def g(self):
+        a = 1
+        b = a
+        for c in range(3):
+            b += c
+        return b
+'''
+
+
+def test_a_body_is_taken_out_and_the_docstring_stays() -> None:
+    blank = make_blank(SOURCE, "A.f", (), "A title", "Some words.\n\n    a   drawing", "1.1")
+    lines = blank.text.splitlines()
+    assert lines[2:9] == [
+        '        """It says."""',
+        "        # Task 1.1: A title",
+        "        #",
+        "        # Some words.",
+        "        #",
+        "        #     a   drawing",
+        '        raise NotImplementedError("task 1.1: not written yet")',
+    ]
+    assert lines[9:] == SOURCE.splitlines()[7:]
+    assert (blank.line, blank.first_line) == (9, 4)
+
+
+def test_statements_are_taken_out_by_the_names_that_they_bind() -> None:
+    assert make_blank(SOURCE, "A.g", ("b", "c"), "", "", "").solution == (
+        "        b = a\n        for c in range(3):\n            b += c\n"
+    )
+    assert make_blank(SOURCE, "A.g", ("b",), "", "", "").solution == "        b = a\n"
+
+
+@pytest.mark.parametrize(("place", "names"), [("A.h", ()), ("B", ()), ("A.g", ("c", "b"))])
+def test_what_is_not_there_can_not_be_taken_out(place: str, names: tuple[str, ...]) -> None:
+    with pytest.raises(LookupError):
+        make_blank(SOURCE, place, names, "", "", "")
+
+
+def test_a_signature_is_without_its_types() -> None:
+    (function,) = ast.parse("def f(a: int, /, *b: str, c: float = 2, **d) -> None: ...").body
+    assert isinstance(function, ast.FunctionDef)
+    assert signature(function) == "(a, /, *b, c=2, **d)"
+
+
+def test_the_readers_folder_is_none_of_gits_business() -> None:
+    if (ROOT / ".git").exists():  # else an unpacked source archive, and there may be no git
+        path = FOLDER / "block_pool.py"
+        asked = subprocess.run(["git", "check-ignore", "-q", str(path)], cwd=ROOT)
+        assert asked.returncode == 0
+    assert FOLDER == ROOT / "my"
+
+
+# -- the workbench
+
+
+@pytest.fixture
+def bench(tmp_path: Path) -> Workbench:
+    return Workbench(tmp_path / "my")
+
+
+def test_one_task_writes_its_file_with_all_holes_of_the_evening(bench: Workbench) -> None:
+    one, other = two_of_one_file()
+    (told,) = bench.open([one])
+    assert told == f"Written: my/rejection_sampler.py, which is {one.file} without the lines of " \
+                   "5.3 and 5.4."  # fmt: skip
+    assert bench.is_blank(one) and bench.is_blank(other)
+    text = bench.file(one).read_text(encoding="utf-8")
+    for task in (one, other):
+        assert blank_of(task).stub in text and blank_of(task).solution not in text
+
+
+def test_nothing_that_was_written_is_lost(bench: Workbench) -> None:
+    for text in ("first", "second", "third"):
+        bench.begin_anew(ONE)
+        assert bench.is_blank(ONE)
+        bench.file(ONE).write_text(text)
+    told = bench.begin_anew(ONE)
+    assert told[0].endswith("my/request.py is kept in my/answers/1.1_request_3.py.")
+    names = ["1.1_request.py", "1.1_request_2.py", "1.1_request_3.py"]
+    assert sorted(path.name for path in (bench.folder / "answers").iterdir()) == names
+    kept = [(bench.folder / "answers" / name).read_text() for name in names]
+    assert kept == ["first", "second", "third"]
+
+
+def test_one_task_begun_anew_leaves_the_other_as_it_is(bench: Workbench) -> None:
+    one, other = (task for task in TASKS if task.module == "kv_cache_manager")
+    bench.open([one])
+    stub = blank_of(other).stub
+    before = bench.file(one).read_text(encoding="utf-8")
+    bench.file(one).write_text(one.source().replace("%", "+").replace("is None", "== None"))
+    bench.begin_anew(one)
+    text = bench.file(one).read_text(encoding="utf-8")
+    assert bench.is_blank(one) and not bench.is_blank(other)
+    assert stub in before and stub not in text and "blocks == None" in text
+
+
+# -- of a file with several holes, one is tried
+
+
+def two_of_one_file() -> tuple[Task, Task]:
+    one, other = (task for task in TASKS if task.module == "rejection_sampler")
+    return one, other
+
+
+@EVERY_TASK
+def test_a_task_is_tried_with_our_lines_in_the_other_holes(task: Task) -> None:
+    blank, tried = blank_of(task), answer_to(blank_text(task.module), [task], task.module)
+    assert function_dump(tried.text, task) == function_dump(blank.text, task)
+    assert answer_to(blank_text(task.module), (), task.module).text == task.source()
+    solved = blank_text(task.module).replace(blank.stub, blank.solution)
+    assert function_dump(answer_to(solved, [task], task.module).text, task) == function_dump(
+        task.source(), task
+    )
+    assert is_blank(blank_text(task.module), task) and not is_blank(solved, task)
+
+
+def function_dump(text: str, task: Task) -> str:
+    function = function_at(ast.parse(text), task.place)
+    assert function is not None
+    return ast.dump(function)
+
+
+def test_a_wrong_answer_beside_it_does_not_count(bench: Workbench) -> None:
+    one, other = (task for task in TASKS if task.module == "kv_cache_manager")
+    text = blank_text(one.module).replace(blank_of(other).stub, "        return 1 / 0\n")
+    assert "1 / 0" not in answer_to(text, [one], one.module).text
+    assert "1 / 0" in answer_to(text, [other], one.module).text
+
+
+def test_lines_are_counted_in_the_readers_file() -> None:
+    task = TASKS[0]
+    shorter = task.source().replace(blank_of(task).solution, "        pass\n")
+    for text in (blank_text(task.module), shorter):
+        marked = f"{text}# the end\n"
+        answer = answer_to(marked, (), task.module)
+        for name in ("class Request:", "# the end"):
+            tried, readers = answer.text.split("\n"), marked.split("\n")
+            assert answer.line(tried.index(name) + 1) == readers.index(name) + 1
+
+
+def test_a_file_in_another_encoding_is_an_answer_and_can_be_set_aside(bench: Workbench) -> None:
+    bench.open([ONE])
+    bench.file(ONE).write_bytes("caf\u00e9".encode("latin-1"))
+    assert not bench.is_blank(ONE)
+    bench.begin_anew(ONE)
+    assert (bench.folder / "answers" / "1.1_request.py").read_bytes() == b"caf\xe9"
+    bench.file(ONE).write_text(blank_of(ONE).text, encoding="utf-8-sig")
+    assert bench.is_blank(ONE)
+
+
+# -- the command
+
+
+def test_the_list_has_every_task_by_evening_with_its_time(
+    bench: Workbench, capsys: pytest.CaptureFixture[str]
+) -> None:
+    bench.passed(ONE)
+    assert main([], bench) == 0
+    shown = capsys.readouterr().out
+    for task in TASKS:
+        (line,) = (line for line in shown.splitlines() if f" {task.number} " in line)
+        assert task.title in line and f"{task.minutes:2} min" in line
+        assert line.startswith(" [x]" if task is ONE else " [ ]")
+    assert all(f"Evening {number}: {title}" in shown for number, title in EVENINGS.items())
+    assert f"1 of {len(TASKS)} done" in shown
+
+
+def test_a_blank_is_written_and_said_where(
+    bench: Workbench, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["1.1"], bench) == 0
+    shown = capsys.readouterr().out
+    assert "Written: my/request.py" in shown and "Keep this:" in shown
+    assert "make task N=1.1 ARGS=--hint" in shown
+    assert bench.file(ONE).read_text(encoding="utf-8") == blank_of(ONE).text
+    assert f"my/request.py, line {blank_of(ONE).line}, in {ONE.place}" in shown
+    assert main(["1.1"], bench) == 0
+    assert "still blank" in capsys.readouterr().out
+
+
+def test_an_evening_writes_all_its_files_and_over_none(
+    bench: Workbench, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for evening in EVENINGS:
+        tonight = [task for task in TASKS if task.evening == evening]
+        bench.folder.mkdir(exist_ok=True)
+        mine = bench.file(tonight[0])
+        mine.write_text("mine")
+        assert main(["--evening", str(evening)], bench) == 0
+        shown = capsys.readouterr().out
+        assert mine.read_text() == "mine" and f"It is there: my/{mine.name}" in shown
+        for task in tonight:
+            assert f"my/{Path(task.file).name}" in shown and task.title in shown
+            assert bench.file(task) == mine or bench.is_blank(task)
+        assert f"make task N={tonight[0].number}" in shown
+    assert {path.name for path in bench.folder.iterdir()} == {Path(t.file).name for t in TASKS}
+
+
+def test_what_has_passed_and_was_changed_since_has_not(bench: Workbench) -> None:
+    one, other = (task for task in TASKS if task.module == "kv_cache_manager")
+    bench.open([one])
+    text = one.source()
+    bench.file(one).write_text(text)
+    assert not bench.has_passed(one)
+    bench.passed(one)
+    changed = text.replace("if blocks is None:", "if not blocks:")
+    bench.file(one).write_text(changed)  # it belongs to the other task
+    assert Workbench(bench.folder).has_passed(one) and not bench.has_passed(other)
+    bench.file(one).write_text(text.replace("pos % size", "pos & size"))
+    assert not bench.has_passed(one)
+
+
+def test_an_answer_is_graded_and_what_passed_is_remembered(
+    bench: Workbench, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    verdicts = [Verdict(False, "NOT YET"), Verdict(True, "RIGHT")]
+    monkeypatch.setattr(task_command, "grade", lambda *_, **options: verdicts.pop(0))
+    main(["1.1"], bench)
+    bench.file(ONE).write_text("mine")
+    assert main(["1.1"], bench) == 1
+    assert "NOT YET" in capsys.readouterr().out and not bench.progress.passed
+    assert main(["1.1"], bench) == 0
+    shown = capsys.readouterr().out
+    assert "RIGHT" in shown and "make task N=1.2" in shown
+    assert list(Workbench(bench.folder).progress.passed) == ["1.1"]
+    assert bench.file(ONE).read_text() == "mine"
+
+
+def test_hints_come_one_at_a_time(bench: Workbench, capsys: pytest.CaptureFixture[str]) -> None:
+    for number in range(1, len(ONE.hints) + 1):
+        main(["1.1", "--hint"], bench)
+        shown = " ".join(capsys.readouterr().out.split())
+        told = [" ".join(hint.split()) in shown for hint in ONE.hints]
+        assert told == [n == number for n in range(1, len(ONE.hints) + 1)]
+    main(["1.1", "--hint"], bench)
+    shown = " ".join(capsys.readouterr().out.split())
+    assert all(" ".join(hint.split()) in shown for hint in ONE.hints) and "--solution" in shown
+
+
+def test_a_terminal_that_speaks_chinese_is_told_in_chinese(
+    bench: Workbench, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    words = CHINESE["1.1"][1]
+    monkeypatch.setenv("LANGUAGE", "zh")
+    for arguments, told in (
+        ([], [words.title]),
+        (["1.1"], words.write.splitlines()),
+        (["1.1", "--hint"], words.hints[:1]),
+    ):
+        main(arguments, bench)
+        shown = capsys.readouterr().out
+        assert all(line in shown for line in told)
+    for name in ("LANGUAGE", "LC_ALL", "LC_MESSAGES"):
+        monkeypatch.delenv(name, raising=False)
+    # Each counts before the one above it.
+    for name, value in ("LANG", "zh_CN"), ("LC_ALL", "C.UTF-8"), ("LANGUAGE", "zh:en"):
+        monkeypatch.setenv(name, value)
+        assert is_chinese() is value.startswith("zh"), name
+
+
+def test_the_solution_is_the_sources(bench: Workbench, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["1.2", "--solution"], bench) == 0
+    shown = capsys.readouterr().out
+    assert "01_batching/fcfs_scheduler.py, line " in shown
+    assert "    admitted: dict[str, int] = {}\n    while self.waiting" in shown
+
+
+def test_again_begins_anew_and_keeps_the_old(
+    bench: Workbench, capsys: pytest.CaptureFixture[str]
+) -> None:
+    main(["1.1"], bench)
+    bench.file(ONE).write_text("old")
+    assert main(["1.1", "--again"], bench) == 0
+    assert "is kept in my/answers/1.1_request.py" in capsys.readouterr().out
+    assert bench.is_blank(ONE)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["9.9"], "there is no task 9.9"),
+        (["--hint"], "--hint wants a task"),
+        (["1.1", "--hint", "--demo"], "not allowed with"),
+        (["--evening", "7"], "invalid choice"),
+        (["1.1", "--evening", "1"], "nothing else beside it"),
+    ],
+)
+def test_arguments_that_make_no_sense_are_refused(
+    arguments: list[str], words: str, bench: Workbench, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit):
+        main(arguments, bench)
+    assert words in capsys.readouterr().err
+    assert not bench.folder.exists()
+
+
+def test_progress_that_can_not_be_read_is_said(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "my").mkdir()
+    (tmp_path / "my" / "progress.json").write_text("{")
+    monkeypatch.setattr(task_command, "Workbench", lambda: Workbench(tmp_path / "my"))
+    with pytest.raises(SystemExit):
+        main(["1.1"])
+    assert "my/progress.json can not be read" in capsys.readouterr().err
+
+
+def test_nothing_is_run_where_there_is_no_answer(
+    bench: Workbench, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for begun in (bench.folder, main(["1.1"], bench)):
+        assert main(["1.1", "--demo"], bench) == 1
+        assert "no answer to run yet" in capsys.readouterr().out, begun
+
+
+@pytest.mark.parametrize(
+    ("ends", "code", "said"),
+    [
+        (KeyboardInterrupt, 130, "The demo was stopped."),
+        (subprocess.TimeoutExpired("", 1), 1, "Does a loop never stop?"),
+    ],
+)
+def test_a_demo_that_is_stopped_ends_with_a_sentence(
+    ends: BaseException,
+    code: int,
+    said: str,
+    bench: Workbench,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def stopped(*arguments, **options) -> None:
+        assert options["timeout"] == task_command.DEMO_S
+        raise ends
+
+    monkeypatch.setattr(task_command.subprocess, "run", stopped)
+    bench.open([ONE])
+    bench.file(ONE).write_text(ONE.source())
+    assert main(["1.1", "--demo"], bench) == code
+    assert said in capsys.readouterr().out
+
+
+def test_a_task_that_the_engine_does_not_run_shows_its_small_example(
+    bench: Workbench, capfd: pytest.CaptureFixture[str]
+) -> None:
+    task = task_numbered("4.1")
+    assert task is not None and task.engine is None
+    bench.open([task])
+    text = task.source().replace("+= 1", "+= 1000")
+    bench.file(task).write_text(text)
+    assert main(["4.1", "--demo"], bench) == 0
+    shown = capfd.readouterr().out
+    assert "with your lines" in shown and "served: big 1" in shown

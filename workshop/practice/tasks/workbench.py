@@ -1,0 +1,129 @@
+"""The folder with a reader's answers, and what is remembered of them.
+
+    my/block_pool.py               a module of ours with a hole for each of its tasks
+    my/answers/2.2_block_pool.py   how it was before a task was begun anew
+    my/progress.json               hints given, tasks passed
+
+Invariant: nothing that a reader has written is ever lost. A file that is there is only written to
+when a task is begun anew, and then a copy is kept and the reader is told where.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Iterable
+from dataclasses import dataclass, field, fields
+from itertools import count
+from pathlib import Path
+
+from workshop.practice.source_patch import ROOT
+from workshop.practice.tasks.answer import answer_to, emptied, is_blank
+from workshop.practice.tasks.course import blank_text, tasks_of
+from workshop.practice.tasks.task import Task
+
+FOLDER = ROOT / "my"
+
+
+@dataclass
+class Progress:
+    hints: dict[str, int] = field(default_factory=dict)  # number of the task -> how many were given
+    passed: dict[str, str] = field(default_factory=dict)  # number -> which text it was that passed
+
+
+class Workbench:
+    def __init__(self, folder: Path = FOLDER) -> None:
+        self.folder = folder
+        self._path = folder / "progress.json"
+        self.progress = Progress()
+        if self._path.is_file():
+            try:
+                said = json.loads(self._path.read_text(encoding="utf-8"))
+                self.progress = Progress(**{f.name: dict(said[f.name]) for f in fields(Progress)})
+            except (ValueError, TypeError, KeyError) as error:
+                raise ValueError(f"{self.name(self._path)} can not be read: {error}") from None
+
+    def save(self) -> None:
+        self.folder.mkdir(exist_ok=True)
+        self._path.write_text(json.dumps(vars(self.progress), indent=1) + "\n", encoding="utf-8")
+
+    def file(self, task: Task) -> Path:
+        return self.folder / Path(task.file).name
+
+    def name(self, path: Path) -> str:
+        return path.relative_to(self.folder.parent).as_posix()
+
+    def text(self, task: Task) -> str | None:
+        """Of the reader's file. None: there is none, or it is no text."""
+        try:
+            return self.file(task).read_text(encoding="utf-8-sig")
+        except (FileNotFoundError, UnicodeDecodeError):
+            return None
+
+    def is_blank(self, task: Task) -> bool:
+        text = self.text(task)
+        return text is not None and is_blank(text, task)
+
+    def open(self, tasks: Iterable[Task]) -> list[str]:
+        """Write their files that are not there yet. Returns what to tell the reader."""
+        told = []
+        for file, task in {self.file(task): task for task in tasks}.items():
+            if file.exists():
+                told.append(f"It is there: {self.name(file)}")
+            else:
+                told.append(self._write_blank(task))
+        return told
+
+    def begin_anew(self, task: Task) -> list[str]:
+        """Its function is a hole again, and what stood in the file is kept."""
+        file, text, told = self.file(task), self.text(task), []
+        if file.is_file() and text != blank_text(task.module):
+            kept = self._free_name(self.folder / "answers" / f"{task.number}_{file.name}")
+            kept.parent.mkdir(parents=True, exist_ok=True)
+            kept.write_bytes(file.read_bytes())
+            told.append(f"As it was until now, {self.name(file)} is kept in {self.name(kept)}.")
+        changed = None if text is None else emptied(text, task)
+        if changed is None:
+            return [*told, self._write_blank(task)]
+        file.write_text(changed, encoding="utf-8")
+        return [*told, f"{task.place} is empty again in {self.name(file)}; all else stays."]
+
+    def _write_blank(self, task: Task) -> str:
+        """The file with all its holes. Returns what to say of it."""
+        file, numbers = self.file(task), [one.number for one in tasks_of(task.module)]
+        self.folder.mkdir(exist_ok=True)
+        file.write_text(blank_text(task.module), encoding="utf-8")
+        return (
+            f"Written: {self.name(file)}, which is {task.file} "
+            f"without the lines of {' and '.join(numbers)}."
+        )
+
+    def _free_name(self, wanted: Path) -> Path:
+        """With the first number that is free, where the name is taken."""
+        places = (wanted.with_stem(f"{wanted.stem}_{n}") for n in count(2))
+        return next(p for p in places if not p.exists()) if wanted.exists() else wanted
+
+    def next_hint(self, task: Task) -> int | None:
+        """Its number, from 1. None: there are no more."""
+        given = self.progress.hints.get(task.number, 0)
+        if given >= len(task.hints):
+            return None
+        self.progress.hints[task.number] = given + 1
+        self.save()
+        return given + 1
+
+    def passed(self, task: Task) -> None:
+        """Its function as it is now."""
+        self.progress.passed[task.number] = self._digest(task)
+        self.save()
+
+    def has_passed(self, task: Task) -> bool:
+        """And has not been changed since."""
+        return self.progress.passed.get(task.number) == self._digest(task)
+
+    def _digest(self, task: Task) -> str:
+        try:
+            tried = answer_to(self.text(task) or "", [task], task.module).text
+        except (SyntaxError, ValueError):
+            return "none"
+        return hashlib.blake2b(tried.encode(), digest_size=8).hexdigest()

@@ -1,0 +1,39 @@
+"""Work in a process of its own: its answer, its end, its death."""
+
+from __future__ import annotations
+
+import sys
+import time
+
+import pytest
+
+from workshop.practice.apart import apart
+
+
+def _loaded() -> list[str]:
+    return [name for name in ("torch", "request", "block_pool") if name in sys.modules]
+
+
+def _die() -> None:
+    raise SystemExit(3)
+
+
+def _never_end() -> None:
+    while True:
+        pass
+
+
+def test_libraries_are_there_and_nothing_of_ours() -> None:
+    assert apart(_loaded, (), 60) == ["torch"]
+
+
+def test_a_process_that_dies_is_an_error() -> None:
+    with pytest.raises(RuntimeError, match="ended with 3"):
+        apart(_die, (), 60)
+
+
+def test_what_does_not_end_is_stopped_at_its_limit() -> None:
+    apart(_loaded, (), 60)  # the process that others are forked from is there
+    begun = time.monotonic()
+    assert apart(_never_end, (), 0.2) is None
+    assert time.monotonic() - begun < 10

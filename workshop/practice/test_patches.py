@@ -1,0 +1,194 @@
+"""Patches, the table of all bugs, the page that is made of it, and the command."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from workshop.practice import patches
+from workshop.practice.module_swap import name_of
+from workshop.practice.museum.hall import TITLES
+from workshop.practice.patch_table import Bug, all_bugs, broken_lines, read_bugs
+from workshop.practice.patches import main, problem_of, trials
+from workshop.practice.source_patch import Patch, PatchError, file_of, names_in
+from workshop.practice.tasks.course import task_numbered
+from workshop.practice.trial import try_all
+
+LINES = broken_lines()
+SAMPLE = [bug for bug in LINES if bug.module in ("block_pool", "radix_tree", "chunk_policy")]
+
+
+# -- the table
+
+
+@pytest.mark.parametrize("bug", all_bugs(), ids=lambda bug: f"{bug.module} {bug.symbol}")
+def test_each_bug_can_be_planted_and_its_tests_are_there(bug: Bug) -> None:
+    assert not problem_of(bug)
+    assert bug.diff()
+    assert bug.line or bug.exhibit or (bug.message and task_numbered(bug.task))
+
+
+def test_thirty_lines_and_some_of_all_chapters_and_the_engine() -> None:
+    assert 30 <= len(LINES) <= 40, "a page that is read"
+    assert list(dict.fromkeys(bug.chapter for bug in LINES)) == list(TITLES)
+    assert all(len(bug.tests) >= 1 for bug in LINES)
+
+
+def test_three_lines_are_broken_and_noticed() -> None:
+    cases = [(bug, bug.tests, False) for bug in SAMPLE]
+    assert [said for _, said, _ in try_all(cases, jobs=2)] == [""] * len(SAMPLE) and SAMPLE
+
+
+def test_what_no_test_notices_is_said() -> None:
+    harmless = replace(SAMPLE[0], new=SAMPLE[0].old)
+    ((_, said, _),) = try_all([(harmless, harmless.tests, False)], jobs=1)
+    assert said == f"{harmless.name}: not noticed by {', '.join(harmless.tests)}"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("case", trials(LINES), ids=lambda case: case[0].name)
+def test_every_line_is_broken_and_noticed(case: tuple[Bug, tuple[str, ...], bool]) -> None:
+    ((_, said, _),) = try_all([case], jobs=1)
+    assert not said
+
+
+def test_a_row_is_read_with_what_it_goes_on_with() -> None:
+    code, tests = "m C.f\n- a\n-     b\n+ c\n", "test t::u\ntest t::v\n"
+    (bug,) = read_bugs(f"# 1\n\n{code}{tests}line So\n    long.\ntask 1.2 Not\n    so.\n")
+    assert (bug.module, bug.symbol, bug.old, bug.new) == ("m", "C.f", "a\n    b", "c")
+    assert (bug.named_tests, bug.line) == (("t::u", "t::v"), "So long.")
+    assert (bug.task, bug.message, bug.exhibit) == ("1.2", "Not so.", "")
+    with pytest.raises(ValueError, match=r"'tset t::u' of 'm C\.f'"):
+        list(read_bugs("m C.f\n- a\ntset t::u\n"))
+
+
+# -- a patch: a module of its own
+
+SOURCE = '''\
+LIMIT = 2
+
+
+class Pool:
+    def free(self, blocks):
+        """Free them."""
+        for block in blocks:
+            if block.ref_cnt == 0:
+                self.give(block, limit=LIMIT)  # to whoever asks
+            else:
+                keep(
+                    block,
+                    "a # b",
+                )
+        return None
+
+    def touch(self, blocks):
+        for block in blocks:
+            if block.ref_cnt == 0:
+                take(block)
+'''
+
+
+@pytest.fixture
+def place(tmp_path, monkeypatch):
+    """Writes a module `pool`, and makes a patch of it."""
+    path = patches.ROOT / "02_paged_kv" / "block_pool.py"
+
+    def make(symbol: str, old: str, new: str, source: str = SOURCE) -> Patch:
+        monkeypatch.setattr(Patch, "text", lambda patch: source)
+        return Patch(path.stem, symbol, old, new)
+
+    return make
+
+
+def test_an_expression_is_replaced_in_its_symbol_only(place) -> None:
+    patch = place("Pool.free", "block.ref_cnt == 0", "True")
+    assert patch.apply() == SOURCE.replace("block.ref_cnt == 0", "True", 1)
+    assert patch.diff() == "- if block.ref_cnt == 0:\n+ if True:"
+
+
+def test_neither_line_breaks_nor_margins_nor_comments_count(place) -> None:
+    old = 'self.give( block,\n    limit = LIMIT )\nelse: # or\n  keep(block, "a # b")'
+    applied = place("Pool.free", old, "self.give(block)\nelse:\n    keep(1)").apply()
+    margin = " " * 16
+    assert f"{margin}self.give(block)\n{margin}else:\n{margin}    keep(1)\n" in applied
+
+
+def test_lines_keep_their_distance_from_the_old_ones_and_an_empty_one_takes_the_line(place) -> None:
+    old, new = '        keep(block, "a # b")\nreturn None', "return 1"
+    assert "else:\n        return 1\n" in place("Pool.free", old, new).apply()
+    gone = place("Pool.touch", "take(block)", "").apply()
+    assert gone == SOURCE.replace("                take(block)\n", "")
+
+
+def test_a_comment_that_is_said_goes_too(place) -> None:
+    said = place("Pool.free", "self.give(block, limit=LIMIT)  # to", "pass").apply()
+    unsaid = place("Pool.free", "self.give(block, limit=LIMIT)", "pass").apply()
+    assert "pass\n" in said and "pass  # to whoever asks\n" in unsaid
+
+
+def test_a_name_of_the_top_level_is_a_symbol(place) -> None:
+    assert place("LIMIT", "2", "3").apply() == SOURCE.replace("2", "3")
+
+
+@pytest.mark.parametrize(
+    ("symbol", "old", "words"),
+    [
+        (
+            "Pool.fre",
+            "return None",
+            ["no Pool.fre any more; there is Pool.free", "in Pool.free now"],
+        ),
+        ("Pool.free", "take(block)", ["0 times", "stands in Pool.touch now"]),
+        ("Pool.free", "if block.ref_count == 0:", ["nearest there:\n", "if block.ref_cnt == 0:"]),
+        ("Pool.free", "block", ["times", "Say more of it"]),
+    ],
+)
+def test_what_does_not_apply_says_what_it_looks_for_and_what_is_near(
+    symbol: str, old: str, words: list[str], place
+) -> None:
+    with pytest.raises(PatchError) as caught:
+        place(symbol, old, "").apply()
+    said = str(caught.value)
+    assert all(word in said for word in [f"block_pool {symbol}", old, *words]), said
+
+
+def test_a_module_is_found_by_its_last_name_wherever_it_lies() -> None:
+    for module, file, imported in (
+        ("block_pool", "02_paged_kv/block_pool.py", "block_pool"),
+        ("kv_budget", "02_paged_kv/beyond/kv_budget.py", "kv_budget"),
+        ("sampler", "common/sampling/sampler.py", "common.sampling.sampler"),
+    ):
+        assert Patch(module, "", "", "").file == file and name_of(file_of(module)) == imported
+    with pytest.raises(LookupError, match="no module block_pol; there is block_pool"):
+        file_of("block_pol")
+
+
+def test_names_are_those_of_the_top_level() -> None:
+    assert names_in(file_of("block_pool")) == {"Block", "BlockPool"}
+
+
+# -- the command
+
+
+def test_the_command_lists_what_does_not_apply_and_breaks_what_does(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    good = replace(SAMPLE[0], task="")
+    bugs = [good, replace(good, old="nothing of ours"), replace(good, named_tests=("test_x::y",))]
+    bugs += [replace(good, named_tests=("test_block_pool::test_y",)), replace(good, new="(")]
+    monkeypatch.setattr(patches, "all_bugs", lambda: bugs)
+    assert main([]) == 1
+    shown = capsys.readouterr().out
+    assert "nothing of ours" in shown and "no module test_x" in shown and "is no Python" in shown
+    assert "no test 02_paged_kv/test_block_pool.py::test_y" in shown
+    assert shown.endswith("4 of 5 do not apply\n")
+    monkeypatch.setattr(patches, "all_bugs", lambda: [good])
+    assert main(["--check", "--jobs", "1"]) == 0
+    assert capsys.readouterr().out.endswith(f"{good.name}\n0 of 1 are not noticed\n")
+
+
+def test_a_line_is_named_by_its_number(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        main(["--only", "0"])
+    assert f"must be in [1, {len(LINES)}]" in capsys.readouterr().err

@@ -1,0 +1,130 @@
+"""A module of another text, tried: what a small function says with it, and which tests fail.
+
+Each trial is a process of its own (`workshop/practice/apart.py`), so that nothing is imported
+before the module is swapped; `workshop/practice/module_swap.py` gives the other text to whoever
+imports it. Nothing in the checkout changes. The museum, the tasks of the course and `python -m
+workshop.patches` try their bugs here, and a reader's answer is tried here.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import re
+import tempfile
+import time
+from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+from pathlib import Path
+from threading import Lock
+
+from workshop.practice.apart import apart
+from workshop.practice.module_swap import ModuleSwap, name_of
+from workshop.practice.named_tests import TestRun, into, run_tests
+from workshop.practice.source_patch import Patch
+
+LIMIT_S = 60.0  # for a function, and for a test
+NEVER_ENDS = "(it does not end; stopped from outside)"
+# Python 3.11's `ast.parse` takes two threads for one that recurses, and raises SystemError
+# (python/cpython issue 106905).
+_PARSING = Lock()
+_FOLDER = "other-"
+_IN_THE_FOLDER = re.compile(rf"[^\s\"']*{_FOLDER}\w+/")
+
+
+@contextlib.contextmanager
+def swapped(path: Path, text: str) -> Iterator[ModuleSwap]:
+    """The module of that file with that text, for as long as the context lasts."""
+    with tempfile.TemporaryDirectory(prefix=_FOLDER) as folder:
+        other = Path(folder).resolve() / path.name
+        other.write_text(text, encoding="utf-8")
+        yield ModuleSwap(name_of(path), other)
+
+
+def broken_copy(patch: Patch) -> contextlib.AbstractContextManager[ModuleSwap]:
+    with _PARSING:
+        text = patch.apply()
+    return swapped(patch.path, text)
+
+
+def said_by(
+    work: Callable[[], str], swap: ModuleSwap | None = None, limit_s: float = LIMIT_S
+) -> str:
+    """What the function says. An exception is one line, and so is the end of its process."""
+    try:
+        said = apart(say, (work, swap), limit_s)
+    except RuntimeError as error:
+        return str(error)
+    return NEVER_ENDS if said is None else said
+
+
+def say(work: Callable[[], str], swap: ModuleSwap | None) -> str:
+    """The same in this process, which has imported nothing of ours that `work` needs."""
+    if swap is not None:
+        swap.install()
+        swap.check()  # before anything else
+    with tempfile.TemporaryFile("w+") as file, into(file.fileno()):
+        try:
+            return work()
+        except Exception as error:
+            return f"{type(error).__name__}: {error}"
+
+
+def try_tests(
+    tests: tuple[str, ...],
+    swap: ModuleSwap | None = None,
+    *,
+    first_only: bool = False,
+    limit_s: float = LIMIT_S,
+) -> TestRun:
+    """Run them, each of them for `limit_s` at most. `first_only` stops at the first failure, and
+    tells all about it. Raises `RuntimeError` with a sentence if pytest did not come to run them."""
+    run = apart(_run, (tests, swap, first_only, limit_s), 2 * limit_s + 60)
+    if run is None:
+        return TestRun((), "pytest did not end")
+    if isinstance(run, str):
+        raise RuntimeError(run)
+    return replace(run, report=without_folder(run.report))
+
+
+def _run(
+    tests: tuple[str, ...], swap: ModuleSwap | None, first_only: bool, limit_s: float
+) -> TestRun | str:
+    try:
+        return run_tests(tests, swap, first_only, limit_s)
+    except RuntimeError as error:
+        told = [line[1:].strip() for line in str(error).splitlines() if line.startswith("E ")]
+        return told[0] if told else str(error)
+
+
+def without_folder(text: str) -> str:
+    """Names of files as a reader knows them: the copy's without its temporary folder."""
+    return _IN_THE_FOLDER.sub("(with the bug) ", text)
+
+
+# -- many patches
+
+
+def unnoticed(patch: Patch, tests: tuple[str, ...], first_only: bool) -> str:
+    """Why the patch is not noticed by each of the tests (`first_only`: by any). "": it is."""
+    try:
+        with broken_copy(patch) as swap:
+            run = try_tests(tests, swap, first_only=first_only)
+    except (RuntimeError, ValueError, LookupError) as error:
+        return f"{patch.name}: {error}"
+    passed = () if first_only and run.failed else [t for t in tests if t not in run.failed]
+    return f"{patch.name}: not noticed by {', '.join(passed)}" if passed else ""
+
+
+def try_all(
+    patches: Iterable[tuple[Patch, tuple[str, ...], bool]], jobs: int
+) -> Iterator[tuple[Patch, str, float]]:
+    """Of each patch, with its tests and whether the first failure is enough: why it is not noticed
+    (""), and how long that took. `jobs` at a time, in the order given."""
+
+    def tried(case: tuple[Patch, tuple[str, ...], bool]) -> tuple[Patch, str, float]:
+        begun = time.perf_counter()
+        return case[0], unnoticed(*case), time.perf_counter() - begun
+
+    with ThreadPoolExecutor(jobs) as pool:
+        yield from pool.map(tried, patches)
