@@ -14,8 +14,7 @@ keys and values are written.
 Invariants: a refusal changes nothing; a block is in one table only; `ref_cnt` is the number of
 holders.
 
-vLLM's `KVCacheManager` does the same. SGLang keeps a table of slots, one entry a token. How two
-requests may share a block and one of them write it: `lab/forking_kv_cache_manager.py`.
+vLLM's `KVCacheManager` does the same. SGLang keeps a table of slots, one entry a token.
 """
 
 from __future__ import annotations

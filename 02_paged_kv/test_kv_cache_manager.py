@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import random
-from collections.abc import Callable
 from typing import get_type_hints
 
 import pytest
@@ -213,19 +212,15 @@ class World:
     """A manager, and a memory in which each request finds, or does not find, what it wrote.
 
     A step is any number of calls of the manager, then `step`: planned positions are written. Every
-    write is unique, so a block given to two requests shows. The lesson on sharing (`beyond/`) has a
-    world in which requests fork.
+    write is unique, so a block given to two requests shows.
     """
 
     def __init__(self, num_usable_blocks: int, block_size: int) -> None:
-        self.manager = self.make_manager(num_usable_blocks, block_size)
+        self.manager = make(num_usable_blocks, block_size)
         self.requests: dict[str, Request] = {}
         self.contents: dict[str, list[int]] = {}  # what each request has written, by position
         self.memory: dict[int, int] = {}  # slot -> content
         self.num_writes = 0
-
-    def make_manager(self, num_usable_blocks: int, block_size: int) -> KVCacheManager:
-        return make(num_usable_blocks, block_size)
 
     def tables(self) -> dict[str, list[int]]:
         return {r: list(self.manager.get_block_ids(r)) for r in self.requests}
@@ -240,7 +235,7 @@ class World:
         to_take = {
             index
             for index in {position // self.manager.block_size for position in wanted}
-            if index >= len(own) or sum(own[index] in table for table in tables.values()) > 1
+            if index >= len(own)
         }
         in_use = {block_id for table in tables.values() for block_id in table}
         num_free = self.manager.pool.num_usable_blocks - len(in_use)
@@ -265,11 +260,7 @@ class World:
         self.manager.free(self.requests.pop(request_id))
         del self.contents[request_id]
 
-    def make_copies(self) -> None:
-        """Nothing is copied here."""
-
     def step(self) -> None:
-        self.make_copies()
         for request_id, request in self.requests.items():
             written = self.contents[request_id]
             planned = (len(written), request.num_computed_tokens)
@@ -294,7 +285,7 @@ class World:
             for request_id, request in self.requests.items()
         ]
         names: dict[int, int] = {}
-        tables = tuple(
+        return tuple(
             (
                 *numbers,
                 tuple(
@@ -304,10 +295,6 @@ class World:
             )
             for *numbers, request_id in sorted(counters)
         )
-        return tables, self.key_of_copies(names)
-
-    def key_of_copies(self, names: dict[int, int]) -> frozenset:
-        return frozenset()
 
 
 EXPLORED_STEPS = (1, 2)
@@ -331,10 +318,7 @@ def transitions(world: World) -> list[tuple]:
 
 def test_every_interleaving_of_three_requests_over_five_blocks():
     """Breadth first over all states, but for names, that five calls lead to."""
-    explore(World(5, 2), transitions)
-
-
-def explore(world: World, transitions: Callable[[World], list[tuple]]) -> None:
+    world = World(5, 2)
     seen, frontier = {world.key()}, [world]
     for _ in range(EXPLORED_DEPTH):
         reached = []
@@ -351,15 +335,13 @@ def explore(world: World, transitions: Callable[[World], list[tuple]]) -> None:
 
 
 class ManagerMachine(RuleBasedStateMachine):
-    world_of = World
-
     @rule(num_usable=st.integers(1, 12), block_size=st.integers(1, 5))
     def restart(self, num_usable, block_size):
-        self.world = self.world_of(num_usable, block_size)
+        self.world = World(num_usable, block_size)
 
     def __init__(self) -> None:
         super().__init__()
-        self.world = self.world_of(9, 3)
+        self.world = World(9, 3)
 
     @rule(request_id=st.sampled_from("abcde"), new=st.integers(0, 9), reserved=st.integers(0, 5))
     def allocate(self, request_id, new, reserved):
@@ -387,14 +369,8 @@ TestManagerMachine.settings = settings(max_examples=40, stateful_step_count=40, 
 @pytest.mark.sample(seed=2)
 @pytest.mark.parametrize("seed", range(30))
 def test_a_long_random_run(seed):
-    walk_at_random(World, transitions, seed)
-
-
-def walk_at_random(
-    world_of: type[World], transitions: Callable[[World], list[tuple]], seed: int
-) -> None:
     rng = random.Random(seed)
-    world = world_of(rng.choice([3, 10, 40]), rng.choice([1, 2, 4, 7]))
+    world = World(rng.choice([3, 10, 40]), rng.choice([1, 2, 4, 7]))
     for _ in range(400):
         name, *arguments = rng.choice(transitions(world))
         getattr(world, name)(*arguments)

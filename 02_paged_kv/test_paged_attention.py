@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import math
 import random
-from collections.abc import Callable
 from dataclasses import dataclass
 
 import numpy as np
@@ -390,17 +389,7 @@ def test_memory_is_the_systems_until_it_is_written(dtype):
 @pytest.mark.parametrize("block_size", [1, 3, 16])
 def test_paged_equals_contiguous_while_requests_come_and_go(block_size, seed):
     """Manager, cache and attention against sequences that are plain tensors."""
-    run_paged_and_contiguous(KVCacheManager(BlockPool(600), block_size), seed)
-
-
-def run_paged_and_contiguous(
-    manager: KVCacheManager,
-    seed: int,
-    make_child: Callable[[Request, Request], None] | None = None,
-    make_copies: Callable[[PagedKVCache], None] | None = None,
-) -> None:
-    """`make_child(parent, child)`: some newcomers share the first part of what `parent` has
-    (`beyond/`). `make_copies` is called before anything is written."""
+    manager = KVCacheManager(BlockPool(600), block_size)
     rng = random.Random(seed)
     torch.manual_seed(seed)
     cache = PagedKVCache(1, 600, manager.block_size, 2, 8, torch.float64)
@@ -412,14 +401,8 @@ def run_paged_and_contiguous(
     contiguous: dict[str, torch.Tensor] = {}  # [2, seq_len, 2, 8]
     for step in range(25):
         if len(requests) < 5:
-            child = Request.from_tokens(f"r{step}", [0])
-            parent = rng.choice([None, *requests.values()]) if make_child is not None else None
-            past = torch.empty(2, 0, 2, 8).double()
-            if parent is not None:
-                child.num_computed_tokens = rng.randint(1, parent.num_computed_tokens)
-                past = contiguous[parent.request_id][:, : child.num_computed_tokens]
-                make_child(parent, child)
-            requests[child.request_id], contiguous[child.request_id] = child, past
+            requests[f"r{step}"] = Request.from_tokens(f"r{step}", [0])
+            contiguous[f"r{step}"] = torch.empty(2, 0, 2, 8).double()
         elif rng.random() < 0.3:
             gone = rng.choice(list(requests))
             manager.free(requests.pop(gone))
@@ -440,8 +423,6 @@ def run_paged_and_contiguous(
             contiguous[request_id] = torch.cat([contiguous[request_id], new[:, own]], dim=1)
             expected.append(naive_attention(query[own], *contiguous[request_id], 0.4))
         manager.check_invariants(requests.values())
-        if make_copies is not None:
-            make_copies(cache)
         write_kv(*new, key_cache, value_cache, torch.tensor(slots))
         lens = [requests[r].num_computed_tokens for r in order]
         tables = [torch.tensor(list(manager.get_block_ids(r))) for r in order]

@@ -6,11 +6,12 @@
 //     merge               a row's partial results, scaled to the highest score of all
 //
 // Tasks come in the order of split numbers: rows that share a prefix read it one after the other, and
-// all but the first from the processor's cache. While a head's keys of a block are computed with, the
-// next ones are fetched. Query heads that share a KV head (SHARED) read it together.
+// all but the first from the processor's cache. A task reads all its keys, then all its values, each in
+// the order of the memory, and fetches what comes AHEAD bytes later: a processor does that by itself
+// only while little is computed. Query heads that share a KV head (SHARED) read it together.
 //
-// Constants: SCALAR, KV_HEADS, SHARED, HEAD_DIM, BLOCK_SIZE, SPLIT_BLOCKS. Strides count numbers. A result depends
-// neither on the other rows, nor on which blocks a sequence has, nor on the number of threads.
+// Constants: SCALAR, KV_HEADS, SHARED, HEAD_DIM, BLOCK_SIZE, SPLIT_BLOCKS. Strides count numbers. A
+// result depends neither on the other rows, nor on which blocks a sequence has, nor on the threads.
 #include "vectors.h"
 
 using Number = Wide<SCALAR>;
@@ -26,6 +27,7 @@ constexpr int divisor(int n, int most) {
 constexpr int QUERIES = divisor(SHARED, std::min(SHARED, 8));
 constexpr int KEYS = std::max(1, 8 / QUERIES);
 constexpr int VECTORS = divisor(HEAD_DIM / LANES, std::min(HEAD_DIM / LANES, KEYS));
+constexpr int AHEAD = 2048;  // bytes: as fast as 8192, and faster than none (one or two threads, AVX2)
 
 struct Partial {  // of the query heads that share a KV head
   Number highest[SHARED], total[SHARED], weighted[SHARED][HEAD_DIM];
@@ -35,64 +37,72 @@ static Number exponential(Number x) { return exponential<1>(Vector<Number, 1>{x}
 
 static Number higher(Number a, Number b) { return b > a || b != b ? b : a; }  // NaN is highest
 
-// scores[q][k] of neighbouring keys
+// The memory that comes AHEAD bytes after these numbers.
+template <int SIZE>
+static inline void fetch(const SCALAR* from) {
+  for (int i = 0; i < SIZE; i += 64 / sizeof(SCALAR))
+    __builtin_prefetch(from + AHEAD / sizeof(SCALAR) + i);
+}
+
+// scores[q * SPLIT + k] of neighbouring keys
 template <int NUM_KEYS>
 static inline void score(
-    const Number (*query)[HEAD_DIM], const SCALAR* keys, int64_t slot_stride,
-    Number (*scores)[BLOCK_SIZE], int first) {
-  Lanes sums[NUM_KEYS][QUERIES] = {};
+    const Number (*query)[HEAD_DIM], const SCALAR* keys, int64_t slot_stride, Number* scores) {
+  Lanes sums[QUERIES][NUM_KEYS] = {};
   for (int d = 0; d < HEAD_DIM; d += LANES) {
+    fetch<NUM_KEYS * LANES>(keys + d * NUM_KEYS);
     Lanes own[QUERIES];
     for (int q = 0; q < QUERIES; ++q) own[q] = load<LANES>(query[q] + d);
     for (int k = 0; k < NUM_KEYS; ++k) {
-      const Lanes key = load<LANES>(keys + (first + k) * slot_stride + d);
-      for (int q = 0; q < QUERIES; ++q) sums[k][q] += key * own[q];
+      const Lanes key = load<LANES>(keys + k * slot_stride + d);
+      for (int q = 0; q < QUERIES; ++q) sums[q][k] += key * own[q];
     }
   }
   for (int k = 0; k < NUM_KEYS; ++k)
-    for (int q = 0; q < QUERIES; ++q) scores[q][first + k] = sum<Number, LANES>(sums[k][q]);
+    for (int q = 0; q < QUERIES; ++q) scores[q * SPLIT + k] = sum<Number, LANES>(sums[q][k]);
 }
 
-// Add slots [begin, end) of a block to the partial results of QUERIES heads, `at` the first of them.
-static void attend_block(
-    const Number (*query)[HEAD_DIM], const SCALAR* keys, const SCALAR* values, int64_t slot_stride,
-    int begin, int end, Partial& partial, int at) {
-  Number scores[QUERIES][BLOCK_SIZE], fading[QUERIES];
-  int slot = begin;
-  for (; slot + KEYS <= end; slot += KEYS) score<KEYS>(query, keys, slot_stride, scores, slot);
-  for (; slot < end; ++slot) score<1>(query, keys, slot_stride, scores, slot);
-  for (int q = 0; q < QUERIES; ++q) {
-    Number highest = partial.highest[at + q], total = 0;
-    for (int k = begin; k < end; ++k) highest = higher(highest, scores[q][k]);
-    fading[q] = exponential(partial.highest[at + q] - highest);
-    for_lanes<Number>(begin, end, [&](auto n, int64_t k) {
-      const auto weights = exponential<n>(load<n>(scores[q] + k) - highest);
-      store<n>(scores[q] + k, weights);
-      total += sum<Number, n>(weights);
-    });
-    partial.highest[at + q] = highest;
-    partial.total[at + q] = partial.total[at + q] * fading[q] + total;
-  }
+static void score_slots(
+    const Number (*query)[HEAD_DIM], const SCALAR* keys, int64_t slot_stride, int num_slots,
+    Number* scores) {
+  int slot = 0;
+  for (; slot + KEYS <= num_slots; slot += KEYS)
+    score<KEYS>(query, keys + slot * slot_stride, slot_stride, scores + slot);
+  for (; slot < num_slots; ++slot) score<1>(query, keys + slot * slot_stride, slot_stride, scores + slot);
+}
+
+// Scores become exp(score - highest).
+static void weigh(Number* scores, int64_t num_keys, Number& highest, Number& total) {
+  highest = -std::numeric_limits<Number>::infinity();
+  for_lanes<Number>(0, num_keys, [&](auto n, int64_t k) {
+    const auto own = load<n>(scores + k);
+    for (int i = 0; i < n; ++i) highest = higher(highest, own[i]);
+  });
+  total = 0;
+  for_lanes<Number>(0, num_keys, [&](auto n, int64_t k) {
+    const auto weights = exponential<n>(load<n>(scores + k) - highest);
+    store<n>(scores + k, weights);
+    total += sum<Number, n>(weights);
+  });
+}
+
+static void add_values(
+    const Number* weights, const SCALAR* values, int64_t slot_stride, int num_slots,
+    Number (*weighted)[HEAD_DIM]) {
   for (int d = 0; d < HEAD_DIM; d += VECTORS * LANES) {
     Lanes sums[QUERIES][VECTORS];
     for (int q = 0; q < QUERIES; ++q)
-      for (int v = 0; v < VECTORS; ++v)
-        sums[q][v] = load<LANES>(partial.weighted[at + q] + d + v * LANES) * fading[q];
-    for (int k = begin; k < end; ++k)
+      for (int v = 0; v < VECTORS; ++v) sums[q][v] = load<LANES>(weighted[q] + d + v * LANES);
+    for (int k = 0; k < num_slots; ++k) {
+      fetch<VECTORS * LANES>(values + d * num_slots + k * VECTORS * LANES);
       for (int v = 0; v < VECTORS; ++v) {
         const Lanes value = load<LANES>(values + k * slot_stride + d + v * LANES);
-        for (int q = 0; q < QUERIES; ++q) sums[q][v] += value * scores[q][k];
+        for (int q = 0; q < QUERIES; ++q) sums[q][v] += value * weights[q * SPLIT + k];
       }
+    }
     for (int q = 0; q < QUERIES; ++q)
-      for (int v = 0; v < VECTORS; ++v)
-        store<LANES>(partial.weighted[at + q] + d + v * LANES, sums[q][v]);
+      for (int v = 0; v < VECTORS; ++v) store<LANES>(weighted[q] + d + v * LANES, sums[q][v]);
   }
-}
-
-static void prefetch(const SCALAR* keys, int64_t slot_stride) {
-  for (int slot = 0; slot < BLOCK_SIZE; ++slot)
-    for (int d = 0; d < HEAD_DIM; d += 64 / sizeof(SCALAR))
-      __builtin_prefetch(keys + slot * slot_stride + d, 0, 2);
 }
 
 struct Caches {  // of [num_blocks, BLOCK_SIZE, KV_HEADS, HEAD_DIM], in memory of any order but the last
@@ -100,41 +110,37 @@ struct Caches {  // of [num_blocks, BLOCK_SIZE, KV_HEADS, HEAD_DIM], in memory o
   int64_t block_stride, slot_stride, head_stride;
 };
 
-// Keys [first, last) of the sequence of `table`, of those of a split that begins with key `start`, and
+// Keys [first, last) of the sequence of `table`, whose first block begins with key `start`, and
 // `num_heads` KV heads, for whose query heads there are `query` and `partials`.
 static void attend_split(
     const SCALAR* query, Number scale, const Caches& caches, const int32_t* table, int64_t start,
     int64_t first, int64_t last, int head, int num_heads, Partial* partials) {
-  Number scaled[KV_HEADS][SHARED][HEAD_DIM];
-  for (int h = 0; h < num_heads; ++h) {
-    Partial& partial = partials[h];
-    for (int q = 0; q < SHARED; ++q) {
+  Number scaled[KV_HEADS][SHARED][HEAD_DIM], scores[KV_HEADS][SHARED][SPLIT];
+  for (int h = 0; h < num_heads; ++h)
+    for (int q = 0; q < SHARED; ++q)
       for (int d = 0; d < HEAD_DIM; d += LANES) {
         store<LANES>(scaled[h][q] + d, load<LANES>(query + (h * SHARED + q) * HEAD_DIM + d) * scale);
-        store<LANES>(partial.weighted[q] + d, Lanes{});
+        store<LANES>(partials[h].weighted[q] + d, Lanes{});
       }
-      partial.highest[q] = -std::numeric_limits<Number>::infinity();
-      partial.total[q] = 0;
+  const auto for_slots = [&](const SCALAR* cache, auto f) {  // those of a block and a head
+    for (int64_t at = first; at < last; at = (at / BLOCK_SIZE + 1) * BLOCK_SIZE) {
+      const int slot = at % BLOCK_SIZE, num_slots = std::min<int64_t>(last - at, BLOCK_SIZE - slot);
+      const SCALAR* block = cache + table[(at - start) / BLOCK_SIZE] * caches.block_stride;
+      for (int h = 0; h < num_heads; ++h) {
+        const SCALAR* own = block + (head + h) * caches.head_stride + slot * caches.slot_stride;
+        for (int q = 0; q < SHARED; q += QUERIES) f(own, num_slots, h, q, at - first);
+      }
     }
-  }
-  for (int64_t at = start; at < last; at += BLOCK_SIZE, ++table) {
-    const int begin = std::clamp<int64_t>(first - at, 0, BLOCK_SIZE);
-    const int end = std::min<int64_t>(last - at, BLOCK_SIZE);
-    if (begin >= end) continue;  // all of it is in front of a window
-    for (int h = 0; h < num_heads; ++h) {
-      const bool same_block = h + 1 < num_heads, more = same_block || at + BLOCK_SIZE < last;
-      const int64_t place = *table * caches.block_stride + (head + h) * caches.head_stride;
-      const int64_t next = same_block ? place + caches.head_stride
-                           : more     ? table[1] * caches.block_stride + head * caches.head_stride
-                                      : place;
-      prefetch(caches.keys + next, caches.slot_stride);
-      prefetch(caches.values + next, caches.slot_stride);
-      for (int q = 0; q < SHARED; q += QUERIES)
-        attend_block(
-            scaled[h] + q, caches.keys + place, caches.values + place, caches.slot_stride, begin, end,
-            partials[h], q);
-    }
-  }
+  };
+  for_slots(caches.keys, [&](const SCALAR* keys, int num_slots, int h, int q, int64_t k) {
+    score_slots(scaled[h] + q, keys, caches.slot_stride, num_slots, scores[h][q] + k);
+  });
+  for (int h = 0; h < num_heads; ++h)
+    for (int q = 0; q < SHARED; ++q)
+      weigh(scores[h][q], last - first, partials[h].highest[q], partials[h].total[q]);
+  for_slots(caches.values, [&](const SCALAR* values, int num_slots, int h, int q, int64_t k) {
+    add_values(scores[h][q] + k, values, caches.slot_stride, num_slots, partials[h].weighted + q);
+  });
 }
 
 static void merge(const Partial* partials, int64_t num_splits, int q, SCALAR* output) {
@@ -172,8 +178,8 @@ extern "C" void attend_rows(
     for (int64_t task = 0; task < num_splits; ++task)
       for (int head = 0; head < KV_HEADS; head += num_heads) {
         const int64_t row = owners[task], start = numbers[task] * SPLIT;
-        const int64_t first = std::max<int64_t>(num_keys[row] - window, 0);
         const int64_t last = std::min(num_keys[row], start + SPLIT);
+        const int64_t first = std::clamp(num_keys[row] - window, start, last);
         attend_split(
             query + tokens[row] * query_stride + head * SHARED * HEAD_DIM, scale, caches,
             tables + sequences[row] * table_stride + start / BLOCK_SIZE, start, first, last, head,

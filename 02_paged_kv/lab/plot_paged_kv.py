@@ -155,7 +155,6 @@ def tables(record: dict) -> dict[str, str]:
         "asked_for": _asked_for_table(counted),
         "block_size": _block_size_table(counted, timed),
         "gather": _gather_table(timed),
-        "fork": _fork_table(counted["fork"]),
     }
 
 
@@ -257,16 +256,6 @@ def _gather_table(timed: dict) -> str:
     return markdown_table(
         ["gathering all keys and values", "by token", f"by block of {BLOCK_SIZE}"], rows
     )
-
-
-def _fork_table(fork: dict) -> str:
-    rows = []
-    for name, run in (("no sharing", fork["alone"]), ("`fork`", fork["shared"])):
-        most, mean = run["peak_held"] // run["block_size"], run["held"] / run["steps"]
-        counts = (most, round(mean), run["num_block_copies"], run["steps"])
-        rows.append([name, *(f"{number:,}" for number in counts)])
-    head = ["32 prompts, `n=4`", "most blocks held", "slots held, mean", "blocks copied", "steps"]
-    return markdown_table(head, rows)
 
 
 PARTS = {

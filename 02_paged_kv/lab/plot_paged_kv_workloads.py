@@ -19,7 +19,6 @@ import torch
 
 from block_pool import Block, BlockPool
 from engine_core import EngineCore
-from forking_kv_cache_manager import ForkingKVCacheManager
 from kv_cache_manager import KVCacheManager
 from paged_attention import PagedKVCache
 from paged_fcfs_scheduler import PagedFCFSScheduler
@@ -83,44 +82,6 @@ class AskingScheduler(PagedFCFSScheduler):
         return super().make_plan(num_tokens)
 
 
-class ForkingScheduler(AskingScheduler):
-    """Sample `i#j` of a prompt forks `i#0` as soon as that has computed the prompt."""
-
-    def __init__(self, kv_memory: ForkingKVCacheManager, *limits: Any) -> None:
-        super().__init__(kv_memory, *limits)
-        self.kv_memory: ForkingKVCacheManager = kv_memory
-        self.num_block_copies = 0
-
-    def _admit(self, budget: int) -> dict[str, int]:
-        admitted: dict[str, int] = {}
-        while self.waiting and len(self.running) < self.max_num_seqs:
-            request = self.waiting.peek_request()
-            prompt, _, sample = request.request_id.partition("#")
-            parent = self.requests.get(f"{prompt}#0") if sample != "0" else None
-            if parent and not parent.output_token_ids:
-                break  # a parent that computes its prompt in this step: in the next one
-            if parent is not None:  # it needs logits of its own, so the last token is left
-                request.num_computed_tokens = request.num_prompt_tokens - 1
-                self.kv_memory.fork(parent, request)
-            num_tokens = request.num_tokens - request.num_computed_tokens
-            num_reserved = request.max_num_tokens - 1 - request.num_tokens
-            if num_tokens > budget or not self.kv_memory.allocate_slots(
-                request, num_tokens, num_reserved
-            ):
-                self.kv_memory.free(request)
-                request.num_computed_tokens = 0
-                break
-            self._seat(self.waiting.pop_request())
-            admitted[request.request_id] = num_tokens
-            budget -= num_tokens
-        return admitted
-
-    def make_plan(self, num_tokens: dict[str, int]) -> SchedulerOutput:
-        plan = super().make_plan(num_tokens)
-        self.num_block_copies += len(self.kv_memory.take_block_copies())
-        return plan
-
-
 class GrowOnDemand(KVCacheManager):
     """Takes slots when a token needs them and reserves nothing. Safe only where the pool cannot run
     out; chapter 4's scheduler makes it safe everywhere."""
@@ -146,14 +107,6 @@ class FirstFit(KVCacheManager):
         return None if num_blocks else []
 
 
-class NeverFork(ForkingKVCacheManager):
-    """Samples of one prompt come one step after the first, and share nothing: each computes and
-    holds the prompt itself."""
-
-    def fork(self, parent: Request, child: Request) -> None:
-        child.num_computed_tokens = 0
-
-
 def make_memory(
     block_size: int, num_slots: int = NUM_SLOTS, kind: type[KVCacheManager] = KVCacheManager
 ) -> KVCacheManager:
@@ -164,36 +117,25 @@ def serve(
     jobs: Sequence[Job],
     memory: KVCacheManager,
     max_num_seqs: int = 256,
-    n: int = 1,
     with_snapshot: bool = False,
 ) -> dict:
-    """Run all jobs, `n` samples each, to their end and count slots after every step.
+    """Run all jobs to their end and count slots after every step.
 
     `crowded_*` are sums over the steps after which somebody waits: there memory, not demand, is
     what limits.
     """
-    limits = (max_num_seqs, 2048, MAX_MODEL_LEN)
-    if isinstance(memory, ForkingKVCacheManager):
-        scheduler = ForkingScheduler(memory, *limits)
-    else:
-        scheduler = AskingScheduler(memory, *limits)
+    scheduler = AskingScheduler(memory, max_num_seqs, 2048, MAX_MODEL_LEN)
     requests = [
         Request(
-            f"{i}#{j}",
+            str(i),
             [0] * job.prompt_len,
             SamplingParams(temperature=0, max_tokens=job.max_tokens),
             [EOS],
         )
         for i, job in enumerate(jobs)
-        for j in range(n)
     ]
-    # Samples of one prompt differ in length: each is a fraction 1/n shorter than the one before.
-    lens = {
-        f"{i}#{j}": max(1, x.output_len * (n - j) // n)
-        for i, x in enumerate(jobs)
-        for j in range(n)
-    }
-    core = EngineCore(scheduler, ScriptedRunner(lens))
+    output_lens = {str(i): job.output_len for i, job in enumerate(jobs)}
+    core = EngineCore(scheduler, ScriptedRunner(output_lens))
     for request in requests:
         core.add_request(request)
     total = memory.pool.num_usable_blocks * memory.block_size
@@ -219,9 +161,8 @@ def serve(
             sums["crowded_written"] += written
             sums["crowded_running"] += len(running)
     memory.check_invariants()
-    num_copies = scheduler.num_block_copies if isinstance(scheduler, ForkingScheduler) else 0
-    counts = {"steps": num_steps, "num_block_copies": num_copies, **sums}
-    result: dict[str, Any] = {"block_size": memory.block_size, "total_slots": total, **counts}
+    result: dict[str, Any] = {"block_size": memory.block_size, "total_slots": total}
+    result |= {"steps": num_steps, **sums}
     if with_snapshot:  # the last of the crowded steps with as much written as the median, to 1 %
         median = statistics.median(snapshot["written"] for snapshot in snapshots)
         typical = [s for s in snapshots if abs(s["written"] - median) <= 0.01 * total]
@@ -245,7 +186,6 @@ def count(jobs: list[Job]) -> dict:
     at_once = round(paged["crowded_running"] / paged["crowded_steps"])
     asked = {str(m): [replace(job, max_tokens=m) for job in jobs] for m in (512, 768, 1024)}
     asked["what it needs"] = [replace(job, max_tokens=job.output_len) for job in jobs]
-    few = jobs[:32]
     return {
         "contiguous": contiguous,
         "first_fit": serve(jobs, make_memory(1, kind=FirstFit)),
@@ -255,10 +195,6 @@ def count(jobs: list[Job]) -> dict:
             serve(jobs, make_memory(size, endless, GrowOnDemand), at_once) for size in BLOCK_SIZES
         ],
         "asked_for": {name: serve(some, make_memory(BLOCK_SIZE)) for name, some in asked.items()},
-        "fork": {
-            "shared": serve(few, make_memory(BLOCK_SIZE, endless, ForkingKVCacheManager), n=4),
-            "alone": serve(few, make_memory(BLOCK_SIZE, endless, NeverFork), n=4),
-        },
         "tables": [measure_tables(size) for size in BLOCK_SIZES],
     }
 
