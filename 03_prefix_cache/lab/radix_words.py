@@ -17,10 +17,8 @@ def ids(blocks: Sequence[Block]) -> list[int]:
 class Rig:
     """A cache on its own pool, and requests in words: each letter is a page."""
 
-    def __init__(
-        self, page_size: int = 4, num_pages: int = 40, kind: type[RadixCache] = RadixCache
-    ) -> None:
-        self.cache = kind(page_size=page_size, num_pages=num_pages)
+    def __init__(self, page_size: int = 4, num_pages: int = 40) -> None:
+        self.cache = RadixCache(page_size=page_size, num_pages=num_pages)
         self.pool = self.cache.pool
         self.page_size = page_size
 
