@@ -55,7 +55,7 @@ def pytest_collection() -> Generator[None, object, object]:
     finally:
         gc.freeze()
         atexit.register(gc.unfreeze)
-        gc.set_threshold(10_000, 50)  # as common/collector.py
+        gc.set_threshold(10_000, 50)  # as common/gc_utils.py
         gc.enable()
 
 

@@ -11,9 +11,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from base_scheduler import RunnerDelta, SchedulerBooks, SchedulerPlugin
 from request import Request, RequestStatus
 from request_queue import create_request_queue
-from scheduler_books import RunnerDelta, SchedulerBooks, SchedulerPlugin
 from scheduler_interface import SchedulerOutput
 
 

@@ -21,10 +21,10 @@ from hypothesis.stateful import (
     rule,
 )
 
+from base_scheduler import RunnerDelta, SchedulerPlugin
 from fcfs_scheduler import FCFSScheduler
 from input_batch import RunnerState
 from request import Request, RequestStatus, SamplingParams
-from scheduler_books import RunnerDelta, SchedulerPlugin
 from scheduler_interface import NewRequestData, SchedulerOutput, StepOutput
 
 EOS, STOP, VOCAB_SIZE = 0, 1, 9

@@ -24,10 +24,10 @@ from itertools import chain
 
 import numpy as np
 
+from base_scheduler import RunnerDelta
 from input_batch import RunnerRequest, RunnerState
 from kv_cache_manager import BlockMemory
 from request import Request
-from scheduler_books import RunnerDelta
 from scheduler_interface import CachedRequestData, NewRequestData, SchedulerOutput
 
 

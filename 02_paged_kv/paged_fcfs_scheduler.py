@@ -14,11 +14,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from base_scheduler import SchedulerPlugin, describe_prompt
 from block_delta import BlockDelta
 from fcfs_scheduler import FCFSScheduler
 from kv_cache_manager import BlockMemory
 from request import Request
-from scheduler_books import SchedulerPlugin, describe_prompt
 from scheduler_interface import SchedulerOutput
 
 

@@ -25,8 +25,8 @@ the batch is full, if it then fits the memory. Equals would displace each other 
 
 Why nobody starves: under FCFS the one that has run longest is a victim only if all others that run
 are pinned; under any policy nobody makes room more than `max_preemptions` times
-(`scheduler_base.py`), the queue bounds overtaking (`policy_queue.py`), and so does whoever lets KV
-come from outside (`kv_loads.py` of chapter 3).
+(`preemptive_scheduler.py`), the queue bounds overtaking (`policy_queue.py`), and so does whoever
+lets KV come from outside (`kv_loads.py` of chapter 3).
 
 First reading: take prompts to be whole, and nobody to have a priority. Then `_num_tokens_for` is
 what a request is behind, `num_left` is empty and `displaced` is None.
@@ -43,8 +43,8 @@ from typing import TYPE_CHECKING
 
 from kv_memory import ComputedBlocks, NotReady
 from policies import PriorityPolicy, SchedulePolicy
+from preemptive_scheduler import SchedulerBase, SchedulerOptions, make_kv_memory
 from request import Request, RequestStatus, require
-from scheduler_base import SchedulerBase, SchedulerOptions, make_kv_memory
 from step_plan import PreemptingPlan, StepPlan
 
 if TYPE_CHECKING:

@@ -5,14 +5,14 @@ from __future__ import annotations
 import pytest
 
 from adapter_limit import MaxLoRAs
+from base_scheduler import SchedulerPlugin
 from bounded_loops import as_long_as
 from fake_model import continuation
 from kv_memory import KeyedRequest
+from preemptive_scheduler import PreemptionPlugin
 from prefill_first_scheduler import PrefillFirstScheduler
 from request import Request, RequestStatus
 from scheduler import MAX_PASSED_OVER, Scheduler, SimpleBlockManager, make_kv_memory
-from scheduler_base import PreemptionPlugin
-from scheduler_books import SchedulerPlugin
 from scheduler_interface import StepOutput
 from scheduler_steps import (
     SchedulerLoop,
@@ -24,7 +24,7 @@ from scheduler_steps import (
 )
 from sglang_policies import policy_over
 from step_plan import StepPlan
-from whole_prompts import CutPrompts
+from unchunked import CutPrompts
 
 SCHEDULERS = (Scheduler, PrefillFirstScheduler)
 

@@ -26,10 +26,10 @@ from caching_fcfs_scheduler import CachingFCFSScheduler
 from fake_model import FakeModelRunner, continuation
 from kv_memory import KeyedRequest, KVMemory, UncachedKVCacheManager
 from policies import PriorityPolicy
+from preemptive_scheduler import SchedulerBase
 from prefill_first_scheduler import PrefillFirstScheduler
 from request import Request, RequestStatus, SamplingParams
 from scheduler import Scheduler
-from scheduler_base import SchedulerBase
 from scheduler_interface import SchedulerOutput, StepHandle, StepOutput
 from scheduler_steps import make_scheduler, preempting
 from sglang_policies import POLICIES, policy_over

@@ -16,8 +16,8 @@ prefix cache; a request never guesses beyond its `max_tokens`."""
 
 from __future__ import annotations
 
+from preemptive_scheduler import PreemptionPlugin
 from request import Request, check_integers
-from scheduler_base import PreemptionPlugin
 from scheduler_interface import SchedulerOutput, StepOutput
 
 

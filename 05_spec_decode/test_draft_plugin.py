@@ -23,7 +23,7 @@ from request import Request
 from scheduler import Scheduler
 from scheduler_interface import FinishedStep, SchedulerOutput, StepOutput
 from scheduler_steps import SchedulerLoop, make_memory, planned, preempted
-from whole_prompts import CutPrompts
+from unchunked import CutPrompts
 
 SCHEDULERS = (Scheduler, PrefillFirstScheduler)
 Guesses = Mapping[str, Sequence[int]]

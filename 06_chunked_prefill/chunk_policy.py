@@ -31,7 +31,7 @@ from __future__ import annotations
 from collections.abc import Callable, Collection
 
 from request import Request, check_integers
-from whole_prompts import CutPrompts
+from unchunked import CutPrompts
 
 
 class ChunkedPrefill(CutPrompts):

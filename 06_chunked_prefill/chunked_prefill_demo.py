@@ -33,7 +33,7 @@ from request import Request
 from scheduler import Scheduler
 from scheduler_interface import StepOutput
 from step_cost import ModelShape, StepCost, count_bytes_and_flops, count_work
-from whole_prompts import WholePrompts
+from unchunked import WholePrompts
 
 # The book's colours.
 PROMPT = "#0072b2"

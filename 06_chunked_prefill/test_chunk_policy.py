@@ -24,7 +24,7 @@ from scheduler_steps import SchedulerLoop, make_memory, make_scheduler, planned,
 from sglang_policies import POLICIES, policy_over
 from step_cost import count_work
 from step_plan import PreemptingPlan
-from whole_prompts import WholePrompts
+from unchunked import WholePrompts
 
 VOCAB = 4  # few tokens, so that prefixes are shared by chance
 SCHEDULERS = (Scheduler, PrefillFirstScheduler)

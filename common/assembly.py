@@ -43,7 +43,7 @@ from common.linear import ONEDNN, Packing, linear_layers, why_not_packed
 from common.loader import LoadedModel
 from common.model import DecoderModel
 from common.model_config import ModelFacts
-from common.roles import LATE_PLUGINS
+from common.registry import LATE_PLUGINS
 from common.runner.batch_state import BatchState
 from common.runner.model_runner import Compose, PagedModelRunner
 from common.sampling.runner_plugin import RunnerPlugin
@@ -64,7 +64,7 @@ from scheduler_interface import ModelRunner
 
 if TYPE_CHECKING:
     from common.adapters.adapter_slots import AdapterSlots
-    from common.outputs import OutputProcessor
+    from common.output_processor import OutputProcessor
     from common.runner.graph_maker import GraphMaker
     from common.runner.graphs import DecodeGraphs, GraphPart
     from common.sampling.distributions import Rules
@@ -213,7 +213,7 @@ def make_runner(
     paged = make_paged_runner(given, kv_cache, state, sampler, graphs)
     if proposer is None or config.speculation is None:
         return LocalRunner(paged, kv_cache, None, adapters)
-    from common.runner.possible_guesses import PossibleGuesses
+    from common.runner.allowed_drafts import PossibleGuesses
     from speculating_runner import SpeculatingRunner
 
     length = (make_length or make_draft_length)(config.speculation)

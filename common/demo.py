@@ -309,8 +309,8 @@ def _main(args: argparse.Namespace) -> int:
     prompts = load_prompts(args)
     print("Loading the model ...", file=sys.stderr)
     import common.engine  # noqa: F401  # LLM() imports it after the collector has been told
-    from common.collector import spare_what_is_loaded
     from common.engine_config import SHIPPED_ADAPTER
+    from common.gc_utils import spare_what_is_loaded
     from common.llm import LLM, SamplingParams
 
     spare_what_is_loaded()

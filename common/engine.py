@@ -26,15 +26,15 @@ import torch
 
 from common.assembly import assemble, packing_of, packing_while_loading
 from common.engine_config import SHIPPED_CHECKPOINT, SHIPPED_DRAFT, EngineConfig, EngineStats
-from common.intake import Intake, Prompt, RequestOptions, SharedOptions
+from common.engine_lock import Turn, one_at_a_time
+from common.input_processor import Intake, Prompt, RequestOptions, SharedOptions
 from common.loader import LoadedModel, load_model, read_checkpoint
-from common.outputs import OutputProcessor, RequestGroup, RequestOutput, spread
-from common.recent_stats import RecentCacheStats, Throughput
-from common.roles import REQUEST_GRAMMARS, Grammars, claimed, release
+from common.output_processor import OutputProcessor, RequestGroup, RequestOutput, spread
+from common.registry import REQUEST_GRAMMARS, Grammars, claimed, release
 from common.scheduler_assembly import EngineParts
+from common.stats import RecentCacheStats, Throughput
 from common.thread_count import set_threads
 from common.tokenizer import Tokenizer, load_tokenizer
-from common.turn import Turn, one_at_a_time
 from prefix_cache import PrefixCache
 from request import RequestStatus, SamplingParams
 from scheduler_interface import EngineCoreOutput, SchedulerOutput
@@ -58,7 +58,7 @@ class LLMEngine:
 
     `on_step` is called with each step's `StepRecord`, when the step is complete: it may add and
     abort requests, but not call `step()`. One thread at a time may use it, and no forked process
-    (`common/turn.py`); `abort_request` and `close` may come from any thread. `loaded`, `draft` and
+    (`engine_lock.py`); `abort_request` and `close` may come from any thread. `loaded`, `draft` and
     `tokenizer` replace what `config` names; without a tokenizer, prompts are token ids and texts
     are empty."""
 

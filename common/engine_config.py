@@ -28,7 +28,7 @@ import torch
 from paged_attention import AttentionBackend
 from policies import POLICIES, SchedulePolicy, policy_named
 from request import check_integers
-from whole_prompts import ChunkPolicy
+from unchunked import ChunkPolicy
 
 if TYPE_CHECKING:
     from kv_connector import KVConnector
@@ -216,7 +216,7 @@ class SpeculativeConfig:
 class EngineConfig:
     """Everything the engine can be told. Raises `ValueError` that names field, value and what is
     allowed. Python's collector is its process's: a program that serves sets it as the demo does
-    (`common/collector.py`), before it makes an engine."""
+    (`common/gc_utils.py`), before it makes an engine."""
 
     model: str | Path | None = None  # a directory or hub id; None: the shipped checkpoint
     device: str = "auto"

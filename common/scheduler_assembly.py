@@ -25,6 +25,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 
+from base_scheduler import SchedulerBooks
 from block_pool import BlockPool
 from common.engine_config import PREFIX_CACHES, SCHEDULERS, EngineConfig, LearnsDurations
 from common.layer_groups import deal_layers
@@ -33,12 +34,12 @@ from engine_core import EngineCore
 from kv_memory import KVMemory, UncachedKVCacheManager
 from policies import POLICIES, SchedulePolicy, policy_named
 from prefix_cache import PrefixCache
-from scheduler_books import SchedulerBooks
 from scheduler_interface import ModelRunner, SchedulerInterface
 from step_record import Observer, RecordedScheduler, StepRecord
 
 if TYPE_CHECKING:
     from acceptance import SpecDecodeStats
+    from base_scheduler import SchedulerPlugin
     from cached_kv_cache_manager import CachedKVCacheManager
     from common.adapters.adapter_names import AdapterLoader, AdapterNames
     from common.runner.overlap import OverlappedEngineCore, PlansUnderWay, QueuedRunner
@@ -46,10 +47,9 @@ if TYPE_CHECKING:
     from kv_connector import KVBlockIO, KVConnector
     from overlap_plugin import OverlapPlugin
     from pipeline_plugin import PipelinePlugin
+    from preemptive_scheduler import SchedulerOptions
     from prefix_cache import CacheListener
-    from scheduler_base import SchedulerOptions
-    from scheduler_books import SchedulerPlugin
-    from whole_prompts import ChunkPolicy
+    from unchunked import ChunkPolicy
 
 logger = logging.getLogger(__name__)
 Namespace = Sequence[tuple[str, str]]

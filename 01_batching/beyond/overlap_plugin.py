@@ -26,8 +26,8 @@ from __future__ import annotations
 
 from collections import deque
 
+from base_scheduler import SchedulerBooks, SchedulerPlugin
 from request import Request
-from scheduler_books import SchedulerBooks, SchedulerPlugin
 from scheduler_interface import PENDING, SchedulerOutput, StepOutput
 
 

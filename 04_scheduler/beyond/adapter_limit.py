@@ -12,9 +12,9 @@ from __future__ import annotations
 from typing import cast
 from weakref import proxy
 
+from base_scheduler import SchedulerBooks, SchedulerPlugin
 from prefix_cache import extra_keys_of
 from request import Request, check_integers
-from scheduler_books import SchedulerBooks, SchedulerPlugin
 
 
 class MaxLoRAs(SchedulerPlugin):

@@ -5,8 +5,8 @@ undisturbed one says (`common/tests/test_scheduler_engine.py`)."""
 
 from __future__ import annotations
 
+from preemptive_scheduler import PreemptionPlugin
 from request import Request, check_integers
-from scheduler_base import PreemptionPlugin
 
 
 class ForcedPreemption(PreemptionPlugin):

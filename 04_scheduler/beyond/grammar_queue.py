@@ -14,8 +14,8 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+from base_scheduler import SchedulerPlugin
 from request import Request, RequestStatus
-from scheduler_books import SchedulerPlugin
 from scheduler_interface import SchedulerOutput
 from worker_thread import ThreadJob
 

@@ -39,9 +39,9 @@ from itertools import islice
 from typing import cast
 from weakref import proxy
 
+from base_scheduler import SchedulerBooks
+from preemptive_scheduler import PreemptionPlugin
 from request import Request, check_integers
-from scheduler_base import PreemptionPlugin
-from scheduler_books import SchedulerBooks
 from scheduler_interface import SchedulerOutput, StepOutput
 
 

@@ -35,7 +35,7 @@ from enum import Enum, auto
 
 from kv_memory import ComputedBlocks, KVMemory
 from request import Request, check_integers
-from whole_prompts import ChunkPolicy, CutPrompts, WholePrompts
+from unchunked import ChunkPolicy, CutPrompts, WholePrompts
 
 CLIP_MAX_NEW_TOKENS = 4096  # more than that is never expected of anybody
 RETRACT_DECODE_STEPS = 20  # so many steps should go well after a retraction

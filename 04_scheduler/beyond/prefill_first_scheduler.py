@@ -27,7 +27,7 @@ and the share is raised to what the others have shown to need.
 A lone request never fails for want of memory: `add_request` has lowered its `max_tokens` to what
 the whole pool holds, and it ends there with the reason "length". Only KV that is being loaded for
 somebody who waits can stand in its way: it sits out a step, and loads make way when they have
-arrived. Why nobody is retracted for ever: `scheduler_base.py`, on pinned requests.
+arrived. Why nobody is retracted for ever: `preemptive_scheduler.py`, on pinned requests.
 
 With `policy="fcfs"`, `mixing` off and `max_consecutive_prefills=None` this is nano-vllm's rule:
 prefill whenever something that waits fits, else decode. (nano-vllm sets nothing aside, and preempts
@@ -41,13 +41,13 @@ from typing import TYPE_CHECKING
 
 from kv_memory import ComputedBlocks, NotReady
 from policies import SchedulePolicy
+from preemptive_scheduler import SchedulerBase, SchedulerOptions
 from prefill_adder import AddReqResult, NewTokenRatio, PrefillAdder
 from request import Request, check_integers
 from schedule_batch import ForwardMode, ScheduleBatch
 from scheduler import MAX_PASSED_OVER
-from scheduler_base import SchedulerBase, SchedulerOptions
 from step_plan import PreemptingPlan, StepPlan
-from whole_prompts import CutPrompts
+from unchunked import CutPrompts
 
 if TYPE_CHECKING:
     from typing import Unpack

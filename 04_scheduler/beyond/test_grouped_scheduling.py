@@ -19,7 +19,7 @@ from request import Request, SamplingParams
 from scheduler import Scheduler
 from scheduler_interface import StepOutput
 from test_scheduler_runs import VOCAB, World, _explore
-from whole_prompts import CutPrompts
+from unchunked import CutPrompts
 
 
 class Checked(GroupedKVMemory):

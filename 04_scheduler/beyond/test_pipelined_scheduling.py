@@ -27,7 +27,7 @@ from scheduler import Scheduler
 from scheduler_interface import SchedulerOutput
 from scheduler_steps import preempting
 from staged_runner import StagedRunner
-from whole_prompts import CutPrompts
+from unchunked import CutPrompts
 
 SCHEDULERS = overlapped.SCHEDULERS
 

@@ -18,10 +18,10 @@ from fake_model import FakeModelRunner, _mix, continuation
 from forced_preemption import ForcedPreemption
 from kv_connector import KVConnector
 from loading_kv_cache_manager import LoadingKVCacheManager
+from preemptive_scheduler import SchedulerBase, SchedulerOptions
 from prefill_first_scheduler import ForwardMode, PrefillFirstScheduler
 from request import Request, RequestStatus
 from scheduler import Scheduler
-from scheduler_base import SchedulerBase, SchedulerOptions
 from scheduler_interface import SchedulerInterface, SchedulerOutput
 from scheduler_steps import (
     SchedulerLoop,

@@ -16,9 +16,9 @@ import time
 from collections.abc import Callable
 
 from caching_fcfs_scheduler import CachingFCFSScheduler
-from common.collector import spare_what_is_loaded
 from common.engine import LLMEngine
 from common.engine_config import SHIPPED_CHECKPOINT, EngineConfig
+from common.gc_utils import spare_what_is_loaded
 from common.tokenizer import load_tokenizer
 from prefill_first_scheduler import PrefillFirstScheduler
 from request import Request, SamplingParams

@@ -8,9 +8,9 @@ from itertools import pairwise
 from typing import Any
 
 from chunk_policy import ChunkedPrefill
+from preemptive_scheduler import SchedulerBase
 from prefill_first_scheduler import PrefillFirstScheduler
 from scheduler import Scheduler, make_kv_memory
-from scheduler_base import SchedulerBase
 from scheduling_simulator import (
     CostModel,
     SimulatedRequest,

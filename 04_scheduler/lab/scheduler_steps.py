@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
+from base_scheduler import SchedulerPlugin
 from block_pool import BlockPool
 from bounded_loops import as_long_as
 from cached_kv_cache_manager import CachedKVCacheManager
@@ -14,11 +15,10 @@ from fake_model import FakeModelRunner
 from forced_preemption import ForcedPreemption
 from kv_memory import KeyedRequest, KVMemory, UncachedKVCacheManager
 from kv_slots import PREFIX_CACHES
+from preemptive_scheduler import SchedulerBase
 from prefill_first_scheduler import PrefillFirstScheduler
 from request import Request
 from scheduler import Scheduler
-from scheduler_base import SchedulerBase
-from scheduler_books import SchedulerPlugin
 from scheduler_interface import SchedulerOutput, StepOutput
 from step_plan import PreemptingPlan
 

@@ -24,7 +24,7 @@ from request import Request, SamplingParams
 from scheduler import Scheduler
 from scheduler_interface import SchedulerOutput, StepOutput
 from step_plan import PreemptingPlan
-from whole_prompts import CutPrompts
+from unchunked import CutPrompts
 
 FOLDER = Path(__file__).parent / "records" / "vllm_plans"
 TOKEN = 7

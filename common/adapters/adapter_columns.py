@@ -13,7 +13,7 @@ import numpy as np
 import torch
 
 from common.adapters.adapter_slots import AdaptedModel, AdapterSlots, Ordered, StepAdapters
-from common.row_order import in_order
+from common.rows_by_owner import in_order
 from common.sampling.runner_plugin import BroughtByFew, Cargo, StepRows
 from scheduler_interface import NewRequestData
 

@@ -27,7 +27,7 @@ from policies import SchedulePolicy
 if TYPE_CHECKING:
     from common.engine_config import EngineConfig
     from common.model_config import ModelFacts
-    from common.outputs import OutputProcessor
+    from common.output_processor import OutputProcessor
     from request import Request
 
 logger = logging.getLogger(__name__)

@@ -6,13 +6,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+from base_scheduler import SchedulerBooks
 from common.events.event_kinds import Snapshot
 from common.events.event_log import EventLog, TextPieces, label_of
 from common.events.watched_scheduler import RequestWatch
 from grouped_prefix_cache import GroupedPrefixCache
 from prefix_cache import NormalKeys, PrefixCache, extra_keys_of, normalise_extra_keys
 from request import Request
-from scheduler_books import SchedulerBooks
 from scheduler_interface import SchedulerOutput
 
 

@@ -27,9 +27,9 @@ from common.tests.film_runs import (
 )
 from kv_memory import ComputedBlocks, NotReady
 from policies import SchedulePolicy
+from preemptive_scheduler import SchedulerBase
 from prefix_cache import CachedPrefix, HasBlockId, PrefixCache, Walk
 from request import Request, SamplingParams
-from scheduler_base import SchedulerBase
 from step_plan import PreemptingPlan
 from tiered_cache import KVTierConfig
 from workshop.watch.replay.film import Film

@@ -16,17 +16,17 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, TextIO, cast
 
+from base_scheduler import SchedulerBooks
 from common.events.event_kinds import Failed, to_line
 from common.events.event_log import EventLog, TextPieces, describe_run
 from common.events.snapshot import is_as_new, take_snapshot
 from common.events.watched_memory import MemoryWatch
 from common.events.watched_scheduler import RequestWatch, StepWatch
-from scheduler_books import SchedulerBooks
 from scheduler_interface import SchedulerInterface
 
 if TYPE_CHECKING:
     from common.engine_config import EngineConfig
-    from common.outputs import OutputProcessor
+    from common.output_processor import OutputProcessor
     from common.scheduler_assembly import EngineParts
     from common.tokenizer import Tokenizer
 

@@ -15,6 +15,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, cast
 from weakref import proxy
 
+from base_scheduler import SchedulerBooks
 from common.events.event_kinds import (
     Admitted,
     Arrived,
@@ -29,10 +30,9 @@ from common.events.event_log import EventLog, TextPieces, label_of
 from common.events.watched_memory import MemoryWatch
 from policies import SchedulePolicy
 from policy_queue import PolicyQueue
+from preemptive_scheduler import PreemptionPlugin
 from prefix_cache import extra_keys_of, normalise_extra_keys
 from request import Request, RequestStatus
-from scheduler_base import PreemptionPlugin
-from scheduler_books import SchedulerBooks
 from scheduler_interface import EngineCoreOutput, SchedulerInterface, SchedulerOutput, StepOutput
 from step_plan import PreemptingPlan, StepResults
 

@@ -45,7 +45,7 @@ from common.blocks import (
 from common.kernels.regions import Regions
 from common.linear import Linear
 from common.model_config import ModelConfig
-from common.row_order import in_order
+from common.rows_by_owner import in_order
 
 
 class ExpertsBlock(nn.Module):

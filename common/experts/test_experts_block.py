@@ -17,7 +17,7 @@ from common.kernels.regions import Regions
 from common.linear import linear_layers, why_not_packed
 from common.loader import load_model
 from common.model_config import ModelConfig
-from common.row_order import in_order
+from common.rows_by_owner import in_order
 from common.tests.model_cases import (
     EXPERTS,
     PagedHarness,

@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
+from base_scheduler import SchedulerBooks
 from common.grammars.grammar_compiler import GrammarCompiler
 from common.grammars.vocabulary import Vocabulary
 from common.loader import resolve_checkpoint
 from common.tokenizer import Tokenizer, load_tokenizer
 from grammar_queue import GrammarsCompiled
-from scheduler_books import SchedulerBooks
 
 
 class RequestGrammars:

@@ -27,7 +27,7 @@ from common.engine_config import SHIPPED_CHECKPOINT, EngineConfig, is_own
 from common.loader import Checkpoint, read_checkpoint
 from common.model import DecoderModel
 from common.model_config import ModelFacts
-from common.outputs import OutputProcessor
+from common.output_processor import OutputProcessor
 from common.parallel import message
 from common.parallel.channel import interrupts_held
 from common.parallel.executor import OF_THE_USER, Executor, WorkerError

@@ -13,7 +13,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from common.intake import DrawnSeedParams
+from common.input_processor import DrawnSeedParams
 from common.parallel import message
 from common.parallel.collectives import CollectiveError
 from common.parallel.executor import ANSWERS

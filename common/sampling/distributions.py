@@ -86,7 +86,7 @@ class StagedRows:
         self.asked, self.rules = sampling.asked, sampler.rules or IN_TORCH
         self.u = cargo.add(row_uniforms(sampling, sampling.streams))
         if self.asked & RULES:
-            from common.sampling.ruled_rows import stage_rules
+            from common.sampling.constrained_rows import stage_rules
 
             self.keep_to_rules = stage_rules(sampling, cargo, vocab_size)
         if self.asked & MIN_TOKENS:

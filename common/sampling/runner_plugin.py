@@ -19,8 +19,8 @@ from typing import Any, NamedTuple, Protocol
 import numpy as np
 import torch
 
+from base_scheduler import defines
 from batch_layout import Queries, all_to_device
-from scheduler_books import defines
 from scheduler_interface import NewRequestData
 
 NO_TOKEN = "no token may come next"  # by rules that a request brings

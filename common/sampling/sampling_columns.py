@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from common.intake import DrawnSeedParams
+from common.input_processor import DrawnSeedParams
 from common.sampling.runner_plugin import HasTokens, RunnerPlugin
 from request import SamplingParams
 from scheduler_interface import NewRequestData

@@ -11,7 +11,7 @@ with a space in front of it; vLLM leaves the latter out where it has another num
 
 `token_rules_of` checks what a user asks for and makes plain data of it, once for each request: it
 crosses as `features["token_rules"]`. The runner keeps it in its columns (`TokenRules`), and
-applies it to the rows of a step (`ruled_rows.py`)."""
+applies it to the rows of a step (`constrained_rows.py`)."""
 
 from __future__ import annotations
 

@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any
 
 from common.engine import LLMEngine
 from common.engine_config import EngineConfig, EngineStats
-from common.intake import plain
+from common.input_processor import plain
 from common.sampling.token_rules import without_texts
 from common.serve.deltas import HandOver, RequestDelta
 from common.serve.engine_loop import EngineError, EngineLoop, QueueFull
@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from typing import Unpack
 
     from common.adapters.adapter_names import Loading
-    from common.intake import RequestOptions
+    from common.input_processor import RequestOptions
 
 __all__ = ["AsyncLLM", "EngineError", "PromptTooLong", "QueueFull", "RequestDelta"]
 LONG_TEXT = 4096  # characters; a longer prompt becomes token ids beside the loop

@@ -25,6 +25,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from threading import Lock
 from typing import TYPE_CHECKING, cast
 
+from base_scheduler import SchedulerPlugin
 from common.serve.kv_publisher import EventPublisher
 from common.serve.kv_wire import (
     CLEARED,
@@ -41,14 +42,13 @@ from kv_tiers import nobody_listens
 from prefix_cache import NormalKeys
 from prefix_cache_local import compute_block_hash
 from request_chain import root_keys
-from scheduler_books import SchedulerPlugin
 from tiered_cache import TieredCache
 
 if TYPE_CHECKING:
+    from base_scheduler import SchedulerBooks
     from block_pool import Block
     from common.engine import LLMEngine
     from prefix_cache import PrefixCache
-    from scheduler_books import SchedulerBooks
     from scheduler_interface import SchedulerOutput
 
 MAX_UNSAID = 100_000  # blocks

@@ -19,7 +19,7 @@ from typing import Any
 import psutil
 import pytest
 
-from common.collector import spare_what_is_loaded
+from common.gc_utils import spare_what_is_loaded
 from common.llm import LLM, SamplingParams
 from common.serve.__main__ import main as command
 from common.serve.conftest import SMALL, Running, posted, running, wait_for

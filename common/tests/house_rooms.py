@@ -134,12 +134,14 @@ def _too_large(name: str, size: Size, limit: Size) -> list[str]:
 # A package may have modules on several floors: the longest name that fits counts.
 FLOORS = {
     "configuration, matrices": """
-        engine_config thread_count roles config_fields model_config layer_groups
-        experts.expert_config row_order rotary rope_scaling linear huge_pages row_padding
+        engine_config thread_count registry config_fields model_config layer_groups
+        experts.expert_config rows_by_owner rotary rope_scaling linear huge_pages row_padding
         kernels.compiled_linear
         parallel.ranks parallel.collectives
         kernels.regions kernels.kernel_regions kernels.layer_kernels kernels.processor""",
-    "requests": "tokenizer outputs intake turn recent_stats collector sampling.token_rules",
+    "requests": """
+        tokenizer output_processor input_processor engine_lock stats gc_utils
+        sampling.token_rules""",
     "sampling": "sampling kernels.sampler_kernel kernels.launch_configurations",
     "model": """
         blocks post_norm_blocks model loader experts

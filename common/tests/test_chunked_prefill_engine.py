@@ -11,7 +11,7 @@ import pytest
 
 from common.engine import EngineConfig, LLMEngine
 from common.loader import LoadedModel
-from common.outputs import RequestOutput
+from common.output_processor import RequestOutput
 from common.tests.engine_oracle import MAX_TOKENS, Oracle, greedy_params, make_oracle
 from step_record import StepRecord
 

@@ -18,7 +18,7 @@ from bounded_loops import as_long_as
 from common.engine import EngineConfig, LLMEngine
 from common.llm import as_list_of_prompts
 from common.loader import load_model
-from common.outputs import RequestOutput
+from common.output_processor import RequestOutput
 from common.sampling.sampler import UnreadStep
 from common.tests.engine_oracle import Oracle, checked_engine, finish, paged_runner
 from common.tests.model_cases import tiny_config

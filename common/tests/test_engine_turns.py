@@ -12,9 +12,9 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 
 from common.engine import LLMEngine
+from common.engine_lock import Turn
 from common.runner.overlap import OverlappedEngineCore
 from common.tests.engine_oracle import checked_engine, finish, greedy_params, serve
-from common.turn import Turn
 from scheduler_interface import SchedulerOutput
 
 LOOPS = {"plain": {}, "overlapped": {"overlap_scheduling": True}}

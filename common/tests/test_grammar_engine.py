@@ -336,7 +336,7 @@ def test_without_what_it_needs_it_is_refused(loaded, monkeypatch) -> None:
     only_the_tokenizers = LLMEngine(config, loaded=listed, tokenizer=TOKENIZER)
     (output,) = only_the_tokenizers.generate_batch([[5]], replace(params, max_tokens=9)).values()
     assert output.outputs[0].token_ids[-1] == EOS and output.outputs[0].text == "a"
-    monkeypatch.setattr("common.intake.find_spec", lambda name: None)
+    monkeypatch.setattr("common.input_processor.find_spec", lambda name: None)
     with pytest.raises(ValueError, match=r"pip install 'vllm-from-scratch\[grammar\]'"):
         make_engine(loaded).add_request("a", [5], params)
 

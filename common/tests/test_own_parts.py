@@ -18,7 +18,7 @@ from common import engine as engine_module
 from common.engine import EngineConfig, LLMEngine
 from common.engine_config import ATTENTION_BACKENDS, PREFIX_CACHES, PROPOSERS, SCHEDULERS
 from common.parallel.remote import config_to_map
-from common.roles import LATE_PLUGINS, REQUEST_GRAMMARS
+from common.registry import LATE_PLUGINS, REQUEST_GRAMMARS
 from common.scheduler_assembly import SchedulerParts
 from common.tests.engine_oracle import MAX_TOKENS, checked_engine, greedy_params, serve
 from common.tests.house import imports, parse
@@ -33,7 +33,7 @@ from request import Request
 from scheduler import Scheduler
 from sglang_policies import POLICIES
 from step_plan import PreemptingPlan
-from whole_prompts import CutPrompts
+from unchunked import CutPrompts
 
 EVERYONE = [0, 3, 5, 6, 7, 2]
 
@@ -352,7 +352,7 @@ def test_every_name_leads_somewhere(where: str) -> None:
 
 def test_the_engine_finds_grammars_by_name() -> None:
     names = {site.module for site in imports(parse(Path(engine_module.__file__)))}
-    assert "common.roles" in names and not [n for n in names if n.startswith("common.grammars")]
+    assert "common.registry" in names and not [n for n in names if n.startswith("common.grammars")]
 
 
 class Unnamed(SchedulePolicy):

@@ -478,7 +478,8 @@ def test_who_calls_whom_is_so(llm: LLM) -> None:
 def test_a_chain_that_is_not_so_is_noticed(llm: LLM) -> None:
     calls = traced(llm)
     top, step = "llm.py::LLM.generate", "  engine_core.py::EngineCore.step"
-    added, processed = "engine.py::LLMEngine.add_request", "outputs.py::OutputProcessor.process"
+    added = "engine.py::LLMEngine.add_request"
+    processed = "output_processor.py::OutputProcessor.process"
     assert first_calls(f"{top}\n  sampler.py::Sampler.nothing", calls)[1] is None
     assert first_calls(f"{top}\n{step}\n    {added}", calls)[2] is None
     turned = first_calls(f"{top}\n  {processed}\n  {added}", calls)

@@ -12,7 +12,7 @@ import random
 
 import numpy as np
 
-from common.row_order import Segments, in_order
+from common.rows_by_owner import Segments, in_order
 from workshop.book.draw import LARGE, PAPER, Drawing, save_all
 from workshop.book.palette import INK, tint
 

@@ -17,8 +17,10 @@ CHAPTER = tint(DECODE, 0.45)
 BOXES = {
     "llm": (24, 62, 140, 84, SOFT, "llm.py", "generate, stream"),
     "engine": (248, 62, 216, 84, SOFT, "engine.py", "add_request, step, abort"),
-    "intake": (548, 62, 268, 62, SOFT, "intake.py, tokenizer.py", "text in: checked, a Request"),
-    "outputs": (548, 142, 268, 62, SOFT, "outputs.py, tokenizer.py", "text out: characters, stops"),
+    "intake": (548, 62, 268, 62, SOFT, "input_processor.py, tokenizer.py",
+               "text in: checked, a Request"),
+    "outputs": (548, 142, 268, 62, SOFT, "output_processor.py, tokenizer.py",
+                "text out: characters, stops"),
     "loop": (24, 232, 792, 376, PAPER, "", ""),
     "scheduler": (36, 292, 250, 96, CHAPTER, "scheduler.py", "chapter 4\n(5: drafts, 6: chunks)"),
     "memory": (36, 476, 250, 112, CHAPTER, "cached_kv_cache_manager.py",
@@ -27,7 +29,7 @@ BOXES = {
                "the delta becomes tensors\n(5: and guesses, around it)"),
     "model": (332, 476, 214, 112, SOFT, "model.py",
               "attention through tables:\nchapter 2, mixed: chapter 6"),
-    "update": (632, 292, 176, 96, CHAPTER, "scheduler_books.py",
+    "update": (632, 292, 176, 96, CHAPTER, "base_scheduler.py",
                "chapter 1: who has\nended, what is new"),
     "sampler": (612, 476, 196, 112, SOFT, "sampling/sampler.py", "logits become\ntoken ids"),
 }  # fmt: skip

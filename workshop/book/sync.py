@@ -1,7 +1,7 @@
 """Renews what is derived: `make sync`, `python -m workshop.sync [--since COMMIT] [--all]`.
 
     quotations        `python file=...` blocks of every page, from the source they name
-    pages             MUSEUM.md, BREAK_A_LINE.md, the tables of MODELS.md, the lines to read in
+    pages             MUSEUM.md in two languages, the tables of MODELS.md, the lines to read in
                       COURSE.md, its order in README.md and the chapters' heads, the rooms in
                       CONTRIBUTING.md
     tables            from records, by the scripts of those rooms whose records or scripts changed
@@ -41,7 +41,6 @@ from workshop.book.translation import (
     english_of,
     sections,
 )
-from workshop.practice import patches
 from workshop.practice.museum import museum_page
 from workshop.practice.tasks import reading
 
@@ -80,8 +79,8 @@ def renew_pages() -> Iterator[str]:
             for complaint in unfilled(page.read_text(encoding="utf-8"), page.parent)
         )
     _write(museum_page.PAGE, museum_page.render())
+    _write(museum_page.PAGE.with_suffix(".zh.md"), museum_page.render(is_chinese=True))
     _write(models.PAGE, models.render())
-    _write(patches.PAGE, patches.render())
     _write(ROOT / "CONTRIBUTING.md", written_counts())
     for page, text in reading.derived():
         _write(page, text)

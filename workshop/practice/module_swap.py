@@ -6,7 +6,7 @@
 A folder in front of `sys.path` does not do it: pytest puts its own folders in front of that. So an
 import hook answers for the one name, before Python looks anywhere, and for no other: whoever
 imports the module, a chapter, `common` or a test, gets the other file. It works for a chapter's
-flat module (`radix_cache`) and for one in a package (`common.outputs`). Under pytest-xdist each
+flat module (`radix_cache`) and for one in a package (`common.engine`). Under pytest-xdist each
 worker does the same.
 
 Invariant: the module's `__file__` is the other file, or nothing is run.
@@ -64,7 +64,7 @@ class ModuleSwap(MetaPathFinder):
 
 
 def name_of(path: Path) -> str:
-    """What `import` calls a file: `radix_cache` of a chapter, `common.outputs` of a package."""
+    """What `import` calls a file: `radix_cache` of a chapter, `common.engine` of a package."""
     path, folders = path.with_suffix(""), [path.parent]
     while (folders[-1] / "__init__.py").is_file():
         folders.append(folders[-1].parent)

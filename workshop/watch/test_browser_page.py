@@ -295,7 +295,7 @@ def test_a_stop_string_ends_a_request_in_the_step_that_completes_it(
     run.settle()
     story = run.page.locator(f".words-group[data-group={name}]")
     assert "ends at the stop string" in story.inner_text()
-    assert "outputs.py" in story.locator("[data-key='say.cut']").inner_text()
+    assert "output_processor.py" in story.locator("[data-key='say.cut']").inner_text()
     assert "end token" not in run.text(".words-list")
     cell = run.page.locator(".grid-body [aria-live]")
     assert "ends here" in (cell.text_content() or "")

@@ -20,6 +20,7 @@ from typing import Any
 
 import torch
 
+from base_scheduler import SchedulerBooks, SchedulerPlugin
 from common.engine import LLMEngine
 from common.engine_config import SHIPPED_ADAPTER, SHIPPED_CHECKPOINT, EngineConfig
 from common.loader import LoadedModel, load_model, read_checkpoint
@@ -27,7 +28,6 @@ from common.tokenizer import Tokenizer, load_tokenizer
 from grammar_queue import GrammarsCompiled
 from grammars import Grammar
 from request import Request, RequestStatus, SamplingParams
-from scheduler_books import SchedulerBooks, SchedulerPlugin
 
 MAX_STEPS = 500
 

@@ -19,9 +19,9 @@ from pathlib import Path
 
 import torch
 
-from common.collector import spare_what_is_loaded
 from common.engine import EngineConfig, LLMEngine
 from common.engine_config import SHIPPED_CHECKPOINT
+from common.gc_utils import spare_what_is_loaded
 from common.loader import LoadedModel, load_model
 from common.tokenizer import Tokenizer, load_tokenizer
 from request import SamplingParams

@@ -17,9 +17,9 @@ from torch.profiler import ProfilerActivity
 from transformers import AutoModelForCausalLM
 
 from common.assembly import Attention
-from common.collector import spare_what_is_loaded
 from common.engine import LLMEngine
 from common.engine_config import SHIPPED_CHECKPOINT, EngineConfig
+from common.gc_utils import spare_what_is_loaded
 from common.loader import LoadedModel, load_model
 from common.runner.graph_maker import GraphMaker
 from common.runner.graphs import DecodeGraphs, EagerGraphs

@@ -22,9 +22,9 @@ from typing import Any
 import numpy as np
 import torch
 
-from common.collector import spare_what_is_loaded
 from common.engine import EngineConfig, LLMEngine
 from common.engine_config import SHIPPED_CHECKPOINT
+from common.gc_utils import spare_what_is_loaded
 from common.grammars import grammar_masks
 from common.grammars.grammar_masks import GrammarMasks
 from common.grammars.lark_text import compile_source

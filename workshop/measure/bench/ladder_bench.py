@@ -33,8 +33,8 @@ NUM_RESERVATIONS = 3  # of the longest request: what the KV memory holds without
 def measure(args: argparse.Namespace) -> dict[str, Any]:
     import torch
 
-    from common.collector import spare_what_is_loaded
     from common.engine_config import SHIPPED_CHECKPOINT
+    from common.gc_utils import spare_what_is_loaded
     from common.tokenizer import load_tokenizer
     from workshop.measure.bench.bench_models import choose_dtype, load_models
     from workshop.measure.bench.bench_rounds import rotated

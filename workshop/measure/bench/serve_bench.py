@@ -34,9 +34,9 @@ from typing import Any
 
 import torch
 
-from common.collector import spare_what_is_loaded
 from common.engine import LLMEngine
 from common.engine_config import SHIPPED_CHECKPOINT, EngineConfig
+from common.gc_utils import spare_what_is_loaded
 from common.serve.async_llm import AsyncLLM
 from common.serve.deltas import HandOver
 from common.serve.engine_loop import EngineLoop

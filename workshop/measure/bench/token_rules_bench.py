@@ -16,9 +16,9 @@ from typing import Any
 
 import torch
 
-from common.collector import spare_what_is_loaded
 from common.engine import EngineConfig, LLMEngine
 from common.engine_config import SHIPPED_CHECKPOINT
+from common.gc_utils import spare_what_is_loaded
 from common.loader import load_model
 from common.tokenizer import load_tokenizer
 from request import SamplingParams

@@ -71,8 +71,8 @@ def rectangles() -> str:
 
 
 def messages() -> str:
+    from base_scheduler import RunnerDelta
     from fcfs_scheduler import FCFSScheduler
-    from scheduler_books import RunnerDelta
     from scheduler_interface import SchedulerOutput, StepOutput
 
     delta = RunnerDelta()

@@ -13,7 +13,7 @@ from importlib.util import find_spec
 from numbers import Integral, Real
 from typing import Any, TypedDict
 
-from common.outputs import OutputProcessor, RequestGroup
+from common.output_processor import OutputProcessor, RequestGroup
 from common.tokenizer import Tokenizer
 from kv_memory import KeyedRequest
 from request import SamplingParams, check_integers, require

@@ -8,7 +8,7 @@ from dataclasses import asdict, replace
 
 import pytest
 
-from common.outputs import CompletionOutput, OutputProcessor, RequestMetrics, RequestOutput
+from common.output_processor import CompletionOutput, OutputProcessor, RequestMetrics, RequestOutput
 from common.tokenizer import IncrementalDetokenizer
 from request import Request, SamplingParams
 from scheduler_interface import EngineCoreOutput

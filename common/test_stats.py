@@ -5,7 +5,7 @@ from __future__ import annotations
 import random
 from itertools import accumulate
 
-from common.recent_stats import RECENT_REQUESTS, RECENT_SECONDS, RecentCacheStats, Throughput
+from common.stats import RECENT_REQUESTS, RECENT_SECONDS, RecentCacheStats, Throughput
 
 
 def test_the_hit_rate_of_late_is_that_of_the_last_thousand_requests() -> None:

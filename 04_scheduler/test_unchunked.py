@@ -12,7 +12,7 @@ from prefill_first_scheduler import PrefillFirstScheduler
 from request import Request
 from scheduler import Scheduler, make_kv_memory
 from scheduler_interface import StepOutput
-from whole_prompts import WholePrompts
+from unchunked import WholePrompts
 
 KINDS = (Scheduler, PrefillFirstScheduler)
 

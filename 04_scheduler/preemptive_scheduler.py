@@ -25,6 +25,7 @@ from dataclasses import dataclass, replace
 from typing import TypedDict, cast
 from weakref import proxy
 
+from base_scheduler import SchedulerBooks, SchedulerPlugin, defines, describe_prompt
 from block_pool import BlockPool
 from cached_kv_cache_manager import CachedKVCacheManager
 from kv_memory import ComputedBlocks, KVMemory, NotReady
@@ -32,10 +33,9 @@ from policies import SchedulePolicy, policy_named
 from policy_queue import PolicyQueue, ShuffledQueue
 from prefix_cache_local import PrefixCacheLocal
 from request import Request, RequestStatus, check_integers
-from scheduler_books import SchedulerBooks, SchedulerPlugin, defines, describe_prompt
 from scheduler_interface import SchedulerOutput, StepOutput
 from step_plan import PreemptingPlan, PreemptionDelta, StepPlan, StepResults
-from whole_prompts import ChunkPolicy, WholePrompts
+from unchunked import ChunkPolicy, WholePrompts
 
 _FINISHED = RequestStatus.FINISHED_STOPPED  # and everything behind it
 
