@@ -8,7 +8,6 @@ from collections.abc import Collection, Iterator
 from graphlib import CycleError, TopologicalSorter
 
 from common.tests.house import House, imports, parse
-from workshop.book.path import Size, loaded_size, room_sizes, rooms_table
 
 
 def law_of_rooms(house: House) -> list[str]:
@@ -82,51 +81,6 @@ def _identifiers(tree: ast.Module) -> Iterator[tuple[int, str]]:
             yield node.lineno, node.arg
         elif isinstance(node, ast.ClassDef | ast.FunctionDef):
             yield node.lineno, node.name
-
-
-# A reader's evening: at most so many modules and lines in each root. README's table of rooms has
-# the numbers of today, and so has `python -m workshop.path`.
-ROOM_LIMITS = {
-    "01_batching": Size(9, 1463),
-    "02_paged_kv": Size(9, 1205),
-    "03_prefix_cache": Size(9, 1557),
-    "04_scheduler": Size(9, 1217),
-    "05_spec_decode": Size(9, 1042),
-    "06_chunked_prefill": Size(9, 500),
-    "all roots": Size(45, 6700),
-}
-# With the defaults of eight families in `transformers`, and torch's threads, which are a number of
-# the process and so a module of their own.
-LOADED_LIMIT = Size(61, 11939)
-
-
-def law_of_sizes(house: House) -> list[str]:
-    """A root is read in an evening."""
-    return [
-        sentence
-        for name, size in room_sizes(house.root).items()
-        for sentence in _too_large(name, size, ROOM_LIMITS.get(name, size))
-    ]
-
-
-def law_of_the_default(house: House) -> list[str]:
-    """What `LLM()` loads is read in a week; CONTRIBUTING says how much it is. From a process."""
-    broken = _too_large("what LLM() loads", loaded_size(house.root), LOADED_LIMIT)
-    page = house.root / "CONTRIBUTING.md"
-    text = page.read_text(encoding="utf-8") if page.exists() else ""
-    if "<!-- table:rooms -->" in text and rooms_table(house.root) not in text:
-        command = "python -m workshop.path --write"
-        broken.append(f"CONTRIBUTING.md: its rooms are others; run {command}")
-    return broken
-
-
-def _too_large(name: str, size: Size, limit: Size) -> list[str]:
-    if size.num_modules <= limit.num_modules and size.num_lines <= limit.num_lines:
-        return []
-    return [
-        f"{name} has {size.num_modules} modules and {size.num_lines} lines; its limits are "
-        f"{limit.num_modules} and {limit.num_lines}"
-    ]
 
 
 # What stands on what in `common`, from below, with `workshop` on top: a file imports its own floor

@@ -15,6 +15,7 @@ import pytest
 
 from common.tests import house as laws
 from common.tests import house_rooms as rooms
+from common.tests.budgets import Amounts, rule_of_budgets
 from common.tests.house import House
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -24,7 +25,7 @@ LAWS: list[Law] = [
     laws.law_of_floors,
     rooms.law_of_rooms,
     rooms.law_of_words,
-    rooms.law_of_sizes,
+    rule_of_budgets,
     rooms.law_of_common_floors,
     rooms.law_of_circles,
     laws.law_of_one_definition,
@@ -103,14 +104,22 @@ def test_an_unpacked_archive_is_read_without_what_git_would_ignore(build: Callab
     assert not any(name.startswith(("my/", "build/")) for name in names)
 
 
+def budgets_of_the_small_tree(house: House) -> list[str]:
+    budgets = {
+        "01_a": Amounts(code=5, pages=1, words=2),
+        "02_b": Amounts(code=4, tests=2, tables=1, words=2),
+        "common": Amounts(code=3),
+    }
+    return rule_of_budgets(house, budgets, all_python_lines=20)
+
+
 def lists_of_the_small_tree(house: House) -> list[str]:
     return laws.law_of_lists(house, planned=("01_a", "02_b"))
 
 
-# law_of_lists speaks of the real chapters: here it is asked about the small tree's. That
-# law_of_the_default holds here, is in test_path.py, where a process has measured it.
-SMALL_LAWS = [law for law in LAWS if law is not laws.law_of_lists]
-SMALL_LAWS += [lists_of_the_small_tree, rooms.law_of_the_default]
+# These two speak of the real folders: here they are asked about the small tree's.
+SMALL_LAWS = [law for law in LAWS if law not in (laws.law_of_lists, rule_of_budgets)]
+SMALL_LAWS += [lists_of_the_small_tree, budgets_of_the_small_tree]
 
 
 @pytest.mark.parametrize("law", SMALL_LAWS, ids=lambda law: law.__name__)
@@ -192,28 +201,32 @@ BREACHES: dict[str, tuple[Law, dict[str, str], str]] = {
         {"02_b/high.py": "class PrefixThing:\n    pass\n"},
         "02_b/high.py:1 says `PrefixThing`",
     ),
-    "too many modules": (
-        rooms.law_of_sizes,
-        {f"06_chunked_prefill/m{i}.py": "x = 1\n" for i in range(10)},
-        "06_chunked_prefill has 10 modules",
+    "too much code": (
+        budgets_of_the_small_tree,
+        {"01_a/more.py": "x = 1\n"},
+        "01_a: 6 of code, its budget is 5: take something out, or",
     ),
-    "too many lines": (
-        rooms.law_of_sizes,
-        {"06_chunked_prefill/whole.py": "x = 1\n" * 9000},
-        "06_chunked_prefill has 1 modules and 9000 lines",
+    "too many lines of tests": (
+        budgets_of_the_small_tree,
+        {"02_b/testing/fake.py": "", "02_b/test_more.py": "x = 1\n"},
+        "02_b: 3 of tests, its budget is 2",
     ),
-    "too much loaded": (
-        rooms.law_of_the_default,
-        {
-            "common/llm.py": "class LLM:\n    def generate(*args, use_tqdm): ...\n"
-            + "x = 1\n" * 20000
-        },
-        "what LLM() loads has 1 modules and 20002 lines",
+    "too much of a page": (budgets_of_the_small_tree, {"01_a/x.js": "a\nb\n"}, "01_a: 2 of pages"),
+    "too long a table": (budgets_of_the_small_tree, {"02_b/x.txt": "a\nb\n"}, "02_b: 2 of tables"),
+    "too many words": (
+        budgets_of_the_small_tree,
+        {"01_a/README.md": "# One more\n"},
+        "01_a: 3 of words, its budget is 2",
     ),
-    "rooms in the text are others": (
-        rooms.law_of_the_default,
-        {"CONTRIBUTING.md": "<!-- table:rooms -->\n| 01_a | 1 | 99 |\n<!-- /table:rooms -->\n"},
-        "CONTRIBUTING.md: its rooms are others",
+    "a folder without a budget": (
+        budgets_of_the_small_tree,
+        {"common/new/part.py": "x = 1\n"},
+        "common/new: 1 of code, its budget is 0",
+    ),
+    "too many lines of Python": (
+        budgets_of_the_small_tree,
+        {"01_a/low.py": '"""' + "told\n" * 20 + '"""\nimport os\n'},
+        "all Python: 32 lines, the budget is 20",
     ),
     "upwards": (
         rooms.law_of_common_floors,
@@ -370,6 +383,11 @@ ALLOWED: dict[str, tuple[Law, str, str]] = {
     "so may a demo": (laws.law_of_floors, "01_a/low_demo.py", "import common, high"),
     "a declared extra": (laws.law_of_floors, "01_a/low.py", "import triton\n"),
     "a test of a demo is no demo": (laws.law_of_pairs, "01_a/test_low_demo.py", "import common"),
+    "docstrings and comments cost nothing": (
+        budgets_of_the_small_tree,
+        "01_a/told.py",
+        '"""Plain."""\n\n# English.\n',
+    ),
     "a word of an earlier chapter": (rooms.law_of_words, "02_b/high.py", "num_blocks = 1\n"),
     "a hook, a field and a parameter with nouns of later chapters": (
         rooms.law_of_words,

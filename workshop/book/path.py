@@ -1,5 +1,5 @@
 """How much of this repository is on the way:
-`python -m workshop.path [--write]`.
+`python -m workshop.path`.
 
     loaded   the modules of ours that `LLM()` imports, with its default configuration
     run      the lines of ours that `LLM()` and a default `generate` of one prompt run: each line
@@ -18,8 +18,6 @@ import sys
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
-
-from workshop.measure.bench.bench_record import replace_between_markers
 
 ROOT = Path(__file__).resolve().parents[2]
 _MEASURE = """
@@ -133,48 +131,14 @@ def chapter_roots(root: Path = ROOT) -> dict[str, Size]:
     }
 
 
-def loaded_size(root: Path = ROOT) -> Size:
-    """Of what a default `LLM()` loads; of nothing where there is no engine."""
-    if not (root / "common" / "llm.py").exists():
-        return Size(0, 0)
-    default = measure_default(root)
-    return Size(len(default.loaded), default.num_lines)
-
-
-def room_sizes(root: Path = ROOT) -> dict[str, Size]:
-    """Of each chapter's root, and of all of them."""
-    roots = chapter_roots(root)
-    total = Size(
-        sum(size.num_modules for size in roots.values()),
-        sum(size.num_lines for size in roots.values()),
-    )
-    return {**roots, "all roots": total}
-
-
-def rooms_table(root: Path = ROOT) -> str:
-    rows = [
-        f"| {name} | {size.num_modules} | {size.num_lines:,} |"
-        for name, size in {**room_sizes(root), "what `LLM()` loads": loaded_size(root)}.items()
-    ]
-    return "\n".join(["| room | modules | lines |", "|---|---:|---:|", *rows])
-
-
-def written_counts(root: Path = ROOT) -> str:
-    """CONTRIBUTING.md with the rooms of today."""
-    text = (root / "CONTRIBUTING.md").read_text(encoding="utf-8")
-    return replace_between_markers(text, "rooms", rooms_table(root))
-
-
 def main() -> None:
-    if sys.argv[1:] == ["--write"]:
-        (ROOT / "CONTRIBUTING.md").write_text(written_counts(), encoding="utf-8")
-        return
     default = measure_default()
     print(f"LLM() loads        {len(default.loaded)} modules, {default.num_lines:,} lines")
     print(f"LLM() runs         {default.num_lines_made:,} lines")
     print(f"generate() runs    {default.num_lines_run:,} lines", end="")
-    print(f" of functions with {default.num_lines_of_functions:,}")
-    print("\n" + rooms_table())
+    print(f" of functions with {default.num_lines_of_functions:,}\n")
+    for name, size in chapter_roots().items():
+        print(f"{name:<19}{size.num_modules} modules, {size.num_lines:,} lines")
 
 
 if __name__ == "__main__":

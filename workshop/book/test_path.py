@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from common.tests.house import House
-from common.tests.house_rooms import law_of_the_default
+from common.tests.budgets import LOADED_LINES
 from workshop.book import path
 from workshop.book.path import DefaultPath, Size, count_lines, modules_in, size_of
 
@@ -33,8 +32,9 @@ def test_what_is_not_chosen_is_not_loaded(default: DefaultPath) -> None:
     assert sampling == {f"common/sampling/{name}.py" for name in parts}
 
 
-def test_the_law_of_the_house_holds_for_it(default: DefaultPath) -> None:
-    assert not law_of_the_default(House(path.ROOT)), law_of_the_default.__doc__
+def test_what_is_loaded_has_a_budget(default: DefaultPath) -> None:
+    found = f"LLM() loads {default.num_lines} lines, the budget is {LOADED_LINES}"
+    assert default.num_lines <= LOADED_LINES, f"{found}: take something out, or raise it and say why"
 
 
 def test_lines_are_those_of_the_files(default: DefaultPath) -> None:
