@@ -3,9 +3,8 @@
     --record ops engine loss store
     --record trace --trace FILE      replay a trace in Mooncake's format (see replay_trace.py)
 
-What is timed stands in `plot_prefix_cache_ops.py`, `..._workload.py` and `..._engine.py`; the tree
-is drawn in `..._tree.py`, the tables are made in `..._tables.py`. How this script is called:
-`workshop/measure/lab_frame.py`.
+What is timed stands in `plot_prefix_cache_ops.py`, `..._workload.py` and `..._engine.py`, the
+tables are made in `..._tables.py`. How this script is called: `workshop/measure/lab_frame.py`.
 """
 
 from __future__ import annotations
@@ -31,7 +30,6 @@ from plot_prefix_cache_tables import (
     tables_of_store,
     tables_of_trace,
 )
-from plot_prefix_cache_tree import draw_tree
 from prefix_workloads import TRACE_BLOCK_SIZE, TraceRequest, read_trace
 from replay_trace import CACHES, make_cache, num_distinct_blocks, replay
 from workshop.book.palette import BASELINE, CACHED, INK, label_line, shade, tint
@@ -279,4 +277,4 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 
 
 if __name__ == "__main__":
-    run_lab(__file__, PARTS, figures={"radix_tree": draw_tree}, add_options=add_options)
+    run_lab(__file__, PARTS, add_options=add_options)

@@ -24,8 +24,7 @@ class Amounts(NamedTuple):
 
 
 # What was there when the table was made, and 3 % more.
-BUDGETS = {
-}
+BUDGETS = {}
 ALL_PYTHON_LINES = 0  # as `wc -l` counts them
 LOADED_LINES = 12_300  # of what a default `LLM()` loads, docstrings too (`python -m workshop.path`)
 

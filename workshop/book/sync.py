@@ -6,10 +6,11 @@
                       CONTRIBUTING.md
     tables            from records, by the scripts of those rooms whose records or scripts changed
     notebooks         executed where the script is not what the notebook holds
+    drawings          the style of each SVG that is edited by hand, and its Chinese twin
     Chinese pages     code, and numbers in tables, as in the English page beside them
 
 What changed is asked of git: the working tree against COMMIT (HEAD). `--all` makes all tables, all
-figures and the stills of the films anew, too, which takes minutes and a browser.
+plots and the stills of the films anew, too, which takes minutes and a browser.
 
 A Chinese section that was in step, and whose English one changed in nothing but derived code and
 numbers, stays in step: its digest is written anew. For all others the last lines of the output say
@@ -27,8 +28,7 @@ from pathlib import Path
 
 from markdown_it import MarkdownIt
 
-from common import models
-from workshop.book import notebooks
+from workshop.book import drawings, figure_words, models_page, notebooks
 from workshop.book.path import ROOT, written_counts
 from workshop.book.quoted import filled, unfilled
 from workshop.book.translation import (
@@ -80,14 +80,21 @@ def renew_pages() -> Iterator[str]:
         )
     _write(museum_page.PAGE, museum_page.render())
     _write(museum_page.PAGE.with_suffix(".zh.md"), museum_page.render(is_chinese=True))
-    _write(models.PAGE, models.render())
+    _write(models_page.PAGE, models_page.render())
     _write(ROOT / "CONTRIBUTING.md", written_counts())
     for page, text in reading.derived():
         _write(page, text)
+    words = figure_words.Words()
+    for drawing in drawings.drawings():
+        try:
+            for path, svg in drawings.derived(drawing, words).items():
+                _write(path, svg)
+        except ValueError as complaint:
+            yield str(complaint)
 
 
 def _write(page: Path, text: str) -> None:
-    if page.read_text(encoding="utf-8") != text:
+    if not page.exists() or page.read_text(encoding="utf-8") != text:
         page.write_text(text, encoding="utf-8")
 
 
@@ -98,7 +105,7 @@ def commands_for(changed: Sequence[str], is_all: bool) -> list[list[str]]:
         lab = script.parent.relative_to(ROOT).as_posix() + "/"
         made_of = [name for name in changed if name.startswith(lab)]
         is_new = is_all or any(name.endswith(".json") or "/plot_" in name for name in made_of)
-        if is_new and "lab_frame" in script.read_text(encoding="utf-8"):  # else a drawing alone
+        if is_new and "lab_frame" in script.read_text(encoding="utf-8"):  # else a part of another
             found.append([script.relative_to(ROOT).as_posix(), "--tables"])
     for folder, commands in _TABLES.items():
         if is_all or any(n.startswith(folder) and n.endswith(".json") for n in changed):
@@ -233,7 +240,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("--since", default="HEAD", metavar="COMMIT", help="what is new (HEAD)")
-    parser.add_argument("--all", action="store_true", help="all tables, figures and stills, too")
+    parser.add_argument("--all", action="store_true", help="all tables, plots and stills, too")
     options = parser.parse_args(arguments)
     wanting = sync(options.since, options.all)
     print("\n".join(wanting) or "nothing wants a reader")

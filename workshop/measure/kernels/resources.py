@@ -32,8 +32,8 @@ from pathlib import Path
 import torch
 
 from common.engine_config import EngineConfig
-from common.kernels.launch_configurations import attention_shape, launch_configurations
-from common.model_config import ModelConfig
+from common.models.model_config import ModelConfig
+from common.runner.launch_configurations import attention_shape, launch_configurations
 from kernel_launch import DEFAULT_ARCHITECTURE, DecodeTuning, Launch
 from paged_attention_triton import write_kv_launch
 from split_attention_triton import split_launch
@@ -49,7 +49,7 @@ from workshop.measure.bench.random_weights import QWEN3_0_6B
 
 FOLDER = Path(__file__).parent
 RECORD = FOLDER / "records" / "resources.json"
-README = FOLDER.parents[2] / "common" / "kernels" / "README.md"
+README = FOLDER.parents[2] / "common" / "models" / "regions" / "README.md"
 
 
 def _family(
