@@ -33,8 +33,8 @@ def test_what_is_not_chosen_is_not_loaded(default: DefaultPath) -> None:
 
 
 def test_what_is_loaded_has_a_budget(default: DefaultPath) -> None:
-    found = f"LLM() loads {default.num_lines} lines, the budget is {LOADED_LINES}"
-    assert default.num_lines <= LOADED_LINES, f"{found}: take something out, or raise it and say why"
+    found = f"LLM() loads {default.num_lines} lines, its budget is {LOADED_LINES}"
+    assert default.num_lines <= LOADED_LINES, f"{found}; see common/tests/budgets.py"
 
 
 def test_lines_are_those_of_the_files(default: DefaultPath) -> None:
