@@ -159,12 +159,12 @@ FLOORS = {
 
 def law_of_common_floors(house: House) -> list[str]:
     """Nothing in `common` imports what stands above it, for types or in a function either. Only the
-    workshop and tests import a `lab`."""
+    workshop and tests import a helper of the chapters' tests."""
     all_files = [
         p for p in house.python_files() if house.name(p).startswith(("common/", "workshop/"))
     ]
     files = {house.name(p)[:-3].replace("/", "."): p for p in all_files if p.stem != "__init__"}
-    labs = {p.stem for p in house.python_files() if "/lab/" in house.name(p)}
+    helpers = house.helpers()
     broken = []
     for name, path in sorted(files.items()):
         if house.is_aside(path):
@@ -179,9 +179,10 @@ def law_of_common_floors(house: House) -> list[str]:
             if above is not None and above > floor:
                 broken.append(f"{at} of a higher floor: {list(FLOORS)[above]}")
         if floor < len(FLOORS) - 1:
-            found = [(site.line, site.module) for site in imports(parse(path))]
             broken += [
-                f"{house.name(path)}:{n} imports `{m}` of a lab" for n, m in found if m in labs
+                f"{house.name(path)}:{site.line} imports `{site.module}`, a helper of tests"
+                for site in imports(parse(path))
+                if site.module in helpers
             ]
     return broken
 

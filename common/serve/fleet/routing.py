@@ -29,9 +29,14 @@ from typing import Any
 from common.engine_config import SHIPPED_CHECKPOINT
 from common.serve.fleet import programs
 from common.serve.fleet.load import Outcome, Planned, replay
-from prefix_workloads import TRACE_BLOCK_SIZE, PrefixWorkload, TraceRequest, read_trace
 from workshop.measure.bench import bench_record
 from workshop.measure.bench.side_by_side import write_table
+from workshop.measure.prefix_workloads import (
+    TRACE_BLOCK_SIZE,
+    PrefixWorkload,
+    TraceRequest,
+    read_trace,
+)
 
 HERE = Path(__file__).parent
 RECORD = HERE / "records" / "routing.json"

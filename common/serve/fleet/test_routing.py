@@ -18,8 +18,8 @@ from common.serve.fleet.routing import (
     scaled,
     table,
 )
-from prefix_workloads import PrefixWorkload, TraceRequest
 from workshop.measure.bench.bench_record import made_on, read_record, replace_between_markers
+from workshop.measure.prefix_workloads import PrefixWorkload, TraceRequest
 
 CHATS = 6
 
