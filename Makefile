@@ -49,7 +49,7 @@ WHAT_watch := write a page that steps through a run of the engine; with ARGS='--
 WHAT_lint := check the code and its layout with ruff, and its types; nothing is changed
 WHAT_format := lay out the code and repair what ruff can repair
 WHAT_notebooks := execute every NN_*/*_demo.py and write its .ipynb
-WHAT_figures := redraw every figure from its committed record
+WHAT_figures := redraw every measured figure from its committed record
 WHAT_bench := measure, write a record and print a table
 WHAT_ladder := measure the engine with one chapter more at a time, and print the README's first table
 WHAT_gpu := check and measure everything on this GPU in minutes: ARGS=look, record, tune or rehearse
@@ -124,7 +124,7 @@ notebooks: say-notebooks $(WORK)
 	  { echo "make notebooks: failed. Run the script named above with $(PY) to see why."; exit 1; }
 
 figures: say-figures $(WORK)
-	@for script in [0-9][0-9]_*/lab/plot_*.py workshop/*/plot_*.py; do \
+	@for script in workshop/*/plot_*.py; do \
 	  [ -e "$$script" ] || continue; \
 	  echo "  $$script"; \
 	  $(PY) "$$script" || { echo "make figures: $$script failed; run it alone to see why."; exit 1; }; \

@@ -92,9 +92,8 @@ class InputBatch:
     req_ids: list[str]
     token_ids: list[list[int]]  # what each request computes in this step
     start_positions: list[int]  # the position of each row's first token
-    # As the posts have them; nothing here asks for a phase.
-    is_prefill: list[bool]  # does the row compute any position of the prompt?
-    prompt_lens: list[int]
+    is_prefill: list[bool]  # the posts' name: whether the row computes positions of the prompt
+    prompt_lens: list[int]  # the posts' name
 
     @property
     def batch_size(self) -> int:

@@ -237,10 +237,9 @@ class Request:
     def num_tokens(self) -> int:
         return len(self.all_token_ids)
 
-    # The posts' names for the same (READING_ALONG.md). Chapter 2: blocks of 16 positions.
-    seq_len = num_tokens
-    remaining_tokens = property(lambda self: self.num_tokens - self.num_computed_tokens)
-    num_blocks_needed = property(lambda self: -(-self.num_tokens // 16))
+    seq_len = num_tokens  # the posts' name
+    remaining_tokens = property(lambda r: r.num_tokens - r.num_computed_tokens)  # the posts' name
+    num_blocks_needed = property(lambda r: -(-r.num_tokens // 16))  # the posts' name
 
     @property
     def max_num_tokens(self) -> int:

@@ -310,9 +310,7 @@ class PrefixCache(ABC):
     def cached_block_ids(self) -> Iterable[int]:
         return self._by_block_id.keys()
 
-    @property
-    def cache_hit_rate(self) -> float:  # as the reading material calls it
-        return self.stats.hit_rate
+    cache_hit_rate = property(lambda self: self.stats.hit_rate)  # the posts' name
 
     @abstractmethod
     def cached_prefixes(self) -> Iterator[CachedPrefix]:

@@ -99,7 +99,7 @@ class CachedBlock:
         """One less than the block's `ref_cnt`, which counts the cache too."""
         return self.block.ref_cnt - 1
 
-    ref_cnt = num_users  # as the posts call it; the pool's counts the cache, too
+    ref_cnt = num_users  # the posts' name; the pool's `ref_cnt` counts the cache too
 
 
 class PrefixCacheLocal(PrefixCache):

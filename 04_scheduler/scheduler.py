@@ -36,6 +36,7 @@ vLLM's V1 scheduler has these two phases. Recomputing instead of swapping: vLLM,
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 from enum import Enum
 from typing import TYPE_CHECKING
@@ -44,7 +45,6 @@ from kv_memory import ComputedBlocks, NotReady
 from policies import PriorityPolicy, SchedulePolicy
 from preemptive_scheduler import SchedulerBase, SchedulerOptions, make_kv_memory
 from request import Request, RequestStatus, require
-from simple_block_manager import SimpleBlockManager
 from step_plan import PreemptingPlan, StepPlan
 
 if TYPE_CHECKING:
@@ -269,3 +269,31 @@ class Scheduler(SchedulerBase):
         step.add(request, num_tokens, num_left)
         step.admitted.append(request)
         return _Admission.ADMITTED
+
+
+class SimpleBlockManager:  # the posts' name
+    """`num_blocks` blocks of `block_size` positions, and how many each request has. The engine does
+    not use it: its schedulers ask a `KVMemory` (chapter 3)."""
+
+    def __init__(self, num_blocks: int, block_size: int = 16) -> None:
+        self.num_blocks = num_blocks
+        self.block_size = block_size
+        self._num_held: Counter[str] = Counter()
+
+    def allocate(self, req_id: str, num_new_blocks: int) -> bool:
+        """False: refused, and nothing has changed."""
+        if num_new_blocks > self.get_num_free_blocks():
+            return False
+        self._num_held[req_id] += num_new_blocks
+        return True
+
+    def free(self, req_id: str) -> None:
+        self._num_held.pop(req_id, None)
+
+    def get_num_free_blocks(self) -> int:
+        return self.num_blocks - self._num_held.total()
+
+    def blocks_needed_for_new_tokens(self, req: Request, num_new_tokens: int) -> int:
+        """Blocks that are missing for so many tokens after the computed ones."""
+        num_blocks = -(-(req.num_computed_tokens + num_new_tokens) // self.block_size)
+        return max(0, num_blocks - self._num_held[req.request_id])

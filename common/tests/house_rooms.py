@@ -87,17 +87,17 @@ def _identifiers(tree: ast.Module) -> Iterator[tuple[int, str]]:
 # A reader's evening: at most so many modules and lines in each root. README's table of rooms has
 # the numbers of today, and so has `python -m workshop.path`.
 ROOM_LIMITS = {
-    "01_batching": Size(9, 1465),
+    "01_batching": Size(9, 1463),
     "02_paged_kv": Size(9, 1205),
-    "03_prefix_cache": Size(9, 1559),
-    "04_scheduler": Size(9, 1224),
+    "03_prefix_cache": Size(9, 1557),
+    "04_scheduler": Size(9, 1217),
     "05_spec_decode": Size(9, 1042),
     "06_chunked_prefill": Size(9, 500),
-    "all roots": Size(46, 6711),
+    "all roots": Size(45, 6700),
 }
 # With the defaults of eight families in `transformers`, and torch's threads, which are a number of
 # the process and so a module of their own.
-LOADED_LIMIT = Size(62, 11950)
+LOADED_LIMIT = Size(61, 11939)
 
 
 def law_of_sizes(house: House) -> list[str]:

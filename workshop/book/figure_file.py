@@ -1,8 +1,5 @@
-"""A plot as a file: a card like those of `draw.py`, in both languages, that follows the dark mode.
-
-A style sheet says what each colour of the plot is in the dark. Neutral colours change places, white
-with the card. A colour that has a meaning keeps it, and is mixed with white if it were too dark to
-see. `#111111` and `#ffffff` are for text on a colour (`draw.ink_on`): they stay.
+"""A plot as a file: a card like the drawings', in both languages, that follows the dark mode. A
+style sheet says what each colour of the plot is in the dark (`palette.in_the_dark`).
 """
 
 from __future__ import annotations
@@ -12,22 +9,28 @@ from collections.abc import Callable
 from io import StringIO
 from pathlib import Path
 from typing import Any
-from xml.sax.saxutils import escape, unescape
+from xml.sax.saxutils import unescape
 
 import matplotlib.pyplot as plt
 from matplotlib import rc_context
-from matplotlib.colors import to_rgb
 from matplotlib.figure import Figure
 
-from workshop.book.draw import FONTS, NEUTRAL, luminance, text_width
-from workshop.book.figure_words import LANGUAGE, Words
-from workshop.book.palette import FONT_SIZE, INK, PAPER, tint
+from workshop.book import figure_words
+from workshop.book.figure_words import Words
+from workshop.book.palette import FONT_SIZE, FONTS, INK, NEUTRAL, in_the_dark
 
-CARD, DARK_CARD = NEUTRAL["card", "fill"]
-EDGE, DARK_EDGE = NEUTRAL["card", "stroke"]
+CARD, DARK_CARD = NEUTRAL["card"]
+EDGE, DARK_EDGE = NEUTRAL["border"]
+DARK_INK = NEUTRAL["ink"][1]
 MARGIN = 8  # points
-DARK_INK = NEUTRAL["ink", "fill"][1]
-DARKEST = 0.06  # luminance of a shade
+# Advance widths of DejaVu Sans in thousandths of the size, from the space to the tilde.
+_WIDTHS = """
+318 401 460 838 636 950 780 275 390 390 500 838 318 361 318 337 636 636 636 636 636 636 636 636 636
+636 337 337 838 838 838 531 1000 684 686 698 770 632 575 775 752 295 295 656 557 863 748 787 603
+787 695 635 611 732 684 989 685 611 685 390 337 390 838 500 500 613 635 550 635 615 352 635 634 278
+278 579 278 974 634 612 635 635 411 521 392 634 592 818 592 592 525 636 337 636 838
+"""
+_WIDTH = {chr(32 + i): int(width) / 1000 for i, width in enumerate(_WIDTHS.split())}
 NOTHING = {"Date": None, "Creator": None, "Format": None, "Type": None}
 STYLE: dict[Any, Any] = {
     # Text stays text, and what varies from run to run (ids, the date) is fixed: no diff.
@@ -49,11 +52,12 @@ STYLE: dict[Any, Any] = {
 }
 
 
-def save(figures: dict[str, Callable[[], Figure]], folder: Path) -> list[Path]:
-    """Draw each figure and write `folder/NAME.svg`, the same bytes for the same data; where the
-    folder has Chinese words, `NAME.zh.svg` too."""
+def save(
+    figures: dict[str, Callable[[], Figure]], folder: Path, words: Words | None = None
+) -> list[Path]:
+    """Draw each figure and write `folder/NAME.svg`, the same bytes for the same data; with words,
+    `NAME.zh.svg` too."""
     folder.mkdir(parents=True, exist_ok=True)
-    words = Words.beside(folder)
     paths = []
     with rc_context(STYLE):
         for name, make in figures.items():
@@ -63,7 +67,7 @@ def save(figures: dict[str, Callable[[], Figure]], folder: Path) -> list[Path]:
             paths.append(folder / f"{name}.svg")
             svg = as_card(text.getvalue())
             paths[-1].write_text(svg, encoding="utf-8")
-            if words.path.exists():
+            if words is not None:
                 chinese = folder / f"{name}.zh.svg"
                 chinese.write_text(in_chinese(svg, words), encoding="utf-8")
     return paths
@@ -102,9 +106,6 @@ def in_chinese(svg: str, words: Words) -> str:
     """The same plot with these words. Matplotlib gives each line of a text of several a place of
     its own: where those differ, the lines have one middle, which stays."""
 
-    def say(text: re.Match[str]) -> str:
-        return text[1] + escape(words(unescape(text[2])))
-
     def say_lines(texts: re.Match[str]) -> str:
         places = {float(x) for x in re.findall(r"translate\(([\d.]+)", texts[0])}
         if len(places) < 2:
@@ -121,8 +122,12 @@ def in_chinese(svg: str, words: Words) -> str:
         return f"{line[1]}{float(line[3]) + moved:.2f}{line[4]}{line[5]}"
 
     svg = re.sub(r'<g id="text_\d+">.*?</g>', say_lines, svg, flags=re.S)
-    svg = re.sub(r"(<text\b[^>]*>)([^<]*)(?=</text>)", say, svg)
-    return svg.replace("<svg ", f'<svg lang="{LANGUAGE}" ', 1)
+    return figure_words.in_chinese(svg, words)
+
+
+def text_width(text: str, size: float) -> float:
+    """Pixels that a line takes. A Chinese character is as wide as high."""
+    return sum(_WIDTH.get(char, 1.0 if char > "\u2e80" else 0.84) for char in text) * size
 
 
 def style_of(svg: str) -> str:
@@ -141,19 +146,3 @@ def style_of(svg: str) -> str:
         f".card{{fill:{CARD};stroke:{EDGE}}}@media (prefers-color-scheme: dark){{"
         f"text{{fill:{DARK_INK}}}.card{{fill:{DARK_CARD};stroke:{DARK_EDGE}}}{dark}}}"
     )
-
-
-def in_the_dark(color: str, is_text: bool = False) -> str:
-    if color in (PAPER, "#111111") and is_text:
-        return color
-    if color == PAPER:
-        return DARK_CARD
-    red, green, blue = to_rgb(color)
-    if max(red, green, blue) - min(red, green, blue) < 0.03:
-        return tint("#000000", min(1.0, green - 0.06 if green > 0.06 else 0))
-    contrast, share = (4.5 if is_text else 3), 1.0
-    if luminance(color) < DARKEST:  # a dark shade tells two lines apart: a light one does
-        contrast = 8
-    while luminance(tint(color, share)) + 0.05 < contrast * (luminance(DARK_CARD) + 0.05):
-        share -= 0.02
-    return tint(color, share)

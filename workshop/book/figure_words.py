@@ -1,6 +1,5 @@
-"""The Chinese of a figure's texts.
-
-In each `figures/` lies a `zh.txt`: an English text, and under it, indented, the Chinese one.
+"""The Chinese of every figure's texts: `figures.zh.txt` has an English text and under it, indented,
+the Chinese one.
 
     step {} computed {}
         第 {} 步算了 {} 个
@@ -15,32 +14,31 @@ import re
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
+from xml.sax.saxutils import escape, unescape
 
 LANGUAGE = "zh-CN"
+TABLE = Path(__file__).with_name("figures.zh.txt")
 # A word that is neither part of a name of code (`num_tokens`, `EngineCore`, `wait()`) nor a letter.
 WORD = re.compile(r"(?<![\w.(/])[A-Za-z][a-z]+(?![\w.(/])")
+_TEXTS = re.compile(r"(<(text|title|desc)\b[^>]*>)(.*?)(?=</\2>)", re.S)
 
 
 @dataclass
 class Words:
-    path: Path
+    path: Path = field(default_factory=lambda: TABLE)
     used: set[str] = field(default_factory=set)  # English texts that were asked for
-
-    @classmethod
-    def beside(cls, folder: Path) -> Words:
-        return cls(folder / "zh.txt")
 
     @cached_property
     def pairs(self) -> dict[str, str]:
         lines = [x for x in self.path.read_text(encoding="utf-8").splitlines() if x[:1] not in "#"]
-        pairs = list(zip(lines[::2], lines[1::2], strict=True))
-        for english, chinese in pairs:
+        pairs: dict[str, str] = {}
+        for english, chinese in zip(lines[::2], lines[1::2], strict=True):
             if english.startswith(" ") or not chinese.startswith("    "):
-                raise ValueError(f"{self.path}: {english!r} and {chinese!r} are no pair")
-        return {
-            english.replace("\\n", "\n"): chinese.strip().replace("\\n", "\n")
-            for english, chinese in pairs
-        }
+                raise ValueError(f"{self.path.name}: {english!r} and {chinese!r} are no pair")
+            if english in pairs:
+                raise ValueError(f"{self.path.name} has {english!r} twice")
+            pairs[english.replace("\\n", "\n")] = chinese.strip().replace("\\n", "\n")
+        return pairs
 
     @cached_property
     def patterns(self) -> list[tuple[re.Pattern[str], str]]:
@@ -55,8 +53,8 @@ class Words:
             for english in templates
         ]
 
-    def __call__(self, text: str, is_code: bool = False) -> str:
-        """Raises `ValueError` for words without Chinese, unless they are code."""
+    def __call__(self, text: str) -> str:
+        """Raises `ValueError` for words without Chinese."""
         if text in self.pairs:
             self.used.add(text)
             return self.pairs[text]
@@ -65,6 +63,26 @@ class Words:
             if found and not any(WORD.search(what) for what in found.groups()):
                 self.used.add(english)
                 return self.pairs[english].format(*found.groups())
-        if WORD.search(text) and not is_code:
-            raise ValueError(f"{self.path} has no Chinese for {text!r}")
+        if WORD.search(text):
+            raise ValueError(f"{self.path.name} has no Chinese for {text!r}")
         return text
+
+
+def in_chinese(svg: str, words: Words) -> str:
+    """The same figure with these words. A text of several lines is one text of the table; a text of
+    the class `code` stays."""
+
+    def say(found: re.Match[str]) -> str:
+        head, _, inner = found.groups()
+        if re.search(r'class="[^"]*\bcode\b', head):
+            return found[0]
+        pieces = re.split(r"(<[^>]*>)", inner)  # lines, and the tags between them
+        english = "\n".join(unescape(line) for line in pieces[::2] if line.strip())
+        chinese = words(english).split("\n")
+        if len(chinese) > english.count("\n") + 1:
+            raise ValueError(f"{words.path.name}: {english!r} has more lines in Chinese")
+        lines = iter(chinese)
+        pieces[::2] = [escape(next(lines, "")) if x.strip() else x for x in pieces[::2]]
+        return head + "".join(pieces)
+
+    return _TEXTS.sub(say, svg).replace("<svg ", f'<svg lang="{LANGUAGE}" ', 1)

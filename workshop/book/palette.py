@@ -28,7 +28,19 @@ BASELINE = "#999999"  # without the chapter's idea
 INK = "#222222"  # with the chapter's idea; lines and text
 PAPER = "#ffffff"  # free, empty, not computed
 
+# What has no meaning follows the reader's dark mode: in the light, in the dark.
+NEUTRAL = {
+    "card": (PAPER, "#161b22"),
+    "border": ("#d0d7de", "#30363d"),  # of the card
+    "paper": (PAPER, "#0d1117"),
+    "soft": ("#eef1f4", "#262c36"),
+    "ink": (INK, "#e6edf3"),
+    "muted": ("#57606a", "#9da7b3"),  # lines, and second texts
+    "grid": ("#d8dee4", "#30363d"),
+}
+FONTS = 'system-ui, -apple-system, "Segoe UI", Roboto, "Helvetica Neue", Arial, sans-serif'
 FONT_SIZE = 14  # points; figures are at most 9 inches wide
+_DARKEST = 0.06  # luminance of a shade
 
 
 def tint(color: str, share: float) -> str:
@@ -39,6 +51,32 @@ def tint(color: str, share: float) -> str:
 def shade(color: str, share: float) -> str:
     """`color` mixed with black: 1 is the colour itself, 0 is black."""
     return _hex(share * part for part in _parts(color))
+
+
+def luminance(color: str) -> float:
+    """Of `#rrggbb`, from 0 to 1."""
+    parts = [c / 12.92 if c <= 0.04045 else ((c + 0.055) / 1.055) ** 2.4 for c in _parts(color)]
+    return 0.2126 * parts[0] + 0.7152 * parts[1] + 0.0722 * parts[2]
+
+
+def in_the_dark(color: str, is_text: bool = False) -> str:
+    """Neutral colours change places, white with the card. A colour that has a meaning keeps it, and
+    is mixed with white if a line or a text in it were too dark to see. `#111111` and `#ffffff` are
+    for text on a colour: they stay."""
+    if color in (PAPER, "#111111") and is_text:
+        return color
+    card = NEUTRAL["card"][1]
+    if color == PAPER:
+        return card
+    parts = _parts(color)
+    if max(parts) - min(parts) < 0.03:
+        return tint("#000000", min(1.0, parts[1] - 0.06 if parts[1] > 0.06 else 0))
+    contrast, share = (4.5 if is_text else 3), 1.0
+    if luminance(color) < _DARKEST:  # a dark shade tells two lines apart: a light one does
+        contrast = 8
+    while luminance(tint(color, share)) + 0.05 < contrast * (luminance(card) + 0.05):
+        share -= 0.02
+    return tint(color, share)
 
 
 def _parts(color: str) -> list[float]:

@@ -1,15 +1,16 @@
 """Renews what is derived: `make sync`, `python -m workshop.sync [--since COMMIT] [--all]`.
 
     quotations        `python file=...` blocks of every page, from the source they name
-    pages             MUSEUM.md, BREAK_A_LINE.md, the tables of MODELS.md, the lines to read in
+    pages             MUSEUM.md in two languages, the tables of MODELS.md, the lines to read in
                       COURSE.md, its order in README.md and the chapters' heads, the rooms in
                       CONTRIBUTING.md
     tables            from records, by the scripts that changed, or whose records did
     notebooks         executed where the script is not what the notebook holds
+    drawings          the style of each SVG that is edited by hand, and its Chinese twin
     Chinese pages     code, and numbers in tables, as in the English page beside them
 
 What changed is asked of git: the working tree against COMMIT (HEAD). `--all` makes all tables, all
-figures and the stills of the films anew, too, which takes minutes and a browser.
+plots and the stills of the films anew, too, which takes minutes and a browser.
 
 A Chinese section that was in step, and whose English one changed in nothing but derived code and
 numbers, stays in step: its digest is written anew. For all others the last lines of the output say
@@ -28,7 +29,7 @@ from pathlib import Path
 from markdown_it import MarkdownIt
 
 from common import models
-from workshop.book import notebooks
+from workshop.book import drawings, figure_words, notebooks
 from workshop.book.path import ROOT, written_counts
 from workshop.book.quoted import filled, unfilled
 from workshop.book.translation import (
@@ -41,7 +42,6 @@ from workshop.book.translation import (
     english_of,
     sections,
 )
-from workshop.practice import patches
 from workshop.practice.museum import museum_page
 from workshop.practice.tasks import reading
 
@@ -80,15 +80,22 @@ def renew_pages() -> Iterator[str]:
             for complaint in unfilled(page.read_text(encoding="utf-8"), page.parent)
         )
     _write(museum_page.PAGE, museum_page.render())
+    _write(museum_page.PAGE.with_suffix(".zh.md"), museum_page.render(is_chinese=True))
     _write(models.PAGE, models.render())
-    _write(patches.PAGE, patches.render())
     _write(ROOT / "CONTRIBUTING.md", written_counts())
     for page, text in reading.derived():
         _write(page, text)
+    words = figure_words.Words()
+    for drawing in drawings.drawings():
+        try:
+            for path, svg in drawings.derived(drawing, words).items():
+                _write(path, svg)
+        except ValueError as complaint:
+            yield str(complaint)
 
 
 def _write(page: Path, text: str) -> None:
-    if page.read_text(encoding="utf-8") != text:
+    if not page.exists() or page.read_text(encoding="utf-8") != text:
         page.write_text(text, encoding="utf-8")
 
 
@@ -234,7 +241,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("--since", default="HEAD", metavar="COMMIT", help="what is new (HEAD)")
-    parser.add_argument("--all", action="store_true", help="all tables, figures and stills, too")
+    parser.add_argument("--all", action="store_true", help="all tables, plots and stills, too")
     options = parser.parse_args(arguments)
     wanting = sync(options.since, options.all)
     print("\n".join(wanting) or "nothing wants a reader")

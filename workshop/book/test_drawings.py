@@ -1,76 +1,177 @@
-"""The committed figures are what their scripts draw, in both languages."""
+"""Every drawing is what `make sync` makes of it, and can be read: in a browser, in both languages,
+in the light and in the dark."""
 
 from __future__ import annotations
 
-import importlib.util
-import sys
-from collections.abc import Callable
-from functools import cache
+from collections.abc import Iterator
+from io import BytesIO
 from pathlib import Path
-from types import ModuleType
+from typing import TYPE_CHECKING, Literal
 
 import pytest
+from PIL import Image, ImageColor
 
-from workshop.book.draw import Drawing
+from workshop.book import drawings
+from workshop.book.drawings import ROOT
 from workshop.book.figure_file import in_chinese
-from workshop.book.figure_words import Words
+from workshop.book.figure_words import TABLE, Words
+from workshop.book.palette import NEUTRAL
+from workshop.watch.conftest import browser_for_tests
 
-ROOT = Path(__file__).resolve().parents[2]
-PLACES = ("[0-9][0-9]_*/lab/plot_*.py", "workshop/*/plot_*.py")  # as `make figures` has them
-SCRIPTS = sorted(
-    path
-    for place in PLACES
-    for path in ROOT.glob(place)
-    if "\nDRAWINGS = " in path.read_text(encoding="utf-8")
-)
+if TYPE_CHECKING:
+    from playwright.sync_api import Browser, Page
 
-
-@cache
-def load(path: Path) -> ModuleType:
-    spec = importlib.util.spec_from_file_location(f"drawn_{path.stem}", path)
-    assert spec is not None and spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[spec.name] = module  # dataclasses look there
-    spec.loader.exec_module(module)
-    return module
+browser = pytest.fixture(scope="module")(browser_for_tests)
+DRAWINGS = drawings.drawings()
+PLOTS = [p for place in drawings.PLACES for p in ROOT.glob(f"{place}/*.svg") if p not in DRAWINGS]
+SCHEMES: tuple[Literal["light", "dark"], ...] = ("light", "dark")
+ENDS = (".svg", ".zh.svg")
 
 
-FOLDERS = sorted(path.parent for path in ROOT.glob("*[0-9a-z]*/**/figures/zh.txt"))
+def test_what_is_derived_is_committed() -> None:
+    """Of a plot the Chinese one; its own script draws the English one. Each text has its Chinese
+    (`Words` raises), and no Chinese is left over."""
+    words, made = Words(), dict[Path, str]()
+    for path in DRAWINGS:
+        made |= drawings.derived(path, words)
+    for path in PLOTS:
+        chinese = path.with_suffix(".zh.svg")
+        if not path.name.endswith(".zh.svg"):
+            made[chinese] = in_chinese(path.read_text(encoding="utf-8"), words)
+    for path, svg in made.items():
+        assert path.read_text(encoding="utf-8") == svg, f"{path.relative_to(ROOT)}: `make sync`"
+    of_none = {path for path in PLOTS if path.name.endswith(".zh.svg")} - made.keys()
+    assert not of_none, "no English figure"
+    assert not words.pairs.keys() - words.used, f"{TABLE.name}: no figure says so"
 
 
-def drawings_of(folder: Path) -> dict[str, Callable[[], Drawing]]:
-    """By the names of their files. No two scripts draw one file."""
-    found = {}
-    for script in SCRIPTS:
-        if script.parents[1] / "figures" == folder:
-            drawings = load(script).DRAWINGS
-            assert drawings and not found.keys() & drawings.keys(), script.name
-            found |= drawings
-    return found
+def test_a_class_that_means_nothing_is_an_error() -> None:
+    with pytest.raises(ValueError, match="'promt-30'"):
+        drawings.style_of('<rect class="promt-30"/>')
 
 
-def test_there_are_folders() -> None:
-    assert {script.parents[1] / "figures" for script in SCRIPTS} <= set(FOLDERS)
+# -- in a browser
+
+# Faults of the page's drawing: a list of sentences.
+LOOK = """() => {
+  const all = (selector) => [...document.querySelectorAll(selector)];
+  const box = (r, name) => ({name, x: r.x, y: r.y, right: r.x + r.width, bottom: r.y + r.height});
+  const meets = (a, b) => Math.min(a.right, b.right) - Math.max(a.x, b.x) > 0.1 &&
+    Math.min(a.bottom, b.bottom) - Math.max(a.y, b.y) > 0.1;
+  const holds = (a, b) => a.x <= b.x + 0.1 && a.y <= b.y + 0.1 &&
+    b.right <= a.right + 0.1 && b.bottom <= a.bottom + 0.1;
+  const linear = (c) => c <= 0.04045 ? c / 12.92 : ((c + 0.055) / 1.055) ** 2.4;
+  const light = (color) => {
+    const [r, g, b] = color.match(/[\\d.]+/g).map((c) => linear(c / 255));
+    return 0.2126 * r + 0.7152 * g + 0.0722 * b + 0.05;
+  };
+  const fill = (element) => getComputedStyle(element).fill;
+  const card = box(document.querySelector(".card").getBoundingClientRect(), "the card");
+  const inner = {x: card.x + 7, y: card.y + 5, right: card.right - 7, bottom: card.bottom - 5};
+  const rects = all("rect:not(.card), circle").map(
+    (element) => ({element, ...box(element.getBoundingClientRect(), element.outerHTML)}));
+  const rows = [];
+  for (const text of all("text")) {
+    for (const node of text.childNodes) {
+      if (!node.textContent.trim()) continue;
+      const range = document.createRange();
+      range.selectNodeContents(node);
+      const size = parseFloat(getComputedStyle(text).fontSize);
+      const r = range.getBoundingClientRect();  // of the font: what is above and below is left out
+      const middle = r.y + r.height / 2;
+      rows.push({text, size, ...box({x: r.x, y: middle - size / 2, width: r.width, height: size},
+        node.textContent)});
+    }
+  }
+  const faults = [];
+  rows.forEach((row, i) => {
+    if (row.size < 14) faults.push(`${row.name}: ${row.size} px cannot be read at half the size`);
+    if (!holds(inner, row)) faults.push(`${row.name} leaves the card`);
+    for (const other of rows.slice(i + 1)) {
+      if (meets(row, other)) faults.push(`${row.name} and ${other.name} overlap`);
+    }
+    for (const rect of rects) {
+      if (meets(row, rect) && !holds(rect, row)) {
+        faults.push(`the edge of ${rect.name} runs through ${row.name}`);
+      }
+    }
+    const under = rects.filter((rect) => holds(rect, row)).pop()?.element ??
+      document.querySelector(".card");
+    const [a, b] = [light(fill(row.text)), light(fill(under))];
+    const contrast = Math.max(a, b) / Math.min(a, b);
+    if (contrast < 4.5) faults.push(`${row.name} is hard to see: ${contrast.toFixed(1)}`);
+  });
+  for (const line of all("polyline:not(.lane)")) {
+    const at = line.getScreenCTM(), length = line.getTotalLength();
+    const steps = Math.ceil(length * Math.hypot(at.a, at.b) / 4);
+    for (let i = 0; i <= steps; i++) {
+      const p = line.getPointAtLength(length * i / steps).matrixTransform(at);
+      const hit = rows.find((r) => r.x < p.x && p.x < r.right && r.y < p.y && p.y < r.bottom);
+      if (hit) { faults.push(`${line.outerHTML} runs through ${hit.name}`); break; }
+    }
+  }
+  rects.forEach((rect, i) => rects.slice(i + 1).forEach((other) => {
+    if (meets(rect, other) && !holds(rect, other) && !holds(other, rect)) {
+      faults.push(`${rect.name} and ${other.name} overlap`);
+    }
+  }));
+  return faults;
+}"""
 
 
-@pytest.mark.parametrize("folder", FOLDERS, ids=lambda path: path.parent.name)
-def test_what_is_committed_is_what_is_drawn(folder: Path) -> None:
-    """A plot is compared with its own file in English: who draws it anew needs matplotlib's
-    version. Each text has its Chinese (`Words` raises), and no Chinese is left over."""
-    words = Words.beside(folder)
-    drawings = drawings_of(folder)
-    for path in sorted(folder.glob("*.svg")):
-        name = path.name.removesuffix(".svg")
-        if name.endswith(".zh"):
-            assert (folder / f"{name.removesuffix('.zh')}.svg").exists(), path
-            continue
-        svg, chinese = (
-            (folder / f"{name}{end}.svg").read_text(encoding="utf-8") for end in ("", ".zh")
-        )
-        if name in drawings:
-            drawing = drawings[name]()
-            assert svg == drawing.svg(), f"{path.name}: run its script"
-            assert chinese == drawing.svg(words), f"{name}.zh.svg: run its script"
-        else:
-            assert chinese == in_chinese(svg, words), f"{name}.zh.svg: run its script"
-    assert not words.pairs.keys() - words.used, "no figure says so"
+@pytest.fixture(scope="module")
+def page(browser: Browser) -> Iterator[Page]:
+    page = browser.new_page(viewport={"width": 880, "height": 800})
+    yield page
+    page.close()
+
+
+@pytest.mark.parametrize("end", ENDS)
+@pytest.mark.parametrize("path", DRAWINGS, ids=lambda path: path.stem)
+def test_a_reader_trips_over_nothing(path: Path, end: str, page: Page) -> None:
+    """Texts are inside the card and their boxes, nothing runs through them or over them, and they
+    stand out from what is under them."""
+    page.goto(path.with_suffix(end).as_uri())
+    for scheme in SCHEMES:
+        page.emulate_media(color_scheme=scheme)
+        assert page.evaluate(LOOK) == [], scheme
+
+
+FAULTS = {
+    "leaves the card": '<text x="380" y="50">out of it</text>',
+    "one and other overlap": '<text x="20" y="50">one</text><text x="30" y="54">other</text>',
+    "runs through": '<text x="24" y="50">much</text><polyline points="20,46 60,46"/>',
+    "the edge of": '<rect x="20" y="30" width="20" height="30"/><text x="24" y="50">long</text>',
+    "cannot be read": '<text x="20" y="50" style="font-size:9px">small</text>',
+    "hard to see": '<text x="20" y="50" style="fill:#999999">grey</text>',
+    "and <rect": '<rect x="20" y="30" width="20" height="30"/><rect x="30" width="9" height="39"/>',
+}
+
+
+@pytest.mark.parametrize(("says", "marks"), FAULTS.items(), ids=FAULTS)
+def test_what_a_reader_would_trip_over_is_seen(says: str, marks: str, page: Page) -> None:
+    card = '<rect class="card" width="400" height="100" fill="#ffffff"/>'
+    page.goto("about:blank")
+    page.set_content(f'<svg width="400" height="100">{card}{marks}</svg>')
+    faults = page.evaluate(LOOK)
+    assert any(says in fault for fault in faults), faults
+
+
+def test_a_page_shows_them_as_images_in_the_light_and_in_the_dark(
+    page: Page, tmp_path: Path
+) -> None:
+    """As GitHub does: `<img src=...>`, whose own style sheet follows the reader's colours."""
+    paths = [path.with_suffix(end) for path in DRAWINGS for end in ENDS]
+    images = [f'<img src="{path.as_uri()}" width="200">' for path in paths]
+    html = tmp_path / "page.html"
+    html.write_text("<!doctype html>" + "\n".join(images), encoding="utf-8")
+    page.goto(html.as_uri())
+    places = page.evaluate(
+        "[...document.images].map((i) => [i.naturalWidth, i.offsetLeft + 3, i.offsetTop + 9])"
+    )
+    assert len(places) == 2 * len(DRAWINGS) and all(width > 700 for width, *_ in places)
+    for scheme, color in zip(SCHEMES, NEUTRAL["card"], strict=True):
+        page.emulate_media(color_scheme=scheme)
+        with Image.open(BytesIO(page.screenshot(full_page=True))) as picture:
+            seen = {picture.convert("RGB").getpixel((x, y)) for _, x, y in places}
+        assert seen == {ImageColor.getrgb(color)}, scheme

@@ -10,12 +10,22 @@ import matplotlib.pyplot as plt
 import pytest
 from matplotlib.figure import Figure
 
-from workshop.book.draw import NEUTRAL, luminance
-from workshop.book.figure_file import in_the_dark, save
+from workshop.book.figure_file import save
 from workshop.book.figure_words import Words
-from workshop.book.palette import CACHED, DRAFT, INK, OTHER, PAPER, PROMPT, shade
+from workshop.book.palette import (
+    CACHED,
+    DRAFT,
+    INK,
+    NEUTRAL,
+    OTHER,
+    PAPER,
+    PROMPT,
+    in_the_dark,
+    luminance,
+    shade,
+)
 
-DARK_CARD = NEUTRAL["card", "fill"][1]
+DARK_CARD = NEUTRAL["card"][1]
 
 
 def draw() -> Figure:
@@ -37,7 +47,7 @@ def folder(tmp_path: Path) -> Path:
     }
     lines = [f"{english}\n    {chinese}\n" for english, chinese in pairs.items()]
     (tmp_path / "zh.txt").write_text("# plot\n" + "".join(lines), encoding="utf-8")
-    save({"plot": draw}, tmp_path)
+    save({"plot": draw}, tmp_path, Words(tmp_path / "zh.txt"))
     return tmp_path
 
 
@@ -65,7 +75,7 @@ def test_every_colour_that_changes_has_a_rule(folder: Path) -> None:
 
 def test_the_same_figure_makes_the_same_bytes(folder: Path) -> None:
     before = {path: path.read_bytes() for path in folder.glob("*.svg")}
-    save({"plot": draw}, folder)
+    save({"plot": draw}, folder, Words(folder / "zh.txt"))
     assert len(before) == 2 and all(path.read_bytes() == old for path, old in before.items())
 
 
@@ -87,8 +97,8 @@ def test_what_varies_stands_where_the_chinese_says(folder: Path) -> None:
 
 @pytest.mark.parametrize("text", ["step by step", "step one of 4", "it is"])
 def test_a_text_without_chinese_is_an_error(folder: Path, text: str) -> None:
-    words = Words.beside(folder)
+    words = Words(folder / "zh.txt")
     with pytest.raises(ValueError, match="no Chinese"):
         words(text)
     assert words("step 3 of num_tokens") == "num_tokens 步里的第 3 步"
-    assert words(text, is_code=True) == text and words("a = wait()") == "a = wait()"
+    assert words("a = wait()") == "a = wait()"

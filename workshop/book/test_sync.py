@@ -15,7 +15,7 @@ from workshop.book.translation import sections
 
 
 def test_there_is_nothing_to_renew(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of what needs nothing to be run: quotations, the museum, broken lines, rooms, the course.
+    """Of what needs nothing to be run: quotations, the museum, rooms, the course.
     Tables, notebooks and Chinese pages have their own tests."""
     stale: list[Path] = []
 

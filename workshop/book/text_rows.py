@@ -1,9 +1,11 @@
 """Tables that are prose: rows of lines, each with a word in front that says what it is.
 
-A blank line ends a row, an indented line continues the one above, and `#` begins a remark."""
+A blank line ends a row, an indented line continues the one above, and `#` begins a remark. What is
+printed from such a table is in Chinese where the terminal is (`is_chinese`)."""
 
 from __future__ import annotations
 
+import os
 import re
 from collections import defaultdict
 from collections.abc import Iterator
@@ -34,3 +36,9 @@ def read_rows(text: str, words: str) -> Iterator[TextRow]:
                 raise ValueError(f"{line!r} of {lines[0]!r} begins with no known word")
             said[word].append(rest)
         yield TextRow(lines[0], said)
+
+
+def is_chinese() -> bool:
+    """What the terminal speaks, as gettext finds it out."""
+    names = ("LANGUAGE", "LC_ALL", "LC_MESSAGES", "LANG")
+    return next(filter(None, map(os.environ.get, names)), "").startswith("zh")

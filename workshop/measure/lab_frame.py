@@ -24,6 +24,7 @@ matplotlib.use("svg")
 from matplotlib.figure import Figure
 
 from workshop.book.figure_file import save
+from workshop.book.figure_words import Words
 from workshop.measure.bench.bench_record import (
     ROOT,
     describe_environment,
@@ -70,11 +71,10 @@ def run_lab(
     parts: Mapping[str, Part],
     arguments: Sequence[str] | None = None,
     *,
-    figures: Mapping[str, Callable[[], Figure]] | None = None,
     add_options: Callable[[argparse.ArgumentParser], None] = lambda parser: None,
 ) -> None:
     """The `main` of a plot script. `script` is its `__file__`, `chapter` the folder of its figures
-    and pages, `figures` those without a record.
+    and pages.
 
     The record of `plot_TOPIC.py`'s part PART is `records/TOPIC_PART.json`, that of a part TOPIC
     `records/TOPIC.json`."""
@@ -101,7 +101,7 @@ def run_lab(
         for part, record in records.items()
         for name, draw in parts[part].figures.items()
     }
-    save({**drawn, **(figures or {})}, pages / "figures")
+    save(drawn, pages / "figures", None if options.tiny else Words())
     if options.tables:
         write_tables(make_tables(parts, records), None if options.tiny else pages)
 

@@ -9,18 +9,20 @@ README.md and workshop/measure/bench/README.md.
 
 from __future__ import annotations
 
-import math
 import statistics
 from pathlib import Path
 
-from workshop.book.draw import LARGE, SMALL, Box, Drawing, save_all
-from workshop.book.draw_parts import Axes
+import matplotlib.pyplot as plt
+from matplotlib.figure import Figure
+
+from workshop.book.figure_file import save
+from workshop.book.figure_words import Words
 from workshop.book.palette import BASELINE, DECODE, INK, PROMPT
 from workshop.measure.bench.bench_record import read_record
 from workshop.measure.bench.ladder_bench import main as write_tables
 
 RECORD = Path(__file__).parent / "bench" / "records" / "ladder.json"
-LEFT, COLUMN, TOP, ROW = 226, 202, 118, 32  # of the panels; between two; of the rungs; between two
+FIGURES = Path(__file__).parents[1] / "figures"
 
 
 def regimes() -> dict[str, dict[str, dict]]:
@@ -35,89 +37,73 @@ def spread(rung: dict, name: str) -> tuple[float, float, float]:
     return min(values), statistics.median(values), max(values)
 
 
-def start(title: str, desc: str, rungs: dict[str, dict]) -> Drawing:
-    drawing = Drawing(840, TOP + len(rungs) * ROW + 46, title, desc)
-    drawing.text(24, 30, title, size=LARGE, bold=True)
-    for place, name in enumerate(rungs):
-        drawing.text(LEFT - 12, TOP + place * ROW, name, size=SMALL, anchor="end")
-    return drawing
-
-
-def draw_many() -> Drawing:
+def draw_many() -> Figure:
     """The three numbers of README's table, as bars."""
     rungs, *_ = regimes().values()
-    first, last = list(rungs.values())[:: len(rungs) - 1]
-    (_, slow, _), (_, fast, _) = (spread(x, "output_tokens_per_s") for x in (first, last))
-    (_, late, _), (_, soon, _) = (spread(x, "ttft_ms_p50") for x in (first, last))
-    drawing = start(
-        f"{slow:,.0f} to {fast:,.0f} tokens a second, "
-        f"first token {late / 1e3:.1f} s to {soon:,.0f} ms",
-        "Bars for each rung, from one request at a time to all six chapters: output tokens a "
-        "second, the median first token, and the longest gaps between two tokens. Thin lines go "
-        "from the lowest run to the highest.",
-        rungs,
-    )
+    figure, axes = plt.subplots(1, 3, figsize=(9, 4.6), sharey=True, layout="constrained")
     quantities = {
         "output_tokens_per_s": "output tokens a second,\nmore is better",
         "ttft_ms_p50": "first token, p50, ms,\nless is better",
         "inter_token_ms_p99": "gap, p99, ms,\nless is better",
     }
-    for column, (name, label) in enumerate(quantities.items()):
-        left = LEFT + column * COLUMN
-        drawing.text(left, 68, label, size=SMALL)
-        scale = (COLUMN - 76) / max(spread(rung, name)[2] for rung in rungs.values())
+    for axis, (name, label) in zip(axes, quantities.items(), strict=True):
         for place, (title, rung) in enumerate(rungs.items()):
-            y = TOP + place * ROW
-            low, middle, high = (value * scale for value in spread(rung, name))
+            low, middle, high = spread(rung, name)
             color = DECODE if title[0].isdigit() else BASELINE
-            drawing.box(left, y - 10, middle, 20, fill=color, radius=0)
-            drawing.line((left + low, y), (left + high, y), color=INK)
-            drawing.text(
-                left + max(middle, high) + 8, y, f"{spread(rung, name)[1]:,.0f}", size=SMALL
-            )
-    drawing.text(
-        24, drawing.height - 30, "Many users. Each rung adds a chapter; a thin line goes from the "
-        "lowest of three runs to the highest.", size=SMALL, muted=True,
-    )  # fmt: skip
-    return drawing
+            axis.barh(place, middle, color=color, height=0.65)
+            axis.plot([low, high], [place, place], color=INK, linewidth=1.2)
+            end = {"xytext": (6, 0), "textcoords": "offset points", "va": "center", "fontsize": 12}
+            axis.annotate(f"{middle:,.0f}", (max(middle, high), place), **end)
+        axis.set_title(label, loc="left", fontsize=12)
+        axis.set_xlim(0, 1.45 * max(spread(rung, name)[2] for rung in rungs.values()))
+        axis.spines[:].set_visible(False)
+        axis.tick_params(left=False, bottom=False, labelbottom=False)
+    axes[0].set_yticks(range(len(rungs)), list(rungs), fontsize=12)
+    axes[0].invert_yaxis()
+    first, last = list(rungs.values())[:: len(rungs) - 1]
+    (_, slow, _), (_, fast, _) = (spread(x, "output_tokens_per_s") for x in (first, last))
+    (_, late, _), (_, soon, _) = (spread(x, "ttft_ms_p50") for x in (first, last))
+    figure.suptitle(
+        f"{slow:,.0f} to {fast:,.0f} tokens a second, "
+        f"first token {late / 1e3:.1f} s to {soon:,.0f} ms"
+    )
+    note = (
+        "Each rung adds a chapter; a thin line goes from the lowest of three runs to the highest."
+    )
+    figure.supxlabel(f"Many users. {note}", fontsize=11)
+    return figure
 
 
-def draw_regimes() -> Drawing:
+def draw_regimes() -> Figure:
     """Throughput and the worst waits, where many users queue and where few do not."""
     found = regimes()
     rungs, *_ = found.values()
-    drawing = start(
-        "Few users: no rung is faster, but the first token comes sooner",
-        "For each rung, from one request at a time to all six chapters, a mark for many users and "
-        "one for few: output tokens a second, the first token and the gap between tokens at p99.",
-        rungs,
-    )
-    drawing.key(LEFT, 60, dict(zip(found, (DECODE, PROMPT), strict=True)))
-    quantities = {  # and the ticks; for those of waits, the scale is logarithmic
-        "output_tokens_per_s": ("output tokens a second", (0, 250, 500)),
-        "ttft_ms_p99": ("first token, p99, ms", (100, 1000, 10_000)),
-        "inter_token_ms_p99": ("gap, p99, ms", (10, 100)),
+    figure, axes = plt.subplots(1, 3, figsize=(9, 4.6), sharey=True, layout="constrained")
+    quantities = {
+        "output_tokens_per_s": "output tokens a second",
+        "ttft_ms_p99": "first token, p99, ms",
+        "inter_token_ms_p99": "gap, p99, ms",
     }
-    for column, (name, (label, ticks)) in enumerate(quantities.items()):
-        place_of = math.log10 if ticks[0] else float
-        area = Box(LEFT + column * COLUMN, TOP - ROW / 2, COLUMN - 26, len(rungs) * ROW)
-        every = [
-            value for rungs in found.values() for x in rungs.values() for value in spread(x, name)
-        ]
-        limits = min(ticks[0], min(every)), 1.06 * max(every)
-        axes = Axes(area, (place_of(limits[0]), place_of(limits[1])), (len(rungs) - 0.5, -0.5))
-        axes.draw(drawing, {place_of(tick): f"{tick:,}" for tick in ticks}, {}, "", label)
-        for measured, color, offset in zip(found.values(), (DECODE, PROMPT), (-6, 6), strict=True):
-            for place, rung in enumerate(measured.values()):
-                low, middle, high = (axes.x_of(place_of(value)) for value in spread(rung, name))
-                y = axes.y_of(place) + offset
-                drawing.line((low, y), (high, y), color=color)
-                drawing.box(middle - 5, y - 5, 10, 10, fill=color, radius=5)
-    return drawing
+    for axis, (name, label) in zip(axes, quantities.items(), strict=True):
+        for (title, measured), color, offset in zip(found.items(), (DECODE, PROMPT), (-0.2, 0.2)):
+            places = [place + offset for place in range(len(measured))]
+            low, middle, high = zip(*(spread(rung, name) for rung in measured.values()))
+            axis.hlines(places, low, high, color=color)
+            axis.plot(middle, places, "o", color=color, label=title)
+        axis.set_title(label, loc="left", fontsize=12)
+        if name == "output_tokens_per_s":
+            axis.set_xlim(left=0)
+        else:
+            axis.set_xscale("log")
+        axis.tick_params(labelsize=12)
+        axis.grid()
+    axes[0].set_yticks(range(len(rungs)), list(rungs))
+    axes[0].invert_yaxis()
+    figure.legend(*axes[0].get_legend_handles_labels(), loc="outside lower center", ncols=2)
+    figure.suptitle("Few users: no rung is faster, but the first token comes sooner")
+    return figure
 
-
-DRAWINGS = {"ladder": draw_many, "ladder_regimes": draw_regimes}
 
 if __name__ == "__main__":
-    save_all(DRAWINGS, __file__)
+    save({"ladder": draw_many, "ladder_regimes": draw_regimes}, FIGURES, Words())
     write_tables(["--write-readme"])

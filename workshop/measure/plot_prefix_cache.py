@@ -3,9 +3,8 @@
     --record ops engine loss store
     --record trace --trace FILE      replay a trace in Mooncake's format (see replay_trace.py)
 
-What is timed stands in `plot_prefix_cache_ops.py`, `..._workload.py` and `..._engine.py`; the tree
-is drawn in `..._tree.py`, the tables are made in `..._tables.py`. How this script is called:
-`workshop/measure/lab_frame.py`.
+What is timed stands in `plot_prefix_cache_ops.py`, `..._workload.py` and `..._engine.py`, the
+tables are made in `..._tables.py`. How this script is called: `workshop/measure/lab_frame.py`.
 """
 
 from __future__ import annotations
@@ -21,7 +20,6 @@ import matplotlib.pyplot as plt
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-from plot_prefix_cache_tree import draw_tree
 from workshop.book.palette import BASELINE, CACHED, INK, label_line, shade, tint
 from workshop.measure.bench.bench_record import percentiles
 from workshop.measure.lab_frame import Measurement, Part, run_lab
@@ -278,10 +276,4 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 
 
 if __name__ == "__main__":
-    run_lab(
-        __file__,
-        "03_prefix_cache",
-        PARTS,
-        figures={"radix_tree": draw_tree},
-        add_options=add_options,
-    )
+    run_lab(__file__, "03_prefix_cache", PARTS, add_options=add_options)

@@ -4,7 +4,8 @@
     - while self.waiting and len(self.running) < limit:     what stands there
     + while self.waiting:                                   what comes in its place
     test test_fcfs_scheduler::test_running_never_exceeds    who notices; may stand more than once
-    line More requests run than there are seats.            it is in `BREAK_A_LINE.md`
+    line More requests run than there are seats.            it is a line to break in `MUSEUM.md`
+    zh 运行中的请求比席位还多。                             the line in Chinese
     task 1.2 The seats are not counted.                     it is a typical mistake of that task
     museum The title                                        it is the exhibit of that title
 
@@ -27,6 +28,7 @@ TABLE = Path(__file__).with_name("patches.txt")
 class Bug(Patch):
     named_tests: tuple[str, ...] = ()  # module::name
     line: str = ""  # what a user would see
+    chinese_line: str = ""
     task: str = ""  # its number
     message: str = ""  # to the reader whose mistake this is
     exhibit: str = ""  # its title
@@ -52,7 +54,7 @@ def path_of_test(test: str) -> str:
 
 def read_bugs(text: str) -> Iterator[Bug]:
     """Raises `ValueError` for a row that is none."""
-    for row in read_rows(text, "- + test line task museum"):
+    for row in read_rows(text, "- + test line zh task museum"):
         module, _, symbol = row.head.partition(" ")
         task, _, message = row.text("task", "").partition(" ")
         yield Bug(
@@ -62,6 +64,7 @@ def read_bugs(text: str) -> Iterator[Bug]:
             row.text("+"),
             named_tests=tuple(row.said["test"]),
             line=row.text("line", ""),
+            chinese_line=row.text("zh"),
             task=task,
             message=message,
             exhibit=row.text("museum", ""),

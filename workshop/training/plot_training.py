@@ -19,6 +19,7 @@ import matplotlib.pyplot as plt
 from matplotlib.figure import Figure
 
 from workshop.book.figure_file import save
+from workshop.book.figure_words import Words
 from workshop.book.palette import DRAFT, INK, label_line
 
 HERE = Path(__file__).parent
@@ -93,7 +94,7 @@ def write_card(name: str, record: dict) -> None:
 
 def main() -> None:
     records = {name: read(CHECKPOINTS / name / "training_record.json") for name in ROLES}
-    save({"training": lambda: draw(records)}, HERE.parent / "figures")
+    save({"training": lambda: draw(records)}, HERE.parent / "figures", Words())
     for name, record in records.items():
         write_card(name, record)
     print("wrote workshop/figures/training.svg and the model cards")

@@ -159,8 +159,8 @@ def make_stills(cast: Cast | None = None) -> None:
 
 def take_exhibits(browser: Browser, folder: Path) -> list[Path]:
     """Of the museum: a run with the bug beside one without, where they part. What was drawn."""
-    from workshop.practice.museum import museum_page, pictures
-    from workshop.practice.museum.hall import EXHIBITS
+    from workshop.practice.museum import pictures
+    from workshop.practice.museum.hall import CHINESE, EXHIBITS
     from workshop.practice.museum.museum_command import watch
 
     drawn = []
@@ -170,7 +170,7 @@ def take_exhibits(browser: Browser, folder: Path) -> list[Path]:
         page = folder / f"exhibit_{number}.html"
         with contextlib.redirect_stdout(io.StringIO()):
             watch(number, exhibit, page)
-        titles = exhibit.title, museum_page.chinese_of(number)[0]
+        titles = exhibit.title, CHINESE[exhibit.title][1].title
         for (language, ending), title in zip(LANGUAGES.items(), titles):
             path = pictures.picture_of(exhibit).with_suffix(ending)
             picture = photograph(browser, page, [View(f"lang={language}", title, scenes)])

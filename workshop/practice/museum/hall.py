@@ -11,21 +11,28 @@
     config {"num_blocks": 6, ...}   of the engine
     scheduler chapter 2             in place of the one that `config` names, "fcfs"
 
-The order is that of the chapters. How such a table is read: `text_rows.py`."""
+The order is that of the chapters. `stories.zh.txt` says the same in Chinese: a row is the English
+title, `title`, `seen`, `lesson`, `look` (or why there is nothing to watch) and `en`, the digest of
+the English words from which it was translated.
+
+How such a table is read: `text_rows.py`."""
 
 from __future__ import annotations
 
 import json
 from collections.abc import Iterator
+from dataclasses import dataclass
+from hashlib import sha256
 from importlib import import_module
 from pathlib import Path
 from typing import Any
 
-from workshop.book.text_rows import TextRow, read_rows
+from workshop.book.text_rows import TextRow, is_chinese, read_rows
 from workshop.practice.museum.exhibit import Exhibit, Guest, Workload
 from workshop.practice.museum.props import blocks
 
 STORIES = Path(__file__).with_name("stories.txt")
+_CHINESE = STORIES.with_suffix(".zh.txt")
 _WORDS = "title trap origin seen lesson wrong right room nothing look parts guest config scheduler"
 
 
@@ -61,6 +68,43 @@ def _guest(name: str, **said: Any) -> Guest:
 
 EXHIBITS = tuple(read_exhibits(STORIES.read_text(encoding="utf-8")))
 
+
+@dataclass(frozen=True, slots=True)
+class Words:
+    """The story of an exhibit in one language."""
+
+    title: str
+    seen: str
+    lesson: str
+    look: str
+
+    @property
+    def digest(self) -> str:
+        said = self.title, self.seen, self.lesson, self.look
+        return sha256(repr(said).encode()).hexdigest()[:12]
+
+
+def english_of(exhibit: Exhibit) -> Words:
+    watch = exhibit.watch
+    look = watch if isinstance(watch, str) else watch.look
+    return Words(exhibit.title, exhibit.seen, exhibit.lesson, look)
+
+
+def read_chinese(text: str) -> Iterator[tuple[str, tuple[str, Words]]]:
+    """By the English title: the digest of the English words, and the Chinese ones."""
+    for row in read_rows(text, "en title seen lesson look"):
+        words = Words(*map(row.text, ("title", "seen", "lesson", "look")))
+        yield row.head, (row.text("en"), words)
+
+
+CHINESE = dict(read_chinese(_CHINESE.read_text(encoding="utf-8")))
+
+
+def words_of(exhibit: Exhibit) -> Words:
+    """As the terminal speaks."""
+    return CHINESE[exhibit.title][1] if is_chinese() else english_of(exhibit)
+
+
 TITLES = {  # of the folders that the bugs are put into
     "01_batching": "1. Batching",
     "02_paged_kv": "2. Paged KV",
@@ -69,4 +113,13 @@ TITLES = {  # of the folders that the bugs are put into
     "05_spec_decode": "5. Speculative decoding",
     "06_chunked_prefill": "6. Chunked prefill",
     "common": "The engine around them",
+}
+CHINESE_TITLES = {
+    "01_batching": "1. 批处理",
+    "02_paged_kv": "2. 分页 KV",
+    "03_prefix_cache": "3. 前缀缓存",
+    "04_scheduler": "4. 调度器",
+    "05_spec_decode": "5. 投机解码",
+    "06_chunked_prefill": "6. 分块预填充（chunked prefill）",
+    "common": "章节之外：引擎本身",
 }

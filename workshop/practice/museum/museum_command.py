@@ -10,14 +10,18 @@ from collections.abc import Iterator, Sequence
 from itertools import groupby
 from pathlib import Path
 
+from workshop.book.text_rows import is_chinese
 from workshop.practice.module_swap import ModuleSwap
 from workshop.practice.museum.exhibit import Exhibit, Workload
-from workshop.practice.museum.hall import EXHIBITS, TITLES
+from workshop.practice.museum.hall import (
+    CHINESE,
+    CHINESE_TITLES,
+    EXHIBITS,
+    TITLES,
+    words_of,
+)
 from workshop.practice.museum.museum_page import (
-    PAGE,
-    chinese_of,
     moments_of,
-    render,
     scenes_of,
     side_by_side,
 )
@@ -47,7 +51,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
         "--out", type=Path, metavar="F", help="with --watch: the page (default: museum-N.html)"
     )
     parser.add_argument("--open", action="store_true", help="with --watch: show it in the browser")
-    parser.add_argument("--write", action="store_true", help="make MUSEUM.md anew and stop")
     options = parser.parse_args(arguments)
     if options.reveal and not options.find:
         parser.error("--reveal goes with --find; without it nothing is hidden")
@@ -60,9 +63,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if options.bug is not None and not 1 <= options.bug <= len(EXHIBITS):
         parser.error(f"bug {options.bug}: it must be in [1, {len(EXHIBITS)}]")
     os.environ.setdefault("OMP_NUM_THREADS", "1")  # models here are tiny
-    if options.write:
-        PAGE.write_text(render(), encoding="utf-8")
-    elif options.bug is None:
+    if options.bug is None:
         print(listed())
     else:
         exhibit = EXHIBITS[options.bug - 1]
@@ -79,8 +80,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def listed() -> str:
     lines = []
     for chapter, group in groupby(enumerate(EXHIBITS, 1), key=lambda pair: pair[1].chapter):
-        lines.append(f"\n{TITLES[chapter]}")
-        lines += [f"  {number:2}  {e.title}  ({e.origin})" for number, e in group]
+        lines.append(f"\n{(CHINESE_TITLES if is_chinese() else TITLES)[chapter]}")
+        lines += [f"  {number:2}  {words_of(e).title}  ({e.origin})" for number, e in group]
     return "\n".join(lines) + (
         "\n\nLook at one: make museum BUG=8    Look for it: add ARGS=--find    "
         "Watch it: ARGS=--watch"
@@ -89,13 +90,14 @@ def listed() -> str:
 
 def look(number: int, exhibit: Exhibit) -> None:
     """All there is to know about it."""
-    _say(f"{number}. {exhibit.title}   ({exhibit.origin}; trap {exhibit.trap})")
-    _say(_filled(exhibit.seen))
+    words = words_of(exhibit)
+    _say(f"{number}. {words.title}   ({exhibit.origin}; trap {exhibit.trap})")
+    _say(_filled(words.seen))
     _say(_revealed(exhibit))
     with broken_copy(exhibit.patch) as swap:
         _say(_shown(exhibit, swap))
         _say(_first_failure(exhibit, swap))
-    _say(_filled(f"What it teaches. {exhibit.lesson}"))
+    _say(_taught(exhibit))
 
 
 def watch(
@@ -104,24 +106,27 @@ def watch(
     """Writes a page on which a run with the bug stands beside one without, and opens where the two
     part. `is_hidden`: it does not say what the bug is."""
     if isinstance(exhibit.watch, str):
-        _say(f"{number}. There is nothing to watch. " + ("" if is_hidden else exhibit.watch))
+        _say(
+            f"{number}. There is nothing to watch. " + ("" if is_hidden else words_of(exhibit).look)
+        )
         return
     with tempfile.TemporaryDirectory() as folder, broken_copy(exhibit.patch) as swap:
         wrong, right = films(exhibit.watch, swap, Path(folder))
         texts = [(Path(folder) / name).read_text(encoding="utf-8") for name in _REELS]
     where, broken = parting(right, wrong), contradiction(wrong)
-    title_zh, look_zh = chinese_of(number)
-    name, name_zh = ("", "") if is_hidden else (exhibit.title, title_zh)
+    _, chinese = CHINESE[exhibit.title]
+    name, name_zh = ("", "") if is_hidden else (exhibit.title, chinese.title)
     title = (f"Exhibit {number}. {name}".strip(), f"展品 {number} {name_zh}".strip())
-    caption = _HIDDEN if is_hidden else (exhibit.watch.look, look_zh)
+    caption = _HIDDEN if is_hidden else (exhibit.watch.look, chinese.look)
     moments = moments_of(where, broken, wrong)
     start = moments[0]["address"] if moments else ""
     reels = [Reel(label, text, zh) for (label, zh), text in zip(_LABELS, texts)]
     about = {"caption": caption, "note": ("", ""), "moments": moments, "scenes": scenes_of(where)}
     page = make_page(reels, title, start, film=about)
     if not is_hidden:
-        _say(f"{title[0]}   ({exhibit.origin})")
-        _say(_filled(f"{exhibit.seen} {exhibit.watch.look}"))
+        words = words_of(exhibit)
+        _say(f"{number}. {words.title}   ({exhibit.origin})")
+        _say(_filled(f"{words.seen} {words.look}"))
     _say(_compared(wrong, right))
     write_page(out, page, is_opened)
 
@@ -175,10 +180,8 @@ def clues(exhibit: Exhibit, swap: ModuleSwap) -> Iterator[str]:
     yield f"A test that notices, and what it says:\n\n{_first_failure(exhibit, swap)}"
     yield from of_films[1:]
     yield f"It is in `{exhibit.patch.symbol or 'the top level of the module'}`."
-    yield (
-        f"{_revealed(exhibit)}\n\n{_filled(exhibit.title + '. ' + exhibit.seen)}\n\n"
-        f"{_filled('What it teaches. ' + exhibit.lesson)}"
-    )
+    words = words_of(exhibit)
+    yield f"{_revealed(exhibit)}\n\n{_filled(f'{words.title}. {words.seen}')}\n\n{_taught(exhibit)}"
 
 
 def _clues_of_films(exhibit: Exhibit, swap: ModuleSwap) -> list[str]:
@@ -226,8 +229,14 @@ def _revealed(exhibit: Exhibit) -> str:
     return f"{exhibit.patch.file}\n\n{textwrap.indent(exhibit.patch.diff(), '    ')}"
 
 
+def _taught(exhibit: Exhibit) -> str:
+    lesson = words_of(exhibit).lesson
+    return f"教训。{lesson}" if is_chinese() else _filled(f"What it teaches. {lesson}")
+
+
 def _filled(text: str) -> str:
-    return textwrap.fill(text, 96)
+    """Chinese as it is: it has no blanks at which a line could end."""
+    return text if is_chinese() else textwrap.fill(text, 96)
 
 
 def _say(text: str) -> None:

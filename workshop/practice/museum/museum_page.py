@@ -1,16 +1,20 @@
-"""`MUSEUM.md`, an exhibit as text for a terminal, and what the page of its two runs says of it."""
+"""`MUSEUM.md` in two languages, an index without the clues. Besides: two runs side by side in a
+terminal, and what the page of the two says of an exhibit."""
 
 from __future__ import annotations
 
+import html
 import re
 from itertools import groupby
 from pathlib import Path
 from typing import Any
 
-from workshop.practice.museum.exhibit import Exhibit, Workload
-from workshop.practice.museum.hall import EXHIBITS, TITLES
+from workshop.book.translation import sections
+from workshop.practice.museum.exhibit import Exhibit
+from workshop.practice.museum.hall import CHINESE, CHINESE_TITLES, EXHIBITS, TITLES, english_of
 from workshop.practice.museum.pictures import shown_in
 from workshop.practice.museum.watched_run import Contradiction, Parting, RunOnFilm
+from workshop.practice.patch_table import Bug, broken_lines
 from workshop.practice.source_patch import ROOT
 
 PAGE = ROOT / "MUSEUM.md"
@@ -24,65 +28,96 @@ _REPOSITORIES = {
     "ollama": "ollama/ollama",
     "uvicorn": "Kludex/uvicorn",
 }
+_CHINESE_ORIGINS = {"ours": "本项目", "reported, without a number": "有人报告过，没有编号"}
 _HEAD = """# A museum of bugs
 
 [中文](MUSEUM.zh.md)
 
-{count} bugs that shipped in engines people use, or in this one, each put back into our code as a
-small patch: what a user saw, what it teaches, what our engine says with the bug and without, and
-the test that notices. None of them is stupid. Most are one line, and most pass every test that
-looks at shapes and lengths.
+{bugs} bugs that shipped in engines people use, or in this one, and {lines} single lines of this
+repository to break. Each is put into a copy of the one module; nothing in your checkout changes.
+Most of them pass every test that looks at shapes and lengths. Open a fold when you have looked.
 
-    make museum                     the list
-    make museum BUG=8               the story, the patch, what it does, the first test that fails
-    make museum BUG=8 ARGS=--find   look for it yourself: the symptom first, then clues
-    make museum BUG=8 ARGS=--watch  a page to step through: an engine with the bug, and one without
+    make museum                           the list
+    make museum BUG=8 ARGS=--find         look for it yourself: the symptom first, then clues
+    make museum BUG=8 ARGS=--watch        step through two runs: with the bug, and without
+    make museum BUG=8                     the story, the patch, what it does, the test that fails
+    python -m workshop.patches --only 8   break line 8 of the lines to break, and run its test
 
-The bug is put into a copy of the one module, and an import hook
-([`workshop/practice/module_swap.py`](workshop/practice/module_swap.py)) gives that copy to
-whoever imports it; nothing in your checkout changes. Every exhibit is checked whenever the tests
-run: with the bug it shows its symptom and the named tests fail, without it shows what is right. A
-trap is a number in our list of such bugs; `grep -rn "Trap 10"` finds its tests. A number behind an
-engine's name leads to the report. (This page is made by `python -m workshop.museum
---write`.)
+A trap is a number in our list of such bugs; `grep -rn "Trap 10"` finds its tests. A number after an
+engine's name leads to the report. (`make sync` makes this page.)
+"""
+_CHINESE_HEAD = """# bug 博物馆
+<!-- en: -->
+
+[English](MUSEUM.md)
+
+{bugs} 个发布过的 bug，有的在大家都在用的引擎里，有的就在本书的引擎里；\
+另有本仓库的 {lines} 行代码，可以弄坏试试。\
+补丁都打在那个模块的一份副本上，你的工作区一个字也不动。\
+凡是只看形状和长度的测试，它们多半都能通过。先自己找，再展开看。
+
+    make museum                           列表
+    make museum BUG=8 ARGS=--find         自己找：先给症状，再给线索
+    make museum BUG=8 ARGS=--watch        两次运行，有 bug 的和没有的，一步步看
+    make museum BUG=8                     故事、补丁、后果、失败的测试
+    python -m workshop.patches --only 8   弄坏下面的第 8 行，跑它的测试
+
+“陷阱”（trap）后面的数字，是我们那份 bug 清单里的编号，`grep -rn "Trap 10"` 能找到它的测试。\
+引擎名后面的编号，链接到原始报告。（本页由 `make sync` 生成。）
 """
 
 
-def render() -> str:
-    parts = [_HEAD.format(count=len(EXHIBITS))]
+def render(is_chinese: bool = False) -> str:
+    """The page. The digests in the Chinese one are those of the English sections: what was read
+    when a story was translated is in `stories.zh.txt`."""
+    lines = list(enumerate(broken_lines(), 1))
+    head, titles = (_CHINESE_HEAD, CHINESE_TITLES) if is_chinese else (_HEAD, TITLES)
+    parts = [head.format(bugs=len(EXHIBITS), lines=len(lines))]
     numbered = enumerate(EXHIBITS, 1)
     for chapter, group in groupby(numbered, key=lambda pair: pair[1].chapter):
-        parts.append(f"## {TITLES[chapter]}\n")
-        parts += [_entry(number, exhibit) for number, exhibit in group]
-    return "\n".join(parts)
+        parts.append(f"## {titles[chapter]}\n" + "<!-- en: -->\n" * is_chinese)
+        parts += [_entry(number, exhibit, is_chinese) for number, exhibit in group]
+        parts.append("可以弄坏的代码行：\n" if is_chinese else "Lines to break:\n")
+        parts += [_line(n, bug, is_chinese) for n, bug in lines if bug.chapter == chapter]
+    page = "\n".join(parts)
+    if is_chinese:
+        for section in sections(render()):
+            page = page.replace("<!-- en: -->", f"<!-- en: {section.digest} -->", 1)
+    return page
 
 
-def _entry(number: int, exhibit: Exhibit) -> str:
-    file = exhibit.patch.file
-    tests = ", ".join(_test_link(test) for test in exhibit.tests)
-    return (
-        f"### {number}. {exhibit.title}\n\n"
-        f"*{linked(exhibit.origin)} · trap {exhibit.trap}*\n\n"
-        f"{exhibit.seen}\n\n"
-        f"**What it teaches.** {exhibit.lesson}\n\n"
-        f"In [`{file}`]({file}):\n\n"
-        f"```diff\n{exhibit.patch.diff()}\n```\n\n"
-        f"```text\n{side_by_side(exhibit.wrong, exhibit.right)}\n```\n\n"
-        f"{_to_watch(number, exhibit.watch)}\n\n"
-        f"{shown_in(exhibit)}"
-        f"Caught by {tests}.\n"
+def _entry(number: int, exhibit: Exhibit, is_chinese: bool) -> str:
+    words = CHINESE[exhibit.title][1] if is_chinese else english_of(exhibit)
+    origin, trap = linked(exhibit.origin), f"trap {exhibit.trap}"
+    if is_chinese:
+        origin = _CHINESE_ORIGINS.get(exhibit.origin, origin.replace(", ", "，"))
+        trap = f"陷阱 {exhibit.trap}"
+    picture = shown_in(exhibit, words.title, is_chinese)
+    return _folded(
+        f"bug-{number}",
+        f"{number}. {words.title}",
+        f"*{origin} · {trap}*\n\n{words.seen}\n" + picture,
     )
 
 
-def _to_watch(number: int, watch: Workload | str) -> str:
-    if isinstance(watch, str):
-        return f"**To watch.** Nothing. {watch}"
-    return f"**To watch.** {watch.look} (`make museum BUG={number} ARGS=--watch`)"
+def _line(number: int, bug: Bug, is_chinese: bool) -> str:
+    test_file, _, test = bug.tests[0].partition("::")
+    where, by = f"[`{bug.file}`]({bug.file})", f"[`{Path(test_file).name}`]({test_file})"
+    found = f"In {where}, caught by `{test}` in {by}:"
+    if is_chinese:
+        found = f"在 {where} 里，由 {by} 里的 `{test}` 发现："
+    said = bug.chinese_line if is_chinese else bug.line
+    colon = "：" if is_chinese else ": "
+    return _folded(
+        f"line-{number}",
+        f"{number}. `{Path(bug.file).name}`{colon}{said}",
+        f"{found}\n\n```diff\n{bug.diff()}\n```\n",
+    )
 
 
-def _test_link(test: str) -> str:
-    file, _, name = test.partition("::")
-    return f"`{name}` in [`{Path(file).name}`]({file})"
+def _folded(anchor: str, summary: str, inside: str) -> str:
+    shown = re.sub(r"`(.+?)`", r"<code>\1</code>", html.escape(summary, quote=False))
+    return f'<details id="{anchor}"><summary>{shown}</summary>\n\n{inside}\n</details>\n'
 
 
 def linked(origin: str) -> str:
@@ -107,14 +142,6 @@ def side_by_side(wrong: str, right: str) -> str:
 
 
 # -- the page of two runs
-
-
-def chinese_of(number: int) -> tuple[str, str]:
-    """The title of an exhibit and what to look at, as the Chinese page has them."""
-    page = PAGE.with_suffix(".zh.md").read_text(encoding="utf-8")
-    found = re.search(rf"^### {number}\. (.+?)$.*?\*\*看什么。\*\* (.+?)（`make", page, re.M | re.S)
-    assert found, f"the Chinese page has no exhibit {number} to be watched"
-    return found[1], found[2]
 
 
 # By the kind of event at which the two part: the panels in which it can be seen, those first.

@@ -25,9 +25,11 @@ def picture_of(exhibit: Exhibit) -> Path:
     return FOLDER / f"{name}.png"
 
 
-def shown_in(exhibit: Exhibit) -> str:
+def shown_in(exhibit: Exhibit, title: str, is_chinese: bool) -> str:
     """The picture, as Markdown of a page in the root. Empty without one."""
     if exhibit.title not in SCENES:
         return ""
     where = picture_of(exhibit).relative_to(ROOT).as_posix()
-    return f"![Left with the bug, right without: {exhibit.title}]({where})\n\n"
+    if is_chinese:
+        return f"\n![左边有 bug，右边没有：{title}]({where.removesuffix('.png')}.zh.png)\n"
+    return f"\n![Left with the bug, right without: {title}]({where})\n"

@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import re
 import sys
+from dataclasses import astuple
 from pathlib import Path
 
 import pytest
@@ -13,16 +14,24 @@ from common.events.event_kinds import VERSION, Arrived, Evicted, Run, to_line
 from workshop.practice.module_swap import ModuleSwap
 from workshop.practice.museum import museum_command
 from workshop.practice.museum.exhibit import Exhibit, Workload
-from workshop.practice.museum.hall import EXHIBITS, TITLES
+from workshop.practice.museum.hall import CHINESE, EXHIBITS, TITLES, english_of
 from workshop.practice.museum.museum_command import clues, find, listed, main
-from workshop.practice.museum.museum_page import linked, side_by_side
+from workshop.practice.museum.museum_page import PAGE, linked, side_by_side
 from workshop.practice.museum.watched_run import RunOnFilm
 from workshop.practice.named_tests import Failure, TestRun
-from workshop.practice.patch_table import all_bugs
+from workshop.practice.patch_table import all_bugs, broken_lines
 from workshop.practice.source_patch import ROOT
 from workshop.practice.trial import broken_copy, without_folder
 
+CODE = re.compile(r"`[^`]+`")
+FOLD = re.compile(r'<details id="(\w+-\d+)"><summary>.*?</summary>(.*?)</details>', re.DOTALL)
 A_RUN = Run(VERSION, 0.0, "two_phase", "fcfs", "hash", 4, 9, 4, 64, False, {}, {}, {})
+
+
+@pytest.fixture(autouse=True)
+def english(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whatever the terminal speaks."""
+    monkeypatch.setenv("LANGUAGE", "en")
 
 
 def test_each_trap_is_cited_by_tests() -> None:
@@ -61,6 +70,35 @@ def test_the_copy_alone_has_the_bug_and_is_gone_afterwards() -> None:
         assert without_folder(f"../../{swap.file}:3") == f"(with the bug) {swap.file.name}:3"
     assert not swap.file.exists()
     assert exhibit.patch.text() == before
+
+
+@pytest.mark.parametrize("exhibit", EXHIBITS, ids=lambda e: e.title)
+def test_a_story_is_told_in_chinese_too(exhibit: Exhibit) -> None:
+    english, (digest, chinese) = english_of(exhibit), CHINESE[exhibit.title]
+    assert digest == english.digest, "compare the two, put stories.zh.txt right, then the digest"
+    for said, told in zip(astuple(english), astuple(chinese), strict=True):
+        assert sorted(CODE.findall(said)) == sorted(CODE.findall(told)), told
+        assert said == told or re.search(r"[\u4e00-\u9fff]", told), told
+
+
+def test_there_is_a_chinese_story_for_each_exhibit_and_a_chinese_line_for_each() -> None:
+    assert list(CHINESE) == [exhibit.title for exhibit in EXHIBITS]
+    assert all(bool(bug.line) == bool(bug.chinese_line) for bug in all_bugs())
+
+
+@pytest.mark.parametrize("page", [PAGE, PAGE.with_suffix(".zh.md")], ids=lambda p: p.name)
+def test_the_page_spoils_no_clue(page: Path) -> None:
+    """What is not folded says neither what happens nor where nor why; a fold says why alone."""
+    text = page.read_text(encoding="utf-8")
+    folds, shown = dict(FOLD.findall(text)), FOLD.sub("", text)
+    for number, exhibit in enumerate(EXHIBITS, 1):
+        told, inside = CHINESE[exhibit.title][1], folds[f"bug-{number}"]
+        clues = (exhibit.wrong, exhibit.patch.diff(), *(t.split("::")[1] for t in exhibit.tests))
+        assert not [clue for clue in (exhibit.seen, told.seen, *clues) if clue in shown]
+        assert not [clue for clue in clues if clue in inside]
+        assert exhibit.seen in inside or told.seen in inside
+    for number, bug in enumerate(broken_lines(), 1):
+        assert bug.diff() in folds[f"line-{number}"] and bug.diff() not in shown
 
 
 # -- the command
@@ -115,6 +153,20 @@ def test_a_look_tells_all(without_processes: None, capsys: pytest.CaptureFixture
     for part in (exhibit.title, exhibit.origin, exhibit.wrong, exhibit.right, "THE REPORT"):
         assert part in shown
     assert exhibit.patch.new.strip() in shown
+
+
+def test_a_terminal_that_speaks_chinese_is_told_in_chinese(
+    without_processes: None, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("LANGUAGE", "zh_CN:en")
+    words = CHINESE[EXHIBITS[0].title][1]
+    assert main([]) == main(["1"]) == main(["1", "--find", "--reveal"]) == 0
+    shown = capsys.readouterr().out
+    assert (shown.count(words.title), shown.count(words.seen), shown.count(words.lesson)) == (
+        3,
+        2,
+        2,
+    )
 
 
 @pytest.mark.parametrize(

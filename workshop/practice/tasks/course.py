@@ -17,14 +17,13 @@ How such a table is read: `text_rows.py`."""
 from __future__ import annotations
 
 import json
-import os
 from collections.abc import Iterator
 from dataclasses import dataclass
 from hashlib import sha256
 from importlib import import_module
 from pathlib import Path
 
-from workshop.book.text_rows import TextRow, read_rows
+from workshop.book.text_rows import TextRow, is_chinese, read_rows
 from workshop.practice.tasks.blank import Blank, filled, make_blank, with_holes
 from workshop.practice.tasks.task import Task
 
@@ -85,12 +84,6 @@ def _words(row: TextRow) -> Words:
 
 _ROWS = read_rows(TABLE.with_suffix(".zh.txt").read_text("utf-8"), "en title write hint mistake")
 CHINESE = {row.head: (row.text("en"), _words(row)) for row in _ROWS}  # digests and words
-
-
-def is_chinese() -> bool:
-    """What the terminal speaks, as gettext finds it out."""
-    names = ("LANGUAGE", "LC_ALL", "LC_MESSAGES", "LANG")
-    return next(filter(None, map(os.environ.get, names)), "").startswith("zh")
 
 
 def english_of(task: Task) -> Words:

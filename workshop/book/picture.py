@@ -1,0 +1,117 @@
+"""A drawing as its tests read it: cells, texts, points and calls of a group, by its `id`."""
+
+from __future__ import annotations
+
+import xml.etree.ElementTree as ET
+from dataclasses import dataclass, replace
+
+from workshop.book.drawings import drawings
+
+Point = tuple[float, float]
+Call = tuple[str, str, str]  # from lane, to lane, what
+
+
+@dataclass(frozen=True, slots=True)
+class Cell:
+    """A rectangle or a circle, and the texts that follow it and lie in it."""
+
+    fill: str  # its first class
+    text: str
+    x: float
+    y: float
+    width: float
+    height: float
+
+    def holds(self, point: Point) -> bool:
+        """Up to a pixel."""
+        is_wide = self.x - 1 <= point[0] <= self.x + self.width + 1
+        return is_wide and self.y - 1 <= point[1] <= self.y + self.height + 1
+
+
+class Picture:
+    def __init__(self, name: str) -> None:
+        (path,) = (path for path in drawings() if path.stem == name)
+        self.root = ET.parse(path).getroot()
+        for element in self.root.iter():
+            element.tag = element.tag.partition("}")[2]
+
+    def marks(self, group: str) -> list[Cell | str | list[Point]]:
+        """In their order: cells, the texts that lie in none, and the points of lines. Without a
+        group, those that are in none."""
+        found: list[Cell | str | list[Point]] = []
+        for mark in self.root if not group else self._group(group):
+            if mark.tag in ("rect", "circle") and mark.get("class") != "card":
+                found.append(_cell(mark))
+            elif mark.tag == "polyline":
+                found.append([_point(pair) for pair in mark.get("points", "").split()])
+            elif mark.tag == "text":
+                text = "\n".join(mark.itertext())
+                last = next((m for m in reversed(found) if isinstance(m, Cell)), None)
+                if last and last.holds((_number(mark, "x"), _number(mark, "y"))):
+                    text = f"{last.text}\n{text}" if last.text else text
+                    found[found.index(last)] = replace(last, text=text)
+                else:
+                    found.append(text)
+        return found
+
+    def cells(self, group: str) -> list[Cell]:
+        return [mark for mark in self.marks(group) if isinstance(mark, Cell)]
+
+    def shown(self, group: str) -> list[tuple[str, str]]:
+        """Fill and text of each cell."""
+        return [(cell.fill, cell.text) for cell in self.cells(group)]
+
+    def labels(self, group: str) -> list[str]:
+        return [cell.text for cell in self.cells(group)]
+
+    def texts(self, group: str = "") -> list[str]:
+        return [mark for mark in self.marks(group) if isinstance(mark, str)]
+
+    def lines(self, group: str) -> list[list[Point]]:
+        return [mark for mark in self.marks(group) if isinstance(mark, list)]
+
+    def key(self) -> dict[str, str]:
+        """What the colours mean: meaning -> fill."""
+        fills = [cell.fill for cell in self.cells("key")]
+        return dict(zip(self.texts("key"), fills, strict=True))
+
+    def calls(self, group: str) -> list[Call]:
+        """Of a sequence. What a lane does by itself is a cell on it."""
+        lanes = list(zip(self.labels("lanes"), (line[0][0] for line in self.lines("lanes"))))
+
+        def lane(x: float) -> str:
+            return min(lanes, key=lambda lane: abs(lane[1] - x))[0]
+
+        calls: list[Call] = []
+        what = ""
+        for mark in self.marks(group):
+            if isinstance(mark, Cell):
+                own = lane(mark.x + mark.width / 2)
+                calls.append((own, own, mark.text))
+            elif isinstance(mark, str):
+                what = mark
+            else:
+                calls.append((lane(mark[0][0]), lane(mark[-1][0]), what))
+        return calls
+
+    def _group(self, name: str) -> ET.Element:
+        (group,) = (group for group in self.root.iter("g") if group.get("id") == name)
+        return group
+
+
+def _cell(mark: ET.Element) -> Cell:
+    fill = mark.get("class", "").partition(" ")[0]
+    if mark.tag == "circle":
+        x, y, r = (_number(mark, name) for name in ("cx", "cy", "r"))
+        return Cell(fill, "", x - r, y - r, 2 * r, 2 * r)
+    place = [_number(mark, name) for name in ("x", "y", "width", "height")]
+    return Cell(fill, "", *place)
+
+
+def _number(mark: ET.Element, name: str) -> float:
+    return float(mark.get(name, 0))
+
+
+def _point(pair: str) -> Point:
+    x, y = map(float, pair.split(","))
+    return x, y
