@@ -49,7 +49,7 @@ from workshop.measure.bench.random_weights import QWEN3_0_6B
 
 FOLDER = Path(__file__).parent
 RECORD = FOLDER / "records" / "resources.json"
-README = FOLDER.parents[2] / "common" / "kernels" / "README.md"
+README = FOLDER.parents[1] / "common" / "kernels" / "README.md"
 
 
 def _family(
