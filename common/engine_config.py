@@ -39,16 +39,19 @@ if TYPE_CHECKING:
 
 SCHEDULERS = {
     # Chapter 4. They fill the memory, and preempt when it runs out.
-    "two_phase": "common.scheduler_assembly:make_two_phase",
-    "prefill_first": "common.scheduler_assembly:make_prefill_first",
+    "two_phase": "common.assembly.scheduler_assembly:make_two_phase",
+    "prefill_first": "common.assembly.scheduler_assembly:make_prefill_first",
     # Chapter 1, over blocks and a cache. It reserves everything at admission.
-    "fcfs": "common.scheduler_assembly:make_fcfs",
+    "fcfs": "common.assembly.scheduler_assembly:make_fcfs",
 }
 PREFIX_CACHES = {
-    "hash": "common.scheduler_assembly:make_hash_cache",
-    "radix": "common.scheduler_assembly:make_radix_cache",
+    "hash": "common.assembly.scheduler_assembly:make_hash_cache",
+    "radix": "common.assembly.scheduler_assembly:make_radix_cache",
 }
-PROPOSERS = {"ngram": "common.assembly:make_ngram", "draft": "common.assembly:make_draft_model"}
+PROPOSERS = {
+    "ngram": "common.assembly.assembly:make_ngram",
+    "draft": "common.assembly.assembly:make_draft_model",
+}
 # Where prompts are whole; where they are cut, and a batch has both decodes and chunks.
 ATTENTION_BACKENDS = {
     "torch": (
@@ -216,7 +219,7 @@ class SpeculativeConfig:
 class EngineConfig:
     """Everything the engine can be told. Raises `ValueError` that names field, value and what is
     allowed. Python's collector is its process's: a program that serves sets it as the demo does
-    (`common/gc_utils.py`), before it makes an engine."""
+    (`common/requests/gc_utils.py`), before it makes an engine."""
 
     model: str | Path | None = None  # a directory or hub id; None: the shipped checkpoint
     device: str = "auto"
@@ -263,7 +266,7 @@ class EngineConfig:
     batch_invariant: bool = False
     # Of torch on a CPU, in this whole process, until the engine closes. None: 1 for models below
     # `THREADS_FROM_PARAMETERS`, and for others as torch has it; but nothing changes where
-    # OMP_NUM_THREADS or `torch.set_num_threads` has said how many (`common/thread_count.py`).
+    # OMP_NUM_THREADS or `torch.set_num_threads` has said how many (`runner/thread_count.py`).
     num_threads: int | None = None
     gpu_memory_utilization: float = 0.9  # share that weights, activations and KV together may take
     # Ranks that share each layer, stages that share the layers. More than one rank in all: each is

@@ -180,7 +180,7 @@ def law_of_floors(house: House) -> list[str]:
     return broken
 
 
-def law_of_helpers(house: House) -> list[str]:
+def rule_of_helpers(house: House) -> list[str]:
     """What tests share is in a chapter's `testing/`: for tests and demos of this chapter and of
     higher ones. It imports no higher chapter, nothing of `common` and nothing of `workshop`."""
     helpers = house.helpers()

@@ -22,11 +22,11 @@ Law = Callable[[House], list[str]]
 
 LAWS: list[Law] = [
     laws.law_of_floors,
-    laws.law_of_helpers,
+    laws.rule_of_helpers,
     rooms.law_of_rooms,
     rooms.law_of_words,
     rooms.law_of_sizes,
-    rooms.law_of_common_floors,
+    rooms.rule_of_layers,
     rooms.law_of_circles,
     laws.law_of_one_definition,
     laws.law_of_composition,
@@ -217,30 +217,30 @@ BREACHES: dict[str, tuple[Law, dict[str, str], str]] = {
         "CONTRIBUTING.md: its rooms are others",
     ),
     "upwards": (
-        rooms.law_of_common_floors,
-        {"common/model.py": "from common import engine\n", "common/engine.py": ""},
-        "common/model.py:1 imports `common.engine` of a higher floor: engine",
+        rooms.rule_of_layers,
+        {"common/models/model.py": "from common import engine\n", "common/engine.py": ""},
+        "common/models/model.py:1 imports `common.engine` of a higher layer",
     ),
     "upwards, for types": (
-        rooms.law_of_common_floors,
+        rooms.rule_of_layers,
         {
             "common/runner/plans.py": "if TYPE_CHECKING:\n    import common.parallel.remote\n",
             "common/parallel/remote.py": "",
         },
-        "common/runner/plans.py:2 imports `common.parallel.remote` of a higher floor: assembly",
+        "common/runner/plans.py:2 imports `common.parallel.remote` of a higher layer",
     ),
     "the workshop, in a function": (
-        rooms.law_of_common_floors,
+        rooms.rule_of_layers,
         {
             "common/llm.py": "def f():\n    import workshop.draw\n",
             "workshop/draw.py": "",
         },
-        "common/llm.py:2 imports `workshop.draw` of a higher floor: workshop",
+        "common/llm.py:2 imports `workshop.draw` of a higher layer",
     ),
     "a test of the engine": (
-        rooms.law_of_common_floors,
+        rooms.rule_of_layers,
         {"common/llm.py": "import common.tests.oracle\n", "common/tests/oracle.py": ""},
-        "common/llm.py:1 imports `common.tests.oracle` of a higher floor: workshop",
+        "common/llm.py:1 imports `common.tests.oracle` of a higher layer",
     ),
     "circle in a chapter": (
         rooms.law_of_circles,
@@ -256,15 +256,15 @@ BREACHES: dict[str, tuple[Law, dict[str, str], str]] = {
         },
         "a circle of files: ",
     ),
-    "no floor": (
-        rooms.law_of_common_floors,
+    "no layer": (
+        rooms.rule_of_layers,
         {"common/attic.py": ""},
-        "attic.py stands on no floor",
+        "attic.py is in no layer",
     ),
     "a helper of tests in the engine": (
-        rooms.law_of_common_floors,
+        rooms.rule_of_layers,
         {"common/llm.py": "import fake\n", "01_a/testing/fake.py": ""},
-        "common/llm.py:1 imports `fake`, a helper of tests",
+        "common/llm.py:1 imports `fake`, which is beside",
     ),
     "room without a text": (laws.law_of_text, {"02_b/beyond/far.py": ""}, "02_b/beyond has no"),
     "helper of tests in a chapter": (
@@ -273,17 +273,17 @@ BREACHES: dict[str, tuple[Law, dict[str, str], str]] = {
         "02_b/high.py:1 imports `fake`",
     ),
     "helper of a higher chapter in a test": (
-        laws.law_of_helpers,
+        laws.rule_of_helpers,
         {"01_a/test_low.py": "import fake\n", "02_b/testing/fake.py": ""},
         "01_a/test_low.py:1 imports `fake` of 02_b",
     ),
     "higher chapter in a helper": (
-        laws.law_of_helpers,
+        laws.rule_of_helpers,
         {"01_a/testing/fake.py": "import high\n"},
         "01_a/testing/fake.py:1 imports `high` of 02_b",
     ),
     "workshop in a helper": (
-        laws.law_of_helpers,
+        laws.rule_of_helpers,
         {"01_a/testing/fake.py": "from workshop.book import sync\n"},
         "01_a/testing/fake.py:1 imports `workshop`",
     ),
@@ -520,7 +520,7 @@ def test_wheel_holds_flat_modules_and_nothing_else(tmp_path: Path) -> None:
         house.name(p)
         for p in house.files
         if house.name(p).startswith("common/")
-        and not house.name(p).startswith(("common/serve/fleet/", "common/models"))
+        and not house.name(p).startswith("common/serve/fleet/")
         and not house.is_aside(p)
         and p.suffix not in (".md", ".svg")
     }

@@ -28,8 +28,7 @@ from pathlib import Path
 
 from markdown_it import MarkdownIt
 
-from common import models
-from workshop.book import drawings, figure_words, notebooks
+from workshop.book import drawings, figure_words, models_page, notebooks
 from workshop.book.path import ROOT, written_counts
 from workshop.book.quoted import filled, unfilled
 from workshop.book.translation import (
@@ -81,7 +80,7 @@ def renew_pages() -> Iterator[str]:
         )
     _write(museum_page.PAGE, museum_page.render())
     _write(museum_page.PAGE.with_suffix(".zh.md"), museum_page.render(is_chinese=True))
-    _write(models.PAGE, models.render())
+    _write(models_page.PAGE, models_page.render())
     _write(ROOT / "CONTRIBUTING.md", written_counts())
     for page, text in reading.derived():
         _write(page, text)

@@ -26,7 +26,7 @@ def test_what_is_not_chosen_is_not_loaded(default: DefaultPath) -> None:
     }
     others = ("radix_cache", "proposers", "speculating_runner", "rejection_sampler")
     others += ("runner/graphs", "graph_emulator", "kernel_launch", "tensor_attention")
-    others += ("common/adapters/", "common/grammars/")
+    others += ("common/features/adapters/", "common/features/grammars/")
     assert not [name for name in loaded if any(other in name for other in others)]
     sampling = {name for name in loaded if name.startswith("common/sampling/")}
     parts = ("greedy_rows", "runner_plugin", "sampler", "sampling_columns")

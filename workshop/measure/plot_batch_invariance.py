@@ -26,8 +26,8 @@ from torch import nn
 from batch_invariance import CALL_TILES
 from common.engine import LLMEngine
 from common.engine_config import SHIPPED_CHECKPOINT, EngineConfig
-from common.linear import Linear, why_not_packed
-from common.loader import LoadedModel, load_model
+from common.models.linear import Linear, why_not_packed
+from common.models.loader import LoadedModel, load_model
 from request import SamplingParams
 from workshop.measure.bench.bench_record import markdown_table
 from workshop.measure.bench.random_weights import QWEN3_0_6B, random_model

@@ -26,8 +26,8 @@ from batch_layout import Queries
 from block_delta import PagedRunnerState
 from common.engine import LLMEngine
 from common.engine_config import SHIPPED_CHECKPOINT, EngineConfig
-from common.loader import LoadedModel, load_model
-from common.tokenizer import load_tokenizer
+from common.models.loader import LoadedModel, load_model
+from common.requests.tokenizer import load_tokenizer
 from mixed_attention import MixedAttentionBackend
 from mixed_batch import compose
 from paged_attention import PagedKVCache, TorchAttentionBackend

@@ -33,8 +33,8 @@ from dataclasses import replace
 import torch
 
 from common.engine import LLMEngine
-from common.model import DecoderModel
-from common.model_config import ModelConfig
+from common.models.model import DecoderModel
+from common.models.model_config import ModelConfig
 from workshop.measure.bench.bench_models import choose_dtype
 from workshop.measure.bench.bench_record import table_of
 from workshop.measure.bench.bench_work import BenchRequest, Limits, greedy, make_requests

@@ -18,7 +18,7 @@ import torch
 
 from common.engine import LLMEngine
 from common.engine_config import SHIPPED_CHECKPOINT, EngineConfig
-from common.loader import LoadedModel, load_model
+from common.models.loader import LoadedModel, load_model
 from request import SamplingParams
 from workshop.measure.plot_prefix_cache_ops import in_turn, no_collection
 from workshop.measure.prefix_workloads import PlannedRequest, PrefixWorkload

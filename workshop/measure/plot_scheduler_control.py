@@ -18,8 +18,8 @@ from collections.abc import Callable
 from caching_fcfs_scheduler import CachingFCFSScheduler
 from common.engine import LLMEngine
 from common.engine_config import SHIPPED_CHECKPOINT, EngineConfig
-from common.gc_utils import spare_what_is_loaded
-from common.tokenizer import load_tokenizer
+from common.requests.gc_utils import spare_what_is_loaded
+from common.requests.tokenizer import load_tokenizer
 from prefill_first_scheduler import PrefillFirstScheduler
 from request import Request, SamplingParams
 from scheduler import Scheduler, make_kv_memory

@@ -21,8 +21,8 @@ import torch
 
 from common.engine import LLMEngine
 from common.engine_config import SHIPPED_CHECKPOINT, SHIPPED_DRAFT, EngineConfig
-from common.loader import LoadedModel, load_model
-from common.tokenizer import Tokenizer, load_tokenizer
+from common.models.loader import LoadedModel, load_model
+from common.requests.tokenizer import Tokenizer, load_tokenizer
 from request import SamplingParams
 from step_record import StepRecord
 from workshop.training.tiny_data import corpus

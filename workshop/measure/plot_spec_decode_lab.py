@@ -16,9 +16,9 @@ import torch
 
 from batch_layout import ComposedBatch
 from common.engine_config import SHIPPED_CHECKPOINT, SHIPPED_DRAFT
-from common.kv_sizing import allocate_kv_cache
-from common.loader import LoadedModel, load_model
-from common.tokenizer import load_tokenizer
+from common.models.loader import LoadedModel, load_model
+from common.requests.tokenizer import load_tokenizer
+from common.runner.kv_sizing import allocate_kv_cache
 from draft_acceptance import acceptance_probability
 from draft_model_proposer import DraftModelProposer
 from input_batch import RunnerRequest

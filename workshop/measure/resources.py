@@ -7,7 +7,7 @@ and not on the first GPU that somebody pays for.
     python -m workshop.resources
                           what `make test` checks: sm_90 every family, sm_80 and sm_100 once
         --all             every architecture and dtype
-        --all --record    and write the record and the table in `common/kernels`
+        --all --record    and write the record and the table in `common/models/regions`
 
 Checked, with Triton 3.6 and 3.9: kernels of 16 bits on sm_90 spill nothing to memory, the others a
 few values, but for what `ALLOWED_STACK_BYTES` names; shared memory fits the smallest GPU of a kind;
@@ -32,8 +32,8 @@ from pathlib import Path
 import torch
 
 from common.engine_config import EngineConfig
-from common.kernels.launch_configurations import attention_shape, launch_configurations
-from common.model_config import ModelConfig
+from common.models.model_config import ModelConfig
+from common.runner.launch_configurations import attention_shape, launch_configurations
 from kernel_launch import DEFAULT_ARCHITECTURE, DecodeTuning, Launch
 from paged_attention_triton import write_kv_launch
 from split_attention_triton import split_launch
@@ -49,7 +49,7 @@ from workshop.measure.bench.random_weights import QWEN3_0_6B
 
 FOLDER = Path(__file__).parent
 RECORD = FOLDER / "records" / "resources.json"
-README = FOLDER.parents[1] / "common" / "kernels" / "README.md"
+README = FOLDER.parents[1] / "common" / "models" / "regions" / "README.md"
 
 
 def _family(
