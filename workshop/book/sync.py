@@ -2,8 +2,7 @@
 
     quotations        `python file=...` blocks of every page, from the source they name
     pages             MUSEUM.md in two languages, the tables of MODELS.md, the lines to read in
-                      COURSE.md, its order in README.md and the chapters' heads, the rooms in
-                      CONTRIBUTING.md
+                      COURSE.md, its order in README.md and the chapters' heads
     tables            from records, by the scripts that changed, or whose records did
     notebooks         executed where the script is not what the notebook holds
     drawings          the style of each SVG that is edited by hand, and its Chinese twin
@@ -29,7 +28,7 @@ from pathlib import Path
 from markdown_it import MarkdownIt
 
 from workshop.book import drawings, figure_words, models_page, notebooks
-from workshop.book.path import ROOT, written_counts
+from workshop.book.path import ROOT
 from workshop.book.quoted import filled, unfilled
 from workshop.book.translation import (
     CHINESE,
@@ -81,7 +80,6 @@ def renew_pages() -> Iterator[str]:
     _write(museum_page.PAGE, museum_page.render())
     _write(museum_page.PAGE.with_suffix(".zh.md"), museum_page.render(is_chinese=True))
     _write(models_page.PAGE, models_page.render())
-    _write(ROOT / "CONTRIBUTING.md", written_counts())
     for page, text in reading.derived():
         _write(page, text)
     words = figure_words.Words()
