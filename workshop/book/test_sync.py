@@ -9,7 +9,6 @@ from pathlib import Path
 import pytest
 
 from workshop.book import sync
-from workshop.book.path import ROOT
 from workshop.book.sync import changed_since, commands_for, in_step
 from workshop.book.translation import sections
 
