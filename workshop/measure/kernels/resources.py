@@ -7,7 +7,7 @@ and not on the first GPU that somebody pays for.
     python -m workshop.kernels.resources
                           what `make test` checks: sm_90 every family, sm_80 and sm_100 once
         --all             every architecture and dtype
-        --all --record    and write the record and the table in `common/kernels`
+        --all --record    and write the record and the table in `common/models/regions`
 
 Checked, with Triton 3.6 and 3.9: kernels of 16 bits on sm_90 spill nothing to memory, the others a
 few values, but for what `ALLOWED_STACK_BYTES` names; shared memory fits the smallest GPU of a kind;
