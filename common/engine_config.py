@@ -69,12 +69,12 @@ SHIPPED_CHECKPOINT = CHECKPOINTS / "tiny"
 SHIPPED_DRAFT = CHECKPOINTS / "tiny-draft"
 SHIPPED_ADAPTER = CHECKPOINTS / "tiny-tests"
 # Smaller models win their longer start back after several thousand tokens only. Measured:
-# `python 02_paged_kv/lab/plot_compile_border.py --record compile_border`
+# `python -m workshop.plot_compile_border --record compile_border`
 COMPILE_FROM_PARAMETERS = 100_000_000
 # Smaller models are computed by one thread on a CPU. A second one brings them up to a half more on
 # a quiet machine, and beside a program that keeps a core busy it costs two thirds. It costs larger
 # models as much there, but for those one thread is slow when nothing else runs, too. Measured:
-# `python 02_paged_kv/lab/plot_compile_border.py --record threads`
+# `python -m workshop.plot_compile_border --record threads`
 THREADS_FROM_PARAMETERS = 100_000_000
 NO_CLOCK = "in a pipeline the time of a step is not known: other steps are under way"
 MAX_THREADS = max(64, 4 * (os.cpu_count() or 1))  # whoever cannot have them ends the process

@@ -22,6 +22,7 @@ Law = Callable[[House], list[str]]
 
 LAWS: list[Law] = [
     laws.law_of_floors,
+    laws.rule_of_helpers,
     rooms.law_of_rooms,
     rooms.law_of_words,
     rooms.law_of_sizes,
@@ -160,7 +161,7 @@ BREACHES: dict[str, tuple[Law, dict[str, str], str]] = {
     "test helper": (
         laws.law_of_floors,
         {"02_b/high.py": "import test_high\n"},
-        "a test, a demo or a module of a lab",
+        "a test, a demo or a helper of tests",
     ),
     "root that imports its own beyond": (
         rooms.law_of_rooms,
@@ -260,16 +261,31 @@ BREACHES: dict[str, tuple[Law, dict[str, str], str]] = {
         {"common/attic.py": ""},
         "attic.py is in no layer",
     ),
-    "a lab in the engine": (
+    "a helper of tests in the engine": (
         rooms.rule_of_layers,
-        {"common/llm.py": "import law\n", "01_a/lab/law.py": ""},
-        "common/llm.py:1 imports `law`, which is beside",
+        {"common/llm.py": "import fake\n", "01_a/testing/fake.py": ""},
+        "common/llm.py:1 imports `fake`, which is beside",
     ),
     "room without a text": (laws.law_of_text, {"02_b/beyond/far.py": ""}, "02_b/beyond has no"),
-    "module of a lab": (
+    "helper of tests in a chapter": (
         laws.law_of_floors,
-        {"01_a/lab/law.py": "import high, common\n", "02_b/high.py": "import law\n"},
-        "02_b/high.py:1 imports `law`",
+        {"01_a/testing/fake.py": "", "02_b/high.py": "import fake\n"},
+        "02_b/high.py:1 imports `fake`",
+    ),
+    "helper of a higher chapter in a test": (
+        laws.rule_of_helpers,
+        {"01_a/test_low.py": "import fake\n", "02_b/testing/fake.py": ""},
+        "01_a/test_low.py:1 imports `fake` of 02_b",
+    ),
+    "higher chapter in a helper": (
+        laws.rule_of_helpers,
+        {"01_a/testing/fake.py": "import high\n"},
+        "01_a/testing/fake.py:1 imports `high` of 02_b",
+    ),
+    "workshop in a helper": (
+        laws.rule_of_helpers,
+        {"01_a/testing/fake.py": "from workshop.book import sync\n"},
+        "01_a/testing/fake.py:1 imports `workshop`",
     ),
     "undeclared dependency": (laws.law_of_floors, {"01_a/low.py": "import pandas\n"}, "`pandas`"),
     "redefined in common": (
@@ -491,7 +507,7 @@ def test_pytest_says_at_its_end_what_was_left_out(options: list[str]) -> None:
 
 def test_wheel_holds_flat_modules_and_nothing_else(tmp_path: Path) -> None:
     """An installed wheel offers every module of the engine under its flat name, `common` less what
-    works in a checkout only, and no test, text or lab."""
+    works in a checkout only, and no test, helper of tests or text."""
     house = House(ROOT)
     command = [sys.executable, "-m", "hatchling", "build", "-t", "wheel", "-d", str(tmp_path)]
     run = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)

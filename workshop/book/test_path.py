@@ -20,7 +20,7 @@ def test_what_is_not_chosen_is_not_loaded(default: DefaultPath) -> None:
     loaded = set(default.loaded)
     assert {"common/llm.py", "01_batching/engine_core.py", "04_scheduler/scheduler.py"} <= loaded
     assert {"03_prefix_cache/prefix_cache_local.py", "06_chunked_prefill/mixed_batch.py"} <= loaded
-    assert {name for name in loaded if "/beyond/" in name or "/lab/" in name} == {
+    assert {name for name in loaded if "/beyond/" in name or "/testing/" in name} == {
         "01_batching/beyond/step_record.py",
         "02_paged_kv/beyond/kv_budget.py",
     }

@@ -30,7 +30,7 @@ from split_attention_triton import merge_launch, split_launch
 from workshop.measure.bench import gpu_lab
 from workshop.measure.bench.bench_record import ROOT
 from workshop.measure.bench.gpu_lab import BLOCK_SIZE, Lab, Part
-from workshop.measure.kernels.resources import TUNINGS as TILINGS
+from workshop.measure.resources import TUNINGS as TILINGS
 
 TESTS = (  # with those marked `gpu`; conftest.py marks tests of kernels where there is a GPU
     "02_paged_kv/beyond/test_paged_attention_triton.py",

@@ -28,10 +28,15 @@ from typing import Any
 
 from common.engine_config import SHIPPED_CHECKPOINT
 from common.serve.fleet import programs
-from prefix_workloads import TRACE_BLOCK_SIZE, PrefixWorkload, TraceRequest, read_trace
 from workshop.measure.bench import bench_record
 from workshop.measure.bench.load import Outcome, Planned, replay
 from workshop.measure.bench.side_by_side import write_table
+from workshop.measure.prefix_workloads import (
+    TRACE_BLOCK_SIZE,
+    PrefixWorkload,
+    TraceRequest,
+    read_trace,
+)
 
 PAGES = Path(__file__).parents[3] / "common" / "serve" / "fleet"
 RECORD = Path(__file__).parent / "records" / "routing.json"

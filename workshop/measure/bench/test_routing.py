@@ -5,7 +5,6 @@ from __future__ import annotations
 import pytest
 
 from common.serve.fleet.programs import HOW_TO_INSTALL, router_program
-from prefix_workloads import PrefixWorkload, TraceRequest
 from workshop.measure.bench.bench_record import made_on, read_record, replace_between_markers
 from workshop.measure.bench.load import Outcome
 from workshop.measure.bench.routing import (
@@ -20,6 +19,7 @@ from workshop.measure.bench.routing import (
     scaled,
     table,
 )
+from workshop.measure.prefix_workloads import PrefixWorkload, TraceRequest
 
 CHATS = 6
 
