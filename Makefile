@@ -124,7 +124,7 @@ notebooks: say-notebooks $(WORK)
 	  { echo "make notebooks: failed. Run the script named above with $(PY) to see why."; exit 1; }
 
 figures: say-figures $(WORK)
-	@for script in [0-9][0-9]_*/lab/plot_*.py workshop/*/plot_*.py; do \
+	@for script in workshop/*/plot_*.py; do \
 	  [ -e "$$script" ] || continue; \
 	  echo "  $$script"; \
 	  $(PY) "$$script" || { echo "make figures: $$script failed; run it alone to see why."; exit 1; }; \

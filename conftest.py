@@ -28,8 +28,8 @@ from hypothesis import HealthCheck, Phase, settings
 SLOW_TIMEOUT_S = 3600  # of a test marked slow; the others': `timeout` in pyproject.toml
 # `make check`: the chapters' roots and the engine in one process. Whoever starts another process, a
 # compiler, a browser or a rank, is skipped when it does so.
-CHECKED = ("[0-9][0-9]_*/test_*.py", "common/test_*.py", "common/runner/*", "common/sampling/*")
-CHECKED += ("common/tests/*",)
+CHECKED = ("[0-9][0-9]_*/test_*.py", "common/test_*.py")
+CHECKED += tuple(f"common/{n}/*" for n in ("models", "requests", "sampling", "runner", "tests"))
 PROCESSES = ("subprocess.Popen", "os.fork", "os.posix_spawn")  # their names as audit events
 
 os.environ["LANGUAGE"] = "en"  # else tasks are told in what the terminal speaks
@@ -55,7 +55,7 @@ def pytest_collection() -> Generator[None, object, object]:
     finally:
         gc.freeze()
         atexit.register(gc.unfreeze)
-        gc.set_threshold(10_000, 50)  # as common/gc_utils.py
+        gc.set_threshold(10_000, 50)  # as common/requests/gc_utils.py
         gc.enable()
 
 

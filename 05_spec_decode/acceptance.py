@@ -2,7 +2,7 @@
 
 The worth is a geometric sum, if each draft is accepted with the same chance a once those before it
 are. Real chances differ from place to place and hang together, so this is a guide. The chance
-itself, for each way to draw and judge a draft: `lab/draft_acceptance.py`.
+itself, for each way to draw and judge a draft: `testing/draft_acceptance.py`.
 
 Source: Leviathan et al., arXiv 2211.17192, section 3.1.
 """

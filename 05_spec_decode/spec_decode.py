@@ -1,4 +1,4 @@
-"""Speculative decoding alone: two toy models and one step. The loop: `lab/toy_generation.py`.
+"""Speculative decoding alone: two toy models and one step. The loop: `testing/toy_generation.py`.
 
 A *draft* model guesses k tokens, one after the other. The *target* model reads the context and all
 guesses in one pass, which takes hardly longer than a pass over one token (the weights are read once

@@ -4,12 +4,14 @@ from common.tests.kernel_device import device  # first: it decides how Triton is
 
 # isort: split
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 import torch
 
 from common.engine_config import SHIPPED_CHECKPOINT
-from common.loader import LoadedModel, load_model
+from common.models.loader import LoadedModel, load_model
+from common.requests.tokenizer import load_tokenizer
 from common.tests.engine_oracle import (
     Oracle,
     family_prompts,
@@ -18,7 +20,7 @@ from common.tests.engine_oracle import (
     save_random_model,
     with_noise,
 )
-from common.tokenizer import load_tokenizer
+from kernel_launch import Launch
 
 __all__ = ["device"]
 
@@ -99,3 +101,17 @@ def shipped_oracle(shipped_tokenizer) -> Oracle:
         "try:\n    import threading\nexcept ImportError:\n",
     ]
     return make_oracle(SHIPPED_CHECKPOINT, [shipped_tokenizer.encode(text) for text in texts])
+
+
+@pytest.fixture
+def launched(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """The kernel of each launch from now on."""
+    found: list[str] = []
+    real = Launch.__call__
+
+    def spy(launch: Launch, grid: tuple[int, ...], *arguments: Any) -> None:
+        found.append(launch.kernel.__name__)
+        real(launch, grid, *arguments)
+
+    monkeypatch.setattr(Launch, "__call__", spy)
+    return found

@@ -310,8 +310,8 @@ def _main(args: argparse.Namespace) -> int:
     print("Loading the model ...", file=sys.stderr)
     import common.engine  # noqa: F401  # LLM() imports it after the collector has been told
     from common.engine_config import SHIPPED_ADAPTER
-    from common.gc_utils import spare_what_is_loaded
     from common.llm import LLM, SamplingParams
+    from common.requests.gc_utils import spare_what_is_loaded
 
     spare_what_is_loaded()
     # Each prompt has a seed of its own, so that every run and every order gives the same text.
@@ -411,7 +411,7 @@ def _is_json(text: str) -> bool:
 
 
 def _tracer(engine) -> Callable:
-    from common.step_trace import describe_step
+    from common.events.step_trace import describe_step
 
     num_warm_up = engine.recorder.num_steps
 

@@ -24,17 +24,17 @@ from typing import TYPE_CHECKING, TextIO
 
 import torch
 
-from common.assembly import assemble, packing_of, packing_while_loading
+from common.assembly.assembly import assemble, packing_of, packing_while_loading
+from common.assembly.registry import REQUEST_GRAMMARS, Grammars, claimed, release
+from common.assembly.scheduler_assembly import EngineParts
 from common.engine_config import SHIPPED_CHECKPOINT, SHIPPED_DRAFT, EngineConfig, EngineStats
-from common.engine_lock import Turn, one_at_a_time
-from common.input_processor import Intake, Prompt, RequestOptions, SharedOptions
-from common.loader import LoadedModel, load_model, read_checkpoint
-from common.output_processor import OutputProcessor, RequestGroup, RequestOutput, spread
-from common.registry import REQUEST_GRAMMARS, Grammars, claimed, release
-from common.scheduler_assembly import EngineParts
-from common.stats import RecentCacheStats, Throughput
-from common.thread_count import set_threads
-from common.tokenizer import Tokenizer, load_tokenizer
+from common.models.loader import LoadedModel, load_model, read_checkpoint
+from common.requests.engine_lock import Turn, one_at_a_time
+from common.requests.input_processor import Intake, Prompt, RequestOptions, SharedOptions
+from common.requests.output_processor import OutputProcessor, RequestGroup, RequestOutput, spread
+from common.requests.stats import RecentCacheStats, Throughput
+from common.requests.tokenizer import Tokenizer, load_tokenizer
+from common.runner.thread_count import set_threads
 from prefix_cache import PrefixCache
 from request import RequestStatus, SamplingParams
 from scheduler_interface import EngineCoreOutput, SchedulerOutput
@@ -44,8 +44,8 @@ from step_record import StepRecord, preemptions_of
 if TYPE_CHECKING:
     from typing import Unpack
 
-    from common.adapters.adapter_names import AdapterNames
     from common.events.watch import Watch
+    from common.features.adapters.adapter_names import AdapterNames
     from grammar_queue import GrammarsCompiled
 
 CLOSE_TIMEOUT_S = 5.0  # for a step of another thread, when an engine is closed

@@ -39,16 +39,19 @@ if TYPE_CHECKING:
 
 SCHEDULERS = {
     # Chapter 4. They fill the memory, and preempt when it runs out.
-    "two_phase": "common.scheduler_assembly:make_two_phase",
-    "prefill_first": "common.scheduler_assembly:make_prefill_first",
+    "two_phase": "common.assembly.scheduler_assembly:make_two_phase",
+    "prefill_first": "common.assembly.scheduler_assembly:make_prefill_first",
     # Chapter 1, over blocks and a cache. It reserves everything at admission.
-    "fcfs": "common.scheduler_assembly:make_fcfs",
+    "fcfs": "common.assembly.scheduler_assembly:make_fcfs",
 }
 PREFIX_CACHES = {
-    "hash": "common.scheduler_assembly:make_hash_cache",
-    "radix": "common.scheduler_assembly:make_radix_cache",
+    "hash": "common.assembly.scheduler_assembly:make_hash_cache",
+    "radix": "common.assembly.scheduler_assembly:make_radix_cache",
 }
-PROPOSERS = {"ngram": "common.assembly:make_ngram", "draft": "common.assembly:make_draft_model"}
+PROPOSERS = {
+    "ngram": "common.assembly.assembly:make_ngram",
+    "draft": "common.assembly.assembly:make_draft_model",
+}
 # Where prompts are whole; where they are cut, and a batch has both decodes and chunks.
 ATTENTION_BACKENDS = {
     "torch": (
@@ -66,12 +69,12 @@ SHIPPED_CHECKPOINT = CHECKPOINTS / "tiny"
 SHIPPED_DRAFT = CHECKPOINTS / "tiny-draft"
 SHIPPED_ADAPTER = CHECKPOINTS / "tiny-tests"
 # Smaller models win their longer start back after several thousand tokens only. Measured:
-# `python 02_paged_kv/lab/plot_compile_border.py --record compile_border`
+# `python -m workshop.plot_compile_border --record compile_border`
 COMPILE_FROM_PARAMETERS = 100_000_000
 # Smaller models are computed by one thread on a CPU. A second one brings them up to a half more on
 # a quiet machine, and beside a program that keeps a core busy it costs two thirds. It costs larger
 # models as much there, but for those one thread is slow when nothing else runs, too. Measured:
-# `python 02_paged_kv/lab/plot_compile_border.py --record threads`
+# `python -m workshop.plot_compile_border --record threads`
 THREADS_FROM_PARAMETERS = 100_000_000
 NO_CLOCK = "in a pipeline the time of a step is not known: other steps are under way"
 MAX_THREADS = max(64, 4 * (os.cpu_count() or 1))  # whoever cannot have them ends the process
@@ -216,7 +219,7 @@ class SpeculativeConfig:
 class EngineConfig:
     """Everything the engine can be told. Raises `ValueError` that names field, value and what is
     allowed. Python's collector is its process's: a program that serves sets it as the demo does
-    (`common/gc_utils.py`), before it makes an engine."""
+    (`common/requests/gc_utils.py`), before it makes an engine."""
 
     model: str | Path | None = None  # a directory or hub id; None: the shipped checkpoint
     device: str = "auto"
@@ -263,7 +266,7 @@ class EngineConfig:
     batch_invariant: bool = False
     # Of torch on a CPU, in this whole process, until the engine closes. None: 1 for models below
     # `THREADS_FROM_PARAMETERS`, and for others as torch has it; but nothing changes where
-    # OMP_NUM_THREADS or `torch.set_num_threads` has said how many (`common/thread_count.py`).
+    # OMP_NUM_THREADS or `torch.set_num_threads` has said how many (`runner/thread_count.py`).
     num_threads: int | None = None
     gpu_memory_utilization: float = 0.9  # share that weights, activations and KV together may take
     # Ranks that share each layer, stages that share the layers. More than one rank in all: each is

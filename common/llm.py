@@ -17,14 +17,14 @@ from numbers import Number
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from common.output_processor import CompletionOutput, RequestOutput
+from common.requests.output_processor import CompletionOutput, RequestOutput
 from request import SamplingParams
 
 if TYPE_CHECKING:
     from typing import Unpack
 
     from common.engine import LLMEngine
-    from common.input_processor import RequestOptions, SharedOptions
+    from common.requests.input_processor import RequestOptions, SharedOptions
 
 __all__ = ["LLM", "CompletionOutput", "RequestOutput", "SamplingParams"]
 
@@ -114,7 +114,7 @@ class LLM:
 def as_list_of_prompts(prompts: Any) -> list:
     """A single prompt, text or token ids, becomes a list of one. An array of one dimension is a
     prompt, one of two is a row of them. Raises `ValueError` for what is neither."""
-    from common.input_processor import plain
+    from common.requests.input_processor import plain
 
     if isinstance(prompts, str):
         return [prompts]

@@ -1,7 +1,7 @@
 """C++ that the engine computes with on a CPU, compiled when it is first wanted.
 
 `decode_attention.cpp`, a model's products and what lies between them (`compiled_linear.cpp` and
-`compiled_regions.cpp` in `common/kernels`) are compiled for this processor, and the shapes of a
+`compiled_regions.cpp` in `common`) are compiled for this processor, and the shapes of a
 model where that is faster. It takes a second or two. The library
 is kept in `~/.cache/vllm-from-scratch` (`XDG_CACHE_HOME` is honoured), under a name that tells the
 source, the compiler, the processor and the constants, so the next start takes milliseconds.

@@ -10,7 +10,7 @@ shapes, the dtype and the GPU's architecture:
                                       -> Launch         what is compiled ahead of time, for any
                                                         GPU, where there is none
 
-`common/kernels/launch_configurations.py` lists all of an engine's, and its test compiles them.
+`common/runner/launch_configurations.py` lists all of an engine's, and its test compiles them.
 
 A launch is Python that puts a kernel on a queue, so PyTorch does not see it. While a
 `TorchDispatchMode` is on, something has to: fake tensors, which have shapes and a device but no

@@ -42,7 +42,7 @@ FLOAT32_PRECISIONS = ("ieee", "tf32x3")
 SHORT_ROWS = 16  # query tokens x heads that share a KV head; more is a long query
 # Query rows and keys to a tile, and warps, for head_dim up to 64, 128 and 256. The largest that the
 # compiler holds in registers without spilling, in the shared memory of any GPU: see the table of
-# `python -m workshop.kernels.resources`. "ieee" and "tf32x3" are float32 without and with
+# `python -m workshop.resources`. "ieee" and "tf32x3" are float32 without and with
 # the tensor cores; a product of 16 rows is the smallest there is.
 TILES = {
     ("16 bits", "short"): ((16, 64, 4), (16, 64, 4), (16, 32, 4)),

@@ -64,7 +64,7 @@ def test_the_digest_names_what_the_bytes_belong_to():
 
 @pytest.mark.parametrize("tied", [True, False])
 def test_a_packed_model_has_the_name_of_the_plain_one(tied):
-    """Packing gives the plain weights up (`common/linear.py`); the model is the same."""
+    """Packing gives the plain weights up (`common/models/linear.py`); the model is the same."""
     config = dataclasses.replace(TINY, tie_word_embeddings=tied)
     model = random_model(config).model
     plain = {name: tensor.clone() for name, tensor in model.named_weights()}

@@ -8,7 +8,7 @@ or a grammar.
 
 Each says which texts are whole. From that follows, after every token, which tokens may come next:
 those with which the text can still become a whole one; and EOS, when it is one. What is compiled
-for this and how it is matched is in `common/grammars`; how long a request waits for it, in
+for this and how it is matched is in `common/features/grammars`; how long a request waits for it, in
 `grammar_queue.py`.
 
 A dictionary of vLLM's `structured_outputs` says the same: `json`, `json_object`, `regex`, `choice`,

@@ -6,9 +6,9 @@ from __future__ import annotations
 import pytest
 import torch
 
-from common import assembly
+from common.assembly import assembly
 from common.engine import EngineConfig, LLMEngine
-from common.loader import load_model
+from common.models.loader import load_model
 from common.tests.engine_oracle import (
     make_oracle,
     paged_runner,

@@ -43,7 +43,7 @@ CHECKED_CALLS = 3  # each computes one tile: more would repeat the same product
 
 
 class Matrix(Protocol):
-    """A packed matrix, as in `common/linear.py`."""
+    """A packed matrix, as in `common/models/linear.py`."""
 
     shape: torch.Size  # out, in
     row_tile: int | None  # the rows of a product are made a multiple of it

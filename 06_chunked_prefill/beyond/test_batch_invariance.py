@@ -21,9 +21,9 @@ from batch_invariance import (
     make_batch_invariant,
     silu,
 )
-from common.kernels.regions import rms_norm
-from common.linear import Linear, why_not_packed
-from common.rotary import rotate
+from common.models.linear import Linear, why_not_packed
+from common.models.regions.regions import rms_norm
+from common.models.rotary import rotate
 
 Rows = Callable[..., torch.Tensor]
 DTYPES = [

@@ -4,9 +4,9 @@ import pytest
 import tokenizers
 
 from common.conftest import draft
+from common.requests.tokenizer import Tokenizer, _byte_alphabet
 from common.tests.engine_oracle import Oracle
 from common.tests.film_runs import Workshop, short_prompts
-from common.tokenizer import Tokenizer, _byte_alphabet
 
 __all__ = ["draft", "letters", "workshop"]  # taken from here by the workshop's folders
 

@@ -21,13 +21,13 @@ from typing import TYPE_CHECKING, Any, TextIO
 import torch
 
 from common.events.event_kinds import VERSION, Cut, Event, Run, to_line
-from common.tokenizer import IncrementalDetokenizer, Tokenizer
+from common.requests.tokenizer import IncrementalDetokenizer, Tokenizer
 from policies import SchedulePolicy
 
 if TYPE_CHECKING:
     from common.engine_config import EngineConfig
-    from common.model_config import ModelFacts
-    from common.output_processor import OutputProcessor
+    from common.models.model_config import ModelFacts
+    from common.requests.output_processor import OutputProcessor
     from request import Request
 
 logger = logging.getLogger(__name__)

@@ -25,10 +25,10 @@ from common.events.watched_scheduler import RequestWatch, StepWatch
 from scheduler_interface import SchedulerInterface
 
 if TYPE_CHECKING:
+    from common.assembly.scheduler_assembly import EngineParts
     from common.engine_config import EngineConfig
-    from common.output_processor import OutputProcessor
-    from common.scheduler_assembly import EngineParts
-    from common.tokenizer import Tokenizer
+    from common.requests.output_processor import OutputProcessor
+    from common.requests.tokenizer import Tokenizer
 
 
 class Watch:

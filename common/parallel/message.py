@@ -31,7 +31,7 @@ from typing import Any
 
 import msgpack
 
-from common.input_processor import DrawnSeedParams
+from common.requests.input_processor import DrawnSeedParams
 from common.sampling.distributions import TokenLogprobs
 from request import SamplingParams
 from scheduler_interface import (

@@ -3,7 +3,7 @@
     LLMEngine, scheduler, KV manager, tokenizer, outputs     this process: computes nothing
         RemoteRunner.execute(plan) -> RemoteStep              a `ModelRunner` (chapter 1)
             Executor                                          plan to all ranks, output from one
-                worker 0 .. N-1                               `common/runner/worker.py`
+                worker 0 .. N-1                               `common/parallel/worker.py`
 
 `execute` returns when every worker has the plan, so a loop that plans ahead (`runner/overlap.py`)
 needs no thread. What needs the engine's own objects stays here: a run of accepted guesses is
@@ -23,19 +23,7 @@ from typing import Any
 import torch
 
 from acceptance import SpecDecodeStats
-from common.engine_config import SHIPPED_CHECKPOINT, EngineConfig, is_own
-from common.loader import Checkpoint, read_checkpoint
-from common.model import DecoderModel
-from common.model_config import ModelFacts
-from common.output_processor import OutputProcessor
-from common.parallel import message
-from common.parallel.channel import interrupts_held
-from common.parallel.executor import OF_THE_USER, Executor, WorkerError
-from common.parallel.ranks import Ranks
-from common.parallel.remote_launch import StartedWorkers, launch
-from common.parallel.sharded_model import rank_config
-from common.runner.trimming_runner import TrimmingRunner
-from common.scheduler_assembly import (
+from common.assembly.scheduler_assembly import (
     EngineParts,
     Namespace,
     RunnerSide,
@@ -44,7 +32,19 @@ from common.scheduler_assembly import (
     find_max_model_len,
     find_vocab_size,
 )
-from common.tokenizer import Tokenizer, load_tokenizer
+from common.engine_config import SHIPPED_CHECKPOINT, EngineConfig, is_own
+from common.models.loader import Checkpoint, read_checkpoint
+from common.models.model import DecoderModel
+from common.models.model_config import ModelFacts
+from common.models.ranks import Ranks
+from common.parallel import message
+from common.parallel.channel import interrupts_held
+from common.parallel.executor import OF_THE_USER, Executor, WorkerError
+from common.parallel.remote_launch import StartedWorkers, launch
+from common.parallel.sharded_model import rank_config
+from common.requests.output_processor import OutputProcessor
+from common.requests.tokenizer import Tokenizer, load_tokenizer
+from common.runner.trimming_runner import TrimmingRunner
 from scheduler_interface import ModelRunner, PlanMessage, StepHandle, StepOutput
 
 logger = logging.getLogger(__name__)

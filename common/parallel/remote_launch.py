@@ -5,8 +5,8 @@
                                            to `LLM(...)` in the script, becomes worker 1 there, and
                                            never gets back to the script
 
-A process that is started runs `python -m common.runner.worker`, not a copy of this one: nothing of
-the user's script is imported again, so it needs no `if __name__ == "__main__"`, and can be a
+A process that is started runs `python -m common.parallel.worker`, not a copy of this one: nothing
+of the user's script is imported again, so it needs no `if __name__ == "__main__"`, and can be a
 notebook. Worker 0 is a process of its own under torchrun too: the driver is the same in both cases,
 plans while the model computes, and outlives its worker to say what happened.
 
@@ -33,10 +33,10 @@ import torch.distributed
 
 from common.parallel.channel import START_TIMEOUT_S, Channel, ChannelClosed, Lifeline
 from common.parallel.executor import Link
-from common.thread_count import THREADS, num_threads_of
+from common.runner.thread_count import THREADS, num_threads_of
 from request import check_integers
 
-WORKER_MODULE = "common.runner.worker"
+WORKER_MODULE = "common.parallel.worker"
 dist: Any = torch.distributed  # its type stubs lack what is needed here
 
 
@@ -206,7 +206,7 @@ def serve_if_not_first() -> None:
     rank = int(os.environ["RANK"])
     if rank == 0:
         return
-    from common.runner.worker import serve
+    from common.parallel.worker import serve
 
     where = json.loads(_torchrun_store().get("engine"))
     ends = []

@@ -20,8 +20,8 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from common.linear import Linear
-from common.parallel.collectives import Collectives
+from common.models.collectives import Collectives
+from common.models.linear import Linear
 
 
 class RowParallelLinear(Linear):

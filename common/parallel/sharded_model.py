@@ -29,12 +29,12 @@ import torch
 from torch import nn
 
 from batch_layout import ComposedBatch
-from common.blocks import CheckpointTensor, allocator
-from common.linear import Linear
-from common.model import DecoderLayer, DecoderModel
-from common.model_config import ModelConfig
-from common.parallel.collectives import Collectives
-from common.parallel.ranks import Ranks
+from common.models.blocks import CheckpointTensor, allocator
+from common.models.collectives import Collectives
+from common.models.linear import Linear
+from common.models.model import DecoderLayer, DecoderModel
+from common.models.model_config import ModelConfig
+from common.models.ranks import Ranks
 from common.parallel.sharded_layers import (
     RowParallelLinear,
     VocabParallelHead,

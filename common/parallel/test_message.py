@@ -13,11 +13,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from common.input_processor import DrawnSeedParams
+from common.models.collectives import CollectiveError
 from common.parallel import message
-from common.parallel.collectives import CollectiveError
 from common.parallel.executor import ANSWERS
 from common.parallel.message import MessageError
+from common.requests.input_processor import DrawnSeedParams
 from common.sampling.distributions import TokenLogprobs
 from common.tests.engine_oracle import checked_engine, serve_a_crowd
 from request import SamplingParams

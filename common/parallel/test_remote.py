@@ -17,10 +17,11 @@ import pytest
 
 from common.engine import EngineConfig, LLMEngine
 from common.engine_config import SHIPPED_CHECKPOINT
-from common.loader import read_checkpoint
+from common.models.loader import read_checkpoint
 from common.parallel import message, remote, remote_launch
 from common.parallel.executor import Executor, WorkerError
-from common.parallel.pipeline import PipelinedEngineCore
+from common.requests.tokenizer import Tokenizer
+from common.runner.pipeline import PipelinedEngineCore
 from common.tests.adapter_cases import KINDS, edited, save_adapter
 from common.tests.every_kind import DRAWN, PROMPTS, everything_said, must_say_the_same
 from common.tests.grammar_cases import small_tokenizer
@@ -36,7 +37,6 @@ from common.tests.remote_cases import (
     signal_in_step,
     start_forked,
 )
-from common.tokenizer import Tokenizer
 from grammars import Choice, Json, Regex
 from request import SamplingParams
 from scheduler_interface import NewRequestData, PlanMessage

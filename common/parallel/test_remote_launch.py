@@ -24,10 +24,10 @@ from common.engine_config import THREADS_FROM_PARAMETERS
 from common.llm import LLM
 from common.parallel import remote_launch
 from common.parallel.channel import Channel, ChannelClosed
+from common.runner.thread_count import ThreadCount
 from common.tests.every_kind import PROMPTS
 from common.tests.forked import Forked
 from common.tests.remote_cases import WORKERS, is_there
-from common.thread_count import ThreadCount
 from request import SamplingParams
 
 # It has no `if __name__ == "__main__"`, and says so if it is run again.

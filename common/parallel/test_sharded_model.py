@@ -12,14 +12,14 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from batch_invariance import make_batch_invariant
-from common import loader
-from common.assembly import kv_namespace
-from common.kv_sizing import allocate_kv_cache, run_forward
-from common.linear import linear_layers
-from common.loader import load_model
-from common.parallel.collectives import Alone
-from common.parallel.ranks import Ranks
+from common.assembly.assembly import kv_namespace
+from common.models import loader
+from common.models.collectives import Alone
+from common.models.linear import linear_layers
+from common.models.loader import load_model
+from common.models.ranks import Ranks
 from common.parallel.sharded_model import ShardedModel, rank_config
+from common.runner.kv_sizing import allocate_kv_cache, run_forward
 from common.tests.model_cases import save_case
 from common.tests.paged_harness import PagedHarness
 from invariant_attention import InvariantAttentionBackend

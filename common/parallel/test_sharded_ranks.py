@@ -9,10 +9,10 @@ from pathlib import Path
 import pytest
 import torch
 
-from common.loader import load_model
-from common.model_config import ModelConfig
-from common.parallel.collectives import Communication
-from common.parallel.ranks import Ranks
+from common.models.collectives import Communication
+from common.models.loader import load_model
+from common.models.model_config import ModelConfig
+from common.models.ranks import Ranks
 from common.parallel.sharded_layers import rows_per_rank
 from common.tests.adapter_cases import KINDS, save_adapter, with_peft
 from common.tests.forked import Forked

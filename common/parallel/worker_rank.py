@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.distributed
 
-from common.assembly import (
+from common.assembly.assembly import (
     LocalRunner,
     make_block_io,
     make_draft_length,
@@ -30,19 +30,19 @@ from common.engine_config import (
     EngineConfig,
     SpeculativeConfig,
 )
-from common.kv_sizing import Neighbours
-from common.loader import LoadedModel, checkpoint_digest, load_model
+from common.models.collectives import Collectives, connect
+from common.models.loader import LoadedModel, checkpoint_digest, load_model
+from common.models.ranks import Ranks
 from common.parallel import message
 from common.parallel.channel import START_TIMEOUT_S, Channel
-from common.parallel.collectives import Collectives, connect
-from common.parallel.ranks import Ranks
 from common.parallel.sharded_model import ShardedModel
+from common.runner.kv_sizing import Neighbours
 from kv_block_io import PagedBlockIO
 from scheduler_interface import StepHandle, StepOutput
 from speculating_runner import DraftLength
 
 if TYPE_CHECKING:
-    from common.adapters.adapter_files import Adapter
+    from common.features.adapters.adapter_files import Adapter
 
 logger = logging.getLogger(__name__)
 QUESTIONS = {

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from common.engine_config import EngineConfig, is_own
-from common.model import DecoderModel
+from common.models.model import DecoderModel
 from common.runner.graphs import CannotCapture, CudaGraphs, DecodeGraphs, GraphPart, Graphs
 from paged_attention import AttentionBackend, PagedKVCache
 

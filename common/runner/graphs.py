@@ -42,7 +42,7 @@ import numpy as np
 import torch
 
 from batch_layout import ComposedBatch, PagedRunnerState, Queries, StepLayout, compose_in_order
-from common.model import DecoderModel
+from common.models.model import DecoderModel
 from common.runner.batch_state import BatchState
 from common.runner.model_runner import Compose, PagedBatch, PagedModelRunner
 from common.sampling.runner_plugin import Cargo, StepRows

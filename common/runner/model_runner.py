@@ -20,8 +20,8 @@ import numpy as np
 import torch
 
 from batch_layout import ComposedBatch, PagedRunnerState, Queries, StepLayout, compose_in_order
-from common.model import DecoderModel
-from common.model_config import SCORED
+from common.models.model import DecoderModel
+from common.models.model_config import SCORED
 from common.runner.batch_state import BatchState
 from common.sampling.runner_plugin import Cargo, StepRows
 from common.sampling.sampler import BatchSampler, UnreadStep

@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 import common.runner.graphs as module
-from common.loader import load_model
+from common.models.loader import load_model
 from common.runner.graph_emulator import EmulatedGraphs, GraphError
 from common.runner.graphs import CannotCapture, DecodeGraphs, EagerGraphs, StaticMemory
 from common.runner.test_graphs import BLOCK_SIZE, MOST, deal, decode, make_graphs, make_state

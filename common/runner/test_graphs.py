@@ -17,7 +17,6 @@ import torch
 from torch.utils._pytree import tree_leaves
 
 from batch_layout import Queries, compose_in_order
-from common.kv_sizing import allocate_kv_cache
 from common.runner.batch_state import BatchState
 from common.runner.graph_emulator import Recorder
 from common.runner.graphs import (
@@ -33,6 +32,7 @@ from common.runner.graphs import (
     graph_buckets,
     pad_step,
 )
+from common.runner.kv_sizing import allocate_kv_cache
 from common.sampling.runner_plugin import Cargo, RunnerPlugin, StepRows
 from common.sampling.sampler import Sampler
 from common.sampling.sampling_columns import SamplingColumns

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from common.output_processor import OutputProcessor
+from common.requests.output_processor import OutputProcessor
 from scheduler_interface import ModelRunner, PlanMessage, StepHandle, StepOutput
 
 

@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Protocol
 
 import numpy as np
 
-from common.model_config import SCORED
+from common.models.model_config import SCORED
 from common.sampling.runner_plugin import Cargo, RunnerPlugin, StepRows
 from scheduler_interface import NewRequestData
 

@@ -11,13 +11,13 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from common.input_processor import DrawnSeedParams
+from common.requests.input_processor import DrawnSeedParams
 from common.sampling.runner_plugin import HasTokens, RunnerPlugin
 from request import SamplingParams
 from scheduler_interface import NewRequestData
 
 if TYPE_CHECKING:
-    from common.sampling.token_rules import TokenRules
+    from common.requests.token_rules import TokenRules
 
 # Bits of `needs`. A drawn row is narrow, among the `MOST_NARROW` highest or fewer, or wide.
 NARROW, WIDE, TOP_K, MIN_P, TOP_P, PENALTIES, MIN_TOKENS, LOGPROBS = (1 << i for i in range(8))
@@ -71,7 +71,7 @@ class SamplingColumns(RunnerPlugin):
         self._integers[:, row] = *integers, is_seed_drawn, num_writes
         self.forbidden.pop(row, None)
         if rules is not None:
-            from common.sampling.token_rules import TokenRules
+            from common.requests.token_rules import TokenRules
 
             self.rules[row] = TokenRules(rules)
         if p.min_tokens:

@@ -18,7 +18,7 @@ from typing import Protocol
 import numpy as np
 import torch
 
-from common.input_processor import DrawnSeedParams
+from common.requests.input_processor import DrawnSeedParams
 from common.sampling.counter_random import ACCEPT_STREAM, DRAFT_STREAM, TOKEN_STREAM
 from common.sampling.distributions import StagedRows, row_uniforms
 from common.sampling.greedy_rows import BAD, REJECTED

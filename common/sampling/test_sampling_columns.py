@@ -8,7 +8,7 @@ from dataclasses import fields
 import numpy as np
 import pytest
 
-from common.input_processor import DrawnSeedParams
+from common.requests.input_processor import DrawnSeedParams
 from common.sampling import sampling_columns as columns_module
 from common.sampling.sampling_columns import SamplingColumns
 from request import SamplingParams

@@ -8,7 +8,7 @@ import numpy as np
 import torch
 from scipy.stats import chisquare
 
-from common.input_processor import DrawnSeedParams
+from common.requests.input_processor import DrawnSeedParams
 from common.sampling.sampler import Sampler
 from common.sampling.sampling_columns import SamplingBatch
 from common.sampling.speculative_sampler import SpeculativeSampler

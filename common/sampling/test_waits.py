@@ -11,7 +11,7 @@ import pytest
 import torch
 
 import batch_layout
-from common.input_processor import DrawnSeedParams
+from common.requests.input_processor import DrawnSeedParams
 from common.sampling.sampler import Sampler
 from common.sampling.sampling_columns import SamplingBatch
 from common.sampling.speculative_sampler import ConstrainedDrafts, SpeculativeSampler

@@ -13,13 +13,13 @@ from dataclasses import dataclass, field
 from itertools import chain
 from typing import Any
 
+from common.requests.tokenizer import Tokenizer
 from common.sampling.distributions import TokenLogprobs
 from common.serve.deltas import CompletionDelta, RequestDelta
 from common.serve.large_json import json_pieces, to_json
 from common.serve.text_places import TextPlaces
 from common.serve.tool_calls import Reader, Reply
 from common.serve.wire import GenerateBody
-from common.tokenizer import Tokenizer
 from request import SamplingParams
 
 DONE = b"data: [DONE]\n\n"

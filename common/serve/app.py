@@ -18,7 +18,7 @@ from starlette.exceptions import HTTPException
 from starlette.responses import JSONResponse, PlainTextResponse, Response
 
 from common.engine_config import SHIPPED_CHECKPOINT
-from common.loader import read_json, resolve_checkpoint
+from common.models.loader import read_json, resolve_checkpoint
 from common.serve.answers import DONE, Answer, event, event_pieces, token_text
 from common.serve.async_llm import AsyncLLM
 from common.serve.chat import ChatPrompts

@@ -20,8 +20,8 @@ from typing import TYPE_CHECKING, Any
 
 from common.engine import LLMEngine
 from common.engine_config import EngineConfig, EngineStats
-from common.input_processor import plain
-from common.sampling.token_rules import without_texts
+from common.requests.input_processor import plain
+from common.requests.token_rules import without_texts
 from common.serve.deltas import HandOver, RequestDelta
 from common.serve.engine_loop import EngineError, EngineLoop, QueueFull
 from common.serve.prompt_length import PromptTooLong, longest_token
@@ -30,8 +30,8 @@ from request import SamplingParams
 if TYPE_CHECKING:
     from typing import Unpack
 
-    from common.adapters.adapter_names import Loading
-    from common.input_processor import RequestOptions
+    from common.features.adapters.adapter_names import Loading
+    from common.requests.input_processor import RequestOptions
 
 __all__ = ["AsyncLLM", "EngineError", "PromptTooLong", "QueueFull", "RequestDelta"]
 LONG_TEXT = 4096  # characters; a longer prompt becomes token ids beside the loop

@@ -10,9 +10,9 @@ from dataclasses import replace
 from functools import cached_property
 from typing import Any
 
+from common.requests.tokenizer import Tokenizer
 from common.serve.errors import ApiError, bad
 from common.serve.tool_calls import CALL, END_THINK, MARKS, Reader, ToolUse, calls_of_history
-from common.tokenizer import Tokenizer
 
 logger = logging.getLogger(__name__)
 _TRIED = {"name": "a_tool_to_try", "description": "", "parameters": {"type": "object"}}

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from common.engine_config import EngineStats
-from common.output_processor import OutputProcessor, RequestGroup, RequestMetrics
+from common.requests.output_processor import OutputProcessor, RequestGroup, RequestMetrics
 from common.sampling.distributions import TokenLogprobs
 
 

@@ -13,7 +13,7 @@ import re
 from tokenizers import models
 from tokenizers.pre_tokenizers import ByteLevel
 
-from common.tokenizer import Tokenizer
+from common.requests.tokenizer import Tokenizer
 
 SPACES = 'Replace(pattern=String(" "), content="▁")'
 NORMALIZERS = {"Sequence", "Prepend", "NFC"}

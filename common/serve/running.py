@@ -19,7 +19,7 @@ from h11 import LocalProtocolError
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from common.engine_config import EngineConfig
-from common.gc_utils import spare_what_is_loaded
+from common.requests.gc_utils import spare_what_is_loaded
 from common.serve.app import ServeConfig, make_app
 from common.serve.async_llm import AsyncLLM
 from common.serve.gate import Gate, GateConfig

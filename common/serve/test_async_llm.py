@@ -10,9 +10,9 @@ from typing import Any, TypeVar
 
 import pytest
 
-from common.adapters import adapter_slots
 from common.engine import LLMEngine
 from common.engine_config import SHIPPED_ADAPTER, EngineStats
+from common.features.adapters import adapter_slots
 from common.llm import LLM, SamplingParams
 from common.serve import async_llm
 from common.serve.async_llm import (

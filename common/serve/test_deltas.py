@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from common.output_processor import CompletionOutput, RequestMetrics
+from common.requests.output_processor import CompletionOutput, RequestMetrics
 from common.serve.deltas import CompletionDelta, DeltaSource, RequestDelta
 
 

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from common.engine_config import EngineStats
-from common.grammars.lark_text import TOO_MANY_WAYS
+from common.features.grammars.lark_text import TOO_MANY_WAYS
 from common.sampling.runner_plugin import NO_TOKEN
 from common.serve.deltas import HandOver, RequestDelta
 from common.serve.engine_loop import (

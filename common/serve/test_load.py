@@ -19,8 +19,8 @@ from typing import Any
 import psutil
 import pytest
 
-from common.gc_utils import spare_what_is_loaded
 from common.llm import LLM, SamplingParams
+from common.requests.gc_utils import spare_what_is_loaded
 from common.serve.__main__ import main as command
 from common.serve.conftest import SMALL, Running, posted, running, wait_for
 from tiered_cache import KVTierConfig

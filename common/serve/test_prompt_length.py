@@ -11,8 +11,8 @@ from tokenizers import AddedToken, Regex, decoders, models, normalizers, pre_tok
 from tokenizers import Tokenizer as Backend
 
 from common.engine_config import SHIPPED_CHECKPOINT
+from common.requests.tokenizer import Tokenizer, load_tokenizer
 from common.serve.prompt_length import NFC_SHRINKS, longest_token
-from common.tokenizer import Tokenizer, load_tokenizer
 
 BYTES = {name: i for i, name in enumerate(sorted(pre_tokenizers.ByteLevel.alphabet()))}
 SPACES = normalizers.Replace(" ", "▁")

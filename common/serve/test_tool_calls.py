@@ -15,7 +15,7 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from common.output_processor import RequestMetrics
+from common.requests.output_processor import RequestMetrics
 from common.serve.__main__ import parse_args
 from common.serve.app import ServeConfig
 from common.serve.chat import ChatPrompts

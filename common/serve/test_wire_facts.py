@@ -15,6 +15,7 @@ from starlette.responses import Response
 
 from common.engine_config import EngineConfig, EngineStats
 from common.llm import LLM, SamplingParams
+from common.requests.tokenizer import Tokenizer
 from common.serve import wire
 from common.serve.app import ServeConfig, make_app, sampling_defaults
 from common.serve.chat import ChatPrompts
@@ -23,7 +24,6 @@ from common.serve.deltas import CompletionDelta, RequestDelta
 from common.serve.errors import ApiError, api_error
 from common.serve.server_metrics import ServerMetrics
 from common.serve.wire import ChatBody, CompletionBody, DetokenizeBody, TokenizeBody
-from common.tokenizer import Tokenizer
 
 PROMPT = "def fibonacci(n):\n    if n"
 CHAT = {"model": MODEL, "messages": [{"role": "user", "content": "a stack"}]}

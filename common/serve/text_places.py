@@ -12,7 +12,7 @@ from __future__ import annotations
 import codecs
 from collections.abc import Sequence
 
-from common.tokenizer import IncrementalDetokenizer, Tokenizer
+from common.requests.tokenizer import IncrementalDetokenizer, Tokenizer
 
 
 class TextPlaces:

@@ -57,7 +57,9 @@ class ToolUse:
 
     def _array(self) -> dict[str, Any]:
         """The schema of the calls. A reference within a function's schema begins at its root."""
-        from common.grammars.json_schema import map_schemas  # which loads the grammar library
+        from common.features.grammars.json_schema import (
+            map_schemas,  # which loads the grammar library
+        )
 
         all_schemas, calls = {}, []
         for i, (name, schema) in enumerate(self.schemas.items()):

@@ -14,7 +14,7 @@ from typing import Annotated, Any
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
-from common.input_processor import RequestOptions
+from common.requests.input_processor import RequestOptions
 from common.serve.errors import ApiError, api_error, bad
 from common.serve.tool_calls import ToolUse, tool_use
 from grammars import Json

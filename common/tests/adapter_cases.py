@@ -10,7 +10,7 @@ import torch
 from peft import LoraConfig, PeftModel, get_peft_model
 from safetensors.torch import load_file, save_file
 
-from common.adapters.adapter_files import CONFIG, WEIGHTS
+from common.features.adapters.adapter_files import CONFIG, WEIGHTS
 from common.tests.engine_oracle import greedy
 from common.tests.model_cases import by_transformers
 

@@ -12,8 +12,8 @@ import torch
 
 from common.engine import LLMEngine
 from common.engine_config import SHIPPED_CHECKPOINT, SHIPPED_DRAFT, EngineConfig
-from common.loader import LoadedModel, load_model
-from common.output_processor import RequestOutput
+from common.models.loader import LoadedModel, load_model
+from common.requests.output_processor import RequestOutput
 from common.tests.equivalence import make_config
 from common.tests.equivalence_axes import Combination
 from request import SamplingParams

@@ -23,8 +23,8 @@ from transformers import AutoModelForCausalLM, PreTrainedConfig, Qwen3Config
 
 from bounded_loops import as_long_as
 from common.engine import EngineConfig, LLMEngine
-from common.loader import LoadedModel
-from common.output_processor import RequestOutput
+from common.models.loader import LoadedModel
+from common.requests.output_processor import RequestOutput
 from common.runner.model_runner import PagedModelRunner
 from common.tests.model_cases import by_transformers, tiny_config
 from request import SamplingParams

@@ -34,7 +34,8 @@ from transformers import (
 
 from common.engine import EngineConfig, LLMEngine
 from common.engine_config import SHIPPED_CHECKPOINT, SHIPPED_DRAFT
-from common.loader import LoadedModel, load_model
+from common.models.loader import LoadedModel, load_model
+from common.requests.tokenizer import Tokenizer, load_tokenizer
 from common.tests.adapter_cases import KINDS, OF_ATTENTION, by_peft, save_adapter, with_peft
 from common.tests.engine_oracle import (
     MAX_TOKENS,
@@ -48,7 +49,6 @@ from common.tests.engine_oracle import (
 from common.tests.equivalence_axes import SPECULATIVE, Combination, Value
 from common.tests.equivalence_rows import num_valid, shuffled_product
 from common.tests.grammar_cases import CASES, greedy_within, small_tokenizer
-from common.tokenizer import Tokenizer, load_tokenizer
 from grouped_kv_memory import most_blocks
 from step_record import StepRecord
 

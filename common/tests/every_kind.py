@@ -10,7 +10,7 @@ from dataclasses import replace
 import pytest
 
 from common.engine import LLMEngine
-from common.output_processor import RequestOutput
+from common.requests.output_processor import RequestOutput
 from request import SamplingParams
 
 PROMPTS = [

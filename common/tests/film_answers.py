@@ -8,8 +8,8 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig, PreTrainedModel
 
 from common.engine_config import SHIPPED_CHECKPOINT
+from common.requests.tokenizer import Tokenizer
 from common.tests.engine_oracle import greedy
-from common.tokenizer import Tokenizer
 from workshop.watch.workloads import Script, Visit
 
 

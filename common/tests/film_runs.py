@@ -12,8 +12,8 @@ from common.engine import LLMEngine
 from common.engine_config import EngineConfig
 from common.events.event_kinds import read_events
 from common.events.event_log import label_of
+from common.requests.tokenizer import Tokenizer
 from common.tests.engine_oracle import MAX_TOKENS, Oracle, paged_runner
-from common.tokenizer import Tokenizer
 from grouped_kv_memory import GroupedKVMemory
 from grouped_prefix_cache import GroupedPrefixCache
 from loading_kv_cache_manager import LoadingKVCacheManager

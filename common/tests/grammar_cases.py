@@ -10,7 +10,7 @@ import torch
 from tokenizers import Tokenizer as Backend
 from tokenizers import decoders, models
 
-from common.tokenizer import Tokenizer
+from common.requests.tokenizer import Tokenizer
 from grammars import Choice, Ebnf, Grammar, Json, Regex
 
 EOS = 1

@@ -65,14 +65,19 @@ class House:
         return [p for p in self.chapter_modules() if p.parent.parent == self.root]
 
     def is_aside(self, path: Path) -> bool:
-        """A test, a demo script, or anything in a `lab/`: it may import anything."""
+        """A test, a demo script, or anything in a `testing/`: what is served needs none of it."""
         return (
             path.name.startswith(("test_", "plot_"))
-            or "lab" in path.relative_to(self.root).parts[:-1]
+            or "testing" in path.relative_to(self.root).parts[:-1]
             or self.is_demo(path)
             or path.name == "conftest.py"
             or "tests" in path.relative_to(self.root).parts[:-1]
         )
+
+    def helpers(self) -> dict[str, str]:
+        """Of each helper of tests its chapter."""
+        found = (p for p in self.python_files() if p.parent.name == "testing")
+        return {p.stem: p.parent.parent.name for p in found}
 
     def demo_scripts(self) -> list[Path]:
         return [p for p in self.python_files() if self.is_demo(p)]
@@ -166,12 +171,28 @@ def law_of_floors(house: House) -> list[str]:
                     continue
                 why = f"imports `{top}` of {floor_of[top]}, which is a higher chapter"
             elif top in beside:
-                why = f"imports `{top}`, a test, a demo or a module of a lab"
+                why = f"imports `{top}`, a test, a demo or a helper of tests"
             elif top in sys.stdlib_module_names or top in declared:
                 continue
             else:
                 why = f"imports `{top}`, which is no dependency in pyproject.toml"
             broken.append(f"{house.name(path)}:{site.line} {why}")
+    return broken
+
+
+def rule_of_helpers(house: House) -> list[str]:
+    """What tests share is in a chapter's `testing/`: for tests and demos of this chapter and of
+    higher ones. It imports no higher chapter, nothing of `common` and nothing of `workshop`."""
+    helpers = house.helpers()
+    floor_of = {p.stem: str(house.chapter_of(p)) for p in house.chapter_modules()} | helpers
+    floor_of |= dict.fromkeys(("common", "workshop"), "common and workshop")
+    broken = []
+    for path in house.python_files():
+        chapter, known = house.chapter_of(path), floor_of if path.stem in helpers else helpers
+        for site in imports(parse(path)) if chapter else ():
+            top = site.module.partition(".")[0]
+            if known.get(top, "") > str(chapter):
+                broken.append(f"{house.name(path)}:{site.line} imports `{top}` of {known[top]}")
     return broken
 
 
@@ -309,8 +330,8 @@ def law_of_no_machine(house: House) -> list[str]:
 
 
 def law_of_text(house: House) -> list[str]:
-    """Each chapter has its text, and so has each of its rooms."""
-    rooms = [house.root / room for room in house.rooms()]
+    """Each chapter has its text, and so has its `beyond/`."""
+    rooms = [house.root / room for room in house.rooms() if room.endswith("/beyond")]
     return [
         f"{house.name(room)} has no README.md"
         for room in [*house.chapters(), *rooms]

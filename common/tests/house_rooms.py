@@ -129,61 +129,46 @@ def _too_large(name: str, size: Size, limit: Size) -> list[str]:
     ]
 
 
-# What stands on what in `common`, from below, with `workshop` on top: a file imports its own floor
-# and lower ones.
-# A package may have modules on several floors: the longest name that fits counts.
-FLOORS = {
-    "configuration, matrices": """
-        engine_config thread_count registry config_fields model_config layer_groups
-        experts.expert_config rows_by_owner rotary rope_scaling linear huge_pages row_padding
-        kernels.compiled_linear
-        parallel.ranks parallel.collectives
-        kernels.regions kernels.kernel_regions kernels.layer_kernels kernels.processor""",
-    "requests": """
-        tokenizer output_processor input_processor engine_lock stats gc_utils
-        sampling.token_rules""",
-    "sampling": "sampling kernels.sampler_kernel kernels.launch_configurations",
-    "model": """
-        blocks post_norm_blocks model loader experts
-        kernels.compiled_regions""",
-    "runner": "runner kv_sizing adapters grammars",
-    "parallel": "parallel",
-    "assembly": """
-        assembly scheduler_assembly windows events kernels.warm_up
-        runner.worker parallel.worker_rank parallel.remote parallel.remote_launch""",
-    "engine": """
-        engine llm step_trace demo serve""",
-    "workshop": "workshop tests serve.fleet models",
-}
+# `common`, from below: its folders, and the modules beside them. A file's folder is its layer.
+LAYERS = (
+    "engine_config", "models", "requests", "sampling", "runner", "features", "assembly", "parallel",
+    "events", "engine", "llm", "serve", "demo",
+)  # fmt: skip
 
 
-def law_of_common_floors(house: House) -> list[str]:
-    """Nothing in `common` imports what stands above it, for types or in a function either. Only the
-    workshop and tests import a `lab`."""
-    all_files = [
-        p for p in house.python_files() if house.name(p).startswith(("common/", "workshop/"))
-    ]
-    files = {house.name(p)[:-3].replace("/", "."): p for p in all_files if p.stem != "__init__"}
-    labs = {p.stem for p in house.python_files() if "/lab/" in house.name(p)}
+def rule_of_layers(house: House) -> list[str]:
+    """A module of `common` imports from its own layer and from lower ones, for types and in a
+    function too: nothing of a higher one, of the tests or of the workshop."""
+    files = {
+        house.name(p)[:-3].replace("/", "."): p
+        for p in house.python_files()
+        if house.name(p).startswith(("common/", "workshop/")) and p.stem != "__init__"
+    }
+    aside = {p.stem for p in house.python_files() if house.chapter_of(p) and house.is_aside(p)}
     broken = []
     for name, path in sorted(files.items()):
-        if house.is_aside(path):
+        if not name.startswith("common.") or house.is_aside(path):
             continue
-        floor = _floor_of(name)
-        if floor is None:
-            broken.append(f"{house.name(path)} stands on no floor")
-            continue
-        for line, target in _imported_files(parse(path), files):
-            at = f"{house.name(path)}:{line} imports `{target}`"
-            above = _floor_of(target)
-            if above is not None and above > floor:
-                broken.append(f"{at} of a higher floor: {list(FLOORS)[above]}")
-        if floor < len(FLOORS) - 1:
-            found = [(site.line, site.module) for site in imports(parse(path))]
-            broken += [
-                f"{house.name(path)}:{n} imports `{m}` of a lab" for n, m in found if m in labs
-            ]
+        if (layer := _layer_of(name)) == len(LAYERS):
+            broken.append(f"{house.name(path)} is in no layer: {', '.join(LAYERS)}")
+        broken += [
+            f"{house.name(path)}:{line} imports `{target}` of a higher layer"
+            for line, target in _imported_files(parse(path), files)
+            if _layer_of(target) > layer
+        ]
+        broken += [
+            f"{house.name(path)}:{site.line} imports `{site.module}`, which is beside the engine"
+            for site in imports(parse(path))
+            if site.module in aside
+        ]
     return broken
+
+
+def _layer_of(module: str) -> int:
+    """Of tests and of the workshop: above all."""
+    package, name, *_ = module.split(".")
+    is_of_common = package == "common" and name in LAYERS
+    return LAYERS.index(name) if is_of_common else len(LAYERS)
 
 
 def law_of_circles(house: House) -> list[str]:
@@ -202,16 +187,6 @@ def law_of_circles(house: House) -> list[str]:
     except CycleError as error:
         return [f"a circle of files: {' -> '.join(error.args[1])}"]
     return []
-
-
-def _floor_of(module: str) -> int | None:
-    fits = [
-        (len(name), floor)
-        for floor, names in enumerate(FLOORS.values())
-        for name in names.split()
-        if f"{module}.".removeprefix("common.").startswith(f"{name}.")
-    ]
-    return max(fits)[1] if fits else None
 
 
 def _imported_files(tree: ast.Module, files: Collection[str]) -> Iterator[tuple[int, str]]:

@@ -14,21 +14,21 @@ import pytest
 import torch
 
 import common.engine
-from common.assembly import LocalRunner, make_runner, model_facts
-from common.engine import EngineConfig, LLMEngine
-from common.loader import LoadedModel, load_model
-from common.parallel import message
-from common.parallel.collectives import Communication
-from common.parallel.ranks import Ranks
-from common.parallel.sharded_model import ShardedModel
-from common.runner.trimming_runner import TrimmingRunner
-from common.scheduler_assembly import (
+from common.assembly.assembly import LocalRunner, make_runner, model_facts
+from common.assembly.scheduler_assembly import (
     RunnerSide,
     assemble_around,
     find_max_model_len,
     find_vocab_size,
 )
-from common.tokenizer import Tokenizer
+from common.engine import EngineConfig, LLMEngine
+from common.models.collectives import Communication
+from common.models.loader import LoadedModel, load_model
+from common.models.ranks import Ranks
+from common.parallel import message
+from common.parallel.sharded_model import ShardedModel
+from common.requests.tokenizer import Tokenizer
+from common.runner.trimming_runner import TrimmingRunner
 from scheduler_interface import PlanMessage, StepOutput
 
 PATIENCE_S = 30.0

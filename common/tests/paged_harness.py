@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from batch_layout import ComposedBatch
-from common.model import DecoderModel
+from common.models.model import DecoderModel
 from paged_attention import AttentionBackend, AttentionMetadata, PagedKVCache, TorchAttentionBackend
 
 

@@ -10,15 +10,15 @@ from unittest import mock
 import psutil
 
 import common.engine
+from common.assembly.scheduler_assembly import RunnerSide, assemble_around
 from common.engine import EngineConfig, LLMEngine
-from common.loader import LoadedModel
+from common.models.loader import LoadedModel
+from common.parallel import worker
 from common.parallel.channel import Channel
 from common.parallel.executor import Executor, Link
 from common.parallel.remote import KVSizeOfRanks, RemoteRunner
-from common.runner import worker
-from common.scheduler_assembly import RunnerSide, assemble_around
+from common.requests.tokenizer import Tokenizer
 from common.tests.forked import Forked
-from common.tokenizer import Tokenizer
 
 BLOCK_SIZE = 4
 WORKERS = dict(block_size=BLOCK_SIZE, num_blocks=300, dtype="float64", max_num_seqs=8)

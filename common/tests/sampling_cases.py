@@ -9,10 +9,10 @@ from typing import TYPE_CHECKING
 import numpy as np
 import torch
 
+from common.requests.token_rules import token_rules_of
 from common.sampling.runner_plugin import Cargo
 from common.sampling.sampler import Sampler, as_float
 from common.sampling.sampling_columns import SamplingBatch, SamplingColumns
-from common.sampling.token_rules import token_rules_of
 from request import SamplingParams
 from scheduler_interface import StepOutput
 

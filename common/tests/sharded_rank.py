@@ -13,10 +13,10 @@ from pathlib import Path
 import torch
 from torch.distributed import FileStore, PrefixStore
 
-from common.adapters.adapter_slots import AdapterSlots, Ordered, StepAdapters
-from common.loader import load_model
-from common.parallel.collectives import CollectiveError, Collectives, connect
-from common.parallel.ranks import Ranks
+from common.features.adapters.adapter_slots import AdapterSlots, Ordered, StepAdapters
+from common.models.collectives import CollectiveError, Collectives, connect
+from common.models.loader import load_model
+from common.models.ranks import Ranks
 from common.parallel.sharded_layers import vocab_parallel_embedding
 from common.parallel.sharded_model import ShardedModel
 from common.tests.paged_harness import PagedHarness

@@ -15,11 +15,11 @@ import pytest
 import torch
 
 from bounded_loops import as_long_as
-from common.adapters.adapter_files import CONFIG, WEIGHTS
-from common.adapters.adapter_slots import AdapterSlots, Ordered
 from common.engine import EngineConfig, LLMEngine
-from common.linear import why_not_packed
-from common.loader import load_model
+from common.features.adapters.adapter_files import CONFIG, WEIGHTS
+from common.features.adapters.adapter_slots import AdapterSlots, Ordered
+from common.models.linear import why_not_packed
+from common.models.loader import load_model
 from common.tests.adapter_cases import KINDS, by_peft, edited, save_adapter, with_peft
 from common.tests.engine_oracle import (
     checked_engine,

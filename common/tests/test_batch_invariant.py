@@ -13,9 +13,9 @@ import torch
 from common.demo import parse_args
 from common.engine import LLMEngine
 from common.engine_config import SHIPPED_CHECKPOINT, EngineConfig
-from common.linear import Linear, linear_layers, why_not_packed
 from common.llm import LLM, SamplingParams
-from common.loader import load_model
+from common.models.linear import Linear, linear_layers, why_not_packed
+from common.models.loader import load_model
 from common.tests import batch_invariant_case as case
 from common.tests.batch_invariant_case import alone, config_of, make_engine, serve
 from common.tests.engine_oracle import paged_runner
@@ -193,7 +193,7 @@ def test_where_nothing_is_packed_it_is_refused(reason, monkeypatch):
     dtype = torch.float64 if "float64" in reason else torch.float32
     loaded = load_model(SHIPPED_CHECKPOINT, dtype, CPU)
     if dtype == torch.float32:
-        monkeypatch.setattr("common.assembly.why_not_packed", lambda *where: reason)
+        monkeypatch.setattr("common.assembly.assembly.why_not_packed", lambda *where: reason)
     with pytest.raises(ValueError, match=f"batch_invariant is True: .*{reason}"):
         LLMEngine(EngineConfig(num_blocks=20, batch_invariant=True), loaded=loaded)
 

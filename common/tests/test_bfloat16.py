@@ -12,10 +12,10 @@ import torch
 from peft import PeftModel
 from transformers import AutoModelForCausalLM
 
-from common.adapters.adapter_slots import AdapterSlots, Ordered, StepAdapters
 from common.engine import EngineConfig, LLMEngine
 from common.engine_config import SHIPPED_ADAPTER, SHIPPED_CHECKPOINT
-from common.loader import load_model
+from common.features.adapters.adapter_slots import AdapterSlots, Ordered, StepAdapters
+from common.models.loader import load_model
 from common.tests.engine_oracle import Oracle, greedy_params, paged_runner
 from common.tests.paged_harness import PagedHarness
 from scheduler_interface import StepOutput

@@ -10,8 +10,8 @@ from dataclasses import dataclass, field
 import pytest
 
 from common.engine import EngineConfig, LLMEngine
-from common.loader import LoadedModel
-from common.output_processor import RequestOutput
+from common.models.loader import LoadedModel
+from common.requests.output_processor import RequestOutput
 from common.tests.engine_oracle import MAX_TOKENS, Oracle, greedy_params, make_oracle
 from step_record import StepRecord
 

@@ -12,10 +12,10 @@ import cpp_library
 import decode_attention
 from common.engine import EngineConfig, LLMEngine
 from common.engine_config import COMPILE_FROM_PARAMETERS
-from common.kernels import compiled_linear, compiled_regions
-from common.kernels.compiled_regions import CompiledRegions
-from common.kernels.regions import Regions
 from common.llm import LLM
+from common.models.regions import compiled_linear, compiled_regions
+from common.models.regions.compiled_regions import CompiledRegions
+from common.models.regions.regions import Regions
 from common.tests.engine_oracle import MAX_TOKENS, Oracle, serve
 from common.tests.equivalence import make_config, serve_combination, subject
 from common.tests.equivalence_axes import Combination

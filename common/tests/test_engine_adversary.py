@@ -17,12 +17,12 @@ from transformers import Qwen3Config, Qwen3ForCausalLM
 from bounded_loops import as_long_as
 from common.engine import EngineConfig, LLMEngine
 from common.llm import as_list_of_prompts
-from common.loader import load_model
-from common.output_processor import RequestOutput
+from common.models.loader import load_model
+from common.requests.output_processor import RequestOutput
+from common.requests.tokenizer import IncrementalDetokenizer
 from common.sampling.sampler import UnreadStep
 from common.tests.engine_oracle import Oracle, checked_engine, finish, paged_runner
 from common.tests.model_cases import tiny_config
-from common.tokenizer import IncrementalDetokenizer
 from request import SamplingParams
 from step_record import RecordedScheduler
 

@@ -13,7 +13,8 @@ import pytest
 import torch
 
 from common.engine import EngineConfig, LLMEngine
-from common.loader import load_model
+from common.models.loader import load_model
+from common.requests.tokenizer import Tokenizer
 from common.runner.overlap import OverlappedEngineCore
 from common.tests.adapter_cases import by_peft, save_adapter
 from common.tests.engine_oracle import (
@@ -26,7 +27,6 @@ from common.tests.engine_oracle import (
     serve_a_crowd,
 )
 from common.tests.grammar_cases import small_tokenizer
-from common.tokenizer import Tokenizer
 from request import SamplingParams
 
 

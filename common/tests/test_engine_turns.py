@@ -12,7 +12,7 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 
 from common.engine import LLMEngine
-from common.engine_lock import Turn
+from common.requests.engine_lock import Turn
 from common.runner.overlap import OverlappedEngineCore
 from common.tests.engine_oracle import checked_engine, finish, greedy_params, serve
 from scheduler_interface import SchedulerOutput

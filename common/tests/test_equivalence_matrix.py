@@ -10,15 +10,16 @@ import shlex
 
 import pytest
 
-from common.engine import LLMEngine
-from common.layer_groups import deal_layers
-from common.scheduler_assembly import (
+from common.assembly.scheduler_assembly import (
     SchedulerParts,
     make_chunk_policy,
     make_kv_memory,
     make_plugins,
     make_scheduler,
 )
+from common.assembly.windows import check_windows
+from common.engine import LLMEngine
+from common.models.layer_groups import deal_layers
 from common.tests.engine_oracle import paged_runner
 from common.tests.equivalence import (
     WINDOWS,
@@ -30,7 +31,6 @@ from common.tests.equivalence import (
 )
 from common.tests.equivalence_axes import AXES, Combination, Value, why_not
 from common.tests.equivalence_rows import covering_array, num_valid, shuffled_product
-from common.windows import check_windows
 from request import Request
 from step_plan import PreemptingPlan
 

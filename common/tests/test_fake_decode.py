@@ -11,13 +11,11 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from common.assembly import make_attention, set_regions
+from common.assembly.assembly import make_attention, set_regions
 from common.engine_config import EngineConfig
-from common.experts.expert_config import qwen3_moe
-from common.kernels.sampler_kernel import KERNELS as SAMPLER_KERNELS
-from common.kv_sizing import allocate_kv_cache
-from common.loader import LoadedModel
-from common.model import DecoderModel
+from common.models.experts.expert_config import qwen3_moe
+from common.models.loader import LoadedModel
+from common.models.model import DecoderModel
 from common.runner.batch_state import BatchState
 from common.runner.graphs import (
     CannotCapture,
@@ -26,8 +24,10 @@ from common.runner.graphs import (
     GraphRunner,
     ReplayMetadata,
 )
+from common.runner.kv_sizing import allocate_kv_cache
 from common.runner.model_runner import PagedModelRunner
 from common.sampling.sampler import Sampler
+from common.sampling.sampler_kernel import KERNELS as SAMPLER_KERNELS
 from common.sampling.sampling_columns import SamplingColumns
 from common.sampling.test_waits import KINDS
 from common.tests.fake_gpu import CUDA, Moved, fake_gpu

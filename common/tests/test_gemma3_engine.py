@@ -1,6 +1,6 @@
 """An engine over Gemma 3 or OLMo 3, whose layers are of two kinds: greedy tokens are those of
 `transformers`, in float64, with prompts far longer than the window; and what a configuration or a
-checkpoint may not say. Logits of whole prompts are compared in `common/test_model.py`."""
+checkpoint may not say. Logits of whole prompts are compared in `common/models/test_model.py`."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoConfig
 
-from common.kernels.compiled_regions import CompiledRegions, compile_regions
-from common.kernels.regions import Regions
-from common.loader import LoadedModel, load_model
-from common.model_config import ModelConfig
-from common.parallel.ranks import Ranks
+from common.models.loader import LoadedModel, load_model
+from common.models.model_config import ModelConfig
+from common.models.ranks import Ranks
+from common.models.regions.compiled_regions import CompiledRegions, compile_regions
+from common.models.regions.regions import Regions
 from common.parallel.sharded_model import rank_config
 from common.tests.adapter_cases import KINDS, by_peft, save_adapter
 from common.tests.engine_oracle import (

@@ -18,10 +18,11 @@ from transformers import Qwen3ForCausalLM
 
 from bounded_loops import as_long_as
 from common.engine import EngineConfig, LLMEngine
-from common.grammars import grammar_compiler
-from common.grammars.lark_text import TOO_MANY_WAYS
-from common.grammars.vocabulary import beginning_of
-from common.loader import load_model
+from common.features.grammars import grammar_compiler
+from common.features.grammars.lark_text import TOO_MANY_WAYS
+from common.features.grammars.vocabulary import beginning_of
+from common.models.loader import load_model
+from common.requests.tokenizer import Tokenizer
 from common.tests.engine_oracle import num_replays, with_noise
 from common.tests.grammar_cases import (
     CASES,
@@ -31,7 +32,6 @@ from common.tests.grammar_cases import (
     small_tokenizer,
     texts_of,
 )
-from common.tokenizer import Tokenizer
 from grammars import Choice, Ebnf, Json, Regex
 from request import SamplingParams
 
@@ -336,7 +336,7 @@ def test_without_what_it_needs_it_is_refused(loaded, monkeypatch) -> None:
     only_the_tokenizers = LLMEngine(config, loaded=listed, tokenizer=TOKENIZER)
     (output,) = only_the_tokenizers.generate_batch([[5]], replace(params, max_tokens=9)).values()
     assert output.outputs[0].token_ids[-1] == EOS and output.outputs[0].text == "a"
-    monkeypatch.setattr("common.input_processor.find_spec", lambda name: None)
+    monkeypatch.setattr("common.requests.input_processor.find_spec", lambda name: None)
     with pytest.raises(ValueError, match=r"pip install 'vllm-from-scratch\[grammar\]'"):
         make_engine(loaded).add_request("a", [5], params)
 

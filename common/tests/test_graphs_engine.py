@@ -10,11 +10,11 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from common import assembly
+from common.assembly import assembly
 from common.engine import EngineConfig, LLMEngine
-from common.layer_groups import deal_layers
-from common.loader import load_model
-from common.parallel.ranks import Ranks
+from common.models.layer_groups import deal_layers
+from common.models.loader import load_model
+from common.models.ranks import Ranks
 from common.runner.graph_maker import GraphMaker
 from common.runner.graphs import GraphRunner, ReplayMetadata, graph_buckets
 from common.tests.engine_oracle import (

@@ -22,10 +22,11 @@ Law = Callable[[House], list[str]]
 
 LAWS: list[Law] = [
     laws.law_of_floors,
+    laws.rule_of_helpers,
     rooms.law_of_rooms,
     rooms.law_of_words,
     rooms.law_of_sizes,
-    rooms.law_of_common_floors,
+    rooms.rule_of_layers,
     rooms.law_of_circles,
     laws.law_of_one_definition,
     laws.law_of_composition,
@@ -160,7 +161,7 @@ BREACHES: dict[str, tuple[Law, dict[str, str], str]] = {
     "test helper": (
         laws.law_of_floors,
         {"02_b/high.py": "import test_high\n"},
-        "a test, a demo or a module of a lab",
+        "a test, a demo or a helper of tests",
     ),
     "root that imports its own beyond": (
         rooms.law_of_rooms,
@@ -216,30 +217,30 @@ BREACHES: dict[str, tuple[Law, dict[str, str], str]] = {
         "CONTRIBUTING.md: its rooms are others",
     ),
     "upwards": (
-        rooms.law_of_common_floors,
-        {"common/model.py": "from common import engine\n", "common/engine.py": ""},
-        "common/model.py:1 imports `common.engine` of a higher floor: engine",
+        rooms.rule_of_layers,
+        {"common/models/model.py": "from common import engine\n", "common/engine.py": ""},
+        "common/models/model.py:1 imports `common.engine` of a higher layer",
     ),
     "upwards, for types": (
-        rooms.law_of_common_floors,
+        rooms.rule_of_layers,
         {
             "common/runner/plans.py": "if TYPE_CHECKING:\n    import common.parallel.remote\n",
             "common/parallel/remote.py": "",
         },
-        "common/runner/plans.py:2 imports `common.parallel.remote` of a higher floor: assembly",
+        "common/runner/plans.py:2 imports `common.parallel.remote` of a higher layer",
     ),
     "the workshop, in a function": (
-        rooms.law_of_common_floors,
+        rooms.rule_of_layers,
         {
             "common/llm.py": "def f():\n    import workshop.draw\n",
             "workshop/draw.py": "",
         },
-        "common/llm.py:2 imports `workshop.draw` of a higher floor: workshop",
+        "common/llm.py:2 imports `workshop.draw` of a higher layer",
     ),
     "a test of the engine": (
-        rooms.law_of_common_floors,
+        rooms.rule_of_layers,
         {"common/llm.py": "import common.tests.oracle\n", "common/tests/oracle.py": ""},
-        "common/llm.py:1 imports `common.tests.oracle` of a higher floor: workshop",
+        "common/llm.py:1 imports `common.tests.oracle` of a higher layer",
     ),
     "circle in a chapter": (
         rooms.law_of_circles,
@@ -255,21 +256,36 @@ BREACHES: dict[str, tuple[Law, dict[str, str], str]] = {
         },
         "a circle of files: ",
     ),
-    "no floor": (
-        rooms.law_of_common_floors,
+    "no layer": (
+        rooms.rule_of_layers,
         {"common/attic.py": ""},
-        "attic.py stands on no floor",
+        "attic.py is in no layer",
     ),
-    "a lab in the engine": (
-        rooms.law_of_common_floors,
-        {"common/llm.py": "import law\n", "01_a/lab/law.py": ""},
-        "common/llm.py:1 imports `law` of a lab",
+    "a helper of tests in the engine": (
+        rooms.rule_of_layers,
+        {"common/llm.py": "import fake\n", "01_a/testing/fake.py": ""},
+        "common/llm.py:1 imports `fake`, which is beside",
     ),
     "room without a text": (laws.law_of_text, {"02_b/beyond/far.py": ""}, "02_b/beyond has no"),
-    "module of a lab": (
+    "helper of tests in a chapter": (
         laws.law_of_floors,
-        {"01_a/lab/law.py": "import high, common\n", "02_b/high.py": "import law\n"},
-        "02_b/high.py:1 imports `law`",
+        {"01_a/testing/fake.py": "", "02_b/high.py": "import fake\n"},
+        "02_b/high.py:1 imports `fake`",
+    ),
+    "helper of a higher chapter in a test": (
+        laws.rule_of_helpers,
+        {"01_a/test_low.py": "import fake\n", "02_b/testing/fake.py": ""},
+        "01_a/test_low.py:1 imports `fake` of 02_b",
+    ),
+    "higher chapter in a helper": (
+        laws.rule_of_helpers,
+        {"01_a/testing/fake.py": "import high\n"},
+        "01_a/testing/fake.py:1 imports `high` of 02_b",
+    ),
+    "workshop in a helper": (
+        laws.rule_of_helpers,
+        {"01_a/testing/fake.py": "from workshop.book import sync\n"},
+        "01_a/testing/fake.py:1 imports `workshop`",
     ),
     "undeclared dependency": (laws.law_of_floors, {"01_a/low.py": "import pandas\n"}, "`pandas`"),
     "redefined in common": (
@@ -491,7 +507,7 @@ def test_pytest_says_at_its_end_what_was_left_out(options: list[str]) -> None:
 
 def test_wheel_holds_flat_modules_and_nothing_else(tmp_path: Path) -> None:
     """An installed wheel offers every module of the engine under its flat name, `common` less what
-    works in a checkout only, and no test, text or lab."""
+    works in a checkout only, and no test, helper of tests or text."""
     house = House(ROOT)
     command = [sys.executable, "-m", "hatchling", "build", "-t", "wheel", "-d", str(tmp_path)]
     run = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
@@ -504,7 +520,7 @@ def test_wheel_holds_flat_modules_and_nothing_else(tmp_path: Path) -> None:
         house.name(p)
         for p in house.files
         if house.name(p).startswith("common/")
-        and not house.name(p).startswith(("common/serve/fleet/", "common/models"))
+        and not house.name(p).startswith("common/serve/fleet/")
         and not house.is_aside(p)
         and p.suffix not in (".md", ".svg")
     }

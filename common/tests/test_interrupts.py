@@ -45,7 +45,7 @@ def is_host_code(code: CodeType) -> bool:
     if not path.is_relative_to(ROOT) or path.name in ASIDE.split() or code.co_name in CHECKS:
         return False
     parts = path.relative_to(ROOT).parts
-    is_aside = parts[0] == "workshop" or parts[1] in ("tests", "lab", "kernels", "checkpoints")
+    is_aside = parts[0] == "workshop" or parts[1] in ("tests", "testing", "kernels", "checkpoints")
     return not (is_aside or path.name.startswith("test_") or parts[0] == ".venv")
 
 

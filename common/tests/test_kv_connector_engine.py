@@ -12,7 +12,7 @@ from transformers import Qwen3ForCausalLM
 
 from bounded_loops import as_long_as
 from common.engine import EngineConfig, LLMEngine
-from common.loader import load_model
+from common.models.loader import load_model
 from common.tests.engine_oracle import (
     MAX_TOKENS,
     finish,

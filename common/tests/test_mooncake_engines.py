@@ -17,8 +17,8 @@ import torch
 
 from bounded_loops import as_long_as
 from common.engine import EngineConfig, LLMEngine
-from common.loader import load_model
-from common.output_processor import RequestOutput
+from common.models.loader import load_model
+from common.requests.output_processor import RequestOutput
 from common.tests.engine_oracle import Oracle
 from common.tests.forked import Forked
 from mooncake_master import MooncakeAddress, MooncakeMaster, MooncakeUnavailableError

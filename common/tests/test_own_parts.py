@@ -15,11 +15,11 @@ import torch
 
 from block_pool import BlockPool
 from common import engine as engine_module
+from common.assembly.registry import LATE_PLUGINS, REQUEST_GRAMMARS
+from common.assembly.scheduler_assembly import SchedulerParts
 from common.engine import EngineConfig, LLMEngine
 from common.engine_config import ATTENTION_BACKENDS, PREFIX_CACHES, PROPOSERS, SCHEDULERS
 from common.parallel.remote import config_to_map
-from common.registry import LATE_PLUGINS, REQUEST_GRAMMARS
-from common.scheduler_assembly import SchedulerParts
 from common.tests.engine_oracle import MAX_TOKENS, checked_engine, greedy_params, serve
 from common.tests.house import imports, parse
 from mixed_attention import MixedAttentionBackend
@@ -352,7 +352,8 @@ def test_every_name_leads_somewhere(where: str) -> None:
 
 def test_the_engine_finds_grammars_by_name() -> None:
     names = {site.module for site in imports(parse(Path(engine_module.__file__)))}
-    assert "common.registry" in names and not [n for n in names if n.startswith("common.grammars")]
+    assert "common.assembly.registry" in names
+    assert not [name for name in names if name.startswith("common.features.grammars")]
 
 
 class Unnamed(SchedulePolicy):

@@ -9,8 +9,8 @@ from dataclasses import replace
 import pytest
 
 from common.engine import EngineConfig
-from common.parallel.pipeline import PipelinedEngineCore
-from common.parallel.stage import StageRunner
+from common.runner.pipeline import PipelinedEngineCore
+from common.runner.stage import StageRunner
 from common.tests.engine_oracle import finish, greedy_params, lines_run, scarce, serve_a_crowd
 from common.tests.local_stages import LocalStages, pipelined_engine
 from scheduler_interface import NewRequestData

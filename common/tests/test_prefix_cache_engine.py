@@ -13,9 +13,9 @@ import pytest
 import torch
 
 from bounded_loops import as_long_as
-from common.assembly import kv_namespace
+from common.assembly.assembly import kv_namespace
 from common.engine import EngineConfig, LLMEngine
-from common.loader import load_model
+from common.models.loader import load_model
 from common.tests.engine_oracle import (
     MAX_TOKENS,
     checked_engine,

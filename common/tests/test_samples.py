@@ -7,7 +7,7 @@ from collections import Counter
 import pytest
 
 from common.engine import EngineConfig, LLMEngine
-from common.input_processor import seed_of_sample
+from common.requests.input_processor import seed_of_sample
 from common.tests.engine_oracle import Oracle, greedy_params
 from request import SamplingParams
 from step_record import StepRecord

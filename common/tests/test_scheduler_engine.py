@@ -8,7 +8,7 @@ import random
 import pytest
 
 from common.engine import EngineConfig, LLMEngine
-from common.output_processor import RequestOutput
+from common.requests.output_processor import RequestOutput
 from common.tests.engine_oracle import MAX_TOKENS, checked_engine, scarce, serve, serve_a_crowd
 from common.tests.every_kind import must_say_the_same
 from request import SamplingParams

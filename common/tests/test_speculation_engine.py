@@ -306,7 +306,7 @@ def test_a_draft_model_that_is_not_there_or_says_other_tokens_is_refused(loaded)
 
 
 def test_the_pool_is_sized_for_both_models(loaded, draft, monkeypatch):
-    monkeypatch.setattr("common.kv_sizing.free_memory_bytes", lambda: 20 << 20)
+    monkeypatch.setattr("common.runner.kv_sizing.free_memory_bytes", lambda: 20 << 20)
 
     def num_blocks(speculative) -> int:
         config = EngineConfig(speculative=speculative, max_num_seqs=1000)

@@ -142,8 +142,7 @@ def test_a_chapter_says_what_to_read_first(chapter: Path) -> None:
     listed = re.findall(r"^(?:\d+\.|\*) `(\w+\.py)`: \w", top, re.MULTILINE)
     assert sorted(listed) == sorted(modules - {name for name in modules if "post_names" in name})
     assert f"pytest {chapter.name}" in top
-    for room in ("beyond/", "lab/"):
-        assert f"]({room}README.md)" in top
+    assert "](beyond/README.md)" in top
 
 
 def test_what_leads_nowhere_is_found(tmp_path: Path) -> None:

@@ -151,7 +151,7 @@ def test_of_a_sample_each_value_is_tested_once_and_the_rest_is_slow(tmp_path: Pa
 
 def test_a_check_is_of_roots_and_engine_and_starts_no_process(tmp_path: Path) -> None:
     checked = {"common/tests/test_it.py", "01_batching/test_it.py"}
-    others = {"workshop/watch/test_it.py", "01_batching/lab/test_it.py"}
+    others = {"workshop/watch/test_it.py", "01_batching/testing/test_it.py"}
     said = run_with_our_conftest(tmp_path, checked | others, STARTS_A_PROCESS, "check")
     for test, outcome in (("test_starts_one", "SKIPPED"), ("test_starts_none", "PASSED")):
         found = re.findall(rf"(\S+)::{test} {outcome}", said)

@@ -12,8 +12,8 @@ from transformers import LogitsProcessor, LogitsProcessorList, Qwen3ForCausalLM
 from common.engine import EngineConfig, LLMEngine
 from common.engine_config import SHIPPED_CHECKPOINT
 from common.llm import LLM
+from common.requests.tokenizer import Tokenizer
 from common.tests.engine_oracle import MAX_TOKENS, Oracle, checked_engine, greedy_params
-from common.tokenizer import Tokenizer
 from request import SamplingParams
 
 GUESSES = {"num_spec_tokens": 3, "adaptive": False}

@@ -24,7 +24,7 @@ from common.engine import LLMEngine
 from common.engine_config import SHIPPED_CHECKPOINT, EngineConfig
 from common.events.event_kinds import Matched, Planned, read_events
 from common.llm import LLM
-from common.loader import LoadedModel, load_model
+from common.models.loader import LoadedModel, load_model
 from common.runner.model_runner import PagedModelRunner
 from common.serve.kv_events import KVEvents
 from common.tests.engine_oracle import (

@@ -26,7 +26,7 @@ from workshop.book.figure_words import Words, in_chinese
 
 ROOT = Path(__file__).resolve().parents[2]
 PLACES = ("[0-9][0-9]_*/figures", "common/**/figures", "workshop/**/figures")
-_STYLE = re.compile(r"  <style>.*?</style>", re.S)
+_STYLE = re.compile(r" *<style>.*?</style>", re.S)
 _COLOUR = re.compile(r"(line-|head-)?([a-z]+)(?:-(\d+))?")
 # `$ink` is a neutral colour of the palette.
 _RULES = """
@@ -74,7 +74,9 @@ def derived(path: Path, words: Words) -> dict[Path, str]:
     Chinese."""
     svg = path.read_text(encoding="utf-8")
     try:
-        styled = _STYLE.sub(lambda _: style_of(svg), svg, count=1)
+        styled, number = _STYLE.subn(lambda _: style_of(svg), svg)
+        if number != 1:
+            raise ValueError(f"it has {number} of <style></style>: it needs one")
         return {path: styled, path.with_suffix(".zh.svg"): in_chinese(styled, words)}
     except ValueError as error:
         raise ValueError(f"{path.relative_to(ROOT)}: {error}") from None

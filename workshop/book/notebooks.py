@@ -68,7 +68,7 @@ def execute(script: Path, time_budget_s: float = TIME_BUDGET_S) -> NotebookNode:
     )
     # As in pytest, modules are found whether or not the project is installed.
     root = script.parent.parent
-    rooms = [root.glob(f"[0-9][0-9]_*{room}") for room in ("", "/beyond", "/lab")]
+    rooms = [root.glob(f"[0-9][0-9]_*{room}") for room in ("", "/beyond", "/testing")]
     folders = [root, *sorted(folder for found in rooms for folder in found)]
     path = os.pathsep.join([*map(str, folders), os.environ.get("PYTHONPATH", "")]).strip(os.pathsep)
     client.execute(env={**os.environ, "PYTHONPATH": path, "TQDM_DISABLE": "1"})

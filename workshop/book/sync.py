@@ -4,7 +4,7 @@
     pages             MUSEUM.md in two languages, the tables of MODELS.md, the lines to read in
                       COURSE.md, its order in README.md and the chapters' heads, the rooms in
                       CONTRIBUTING.md
-    tables            from records, by the scripts of those rooms whose records or scripts changed
+    tables            from records, by the scripts that changed, or whose records did
     notebooks         executed where the script is not what the notebook holds
     drawings          the style of each SVG that is edited by hand, and its Chinese twin
     Chinese pages     code, and numbers in tables, as in the English page beside them
@@ -28,8 +28,7 @@ from pathlib import Path
 
 from markdown_it import MarkdownIt
 
-from common import models
-from workshop.book import drawings, figure_words, notebooks
+from workshop.book import drawings, figure_words, models_page, notebooks
 from workshop.book.path import ROOT, written_counts
 from workshop.book.quoted import filled, unfilled
 from workshop.book.translation import (
@@ -47,7 +46,7 @@ from workshop.practice.tasks import reading
 
 _SKIPPED = {"build", "dist", "my", "shared", "checkpoints"}
 _CELL = re.compile(r"(?<!\\)\|")
-# What writes tables from the records of a folder of the workshop; a chapter's are its plot scripts.
+# What writes tables from the records of a folder; a chapter's are written by its plot scripts.
 _TABLES = {
     "workshop/measure/bench/": (
         ("workshop.bench", "--write-readme"),
@@ -81,7 +80,7 @@ def renew_pages() -> Iterator[str]:
         )
     _write(museum_page.PAGE, museum_page.render())
     _write(museum_page.PAGE.with_suffix(".zh.md"), museum_page.render(is_chinese=True))
-    _write(models.PAGE, models.render())
+    _write(models_page.PAGE, models_page.render())
     _write(ROOT / "CONTRIBUTING.md", written_counts())
     for page, text in reading.derived():
         _write(page, text)
@@ -102,12 +101,12 @@ def _write(page: Path, text: str) -> None:
 def commands_for(changed: Sequence[str], is_all: bool) -> list[list[str]]:
     """Those that make the tables whose records or scripts are among the changed files."""
     found = []
-    for script in sorted(ROOT.glob("[0-9][0-9]_*/lab/plot_*.py")):
-        lab = script.parent.relative_to(ROOT).as_posix() + "/"
-        made_of = [name for name in changed if name.startswith(lab)]
-        is_new = is_all or any(name.endswith(".json") or "/plot_" in name for name in made_of)
-        if is_new and "lab_frame" in script.read_text(encoding="utf-8"):  # else a part of another
-            found.append([script.relative_to(ROOT).as_posix(), "--tables"])
+    for script in sorted((ROOT / "workshop" / "measure").glob("plot_*.py")):
+        topic = script.stem.removeprefix("plot_")
+        made_of = (f"workshop/measure/plot_{topic}", f"workshop/measure/records/{topic}")
+        is_new = is_all or any(name.startswith(made_of) for name in changed)
+        if is_new and "run_lab(" in script.read_text(encoding="utf-8"):  # else a part of another
+            found.append(["-m", f"workshop.{script.stem}", "--tables"])
     for folder, commands in _TABLES.items():
         if is_all or any(n.startswith(folder) and n.endswith(".json") for n in changed):
             found += [["-m", *command] for command in commands]

@@ -18,13 +18,13 @@ from batch_layout import Queries
 from block_delta import PagedRunnerState
 from block_pool import BlockPool
 from bounded_loops import as_long_as
-from common.adapters.adapter_columns import ordered
-from common.adapters.adapter_files import LowRank
-from common.adapters.adapter_slots import Addition
-from common.grammars.grammar_masks import GrammarMasks
-from common.grammars.lark_text import compile_source
-from common.grammars.vocabulary import Vocabulary, tokenizer_of
-from common.rows_by_owner import in_order
+from common.features.adapters.adapter_columns import ordered
+from common.features.adapters.adapter_files import LowRank
+from common.features.adapters.adapter_slots import Addition
+from common.features.grammars.grammar_masks import GrammarMasks
+from common.features.grammars.lark_text import compile_source
+from common.features.grammars.vocabulary import Vocabulary, tokenizer_of
+from common.models.rows_by_owner import in_order
 from common.sampling.runner_plugin import Cargo
 from common.sampling.sampling_constraints import forbid
 from exact_law import step_laws

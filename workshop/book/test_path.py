@@ -20,13 +20,13 @@ def test_what_is_not_chosen_is_not_loaded(default: DefaultPath) -> None:
     loaded = set(default.loaded)
     assert {"common/llm.py", "01_batching/engine_core.py", "04_scheduler/scheduler.py"} <= loaded
     assert {"03_prefix_cache/prefix_cache_local.py", "06_chunked_prefill/mixed_batch.py"} <= loaded
-    assert {name for name in loaded if "/beyond/" in name or "/lab/" in name} == {
+    assert {name for name in loaded if "/beyond/" in name or "/testing/" in name} == {
         "01_batching/beyond/step_record.py",
         "02_paged_kv/beyond/kv_budget.py",
     }
     others = ("radix_cache", "proposers", "speculating_runner", "rejection_sampler")
     others += ("runner/graphs", "graph_emulator", "kernel_launch", "tensor_attention")
-    others += ("common/adapters/", "common/grammars/")
+    others += ("common/features/adapters/", "common/features/grammars/")
     assert not [name for name in loaded if any(other in name for other in others)]
     sampling = {name for name in loaded if name.startswith("common/sampling/")}
     parts = ("greedy_rows", "runner_plugin", "sampler", "sampling_columns")

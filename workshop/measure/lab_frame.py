@@ -1,11 +1,11 @@
-"""What every plot script of a chapter's `lab/` shares: measure, keep, draw, write tables.
+"""What every plot script of a chapter shares: measure, keep, draw, write tables.
 
-    python NN_chapter/lab/plot_TOPIC.py                        draw figures/ from lab/records/
-    python NN_chapter/lab/plot_TOPIC.py --tables               and the tables of the chapter's pages
-    python NN_chapter/lab/plot_TOPIC.py --record PART ...      measure first
-    python NN_chapter/lab/plot_TOPIC.py --record PART --tiny   almost no work, into build/
+    python -m workshop.plot_TOPIC                        draw NN_chapter/figures/ from records/
+    python -m workshop.plot_TOPIC --tables               and the tables of the chapter's pages
+    python -m workshop.plot_TOPIC --record PART ...      measure first
+    python -m workshop.plot_TOPIC --record PART --tiny   almost no work, into build/
 
-A part of a laboratory is one measurement: its record, its figures, its tables. The script says what
+A part is one measurement: its record, its figures, its tables. The script says what
 is measured, drawn and tabulated, and leaves the rest to `run_lab`. A table's place in a page is
 between `<!-- table:NAME -->` and `<!-- /table:NAME -->`.
 """
@@ -67,21 +67,24 @@ def timed(measure: Callable[..., dict], clock: str) -> Callable[[Measurement], d
 
 def run_lab(
     script: str,
+    chapter: str,
     parts: Mapping[str, Part],
     arguments: Sequence[str] | None = None,
     *,
     add_options: Callable[[argparse.ArgumentParser], None] = lambda parser: None,
 ) -> None:
-    """The `main` of a plot script. `script` is its `__file__`.
+    """The `main` of a plot script. `script` is its `__file__`, `chapter` the folder of its figures
+    and pages.
 
     The record of `plot_TOPIC.py`'s part PART is `records/TOPIC_PART.json`, that of a part TOPIC
     `records/TOPIC.json`."""
     path = Path(script).resolve()
-    chapter, topic = path.parents[1], path.stem.removeprefix("plot_")
+    topic = path.stem.removeprefix("plot_")
     options = _parse(topic, parts, arguments, add_options)
-    folder = ROOT / "build" / f"{topic}-smoke" if options.tiny else chapter
+    smoke = ROOT / "build" / f"{topic}-smoke"
+    kept, pages = (smoke, smoke) if options.tiny else (path.parent, ROOT / chapter)
     names = {part: topic if part == topic else f"{topic}_{part}" for part in parts}
-    paths = {part: folder / "lab" / "records" / f"{name}.json" for part, name in names.items()}
+    paths = {part: kept / "records" / f"{name}.json" for part, name in names.items()}
     records = {part: read_record(path) for part, path in paths.items() if path.exists()}
     for part in options.record:
         environment = describe_environment()  # before: its load average is that of the others
@@ -89,7 +92,7 @@ def run_lab(
             measured = parts[part].measure(Measurement(options.tiny, options, records))
         except (OSError, ValueError) as error:
             raise SystemExit(f"--record {part}: {error}") from error
-        command = f"python {path.relative_to(ROOT).as_posix()} --record {part}"
+        command = f"python -m workshop.{path.stem} --record {part}"
         head = {"command": command, "environment": environment}
         records[part] = {**head, **measured}  # a record may say more of its command
         write_record(paths[part], records[part])
@@ -98,9 +101,9 @@ def run_lab(
         for part, record in records.items()
         for name, draw in parts[part].figures.items()
     }
-    save(drawn, folder / "figures", None if options.tiny else Words())
+    save(drawn, pages / "figures", None if options.tiny else Words())
     if options.tables:
-        write_tables(make_tables(parts, records), chapter if folder == chapter else None)
+        write_tables(make_tables(parts, records), None if options.tiny else pages)
 
 
 def _parse(
@@ -132,8 +135,6 @@ def write_tables(tables: Mapping[str, str], chapter: Path | None) -> None:
     its numbers by `make sync`. Without a chapter, print all."""
     pages = [] if chapter is None else sorted(chapter.rglob("*.md"))
     pages = [page for page in pages if not page.name.endswith(".zh.md")]
-    if chapter == ROOT / "workshop" / "measure" / "parallel":  # what is measured has the page
-        pages = [ROOT / "common" / "parallel" / "README.md"]
     texts = {page: page.read_text(encoding="utf-8") for page in pages}
     for name, content in tables.items():
         places = [page for page, text in texts.items() if f"<!-- table:{name} -->" in text]

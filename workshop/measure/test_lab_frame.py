@@ -50,22 +50,21 @@ def script(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
     monkeypatch.setattr(figure_words, "TABLE", table)
     monkeypatch.setattr(lab_frame, "describe_environment", lambda: ENVIRONMENT | {"is_dirty": 0})
     chapter = tmp_path / "01_a"
-    (chapter / "lab").mkdir(parents=True)
-    (chapter / "beyond").mkdir()
+    (chapter / "beyond").mkdir(parents=True)
     (chapter / "README.md").write_text("text\n")
     place = "before\n<!-- table:one -->\nold\n<!-- /table:one -->\nbehind\n"
     for name in ("README.md", "README.zh.md"):
         (chapter / "beyond" / name).write_text(place)
-    return str(chapter / "lab" / "plot_topic.py")
+    return str(tmp_path / "workshop" / "measure" / "plot_topic.py")
 
 
 def test_a_part_is_measured_kept_drawn_and_tabulated(script: str, capsys) -> None:
-    run_lab(script, PARTS, ["--record", "first", "second", "--tables"])
-    chapter = Path(script).parents[1]
-    record = read_record(chapter / "lab" / "records" / "topic_first.json")
-    assert record["command"] == "python 01_a/lab/plot_topic.py --record first"
+    run_lab(script, "01_a", PARTS, ["--record", "first", "second", "--tables"])
+    chapter, records = lab_frame.ROOT / "01_a", Path(script).parent / "records"
+    record = read_record(records / "topic_first.json")
+    assert record["command"] == "python -m workshop.plot_topic --record first"
     assert record["environment"]["commit"] == "abc" and record["seen"] == 100
-    assert read_record(chapter / "lab" / "records" / "topic_second.json")["seen"] == 101
+    assert read_record(records / "topic_second.json")["seen"] == 101
     assert "seen 100" in (chapter / "figures" / "picture.svg").read_text()
     page = (chapter / "beyond" / "README.md").read_text()
     assert page == "before\n<!-- table:one -->\n100 seen\n<!-- /table:one -->\nbehind\n"
@@ -75,28 +74,28 @@ def test_a_part_is_measured_kept_drawn_and_tabulated(script: str, capsys) -> Non
 
 
 def test_a_drawing_needs_no_measurement_and_is_the_same_each_time(script: str) -> None:
-    run_lab(script, PARTS, ["--record", "first"])
-    picture = Path(script).parents[1] / "figures" / "picture.svg"
+    run_lab(script, "01_a", PARTS, ["--record", "first"])
+    picture = lab_frame.ROOT / "01_a" / "figures" / "picture.svg"
     before = picture.read_bytes()
     picture.unlink()
-    run_lab(script, PARTS, [])
+    run_lab(script, "01_a", PARTS, [])
     assert picture.read_bytes() == before
 
 
 def test_a_tiny_run_leaves_the_chapter_as_it_is(script: str, tmp_path: Path, capsys) -> None:
-    before = sorted(Path(script).parents[1].rglob("*"))
-    run_lab(script, PARTS, ["--record", "first", "--tiny", "--tables"])
-    assert sorted(Path(script).parents[1].rglob("*")) == before
-    kept = tmp_path / "build" / "topic-smoke" / "lab" / "records" / "topic_first.json"
+    before = sorted((tmp_path / "01_a").rglob("*"))
+    run_lab(script, "01_a", PARTS, ["--record", "first", "--tiny", "--tables"])
+    assert sorted((tmp_path / "01_a").rglob("*")) == before and not Path(script).parent.exists()
+    kept = tmp_path / "build" / "topic-smoke" / "records" / "topic_first.json"
     assert read_record(kept)["seen"] == 1
     assert "1 seen" in capsys.readouterr().out
 
 
 def test_a_part_named_as_the_topic_has_a_record_of_that_name(script: str) -> None:
-    run_lab(script, {"topic": PARTS["first"]}, ["--record", "topic"])
+    run_lab(script, "01_a", {"topic": PARTS["first"]}, ["--record", "topic"])
     assert (Path(script).parent / "records" / "topic.json").exists()
 
 
 def test_a_part_that_cannot_be_measured_says_why(script: str) -> None:
     with pytest.raises(SystemExit, match="--record second: record first, first"):
-        run_lab(script, PARTS, ["--record", "second"])
+        run_lab(script, "01_a", PARTS, ["--record", "second"])

@@ -82,7 +82,7 @@ def definitions(tree: ast.Module) -> Iterator[tuple[str, ast.stmt]]:
 
 @dataclass(frozen=True, slots=True)
 class Patch:
-    module: str  # "block_pool"; "outputs" for `common.output_processor`
+    module: str  # "block_pool"; "outputs" for `common.requests.output_processor`
     symbol: str  # "BlockPool.free"; "" for all of the module
     old: str
     new: str  # stands where `old` does; its lines are as far from the left as they are from `old`'s

@@ -9,8 +9,8 @@ import re
 import pytest
 from tokenizers import Tokenizer
 
-from common.adapters.adapter_files import CONFIG, WEIGHTS
 from common.engine_config import SHIPPED_ADAPTER
+from common.features.adapters.adapter_files import CONFIG, WEIGHTS
 from common.llm import LLM, SamplingParams
 from workshop.training import train_adapter
 from workshop.training.train_adapter import (

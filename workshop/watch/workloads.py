@@ -23,8 +23,8 @@ import torch
 from base_scheduler import SchedulerBooks, SchedulerPlugin
 from common.engine import LLMEngine
 from common.engine_config import SHIPPED_ADAPTER, SHIPPED_CHECKPOINT, EngineConfig
-from common.loader import LoadedModel, load_model, read_checkpoint
-from common.tokenizer import Tokenizer, load_tokenizer
+from common.models.loader import LoadedModel, load_model, read_checkpoint
+from common.requests.tokenizer import Tokenizer, load_tokenizer
 from grammar_queue import GrammarsCompiled
 from grammars import Grammar
 from request import Request, RequestStatus, SamplingParams

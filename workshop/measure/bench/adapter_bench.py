@@ -23,7 +23,7 @@ import torch
 
 from common.engine import EngineConfig, LLMEngine
 from common.engine_config import SHIPPED_ADAPTER, SHIPPED_CHECKPOINT
-from common.gc_utils import spare_what_is_loaded
+from common.requests.gc_utils import spare_what_is_loaded
 from request import SamplingParams
 from workshop.measure.bench.bench_record import (
     describe_environment,

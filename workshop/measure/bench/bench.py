@@ -29,7 +29,7 @@ from typing import TYPE_CHECKING, Any
 
 from tqdm import tqdm
 
-from common.gc_utils import spare_what_is_loaded
+from common.requests.gc_utils import spare_what_is_loaded
 from workshop.measure.bench.bench_command import Driver, describe_malloc
 from workshop.measure.bench.bench_floor import floor_of_record
 from workshop.measure.bench.bench_record import ROOT, record_head, write_record

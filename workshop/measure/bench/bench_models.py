@@ -8,9 +8,9 @@ import torch
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
 from common.engine_config import SHIPPED_CHECKPOINT
-from common.kernels.processor import is_bfloat16_fast
-from common.loader import LoadedModel, load_model
-from common.model_config import ModelConfig
+from common.models.loader import LoadedModel, load_model
+from common.models.model_config import ModelConfig
+from common.models.processor import is_bfloat16_fast
 from workshop.measure.bench.random_weights import QWEN3_0_6B, random_model, stored
 from workshop.measure.bench.vllm_system import VllmServer
 

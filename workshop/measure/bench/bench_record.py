@@ -90,7 +90,7 @@ def describe_environment() -> dict[str, Any]:
     import psutil
     import torch
 
-    from common.kernels.processor import is_bfloat16_fast
+    from common.models.processor import is_bfloat16_fast
 
     gpus = [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())]
     return {

@@ -22,10 +22,10 @@ from typing import Any
 import torch
 from torch.nn import functional as F
 
-from common.assembly import packing_of
+from common.assembly.assembly import packing_of
 from common.engine_config import EngineConfig
-from common.linear import Linear, linear_layers
-from common.loader import LoadedModel
+from common.models.linear import Linear, linear_layers
+from common.models.loader import LoadedModel
 from paged_attention import AttentionMetadata, PagedPlan
 
 _MIB = 1 << 20

@@ -22,18 +22,18 @@ from torch import nn
 from transformers import Qwen3MoeConfig
 from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeSparseMoeBlock
 
-from common.blocks import MLPBlock
-from common.experts.expert_config import qwen3_moe
-from common.experts.experts_block import ExpertsBlock, stack
-from common.kernels.regions import Regions
-from common.linear import linear_layers
+from common.models.blocks import MLPBlock
+from common.models.experts.expert_config import qwen3_moe
+from common.models.experts.experts_block import ExpertsBlock, stack
+from common.models.linear import linear_layers
+from common.models.regions.regions import Regions
 from workshop.measure.bench.bench_models import choose_dtype
 from workshop.measure.bench.bench_record import describe_environment, markdown_table
 from workshop.measure.bench.random_weights import QWEN3_0_6B
 from workshop.measure.bench.side_by_side import measure_and_tell
 
 RECORD = Path(__file__).parent / "records" / "experts.json"
-PAGE = Path(__file__).parents[3] / "common" / "experts" / "README.md"
+PAGE = Path(__file__).parents[3] / "common" / "models" / "experts" / "README.md"
 SIZES = dict(num_experts=128, num_experts_per_tok=8, moe_intermediate_size=768)
 HIDDEN = 2048  # with `SIZES`, https://huggingface.co/Qwen/Qwen3-30B-A3B
 NUMBERS = (1, 2, 4, 8, 16, 32, 64, 128)

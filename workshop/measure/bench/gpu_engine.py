@@ -16,14 +16,14 @@ import torch
 from torch.profiler import ProfilerActivity
 from transformers import AutoModelForCausalLM
 
-from common.assembly import Attention
+from common.assembly.assembly import Attention
 from common.engine import LLMEngine
 from common.engine_config import SHIPPED_CHECKPOINT, EngineConfig
-from common.gc_utils import spare_what_is_loaded
-from common.loader import LoadedModel, load_model
+from common.models.loader import LoadedModel, load_model
+from common.requests.gc_utils import spare_what_is_loaded
+from common.requests.tokenizer import load_tokenizer
 from common.runner.graph_maker import GraphMaker
 from common.runner.graphs import DecodeGraphs, EagerGraphs
-from common.tokenizer import load_tokenizer
 from request import SamplingParams
 from workshop.measure.bench.bench_models import make_twin
 from workshop.measure.bench.bench_record import ROOT

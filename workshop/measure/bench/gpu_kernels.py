@@ -20,9 +20,9 @@ from typing import Any
 import torch
 
 from common.engine_config import SHIPPED_CHECKPOINT, EngineConfig
-from common.kernels.launch_configurations import attention_shape, launch_configurations
-from common.kernels.warm_up import compile_now
-from common.loader import read_checkpoint
+from common.models.loader import read_checkpoint
+from common.runner.launch_configurations import attention_shape, launch_configurations
+from common.runner.warm_up import compile_now
 from kernel_launch import DecodeTuning, Launch, architecture_of
 from mixed_attention_triton import MixedTritonAttentionBackend
 from paged_attention import AttentionMetadata
@@ -30,19 +30,19 @@ from split_attention_triton import merge_launch, split_launch
 from workshop.measure.bench import gpu_lab
 from workshop.measure.bench.bench_record import ROOT
 from workshop.measure.bench.gpu_lab import BLOCK_SIZE, Lab, Part
-from workshop.measure.kernels.resources import TUNINGS as TILINGS
+from workshop.measure.resources import TUNINGS as TILINGS
 
 TESTS = (  # with those marked `gpu`; conftest.py marks tests of kernels where there is a GPU
     "02_paged_kv/beyond/test_paged_attention_triton.py",
     "02_paged_kv/beyond/test_split_attention_triton.py",
     "06_chunked_prefill/beyond/test_mixed_attention_triton.py",
-    "common/kernels/test_layer_kernels.py",
-    "common/kernels/test_sampler_kernel.py",
+    "common/models/regions/test_layer_kernels.py",
+    "common/sampling/test_sampler_kernel.py",
     "05_spec_decode/beyond/test_rejection_sampler_triton.py",
     "05_spec_decode/beyond/test_verification_kernels.py",
     "02_paged_kv/beyond/test_window_attention.py",
     "common/runner/test_graphs.py",
-    "common/test_model.py",
+    "common/models/test_model.py",
 )
 TUNINGS = [DecodeTuning(), DecodeTuning(heads_fastest=False)]
 TUNINGS += [DecodeTuning(num_programs=waves * 132) for waves in (6, 8, 16, 24)]

@@ -19,9 +19,9 @@ from typing import Any
 
 import torch
 
-from common.linear import linear_layers
-from common.loader import LoadedModel
-from common.model_config import ModelConfig
+from common.models.linear import linear_layers
+from common.models.loader import LoadedModel
+from common.models.model_config import ModelConfig
 from workshop.measure.bench.bench_record import describe_environment, read_record, write_record
 from workshop.measure.bench.random_weights import QWEN3_0_6B, random_model
 

@@ -24,13 +24,13 @@ import torch
 
 from common.engine import EngineConfig, LLMEngine
 from common.engine_config import SHIPPED_CHECKPOINT
-from common.gc_utils import spare_what_is_loaded
-from common.grammars import grammar_masks
-from common.grammars.grammar_masks import GrammarMasks
-from common.grammars.lark_text import compile_source
-from common.grammars.vocabulary import Vocabulary, beginning_of, tokenizer_of
-from common.loader import load_model
-from common.tokenizer import load_tokenizer
+from common.features.grammars import grammar_masks
+from common.features.grammars.grammar_masks import GrammarMasks
+from common.features.grammars.lark_text import compile_source
+from common.features.grammars.vocabulary import Vocabulary, beginning_of, tokenizer_of
+from common.models.loader import load_model
+from common.requests.gc_utils import spare_what_is_loaded
+from common.requests.tokenizer import load_tokenizer
 from grammars import Choice, Ebnf, Grammar, Json, Regex, source_of
 from request import SamplingParams
 from workshop.measure.bench.bench_record import (

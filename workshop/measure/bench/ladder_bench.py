@@ -34,8 +34,8 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
     import torch
 
     from common.engine_config import SHIPPED_CHECKPOINT
-    from common.gc_utils import spare_what_is_loaded
-    from common.tokenizer import load_tokenizer
+    from common.requests.gc_utils import spare_what_is_loaded
+    from common.requests.tokenizer import load_tokenizer
     from workshop.measure.bench.bench_models import choose_dtype, load_models
     from workshop.measure.bench.bench_rounds import rotated
     from workshop.measure.bench.bench_work import Limits

@@ -16,7 +16,7 @@ import random
 from dataclasses import dataclass, field
 from functools import lru_cache
 
-from common.tokenizer import Tokenizer
+from common.requests.tokenizer import Tokenizer
 from workshop.training.tiny_data import corpus
 
 SYSTEM_PROMPT_LEN = 128

@@ -21,8 +21,8 @@ import torch
 
 from common.engine import EngineConfig, LLMEngine
 from common.engine_config import SHIPPED_CHECKPOINT
-from common.gc_utils import spare_what_is_loaded
-from common.loader import LoadedModel, load_model
+from common.models.loader import LoadedModel, load_model
+from common.requests.gc_utils import spare_what_is_loaded
 from request import SamplingParams
 from scheduler_interface import ModelRunner, PlanMessage, StepHandle, StepOutput
 from workshop.measure.bench.bench_record import (

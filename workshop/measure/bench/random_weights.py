@@ -15,12 +15,12 @@ from pathlib import Path
 import torch
 from safetensors.torch import save_file
 
-from common.blocks import CheckpointTensor
 from common.engine_config import SHIPPED_CHECKPOINT
-from common.loader import LoadedModel, read_json
-from common.model import DecoderModel
-from common.model_config import ModelConfig
-from common.rotary import RopeParameters
+from common.models.blocks import CheckpointTensor
+from common.models.loader import LoadedModel, read_json
+from common.models.model import DecoderModel
+from common.models.model_config import ModelConfig
+from common.models.rotary import RopeParameters
 
 QWEN3_0_6B = ModelConfig(  # https://huggingface.co/Qwen/Qwen3-0.6B
     architecture="Qwen3ForCausalLM",

@@ -36,11 +36,11 @@ import torch
 
 from common.engine import LLMEngine
 from common.engine_config import SHIPPED_CHECKPOINT, EngineConfig
-from common.gc_utils import spare_what_is_loaded
+from common.requests.gc_utils import spare_what_is_loaded
+from common.requests.tokenizer import load_tokenizer
 from common.serve.async_llm import AsyncLLM
 from common.serve.deltas import HandOver
 from common.serve.engine_loop import EngineLoop
-from common.tokenizer import load_tokenizer
 from request import SamplingParams
 from workshop.measure.bench.bench_record import describe_environment, markdown_table
 from workshop.measure.bench.random_weights import QWEN3_0_6B, random_model

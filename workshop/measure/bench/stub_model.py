@@ -5,10 +5,10 @@ from __future__ import annotations
 import torch
 
 from batch_layout import ComposedBatch
-from common.loader import LoadedModel
-from common.model import DecoderModel
-from common.model_config import ModelConfig
-from common.rotary import RopeParameters
+from common.models.loader import LoadedModel
+from common.models.model import DecoderModel
+from common.models.model_config import ModelConfig
+from common.models.rotary import RopeParameters
 from paged_attention import PagedKVCache
 
 VOCAB_SIZE, TOKEN = 64, 7

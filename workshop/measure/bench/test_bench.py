@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from common.loader import LoadedModel
+from common.models.loader import LoadedModel
 from common.tests.engine_oracle import Oracle, greedy
 from step_record import StepRecord
 from workshop.measure.bench import bench, bench_record, bench_table

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from common.engine_config import SHIPPED_CHECKPOINT
-from common.tokenizer import load_tokenizer
+from common.requests.tokenizer import load_tokenizer
 from workshop.measure.bench import ladder_bench as ladder
 from workshop.measure.bench import ladder_table
 from workshop.measure.bench.bench_models import load_models

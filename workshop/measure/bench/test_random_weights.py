@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 import torch
 
-from common.loader import load_model
+from common.models.loader import load_model
+from common.requests.tokenizer import load_tokenizer
 from common.tests.model_cases import PagedHarness, reference_logits
-from common.tokenizer import load_tokenizer
 from workshop.measure.bench.experts_bench import NUMBERS, measure, table_of
 from workshop.measure.bench.random_weights import FAMILIES, write_random
 
@@ -25,7 +25,7 @@ def test_a_small_checkpoint_is_a_model_of_its_family(family, tmp_path):
 
 
 def test_every_architecture_has_one(tmp_path):
-    from common.model_config import SUPPORTED_ARCHITECTURES
+    from common.models.model_config import SUPPORTED_ARCHITECTURES
 
     assert {fields["architectures"][0] for fields in FAMILIES.values()} == set(
         SUPPORTED_ARCHITECTURES

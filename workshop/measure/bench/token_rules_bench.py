@@ -18,9 +18,9 @@ import torch
 
 from common.engine import EngineConfig, LLMEngine
 from common.engine_config import SHIPPED_CHECKPOINT
-from common.gc_utils import spare_what_is_loaded
-from common.loader import load_model
-from common.tokenizer import load_tokenizer
+from common.models.loader import load_model
+from common.requests.gc_utils import spare_what_is_loaded
+from common.requests.tokenizer import load_tokenizer
 from request import SamplingParams
 from workshop.measure.bench.bench_record import describe_environment, markdown_table
 from workshop.measure.bench.grammar_bench import MAX_TOKENS, timed_batch

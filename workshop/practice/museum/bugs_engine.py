@@ -54,7 +54,7 @@ def at_the_border_of_top_p() -> str:
 
 def halves_of_characters() -> str:
     from common.engine_config import SHIPPED_CHECKPOINT
-    from common.tokenizer import IncrementalDetokenizer, load_tokenizer
+    from common.requests.tokenizer import IncrementalDetokenizer, load_tokenizer
 
     tokenizer = load_tokenizer(SHIPPED_CHECKPOINT)
     detokenizer, pieces = IncrementalDetokenizer(tokenizer, tokenizer.encode("a")), []
@@ -108,7 +108,7 @@ def a_fraction_of_its_strength() -> str:
     import torch
     from safetensors.torch import save_file
 
-    from common.adapters.adapter_files import CONFIG, WEIGHTS, read_adapter
+    from common.features.adapters.adapter_files import CONFIG, WEIGHTS, read_adapter
 
     name, rank = "model.layers.0.mlp.down_proj", 16
     config = {"peft_type": "LORA", "r": rank, "lora_alpha": 16, "use_rslora": True}

@@ -1,0 +1,455 @@
+"""The scheduler's half of an engine: who computes what, when, and in which memory.
+
+    role            chapter   part
+    KV memory         2, 3    UncachedKVCacheManager or CachedKVCacheManager over a BlockPool
+    prefix cache       3      PrefixCacheLocal or RadixCache
+    KV from elsewhere  3      TieredCache, any KVConnector, or both, by a LoadingKVCacheManager
+    scheduler        1 to 4   CachingFCFSScheduler; Scheduler or PrefillFirstScheduler with a policy
+    plugins          1 to 5   made by `make_plugins`: steps under way, guesses, forced preemption
+    chunks           4, 6     WholePrompts; ChunkedPrefill or AdaptiveChunks
+    records            1      a RecordedScheduler around it: who learns from the clock observes
+    the loop           1      EngineCore; where several steps are under way an OverlappedEngineCore
+                              or a PipelinedEngineCore, over a QueuedRunner
+
+What computes is a `RunnerSide`: of this process (`assembly.py`) or of others
+(`parallel/remote.py`). Nothing here can tell."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from pkgutil import resolve_name
+from typing import TYPE_CHECKING, Any, Protocol
+
+import torch
+
+from base_scheduler import SchedulerBooks
+from block_pool import BlockPool
+from common.engine_config import PREFIX_CACHES, SCHEDULERS, EngineConfig, LearnsDurations
+from common.models.layer_groups import deal_layers
+from common.models.model_config import ModelConfig, ModelFacts
+from engine_core import EngineCore
+from kv_memory import KVMemory, UncachedKVCacheManager
+from policies import POLICIES, SchedulePolicy, policy_named
+from prefix_cache import PrefixCache
+from scheduler_interface import ModelRunner, SchedulerInterface
+from step_record import Observer, RecordedScheduler, StepRecord
+
+if TYPE_CHECKING:
+    from acceptance import SpecDecodeStats
+    from base_scheduler import SchedulerPlugin
+    from cached_kv_cache_manager import CachedKVCacheManager
+    from common.features.adapters.adapter_names import AdapterLoader, AdapterNames
+    from common.requests.tokenizer import Tokenizer
+    from common.runner.overlap import OverlappedEngineCore, PlansUnderWay, QueuedRunner
+    from kv_connector import KVBlockIO, KVConnector
+    from overlap_plugin import OverlapPlugin
+    from pipeline_plugin import PipelinePlugin
+    from preemptive_scheduler import SchedulerOptions
+    from prefix_cache import CacheListener
+    from unchunked import ChunkPolicy
+
+logger = logging.getLogger(__name__)
+Namespace = Sequence[tuple[str, str]]
+
+
+class KVCacheSize(Protocol):
+    """KV tensors, as the scheduler's side sees them."""
+
+    @property
+    def num_blocks(self) -> int: ...
+
+    @property
+    def kv_bytes_per_block(self) -> int: ...
+
+
+class Speculation(Protocol):
+    """Who guesses, as the engine sees it."""
+
+    stats: SpecDecodeStats
+
+    def reset_stats(self) -> None: ...
+
+
+@dataclass(frozen=True, slots=True)
+class RunnerSide:
+    """What computes, here or elsewhere. `vocab_size` is what may be sampled: padding lanes are left
+    out. `block_io` gives access to KV blocks, and says what their bytes depend on besides tokens;
+    that takes time."""
+
+    runner: ModelRunner
+    model: ModelFacts
+    kv_cache: KVCacheSize
+    max_model_len: int
+    vocab_size: int
+    block_io: Callable[[], tuple[KVBlockIO, Namespace]]
+    is_queued: bool  # `execute` returns when a step has begun
+    speculation: Speculation | None = None
+    num_lookahead_tokens: int | None = None  # None: nobody guesses
+    adapters: AdapterLoader | None = None  # None: requests bring none
+    close: Callable[[], None] | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class EngineParts:
+    """The parts of one engine."""
+
+    core: EngineCore
+    recorder: RecordedScheduler  # what the loop knows as its scheduler
+    side: RunnerSide
+    kv_memory: UncachedKVCacheManager | CachedKVCacheManager
+    connector: KVConnector | None
+    adapters: AdapterNames | None = None
+    # Where steps may be under way.
+    close_loop: Callable[[], None] | None = None
+    give_up: Callable[[], None] | None = None
+    plans_under_way: PlansUnderWay | None = None
+
+
+def find_max_model_len(config: EngineConfig, model: ModelConfig) -> int:
+    longest = model.max_position_embeddings
+    max_model_len = config.max_model_len or longest
+    if max_model_len > longest:
+        raise ValueError(
+            f"max_model_len is {max_model_len}: the model was made for at most {longest}"
+        )
+    return max_model_len
+
+
+def find_vocab_size(model: ModelConfig, num_tokens_in_tokenizer: int | None) -> int:
+    """Checkpoints pad the vocabulary to a round number; a lane that no token has must never win."""
+    return min(model.vocab_size, num_tokens_in_tokenizer or model.vocab_size)
+
+
+def find_eos_token_ids(
+    listed: Sequence[int], tokenizer: Tokenizer | None, vocab_size: int
+) -> tuple[int, ...]:
+    """Every id that ends a text: those of the model's files, and the tokenizer's own, as in vLLM
+    and SGLang. Many chat fine-tunes set only the tokenizer's to the token that ends a turn."""
+    own = None if tokenizer is None else tokenizer.eos_token_id
+    ends = listed if own is None or own >= vocab_size else [*listed, own]
+    return tuple(dict.fromkeys(ends))
+
+
+def assemble_around(config: EngineConfig, side: RunnerSide) -> EngineParts:
+    """Scheduler, memory and loop for what computes."""
+    connector, listener = make_connector(config, side)
+    overlaps = is_overlapped(config, side.model.device)
+    under_way = make_books_of_plans(config, overlaps)
+    queued = None if under_way is None else make_queued_runner(side)
+    wait_for_steps = None if queued is None else queued.wait_for_steps
+    num_blocks = side.kv_cache.num_blocks
+    windows = side.model.config.layer_windows
+    if windows and (groups := deal_layers(windows, side.max_model_len)).have_windows:
+        from common.assembly.windows import make_grouped_memory
+
+        kv_memory = make_grouped_memory(config, num_blocks, groups.windows, side.model.device)
+    else:
+        kv_memory = make_kv_memory(config, num_blocks, connector, listener, wait_for_steps)
+    chunk_policy = make_chunk_policy(config)
+    plugins = make_plugins(config, under_way, side.num_lookahead_tokens)
+    parts = SchedulerParts(config, side.max_model_len, kv_memory, chunk_policy, plugins)
+    scheduler = make_scheduler(parts)
+    observers: list[Observer] = []
+    if connector is not None:
+        observers.append(partial(wait_for_loads, kv_memory))
+    if isinstance(chunk_policy, LearnsDurations):
+        observers.append(partial(tell_durations, chunk_policy))
+    recorder = RecordedScheduler(scheduler, observers)
+    if under_way is None or queued is None:
+        core = EngineCore(recorder, side.runner)
+        return EngineParts(core, recorder, side, kv_memory, connector, make_adapter_names(side))
+    core = make_core_of_several(config, recorder, queued, under_way)
+    ends, adapters = (core.close, core.give_up), make_adapter_names(side, queued)
+    return EngineParts(core, recorder, side, kv_memory, connector, adapters, *ends, under_way)
+
+
+def make_adapter_names(side: RunnerSide, queued: QueuedRunner | None = None) -> AdapterNames | None:
+    if side.adapters is None:
+        return None
+    from common.features.adapters.adapter_names import AdapterNames
+
+    return AdapterNames(side.adapters, int if queued is None else queued.wait_for_steps)
+
+
+# -- who computes what
+
+
+@dataclass(frozen=True, slots=True)
+class SchedulerParts:
+    """What a scheduler is made of. A function that is given to `LLM(scheduler=...)` gets it."""
+
+    config: EngineConfig
+    max_model_len: int
+    kv_memory: UncachedKVCacheManager | CachedKVCacheManager
+    chunk_policy: ChunkPolicy | None
+    plugins: Sequence[SchedulerPlugin] = ()
+
+    @property
+    def policy(self) -> SchedulePolicy:
+        return make_policy(self.config, self.kv_memory)
+
+    @property
+    def limits(self) -> tuple[int, int]:
+        return self.config.max_num_seqs, self.config.max_num_batched_tokens
+
+    @property
+    def options(self) -> SchedulerOptions:
+        """What every scheduler of chapter 4 takes."""
+        return {
+            "max_model_len": self.max_model_len,
+            "kv_memory": self.kv_memory,
+            "chunk_policy": self.chunk_policy,
+            "shuffle_waiting": self.config.shuffle_waiting,
+            "seed": self.config.seed,
+            "plugins": self.plugins,
+        }
+
+
+def make_scheduler(parts: SchedulerParts) -> SchedulerInterface:
+    """Raises `ValueError` if a function of the user's makes none."""
+    wanted = parts.config.scheduler
+    if isinstance(wanted, str):
+        return resolve_name(SCHEDULERS[wanted])(parts)
+    scheduler = wanted(parts)
+    is_ours = getattr(scheduler, "kv_memory", None) is parts.kv_memory
+    if not is_ours or not isinstance(scheduler, SchedulerBooks):
+        raise ValueError(
+            f"scheduler made {scheduler!r}: it must make a SchedulerBooks over the kv_memory that "
+            "it is given"
+        )
+    return scheduler
+
+
+def make_two_phase(parts: SchedulerParts) -> SchedulerInterface:
+    from scheduler import Scheduler
+
+    watermark = parts.config.watermark
+    return Scheduler(*parts.limits, policy=parts.policy, watermark=watermark, **parts.options)
+
+
+def make_prefill_first(parts: SchedulerParts) -> SchedulerInterface:
+    from prefill_first_scheduler import PrefillFirstScheduler
+
+    config = parts.config
+    size = config.chunk_size or config.max_num_batched_tokens
+    return PrefillFirstScheduler(
+        *parts.limits,
+        policy=parts.policy,
+        chunked_prefill_size=size if config.cuts_prompts else None,
+        mixing=config.mixing,
+        **parts.options,
+    )
+
+
+def make_fcfs(parts: SchedulerParts) -> SchedulerInterface:
+    from caching_fcfs_scheduler import CachingFCFSScheduler
+
+    return CachingFCFSScheduler(parts.kv_memory, *parts.limits, parts.max_model_len, parts.plugins)
+
+
+def make_books_of_plans(
+    config: EngineConfig, overlaps: bool
+) -> OverlapPlugin | PipelinePlugin | None:
+    """None: each step is over before the next one is planned."""
+    if config.pipeline_parallel_size > 1:
+        from pipeline_plugin import PipelinePlugin
+
+        return PipelinePlugin(config.pipeline_parallel_size)
+    if not overlaps:
+        return None
+    from overlap_plugin import OverlapPlugin
+
+    return OverlapPlugin()
+
+
+def make_plugins(
+    config: EngineConfig, under_way: SchedulerPlugin | None, num_lookahead_tokens: int | None
+) -> list[SchedulerPlugin]:
+    """In the order in which the scheduler asks and tells them. `num_lookahead_tokens` is None if
+    nobody guesses."""
+    plugins = [] if under_way is None else [under_way]
+    if num_lookahead_tokens is not None:
+        from draft_plugin import DraftPlugin
+
+        plugins.append(DraftPlugin(num_lookahead_tokens))
+    if config.takes_adapters:
+        from adapter_limit import MaxLoRAs
+
+        plugins.append(MaxLoRAs(config.max_adapters))
+    if config.preempt_every is not None:
+        from forced_preemption import ForcedPreemption
+
+        spares_pinned = config.scheduler == "prefill_first"
+        plugins.append(ForcedPreemption(config.preempt_every, spares_pinned))
+    return plugins
+
+
+def make_policy(config: EngineConfig, kv_memory: KVMemory) -> SchedulePolicy:
+    """Of those that have a name, chapter 4's root knows two."""
+    if isinstance(config.policy, SchedulePolicy):
+        return config.policy
+    if config.policy in POLICIES:
+        return policy_named(config.policy)()
+    from sglang_policies import policy_over
+
+    return policy_over(kv_memory, config.policy, config.seed)
+
+
+def make_chunk_policy(config: EngineConfig) -> ChunkPolicy | None:
+    """None: whole prompts. For the prefill-first scheduler a number is a size that its adder cuts
+    to, and no limit of a single prompt."""
+    if not isinstance(config.chunked_prefill, int):
+        return config.chunked_prefill
+    if not config.cuts_prompts:
+        return None
+    threshold = None if config.scheduler == "prefill_first" else config.chunk_size
+    limits = (threshold, config.max_long_partial_prefills)
+    if config.target_step_ms is None:
+        from chunk_policy import ChunkedPrefill
+
+        return ChunkedPrefill(*limits)
+    from adaptive_chunks import AdaptiveChunks
+
+    return AdaptiveChunks(config.target_step_ms, *limits)
+
+
+def tell_durations(policy: LearnsDurations, record: StepRecord) -> None:
+    """An observer for chunks that learn what steps take."""
+    starts, num_tokens = record.start_positions, record.num_scheduled_tokens
+    policy.observe_step([starts[r] for r in num_tokens], list(num_tokens.values()), record.step_ms)
+
+
+# -- the loop
+
+
+def is_overlapped(config: EngineConfig, device: torch.device) -> bool:
+    """Whether a step is planned while the one before it runs. Where that is not possible, each is
+    over first, which is announced."""
+    if config.pipeline_parallel_size > 1:
+        if config.overlap_scheduling is True:
+            logger.warning(
+                "overlap_scheduling has no effect with pipeline_parallel_size: a step is under way "
+                "in each stage as it is, and none is planned behind a token that is not known"
+            )
+        return False
+    if not config.wants_overlap(device):
+        return False
+    if (name := config.needs_ends_of_steps) is not None:
+        logger.warning(
+            "overlap_scheduling has no effect with %s: each step is over before the next one is "
+            "planned",
+            name,
+        )
+    return name is None
+
+
+def make_queued_runner(side: RunnerSide) -> QueuedRunner:
+    """For a loop that begins a step while another one is under way."""
+    from common.runner.overlap import QueuedRunner, ThreadedRunner
+
+    return (QueuedRunner if side.is_queued else ThreadedRunner)(side.runner)
+
+
+def make_core_of_several(
+    config: EngineConfig,
+    recorder: RecordedScheduler,
+    runner: QueuedRunner,
+    books: PlansUnderWay,
+) -> OverlappedEngineCore:
+    """The loop where several steps are under way. `books` keeps their plans."""
+    if config.pipeline_parallel_size > 1:
+        from common.runner.pipeline import PipelinedEngineCore
+
+        return PipelinedEngineCore(recorder, runner, books, config.pipeline_parallel_size)
+    from common.runner.overlap import OverlappedEngineCore
+
+    return OverlappedEngineCore(recorder, runner, books)
+
+
+# -- KV
+
+
+def make_kv_memory(
+    config: EngineConfig,
+    num_blocks: int,
+    connector: KVConnector | None,
+    listener: CacheListener | None,
+    wait_for_steps: Callable[[], object] | None = None,
+) -> UncachedKVCacheManager | CachedKVCacheManager:
+    """`wait_for_steps`: the runner's, if steps may be under way while another one is planned."""
+    pool, block_size = BlockPool(num_blocks), config.block_size
+    if config.prefix_cache is None:
+        return UncachedKVCacheManager(pool, block_size)
+    cache = make_cache(config.prefix_cache, pool, block_size, listener)
+    if connector is None:
+        from cached_kv_cache_manager import CachedKVCacheManager
+
+        return CachedKVCacheManager(pool, block_size, cache)
+    from loading_kv_cache_manager import LoadingKVCacheManager
+
+    return LoadingKVCacheManager(pool, block_size, cache, connector, wait_for_steps)
+
+
+def make_cache(
+    wanted: str | Callable[..., PrefixCache],
+    pool: BlockPool,
+    block_size: int,
+    listener: CacheListener | None,
+) -> PrefixCache:
+    """Over the engine's pool. Raises `ValueError` if a function of the user's makes another."""
+    if isinstance(wanted, str):
+        return resolve_name(PREFIX_CACHES[wanted])(pool, block_size, listener)
+    cache = wanted(pool=pool, block_size=block_size, listener=listener)
+    is_ours = isinstance(cache, PrefixCache) and cache.pool is pool
+    if not is_ours or cache.block_size != block_size or cache.listener is not listener:
+        raise ValueError(
+            f"prefix_cache made {cache!r}: it must make a PrefixCache over the pool, block_size "
+            "and listener that it is given"
+        )
+    return cache
+
+
+def make_hash_cache(
+    pool: BlockPool, block_size: int, listener: CacheListener | None
+) -> PrefixCache:
+    from prefix_cache_local import PrefixCacheLocal
+
+    return PrefixCacheLocal(pool=pool, block_size=block_size, listener=listener)
+
+
+def make_radix_cache(
+    pool: BlockPool, block_size: int, listener: CacheListener | None
+) -> PrefixCache:
+    from radix_cache import RadixCache
+
+    return RadixCache(page_size=block_size, pool=pool, listener=listener)
+
+
+def make_connector(
+    config: EngineConfig, side: RunnerSide
+) -> tuple[KVConnector | None, CacheListener | None]:
+    """The tiers and the configured connector, bound to this engine's KV memory; and who is to hear
+    of what is cached."""
+    tiers = None
+    if config.kv_tiers is not None:
+        from tiered_cache import TieredCache
+
+        tiers = TieredCache(config.kv_tiers)
+    connectors = [part for part in (tiers, config.kv_connector) if part is not None]
+    if not connectors:
+        return None, None
+    from kv_connector import ConnectorChain
+
+    connector = connectors[0] if len(connectors) == 1 else ConnectorChain(connectors)
+    io, namespace = side.block_io()
+    connector.bind(io, config.block_size, namespace)
+    return connector, tiers
+
+
+def wait_for_loads(kv_memory: Any, record: StepRecord) -> None:
+    """An observer: where a step computed nothing while requests wait, their KV is on its way."""
+    if not record.num_scheduled_tokens and record.num_waiting:
+        kv_memory.wait_for_loads()

@@ -1,0 +1,261 @@
+"""A LoRA adapter as PEFT writes it: a directory with two files, read strictly.
+
+    adapter_config.json            which matrices, of which rank, and by what the product is scaled
+    adapter_model.safetensors      two matrices for each of them
+
+        y = W x + scale * B (A x)      A [rank, in], B [out, rank]
+
+    scale = alpha / rank, or alpha / sqrt(rank) with `use_rslora`; it is folded into B here.
+
+As with a checkpoint (`loader.py`), every tensor is used exactly once and every matrix that the
+configuration means is there: an adapter that changes half of what it was trained to change still
+writes text. What would compute something else (DoRA, biases, whole modules) is refused by name.
+
+Sources: Hu et al., LoRA (arXiv 2106.09685); Kalajdzievski, rsLoRA (arXiv 2312.03732); PEFT 0.21.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
+from hashlib import blake2b
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+
+from common.features.adapters.expressions import matched_by
+from common.models.loader import read_json
+
+CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
+_PREFIX = "base_model.model."
+# What LoRA has beside its two matrices: each is refused unless it says that there is none.
+_REFUSED = {
+    "use_dora": "DoRA also scales each output",
+    "lora_bias": "B has a bias",
+    "modules_to_save": "whole modules are replaced",
+    "trainable_token_indices": "rows of the embedding are replaced",
+    "alora_invocation_tokens": "an activated adapter begins in the middle of a prompt",
+    "layer_replication": "the model has other layers",
+    "target_parameters": "parameters that are no matrix of a layer are changed",
+    "use_qalora": "its inputs are grouped",
+    "use_bdlora": "its matrices are of diagonal blocks",
+    "fan_in_fan_out": "its matrices are transposed",
+    "megatron_config": "its matrices are Megatron's",
+    "arrow_config": "it chooses among other adapters",
+    "kasa_config": "it changes the base model's weights",
+    "velora_config": "its inputs are compressed",
+    "monteclora_config": "its matrices are drawn",
+    "layers_pattern": "layers_to_transform counts the layers of a named list (remove the field if "
+    "the name is 'layers')",
+}
+
+# Ways to begin training that leave the base model as it is.
+_KEEPS_THE_BASE = (True, False, "gaussian", "eva", "orthogonal")
+
+
+@dataclass(frozen=True, slots=True)
+class LowRank:
+    """What is added to one matrix of the base model."""
+
+    a: torch.Tensor  # [rank, in]
+    b: torch.Tensor  # [out, rank], scaled
+
+    @property
+    def rank(self) -> int:
+        return len(self.a)
+
+
+@dataclass(frozen=True, slots=True)
+class Adapter:
+    """`digest` is of its content: equal ones compute the same. `matrices` by the names that the
+    base model's checkpoint has for them, such as `model.layers.0.self_attn.q_proj`."""
+
+    digest: str
+    matrices: Mapping[str, LowRank]
+
+
+def read_adapter(
+    directory: str | Path,
+    shapes: Mapping[str, tuple[int, ...]],  # of all matrices of the base model: [out, in]
+    max_rank: int,
+    dtype: torch.dtype,
+) -> Adapter:
+    """Raises `FileNotFoundError` if a file is not there, and `ValueError` for an adapter that is
+    not complete, not for this model, more than LoRA, or not readable."""
+    path = Path(directory).expanduser()
+    try:
+        return _read(path, shapes, max_rank, dtype)
+    except FileNotFoundError:
+        raise
+    except (re.error, TypeError, OverflowError, OSError, RuntimeError) as error:
+        raise ValueError(f"{path} is no adapter that can be read: {error}") from error
+
+
+def _read(
+    path: Path, shapes: Mapping[str, tuple[int, ...]], max_rank: int, dtype: torch.dtype
+) -> Adapter:
+    for name in (CONFIG, WEIGHTS):
+        if not (path / name).is_file():
+            raise FileNotFoundError(f"{path} has no {name}: it is no directory of a LoRA adapter")
+    config = _read_config(path / CONFIG)
+    wanted = _ranks_and_scales(config, _targets(config, shapes, path), path)
+    if not wanted:
+        raise ValueError(f"{path}: target_modules means no matrix of this model's layers")
+    for name, (rank, _) in wanted.items():
+        if rank > max_rank:
+            raise ValueError(f"{path}: {name} has rank {rank}: max_lora_rank is {max_rank}")
+    tensors = _read_tensors(path / WEIGHTS)
+    matrices, digest = {}, blake2b(digest_size=16)
+    for name, (rank, scale) in sorted(wanted.items()):
+        num_out, num_in = shapes[name]
+        a = _take(tensors, f"{name}.lora_A.weight", (rank, num_in), path, config)
+        b = _take(tensors, f"{name}.lora_B.weight", (num_out, rank), path, config)
+        digest.update(f"{name} {scale!r} {a.dtype} {b.dtype} {tuple(a.shape)}\n".encode())
+        for tensor in (a, b):
+            digest.update(tensor.contiguous().view(torch.uint8).numpy().tobytes())
+        a, scaled = a.to(dtype), (b.double() * scale).to(dtype)
+        if not (bool(a.isfinite().all()) and bool(scaled.isfinite().all())):
+            raise ValueError(f"{path / WEIGHTS}: {name} holds NaN, or infinity in {dtype}")
+        matrices[name] = LowRank(a, scaled)
+    if tensors:
+        left = ", ".join(sorted(tensors)[:3])
+        raise ValueError(
+            f"{path / WEIGHTS} also holds {left}: {len(tensors)} tensors too many for {CONFIG}"
+        )
+    return Adapter(digest.hexdigest(), matrices)
+
+
+# -- the configuration
+
+
+def _read_config(path: Path) -> dict[str, Any]:
+    config = read_json(path)
+    if config.get("peft_type") != "LORA":
+        raise ValueError(f"{path}: peft_type is {config.get('peft_type')!r}: it must be 'LORA'")
+    for name, why in _REFUSED.items():
+        if config.get(name):
+            raise ValueError(f"{path}: {name} is {config[name]!r}: {why}, which is not built here")
+    if (how := config.get("init_lora_weights", True)) not in _KEEPS_THE_BASE:
+        raise ValueError(
+            f"{path}: init_lora_weights is {how!r}: it changes the base model's weights, too; PEFT "
+            "converts such an adapter when it saves it"
+        )
+    if config.get("bias", "none") != "none":
+        raise ValueError(f"{path}: bias is {config['bias']!r}: it must be 'none'")
+    for name in ("rank_pattern", "alpha_pattern"):
+        if not isinstance(config.get(name) or {}, dict):
+            raise ValueError(f"{path}: {name} is {config[name]!r}: it must be an object")
+    return config
+
+
+def _targets(config: dict[str, Any], shapes: Mapping[str, Any], path: Path) -> list[str]:
+    """Which matrices of the model the adapter changes, by PEFT's rules."""
+    wanted, excluded = config.get("target_modules"), config.get("exclude_modules") or []
+    layers = config.get("layers_to_transform")
+    names = [wanted] if isinstance(wanted, str) else wanted
+    if not isinstance(names, list) or not all(isinstance(name, str) for name in names):
+        raise ValueError(f"{path}: target_modules is {wanted!r}: it must be a text or a list")
+    for outside in ("embed_tokens", "lm_head"):
+        if any(name == outside or name.endswith(f".{outside}") for name in names):
+            raise ValueError(
+                f"{path}: target_modules has {outside!r}: only matrices of layers can be adapted"
+            )
+    if isinstance(layers, int):
+        layers = [layers]
+
+    left_out = set(_all_matched("exclude_modules", excluded, shapes, path))
+    if isinstance(wanted, str) and wanted.lower() == "all-linear":
+        return [name for name in shapes if name not in left_out]
+
+    def is_layer(name: str) -> bool:
+        is_whole_name = isinstance(wanted, list) and name in wanted
+        return is_whole_name or not layers or layer_of(name) in layers
+
+    found = _all_matched("target_modules", wanted or [], shapes, path)
+    return [name for name in found if name not in left_out and is_layer(name)]
+
+
+def _all_matched(
+    field: str, patterns: str | list[str], names: Collection[str], path: Path
+) -> Collection[str]:
+    """A text is a regular expression for all of the name, a list has whole names or their ends."""
+    if isinstance(patterns, str):
+        return matched_by(f"{path}: {field}", "fullmatch", [patterns], names)[0]
+    return [n for n in names if any(n == end or n.endswith(f".{end}") for end in patterns)]
+
+
+def layer_of(name: str) -> int:
+    """Of a tensor or a matrix, by its name in a checkpoint."""
+    return int(re.findall(r"\.(\d+)\.", name)[0])
+
+
+def _ranks_and_scales(
+    config: dict[str, Any], names: Sequence[str], path: Path
+) -> dict[str, tuple[int, float]]:
+    ranks, alphas = (
+        _by_pattern(config, names, pattern, default, path)
+        for pattern, default in (("rank_pattern", "r"), ("alpha_pattern", "lora_alpha"))
+    )
+    return {name: _rank_and_scale(config, name, ranks[name], alphas[name], path) for name in names}
+
+
+def _rank_and_scale(
+    config: dict[str, Any], name: str, rank: Any, alpha: Any, path: Path
+) -> tuple[int, float]:
+    if type(rank) is not int or rank < 1:
+        raise ValueError(f"{path}: the rank of {name} is {rank!r}: it must be an integer >= 1")
+    is_number = isinstance(alpha, int | float) and not isinstance(alpha, bool)
+    if not is_number or not math.isfinite(alpha):
+        raise ValueError(f"{path}: lora_alpha of {name} is {alpha!r}: it must be a number")
+    return rank, alpha / (math.sqrt(rank) if config.get("use_rslora") else rank)
+
+
+def _by_pattern(
+    config: dict[str, Any], names: Sequence[str], field: str, default: str, path: Path
+) -> dict[str, Any]:
+    """By names. The first pattern that is the end of a name decides."""
+    found, patterns = dict.fromkeys(names, config.get(default)), config.get(field) or {}
+    around = r"(.*\.)?(", ")$"
+    matched = matched_by(f"{path}: {field}", "match", [*patterns], names, around)
+    for value, its_names in reversed([*zip(patterns.values(), matched, strict=True)]):
+        found |= dict.fromkeys(its_names, value)
+    return found
+
+
+# -- the tensors
+
+
+def _read_tensors(path: Path) -> dict[str, torch.Tensor]:
+    """By their names without PEFT's prefix."""
+    try:
+        with safe_open(path, framework="pt") as file:
+            # Copies: the file may be written again while the adapter is served.
+            tensors = {name: file.get_tensor(name).clone() for name in file.keys()}  # noqa: SIM118
+    except (SafetensorError, OSError) as error:
+        raise ValueError(f"{path} is corrupt or incomplete: {error}") from error
+    if strange := [name for name in tensors if not name.startswith(_PREFIX)]:
+        raise ValueError(f"{path} holds {strange[0]!r}: names begin with {_PREFIX!r}")
+    return {name.removeprefix(_PREFIX): tensor for name, tensor in tensors.items()}
+
+
+def _take(
+    tensors: dict[str, torch.Tensor],
+    name: str,
+    shape: tuple[int, int],
+    path: Path,
+    config: dict[str, Any],
+) -> torch.Tensor:
+    tensor = tensors.pop(name, None)
+    if tensor is None:
+        raise ValueError(f"{path / WEIGHTS} lacks {name}, which {CONFIG} means")
+    if tuple(tensor.shape) != shape or not tensor.is_floating_point():
+        base = Path(str(config.get("base_model_name_or_path"))).name  # of a folder no more
+        raise ValueError(
+            f"{path / WEIGHTS}: {name} is {tuple(tensor.shape)} of {tensor.dtype}, not {shape}: "
+            f"the adapter was made for {base!r}"
+        )
+    return tensor

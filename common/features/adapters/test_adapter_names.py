@@ -1,0 +1,248 @@
+"""Names, contents and who uses them: with interrupts, with ranks that disagree or are gone, and in
+two threads."""
+
+from __future__ import annotations
+
+import threading
+from dataclasses import dataclass
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from common.features.adapters import adapter_slots
+from common.features.adapters.adapter_files import Adapter
+from common.features.adapters.adapter_names import AdapterNames
+from common.features.adapters.adapter_slots import AdaptedModel, AdapterSlots, Ordered, StepAdapters
+from common.parallel.executor import WorkerError
+from common.parallel.message import unpack
+from common.parallel.remote import RemoteAdapters
+
+
+class Loader:
+    """Of a directory the content is its first letter."""
+
+    def __init__(self) -> None:
+        self.there: list[str] = []
+        self.num_forgotten = 0
+
+    def begin(self, directory: str) -> Loaded:
+        return Loaded(self, directory[0])
+
+    def drop(self, digest: str) -> None:
+        self.there.remove(digest)
+
+
+@dataclass
+class Loaded:
+    loader: Loader
+    content: str
+
+    def is_over(self) -> bool:
+        return True
+
+    def digest(self) -> str:
+        if self.content == "?":
+            raise ValueError("it can not be read")
+        return self.content
+
+    def take(self) -> None:
+        self.loader.there += [self.content] * (self.content not in self.loader.there)
+
+    def forget(self) -> None:
+        self.loader.num_forgotten += 1
+
+
+class Interrupted(dict):
+    def __setitem__(self, name, value) -> None:
+        raise KeyboardInterrupt
+
+
+def test_content_stays_while_a_name_or_a_request_has_it() -> None:
+    loader = Loader()
+    names = AdapterNames(loader, int)
+    names.load("x", "a1")
+    names.load("y", "a2")
+    names.begin("a", "request")
+    names.unload("x")
+    names.unload("y")
+    assert loader.there == ["a"] and names.names == []
+    names.end("a", "another")
+    assert loader.there == ["a"]
+    names.end("a", "request")
+    names.end("a", "request")
+    assert loader.there == []
+
+
+def test_what_an_interrupt_left_without_a_name_goes_with_the_next_call() -> None:
+    loader = Loader()
+    names = AdapterNames(loader, int)
+    whole, names._digests = names._digests, Interrupted()
+    with pytest.raises(KeyboardInterrupt):
+        names.load("x", "a")
+    names._digests = whole
+    assert loader.there == ["a"]
+    names.load("x", "b")
+    assert loader.there == ["b"] and names.digest_of("x") == "b"
+
+
+def test_steps_under_way_are_waited_for_and_their_errors_are_their_own() -> None:
+    loader, waited = Loader(), []
+
+    def wait() -> None:
+        waited.append(list(loader.there))
+        raise RuntimeError("of a step")
+
+    names = AdapterNames(loader, wait)
+    names.load("x", "a")
+    names.unload("x")
+    assert waited == [["a"]] and loader.there == []
+
+
+def test_of_two_who_load_under_one_name_the_slower_changes_nothing() -> None:
+    loader = Loader()
+    names = AdapterNames(loader, int)
+    slow = names.begin_load("x", "a")
+    names.load("x", "b")
+    with pytest.raises(ValueError, match="unload it first"):
+        names.end_load("x", slow)
+    with pytest.raises(ValueError, match="can not be read"):
+        names.load("y", "?")
+    assert loader.there == ["b"] and loader.num_forgotten == 2 and names.names == ["x"]
+
+
+def test_what_is_unloaded_while_the_same_is_being_read_is_there_again() -> None:
+    loader = Loader()
+    names = AdapterNames(loader, int)
+    names.load("x", "a")
+    again = names.begin_load("y", "a")
+    names.unload("x")
+    assert loader.there == []
+    names.end_load("y", again)
+    assert loader.there == ["a"] and names.digest_of("y") == "a"
+
+
+class Ranks:
+    """An executor whose ranks answer `answers` in turn, one of them a look, until they are gone."""
+
+    def __init__(self, *answers: list[str | None]) -> None:
+        self.answers, self.is_gone = list(answers), False
+        self.links, self.loading, self.told = [0, 1], {}, []
+
+    def send(self, content: bytes) -> None:
+        if self.is_gone:
+            raise WorkerError("gone")
+        kinds = {"adapter": ["number", "directory"], "take": ["number", "is_wanted"]}
+        kind, told = unpack(content, kinds | {"drop": ["digest"]})
+        self.told.append((kind, *told.values()))
+
+    def look(self, seconds: float) -> None:
+        if self.is_gone:
+            raise WorkerError("gone")
+        number, why = max(self.loading), {"kind_of_error": "ValueError", "sentence": "half a file"}
+        rank, digests = len(self.loading[number]), self.answers[0]
+        self.loading[number][rank] = {"digest": digests.pop(0), **why}
+        if not digests:
+            self.answers.pop(0)
+
+
+def test_ranks_keep_only_what_all_have_read() -> None:
+    """Each answers when it has read, and steps may come between."""
+    ranks = Ranks(["a", "a"], ["a", "b"], ["a", None], ["c", "d"])
+    adapters = RemoteAdapters(ranks)
+    loading = adapters.begin("x")
+    assert [loading.is_over() for _ in range(3)] == [False, True, True]
+    assert loading.digest() == "a"
+    loading.take()
+    names = AdapterNames(adapters, int)
+    for why in ("not the same on all ranks", "half a file", "not the same"):
+        with pytest.raises(ValueError, match=why):
+            names.load("x", "x")
+    assert [told[1:] for told in ranks.told if told[0] == "take"] == [
+        (1, True),
+        (2, False),
+        (3, False),
+        (4, False),
+    ]
+    assert not ranks.loading and not names.names
+    ranks.is_gone = True
+    adapters.drop("a")
+    with pytest.raises(WorkerError):
+        names.load("x", "x")
+    assert not ranks.loading
+
+
+def test_what_ranks_took_in_an_interrupted_load_is_dropped_by_the_next_call() -> None:
+    class Interrupting(Ranks):
+        def send(self, content: bytes) -> None:
+            super().send(content)
+            if self.told[-1] == ("take", 2, True):
+                raise KeyboardInterrupt
+
+    ranks = Interrupting(["a", "a"], ["b", "b"], ["c", "c"])
+    names = AdapterNames(RemoteAdapters(ranks), int)
+    names.load("x", "x")
+    with pytest.raises(KeyboardInterrupt):
+        names.load("y", "y")
+    names.load("y", "z")
+    assert [told for told in ranks.told if told[0] == "drop"] == [("drop", "b")]
+    assert names.names == ["x", "y"] and names.digest_of("y") == "c"
+
+
+def test_files_are_read_in_a_thread_and_taken_when_it_is_said(random_loaded, monkeypatch) -> None:
+    slots, goes_on = AdapterSlots(random_loaded.model, 1, 4), threading.Event()
+
+    def read(directory: str, *_: object) -> Adapter:
+        assert goes_on.wait(60)
+        return Adapter(directory, {})
+
+    monkeypatch.setattr(adapter_slots, "read_adapter", read)
+    loading = slots.begin("x")
+    assert not loading.is_over()
+    goes_on.set()
+    assert loading.digest() == "x" and loading.is_over() and not slots.taken
+    loading.take()
+    assert list(slots.taken) == ["x"]
+
+
+def test_a_pass_in_another_thread_has_adapters_of_its_own(random_loaded) -> None:
+    slots = AdapterSlots(random_loaded.model, 1, 4)
+    adapted, begun, goes_on = (
+        AdaptedModel.of(random_loaded.model),
+        *(threading.Event() for _ in range(2)),
+    )
+    step, seen = StepAdapters(slots, Ordered(None, []), Ordered(None, [])), []
+
+    batch = SimpleNamespace(staged={AdaptedModel.name: step})
+
+    def other_pass() -> None:
+        adapted._begin(random_loaded.model, (batch,))
+        begun.set()
+        goes_on.wait()
+        seen.append(adapted.step)
+        adapted._end(random_loaded.model, (batch,), torch.empty(0))
+        seen.append(adapted.step)
+
+    thread = threading.Thread(target=other_pass)
+    thread.start()
+    begun.wait()
+    seen.append(adapted.step)
+    goes_on.set()
+    thread.join()
+    assert seen == [None, step, None]
+
+
+def test_who_is_needed_longest_ago_makes_room_and_nobody_is_filled_twice(random_loaded) -> None:
+    slots, filled = AdapterSlots(random_loaded.model, 2, 4), []
+    slots.taken = {name: Adapter(name, {}) for name in "abcd"}
+    fill = slots._fill
+    slots._fill = lambda slot, adapter: filled.append(adapter.digest) or fill(slot, adapter)
+    for wanted, brought in (("ab", "ab"), ("b", ""), ("c", "c"), ("ab", "a"), ("da", "d")):
+        slot_of = slots.bring_in(wanted)
+        assert slot_of.keys() == set(wanted) and len(set(slot_of.values())) == len(wanted)
+        assert all(slots.slot_of[name] == slot for name, slot in slot_of.items())
+        assert filled == list(brought), wanted
+        filled.clear()
+    assert slots.slot_of.keys() == set("da") and set(slots.slot_of.values()) == {1, 2}
+    with pytest.raises(AssertionError, match="more adapters in a step"):
+        slots.bring_in("abc")

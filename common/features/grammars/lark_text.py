@@ -1,0 +1,169 @@
+"""A grammar of `04_scheduler/beyond/grammars.py` as llguidance reads it: in Lark's words.
+
+Two of its habits would give other masks than the grammar says, and are switched off here. Where
+the text is certain it allows only the tokens that a tokenizer would choose (`no_forcing`). And it
+reads words greedily before it applies rules: `[a-z]+ "b"` would match nothing. In what is made of
+an `Ebnf`, each word is a single character, so that rules are all there is."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterator
+from typing import Any
+
+from llguidance import LLTokenizer, regex_to_lark
+
+from common.features.grammars.json_schema import HEAD, rewritten
+from common.features.grammars.vocabulary import RULES, beginning_of
+
+NOTHING_FITS = "no text fits it"
+TOO_MANY_WAYS = (
+    "it can be read in too many ways at once: where a rule is made of itself several times, or "
+    "ends with itself, say * or +"
+)
+_TOKEN = re.compile(
+    r"""\s+ | \#[^\n]*
+    | (?P<defined>[A-Za-z_][\w-]*)\s*::=
+    | (?P<name>[A-Za-z_][\w-]*)
+    | (?P<text>"(?:\\.|[^"\\])*")
+    | (?P<chars>\[\^?(?:\\.|[^\]\\])*\])
+    | (?P<sign>[()|?*+.]|\{\s*\d+\s*(?:,\s*\d*\s*)?\})""",
+    re.VERBOSE | re.DOTALL,
+)
+_HEX = "[0-9A-Fa-f]"
+_CHARACTER = re.compile(rf"\\x({_HEX}{{2}})|\\u({_HEX}{{4}})|\\U({_HEX}{{8}})|\\(.)|(.)", re.DOTALL)
+_ESCAPES = {"n": "\n", "t": "\t", "r": "\r"} | {c: c for c in '\\"[]-^/'}
+
+
+def compile_source(source: str, tokenizer: LLTokenizer) -> str:
+    """Raises `ValueError` for what can not be a grammar of these tokens. The library counts what it
+    does and gives up: milliseconds for most, seconds for schemas of a thousand objects."""
+    text = _lark_of(json.loads(source))
+    matcher = beginning_of(tokenizer, text).matcher
+    if not matcher.is_error():
+        matcher = matcher.deep_copy()
+        matcher.compute_bitmask()
+    if matcher.is_error():
+        raise ValueError(sentence_of(matcher.get_error()))
+    return text
+
+
+def sentence_of(error: str) -> str:
+    """Without places in a text that nobody wrote, and what the library knows of its state."""
+    if error.startswith("NoExtensionBias"):
+        return NOTHING_FITS
+    if re.search(r"Current row has \d+ items|Too many items", error):
+        return TOO_MANY_WAYS
+    if unknown := re.search(r"Unimplemented keys: \[(.*)\]", error):
+        return f"a JSON schema with {unknown[1]} is not served, since the library cannot enforce it"
+    return re.sub(r"^(at )?[\d()]+: ", "", re.split(r"\n<|\n +\d+ \|", error)[0])
+
+
+def _lark_of(wanted: dict[str, Any]) -> str:
+    if "ebnf" in wanted:
+        return HEAD + RULES + " ".join(_rules(wanted["ebnf"]))
+    if "regex" in wanted:
+        return f"{HEAD}start: /{regex_to_lark(wanted['regex'])}/"
+    if "choice" in wanted:
+        # As one word, since alternatives of a rule are each looked at apart.
+        return f"{HEAD}start: TEXTS\nTEXTS: " + " | ".join(map(_quoted, wanted["choice"]))
+    schema, most = rewritten(wanted["json"]), wanted["max_whitespace"]
+    how: dict[str, Any] = {"whitespace_pattern": f"[ \\n\\t]{{0,{most}}}"}
+    if most == 0:
+        how = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
+    return f"{HEAD}start: %json {json.dumps(schema | {'x-guidance': how})}"
+
+
+def _quoted(text: str) -> str:
+    return json.dumps(text, ensure_ascii=False).replace("\x7f", "\\u007f")
+
+
+def _rules(text: str) -> Iterator[str]:
+    at, names = 0, {"root": "start"}
+    bodies: dict[str, list[str | None]] = {}  # None: characters
+    body: list[str | None] = []
+    while at < len(text):
+        found = _TOKEN.match(text, at)
+        if found is None:
+            raise ValueError(f"at character {at}: {text[at : at + 20]!r} is no part of a rule")
+        at = found.end()
+        kind, part = found.lastgroup, found[found.lastgroup or 0]
+        if kind in ("defined", "name"):
+            name = names.setdefault(part, f"r{len(names)}")
+            if kind == "defined":
+                if part in bodies:
+                    raise ValueError(f"there are two rules {part!r}")
+                body = bodies[part] = []
+            else:
+                body.append(part)
+            yield f"\n{name}:" if kind == "defined" else name
+        elif kind == "text":
+            body.append(None)
+            yield "(" + (" ".join(map(_quoted, _characters(part[1:-1]))) or '""') + ")"
+        elif kind == "chars":
+            body.append(None)
+            yield f"/{_class(part[1:-1])}/"
+        elif kind == "sign":
+            body.append(None if part == "." else part)
+            yield "/(?s:.)/" if part == "." else part
+    if unknown := [name for name in names if name not in bodies]:
+        raise ValueError(f"there is no rule {unknown[0]!r}")
+    if endless := _without_end(bodies):
+        raise ValueError(f"the rule {endless[0]!r} has no text that ends")
+
+
+def _without_end(bodies: dict[str, list[str | None]]) -> list[str]:
+    """Rules that need themselves in each of their alternatives. The library would let a text into
+    one of them and then find that nothing fits."""
+    ends, left = set[str](), [*bodies]
+    for _ in range(30):  # of rules in an order made for it, the rest is left to the library
+        found = len(ends)
+        for name in left:
+            if _can_end(bodies[name], ends):
+                ends.add(name)
+        left = [name for name in reversed(left) if name not in ends]
+        if not left or len(ends) == found:
+            return sorted(left)
+    return []
+
+
+def _can_end(body: list[str | None], ends: set[str]) -> bool:
+    """Whether a text fits it, of rules in `ends` alone."""
+    outer, found, before, last = list[tuple[bool, bool]](), False, True, True
+    for part in body:
+        if part == "(":
+            outer.append((found, before and last))
+            found, before, last = False, True, True
+        elif part == ")" and outer:
+            last = found or (before and last)
+            found, before = outer.pop()
+        elif part == "|":
+            found, before, last = found or (before and last), True, True
+        elif part is not None and (part in "?*" or re.match(r"\{\s*0+\b", part)):
+            last = True
+        elif part is None or part[0] not in "+{":
+            before, last = before and last, part is None or part in ends
+    return found or (before and last) or bool(outer)  # what is not closed is said by the library
+
+
+def _class(inside: str) -> str:
+    """Each character by its number: what has a meaning inside brackets differs."""
+    sign = "^" if inside.startswith("^") else ""
+    characters = list(_characters(inside[len(sign) :]))
+    literal = [match[0] for match in _CHARACTER.finditer(inside[len(sign) :])]
+    found = [f"\\x{{{ord(c):x}}}" for c in characters]
+    for i in range(1, len(literal) - 1):
+        if literal[i] == "-":
+            found[i] = "-"
+    return f"[{sign}{''.join(found)}]"
+
+
+def _characters(escaped: str) -> Iterator[str]:
+    for match in _CHARACTER.finditer(escaped):
+        code = int(match[1] or match[2] or match[3] or "0", 16)
+        if code > 0x10FFFF or 0xD800 <= code < 0xE000:
+            raise ValueError(f"{match[0]} is no character")
+        if match[4] is not None and match[4] not in _ESCAPES:
+            raise ValueError(f"{match[0]} is no escape: there are {' '.join(_ESCAPES)} x u U")
+        yield match[5] or _ESCAPES.get(match[4]) or chr(code)

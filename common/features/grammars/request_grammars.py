@@ -1,0 +1,38 @@
+"""Grammars of an engine's requests, on the scheduler's side: made when the first one is brought."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+from base_scheduler import SchedulerBooks
+from common.features.grammars.grammar_compiler import GrammarCompiler
+from common.features.grammars.vocabulary import Vocabulary
+from common.models.loader import resolve_checkpoint
+from common.requests.tokenizer import Tokenizer, load_tokenizer
+from grammar_queue import GrammarsCompiled
+
+
+class RequestGrammars:
+    """Add `queue` to the end of the scheduler's list of plugins. `elsewhere` is the checkpoint of
+    ranks in other processes, which have its own tokenizer. Raises `ValueError` if `tokenizer` is
+    another one."""
+
+    def __init__(
+        self,
+        books: SchedulerBooks,
+        tokenizer: Tokenizer,
+        vocab_size: int,
+        eos_token_ids: Sequence[int],
+        elsewhere: str | Path | None = None,
+    ) -> None:
+        vocabulary = Vocabulary.of(tokenizer, vocab_size, eos_token_ids)
+        if elsewhere is not None:
+            theirs = load_tokenizer(resolve_checkpoint(elsewhere))
+            if vocabulary != Vocabulary.of(theirs, vocab_size, eos_token_ids):
+                raise ValueError(
+                    "grammar: over several ranks it needs the tokenizer of the checkpoint"
+                )
+        self.compiler = GrammarCompiler(vocabulary)
+        self.queue, self.close = GrammarsCompiled(self.compiler.submit), self.compiler.close
+        books.set_plugins([*books.plugins, self.queue])

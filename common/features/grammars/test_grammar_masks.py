@@ -1,0 +1,697 @@
+"""Bits, matchers and what is done with logits, beside a second library and beside trying all."""
+
+from __future__ import annotations
+
+import json
+import logging
+import random
+import re
+from collections.abc import Callable, Iterator
+from itertools import product
+from queue import SimpleQueue
+from threading import Event, Thread
+from types import SimpleNamespace
+
+import jsonschema
+import numpy as np
+import pytest
+import torch
+import xgrammar
+from llguidance import LLMatcher, LLTokenizer
+
+from common.engine_config import SHIPPED_CHECKPOINT
+from common.features.grammars import grammar_compiler
+from common.features.grammars.grammar_compiler import GrammarCompiler, GrammarJob
+from common.features.grammars.grammar_masks import GrammarMasks, Matched
+from common.features.grammars.json_schema import FORMATS, rewritten
+from common.features.grammars.lark_text import TOO_MANY_WAYS, compile_source
+from common.features.grammars.vocabulary import (
+    Beginning,
+    Vocabulary,
+    beginning_of,
+    tokenizer_of,
+    tokenizer_of_bytes,
+)
+from common.requests.tokenizer import load_tokenizer
+from common.sampling.sampling_constraints import forbid
+from common.tests.grammar_cases import CASES, EOS, may_follow, small_tokenizer, texts_of
+from grammars import Choice, Ebnf, Grammar, Json, Regex, source_of
+
+SCHEMA = {
+    "type": "object",
+    "properties": {
+        "age": {"type": "integer"},
+        "ages": {"type": "array", "items": {"type": "boolean"}, "maxItems": 3},
+        "kind": {"enum": ["a", "bc", None]},
+    },
+    "required": ["age", "ages", "kind"],
+    "additionalProperties": False,
+}
+DATE = r"[0-9]{4}-(0[1-9]|1[0-2])( [a-zé]+)*"
+HEADS = ["def f(self):", "def f(self, x):", 'a "b" \\ c\n', "größer"]
+# The same grammar, as xgrammar compiles it. (Of rules that use themselves its masks lack tokens
+# that its matcher takes: after "a" of `root ::= "a" root "b" | "ab"` a token "abb". A string with
+# `maxLength` may hold raw control characters, which are no JSON; and what it does not know of a
+# schema, such as `multipleOf`, it leaves out. Version 0.2.8.)
+PAIRS: dict[str, tuple[Grammar, Callable[[xgrammar.GrammarCompiler], object]]] = {
+    "json": (
+        Json(SCHEMA, max_whitespace=0),
+        lambda compiler: compiler.compile_json_schema(json.dumps(SCHEMA), any_whitespace=False),
+    ),
+    "regex": (Regex(DATE), lambda compiler: compiler.compile_regex(DATE)),
+    "choice": (
+        Choice(HEADS),
+        lambda compiler: compiler.compile_grammar(
+            "root ::= " + " | ".join(json.dumps(head, ensure_ascii=False) for head in HEADS)
+        ),
+    ),
+}
+
+
+def bits_of(masks: np.ndarray, vocab_size: int) -> np.ndarray:
+    """Ids for which the only row has a bit."""
+    row = np.unpackbits(masks[0].view(np.uint8), bitorder="little")
+    assert not row[vocab_size:].any(), "lanes without a token"
+    return np.flatnonzero(row[:vocab_size])
+
+
+class Matching:
+    """One grammar, and the tokens that have been taken."""
+
+    def __init__(self, vocabulary: Vocabulary, grammar: Grammar) -> None:
+        self.vocabulary, self.vocab_size = vocabulary, len(vocabulary.pieces)
+        self.compiled = compile_source(source_of(grammar), tokenizer_of(vocabulary))
+        self.begin()
+
+    def begin(self) -> None:
+        self.matched = GrammarMasks(self.vocabulary).match(self.compiled)
+        self.outputs: list[int] = []
+
+    def draw(self, rng: random.Random, most: int = 60) -> str | None:
+        """A text of tokens drawn evenly. None: it was cut off. A dead end fails."""
+        self.begin()
+        eos = self.vocabulary.eos_token_ids[0]
+        while len(self.outputs) < most and eos not in self.outputs:
+            allowed = self.allowed().tolist()
+            assert allowed, f"nothing fits after {self.text!r}"
+            self.outputs.append(rng.choice(allowed))
+        return self.text if eos in self.outputs else None
+
+    def takes(self, tokens: list[int]) -> bool:
+        return self.matched.num_possible(tokens) == len(tokens)
+
+    @property
+    def text(self) -> str:
+        found = b"".join(self.vocabulary.pieces[i] for i in self.outputs)
+        return found.decode(errors="replace")
+
+    def follow(self) -> None:
+        self.matched.follow(state_of(self.outputs), 0)
+
+    def allowed(self) -> np.ndarray:
+        self.follow()
+        bits = np.full((1, -(-self.vocab_size // 32)), -1, dtype=np.int32)
+        self.matched.fill(bits, 0, ())
+        return bits_of(bits, self.vocab_size)
+
+
+def state_of(outputs: list[int], prompt: tuple[int, ...] = (3, 4)) -> SimpleNamespace:
+    return SimpleNamespace(
+        token_ids=np.array([[*prompt, *outputs]], dtype=np.int32),
+        num_prompt_tokens=np.array([len(prompt)]),
+        num_tokens=np.array([len(prompt) + len(outputs)]),
+        known=lambda token_id: token_id,
+    )
+
+
+@pytest.mark.parametrize("name", PAIRS)
+def test_two_libraries_allow_the_same_tokens(name) -> None:
+    """Bit for bit, along texts drawn at random, of the tokenizer that is shipped."""
+    tokenizer = load_tokenizer(SHIPPED_CHECKPOINT)
+    eos, vocab_size = tokenizer.eos_token_id, tokenizer.vocab_size
+    vocabulary = Vocabulary.of(tokenizer, vocab_size, [eos])
+    grammar, as_xgrammar = PAIRS[name]
+    info = xgrammar.TokenizerInfo(list(vocabulary.pieces), stop_token_ids=[eos])
+    compiled = as_xgrammar(xgrammar.GrammarCompiler(info, max_threads=1))
+    rng, num_masks = random.Random(name), 0
+    for _ in range(4):
+        ours, other = Matching(vocabulary, grammar), xgrammar.GrammarMatcher(compiled)
+        while len(ours.outputs) < 40 and eos not in ours.outputs:
+            theirs = torch.zeros(1, -(-vocab_size // 32), dtype=torch.int32)
+            other.fill_next_token_bitmask(theirs)
+            allowed = ours.allowed().tolist()
+            assert allowed == bits_of(theirs.numpy(), vocab_size).tolist(), ours.outputs
+            ours.outputs.append(rng.choice(allowed))
+            assert other.accept_token(ours.outputs[-1])
+            num_masks += 1
+    assert num_masks >= 20
+
+
+@pytest.mark.parametrize(
+    ("rules", "pattern"),
+    [
+        ('root ::= word "b"\nword ::= [a-z]+ # greedy ones never come to the b', "[a-z]+b"),
+        ('root ::= word word\nword ::= [ab]+ "c"?', "([ab]+c?){2}"),
+        ('root ::= x "a"\nx ::= "a" x | ""', "a*a"),
+        ('root ::= ("ab" | "a") ("c" | "bc")', "(ab|a)(c|bc)"),
+        ('root ::= ("ab" | "a") "b" # nor whole words to the b', "(ab|a)b"),
+        ('root ::= [^a-b] ("b" | "\\x62c") {1,2}', "[^ab](b|bc){1,2}"),
+        ("root ::= .{2,} [\\-\\]c]", ".{2,}[-\\]c]"),
+        (
+            'root ::= x{0,2} "a"\nx ::= (y | "b") y*\ny ::= y "c" | z\nz ::= "c" | y',
+            "([bc]c*){0,2}a",
+        ),
+        ('root ::= "\\u0061" (\n  "b"\n  | the-end)*\nthe-end ::= "c"', "a[bc]*"),
+    ],
+)
+def test_rules_allow_the_texts_that_they_say(rules, pattern) -> None:
+    """All texts of up to four characters."""
+    tokenizer = small_tokenizer()
+    vocabulary = Vocabulary.of(tokenizer, tokenizer.vocab_size, [EOS])
+    spell = {tokenizer.token_bytes(i).decode(): i for i in range(tokenizer.vocab_size)}
+    start, found, right = Matching(vocabulary, Ebnf(rules)), set(), set()
+    for text in ("".join(w) for n in range(5) for w in product("abc-", repeat=n)):
+        num = start.matched.num_possible([*(spell[c] for c in text), EOS])
+        found |= {text} if num == len(text) + 1 else set()
+        right |= {text} if re.fullmatch(pattern, text) else set()
+    assert found == right and right
+
+
+@pytest.mark.parametrize(
+    ("grammar", "why"),
+    [
+        (Ebnf("root ::= nobody"), "there is no rule 'nobody'"),
+        (Ebnf('other ::= "a"'), "there is no rule 'root'"),
+        (Ebnf('root ::= "a"\nroot ::= "b"'), "there are two rules 'root'"),
+        (Ebnf(r"root ::= [\d]"), r"\d is no escape"),
+        (Ebnf(r'root ::= "\x4"'), r"\x is no escape"),
+        (Ebnf(r'root ::= "\ud83d"'), r"\ud83d is no character"),
+        (Ebnf("root ::= root"), "the rule 'root' has no text that ends"),
+        (Ebnf('root ::= "a" | "b" x\nx ::= ("c" | x) x'), "the rule 'x' has no text that ends"),
+        (Ebnf('root ::= "a" x?\nx ::= y {1,2}\ny ::= x+ | "b" y'), "the rule 'x' has no text"),
+        (Regex("[a&&b]"), "no text fits it"),
+        (Ebnf('root := "a"'), "at character 5: ':= \"a\"' is no part of a rule"),
+        (Regex("(a"), "unclosed group"),
+        (Regex("(?=a)b"), "look-around"),
+        (Regex(r"(a)\1"), "backreferences are not supported"),
+        (Json({"type": "nothing"}), "Invalid type: nothing"),
+        (
+            Json({"type": "array", "uniqueItems": True}),
+            'a JSON schema with "uniqueItems" is not se',
+        ),
+        (Json({"$ref": "#/nowhere"}), "nowhere"),
+    ],
+)
+def test_what_can_not_be_compiled_is_said_in_a_sentence(grammar, why) -> None:
+    tokenizer = small_tokenizer()
+    vocabulary = Vocabulary.of(tokenizer, tokenizer.vocab_size, [EOS])
+    with pytest.raises(ValueError, match=re.escape(why)) as error:
+        compile_source(source_of(grammar), tokenizer_of(vocabulary))
+    for inner in ("llguidance", "start:", "<state>"):
+        assert inner not in str(error.value)
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_what_may_follow_is_what_trying_all_texts_says(name) -> None:
+    tokenizer, rng = small_tokenizer(), random.Random(name)
+    vocabulary = Vocabulary.of(tokenizer, tokenizer.vocab_size, [EOS])
+    for _ in range(5):
+        ours = Matching(vocabulary, CASES[name][0])
+        while EOS not in ours.outputs and len(ours.outputs) < 20:
+            allowed = may_follow(tokenizer, texts_of(name), ours.outputs)
+            assert ours.allowed().tolist() == sorted(allowed), ours.outputs
+            ours.outputs.append(rng.choice(allowed))
+
+
+VALUES: list = [None, True, False, 0, 1, 10, "aa", "ab", "ba", "bb", "no", 0.5]
+VALUES += [{}, *({name: value} for name in "ab" for value in VALUES)]
+
+
+def choice_of(*values: object, **more: object) -> dict:
+    return {"enum": list(values), **more}
+
+
+ONE_OF = {
+    "lists": [choice_of("aa", "ab", 1), choice_of("ab", "ba", None), choice_of(1, True, title="x")],
+    "twice": [choice_of("aa", "aa"), choice_of(10), {"const": 10}],
+    "types": [{"type": "boolean"}, {"type": "null"}],
+    "objects": [
+        {"properties": {"a": {"const": "aa"}}, "required": ["a"], "type": "object"},
+        {"properties": {"a": {"const": "ab"}}, "required": ["a"], "type": "object"},
+    ],
+}
+
+
+@pytest.mark.parametrize(
+    "more",
+    [
+        {},
+        {"enum": ["aa", "ba", True, 10]},
+        {"anyOf": [choice_of("ba", "aa", None)], "allOf": [choice_of("ba", None)]},
+    ],
+    ids=["alone", "with an enum", "with others"],
+)
+@pytest.mark.parametrize("name", ONE_OF)
+@pytest.mark.parametrize("is_inside", [False, True])
+def test_exactly_one_of_several_schemas_is_what_trying_all_values_says(
+    name, more, is_inside
+) -> None:
+    one_of = [{"additionalProperties": False, **one} for one in ONE_OF[name]]
+    schema: dict = {"oneOf": one_of if name == "objects" else ONE_OF[name], **more}
+    if is_inside:
+        outer = {"type": "object", "required": ["b"], "additionalProperties": False}
+        schema = {"properties": {"b": schema}, **outer}
+    values = [*VALUES, *({"b": value} for value in VALUES)]
+    is_right = jsonschema.Draft202012Validator(schema).is_valid
+    texts = {json.dumps(value).encode() for value in values if is_right(value)}
+    tokenizer, rng = small_tokenizer(), random.Random(name)
+    vocabulary = Vocabulary.of(tokenizer, tokenizer.vocab_size, [EOS])
+    if not texts:
+        with pytest.raises(ValueError, match="Unsatisfiable"):
+            Matching(vocabulary, Json(schema, 0))
+        return
+    for _ in range(2):
+        ours = Matching(vocabulary, Json(schema, 0))
+        while EOS not in ours.outputs and len(ours.outputs) < 20:
+            allowed = may_follow(tokenizer, texts, ours.outputs)
+            assert ours.allowed().tolist() == sorted(allowed), (schema, ours.outputs)
+            ours.outputs.append(rng.choice(allowed))
+
+
+@pytest.mark.parametrize("name", ["const", "enum", "default", "examples", "properties"])
+@pytest.mark.parametrize("place", ["properties", "$defs", "definitions"])
+def test_a_name_that_is_a_keyword_is_a_name(name: str, place: str) -> None:
+    """Trap 84. What stands there is a schema, and is read as one; a value stays as it is."""
+    inner = {"oneOf": [{"enum": ["a", "b"]}, {"enum": ["b", "c"]}]}
+    value = {"properties": {"x": inner}, "const": inner}
+    schema: dict = {"type": "object", place: {name: inner}, "default": value}
+    if place != "properties":
+        schema["properties"] = {"x": {"$ref": f"#/{place}/{name}"}}
+    schema |= {"required": [*schema["properties"]], "additionalProperties": False}
+    name = schema["required"][0]
+    tokenizer = small_tokenizer()
+    vocabulary = Vocabulary.of(tokenizer, tokenizer.vocab_size, [EOS])
+    ours = Matching(vocabulary, Json(schema, 0))
+    rng = random.Random(name)
+    texts = {ours.draw(rng) for _ in range(20)}
+    assert texts == {f'{{"{name}": "{value}"}}' for value in "ac"}
+    assert json.loads(source_of(Json(schema)))["json"] == schema  # it was not changed
+
+
+def test_an_unknown_format_is_a_remark_that_the_log_names_once(caplog) -> None:
+    """At places of schemas: a property is *named* format here, and a value has a key of that name.
+    All that the library knows are enforced, and it refuses every other."""
+    tokenizer = small_tokenizer()
+    vocabulary = Vocabulary.of(tokenizer, tokenizer.vocab_size, [EOS])
+    inner = {"enum": ["a", "b"], "format": "letter-of-a-test"}
+    schema = {"type": "object", "properties": {"format": inner}, "required": ["format"]}
+    schema |= {"additionalProperties": False, "default": {"format": "letter-of-a-test"}}
+    with caplog.at_level(logging.WARNING):
+        matchings = [Matching(vocabulary, Json(schema, 0)) for _ in range(2)]
+    assert {m.draw(random.Random(i)) for i in range(9) for m in matchings} == {
+        f'{{"format": "{letter}"}}' for letter in "ab"
+    }
+    said = "format 'letter-of-a-test' of a schema is not known, and not enforced"
+    assert caplog.messages == [said]
+    for form in FORMATS:
+        schema = {"type": "string", "format": form}
+        assert rewritten(schema) == schema
+        matcher = LLMatcher(tokenizer_of_bytes(), f"start: %json {json.dumps(schema)}")
+        assert not matcher.is_error()
+        assert not matcher.deep_copy().consume_tokens([1 + byte for byte in b'"?!"']), form
+    schema = {"type": "string", "format": "regex"}
+    assert rewritten(schema) == {"type": "string"}
+    assert LLMatcher(
+        tokenizer_of_bytes(), f"start: %json {json.dumps(schema)}", log_level=0
+    ).is_error()
+
+
+PATTERNS = ["^a$", "^(a|b)$", "^a?$", "^[ab]$", "^$", "^[a&&b]$", "^a", "^ab$", ".*", "^.{1,2}$"]
+YES: dict = {"enum": [True, 0]}
+CLOSED = {"type": "object", "additionalProperties": False}
+SHAPES: dict[str, Callable[[str], dict]] = {
+    "named": lambda p: {**CLOSED, "properties": {"a": YES, "": YES}, "patternProperties": {p: YES}},
+    "required": lambda p: {**CLOSED, "required": ["a"], "patternProperties": {p: YES}},
+    "merged": lambda p: {
+        "allOf": [{"properties": {"a": YES, "b": True}}, {**CLOSED, "patternProperties": {p: YES}}],
+    },
+    "needed": lambda p: {
+        "anyOf": [{"properties": {"b": {"const": "ab"}}}, {"const": {"a": True}}],
+        **{"type": "object", "patternProperties": {p: YES}, "additionalProperties": {"const": 10}},
+    },
+}
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("pattern", PATTERNS)
+def test_no_text_comes_to_a_dead_end(shape: str, pattern: str) -> None:
+    """Trap 84. Forty schemas, tokens drawn evenly. And they mean what they meant before: texts of
+    one property are those that trying all says."""
+    schema = SHAPES[shape](pattern)
+    tokenizer, rng = small_tokenizer(), random.Random(shape + pattern)
+    vocabulary = Vocabulary.of(tokenizer, tokenizer.vocab_size, [EOS])
+    spell = {tokenizer.token_bytes(i).decode(): i for i in range(tokenizer.vocab_size)}
+    is_right = jsonschema.Draft202012Validator(schema).is_valid
+    values: list = [{}] + [{name: v} for name in ("", "a", "b", "ab", "c") for v in (True, 10)]
+    right = [json.dumps(v) for v in values if is_right(v) and pattern != "^[a&&b]$"]
+    try:
+        ours = Matching(vocabulary, Json(schema, 0))
+    except ValueError as error:
+        assert not right and "required property 'a' is unsatisfiable" in str(error)
+        return
+    num_whole = sum(ours.draw(rng) is not None for _ in range(12))
+    assert num_whole
+    if pattern != "^[a&&b]$":  # `re` has no such sets
+        ours.begin()
+        tokens = ([*(spell[c] for c in text), EOS] for text in map(json.dumps, values))
+        found = [v for v, t in zip(values, tokens, strict=True) if ours.takes(t)]
+        assert [json.dumps(v) for v in found] == right
+
+
+def test_guesses_are_matched_and_taken_back() -> None:
+    """A row for each guess and one behind; after the first that can not be, and after the end of
+    the text, nothing is said; and all is as if nobody had guessed. Trap 65."""
+    tokenizer = small_tokenizer()
+    vocabulary = Vocabulary.of(tokenizer, tokenizer.vocab_size, [EOS])
+    spell = {tokenizer.token_bytes(i): i for i in range(tokenizer.vocab_size)}
+    ours = Matching(vocabulary, CASES["choice"][0])
+    n, o, y, no = (spell[text] for text in (b"n", b"o", b"y", b"no"))
+    ours.outputs = [n]
+    before = ours.allowed().tolist()
+    for drafts, num_possible in (([o, EOS], 2), ([o, y, o], 1), ([y], 0), ([o], 1), ([], 0)):
+        bits = np.full((1 + len(drafts), -(-ours.vocab_size // 32)), -1, dtype=np.int32)
+        ours.matched.fill(bits, 0, drafts)
+        assert ours.matched.num_possible(drafts) == num_possible
+        for i in range(1 + len(drafts)):
+            if i > num_possible or EOS in drafts[:i]:
+                assert (bits[i] == -1).all()
+                continue
+            allowed = may_follow(tokenizer, texts_of("choice"), [n, *drafts[:i]])
+            assert bits_of(bits[i : i + 1], ours.vocab_size).tolist() == sorted(allowed)
+        assert ours.allowed().tolist() == before
+    ours.outputs.append(no)  # what no mask had allowed: of this request nothing more may come
+    assert ours.allowed().tolist() == []
+
+
+def test_what_comes_behind_the_end_is_not_looked_at() -> None:
+    """A step was under way when the end was sampled."""
+    tokenizer = small_tokenizer()
+    vocabulary = Vocabulary.of(tokenizer, tokenizer.vocab_size, [EOS])
+    spell = {tokenizer.token_bytes(i): i for i in range(tokenizer.vocab_size)}
+    ours = Matching(vocabulary, CASES["choice"][0])
+    ours.outputs = [spell[b"no"], EOS, spell[b"y"]]
+    ours.follow()
+    assert ours.matched.num_possible([]) == 0
+    bits = np.full((1, -(-ours.vocab_size // 32)), -1, dtype=np.int32)
+    assert ours.matched.fill(bits, 0, ()) and (bits == -1).all() and not ours.matched.gave_up
+
+
+def test_who_gives_up_begins_anew_once(monkeypatch) -> None:
+    tokenizer = small_tokenizer()
+    vocabulary = Vocabulary.of(tokenizer, tokenizer.vocab_size, [EOS])
+    compiled = compile_source(source_of(CASES["choice"][0]), tokenizer_of(vocabulary))
+    masks = GrammarMasks(vocabulary)
+    masks.grow(1)
+    masks.admit(0, SimpleNamespace(features={"grammar": compiled}))
+    fill, calls = Matched.fill, []
+
+    def gives_up_at_first(matched, bits, row, drafts) -> bool:
+        calls.append(row)
+        if len(calls) > 1:
+            return fill(matched, bits, row, drafts)
+        bits[row] = 0
+        return False
+
+    monkeypatch.setattr(Matched, "fill", gives_up_at_first)
+    one = np.zeros(1, dtype=np.int64)
+    step = SimpleNamespace(
+        queries=SimpleNamespace(rows=one, num_logit_rows=one + 1),
+        drafts={},
+        req_ids=["a"],
+        state=state_of([]),
+    )
+    sent: list[np.ndarray] = []
+    masks.before_sampling(step, SimpleNamespace(add=sent.append))
+    assert len(calls) == 2
+    allowed = may_follow(tokenizer, texts_of("choice"), [])
+    assert bits_of(sent[1], tokenizer.vocab_size).tolist() == sorted(allowed)
+
+
+def test_a_guess_over_which_the_library_gives_up_ends_nobodys_text() -> None:
+    """What may follow without guesses is the same after them. Of the row behind such a guess
+    nothing is known: nothing may come."""
+    tokenizer = small_tokenizer()
+    vocabulary = Vocabulary.of(tokenizer, tokenizer.vocab_size, [EOS])
+    spell = {tokenizer.token_bytes(i): i for i in range(tokenizer.vocab_size)}
+    heavy = "(" * 16 + "a" + "{1,99})" * 16
+    grammar, tokens = Regex(f"c?x(cc|{heavy})"), tokenizer_of(vocabulary)
+    texts = [compile_source(source_of(one), tokens) for one in (grammar, Regex("ab"))]
+    matchers = [beginning_of(tokens, text).matcher for text in texts]
+    ours = Matching(vocabulary, grammar)
+    ours.outputs = [spell[b"x"]]
+    bits = np.full((9, -(-ours.vocab_size // 32)), -1, dtype=np.int32)
+    ours.follow()
+    ours.matched.fill(bits, 0, [spell[b"a"]] * 8)
+    is_said = bits.any(1).tolist()
+    assert is_said == sorted(is_said, reverse=True) and 1 <= sum(is_said) < 8, "it gave up"
+    is_kept = [beginning_of(tokens, text).matcher is m for text, m in zip(texts, matchers)]
+    assert is_kept == [False, True], "the next one begins anew, and with another grammar as before"
+    ours.outputs += [spell[b"c"]]
+    assert ours.allowed().tolist() == [spell[b"c"]]
+    ours.matched.num_possible([spell[b"c"]] * 3)
+    ours.outputs += [spell[b"c"]]
+    assert ours.allowed().tolist() == [EOS]
+
+
+@pytest.mark.parametrize(
+    ("rules", "can_end"),
+    [
+        ('root ::= s\ns ::= s s s | "a"', True),
+        ("root ::= s\ns ::= s s | s s s | [ab]", True),
+        ('root ::= "a" root | "a"', True),
+        ('root ::= "a"*', False),
+        ('root ::= root "a" | "a"', False),
+        ('root ::= "a" root "b" | "c"', False),
+    ],
+)
+def test_rules_that_can_be_read_in_too_many_ways_come_to_an_end(rules, can_end) -> None:
+    """Before their tokens take tenths of a second each, in which nobody else gets one. The same
+    token on every machine: it is counted. What has one reading, or few, has no end."""
+    tokenizer = small_tokenizer()
+    vocabulary = Vocabulary.of(tokenizer, tokenizer.vocab_size, [EOS])
+    ours, a = Matching(vocabulary, Ebnf(rules)), tokenizer.encode("a")[0]
+    matcher = ours.matched.beginning.matcher
+    while len(ours.outputs) < 1000 and a in ours.allowed():
+        ours.outputs.append(a)
+    assert (len(ours.outputs) < 1000) == can_end
+    assert (ours.matched.gave_up == TOO_MANY_WAYS) == can_end
+    assert ours.matched.beginning.matcher is matcher, "it is compiled once"
+    assert 30 <= len(ours.outputs) <= 500 or not can_end
+
+
+def test_what_has_thousands_of_alternatives_is_no_puzzle() -> None:
+    tokenizer = small_tokenizer()
+    vocabulary = Vocabulary.of(tokenizer, tokenizer.vocab_size, [EOS])
+    spell = {piece: i for i, piece in enumerate(vocabulary.pieces)}
+    with pytest.raises(ValueError, match="too big"):  # row by row it would take seconds
+        Matching(vocabulary, Ebnf("root ::= " + '("a"|"b"|"") ' * 9000))
+    many = {f"p{i}": {"type": "integer"} for i in range(700)}
+    for grammar, text in (
+        (Choice([f"label {i}" for i in range(3000)]), "label 2999"),
+        (Json({"type": "object", "properties": many}, 0), '{"p1": 5, "p699": 1}'),
+    ):
+        ours = Matching(vocabulary, grammar)
+        for token_id in (spell[character.encode()] for character in text):
+            assert token_id in ours.allowed()
+            ours.outputs.append(token_id)
+        assert EOS in ours.allowed()
+
+
+def test_rules_of_words_have_masks_over_a_large_vocabulary() -> None:
+    """Each character is a word to the library, and it counts them."""
+    rng = random.Random(0)
+    texts = {bytes(rng.choices(b"ab ", k=12)) for _ in range(30_000)}
+    vocabulary = Vocabulary((b"", *sorted(texts)), (0,))
+    allowed = Matching(vocabulary, Ebnf('root ::= (word " ")*\nword ::= [ab]+')).allowed()
+    right = [
+        i for i, piece in enumerate(vocabulary.pieces) if re.fullmatch(rb"([ab]+ )*[ab]*", piece)
+    ]
+    assert allowed.tolist() == right and len(right) > 1000
+
+
+def test_rules_and_schemas_may_lead_to_each_other_for_long() -> None:
+    """The library calls itself for each: a usual stack would end, and the process with it."""
+    tokenizer = small_tokenizer()
+    vocabulary = Vocabulary.of(tokenizer, tokenizer.vocab_size, [EOS])
+    rules = "".join(f'r{i} ::= "a" r{i + 1}\n' for i in range(3000))
+    found: dict = {"type": "boolean"}
+    schemas = {"60": found}
+    for i in reversed(range(60)):
+        found = {"$ref": f"#/$defs/{i + 1}"}
+        for _ in range(30):
+            found = {"type": "array", "items": found}
+        schemas[str(i)] = found
+    for grammar, first in (
+        (Ebnf(f'root ::= r0\n{rules}r3000 ::= "b"'), "a"),
+        (Json({"$ref": "#/$defs/0", "$defs": schemas}), "["),
+    ):
+        ours, (token,) = Matching(vocabulary, grammar), tokenizer.encode(first)
+        ours.outputs = [token] * 100
+        assert token in ours.allowed()
+    many = "a" * 200_000
+    for grammar in (Ebnf(f'root ::= "{many}"'), Json({"const": many}), Regex(many)):
+        with pytest.raises(ValueError, match="must have 200,000 at most"):
+            source_of(grammar)
+    assert source_of(Choice([many]))
+    with pytest.raises(ValueError, match="must have 2,000,000 at most"):
+        source_of(Choice([many] * 10))
+
+
+def test_special_tokens_are_no_text() -> None:
+    tokenizer = small_tokenizer()
+    vocabulary = Vocabulary.of(tokenizer, tokenizer.vocab_size + 3, [EOS, 500])
+    assert vocabulary.eos_token_ids == (EOS,) and not any(vocabulary.pieces[:2])
+    allowed = Matching(vocabulary, Regex(r"(?s).*")).allowed().tolist()
+    assert allowed == list(range(1, tokenizer.vocab_size))
+
+
+class Held:
+    """A compiler whose library works on grammars with an `x` until it is let go."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.begun, self.go_on = SimpleQueue[str](), Event()
+        monkeypatch.setattr(grammar_compiler, "compile_source", self.compile)
+        tokenizer = small_tokenizer()
+        vocabulary = Vocabulary.of(tokenizer, tokenizer.vocab_size, [EOS])
+        self.compiler = GrammarCompiler(vocabulary)
+
+    def compile(self, source: str, tokenizer: LLTokenizer) -> str:
+        self.begun.put(text := json.loads(source)["regex"])
+        assert "x" not in text or self.go_on.wait(60)
+        return compile_source(source, tokenizer)
+
+    def submit(self, text: str) -> GrammarJob:
+        return self.compiler.submit(source_of(Regex(text)))
+
+
+@pytest.fixture
+def held(monkeypatch: pytest.MonkeyPatch) -> Iterator[Held]:
+    held = Held(monkeypatch)
+    yield held
+    held.go_on.set()
+    held.compiler.close()
+
+
+def test_nothing_is_compiled_for_a_client_that_has_gone(held) -> None:
+    """Trap 87. Neither what waits nor what has begun holds up the next grammar."""
+    begun, waits = held.submit("x"), held.submit("a")
+    assert held.begun.get(timeout=60) == "x"
+    assert waits.cancel() and begun.cancel()
+    again = held.submit("a")
+    assert again is not waits and held.submit("a") is again
+    assert "start: /a/" in again.result(60)
+    assert "start: /b/" in held.submit("b").result(60)
+    assert [held.begun.get(timeout=60) for _ in range(2)] == ["a", "b"]
+    assert not held.go_on.is_set(), "the library still works on the first one"
+
+
+def test_three_that_were_given_up_hold_up_no_other_and_a_fourth_does(held) -> None:
+    """Trap 87. The next one begins as soon as one of them has ended."""
+    for i in range(3):
+        begun = held.submit("x" * (i + 1))
+        held.begun.get(timeout=60)
+        begun.cancel()
+        assert f"start: /{'a' * i}b/" in held.submit("a" * i + "b").result(30)
+        held.begun.get(timeout=60)
+    last = held.submit("xxxx")
+    held.begun.get(timeout=60)
+    waits = held.submit("c")
+    assert last.cancel() and not waits.wait(0.1)
+    held.go_on.set()
+    assert "start: /c/" in waits.result(60)
+
+
+def test_a_grammar_gets_ten_seconds_of_the_compiler(held, monkeypatch) -> None:
+    """Trap 87. Its own seconds: not those in which others were compiled."""
+    assert grammar_compiler.MOST_SECONDS == 10
+    monkeypatch.setattr(grammar_compiler, "MOST_SECONDS", 0.1)
+    fail = GrammarJob.set_exception
+
+    def fail_and_wait_longer(job: GrammarJob, error: BaseException) -> None:
+        """For the next one, which may take more than that on a busy machine."""
+        monkeypatch.setattr(grammar_compiler, "MOST_SECONDS", 60.0)
+        fail(job, error)
+
+    monkeypatch.setattr(GrammarJob, "set_exception", fail_and_wait_longer)
+    slow, next_one = held.submit("x"), held.submit("a")
+    with pytest.raises(ValueError, match="it does not compile: compiling takes longer than 0 s"):
+        slow.result(60)
+    assert "start: /a/" in next_one.result(60)
+    assert held.submit("x") is not slow, "a failure is not kept"
+
+
+def test_a_compilation_holds_up_no_step() -> None:
+    """Trap 87. Another thread makes a matcher while the library works on a large grammar."""
+    go_on, began = Event(), Event()
+    large = Beginning.__new__(Beginning)
+    large._make = lambda: began.set() or go_on.wait(600)  # pyright: ignore
+    works = Thread(target=large.begin_anew, daemon=True)
+    works.start()
+    assert began.wait(60)
+    tokenizer = small_tokenizer()
+    vocabulary = Vocabulary.of(tokenizer, tokenizer.vocab_size, [EOS])
+    text = compile_source(source_of(Regex("step")), tokenizer_of(vocabulary))
+    assert "step" in text and not go_on.is_set()
+    go_on.set()
+    works.join(60)
+
+
+def test_the_least_recently_wanted_go_first_failures_too(held, monkeypatch) -> None:
+    compiler = held.compiler
+    first, second = held.submit("a"), held.submit("b")
+    monkeypatch.setattr(grammar_compiler, "KEPT", 3 * (4 * len(source_of(Regex("a"))) + 4110))
+    assert held.submit("a") is first
+    held.submit("c").result(60)
+    held.submit("d").result(60)  # one too many is there
+    assert held.submit("a") is first and held.submit("b") is not second
+    for i in range(20):
+        with pytest.raises(ValueError, match="does not compile"):
+            held.submit(f"({i}").result(60)
+    assert len(compiler._kept) == 3
+    waiting = [held.submit(f"x{i}") for i in range(20)]
+    assert [held.submit(f"x{i}") for i in range(20)] == waiting, "requests wait for them"
+    held.go_on.set()
+    waiting[-1].result(60)
+    held.submit("a")
+    assert len(compiler._kept) <= 3
+
+
+@pytest.mark.parametrize("vocab_size", [70, 64, 45])  # of 64 bits
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
+def test_forbidden_logits_are_minus_infinity_and_no_other_changes(dtype, vocab_size) -> None:
+    torch.manual_seed(0)
+    logits = torch.randn(4, vocab_size, dtype=dtype)
+    before, rng = logits.clone(), random.Random(0)
+    allowed = [{0, 31, 32, 63}, {rng.randrange(64) for _ in range(20)}]
+    words = np.zeros((2, 2), dtype=np.uint32)
+    for row, ids in enumerate(allowed):
+        for i in ids:
+            words[row, i // 32] |= np.uint32(1 << i % 32)
+    changed = forbid(logits, torch.tensor([2, 0]), torch.from_numpy(words.view(np.int32)))
+    assert torch.equal(logits, before), "they may be a graph's own"
+    for row, ids in ((2, allowed[0]), (0, allowed[1])):
+        for i in range(vocab_size):
+            assert changed[row, i] == (before[row, i] if i in ids else float("-inf"))
+    assert torch.equal(changed[[1, 3]], before[[1, 3]])
+
+
+def test_equal_grammars_have_one_source_and_others_have_others() -> None:
+    schema = json.dumps(SCHEMA)
+    assert source_of(Json(SCHEMA)) == source_of(Json(schema)) == source_of({"json": SCHEMA})
+    assert source_of({"choice": ["a"], "regex": None}) == source_of(Choice(["a"]))
+    assert source_of({"grammar": "x"}) == source_of(Ebnf("x"))
+    assert source_of({"json_object": True}) == source_of(Json())
+    given_once = Choice(text for text in ["a", "b"])  # pyright: ignore[reportArgumentType]
+    assert source_of(given_once) == source_of(given_once) == source_of(Choice(["a", "b"]))
+    different = [Json(), Json(SCHEMA), Json(SCHEMA, 0), Regex("a"), Choice(["a"]), Ebnf("a")]
+    assert len({source_of(grammar) for grammar in different}) == len(different)

@@ -1,0 +1,81 @@
+"""Which models are served: `python -m common.models`.
+
+The rows come from where they are decided: the families of `model_config.py`, and the architectures
+that it refuses by name. So a new family has a row by itself. `MODELS.md` says besides which random
+checkpoint to try, and which cases show that a family is computed right."""
+
+from __future__ import annotations
+
+from dataclasses import fields
+from typing import Any
+
+from common.models.model_config import FAMILIES, WHY_REFUSED
+
+_WINDOWS = {
+    "never": "none",
+    "optional": "in the layers that `layer_types` says, if `use_sliding_window`",
+    "always": "in every layer, unless `sliding_window` is null",
+    "pattern": "in five layers of six, or as `layer_types` says",
+    "pattern of 4": "in three layers of four, or as `layer_types` says",
+}
+# What the other columns say, or what only spells a default.
+_ELSEWHERE = {"model_type", "sliding_window", "experts", "head_dim", "own", "absent", "unread"}
+_OWN = {
+    "has_attention_bias": "biases of q, k, v and o if `attention_bias`",
+    "has_mlp_bias": "biases of the MLP if `mlp_bias`",
+    "has_qkv_bias": "biases of q, k and v",
+    "has_qk_norm": "queries and keys are normed",
+    "activation": "GELU, approximated by tanh",
+    "window_theta": "rotary angles of their own in layers with a window",
+    "scales_embeddings": "embeddings are scaled",
+    "norm_offset": "norms are kept less 1",
+    "blocks": "no norm before a block; queries are normed as a whole, keys too",
+    "has_post_norms": "what a block adds is normed, too",
+}
+
+
+def families() -> list[list[str]]:
+    """Of each: architecture, what is its own, windows, experts."""
+    return [
+        [
+            architecture,
+            "; ".join(what_is_own(family)) or "nothing",
+            windows_of(family),
+            "yes" if family.experts else "none",
+        ]
+        for architecture, family in FAMILIES.items()
+    ]
+
+
+def windows_of(family: Any) -> str:
+    kind = family.sliding_window
+    if kind == "pattern" and (every := family.unread.get("sliding_window_pattern")):
+        kind = f"pattern of {every}"
+    if kind == "always" and family.absent.get("sliding_window") is None:
+        return "in every layer, if `sliding_window` says so"
+    return _WINDOWS.get(kind, f"`{kind}`")
+
+
+def what_is_own(family: Any) -> list[str]:
+    """A field that has no sentence here is shown as it is."""
+    found = []
+    for field in fields(family):
+        value = getattr(family, field.name)
+        if value != field.default and field.name not in _ELSEWHERE:
+            found.append(_OWN.get(field.name, f"`{field.name}` is {value!r}"))
+    return found
+
+
+def main() -> None:
+    for architecture, own, windows, experts in families():
+        own, windows = own.replace("`", ""), windows.replace("`", "")
+        print(f"{architecture}\n  its own   {own}\n  windows   {windows}\n  experts   {experts}\n")
+    print("Refused by name, before a weight is read:")
+    for pattern, why in WHY_REFUSED.items():
+        print(f"  {pattern:25} {why}")
+    print("\nAll other architectures are refused, too. What a config may say, a random checkpoint")
+    print("of each family, and what shows that it is right: common/models/MODELS.md")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,231 @@
+"""What the ranks of an engine say to each other while a model runs.
+
+    all_reduce     the sum over the ranks of a stage, on each of them
+    all_gather     the parts of the ranks of a stage side by side, on each of them
+    send, receive  hidden states, from a stage to the next
+    least          the smallest number that any rank has
+
+Groups of processes are objects of one engine. `torch.distributed.init_process_group` would make the
+default group of the whole process, which two engines share; nothing is global here. Every group has
+its own prefix in the store that the ranks meet at.
+
+All ranks of a group must make the same calls in the same order, with tensors of the same shape. A
+rank enters a collective because a plan says so, never to wait for work: idle time is no timeout.
+
+Every rank gets the same bits from `all_reduce`: each part of the tensor is summed by one rank, and
+the others are handed the sum. In which order it adds depends on the tensor's size, so a row has
+other last bits in another batch (two ranks excepted: a + b is b + a).
+
+Gloo carries them on a CPU, over the loopback interface; NCCL on CUDA, where nothing here waits for
+the device."""
+
+from __future__ import annotations
+
+import re
+from collections import deque
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, fields
+from datetime import timedelta
+from typing import Any, Protocol
+
+import torch
+import torch.distributed
+
+from common.models.ranks import Ranks
+
+dist: Any = torch.distributed  # its type stubs lack what is needed here
+
+
+class CollectiveError(RuntimeError):
+    """A rank did not answer in time, or is gone. The message names this rank and the operation."""
+
+
+@dataclass(slots=True)
+class Communication:
+    """What one rank has said, in total. `num_bytes` is what it handed over: the whole tensor of an
+    `all_reduce` and of a `send`, its own part of an `all_gather`."""
+
+    num_all_reduces: int = 0
+    num_all_gathers: int = 0
+    num_sends: int = 0
+    num_bytes: int = 0
+
+    def __sub__(self, earlier: Communication) -> Communication:
+        names = [field.name for field in fields(self)]
+        return Communication(*(getattr(self, n) - getattr(earlier, n) for n in names))
+
+
+class Collectives(Protocol):
+    """One rank's side. Raises `CollectiveError`."""
+
+    ranks: Ranks
+    counts: Communication
+
+    def all_reduce(self, tensor: torch.Tensor) -> torch.Tensor:
+        """The sum over the ranks of this stage. `tensor`, contiguous, is overwritten."""
+        ...
+
+    def all_gather(self, tensor: torch.Tensor) -> torch.Tensor:
+        """[..., size] -> [..., tensor_parallel_size * size]: the ranks' parts, in order of rank."""
+        ...
+
+    def least(self, value: int) -> int:
+        """The minimum over all ranks of all stages."""
+        ...
+
+    def send(self, *tensors: torch.Tensor) -> None:
+        """To the next stage's rank with the same `tp_rank`. Does not wait for it, unless more
+        steps are on their way than there are stages; the tensors must not be overwritten."""
+        ...
+
+    def receive(self, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
+        """The next tensor that the stage before sent. Waits for it."""
+        ...
+
+    def close(self) -> None:
+        """Give up the connections. A second call does nothing."""
+        ...
+
+
+class Alone:
+    """The only rank: everything is there already."""
+
+    def __init__(self) -> None:
+        self.ranks, self.counts = Ranks(), Communication()
+
+    def all_reduce(self, tensor: torch.Tensor) -> torch.Tensor:
+        return tensor
+
+    def all_gather(self, tensor: torch.Tensor) -> torch.Tensor:
+        return tensor
+
+    def least(self, value: int) -> int:
+        return value
+
+    def send(self, *tensors: torch.Tensor) -> None:
+        raise ValueError("send: there is no next stage")
+
+    def receive(self, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
+        raise ValueError("receive: there is no stage before")
+
+    def close(self) -> None:
+        pass
+
+
+def connect(
+    ranks: Ranks,
+    store: Any,
+    device: torch.device,
+    timeout_s: float,
+    host: str = "127.0.0.1",
+) -> Collectives:
+    """Meet the other ranks at `store`, a `torch.distributed.Store`. Returns when all are there.
+
+    `timeout_s` holds for each operation. `host` is this machine's address for the others: the
+    default serves where all ranks are on one machine. Raises `CollectiveError`."""
+    return Alone() if ranks.world_size == 1 else Connected(ranks, store, device, timeout_s, host)
+
+
+class Connected:
+    """Several ranks, by `torch.distributed`'s groups. Implements `Collectives`."""
+
+    def __init__(
+        self, ranks: Ranks, store: Any, device: torch.device, timeout_s: float, host: str
+    ) -> None:
+        self.ranks, self.counts, self.device = ranks, Communication(), device
+        self._everybody: Any = None
+        self._stage: Any = None  # its ranks; None: there is one
+        self._line: Any = None  # the stages' ranks with this `tp_rank`; None: there is one
+        self._sent: deque[tuple[Any, torch.Tensor]] = deque()
+        self._stores: list[Any] = []  # a group's store must outlive it
+        tp_size, num_stages = ranks.tensor_parallel_size, ranks.pipeline_parallel_size
+        make = _make_nccl if device.type == "cuda" else _make_gloo
+
+        def group(name: str, rank: int, size: int, make: Any = make) -> Any:
+            if size == 1:
+                return None
+            self._stores.append(dist.PrefixStore(name, store))
+            return make(self._stores[-1], rank, size, timedelta(seconds=timeout_s), host)
+
+        with self._named("connect"):
+            # Numbers are on the CPU, so this one is Gloo's everywhere.
+            self._everybody = group("everybody", ranks.rank, ranks.world_size, _make_gloo)
+            self._stage = group(f"stage {ranks.stage}", ranks.tp_rank, tp_size)
+            self._line = group(f"line {ranks.tp_rank}", ranks.stage, num_stages)
+
+    def all_reduce(self, tensor: torch.Tensor) -> torch.Tensor:
+        if self._stage is not None:
+            self.counts.num_all_reduces += 1
+            self.counts.num_bytes += tensor.nbytes
+            with self._named("all_reduce"):
+                self._stage.allreduce([tensor]).wait()
+        return tensor
+
+    def all_gather(self, tensor: torch.Tensor) -> torch.Tensor:
+        if self._stage is None:
+            return tensor
+        self.counts.num_all_gathers += 1
+        self.counts.num_bytes += tensor.nbytes
+        parts = [torch.empty_like(tensor) for _ in range(self.ranks.tensor_parallel_size)]
+        with self._named("all_gather"):
+            self._stage.allgather([parts], [tensor]).wait()
+        return torch.cat(parts, dim=-1)
+
+    def least(self, value: int) -> int:
+        number = torch.tensor([value], dtype=torch.int64)
+        with self._named("least"):
+            self._everybody.allreduce([number], dist.ReduceOp.MIN).wait()
+        return int(number)
+
+    def send(self, *tensors: torch.Tensor) -> None:
+        if self.ranks.is_last_stage:
+            raise ValueError("send: there is no next stage")
+        with self._named("send"):
+            for tensor in tensors:
+                self.counts.num_sends += 1
+                self.counts.num_bytes += tensor.nbytes
+                work = self._line.send([tensor], self.ranks.stage + 1, 0)
+                self._sent.append((work, tensor))  # it must stay until it has left
+            while len(self._sent) > self.ranks.pipeline_parallel_size * len(tensors):
+                self._sent[0][0].wait()
+                self._sent.popleft()
+
+    def receive(self, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
+        if self.ranks.is_first_stage:
+            raise ValueError("receive: there is no stage before")
+        tensor = torch.empty(tuple(shape), dtype=dtype, device=self.device)
+        with self._named("receive"):
+            self._line.recv([tensor], self.ranks.stage - 1, 0).wait()
+        return tensor
+
+    def close(self) -> None:
+        """What was sent and not yet received may be lost."""
+        self._everybody = self._stage = self._line = None
+        self._sent.clear()
+        self._stores.clear()
+
+    @contextmanager
+    def _named(self, operation: str) -> Iterator[None]:
+        try:
+            yield
+        except RuntimeError as error:  # torch.distributed's errors are such, timeouts included
+            # Without the place in Gloo's source, and without its advice.
+            reason = re.sub(r"\[\S+:\d+\] |This is typically.*", "", str(error)).strip()
+            raise CollectiveError(
+                f"rank {self.ranks.rank} of {self.ranks.world_size}: {operation} failed, another "
+                f"rank is gone or late: {(reason.splitlines() or [type(error).__name__])[0]}"
+            ) from error
+
+
+def _make_gloo(store: Any, rank: int, size: int, timeout: timedelta, host: str) -> Any:
+    options = dist.ProcessGroupGloo._Options()
+    options._timeout = timeout
+    options._devices = [dist.ProcessGroupGloo.create_device(hostname=host)]
+    return dist.ProcessGroupGloo(store, rank, size, options)
+
+
+def _make_nccl(store: Any, rank: int, size: int, timeout: timedelta, host: str) -> Any:
+    options = dist.ProcessGroupNCCL.Options()  # NCCL finds its own way between machines
+    options._timeout = timeout
+    return dist.ProcessGroupNCCL(store, rank, size, options)

@@ -1,0 +1,157 @@
+"""A block of experts, in the place of an MLP: of many small MLPs each token reads a few.
+
+    x        [rows, hidden]            normed
+    router   [rows, num_experts]       softmax in float32; a row's `num_active` highest
+    pairs    rows * num_active         a row, and an expert that it is multiplied with
+
+    experts of rows 0 1 2     5 2 | 2 7 | 5 2
+    pairs ordered by expert   0 1 2 | 0 2 | 1      rows of experts 2, 5 and 7: a segment each
+    segment                   down(silu(gate(x)) * up(x)), with the matrices of its expert
+    back                      by pair: each row's products, times its weights, are added
+
+So a step reads an expert's weights once, however many rows it has, and not at all if it has none.
+
+Two ways to multiply, of one order and one result. On a CPU the host knows the segments and each is
+a product with an ordinary `Linear`, packed if matrices are. On a GPU, and in any graph, their sizes
+stay on the device: PyTorch's grouped product takes the ends of all segments as a tensor. What it
+has no kernel for (float64) every expert multiplies whole, and each row keeps its own.
+
+Of several ranks each has a part of every expert's matrices, and all have the router: they choose
+alike, and what they have added is summed once.
+
+Invariants: a row's result depends on no other row's choice; no pair is lost.
+
+The order of operations is that of `transformers`. vLLM and SGLang have a kernel that reads rows
+through the order instead of copying them. Shazeer et al. (arXiv 1701.06538); Jiang et al., Mixtral
+(arXiv 2401.04088)."""
+
+from __future__ import annotations
+
+from typing import cast
+
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+from common.models.blocks import (
+    ACTIVATIONS,
+    CheckpointTensor,
+    MakeLinear,
+    allocator,
+    linear,
+    parts_of,
+    whole,
+)
+from common.models.linear import Linear
+from common.models.model_config import ModelConfig
+from common.models.regions.regions import Regions
+from common.models.rows_by_owner import in_order
+
+
+class ExpertsBlock(nn.Module):
+    """Answers what an `MLPBlock` answers."""
+
+    def __init__(
+        self,
+        config: ModelConfig,
+        dtype: torch.dtype,
+        device: torch.device | str,
+        into_stream: MakeLinear = Linear,
+    ) -> None:
+        super().__init__()
+        assert config.experts is not None
+        self.experts, self.eps = config.experts, config.rms_norm_eps
+        empty, hidden = allocator(dtype, device), config.hidden_size
+        number, inner = self.experts.num_experts, self.experts.intermediate_size
+        self.activation = ACTIVATIONS[config.activation]
+        self.mlp_norm_weight = empty(hidden)
+        self.router = linear(empty, (number, hidden), False)
+        # Of all experts in one piece, [num_experts, out, in]; matrices are views of it.
+        gate_up, down = empty(number, 2 * inner, hidden), empty(number, hidden, inner)
+        self.gate_up, self.down = each(gate_up, Linear), each(down, into_stream)
+        self.stacks = (gate_up, down) if gate_up.device.type != "cpu" else None
+
+    def prepare(self, is_captured: bool) -> None:
+        """In steps that are captured no size of a segment reaches the host."""
+        if self.mlp_norm_weight.device.type == "cpu":
+            self.stacks = (stack(self.gate_up), stack(self.down)) if is_captured else None
+
+    def add_to(
+        self,
+        hidden: torch.Tensor,  # [num_rows, hidden_size], overwritten
+        x: torch.Tensor,  # the same, normed
+        regions: Regions,
+    ) -> torch.Tensor:  # like hidden
+        weights, chosen = self.route(x)
+        products = x.new_empty(chosen.numel(), x.shape[1])  # by pair
+        if self.stacks is None:
+            self.by_segment(x, chosen, products, regions)
+        else:
+            self.grouped(x, chosen, products, regions)
+        weighted = products.view(*chosen.shape, x.shape[1]) * weights[:, :, None]
+        return hidden.add_(self.down[0].summed(weighted.sum(1).to(x.dtype)))
+
+    def route(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Weights and experts of each row, [num_rows, num_active], the highest first."""
+        scores = self.router(x).softmax(-1, dtype=torch.float32)
+        weights, chosen = scores.topk(self.experts.num_active, dim=-1)
+        if self.experts.is_renormalised:
+            weights = weights / weights.sum(-1, keepdim=True)
+        return weights.to(x.dtype) if self.experts.is_rounded else weights, chosen
+
+    def by_segment(
+        self, x: torch.Tensor, chosen: torch.Tensor, products: torch.Tensor, regions: Regions
+    ) -> None:
+        """The plain way. Fills `products` [num_rows * num_active, hidden_size]."""
+        order, segments = in_order(chosen.flatten().numpy())
+        for expert, start, stop in segments:
+            pairs = torch.from_numpy(order[start:stop])
+            rows = x.index_select(0, pairs // chosen.shape[1])
+            inner = regions.activate_and_multiply(self.gate_up[expert](rows), self.activation)
+            products.index_copy_(0, pairs, self.down[expert].product(inner))
+
+    def grouped(
+        self, x: torch.Tensor, chosen: torch.Tensor, products: torch.Tensor, regions: Regions
+    ) -> None:
+        """The same; the host reads nothing."""
+        assert self.stacks is not None
+        gate_up, down = self.stacks
+        owners, order = chosen.flatten().sort(stable=True)
+        numbers = torch.arange(len(gate_up), device=x.device)
+        ends = torch.searchsorted(owners, numbers, right=True, out_int32=True)
+        rows = x.index_select(0, order // chosen.shape[1])
+        gates = multiply(rows, gate_up, owners, ends)
+        inner = regions.activate_and_multiply(gates, self.activation)
+        products.index_copy_(0, order, multiply(inner, down, owners, ends))
+
+    def checkpoint_tensors(self) -> dict[str, CheckpointTensor]:
+        """By the checkpoint's names without the layer's prefix."""
+        names = self.experts.names
+        found = {"post_attention_layernorm.weight": self.mlp_norm_weight}
+        found |= parts_of(names.block, ("gate",), [self.router.shape[0]], self.router)
+        for i, (gate_up, down) in enumerate(zip(self.gate_up, self.down, strict=True)):
+            prefix, sizes = f"{names.block}.experts.{i}", [gate_up.shape[0] // 2] * 2
+            found |= parts_of(prefix, (names.gate, names.up), sizes, gate_up)
+            found |= parts_of(prefix, (names.down,), [down.shape[0]], down)
+        return whole(found)
+
+
+def each(weights: nn.Parameter, make: MakeLinear) -> list[Linear]:
+    """A matrix for each of `weights`, [num_experts, out, in], in the same memory."""
+    own = (nn.Parameter(weight, requires_grad=False) for weight in weights.detach())
+    return cast("list[Linear]", nn.ModuleList(make(weight, None) for weight in own))
+
+
+def stack(matrices: list[Linear]) -> torch.Tensor:
+    return torch.stack([matrix.plain_weight() for matrix in matrices])
+
+
+def multiply(
+    rows: torch.Tensor,  # [num_pairs, in], by expert
+    weights: torch.Tensor,  # [num_experts, out, in]
+    owners: torch.Tensor,  # [num_pairs] int64, ascending
+    ends: torch.Tensor,  # [num_experts] int32, where the segment of each ends
+) -> torch.Tensor:  # [num_pairs, out]
+    if rows.dtype != torch.float64:
+        return F.grouped_mm(rows, weights.mT, offs=ends)
+    return (rows @ weights.mT)[owners, torch.arange(len(rows), device=rows.device)]

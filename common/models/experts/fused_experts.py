@@ -1,0 +1,81 @@
+"""Checkpoints whose experts are one tensor, read as if each had its own.
+
+    per expert   mlp.experts.3.gate_proj.weight   [inner, hidden]
+    fused        mlp.experts.gate_up_proj         [num_experts, 2 * inner, hidden]
+
+`transformers` 5 computes with the second and writes either. The law of the loader, that every
+tensor is used and every parameter filled once, is one of tensors per expert; so a fused one is
+shown to it as slices that are not read before somebody asks for them."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from typing import Any
+
+from common.models.experts.expert_config import ExpertNames
+
+_FUSED = re.compile(r"(.*\.)mlp\.experts\.(gate_up_proj|down_proj)$")
+_ROUTER = re.compile(r"(.*\.)mlp\.gate\.weight$")
+
+
+@dataclass(frozen=True, slots=True)
+class Slice:
+    """What safetensors' slices are: [out, in] of one expert."""
+
+    fused: Any
+    expert: int
+    first: int  # of its rows
+    num_rows: int
+
+    def get_shape(self) -> list[int]:
+        return [self.num_rows, self.fused.get_shape()[2]]
+
+    def get_dtype(self) -> str:
+        return self.fused.get_dtype()
+
+    def __getitem__(self, part: tuple[slice, ...]) -> Any:
+        start, stop, _ = part[0].indices(self.num_rows)
+        return self.fused[(self.expert, slice(self.first + start, self.first + stop), *part[1:])]
+
+
+@dataclass(frozen=True, slots=True)
+class Renamed:
+    """A file, of which one tensor has another name."""
+
+    file: Any
+    name: str
+    of: tuple[int, int, int] | None = None  # of a fused one: the expert, its first row, how many
+
+    def get_slice(self, _: str) -> Any:
+        found = self.file.get_slice(self.name)
+        return found if self.of is None else Slice(found, *self.of)
+
+
+def per_expert(files: dict[str, Any], names: ExpertNames) -> dict[str, Any]:
+    """Files by the names that tensors have per expert. Raises `ValueError` for a fused one that is
+    none, and for a tensor that is there in both ways."""
+    found: dict[str, Any] = {}
+
+    def put(own: str, file: Any) -> None:
+        if own in found:
+            raise ValueError(f"the checkpoint has {own} twice: by itself, and as a part or renamed")
+        found[own] = file
+
+    for name, file in files.items():
+        if router := _ROUTER.match(name):
+            put(f"{router[1]}{names.block}.gate.weight", Renamed(file, name))
+        elif fused := _FUSED.match(name):
+            shape = tuple(file.get_slice(name).get_shape())
+            kinds = [names.gate, names.up] if fused[2] == "gate_up_proj" else [names.down]
+            if len(shape) != 3 or shape[1] % len(kinds):
+                wanted = "experts, twice the rows" if len(kinds) == 2 else "experts, rows"
+                raise ValueError(f"{name} has shape {shape}: it must be ({wanted}, columns)")
+            size = shape[1] // len(kinds)
+            for expert in range(shape[0]):
+                for i, kind in enumerate(kinds):
+                    own = f"{fused[1]}{names.block}.experts.{expert}.{kind}.weight"
+                    put(own, Renamed(file, name, (expert, i * size, size)))
+        else:
+            put(name, file)
+    return found

@@ -1,0 +1,91 @@
+"""Checkpoints with a tensor for each expert, and with one for all; whatever is over or short."""
+
+from __future__ import annotations
+
+from functools import partial
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from transformers import AutoModelForCausalLM
+
+from common.models.loader import load_model
+from common.models.ranks import Ranks
+from common.parallel.sharded_model import ShardedModel
+from common.parallel.test_sharded_model import Silent
+from common.tests.model_cases import save_case
+
+WEIGHTS = "model.safetensors"
+CASES = {
+    "qwen3-moe": ("mlp", "gate_proj", "down_proj"),
+    "mixtral": ("block_sparse_moe", "w1", "w2"),
+}
+
+
+def state(path: Path, ranks: Ranks | None = None) -> dict[str, torch.Tensor]:
+    make = {} if ranks is None else {"make": partial(ShardedModel, collectives=Silent(ranks))}
+    return dict(load_model(path, torch.float64, **make).model.named_parameters())
+
+
+def fused(name: str, path: Path) -> Path:
+    """The same weights, as `transformers` computes with them."""
+    model = AutoModelForCausalLM.from_pretrained(save_case(name, path), dtype=torch.float64)
+    model.save_pretrained(path / "fused", save_original_format=False)
+    names = load_file(path / "fused" / WEIGHTS)
+    assert "model.layers.0.mlp.experts.gate_up_proj" in names
+    return path / "fused"
+
+
+def edit(path: Path, change) -> None:
+    tensors = load_file(path / WEIGHTS)
+    change(tensors)
+    save_file(tensors, path / WEIGHTS, metadata={"format": "pt"})
+
+
+@pytest.mark.parametrize("ranks", [None, Ranks(2, 1, 0), Ranks(2, 1, 1)], ids=str)
+@pytest.mark.parametrize("name", CASES)
+def test_fused_is_the_same_model(name, ranks, tmp_path):
+    found, expected = state(fused(name, tmp_path), ranks), state(tmp_path, ranks)
+    assert found.keys() == expected.keys()
+    assert all(torch.equal(found[key], expected[key]) for key in expected)
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_an_expert_missing_or_over_or_of_another_shape_is_named(name, tmp_path):
+    block, gate, down = CASES[name]
+    prefix = f"model.layers.2.{block}.experts"
+    for key, wrong, said in (
+        (f"{prefix}.1.{gate}.weight", None, "lacks tensors that the model needs: "),
+        (f"{prefix}.5.{down}.weight", torch.zeros(32, 24), "has tensors that the model lacks: "),
+        (f"{prefix}.0.{gate}.weight", torch.zeros(23, 32), r"has shape \(23, 32\)"),
+    ):
+        save_case(name, tmp_path)
+        edit(tmp_path, lambda t: t.pop(key) if wrong is None else t.update({key: wrong}))
+        with pytest.raises(ValueError, match=said) as error:
+            load_model(tmp_path)
+        assert key in str(error.value) and "\n" not in str(error.value)
+
+
+FUSED = "model.layers.2.mlp.experts.gate_up_proj"
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        (lambda t: t.update({FUSED: t[FUSED][:4].clone()}), r"lacks .*experts\.4\.gate_proj"),
+        (lambda t: t.update({FUSED: t[FUSED].repeat(2, 1, 1)}), r"lacks: .*experts\.5\.gate_proj"),
+        (lambda t: t.update({FUSED: t[FUSED][:, :-2].clone()}), r"gate_proj.* \(23, 32\) in the"),
+        (lambda t: t.update({FUSED: t[FUSED][:, :-1].clone()}), "twice the rows"),
+        (lambda t: t.update({FUSED: t[FUSED][0].clone()}), r"shape \(48, 32\): it must be"),
+        (
+            lambda t: t.update({f"{FUSED[:-12]}0.up_proj.weight": t[FUSED][0, 24:].clone()}),
+            "experts.0.up_proj.weight twice",
+        ),
+    ],
+)
+def test_what_is_wrong_with_a_fused_one_is_one_sentence(change, said, tmp_path):
+    path = fused("qwen3-moe", tmp_path)
+    edit(path, change)
+    with pytest.raises(ValueError, match=said):
+        load_model(path)

@@ -1,0 +1,340 @@
+"""From a directory or a hub id to a model that is known to be complete.
+
+    resolve_checkpoint    name -> directory, downloaded if need be
+    load_model            directory -> LoadedModel
+
+Loading keeps one law: every tensor of the checkpoint is used exactly once, and every parameter is
+filled exactly once. Anything over or short is refused by name, because a model with a few unfilled
+weights still answers, in gibberish. Two exceptions, as in `transformers`: `rotary_emb.inv_freq` of
+old checkpoints, which follows from the configuration, is skipped; and with `tie_word_embeddings`
+the shared matrix may have either of its names, or both if both hold the same values. (If they
+differ, transformers 5 unties them and warns; here it is an error.)
+
+Parameters are allocated once, uninitialised, on the device they stay on. Files are mapped into
+memory and copied tensor by tensor, and the pages of a tensor are given back once it is copied, so
+the peak is the model plus one tensor. If the matrices are to be packed (`linear.py`), each is
+packed as soon as it is complete, and its plain copy is given up before the next one is read: only
+one plain matrix exists at a time. Where several processes share a model, each copies its own
+slices, and checks names and shapes of the whole."""
+
+from __future__ import annotations
+
+import json
+import logging
+import mmap
+import re
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from hashlib import blake2b
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+
+from common.models.blocks import CheckpointTensor
+from common.models.huge_pages import advise
+from common.models.linear import Linear, Packing, linear_layers, overlap_plain_weights
+from common.models.model import DecoderModel
+from common.models.model_config import ModelConfig, token_ids
+from common.models.processor import is_bfloat16_fast
+
+logger = logging.getLogger(__name__)
+
+_FILE_DTYPES = {
+    "F64": torch.float64,
+    "F32": torch.float32,
+    "BF16": torch.bfloat16,
+    "F16": torch.float16,
+}
+_DTYPES = {str(dtype).removeprefix("torch."): dtype for dtype in _FILE_DTYPES.values()}
+EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"  # one, if they are tied
+_WEIGHTS = "model.safetensors"
+_INDEX = "model.safetensors.index.json"
+_MOST_LAYERS = 10_000
+_PICKLED = {".bin", ".pt", ".pth", ".ckpt"}
+_DOWNLOADS = ["*.json", "model*.safetensors", "tokenizer*", "merges.txt", "*.jinja"]
+
+
+@dataclass(frozen=True, slots=True)
+class LoadedModel:
+    """`generation_eos_token_ids`: ids that end a text, by `config.json` and
+    `generation_config.json`; an engine adds its tokenizer's EOS. `path` is None without a file."""
+
+    model: DecoderModel
+    config: ModelConfig
+    generation_eos_token_ids: tuple[int, ...] = ()
+    path: Path | None = None
+
+
+def resolve_checkpoint(model: str | Path) -> Path:
+    """The directory of a model: `model` itself, or the hub's download of it. Raises
+    `FileNotFoundError` if it is neither."""
+    path = Path(model).expanduser()
+    if path.is_dir():
+        if not (path / "config.json").is_file():
+            raise FileNotFoundError(f"{path} has no config.json: it is not a model's directory")
+        return path
+    if path.exists():
+        raise FileNotFoundError(f"{path} is a file: name the directory that contains it")
+    if not isinstance(model, str) or not re.fullmatch(r"[\w-][\w.-]*(/[\w.-]+)?", model):
+        raise FileNotFoundError(f"{model} is not there: no such directory, and no hub id either")
+    from huggingface_hub import snapshot_download  # imported late: slow, and rarely needed
+
+    try:
+        downloaded = Path(snapshot_download(model, allow_patterns=_DOWNLOADS))
+    except Exception as error:  # the hub's, the network's and the cache's errors share no base
+        reason = str(error).strip().splitlines() or [type(error).__name__]
+        raise FileNotFoundError(
+            f"{model} is neither a directory nor a hub id that can be downloaded: {reason[0]}"
+        ) from error
+    return resolve_checkpoint(downloaded)
+
+
+@dataclass(frozen=True, slots=True)
+class Checkpoint:
+    """What is known of a model before its weights are read."""
+
+    path: Path
+    config: ModelConfig
+    generation_eos_token_ids: tuple[int, ...]
+
+
+def read_checkpoint(model: str | Path) -> Checkpoint:
+    """Raises `FileNotFoundError` and `ValueError`, as `load_model` does."""
+    path = resolve_checkpoint(model)
+    fields = read_json(path / "config.json")
+    layers = fields.get("num_hidden_layers")
+    if isinstance(layers, int) and layers > _MOST_LAYERS:  # a list of them would be memory, too
+        raise ValueError(f"num_hidden_layers is {layers}: it must be at most {_MOST_LAYERS}")
+    try:
+        config = ModelConfig.from_hf(fields)
+    except (TypeError, OverflowError) as error:
+        raise ValueError(f"config.json holds a value of a wrong kind: {error}") from error
+    return Checkpoint(path, config, _eos_token_ids(path, config))
+
+
+def checkpoint_digest(path: Path) -> str:
+    """Tells checkpoints apart, quickly: by the configuration, and by names, shapes, dtypes and
+    first rows of all tensors. Training changes them all; what is made to differ in other rows only
+    goes unseen, so KV is not shared by this name (`weights_digest` of chapter 3 reads all)."""
+    digest = blake2b((path / "config.json").read_bytes(), digest_size=16)
+    for name, file in sorted(_open_weights(path).items()):
+        stored = file.get_slice(name)
+        row = stored[:1].contiguous().view(torch.uint8).numpy().tobytes()
+        digest.update(f"{name} {stored.get_shape()} {stored.get_dtype()}\n".encode() + row)
+    return digest.hexdigest()
+
+
+def load_model(
+    model: str | Path | Checkpoint,
+    dtype: str | torch.dtype = "auto",
+    device: str | torch.device = "cpu",
+    make: Callable[[ModelConfig, torch.dtype, torch.device], DecoderModel] = DecoderModel,
+    packing_of: Callable[[DecoderModel], Packing | None] = lambda model: None,
+) -> LoadedModel:
+    """A complete model, ready for `forward`. `dtype="auto"` is the checkpoint's own, except that a
+    CPU without fast arithmetic for it gets float32. `make` may leave a part of the model to other
+    processes (`common/parallel`); only what it takes is read. `packing_of` says how
+    its matrices are packed while they are read; None: they are not. Raises `FileNotFoundError` for
+    missing files and `ValueError` for what does not fit: before memory is taken or weights are
+    read, but for a tied matrix that is stored twice and differs."""
+    checkpoint = model if isinstance(model, Checkpoint) else read_checkpoint(model)
+    path, config, device = checkpoint.path, checkpoint.config, torch.device(device)
+    files = _open_weights(path)
+    dtype = _resolve_dtype(dtype, config, files, device)
+    if config.experts is not None:
+        from common.models.experts.fused_experts import per_expert
+
+        files = per_expert(files, config.experts.names)
+    _check_count(config, files)
+    short = replace(config, max_position_embeddings=1)  # its rotary table is no memory either
+    _check_tensors(_places(make(short, dtype, torch.device("meta")), files), files)
+    decoder = make(config, dtype, device)
+    _fill(decoder, files, packing_of(decoder))
+    return LoadedModel(decoder, config, checkpoint.generation_eos_token_ids, path)
+
+
+# -- files
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    try:
+        value = json.loads(path.read_text(encoding="utf-8"))
+    except ValueError as error:  # not UTF-8, not JSON
+        raise ValueError(f"{path} is not readable as JSON: {error}") from error
+    if not isinstance(value, dict):
+        raise ValueError(f"{path} must hold a JSON object, not {type(value).__name__}")
+    return value
+
+
+def _open_weights(path: Path) -> dict[str, Any]:
+    """Open safetensors files by tensor name. Maps them; reads no weights yet."""
+    if (path / _WEIGHTS).is_file():
+        index, file_names = None, [_WEIGHTS]
+    elif (path / _INDEX).is_file():
+        index = read_json(path / _INDEX).get("weight_map")
+        if not isinstance(index, dict) or not all(isinstance(f, str) for f in index.values()):
+            raise ValueError(f"{path / _INDEX}: weight_map must map tensor names to file names")
+        file_names = sorted(set(index.values()))
+    else:
+        others = [p.name for p in sorted(path.iterdir()) if p.suffix in _PICKLED]
+        why = f"; {others[0]} is not read, because reading it may run any code" if others else ""
+        raise FileNotFoundError(f"{path} has no weights: neither {_WEIGHTS} nor {_INDEX}{why}")
+    files: dict[str, Any] = {}
+    for file_name in file_names:
+        file = _open_file(path, file_name)
+        names = set(file.keys())
+        if index is not None:
+            promised = {name for name, where in index.items() if where == file_name}
+            if culprits := _shown(sorted(names ^ promised)):
+                raise ValueError(f"{path / _INDEX} and {file_name} disagree about: {culprits}")
+        files.update(dict.fromkeys(sorted(names), file))
+    return files
+
+
+def _open_file(path: Path, file_name: str) -> Any:
+    if Path(file_name).name != file_name:
+        raise ValueError(f"{path / _INDEX}: {file_name!r} is not the name of a file beside it")
+    if not (path / file_name).is_file():
+        raise FileNotFoundError(f"{path / file_name} is missing: the index names it")
+    try:
+        return safe_open(path / file_name, framework="pt")
+    except (SafetensorError, OSError) as error:
+        raise ValueError(f"{path / file_name} is corrupt or incomplete: {error}") from error
+
+
+def _eos_token_ids(path: Path, config: ModelConfig) -> tuple[int, ...]:
+    """All ids that either file lists: some models have several, and the files rarely agree."""
+    generation: tuple[int, ...] = ()
+    if (path / "generation_config.json").is_file():
+        value = read_json(path / "generation_config.json").get("eos_token_id")
+        generation = token_ids("generation_config.json: eos_token_id", value)
+    ids = tuple(dict.fromkeys(generation + config.eos_token_ids))
+    if impossible := [i for i in ids if not 0 <= i < config.vocab_size]:
+        logger.warning("eos_token_id: ignored, because not in the vocabulary: %s", impossible)
+    return tuple(i for i in ids if i not in impossible)
+
+
+# -- tensors
+
+
+def _resolve_dtype(
+    dtype: str | torch.dtype, config: ModelConfig, files: dict[str, Any], device: torch.device
+) -> torch.dtype:
+    wanted = _DTYPES.get(dtype) if isinstance(dtype, str) else dtype
+    if wanted is not None and wanted in _DTYPES.values():
+        return wanted
+    if dtype != "auto":
+        raise ValueError(f"dtype is {dtype!r}: it must be 'auto' or one of {', '.join(_DTYPES)}")
+    stored = _DTYPES.get(config.dtype or "")
+    if stored is None:  # the configuration does not say
+        file_dtypes = (file.get_slice(name).get_dtype() for name, file in files.items())
+        stored = _FILE_DTYPES.get(next(file_dtypes, "F32"), torch.float32)
+    is_fast = {
+        torch.bfloat16: is_bfloat16_fast,
+        torch.float16: torch.ops.mkldnn._is_mkldnn_fp16_supported,
+    }
+    if device.type != "cpu" or stored not in is_fast or is_fast[stored]():
+        logger.info("dtype: %s, as in the checkpoint", stored)
+        return stored
+    logger.info("dtype: float32, because this CPU multiplies %s slowly", stored)
+    return torch.float32
+
+
+def _check_count(config: ModelConfig, files: dict[str, Any]) -> None:
+    """A model of a million experts is not even described before a file has as many tensors."""
+    num_experts = 0 if config.experts is None else config.experts.num_experts
+    for name, count in (("layers", config.num_hidden_layers), ("experts", num_experts)):
+        if count > len(files):
+            sides = f"{count} by config.json, and the checkpoint has {len(files)} tensors"
+            raise ValueError(f"the number of {name} is {sides}")
+
+
+def _places(decoder: DecoderModel, files: dict[str, Any]) -> dict[str, CheckpointTensor]:
+    """Where every tensor goes, by the name that the checkpoint has for it."""
+    parts = decoder.checkpoint_tensors()
+    if decoder.config.tie_word_embeddings and EMBEDDING not in files and HEAD in files:
+        parts[HEAD] = parts.pop(EMBEDDING)
+    return parts
+
+
+def _check_tensors(parts: dict[str, CheckpointTensor], files: dict[str, Any]) -> None:
+    """Raises `ValueError` unless all names, shapes and dtypes fit. Reads no weights."""
+    names = {name for name in files if not name.endswith("rotary_emb.inv_freq")}
+    if HEAD not in parts and EMBEDDING in names:  # they are tied, and may be stored twice
+        names.discard(HEAD)
+    if missing := sorted(parts.keys() - names):
+        raise ValueError(f"the checkpoint lacks tensors that the model needs: {_shown(missing)}")
+    if unused := sorted(names - parts.keys()):
+        raise ValueError(f"the checkpoint has tensors that the model lacks: {_shown(unused)}")
+    for name, part in parts.items():
+        stored = files[name].get_slice(name)
+        shape, dtype = tuple(stored.get_shape()), stored.get_dtype()
+        if shape != part.shape:
+            sides = f"{shape} in the checkpoint and {part.shape} by config.json"
+            raise ValueError(f"{name} has shape {sides}")
+        if dtype not in _FILE_DTYPES:
+            raise ValueError(f"{name} has dtype {dtype}: it must be {', '.join(_FILE_DTYPES)}")
+
+
+def _fill(decoder: DecoderModel, files: dict[str, Any], packing: Packing | None) -> None:
+    """Copy every tensor to its place. With `packing`, pack each matrix when it is complete; the
+    parts of one follow each other in `checkpoint_tensors`."""
+    own = [m for m in linear_layers(decoder) if m.weight is not decoder.embed_weight]
+    unpacked = {} if packing is None else overlap_plain_weights(own)
+    parts = _places(decoder, files)
+    if decoder.config.tie_word_embeddings and EMBEDDING in files and HEAD in files:
+        _check_tied(files, parts[EMBEDDING])
+    num_filled, num_missing = 0, 0
+    matrix: Linear | None = None  # that lacks `num_missing` weights
+    for name, part in parts.items():
+        if (target := part.target) is None:
+            continue
+        if matrix is None and (matrix := unpacked.get(target.data_ptr())) is not None:
+            num_missing = matrix.shape.numel()
+        stored = files[name].get_slice(name)[part.part]
+        target.copy_(stored)
+        _give_back(stored)
+        if part.offset:
+            target.add_(part.offset)
+        num_filled += target.numel()
+        if matrix is not None:
+            assert _is_in(target, matrix.plain_weight()), f"{name} comes before a matrix is packed"
+            num_missing -= target.numel()
+            if num_missing == 0:
+                assert packing is not None
+                matrix.pack(packing=packing)
+                matrix = None
+    assert num_filled == decoder.num_parameters, "a parameter has no tensor"
+    if packing is not None:  # those that are left: the embedding as the output's matrix
+        decoder.pack_weights(packing)
+
+
+def _is_in(target: torch.Tensor, weight: torch.Tensor) -> bool:
+    return target.untyped_storage().data_ptr() == weight.untyped_storage().data_ptr()
+
+
+def _give_back(stored: torch.Tensor) -> None:
+    """Unmap the pages that lie wholly in a tensor of a mapped file: they count as memory of this
+    process as long as the file is open. On Linux; elsewhere the pages stay until it is closed."""
+    if sys.platform == "linux":
+        memory = stored.untyped_storage()
+        advise(memory.data_ptr(), memory.nbytes(), mmap.MADV_DONTNEED)
+
+
+def _check_tied(files: dict[str, Any], matrix: CheckpointTensor) -> None:
+    """A tied matrix stored twice is the same twice. Each process compares what it has of it."""
+    part = matrix.part if matrix.target is not None else (slice(0),)
+    embedding, head = (files[name].get_slice(name)[part] for name in (EMBEDDING, HEAD))
+    if not torch.equal(embedding, head):
+        raise ValueError(
+            f"tie_word_embeddings is true, but {EMBEDDING} and {HEAD} differ in the checkpoint: "
+            "set it to false if they are meant to"
+        )
+
+
+def _shown(names: list[str]) -> str:
+    more = f" and {len(names) - 8} more" if len(names) > 8 else ""
+    return ", ".join(names[:8]) + more

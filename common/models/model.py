@@ -1,0 +1,254 @@
+"""The decoder that serves tokens: Qwen3, Qwen2, Llama 3.x, Mistral, Gemma 3, and two with experts.
+
+It computes one step for any mix of requests, whose tokens lie end to end in one row:
+
+    input_ids, positions    [num_tokens]
+    hidden                  [num_tokens, hidden_size]      the residual stream
+    queries, keys, values   [num_tokens, heads, head_dim]  written to and read from the paged cache
+    logits                  [num_logit_rows, vocab_size]   only of the rows somebody samples from
+
+Weights are read once a step, whatever the batch. Projections that read the same input are one
+matrix: queries, keys and values; gate and up. In the last layer, only rows that need logits go on
+after attention.
+
+In every dtype the numbers follow `transformers`: norms and rotary angles are computed in float32.
+A layer is two blocks (`blocks.py`). What happens between the matrices is in
+`regions/regions.py`; where attention is a kernel of Triton's, so is that
+(`kernel_regions.py`).
+
+Nothing in `forward` waits for a GPU. Parameters are uninitialised memory until `loader.py` has
+filled them; `checkpoint_tensors` tells it what goes where.
+
+One process has all of it here. A part of each matrix, or some of the layers, is
+`common/parallel/sharded_model.py`, which puts the same pieces together."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+from pkgutil import resolve_name
+from typing import cast
+
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+from batch_layout import ComposedBatch
+from common.models.blocks import AttentionBlock, CheckpointTensor, MakeLinear, MLPBlock, allocator
+from common.models.collectives import Alone, Collectives
+from common.models.layer_groups import deal_layers
+from common.models.linear import ONEDNN, Linear, Packing, linear_layers, why_not_packed
+from common.models.model_config import SCORED, ModelConfig
+from common.models.regions.regions import Regions
+from common.models.rotary import Rotary, rotary_table
+from paged_attention import AttentionPlan, PagedKVCache
+
+# What layers are built of, by the names in `ModelConfig.blocks`. Another block is a file of its own
+# and a line here.
+ATTENTION_BLOCKS = {
+    "attention": "common.models.blocks:AttentionBlock",
+    "post-norm attention": "common.models.post_norm_blocks:PostNormAttention",
+}
+MLP_BLOCKS = {
+    "mlp": "common.models.blocks:MLPBlock",
+    "post-norm mlp": "common.models.post_norm_blocks:PostNormMLP",
+    "experts": "common.models.experts.experts_block:ExpertsBlock",
+}
+
+
+class DecoderLayer(nn.Module):
+    """An attention block and an MLP block, each added to the residual stream."""
+
+    def __init__(
+        self,
+        config: ModelConfig,
+        index: int,  # of its KV in the cache
+        dtype: torch.dtype,
+        device: torch.device | str,
+        into_stream: MakeLinear = Linear,
+    ) -> None:
+        super().__init__()
+        attention, mlp = config.blocks_of(index)
+        make: type[AttentionBlock] = resolve_name(ATTENTION_BLOCKS[attention])
+        self.attention = make(config, index, dtype, device, into_stream)
+        self.mlp: MLPBlock = resolve_name(MLP_BLOCKS[mlp])(config, dtype, device, into_stream)
+
+    def forward(
+        self,
+        hidden: torch.Tensor,  # [num_tokens, hidden_size], overwritten
+        rotaries: tuple[Rotary, ...],
+        plans: tuple[AttentionPlan, ...],
+        kv_cache: PagedKVCache,
+        regions: Regions,
+        rows: torch.Tensor | None = None,  # [num_rows] int64, the rows that are still needed
+    ) -> torch.Tensor:  # [num_tokens or num_rows, hidden_size]
+        attention, mlp = self.attention, self.mlp
+        attended = attention.attend(hidden, rotaries, plans, kv_cache, regions)
+        if rows is not None:
+            hidden, attended = hidden.index_select(0, rows), attended.index_select(0, rows)
+        # What one block adds and the other's norm of it: one kernel on a GPU.
+        norm = mlp.mlp_norm_weight, mlp.eps, attention.post_norm_weight
+        hidden, x = regions.add_and_norm(attention.o, hidden, attended, *norm)
+        return mlp.add_to(hidden, x, regions)
+
+    def checkpoint_tensors(self) -> dict[str, CheckpointTensor]:
+        """By the checkpoint's names without the layer's prefix."""
+        return self.attention.checkpoint_tensors() | self.mlp.checkpoint_tensors()
+
+
+class DecoderModel(nn.Module):
+    """Token ids in, logits out, keys and values in a paged cache."""
+
+    rotary_table: torch.Tensor
+    window_rotary_table: torch.Tensor | None  # of layers with a window; None: as the others
+    embedding_scale: torch.Tensor | None  # []
+    namespace: tuple[tuple[str, str], ...] = ()  # of its KV, if that is not the whole model's
+
+    def __init__(
+        self,
+        config: ModelConfig,
+        dtype: torch.dtype = torch.float32,
+        device: torch.device | str = "cpu",
+    ) -> None:
+        super().__init__()
+        empty = allocator(dtype, device)
+        vocab = (config.vocab_size, config.hidden_size)
+        self.embed_weight = empty(*vocab)
+        is_tied = config.tie_word_embeddings
+        self.lm_head = Linear(self.embed_weight if is_tied else empty(*vocab))
+        self.norm_weight = allocator(config.norm_dtype(dtype), device)(config.hidden_size)
+        self.layer_range = range(config.num_hidden_layers)
+        layers = [DecoderLayer(config, i, dtype, device) for i in self.layer_range]
+        self._complete(config, layers, Alone())
+
+    def _complete(
+        self, config: ModelConfig, layers: list[DecoderLayer], collectives: Collectives
+    ) -> None:
+        """What every process has, whatever its part is."""
+        self.config, self.regions, self.collectives = config, Regions(), collectives
+        self.layers = cast("list[DecoderLayer]", nn.ModuleList(layers))
+        dtype, device = self.embed_weight.dtype, self.embed_weight.device
+        has_scale = config.embedding_scale != 1
+        scale = torch.tensor(config.embedding_scale, dtype=dtype).to(device) if has_scale else None
+        self.register_buffer("embedding_scale", scale, persistent=False)
+        for name, rope in (("", config.rope), ("window_", config.window_rope)):
+            sizes = config.head_dim, config.max_position_embeddings, dtype
+            table = None if rope is None else rotary_table(rope, *sizes).to(device)
+            self.register_buffer(f"{name}rotary_table", table, persistent=False)
+        self.num_parameters = sum(parameter.numel() for parameter in self.parameters())
+        self.rank_config = config  # the shapes that this process computes with
+        self.num_layers = len(layers)
+        self.num_heads, self.num_kv_heads, _ = layers[0].attention.head_counts
+        self.group_layers(config.num_unhidden)  # until an engine knows its longest sequence
+
+    def group_layers(self, max_model_len: int) -> None:
+        """Who shares block tables, if no sequence is longer than `max_model_len`. Before there is a
+        KV cache: it has a tensor for each layer of a group."""
+        windows = self.config.layer_windows or (None,) * self.config.num_hidden_layers
+        self.groups = deal_layers(windows, max_model_len).of_stage(self.layer_range)
+        for layer, place in zip(self.layers, self.groups.places, strict=True):
+            layer.attention.group, layer.attention.index = place
+
+    @property
+    def num_groups(self) -> int:
+        """Of layers: each has block tables, and a plan, of its own."""
+        return len(self.groups.windows)
+
+    @torch.inference_mode()
+    def forward(
+        self,
+        batch: ComposedBatch,  # whose attention is planned
+        kv_cache: PagedKVCache,  # this step's keys and values are written into it
+        out: torch.Tensor | None = None,  # where the result is written; None: to new memory
+    ) -> torch.Tensor:  # [num_logit_rows, vocab_size]
+        """One step: row r of the result are the logits of the token after `logit_indices[r]`."""
+        return self.through_head(self.embed(batch.input_ids), batch, kv_cache, out)
+
+    def embed(self, input_ids: torch.Tensor) -> torch.Tensor:  # [num_tokens, hidden_size]
+        """The stream that layers add to."""
+        hidden = self.look_up(input_ids)
+        return hidden if self.embedding_scale is None else hidden.mul_(self.embedding_scale)
+
+    def look_up(self, input_ids: torch.Tensor) -> torch.Tensor:
+        return F.embedding(input_ids, self.embed_weight)
+
+    def through_head(
+        self,
+        hidden: torch.Tensor,
+        batch: ComposedBatch,
+        kv_cache: PagedKVCache,
+        out: torch.Tensor | None,
+    ) -> torch.Tensor:
+        """Through the layers, and on to logits. Whoever wants more than the rows that are sampled
+        from, has staged what takes the hidden states of all tokens."""
+        scored = batch.staged.get(SCORED)
+        rows = batch.logit_indices if scored is None else None
+        hidden = self.through_layers(hidden, batch, kv_cache, rows)
+        if scored is not None:
+            scored.score(hidden, self.to_logits)
+            hidden = hidden.index_select(0, batch.logit_indices)
+        return self.to_logits(hidden, out)
+
+    def through_layers(
+        self,
+        hidden: torch.Tensor,  # [num_tokens, hidden_size], overwritten
+        batch: ComposedBatch,
+        kv_cache: PagedKVCache,
+        rows: torch.Tensor | None,  # [num_rows], those that are needed afterwards; None: all
+    ) -> torch.Tensor:  # [num_tokens or num_rows, hidden_size]
+        regions, last = self.regions, self.num_layers - 1
+        tables = self.rotary_table, self.window_rotary_table
+        rotaries = tuple(regions.rotary(t, batch.positions) for t in tables if t is not None)
+        step = rotaries, batch.plans, kv_cache, regions
+        for i, layer in enumerate(self.layers):
+            hidden = layer(hidden, *step, rows if i == last else None)
+        return hidden
+
+    def to_logits(self, hidden: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
+        hidden = self.regions.rms_norm(hidden, self.norm_weight, self.config.rms_norm_eps)
+        return self.lm_head(hidden) if out is None else self.lm_head.write(hidden, out)
+
+    def blank_hidden(self, num_tokens: int) -> torch.Tensor | None:
+        """What `forward` wants of a batch besides its tokens, to warm up."""
+        return None
+
+    def pack_weights(self, packing: Packing | None = None) -> str | None:
+        """Reorder every matrix for this processor, once (`linear.py`); without `packing` in
+        oneDNN's order. None, or the reason why they stay plain."""
+        where = self.embed_weight.dtype, self.embed_weight.device
+        reason = None if packing is not None else why_not_packed(*where)
+        if reason is None:
+            for matrix in linear_layers(self):
+                matrix.pack(matrix.weight is self.embed_weight, packing or ONEDNN)
+        return reason
+
+    def named_weights(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """Everything the model computes with, by name: the same before and after packing. A packed
+        matrix is unpacked when its turn comes. KV on disks goes by these names: blocks are not in
+        them."""
+        yield from self.named_buffers()
+        for name, module in self.named_modules():
+            name = name.replace(".attention", "").replace(".mlp", "")
+            if isinstance(module, Linear) and module.weight is None:
+                yield f"{name}.weight", module.plain_weight()
+            for part, parameter in module.named_parameters(name, recurse=False):
+                if parameter is not self.embed_weight or module is self:
+                    yield part, parameter
+
+    def checkpoint_tensors(self) -> dict[str, CheckpointTensor]:
+        """Every tensor a checkpoint of this configuration holds, and where it goes. Together they
+        fill every parameter exactly once."""
+        singles: dict[str, torch.Tensor] = {
+            "model.embed_tokens.weight": self.embed_weight,
+            "model.norm.weight": self.norm_weight,
+        }
+        if not self.config.tie_word_embeddings:
+            singles["lm_head.weight"] = self.lm_head.plain_weight()
+        parts = {name: CheckpointTensor(p, tuple(p.shape)) for name, p in singles.items()}
+        for i, layer in enumerate(self.layers):
+            for name, part in layer.checkpoint_tensors().items():
+                parts[f"model.layers.{i}.{name}"] = part
+        if offset := self.config.norm_offset:
+            norms = [name for name in parts if name.endswith("norm.weight")]
+            parts |= {name: replace(parts[name], offset=offset) for name in norms}
+        return parts

@@ -1,0 +1,69 @@
+"""The blocks of OLMo 3: a block's input is not normed, but what it adds is.
+
+    hidden --+-- qkv, norm of queries and of keys, rotary, KV cache, attention, o, norm --(+)
+    hidden --+-- gate and up, silu, product, down, norm ----------------------------------(+)
+
+Queries are normed as one vector of all heads, and keys as another one, where other families norm
+each head by itself. Several ranks would have to know each other's sums for that: refused by name.
+
+Source: 2 OLMo 2 Furious, arXiv 2501.00656, which moved the norms behind the blocks."""
+
+from __future__ import annotations
+
+import torch
+
+from common.models.blocks import (
+    AttentionBlock,
+    CheckpointTensor,
+    MakeLinear,
+    MLPBlock,
+    allocator,
+    whole,
+)
+from common.models.linear import Linear
+from common.models.model_config import ModelConfig
+from common.models.regions.regions import Regions
+
+
+class PostNormAttention(AttentionBlock):
+    def __init__(
+        self,
+        config: ModelConfig,
+        index: int,
+        dtype: torch.dtype,
+        device: torch.device | str,
+        into_stream: MakeLinear = Linear,
+    ) -> None:
+        super().__init__(config, index, dtype, device, into_stream)
+        del self.input_norm_weight
+        norm = allocator(config.norm_dtype(dtype), device)
+        q_size, k_size, _ = (n * self.head_dim for n in self.head_counts)
+        self.q_norm_weight, self.k_norm_weight = norm(q_size), norm(k_size)
+
+    def project(self, hidden: torch.Tensor, regions: Regions) -> torch.Tensor:
+        sizes = [n * self.head_dim for n in self.head_counts]
+        query, key, value = self.qkv(hidden).split(sizes, dim=-1)
+        query = regions.rms_norm(query.contiguous(), self.q_norm_weight, self.eps)
+        key = regions.rms_norm(key.contiguous(), self.k_norm_weight, self.eps)
+        qkv = torch.cat((query, key, value), dim=-1)
+        return qkv.view(len(hidden), -1, self.head_dim)
+
+    def own_norms(self) -> dict[str, CheckpointTensor]:
+        norms = {"self_attn.q_norm.weight": self.q_norm_weight}
+        return whole(norms | {"self_attn.k_norm.weight": self.k_norm_weight})
+
+
+class PostNormMLP(MLPBlock):
+    def __init__(
+        self,
+        config: ModelConfig,
+        dtype: torch.dtype,
+        device: torch.device | str,
+        into_stream: MakeLinear = Linear,
+    ) -> None:
+        super().__init__(config, dtype, device, into_stream)
+        self.mlp_norm_weight = None
+
+    def own_norms(self) -> dict[str, CheckpointTensor]:
+        assert self.post_norm_weight is not None
+        return whole({"post_feedforward_layernorm.weight": self.post_norm_weight})

@@ -1,0 +1,97 @@
+"""The small operations between the matrices, in machine code on a CPU (`compiled_regions.cpp`).
+
+`F.rms_norm` is 13 operations there, and each reads and writes the whole tensor; so it is with
+rotary embedding. Here each of these is one loop, for any number of tokens:
+
+    rms_norm             before attention, before the MLP and at the end
+    rotate_and_write     heads are normed and turned; keys and values go into the cache at once
+    silu_and_multiply    the MLP's gate
+
+In float32 and bfloat16 intermediate results are not rounded, so last bits differ from those of the
+plain functions; in float64 norms are computed in float32 here as there."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from ctypes import c_double, c_int, c_int64, c_void_p
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import torch
+
+from common.models.regions.regions import FusedRegions, Regions
+from cpp_library import SCALARS, load_library, try_to_compile
+
+if TYPE_CHECKING:
+    from common.models.model import DecoderModel
+    from paged_attention import AttentionPlan
+
+
+class CompiledRegions(FusedRegions):
+    """Every method computes what the one of `Regions` does, for tensors of one dtype."""
+
+    def __init__(self, dtype: torch.dtype, norm_dtype: torch.dtype, head_dim: int) -> None:
+        """Raises `RuntimeError` where nothing can be compiled."""
+        constants = dict(SCALAR=SCALARS[dtype], NORM=SCALARS[norm_dtype], HEAD_DIM=head_dim)
+        library = load_library(Path(__file__).with_suffix(".cpp"), constants)
+        end = c_int64, c_int64, c_int
+        self._norm = _function(library.rms_norm, c_void_p, c_void_p, c_double, c_void_p, *end)
+        self._silu = _function(library.silu_and_multiply, c_void_p, c_void_p, *end)
+        self._rotate = _function(
+            library.rotate_and_write, c_void_p, c_void_p, c_double, *[c_void_p] * 5,
+            *[c_int64] * 4, c_void_p, c_int64, *end,
+        )  # fmt: skip
+
+    def rms_norm(self, x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
+        x, output = x.contiguous(), torch.empty_like(x)
+        num_rows, size = x.shape
+        where = x.data_ptr(), weight.data_ptr(), eps, output.data_ptr()
+        self._norm(*where, num_rows, size, torch.get_num_threads())
+        return output
+
+    def rotate_and_write(
+        self,
+        qkv: torch.Tensor,
+        norm_weight: torch.Tensor | None,
+        eps: float,
+        rotary: tuple[torch.Tensor, torch.Tensor],
+        key_cache: torch.Tensor,
+        value_cache: torch.Tensor,
+        plan: AttentionPlan,
+    ) -> torch.Tensor:
+        """Writes by itself: `plan.write_kv` is not called."""
+        table, positions = rotary
+        num_tokens, num_all, head_dim = qkv.shape
+        block_size, num_kv_heads = key_cache.shape[1:3]
+        num_heads = num_all - 2 * num_kv_heads
+        query = qkv.new_empty(num_tokens, num_heads, head_dim)
+        weight = 0 if norm_weight is None else norm_weight.data_ptr()
+        self._rotate(
+            qkv.data_ptr(), weight, eps, table.data_ptr(), positions.data_ptr(),
+            plan.slot_mapping.data_ptr(), key_cache.data_ptr(), value_cache.data_ptr(),
+            *key_cache.stride()[:3], block_size, query.data_ptr(),
+            num_tokens, num_heads, num_kv_heads, torch.get_num_threads(),
+        )  # fmt: skip
+        return query
+
+    def silu_and_multiply(self, gate_up: torch.Tensor) -> torch.Tensor:
+        num_tokens, size = gate_up.shape[0], gate_up.shape[1] // 2
+        output = gate_up.new_empty(num_tokens, size)
+        where = gate_up.data_ptr(), output.data_ptr()
+        self._silu(*where, num_tokens, size, torch.get_num_threads())
+        return output
+
+
+def _function(function: Callable, *types: type) -> Callable[..., None]:
+    function.argtypes, function.restype = types, None
+    return function
+
+
+def compile_regions(model: DecoderModel) -> Regions:
+    """Machine code for a model like this one. Without a C++ compiler: the plain functions, and a
+    warning."""
+    dtypes = model.embed_weight.dtype, model.norm_weight.dtype
+    make = partial(CompiledRegions, *dtypes, model.layers[0].attention.head_dim)
+    what = "norms and rotary embedding"
+    return try_to_compile(make, what, f"{what} are not compiled") or Regions()

@@ -1,0 +1,137 @@
+"""The small operations between the matrices of a model, plain. `compiled_regions.py` has them fast
+for a CPU, `kernel_regions.py` for a GPU.
+
+In every dtype the numbers follow `transformers`: norms are computed in float32. That holds in
+float64 too, where tests compare tokens one by one. In bfloat16 a fused norm rounds once where
+`transformers` rounds twice."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
+import torch
+from torch.nn import functional as F
+
+from common.models.rotary import rotary_factors, rotate
+
+if TYPE_CHECKING:
+    from common.models.linear import Linear
+    from paged_attention import AttentionPlan
+
+
+def rms_norm(
+    x: torch.Tensor,  # [..., size]
+    weight: torch.Tensor | None,  # [size]
+    eps: float,
+) -> torch.Tensor:  # like x
+    """Over the last dimension, in float32 or below. A weight in float32 is multiplied before the
+    result is rounded to the dtype of `x`, another one after."""
+    if weight is not None and weight.dtype != x.dtype:
+        return rms_norm(x.to(weight.dtype), weight, eps).to(x.dtype)
+    if x.dtype != torch.float64:
+        return F.rms_norm(x, x.shape[-1:], weight, eps)
+    single = x.float()
+    single = single * torch.rsqrt(single.pow(2).mean(-1, keepdim=True) + eps)
+    return single.to(x.dtype) if weight is None else single.to(x.dtype) * weight
+
+
+def norm_and_rotate(
+    qk: torch.Tensor,  # [num_tokens, num_heads, head_dim]
+    weight: torch.Tensor | None,  # [num_heads, head_dim], None: there is no norm
+    eps: float,
+    rotary: tuple[torch.Tensor, torch.Tensor],  # `rotary_factors` of the tokens
+) -> torch.Tensor:  # like qk
+    """Norm of each head, and rotary embedding."""
+    if weight is not None:
+        qk = rms_norm(qk.to(weight.dtype), None, eps).mul_(weight).to(qk.dtype)
+    return rotate(qk, rotary)
+
+
+class Regions:
+    """What a model calls between its matrices."""
+
+    def rms_norm(
+        self,
+        x: torch.Tensor,  # [num_tokens, hidden_size]
+        weight: torch.Tensor,  # [hidden_size]
+        eps: float,
+    ) -> torch.Tensor:  # like x
+        return rms_norm(x, weight, eps)
+
+    def rotary(
+        self, table: torch.Tensor, positions: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Once a step, for all layers: what `rotate_and_write` turns with."""
+        return rotary_factors(table, positions)
+
+    def rotate_and_write(
+        self,
+        qkv: torch.Tensor,  # [num_tokens, num_heads + 2 * num_kv_heads, head_dim]
+        norm_weight: torch.Tensor | None,  # [num_heads + num_kv_heads, head_dim]
+        eps: float,
+        rotary: tuple[torch.Tensor, torch.Tensor],
+        key_cache: torch.Tensor,  # [num_blocks, block_size, num_kv_heads, head_dim], written
+        value_cache: torch.Tensor,  # the same
+        plan: AttentionPlan,  # knows the slots
+    ) -> torch.Tensor:  # [num_tokens, num_heads, head_dim], the queries
+        """Queries and keys are normed and turned; keys and values go into the cache."""
+        num_kv_heads = key_cache.shape[2]
+        qk, value = qkv.split((qkv.shape[1] - num_kv_heads, num_kv_heads), dim=1)
+        qk = norm_and_rotate(qk, norm_weight, eps, rotary)
+        query, key = qk.split((qk.shape[1] - num_kv_heads, num_kv_heads), dim=1)
+        plan.write_kv(key, value, key_cache, value_cache)
+        return query
+
+    def add_and_norm(
+        self,
+        matrix: Linear,
+        hidden: torch.Tensor,  # [num_tokens, hidden_size], may be overwritten
+        x: torch.Tensor,
+        weight: torch.Tensor | None,  # [hidden_size]; None: it is not normed, and given twice
+        eps: float,
+        post_weight: torch.Tensor | None = None,  # [hidden_size]
+    ) -> tuple[torch.Tensor, torch.Tensor]:  # like hidden
+        """What `add` gives, as it is and normed."""
+        hidden = self.add(matrix, hidden, x, eps, post_weight)
+        return hidden, hidden if weight is None else self.rms_norm(hidden, weight, eps)
+
+    def add(
+        self,
+        matrix: Linear,
+        hidden: torch.Tensor,  # [num_tokens, hidden_size], may be overwritten
+        x: torch.Tensor,
+        eps: float,
+        post_weight: torch.Tensor | None,  # [hidden_size]; None: what is added is not normed
+    ) -> torch.Tensor:  # like hidden
+        """`hidden + matrix(x)`, or the norm of `matrix(x)` in its place."""
+        if post_weight is None:
+            return matrix.add_to(hidden, x)
+        return hidden.add_(self.rms_norm(matrix(x), post_weight, eps))
+
+    def activate_and_multiply(
+        self, gate_up: torch.Tensor, activation: Callable[[torch.Tensor], torch.Tensor]
+    ) -> torch.Tensor:  # [num_tokens, intermediate_size]
+        gate, up = gate_up.chunk(2, dim=-1)
+        return activation(gate).mul_(up)
+
+
+class FusedRegions(Regions):
+    """What those that fuse more than PyTorch does have in common."""
+
+    def rotary(
+        self, table: torch.Tensor, positions: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """`rotate_and_write` looks up its own rows."""
+        return table, positions
+
+    def activate_and_multiply(
+        self, gate_up: torch.Tensor, activation: Callable[[torch.Tensor], torch.Tensor]
+    ) -> torch.Tensor:
+        """SiLU is fused; another one is not."""
+        if activation is not F.silu:
+            return super().activate_and_multiply(gate_up, activation)
+        return self.silu_and_multiply(gate_up)
+
+    def silu_and_multiply(self, gate_up: torch.Tensor) -> torch.Tensor:
+        raise NotImplementedError

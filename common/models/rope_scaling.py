@@ -1,0 +1,106 @@
+"""Rotary angles for texts longer than those that a model was first trained on, by `rope_type`.
+
+    linear    all angles grow `factor` times more slowly
+    llama3    slow ones do, fast ones stay, and between two wavelengths they are blended
+    yarn      the same by turns in the first training's length; and cosines and sines are
+              multiplied by `attention_factor`, so that scores grow
+
+`READS` says what a kind reads of `rope_scaling`, and the function of its name makes the angles.
+They are those of `transformers`, which a test compares. Not here: "dynamic", whose angles change
+when a text grows, so that what is in a KV cache would have to be turned anew; "longrope", which has
+two lists of factors, and turns to the second in the middle of a text.
+
+Sources: YaRN, arXiv 2309.00071; "llama3": the Llama 3.1 model card."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+
+from common.models.config_fields import positive_float, positive_int, refuse_unknown, refused
+from common.models.rotary import RopeParameters
+
+_ORIGINAL = "original_max_position_embeddings"
+_BOUNDS = {"llama3": ("low_freq_factor", "high_freq_factor"), "yarn": ("beta_slow", "beta_fast")}
+# What must be there, and what is something if it is not. All are numbers > 0.
+READS: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
+    "linear": (("factor",), ()),
+    "llama3": (("factor", "low_freq_factor", "high_freq_factor"), ()),
+    "yarn": (
+        ("factor",),
+        ("beta_fast", "beta_slow", "attention_factor", "mscale", "mscale_all_dim"),
+    ),
+}
+
+
+def read_scaling(
+    source: str, rope_type: str, rope: dict[str, Any], fields: dict[str, Any], max_positions: int
+) -> dict[str, Any]:
+    """Fields of `RopeParameters`. Raises `ValueError` for another kind, and for what it lacks."""
+    if not isinstance(rope_type, str) or rope_type not in READS:
+        known = ", ".join(["default", *READS])
+        raise refused(f"{source}: rope_type", rope_type, f"it must be {known}")
+    needed, optional = READS[rope_type]
+    refuse_unknown(source, rope, {*needed, *optional})
+    values: dict[str, Any] = {name: positive_float(rope, name) for name in needed}
+    values |= {k: positive_float(rope, k) for k in optional if rope.get(k) is not None}
+    if rope_type != "linear":
+        own = fields if fields.get(_ORIGINAL) is not None else rope
+        values[_ORIGINAL] = positive_int(own, _ORIGINAL, max_positions)
+        low, high = _BOUNDS[rope_type]
+        least, most = values.get(low, 1.0), values.get(high, 32.0)  # yarn's, if they are absent
+        if most <= least:
+            raise refused(f"{source}: {high}", most, f"it must exceed {low}, {least}")
+    if rope_type == "yarn":
+        if rope.get("rope_theta", fields.get("rope_theta")) == 1:
+            raise refused("rope_theta", 1, "with yarn it must be another number")
+        scales = [values.pop(name, None) for name in ("mscale", "mscale_all_dim")]
+        values.setdefault("attention_factor", _attention_factor(values["factor"], *scales))
+    return values
+
+
+def _attention_factor(factor: float, mscale: float | None, of_all: float | None) -> float:
+    def grown(scale: float) -> float:
+        return 0.1 * scale * math.log(factor) + 1.0 if factor > 1 else 1.0
+
+    return grown(mscale) / grown(of_all) if mscale and of_all else grown(1.0)
+
+
+def linear(inv_freq: torch.Tensor, rope: RopeParameters) -> torch.Tensor:
+    return inv_freq / rope.factor
+
+
+def llama3(inv_freq: torch.Tensor, rope: RopeParameters) -> torch.Tensor:
+    """High frequencies stay, low ones are divided by `factor`, those between are blended:
+
+    wavelength    short |  original / high_freq_factor  ...  original / low_freq_factor  | long
+                  as is |                          blended                               | / factor
+    """
+    original = rope.original_max_position_embeddings
+    wavelength = 2 * math.pi / inv_freq
+    is_long = wavelength > original / rope.low_freq_factor
+    is_short = wavelength < original / rope.high_freq_factor
+    share_kept = original / wavelength - rope.low_freq_factor
+    share_kept = share_kept / (rope.high_freq_factor - rope.low_freq_factor)
+    blended = (1 - share_kept) * inv_freq / rope.factor + share_kept * inv_freq
+    return torch.where(is_long, inv_freq / rope.factor, torch.where(is_short, inv_freq, blended))
+
+
+def yarn(inv_freq: torch.Tensor, rope: RopeParameters) -> torch.Tensor:
+    """What turns more than `beta_fast` times in the first training's length stays, what turns less
+    than `beta_slow` times is divided by `factor`; between these two pairs of channels, evenly."""
+    num_pairs = len(inv_freq)
+
+    def pair_that_turns(times: float) -> float:
+        per_turn = rope.original_max_position_embeddings / (times * 2 * math.pi)
+        return num_pairs * math.log(per_turn) / math.log(rope.theta)
+
+    first = max(math.floor(pair_that_turns(rope.beta_fast)), 0)
+    last = min(math.ceil(pair_that_turns(rope.beta_slow)), 2 * num_pairs - 1)
+    pairs = torch.arange(num_pairs, dtype=torch.float32)
+    share_kept = 1 - ((pairs - first) / ((last - first) or 1)).clamp(0, 1)
+    exponents = torch.arange(0, 2 * num_pairs, 2, dtype=torch.float32) / (2 * num_pairs)
+    slow = 1.0 / (rope.factor * rope.theta**exponents)  # `inv_freq / factor` would round otherwise
+    return slow * (1 - share_kept) + inv_freq * share_kept

@@ -1,0 +1,481 @@
+from __future__ import annotations
+
+import dataclasses
+import json
+import logging
+import re
+import sys
+from pathlib import Path
+
+import huggingface_hub
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from transformers import AutoModelForCausalLM, Qwen3Config
+
+from common.models import loader
+from common.models.linear import ONEDNN, Linear, linear_layers, why_not_packed
+from common.models.loader import load_model, resolve_checkpoint
+from common.models.model import DecoderModel
+from common.models.model_config import SUPPORTED_ARCHITECTURES, ModelConfig
+from common.tests.model_cases import CASES, PagedHarness, reference_logits, save_case
+from workshop.measure.bench.random_weights import QWEN3_0_6B, random_model, write_random
+
+WEIGHTS = "model.safetensors"
+INDEX = "model.safetensors.index.json"
+EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
+
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+
+@pytest.fixture
+def checkpoint(tmp_path: Path) -> Path:
+    """Untied, without biases."""
+    return save_case("mistral", tmp_path)
+
+
+def edit_weights(path: Path, edit) -> None:
+    tensors = load_file(path / WEIGHTS)
+    edit(tensors)
+    save_file(tensors, path / WEIGHTS, metadata={"format": "pt"})
+
+
+def edit_json(path: Path, **changes) -> None:
+    fields = json.loads(path.read_text())
+    path.write_text(json.dumps({**fields, **changes}))
+
+
+def state(path: Path) -> dict[str, torch.Tensor]:
+    return dict(load_model(path, torch.float64).model.named_parameters())
+
+
+def assert_same_weights(first: dict, second: dict) -> None:
+    assert first.keys() == second.keys()
+    assert all(torch.equal(first[name], second[name]) for name in first)
+
+
+def assert_logits_of_transformers(path: Path) -> None:
+    prompt = [3, 1, 4, 1, 5, 9, 2, 6]
+    expected = reference_logits(path, torch.float64, [prompt])[0]
+    logits = PagedHarness(load_model(path, torch.float64).model, 1).step([(0, 0, prompt)])
+    assert (logits - expected).abs().max() < 1e-9
+
+
+# -- one plain matrix at a time
+
+
+@pytest.mark.skipif(why_not_packed(torch.float32, torch.device("cpu")) is not None, reason="ARM")
+@pytest.mark.parametrize("name", CASES)
+def test_a_matrix_is_packed_before_the_next_one_is_read(name, tmp_path, monkeypatch):
+    path, own, plain_bytes = save_case(name, tmp_path), [], []
+    expected = dict(load_model(path, torch.float32).model.named_weights())
+    overlap, pack = loader.overlap_plain_weights, Linear.pack
+
+    def watched_overlap(matrices: list[Linear]) -> dict[int, Linear]:
+        own.extend(matrices)
+        return overlap(matrices)
+
+    def watched_pack(matrix: Linear, *how, **packing) -> None:
+        memory = [m.weight.untyped_storage() for m in own if m.weight is not None]
+        plain_bytes.append(sum({m.data_ptr(): m.nbytes() for m in memory}.values()))
+        pack(matrix, *how, **packing)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(loader, "overlap_plain_weights", watched_overlap)
+        patch.setattr(Linear, "pack", watched_pack)
+        model = load_model(path, torch.float32, packing_of=lambda model: ONEDNN).model
+    assert max(plain_bytes) <= 4 * (max(m.shape.numel() for m in own) + 64 * len(own))
+    assert all(matrix.is_packed for matrix in linear_layers(model))
+    assert_same_weights(dict(model.named_weights()), expected)
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="the pages of a mapped file, in /proc")
+def test_the_pages_of_a_tensor_are_given_back_when_it_is_copied(tmp_path, monkeypatch):
+    write_random("qwen3", tmp_path)
+    size, resident = (tmp_path / WEIGHTS).stat().st_size, []
+    give_back = loader._give_back
+
+    def watched(stored: torch.Tensor) -> None:
+        give_back(stored)
+        maps = Path("/proc/self/smaps").read_text()
+        found = re.search(rf"{re.escape(str(tmp_path / WEIGHTS))}\n.*?Rss: +(\d+) kB", maps, re.S)
+        resident.append(int(found[1]) * 1024)
+
+    monkeypatch.setattr(loader, "_give_back", watched)
+    load_model(tmp_path, torch.float32)
+    assert len(resident) > 20 and max(resident) < size / 4, (resident, size)
+
+
+# -- every tensor once, every parameter once
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_targets_cover_every_parameter_exactly_once(name, tmp_path):
+    path = save_case(name, tmp_path)
+    config = ModelConfig.from_hf(json.loads((path / "config.json").read_text()))
+    model = DecoderModel(config)
+    for parameter in model.parameters():
+        parameter.zero_()
+    parts = model.checkpoint_tensors()
+    for part in parts.values():
+        part.target.add_(1)
+    assert all((parameter == 1).all() for parameter in model.parameters())
+    assert {n: list(p.shape) for n, p in parts.items()} == {
+        n: list(t.shape) for n, t in load_file(path / WEIGHTS).items()
+    }
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        EMBEDDING,
+        HEAD,
+        "model.norm.weight",
+        "model.layers.0.self_attn.k_proj.weight",
+        "model.layers.2.mlp.up_proj.weight",
+    ],
+)
+def test_a_missing_tensor_is_named(name, checkpoint):
+    """Trap 48."""
+    edit_weights(checkpoint, lambda tensors: tensors.pop(name))
+    with pytest.raises(ValueError, match=f"lacks tensors that the model needs: {name}$"):
+        load_model(checkpoint)
+
+
+@pytest.mark.parametrize(
+    "name", ["model.layers.3.mlp.up_proj.weight", "model.layers.0.self_attn.q_proj.bias", "strange"]
+)
+def test_a_tensor_nobody_uses_is_named(name, checkpoint):
+    """Trap 48: also a layer too many, and biases that the configuration does not mention."""
+    edit_weights(checkpoint, lambda tensors: tensors.update({name: torch.zeros(32)}))
+    with pytest.raises(ValueError, match=f"has tensors that the model lacks: {name}$"):
+        load_model(checkpoint)
+
+
+def test_many_names_are_cut_short(checkpoint):
+    edit_json(checkpoint / "config.json", num_hidden_layers=2)
+    with pytest.raises(ValueError, match=r"model lacks: model\.layers\.2\..* and 1 more$"):
+        load_model(checkpoint)
+
+
+NORM, VALUES = "model.norm.weight", "model.layers.1.self_attn.v_proj.weight"
+QUERY_NORM = "model.layers.1.self_attn.q_norm.weight"
+
+
+@pytest.mark.parametrize(
+    "case, name, wrong, said",
+    [
+        ("mistral", VALUES, torch.zeros(32, 48), r"has shape \(32, 48\).* \(48, 32\) by"),
+        # One that would broadcast.
+        ("qwen3", QUERY_NORM, torch.zeros(1), r"has shape \(1,\).* \(16,\) by"),
+        ("mistral", NORM, torch.ones(32).char(), "has dtype I8: it must be F64, F32, BF16, F16"),
+    ],
+)
+def test_a_tensor_of_another_shape_or_kind_is_named(case, name, wrong, said, tmp_path):
+    edit_weights(save_case(case, tmp_path), lambda tensors: tensors.update({name: wrong}))
+    with pytest.raises(ValueError, match=f"{name} {said}"):
+        load_model(tmp_path)
+
+
+def test_rotary_buffers_of_old_checkpoints_are_skipped(checkpoint):
+    before = state(checkpoint)
+    name = "model.layers.0.self_attn.rotary_emb.inv_freq"
+    edit_weights(checkpoint, lambda tensors: tensors.update({name: torch.full((12,), 9.0)}))
+    assert_same_weights(state(checkpoint), before)
+    assert_logits_of_transformers(checkpoint)
+
+
+# -- tied embeddings
+
+
+def test_tied_is_one_parameter_and_untied_two(tmp_path):
+    tied = load_model(save_case("qwen2", tmp_path / "tied"), torch.float64).model
+    untied = load_model(save_case("qwen2-untied", tmp_path / "untied"), torch.float64).model
+    assert tied.lm_head.weight is tied.embed_weight
+    assert not torch.equal(untied.lm_head.weight, untied.embed_weight)
+
+
+@pytest.mark.parametrize("how", ["embedding only", "head only", "both"])
+def test_a_tied_matrix_may_have_either_name_or_both(how, tmp_path):
+    before = state(save_case("qwen2", tmp_path))
+
+    def edit(tensors: dict) -> None:
+        assert HEAD not in tensors
+        if how != "embedding only":
+            tensors[HEAD] = tensors[EMBEDDING].clone()
+        if how == "head only":
+            del tensors[EMBEDDING]
+
+    edit_weights(tmp_path, edit)
+    assert_same_weights(state(tmp_path), before)
+    assert_logits_of_transformers(tmp_path)
+
+
+def test_a_tied_matrix_stored_twice_with_different_values_is_refused(tmp_path):
+    save_case("qwen2", tmp_path)
+    edit_weights(tmp_path, lambda tensors: tensors.update({HEAD: tensors[EMBEDDING] + 1e-9}))
+    with pytest.raises(ValueError, match=r"tie_word_embeddings is true, but .* differ"):
+        load_model(tmp_path)
+
+
+def test_untied_by_config_needs_a_head(tmp_path):
+    save_case("qwen2", tmp_path)
+    edit_json(tmp_path / "config.json", tie_word_embeddings=False)
+    with pytest.raises(ValueError, match=f"lacks tensors that the model needs: {HEAD}$"):
+        load_model(tmp_path)
+
+
+# -- shards
+
+
+@pytest.fixture
+def sharded(tmp_path: Path) -> Path:
+    """The same weights as `checkpoint`, in several files."""
+    whole, path = save_case("mistral", tmp_path / "whole"), tmp_path / "sharded"
+    model = AutoModelForCausalLM.from_pretrained(whole, dtype=torch.float64)
+    model.save_pretrained(path, max_shard_size="30KB")
+    assert len(list(path.glob("model-*.safetensors"))) > 3 and not (path / WEIGHTS).exists()
+    return path
+
+
+def test_shards_give_the_weights_of_the_single_file(sharded):
+    assert_same_weights(state(sharded), state(sharded.parent / "whole"))
+
+
+def test_a_missing_shard_is_named(sharded):
+    victim = sorted(sharded.glob("model-*.safetensors"))[1]
+    victim.unlink()
+    with pytest.raises(FileNotFoundError, match=victim.name):
+        load_model(sharded)
+
+
+def test_an_index_that_disagrees_with_its_shards_is_refused(sharded):
+    index = json.loads((sharded / INDEX).read_text())["weight_map"]
+    files = list(index.values())
+    dropped = next(name for name, file in index.items() if files.count(file) > 1)
+    for change, culprit in (
+        ({**index, "invented": index[EMBEDDING]}, "invented"),  # promised, not there
+        ({name: index[name] for name in index if name != dropped}, dropped),  # not promised
+    ):
+        edit_json(sharded / INDEX, weight_map=change)
+        with pytest.raises(ValueError, match=rf"index\.json.* disagree about: {culprit}$"):
+            load_model(sharded)
+
+
+def test_a_tensor_in_two_shards_is_refused(sharded):
+    index = json.loads((sharded / INDEX).read_text())["weight_map"]
+    other = next(file for file in index.values() if file != index[HEAD])
+    tensors = load_file(sharded / other)
+    save_file({**tensors, HEAD: torch.zeros(89, 32)}, sharded / other)
+    with pytest.raises(ValueError, match=f"disagree about: {HEAD}"):
+        load_model(sharded)
+
+
+@pytest.mark.parametrize("weight_map", [None, ["a"], {"a": 3}])
+def test_an_index_without_a_proper_weight_map_is_refused(weight_map, sharded):
+    edit_json(sharded / INDEX, weight_map=weight_map)
+    with pytest.raises(ValueError, match="weight_map must map"):
+        load_model(sharded)
+
+
+def test_an_index_cannot_point_outside_its_directory(sharded):
+    edit_json(sharded / INDEX, weight_map={"a": "../whole/model.safetensors"})
+    with pytest.raises(ValueError, match="not the name of a file beside it"):
+        load_model(sharded)
+
+
+# -- broken and missing files
+
+
+@pytest.mark.parametrize("keep", [0, 5, 100, -1, None])
+def test_a_file_that_is_cut_or_is_a_pointer_is_named(keep, checkpoint):
+    pointer = b"version https://git-lfs.github.com/spec/v1\noid sha256:0\n"
+    data = pointer if keep is None else (checkpoint / WEIGHTS).read_bytes()[:keep]
+    (checkpoint / WEIGHTS).write_bytes(data)
+    with pytest.raises(ValueError, match=r"model\.safetensors is corrupt or incomplete"):
+        load_model(checkpoint)
+
+
+@pytest.mark.parametrize("content", [b"{", b"\xff\xfe", b"[1, 2]", b""])
+def test_a_broken_config_is_named(content, checkpoint):
+    (checkpoint / "config.json").write_bytes(content)
+    with pytest.raises(ValueError, match=r"config\.json"):
+        load_model(checkpoint)
+
+
+def test_an_unsupported_architecture_lists_the_supported_ones(checkpoint):
+    edit_json(checkpoint / "config.json", architectures=["MambaForCausalLM"], model_type="mamba")
+    with pytest.raises(ValueError, match="MambaForCausalLM") as error:
+        load_model(checkpoint)
+    assert all(name in str(error.value) for name in SUPPORTED_ARCHITECTURES)
+
+
+def test_missing_things_are_file_not_found(checkpoint, tmp_path):
+    """Trap 48: a wrong directory is refused, not served with whatever memory held."""
+    (tmp_path / "empty").mkdir()
+    for model, message in (
+        (tmp_path / "nothing", "no such directory"),
+        (str(tmp_path / "nothing"), "no such directory"),
+        (tmp_path / "empty", "no config.json"),
+        (checkpoint / "config.json", "is a file"),
+        ("", "no config.json|no such directory"),
+    ):
+        with pytest.raises(FileNotFoundError, match=message):
+            load_model(model)
+    (checkpoint / WEIGHTS).rename(checkpoint / "pytorch_model.bin")
+    with pytest.raises(FileNotFoundError, match=r"neither model\.safetensors nor"):
+        load_model(checkpoint)
+
+
+# -- the hub
+
+
+def test_a_hub_id_is_downloaded(checkpoint, monkeypatch):
+    asked = []
+
+    def download(repo_id: str, **options) -> str:
+        asked.append((repo_id, options))
+        return str(checkpoint)
+
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", download)
+    assert resolve_checkpoint("some-org/Some.Model-1_b") == checkpoint
+    assert asked[0][0] == "some-org/Some.Model-1_b"
+    assert asked[0][1]["allow_patterns"] == loader._DOWNLOADS
+
+
+@pytest.mark.parametrize("error", [OSError("no route to host\nlong story"), ValueError("offline")])
+def test_a_download_that_fails_says_what_was_tried(error, monkeypatch):
+    def download(*args, **options):
+        raise error
+
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", download)
+    with pytest.raises(FileNotFoundError, match="neither a directory nor a hub id") as caught:
+        resolve_checkpoint("some-org/some-model")
+    assert "some-org/some-model" in str(caught.value) and "\n" not in str(caught.value)
+    assert caught.value.__cause__ is error
+
+
+def test_the_hub_is_not_asked_for_what_is_not_a_hub_id(monkeypatch):
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", None)
+    for model in ("a/b/c", "./models/x", "some org/model", "/nowhere/at/all", Path("org/model")):
+        with pytest.raises(FileNotFoundError, match="no such directory"):
+            resolve_checkpoint(model)
+
+
+# -- dtype and end of text
+
+
+@pytest.mark.parametrize(
+    ("stored", "is_fast", "expected"),
+    [
+        ("float64", False, torch.float64),
+        ("float32", False, torch.float32),
+        ("bfloat16", False, torch.float32),
+        ("bfloat16", True, torch.bfloat16),
+        ("float16", False, torch.float32),
+        ("float16", True, torch.float16),
+    ],
+)
+@pytest.mark.parametrize("spelling", ["dtype", "torch_dtype", None])
+def test_auto_dtype_is_the_checkpoints_unless_the_cpu_is_slow_at_it(
+    stored, is_fast, expected, spelling, tmp_path, monkeypatch, caplog
+):
+    path = save_case("mistral", tmp_path)
+    dtype = getattr(torch, stored)
+    edit_weights(path, lambda tensors: tensors.update({n: t.to(dtype) for n, t in tensors.items()}))
+    fields = json.loads((path / "config.json").read_text())
+    del fields["dtype"]
+    (path / "config.json").write_text(
+        json.dumps({**fields, **({spelling: stored} if spelling else {})})
+    )
+    monkeypatch.setattr("common.models.loader.is_bfloat16_fast", lambda: is_fast)
+    monkeypatch.setattr(torch.ops.mkldnn, "_is_mkldnn_fp16_supported", lambda: is_fast)
+    with caplog.at_level(logging.INFO):
+        loaded = load_model(path)
+    assert {p.dtype for p in loaded.model.parameters()} == {expected}
+    assert f"dtype: {str(expected).removeprefix('torch.')}" in caplog.text.replace("torch.", "")
+
+
+def test_a_dtype_can_be_asked_for(checkpoint):
+    for dtype in ("float64", "float32", "bfloat16", "float16", torch.float32, torch.bfloat16):
+        expected = getattr(torch, dtype) if isinstance(dtype, str) else dtype
+        assert load_model(checkpoint, dtype).model.norm_weight.dtype == expected
+    for dtype in ("int8", "fp16", torch.int64, None, 16):
+        with pytest.raises(ValueError, match="it must be 'auto' or one of float64"):
+            load_model(checkpoint, dtype)
+
+
+@pytest.mark.parametrize(
+    ("in_config", "in_generation", "expected"),
+    [
+        (None, None, ()),
+        (7, None, (7,)),
+        (None, 0, (0,)),
+        (7, [3, 7, 5], (3, 7, 5)),
+        ([2, 4], [4, 6], (4, 6, 2)),
+        (7, "absent", (7,)),
+        (-1, [88, 89], (88,)),  # the vocabulary ends at 88
+    ],
+)
+def test_all_end_of_text_ids_of_both_files_count(in_config, in_generation, expected, checkpoint):
+    """Trap 49."""
+    edit_json(checkpoint / "config.json", eos_token_id=in_config)
+    generation = checkpoint / "generation_config.json"
+    if in_generation == "absent":
+        generation.unlink()
+    else:
+        generation.write_text(json.dumps({"eos_token_id": in_generation}))
+    assert load_model(checkpoint).generation_eos_token_ids == expected
+
+
+@pytest.mark.parametrize("value", ["</s>", [1, "2"], True, 1.5, [[1]]])
+def test_end_of_text_ids_that_are_no_integers_are_refused(value, checkpoint):
+    (checkpoint / "generation_config.json").write_text(json.dumps({"eos_token_id": value}))
+    with pytest.raises(ValueError, match=r"generation_config\.json: eos_token_id"):
+        load_model(checkpoint)
+
+
+# -- random models
+
+
+TINY = dataclasses.replace(
+    QWEN3_0_6B, vocab_size=89, hidden_size=32, num_hidden_layers=2, intermediate_size=40
+)
+
+
+def test_a_random_model_depends_on_its_seed_alone():
+    def weights(seed: int) -> dict:
+        return dict(random_model(TINY, seed).model.named_parameters())
+
+    assert_same_weights(weights(0), weights(0))
+    first, second = weights(0), weights(1)
+    assert not torch.equal(first["embed_weight"], second["embed_weight"])
+    assert all(p.isfinite().all() for p in first.values())
+    assert (first["norm_weight"] == 1).all() and abs(first["embed_weight"].std() - 0.02) < 1e-3
+
+
+def test_a_random_model_can_be_used_at_once():
+    logits = PagedHarness(random_model(TINY).model, 1).step([(0, 0, [1, 2, 3])])
+    assert logits.isfinite().all() and logits.std() > 0
+
+
+def test_qwen3_0_6b_has_the_published_shape():
+    published = json.loads("""{
+        "architectures": ["Qwen3ForCausalLM"], "attention_bias": false, "head_dim": 128,
+        "hidden_act": "silu", "hidden_size": 1024, "intermediate_size": 3072,
+        "max_position_embeddings": 40960, "max_window_layers": 28, "model_type": "qwen3",
+        "num_attention_heads": 16, "num_hidden_layers": 28, "num_key_value_heads": 8,
+        "rms_norm_eps": 1e-06, "rope_scaling": null, "rope_theta": 1000000,
+        "sliding_window": null, "tie_word_embeddings": true, "torch_dtype": "bfloat16",
+        "use_sliding_window": false, "vocab_size": 151936, "eos_token_id": 151645
+    }""")
+    theirs = Qwen3Config(**published)
+    assert ModelConfig.from_hf(published) == QWEN3_0_6B == ModelConfig.from_hf(theirs.to_dict())
+    with torch.device("meta"):
+        expected = AutoModelForCausalLM.from_config(theirs).num_parameters()
+    short = dataclasses.replace(QWEN3_0_6B, max_position_embeddings=1)  # a small rotary table
+    model = DecoderModel(short, device="meta")
+    # q_norm and k_norm are stored once a head here.
+    repeated = QWEN3_0_6B.num_hidden_layers * QWEN3_0_6B.head_dim * (24 - 2)
+    assert sum(p.numel() for p in model.parameters()) - repeated == expected == 596_049_920

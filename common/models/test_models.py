@@ -1,0 +1,210 @@
+"""The models page, and what the demo says of a checkpoint that it cannot serve: one sentence,
+before a weight is read and before the model's memory is taken."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable
+from fnmatch import fnmatchcase
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from transformers.models.auto import modeling_auto
+
+from common import demo
+from common.engine_config import SHIPPED_CHECKPOINT
+from common.models import loader, test_model
+from common.models.__main__ import main
+from common.models.model import DecoderModel
+from common.models.model_config import SUPPORTED_ARCHITECTURES, WHY_REFUSED, why_refused
+from common.tests.model_cases import save_case
+from workshop.book import models_page
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+WEIGHTS = "model.safetensors"
+
+
+# -- the page
+
+
+def test_every_family_has_a_checkpoint_to_try_and_cases_of_a_test_that_is_there():
+    assert hasattr(test_model, models_page.ORACLE)
+    rows = models_page.rows()
+    assert [row[0].strip("`") for row in rows] == list(SUPPORTED_ARCHITECTURES)
+    assert all(cell for row in rows for cell in row), "a family without a checkpoint or a case"
+
+
+def test_the_page_and_what_is_printed_say_what_the_code_says(capsys):
+    assert models_page.PAGE.read_text(encoding="utf-8") == models_page.render()
+    main()
+    printed = capsys.readouterr().out
+    for name in (*SUPPORTED_ARCHITECTURES, *WHY_REFUSED, *WHY_REFUSED.values()):
+        assert name in printed
+
+
+def test_every_architecture_that_is_refused_by_name_is_one():
+    kinds = (names for key, names in vars(modeling_auto).items() if key.endswith("_MAPPING_NAMES"))
+    known = {name for kind in kinds for name in kind.values() if isinstance(name, str)}
+    for pattern, why in WHY_REFUSED.items():
+        fitting = [name for name in known if fnmatchcase(name, pattern)]
+        assert any(why_refused([name]) == why for name in fitting), pattern
+    assert why_refused(["SomethingNew"]) is why_refused("GptOssForCausalLM") is None
+    assert why_refused(["GPT2LMHeadModel"]) is why_refused(["GPT2DoubleHeadsModel"]) is None
+
+
+# -- the demo
+
+
+def fields(**changes: object) -> Callable[[Path], None]:
+    def change(path: Path) -> None:
+        config = json.loads((path / "config.json").read_text()) | changes
+        (path / "config.json").write_text(json.dumps(config))
+
+    return change
+
+
+def of(architecture: str, **more: object) -> Callable[[Path], None]:
+    return fields(architectures=[architecture], model_type="other", **more)
+
+
+def tensors(change: Callable[[dict], object]) -> Callable[[Path], None]:
+    def edit(path: Path) -> None:
+        found = load_file(path / WEIGHTS)
+        change(found)
+        save_file(found, path / WEIGHTS, metadata={"format": "pt"})
+
+    return edit
+
+
+def file(change: Callable[[Path], object], name: str) -> Callable[[Path], None]:
+    return lambda path: change(path / name) and None
+
+
+EXPERT = "model.layers.2.mlp.experts.4.up_proj.weight"
+QUERY = "model.layers.0.self_attn.q_proj.weight"
+WINDOWS = {"use_sliding_window": True, "max_window_layers": 0}
+CASES: dict[str, tuple[Callable[[Path], None], str]] = {
+    "unknown": (of("SomethingNew"), "architectures is ['SomethingNew']: supported are Qwen3For"),
+    "gpt-oss": (of("GptOssForCausalLM", quantization_config={"quant_method": "mxfp4"}), "a sink"),
+    "Gemma 3": (of("Gemma3ForConditionalGeneration"), "it reads pictures"),
+    "Qwen3-Next": (of("Qwen3NextForCausalLM"), "keep a state in the place of keys and values"),
+    "Qwen3.5": (of("Qwen3_5ForConditionalGeneration"), "keep a state in the place of keys"),
+    "DeepSeek": (of("DeepseekV3ForCausalLM"), "compressed (MLA)"),
+    "encoder": (of("BertForMaskedLM"), "it is an encoder"),
+    "without a head": (of("Qwen3Model"), "it has no head"),
+    "quantized": (
+        fields(quantization_config={"bits": 4, "modules_to_not_convert": ["lm_head"] * 999}),
+        "quantization_config is {'bits': 4, 'modules_to_not_convert': ['lm_head', ",
+    ),
+    "other sizes": (fields(hidden_size=48), "(89, 32) in the checkpoint and (89, 48) by config"),
+    "more layers": (fields(num_hidden_layers=4), "lacks tensors that the model needs: model.lay"),
+    "a billion layers": (fields(num_hidden_layers=10**9), "num_hidden_layers is 1000000000: it m"),
+    "999 layers": (
+        fields(num_hidden_layers=999),
+        "the number of layers is 999 by config.json, and",
+    ),
+    "a billion experts": (
+        fields(num_experts=10**9, num_local_experts=10**9),
+        "the number of experts is 1000000000 by config.json, and the checkpoint has",
+    ),
+    "an expert missing": (tensors(lambda found: found.pop(EXPERT)), f"needs: {EXPERT}"),
+    "a tensor over": (tensors(lambda t: t.update(own=torch.zeros(2))), "the model lacks: own"),
+    "integers": (tensors(lambda t: t.update({QUERY: t[QUERY].char()})), f"{QUERY} has dtype I8"),
+    "a window of 0": (fields(sliding_window=0, **WINDOWS), "sliding_window is 0"),
+    "another length": (
+        fields(sliding_window=8, layer_types=["sliding_attention"] * 2, **WINDOWS),
+        "there are 3 layers",
+    ),
+    "no list": (fields(layer_types=7), "layer_types is 7: it must be a list"),
+    "no config": (file(Path.unlink, "config.json"), "has no config.json"),
+    "no JSON": (file(lambda p: p.write_text("{"), "config.json"), "is not readable as JSON"),
+    "no safetensors": (file(Path.unlink, WEIGHTS), f"has no weights: neither {WEIGHTS} nor"),
+    "only .bin": (
+        file(lambda p: p.rename(p.with_name("pytorch_model.bin")), WEIGHTS),
+        "pytorch_model.bin is not read, because reading it may run any code",
+    ),
+    "cut off": (
+        file(lambda p: p.write_bytes(p.read_bytes()[:-9]), WEIGHTS),
+        f"{WEIGHTS} is corrupt or incomplete",
+    ),
+    "no tokenizer": (file(Path.unlink, "tokenizer.json"), "tokenizer: "),
+}
+
+
+class WasRead(Exception):
+    pass
+
+
+class HeadOnly:
+    """An open file whose weights nobody may read."""
+
+    def __init__(self, *arguments, **options) -> None:
+        self.file = SAFE_OPEN(*arguments, **options)
+
+    def keys(self):
+        return self.file.keys()
+
+    def get_slice(self, name: str):
+        stored = self.file.get_slice(name)
+
+        class Slice:
+            get_shape, get_dtype = stored.get_shape, stored.get_dtype
+
+            def __getitem__(self, _):
+                raise WasRead(name)
+
+        return Slice()
+
+
+SAFE_OPEN = loader.safe_open
+
+
+@pytest.fixture(scope="module")
+def sound(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = save_case("qwen3-moe", tmp_path_factory.mktemp("sound"))
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        shutil.copy(SHIPPED_CHECKPOINT / name, path)
+    return path
+
+
+@pytest.fixture
+def made_on(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """The devices that models were made on, while weights cannot be read."""
+    found, make = [], DecoderModel.__init__
+
+    def spy(self, config, dtype=torch.float32, device="cpu") -> None:
+        found.append(torch.device(device).type)
+        make(self, config, dtype, device)
+
+    monkeypatch.setattr(DecoderModel, "__init__", spy)
+    monkeypatch.setattr(loader, "safe_open", HeadOnly)
+    return found
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_what_cannot_be_served_is_said_before_a_weight_is_read(
+    case, sound, made_on, tmp_path, capsys
+):
+    change, said = CASES[case]
+    path = shutil.copytree(sound, tmp_path / "model")
+    change(path)
+    assert demo.main(["--model", str(path)]) == 2
+    *_, sentence = capsys.readouterr().err.splitlines()
+    assert sentence.startswith("error: ") and said in sentence and len(sentence) < 700
+    assert "cpu" not in made_on, "memory was taken"
+
+
+def test_the_spy_sees_weights_that_are_read(sound, made_on):
+    with pytest.raises(WasRead):
+        demo.main(["--model", str(sound)])
+    assert made_on == ["meta", "cpu"]
+
+
+def test_a_window_longer_than_the_model_hides_nothing(sound, tmp_path):
+    path = shutil.copytree(sound, tmp_path / "model")
+    fields(sliding_window=10**6, **WINDOWS, layer_types=None)(path)
+    model = loader.load_model(path, torch.float64).model
+    assert model.config.layer_windows == (10**6,) * 3 and not model.groups.have_windows

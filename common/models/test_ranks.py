@@ -1,0 +1,46 @@
+from __future__ import annotations
+
+import itertools
+
+import pytest
+
+from common.models.ranks import Ranks
+
+
+@pytest.mark.parametrize("tp_size, num_stages", [*itertools.product((1, 2, 3), (1, 2, 3, 4))])
+def test_every_rank_has_a_place_and_stages_have_every_layer_once(tp_size, num_stages):
+    every = [Ranks(tp_size, num_stages, rank) for rank in range(tp_size * num_stages)]
+    assert [r.stage * tp_size + r.tp_rank for r in every] == list(range(len(every)))
+    assert [r.stage for r in every if r.is_output_rank] == [num_stages - 1]
+    assert sum(r.is_first_stage for r in every) == sum(r.is_last_stage for r in every) == tp_size
+    for num_layers in range(num_stages, 14):
+        for tp_rank in range(tp_size):
+            stages = [r.layers(num_layers) for r in every if r.tp_rank == tp_rank]
+            assert list(itertools.chain(*stages)) == list(range(num_layers))
+            sizes = list(map(len, stages))
+            assert max(sizes) - min(sizes) <= 1
+            assert sizes[-1] == min(sizes), "the last one has the head too"
+
+
+def test_what_is_left_goes_to_the_middle_then_to_the_first():
+    sizes = {n: [len(Ranks(1, 4, r).layers(n)) for r in range(4)] for n in range(4, 8)}
+    assert sizes == {4: [1, 1, 1, 1], 5: [1, 2, 1, 1], 6: [1, 2, 2, 1], 7: [2, 2, 2, 1]}
+
+
+@pytest.mark.parametrize(
+    "fields, message",
+    [
+        ({"tensor_parallel_size": 0}, "tensor_parallel_size is 0: it must be >= 1"),
+        ({"pipeline_parallel_size": -1}, "pipeline_parallel_size is -1: it must be >= 1"),
+        ({"tensor_parallel_size": 2, "rank": 2}, r"rank is 2: it must be in \[0, 2\)"),
+        ({"rank": -1}, r"rank is -1: it must be in \[0, 1\)"),
+    ],
+)
+def test_places_that_do_not_exist(fields, message):
+    with pytest.raises(ValueError, match=message):
+        Ranks(**fields)
+
+
+def test_more_stages_than_layers():
+    with pytest.raises(ValueError, match="pipeline_parallel_size is 4: the model has 3 layers"):
+        Ranks(1, 4, 0).layers(3)

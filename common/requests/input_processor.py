@@ -1,0 +1,221 @@
+"""What comes in: prompts and parameters are checked, and become the requests of one group.
+
+Nothing here touches the engine's state, so whatever is refused leaves no trace."""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, fields, replace
+from hashlib import blake2b
+from importlib.util import find_spec
+from numbers import Integral, Real
+from typing import Any, TypedDict
+
+from common.requests.output_processor import OutputProcessor, RequestGroup
+from common.requests.tokenizer import Tokenizer
+from kv_memory import KeyedRequest
+from request import SamplingParams, check_integers, require
+
+Prompt = str | Sequence[int]  # or a row of integers of NumPy or PyTorch
+_RULES = "allowed_token_ids", "bad_words", "logit_bias"
+MOST_SAMPLES = 16_384  # of a prompt, as in vLLM: each takes memory at once
+
+
+class SharedOptions(TypedDict, total=False):
+    """What requests may bring besides prompt and parameters. `arrival_time` is in seconds of
+    `time.monotonic()`, now if None. A lower `priority` is more urgent. Only requests with an equal
+    `cache_salt` share cached prefixes: one for each tenant keeps them from probing each other's."""
+
+    arrival_time: float | None
+    priority: int
+    cache_salt: str | None
+
+
+class RequestOptions(SharedOptions, total=False):
+    """`adapter` is the name of a LoRA adapter that is loaded."""
+
+    adapter: str | None
+
+
+class DrawnSeedParams(SamplingParams):
+    """Parameters of a request that named no seed, so the engine drew one. Tokens that depend on
+    such a seed may differ with and without speculation."""
+
+    __slots__ = ()
+
+
+@dataclass(slots=True)
+class Intake:
+    """`num_embeddings` bounds the ids of a prompt; `vocab_size` is what may be sampled."""
+
+    tokenizer: Tokenizer | None
+    num_embeddings: int
+    vocab_size: int
+    eos_token_ids: tuple[int, ...]
+    max_model_len: int
+    seed: int
+    num_seeds_drawn: int = 0
+
+    def make_group(
+        self,
+        request_id: str,
+        prompt: Prompt,
+        params: SamplingParams,
+        arrival_time: float | None = None,
+        priority: int = 0,
+        cache_salt: str | None = None,
+        adapter: str | None = None,  # the digest of its content
+    ) -> RequestGroup:
+        """With its `n` requests. Raises `ValueError` that names field, value and what is
+        allowed."""
+        rules = self._check_params(params)
+        arrival_time = time.monotonic() if arrival_time is None else arrival_time
+        is_number = isinstance(arrival_time, Real) and not isinstance(arrival_time, bool)
+        if not is_number or not abs(arrival_time) <= sys.float_info.max:
+            raise ValueError(f"arrival_time is {arrival_time!r}: it must be a number of seconds")
+        check_integers(priority=priority)
+        if cache_salt is not None and not (isinstance(cache_salt, str) and cache_salt):
+            raise ValueError(f"cache_salt is {cache_salt!r}: it must be None or a non-empty str")
+        text = prompt if isinstance(prompt, str) else None
+        token_ids = _truncated(self._to_token_ids(prompt), params, self.max_model_len)
+        if params.max_tokens is None:  # a scheduler lowers it to the room that there is
+            params = replace(params, max_tokens=self.max_model_len)
+        group = RequestGroup(request_id, text, token_ids)
+        keys = {"salt": cache_salt, "lora": adapter}
+        extra_keys = tuple((name, key) for name, key in keys.items() if key is not None)
+        features: dict[str, Any] = {} if adapter is None else {"adapter": adapter}
+        if rules is not None:
+            features["token_rules"] = rules
+        if params.grammar is not None:
+            features["grammar"] = self._grammar_source(params)
+            params = replace(params, grammar=None)  # the part that it concerns has it
+        skips = params.skip_reading_prefix_cache
+        is_right = skips is None or isinstance(skips, bool)
+        require(is_right, "skip_reading_prefix_cache", skips, "None, True or False")
+        if (num_top := params.prompt_logprobs) is not None:
+            check_integers(-1, prompt_logprobs=num_top)
+            few = "None or True: what is cached has no prompt_logprobs"
+            require(skips is not False, "skip_reading_prefix_cache", skips, few)
+            group.prompt_logprobs = [None]
+        seed = params.seed
+        if seed is None:  # a function of the engine's seed and the order of arrival
+            seed = (self.seed << 32) + self.num_seeds_drawn * 1_000_003
+            params = DrawnSeedParams(**{f.name: getattr(params, f.name) for f in fields(params)})
+        for i in range(params.n):
+            own = dict(features)
+            if num_top is not None and i == 0:  # one for all
+                own["prompt_logprobs"] = int(num_top)
+            request = KeyedRequest(
+                request_id if params.n == 1 else f"{request_id}#{i}",
+                group.prompt_token_ids,
+                replace(
+                    params,
+                    seed=seed_of_sample(seed, i),
+                    skip_reading_prefix_cache=bool(skips or "prompt_logprobs" in own),
+                ),
+                self.eos_token_ids,
+                arrival_time,
+                priority,
+                own,
+                extra_keys=extra_keys,
+            )
+            group.add(OutputProcessor(request, i, self.tokenizer))
+        return group
+
+    def _grammar_source(self, params: SamplingParams) -> str:
+        from grammars import check_params, source_of
+
+        if find_spec("llguidance") is None:
+            raise ValueError("grammar needs llguidance: pip install 'vllm-from-scratch[grammar]'")
+        if self.tokenizer is None:
+            raise ValueError("grammar is over text: this engine has no tokenizer")
+        check_params(params, [i for i in self.eos_token_ids if i < self.vocab_size])
+        return source_of(params.grammar)
+
+    def _check_params(self, params: SamplingParams) -> dict[str, Any] | None:
+        """What rules its tokens keep to, if any."""
+        if not isinstance(params, SamplingParams):
+            raise ValueError(f"sampling_params is {params!r}: it must be a SamplingParams")
+        require(params.n <= MOST_SAMPLES, "n", params.n, f"at most {MOST_SAMPLES:,}")
+        self._check_token_ids("stop_token_ids", params.stop_token_ids)
+        rules = None
+        if any(getattr(params, name) is not None for name in _RULES):
+            from common.requests.token_rules import token_rules_of
+
+            rules = token_rules_of(params, self.tokenizer, self.vocab_size, self._check_sampled_ids)
+        if params.min_tokens > 0:
+            forbidden = {*params.stop_token_ids, *(() if params.ignore_eos else self.eos_token_ids)}
+            allowed = None if rules is None else rules["allowed"]
+            if forbidden.issuperset(allowed or range(self.vocab_size)):
+                raise ValueError(
+                    f"min_tokens is {params.min_tokens}: it must be 0 if every token stops"
+                )
+        return rules
+
+    def _to_token_ids(self, prompt: Prompt) -> list[int]:
+        if isinstance(prompt, str):
+            if self.tokenizer is None:
+                raise ValueError("prompt is text: this engine has no tokenizer; give token ids")
+            if lone := [c for c in prompt if "\ud800" <= c <= "\udfff"]:
+                raise ValueError(f"prompt holds {lone[0]!r}: half of a surrogate pair is no text")
+            token_ids = self.tokenizer.encode(prompt)
+        else:
+            token_ids = plain(prompt)
+        if not isinstance(token_ids, Sequence) or isinstance(token_ids, bytes | bytearray):
+            raise ValueError(f"prompt is a {type(prompt).__name__}: it must be a str or token ids")
+        if not token_ids:
+            raise ValueError(f"prompt is {prompt!r}: it must hold at least one token")
+        return self._check_token_ids("prompt", token_ids)
+
+    def _check_sampled_ids(self, name: str, token_ids: Sequence[int]) -> list[int]:
+        return self._check_token_ids(name, token_ids, self.vocab_size)
+
+    def _check_token_ids(
+        self, name: str, token_ids: Sequence[int], limit: int | None = None
+    ) -> list[int]:
+        """The same ids as `int`s: NumPy's overflow and do not serialise. In bulk, since a prompt
+        may have 100,000: only a prompt that is refused is looked at token by token."""
+        limit = self.num_embeddings if limit is None else limit
+        are_integers = all(map(_is_integer_type, set(map(type, token_ids))))
+        ids = list(map(int, token_ids)) if are_integers else []
+        if not are_integers or (ids and not (min(ids) >= 0 and max(ids) < limit)):
+            t = next(t for t in token_ids if not _is_integer_type(type(t)) or not 0 <= t < limit)
+            raise ValueError(f"{name} holds {t!r}: token ids are integers from 0 to {limit - 1}")
+        return ids
+
+
+def _truncated(token_ids: list[int], params: SamplingParams, max_model_len: int) -> list[int]:
+    """The last `truncate_prompt_tokens` of a prompt. -1: as many as leave room for `max_tokens`
+    outputs, or for one if that is None."""
+    most, max_tokens = params.truncate_prompt_tokens, params.max_tokens
+    if most is None:
+        return token_ids
+    is_right = _is_integer_type(type(most)) and (most == -1 or most > 0)
+    require(is_right, "truncate_prompt_tokens", most, "None, -1 or an integer >= 1")
+    if most == -1:
+        most = max_model_len - (1 if max_tokens is None else max_tokens)
+        room = (
+            f"less than max_model_len={max_model_len} where truncate_prompt_tokens is -1, or None"
+        )
+        require(most >= 1, "max_tokens", max_tokens, room)
+    return token_ids[-most:]
+
+
+def plain(values: Any) -> Any:
+    """Arrays and tensors as lists of Python's numbers; anything else as it is."""
+    return values.tolist() if hasattr(values, "tolist") else values
+
+
+def _is_integer_type(kind: type) -> bool:
+    return issubclass(kind, Integral) and kind is not bool
+
+
+def seed_of_sample(seed: int, index: int) -> int:
+    """64 bits, signed. Sample 0 keeps the seed. The others do not count on from it: the second of
+    seed 42 would be the text of seed 43, as in vLLM."""
+    if index == 0:
+        return (seed + 2**63) % 2**64 - 2**63
+    digest = blake2b(f"{seed} {index}".encode(), digest_size=8).digest()
+    return int.from_bytes(digest, "little", signed=True)

@@ -1,0 +1,291 @@
+"""What the user gets back, and how it comes about: from token ids to text, one continuation at a
+time, and all `n` of them together.
+
+    EngineCoreOutput -> OutputProcessor -> CompletionOutput    one continuation
+                        RequestGroup    -> RequestOutput       what one call asked for
+
+The scheduler ends a request at a token (EOS, a stop token, the last one allowed). A stop *string*
+can only be seen here, in the text. When a step yields several tokens (chapter 5), those behind a
+stop string never come here: `TrimmingRunner` asks `num_wanted`."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, fields
+from typing import Any, TypeVar
+
+from common.requests.tokenizer import IncrementalDetokenizer, Tokenizer
+from request import Request, require
+from scheduler_interface import EngineCoreOutput
+
+T = TypeVar("T")
+
+
+@dataclass(slots=True)
+class RequestMetrics:
+    """When things happened to a request. Seconds of `time.monotonic()`; None: not yet."""
+
+    arrival_time: float
+    first_scheduled_time: float | None = None
+    first_token_time: float | None = None
+    last_token_time: float | None = None
+    inter_token_latencies: list[float] = field(default_factory=list)
+    num_preemptions: int = 0
+    finish_detail: str | None = None  # why it could not be longer, where that was not its own limit
+
+    def record_tokens(self, num_new_tokens: int, now: float) -> None:
+        """Tokens that arrive together share one latency: the first of them waited, the others did
+        not."""
+        if num_new_tokens == 0:
+            return
+        if self.last_token_time is None:
+            self.first_token_time = now
+        else:
+            self.inter_token_latencies.append(now - self.last_token_time)
+        if num_new_tokens > 1:
+            self.inter_token_latencies += [0.0] * (num_new_tokens - 1)
+        self.last_token_time = now
+
+    @property
+    def queue_time(self) -> float | None:
+        """Seconds from arrival to the first step that computed any of its tokens."""
+        scheduled = self.first_scheduled_time
+        return None if scheduled is None else scheduled - self.arrival_time
+
+    @property
+    def time_to_first_token(self) -> float | None:
+        return None if self.first_token_time is None else self.first_token_time - self.arrival_time
+
+
+@dataclass(slots=True)
+class CompletionOutput:
+    """One continuation. `finish_reason` is None while it runs, then `"stop"`, `"length"`,
+    `"abort"`, or `"error"` if the model gave no usable logits (`metrics.finish_detail` says why).
+
+    `stop_reason`: the stop string or stop token id that ended it; None for EOS and for the other
+    reasons."""
+
+    index: int
+    text: str
+    token_ids: list[int]
+    logprobs: list | None = None
+    finish_reason: str | None = None
+    stop_reason: int | str | None = None
+
+    @property
+    def cumulative_logprob(self) -> float | None:
+        """Of all its tokens together, where log-probabilities were asked for."""
+        return None if self.logprobs is None else sum(entry.logprob for entry in self.logprobs)
+
+
+@dataclass(slots=True)
+class RequestOutput:
+    """What a user gets for one prompt: `n` completions. `prompt` is None if it was token ids."""
+
+    request_id: str
+    prompt: str | None
+    prompt_token_ids: list[int]
+    outputs: list[CompletionOutput]
+    finished: bool
+    metrics: RequestMetrics = field(repr=False)
+    num_cached_tokens: int = 0
+    prompt_logprobs: list | None = None  # of each prompt token; of the first: None
+
+
+class GrowingCompletion(CompletionOutput):
+    """A completion whose `text` is decoded and joined when somebody reads it: at each step, a token
+    would cost as much as all tokens before it. A copy of it is an ordinary completion."""
+
+    __slots__ = ("_text", "source")
+    source: OutputProcessor | None  # of the text, until the whole text was read
+
+    @property
+    def text(self) -> str:
+        if self.source is not None:
+            text = self.source.read_text()
+            if self.finish_reason is None:
+                return text
+            self.text = text
+        return self._text
+
+    @text.setter
+    def text(self, text: str) -> None:
+        self._text, self.source = text, None
+
+    def __reduce__(self) -> tuple:
+        return CompletionOutput, tuple(getattr(self, f.name) for f in fields(CompletionOutput))
+
+
+class OutputProcessor:
+    """The visible side of one `Request`. `completion` is always up to date, and the user's to keep:
+    its `token_ids` are the request's own. Without a tokenizer, text stays empty and stop strings
+    cannot be asked for."""
+
+    group: RequestGroup
+
+    def __init__(self, request: Request, index: int, tokenizer: Tokenizer | None) -> None:
+        params, prompt = request.sampling_params, request.prompt_token_ids
+        for name in ("detokenize", "include_stop_str_in_output"):
+            value = getattr(params, name)
+            require(isinstance(value, bool), name, value, "True or False")
+        tokenizer = tokenizer if params.detokenize else None
+        if tokenizer is None and params.stop:
+            raise ValueError(
+                f"stop is {params.stop!r}: stop strings need a tokenizer, and detokenize=True"
+            )
+        self.request, self.request_id = request, request.request_id
+        self.metrics = RequestMetrics(request.arrival_time)
+        self._detokenizer = None
+        if tokenizer is not None:
+            self._detokenizer = IncrementalDetokenizer(
+                tokenizer,
+                prompt,
+                params.stop,
+                params.skip_special_tokens,
+                params.min_tokens,
+                params.include_stop_str_in_output,
+            )
+        self.looks_for_stop = bool(params.stop)
+        logprobs = None if params.logprobs is None else []
+        self.completion = GrowingCompletion(index, "", request.output_token_ids, logprobs)
+        self.completion.source = self
+
+    @property
+    def is_finished(self) -> bool:
+        return self.completion.finish_reason is not None
+
+    def process(self, result: EngineCoreOutput, now: float) -> bool:
+        """Take note of one step's tokens. True if a stop string ended the request, which the
+        scheduler does not know yet."""
+        completion, stop_string = self.completion, None
+        if self.looks_for_stop and self._detokenizer is not None:
+            stop_string = self._decode(self._detokenizer, result.finish_reason == "stop")
+        if completion.logprobs is not None:
+            completion.logprobs += result.logprobs or []
+        self.metrics.record_tokens(len(result.new_token_ids), now)
+        self.metrics.num_preemptions = self.request.num_preemptions
+        if stop_string is not None:
+            self._finish("stop", stop_string)
+        elif result.finish_reason is not None:
+            self.metrics.finish_detail = result.finish_detail
+            self._finish(result.finish_reason, result.stop_reason)
+        return stop_string is not None
+
+    def num_wanted(self, token_ids: list[int]) -> int:
+        """How many tokens of a run that is not processed yet come before a stop string's end."""
+        if self._detokenizer is None or not self.looks_for_stop:
+            return len(token_ids)
+        return self._detokenizer.num_until_stop(token_ids)
+
+    def abort(self) -> None:
+        """The user or the engine ended it. What has been generated stays."""
+        self._finish("abort")
+
+    def fail(self, why: str) -> None:
+        """It can not be served. What has been generated stays."""
+        self.metrics.finish_detail = why
+        self._finish("error")
+
+    def take_delta(self) -> str:
+        """Text that has become final since the last call."""
+        return self._read(lambda detokenizer: detokenizer.take_delta())
+
+    def read_text(self) -> str:
+        """All text so far. What was decoded before is not decoded again."""
+        return self._read(lambda detokenizer: detokenizer.text)
+
+    def _read(self, what: Callable[[IncrementalDetokenizer], str]) -> str:
+        if self._detokenizer is None:
+            return ""
+        reason, stop_reason = self.completion.finish_reason, self.completion.stop_reason
+        self._decode(self._detokenizer, reason == "stop" and not isinstance(stop_reason, str))
+        if reason is not None:
+            self._detokenizer.finish()
+        return what(self._detokenizer)
+
+    def _decode(self, detokenizer: IncrementalDetokenizer, has_stop_token: bool) -> str | None:
+        """Take the tokens that are not text yet, but for a last one that stopped the request: that
+        has no text, unless what stops is wanted. The stop string that the last of them completes,
+        if any."""
+        match, token_ids = None, self.request.output_token_ids
+        num_hidden = has_stop_token and not detokenizer.includes_stop
+        for token_id in token_ids[detokenizer.num_tokens : len(token_ids) - num_hidden]:
+            match = detokenizer.append(token_id)
+        return None if match is None else match.stop_string
+
+    def _finish(self, reason: str, stop_reason: int | str | None = None) -> None:
+        self.completion.finish_reason, self.completion.stop_reason = reason, stop_reason
+
+
+class RequestGroup(RequestOutput):
+    """A user's request while it runs. Each member is one sequence, a `Request` to the scheduler. It
+    is the user's output too: a field is put together when it is read, so a step makes nothing for
+    who reads nothing. A copy of it is an ordinary output."""
+
+    __slots__ = ("members",)
+    __hash__ = object.__hash__  # pyright: ignore[reportAssignmentType]
+
+    def __eq__(self, other: object) -> bool:
+        return self is other
+
+    def __init__(self, request_id: str, prompt: str | None, prompt_token_ids: list[int]) -> None:
+        self.request_id, self.prompt, self.prompt_token_ids = request_id, prompt, prompt_token_ids
+        self.members: list[OutputProcessor] = []
+        self.outputs, self.prompt_logprobs = [], None
+
+    def add(self, member: OutputProcessor) -> None:
+        self.members.append(member)
+        self.outputs.append(member.completion)
+        member.group = self
+
+    @property
+    def finished(self) -> bool:
+        return all(member.is_finished for member in self.members)
+
+    @property
+    def metrics(self) -> RequestMetrics:
+        metrics = [member.metrics for member in self.members]
+        return metrics[0] if len(metrics) == 1 else _merge_metrics(metrics)
+
+    @property
+    def num_cached_tokens(self) -> int:
+        return self.members[0].request.num_cached_tokens
+
+    def __reduce__(self) -> tuple:
+        return RequestOutput, tuple(getattr(self, f.name) for f in fields(RequestOutput))
+
+
+def _merge_metrics(metrics: list[RequestMetrics]) -> RequestMetrics:
+    """Of a group: the earliest first time, the latest last one, and all latencies."""
+
+    def known(name: str) -> list:
+        return [value for m in metrics if (value := getattr(m, name)) is not None]
+
+    return RequestMetrics(
+        metrics[0].arrival_time,
+        min(known("first_scheduled_time"), default=None),
+        min(known("first_token_time"), default=None),
+        max(known("last_token_time"), default=None),
+        [t for m in metrics for t in m.inter_token_latencies],
+        sum(m.num_preemptions for m in metrics),
+        next(iter(known("finish_detail")), None),
+    )
+
+
+def spread(
+    name: str, given: Any, num_prompts: int, kind: type[T], default: T | None = None
+) -> list[T]:
+    """One for each prompt, where `given` is one for all, None, or a sequence. Raises `ValueError`
+    if that holds more or fewer."""
+    if given is None or isinstance(given, kind):
+        return [default if given is None else given] * num_prompts  # pyright: ignore[reportReturnType]
+    if not isinstance(given, Sequence) or isinstance(given, str | bytes):
+        raise ValueError(
+            f"{name} is {given!r}: it must be a {kind.__name__}, or one for each prompt"
+        )
+    if len(given) != num_prompts:
+        raise ValueError(
+            f"{name} holds {len(given)} entries: give one, or one for each of the "
+            f"{num_prompts} prompts"
+        )
+    return list(given)

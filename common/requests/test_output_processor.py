@@ -1,0 +1,141 @@
+"""The visible side of a request while it grows."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+from dataclasses import asdict, replace
+
+import pytest
+
+from common.requests.output_processor import (
+    CompletionOutput,
+    OutputProcessor,
+    RequestMetrics,
+    RequestOutput,
+)
+from common.requests.tokenizer import IncrementalDetokenizer
+from request import Request, SamplingParams
+from scheduler_interface import EngineCoreOutput
+
+TEXT = "def café(n):\n    return '😀' * n  # naïve\n" * 3
+
+
+@pytest.fixture
+def ids(shipped_tokenizer) -> list[int]:
+    return shipped_tokenizer.encode(TEXT)
+
+
+@pytest.fixture
+def processor(shipped_tokenizer) -> OutputProcessor:
+    params = SamplingParams(max_tokens=1000, stop=["naïve\ndef"])
+    return OutputProcessor(Request("a", [5], params), 0, shipped_tokenizer)
+
+
+def take(processor: OutputProcessor, *token_ids: int, reason: str | None = None, **more) -> bool:
+    """As a step does: the scheduler appends, then the processor is told."""
+    processor.request.output_token_ids.extend(token_ids)
+    return processor.process(EngineCoreOutput("a", list(token_ids), reason, **more), now=0.0)
+
+
+def test_text_is_right_whenever_it_is_read(processor, ids, shipped_tokenizer) -> None:
+    completion = processor.completion
+    for n, token in enumerate(ids, 1):
+        take(processor, token)
+        if processor.is_finished:
+            break
+        if n % 3:  # not at every step: what was not read is not lost
+            whole = shipped_tokenizer.decode(ids[:n])
+            assert completion.text == whole.rstrip("\ufffd")
+    assert completion.text == TEXT[: TEXT.index("naïve\ndef")]
+    assert (completion.finish_reason, completion.stop_reason) == ("stop", "naïve\ndef")
+
+
+def test_a_run_is_processed_up_to_the_end_of_a_stop_string_and_no_further(
+    shipped_tokenizer, ids
+) -> None:
+    """Whoever runs the model asks for the length and cuts (`TrimmingRunner`): what is kept behind
+    a stop string would be counted, and never shown."""
+
+    def make() -> OutputProcessor:
+        params = SamplingParams(max_tokens=1000, stop=["naïve\ndef"], logprobs=0)
+        return OutputProcessor(Request("a", [5], params), 0, shipped_tokenizer)
+
+    processor = make()
+    num_wanted = processor.num_wanted(ids)
+    assert 1 < num_wanted < len(ids) and processor.completion.token_ids == []
+    run, logprobs = ids[:num_wanted], [object() for _ in ids[:num_wanted]]
+    assert take(processor, *run, logprobs=logprobs)
+    assert processor.completion.token_ids == run
+    assert processor.completion.logprobs == logprobs
+    assert processor.completion.stop_reason == "naïve\ndef"
+    with pytest.raises(RuntimeError, match="stop string"):
+        take(make(), *ids)
+
+
+def test_a_step_joins_no_text(processor, ids, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Counted, not timed: how often the text is put together."""
+    num_joined = 0
+    join = IncrementalDetokenizer.text.fget
+
+    def counting(self: IncrementalDetokenizer) -> str:
+        nonlocal num_joined
+        num_joined += 1
+        return join(self)
+
+    monkeypatch.setattr(IncrementalDetokenizer, "text", property(counting))
+    for token in ids[:20]:
+        take(processor, token)
+    assert num_joined == 0
+    assert processor.completion.text and num_joined == 1
+    take(processor, ids[20], reason="length")
+    assert num_joined == 1, "not by the last step either"
+    assert processor.completion.text and num_joined == 2
+    assert processor.completion.text and num_joined == 2, "the text is kept, not the tokenizer"
+    assert processor.completion.source is None
+
+
+def test_copy_of_a_growing_completion_keeps_the_text_it_had(processor, ids) -> None:
+    completion = processor.completion
+    take(processor, *ids[:4])
+    text = completion.text
+    copies = [
+        copy.copy(completion),
+        copy.deepcopy(completion),
+        pickle.loads(pickle.dumps(completion)),
+        CompletionOutput(**asdict(completion)),
+    ]
+    replaced = replace(completion, index=7)
+    take(processor, *ids[4:9])
+    assert text and completion.text != text
+    for copied in copies:
+        assert type(copied) is CompletionOutput
+        assert copied.text == text
+    assert (replaced.index, replaced.text) == (7, text)
+
+
+# -- metrics and results
+
+
+def test_latencies_are_the_gaps_between_tokens():
+    metrics = RequestMetrics(arrival_time=10.0)
+    assert metrics.queue_time is None and metrics.time_to_first_token is None
+    metrics.first_scheduled_time = 11.0
+    metrics.record_tokens(0, 12.0)  # a step that computed, and sampled nothing
+    assert metrics.first_token_time is None
+    metrics.record_tokens(1, 13.0)
+    metrics.record_tokens(3, 17.0)  # three at once: the first waited, the others did not
+    metrics.record_tokens(1, 18.0)
+    assert metrics.queue_time == 1.0
+    assert metrics.time_to_first_token == 3.0
+    assert metrics.inter_token_latencies == [4.0, 0.0, 0.0, 1.0]
+    assert metrics.last_token_time == 18.0
+
+
+def test_a_printed_result_shows_everything_but_the_clocks():
+    completion = CompletionOutput(0, "abc", [1, 2], finish_reason="stop")
+    output = RequestOutput("r", "a", [5], [completion], True, RequestMetrics(arrival_time=1.0))
+    shown = repr(output)
+    assert "metrics" not in shown
+    for part in ("request_id='r'", "text='abc'", "finish_reason='stop'", "num_cached_tokens=0"):
+        assert part in shown

@@ -1,0 +1,131 @@
+"""Which tokens a request may say: `allowed_token_ids`, `bad_words`, and `logit_bias`.
+
+    logits                1.0   2.0   0.5   3.0      tokens 0 to 3
+    only 0, 1, 3          1.0   2.0  -inf   3.0      allowed_token_ids
+    [1, 3] is bad         1.0   2.0  -inf  -inf      bad_words, where the outputs end with 1
+    + 0.5 for 0           1.5   2.0  -inf  -inf      logit_bias
+
+Of a bad word, a sequence of tokens, the last one is ruled out where the outputs end with the
+others. Drafts before a row count as outputs, the prompt does not. A text is ruled out as it is and
+with a space in front of it; vLLM leaves the latter out where it has another number of tokens.
+
+`token_rules_of` checks what a user asks for and makes plain data of it, once for each request: it
+crosses as `features["token_rules"]`. The runner keeps it in its columns (`TokenRules`), and
+applies it to the rows of a step (`constrained_rows.py`)."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from numbers import Real
+from typing import Any
+
+import numpy as np
+
+from common.requests.tokenizer import Tokenizer
+from request import SamplingParams, require
+
+MOST_BIAS = 100.0  # OpenAI's, to which vLLM's server clips
+CheckIds = Callable[[str, Any], list[int]]
+
+
+def token_rules_of(
+    params: SamplingParams, tokenizer: Tokenizer | None, vocab_size: int, check_ids: CheckIds
+) -> dict[str, Any]:
+    """Plain data. `check_ids(name, ids)` returns ids that may be sampled, those below `vocab_size`,
+    as `int`s. Raises `ValueError` that names field, value and what is allowed."""
+    allowed, bias, words = params.allowed_token_ids, params.logit_bias, params.bad_words
+    require(bias is None or isinstance(bias, Mapping), "logit_bias", bias, "None or {id: number}")
+    some = "None or a sequence of at least one token id"
+    require(allowed is None or _is_list(allowed), "allowed_token_ids", allowed, some)
+    require(words is None or _is_list(words), "bad_words", words, "a sequence of texts")
+    allowed_ids = None
+    if allowed is not None:
+        allowed_ids = sorted(set(check_ids("allowed_token_ids", list(allowed))))
+        require(bool(allowed_ids), "allowed_token_ids", allowed, some)
+    biases = dict(bias or {})
+    for value in biases.values():
+        is_number = isinstance(value, Real) and not isinstance(value, bool)
+        is_right = is_number and abs(value) <= MOST_BIAS
+        require(is_right, "logit_bias", value, f"numbers from -{MOST_BIAS} to {MOST_BIAS}")
+    bad = [_checked(ids, check_ids) for ids in without_texts(words or (), tokenizer, vocab_size)]
+    ruled_out = {ids[0] for ids in bad if len(ids) == 1}
+    is_left = allowed_ids is None or not ruled_out.issuperset(allowed_ids)
+    require(is_left, "allowed_token_ids", allowed, "more than what bad_words rule out")
+    return {
+        "allowed": allowed_ids,
+        "biased": check_ids("logit_bias", list(biases)),
+        "bias": list(map(float, biases.values())),
+        "bad_words": [list(ids) for ids in dict.fromkeys(map(tuple, bad))],
+    }
+
+
+def _is_list(value: object) -> bool:
+    try:
+        iter(value)  # pyright: ignore[reportArgumentType, reportCallIssue]
+    except TypeError:  # an array without a dimension, too
+        return False
+    return not isinstance(value, str | bytes | bytearray | Mapping)
+
+
+def without_texts(words: Iterable[Any], tokenizer: Tokenizer | None, vocab_size: int) -> list[Any]:
+    """`bad_words` with the token ids of a text, as it is and after a space, in its place. A text
+    that needs a token which the model has no row for is never said and rules nothing out. A server
+    calls this in a thread of its own, because texts may be long. Raises `ValueError`."""
+    found: list[Any] = []
+    for word in words:
+        both = _spelled(word, tokenizer) if isinstance(word, str) else None
+        if both is None:
+            found.append(word)
+        else:
+            found += [ids for ids in both if max(ids, default=vocab_size) < vocab_size]
+    return found
+
+
+def _spelled(word: str, tokenizer: Tokenizer | None) -> list[list[int]]:
+    text = word.lstrip()
+    is_text = bool(text) and not any("\ud800" <= c <= "\udfff" for c in text)
+    require(is_text, "bad_words", word, "texts, none of them empty")
+    if tokenizer is None:
+        raise ValueError(f"bad_words holds {word!r}: this engine has no tokenizer; give token ids")
+    return [tokenizer.encode(t, add_special_tokens=False) for t in (text, f" {text}")]
+
+
+def _checked(word: Any, check_ids: CheckIds) -> list[int]:
+    ids = list(word) if _is_list(word) else []
+    require(bool(ids), "bad_words", word, "texts, or sequences of token ids, none of them empty")
+    return check_ids("bad_words", ids)
+
+
+# -- the runner's side
+
+
+class TokenRules:
+    """Of one request, as `token_rules_of` says."""
+
+    def __init__(self, told: Mapping[str, Any]) -> None:
+        allowed, words = told["allowed"], told["bad_words"]
+        self.allowed = None if allowed is None else np.array(allowed, dtype=np.int64)
+        self.biased, self.bias = np.array(told["biased"], dtype=np.int64), np.array(told["bias"])
+        self.bad = np.array([ids[0] for ids in words if len(ids) == 1], dtype=np.int64)
+        self.longer = [ids for ids in words if len(ids) > 1]
+        self.words_after: dict[int, list[list[int]]] = {}  # of these, by their last token but one
+        for ids in self.longer:
+            self.words_after.setdefault(ids[-2], []).append(ids)
+
+    def may_come(self, outputs: np.ndarray, vocab_size: int) -> dict[str, np.ndarray]:
+        """Of each rule there is, which tokens it allows next."""
+        found, ends = {}, [word[-1] for word in self.words_behind(outputs)]
+        if self.allowed is not None:
+            found["allowed_token_ids"] = np.isin(np.arange(vocab_size), self.allowed)
+        if len(self.bad) or ends:
+            found["bad_words"] = ~np.isin(np.arange(vocab_size), [*self.bad, *ends])
+        return found
+
+    def words_behind(self, ids: np.ndarray) -> list[list[int]]:
+        """Those that the next token would complete behind these outputs, as far as is known: a last
+        one below 0 is pending, and may be any."""
+        if not len(ids) or not self.longer:
+            return []
+        last = int(ids[-1])
+        some = self.words_after.get(last, []) if last >= 0 else self.longer
+        return [w for w in some if w[:-2] == ids[len(ids) - len(w) + 1 : -1].tolist()]

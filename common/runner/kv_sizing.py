@@ -1,0 +1,310 @@
+"""How many KV blocks there are: `num_blocks`, or as many as fit in memory, and what the log says.
+
+`kv_budget.py` of chapter 2 has the arithmetic. On a GPU it starts from the peak of the largest step
+that can come, which is made up and run here; on a CPU from what is free."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from importlib.util import find_spec
+from itertools import accumulate
+from types import MappingProxyType
+from typing import TYPE_CHECKING, Protocol
+
+import numpy as np
+import psutil
+import torch
+
+from batch_layout import ComposedBatch
+from common.engine_config import EngineConfig
+from common.models.loader import LoadedModel
+from common.models.model_config import SCORED
+from common.runner.batch_state import BatchState
+from common.sampling.sampler import Sampler
+from common.sampling.sampling_columns import SamplingBatch, SamplingColumns
+from kv_budget import (
+    BytesForKV,
+    CudaMemory,
+    MemoryReader,
+    free_memory_bytes,
+    remaining_bytes,
+    share_of_free,
+    size_kv_cache,
+)
+from paged_attention import AttentionBackend, AttentionMetadata, PagedKVCache
+from request import SamplingParams
+from scheduler_interface import NewRequestData
+
+if TYPE_CHECKING:
+    from common.sampling.distributions import Rules
+
+logger = logging.getLogger(__name__)
+_CPU_WARM_UP_TOKENS = 8
+
+
+class Adapters(Protocol):
+    def of_largest_step(self, num_tokens: int, num_logit_rows: int) -> Mapping[str, object]:
+        """What the largest step has staged for them."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class KVDemand:
+    """What KV is for, and what has to have room beside it."""
+
+    config: EngineConfig
+    loaded: LoadedModel
+    draft: LoadedModel | None
+    backend: AttentionBackend
+    max_model_len: int
+    vocab_size: int
+    kind: type[PagedKVCache] = PagedKVCache
+    rules: Rules | None = None  # the sampler's
+    # Captures what will be captured later: that memory is no KV's.
+    make_graphs: Callable[[PagedKVCache], object] | None = None
+    adapters: Adapters | None = None  # the products that they add take room, too
+
+
+@dataclass(frozen=True, slots=True)
+class Neighbours:
+    """Other ranks. `least` is the smallest number of all of them; `num_here` of them, this one
+    included, share this machine's memory."""
+
+    least: Callable[[int], int] = int
+    num_here: int = 1
+
+
+ALONE = Neighbours()
+
+
+def make_kv_cache(
+    demand: KVDemand, neighbours: Neighbours = ALONE, memory: MemoryReader | None = None
+) -> PagedKVCache:
+    """KV tensors of `config.num_blocks` blocks, or of as many as fit, those of a draft model
+    included. `memory` reads the model's device; None: CUDA's own reader, if it is a GPU."""
+    config, loaded, draft = demand.config, demand.loaded, demand.draft
+    if config.num_blocks is not None:
+        sizes = config.num_blocks, config.block_size, demand.kind, neighbours.num_here
+        return allocate_kv_cache(loaded, *sizes)
+    if memory is None and (device := loaded.model.embed_weight.device).type == "cuda":
+        memory = CudaMemory(device)
+    if memory is None:
+        seq_lens = [min(_CPU_WARM_UP_TOKENS, demand.max_model_len)]
+        run_forward(loaded, _allocate_for(seq_lens, demand), demand.backend, seq_lens, 1)
+        available = share_of_free(free_memory_bytes() // neighbours.num_here)
+    else:
+        available = _measure(memory, demand)
+    kv_bytes_per_block = allocate_kv_cache(loaded, 1, config.block_size).kv_bytes_per_block
+    if draft is not None:
+        kv_bytes_per_block += allocate_kv_cache(draft, 1, config.block_size).kv_bytes_per_block
+    blocks_per_request = None
+    if (groups := loaded.model.groups).have_windows:
+        from grouped_kv_memory import most_blocks
+
+        most = config.tokens_under_way(loaded.model.embed_weight.device)
+        limits = config.block_size, groups.windows, most
+        blocks_per_request = most_blocks(demand.max_model_len, *limits)
+    sizes = config.block_size, config.max_num_seqs, demand.max_model_len
+    budget = size_kv_cache(kv_bytes_per_block, *sizes, available, blocks_per_request)
+    logger.info(budget.explanation)
+    num_blocks = neighbours.least(budget.num_blocks)
+    kv_cache = allocate_kv_cache(loaded, num_blocks, config.block_size, demand.kind)
+    if loaded.model.embed_weight.device.type == "cpu":
+        logger.info(
+            "KV cache: %.2f GiB are reserved, and in use as they are written; all of this process "
+            "uses %.2f GiB now",
+            num_blocks * kv_cache.kv_bytes_per_block / 2**30,
+            psutil.Process().memory_info().rss / 2**30,
+        )
+    return kv_cache
+
+
+def allocate_kv_cache(
+    loaded: LoadedModel,
+    num_blocks: int,
+    block_size: int,
+    kind: type[PagedKVCache] = PagedKVCache,
+    num_here: int = 1,
+) -> PagedKVCache:
+    """Raises `ValueError` if a CPU has no room for it, `num_here` times: what is only reserved
+    would end the process when it is written. (What another engine has reserved, and not written to,
+    counts as free: who makes several adds up their `num_blocks`.)"""
+    model, weight = loaded.model, loaded.model.embed_weight
+    num_values = 2 * model.groups.num_tensors * num_blocks * block_size * model.num_kv_heads
+    num_bytes = num_values * model.config.head_dim * weight.dtype.itemsize
+    if weight.device.type == "cpu" and num_here * num_bytes > (free := free_memory_bytes()):
+        ranks = f" on each of {num_here} ranks" if num_here > 1 else ""
+        raise ValueError(
+            f"num_blocks is {num_blocks}, block_size {block_size}: KV of {num_bytes / 2**30:,.2f} "
+            f"GiB{ranks}, and {free / 2**30:,.2f} GiB are free"
+        )
+    return kind(
+        num_layers=model.groups.num_tensors,
+        num_blocks=num_blocks,
+        block_size=block_size,
+        num_kv_heads=model.num_kv_heads,
+        head_dim=model.config.head_dim,
+        dtype=weight.dtype,
+        device=weight.device,
+    )
+
+
+def _allocate_for(seq_lens: list[int], demand: KVDemand) -> PagedKVCache:
+    block_size = demand.config.block_size
+    num_blocks = sum(-(-n // block_size) for n in seq_lens) + 1
+    return allocate_kv_cache(demand.loaded, num_blocks, block_size)
+
+
+# -- the largest step
+
+
+def _measure(memory: MemoryReader, demand: KVDemand) -> BytesForKV:
+    """Run the largest step twice: what the sampler keeps from step to step is there in the second.
+    Only the last stage samples, from logits that every row's grammar has cut: a row's bits are
+    spread to 32-bit numbers, two for each token, and the logits are there twice while it samples.
+    The memory of graphs is theirs alone: it comes on top, and is measured apart, because PyTorch
+    gives back what it keeps of the step before it captures a graph."""
+    config, loaded, vocab_size = demand.config, demand.loaded, demand.vocab_size
+    most = min(config.max_num_batched_tokens, config.max_num_seqs * demand.max_model_len)
+    seq_lens = _parts_of(most, demand.max_model_len)
+    kv_cache = _allocate_for(seq_lens, demand)
+    num_rows = min(config.max_num_seqs * config.num_rows_per_request, sum(seq_lens))
+    batch = SamplerWarmUp.of(_parts_of(num_rows, config.num_rows_per_request), vocab_size)
+    sampler = Sampler(vocab_size, demand.rules)
+    from common.sampling.scored_prompts import ScoredPrompts
+
+    device = loaded.model.embed_weight.device
+    memory.reset()
+    before = memory.read()
+    if demand.draft is not None:
+        from common.sampling.speculative_sampler import SpeculativeSampler
+
+        weight = loaded.model.embed_weight  # the sampler alone holds what it is given here
+        probs_of = batch.make_draft_probs(weight, vocab_size).__getitem__
+        sampler = SpeculativeSampler(sampler, probs_of)
+        del probs_of
+    sizes = sum(seq_lens), num_rows
+    staged: dict[str, object] = {}
+    if demand.adapters is not None:
+        staged |= demand.adapters.of_largest_step(*sizes)
+    cut = _grammars_of_all(num_rows, vocab_size, device)
+    for _ in range(2):
+        staged[SCORED] = ScoredPrompts.of_many(sum(seq_lens), vocab_size, device)
+        logits = run_forward(loaded, kv_cache, demand.backend, seq_lens, num_rows, staged)
+        if loaded.model.collectives.ranks.is_last_stage:
+            sampler.sample(cut(logits), batch)
+        del logits
+    after = memory.read()
+    if demand.make_graphs is not None:
+        memory.reset()
+        without = memory.read()
+        graphs = demand.make_graphs(kv_cache)
+        memory.reset()
+        together = memory.read()
+        peak = after.peak_reserved + together.reserved - without.reserved
+        after = replace(together, peak_reserved=peak)
+        del graphs
+    kv_bytes = kv_cache.num_blocks * kv_cache.kv_bytes_per_block
+    del sampler, kv_cache, cut
+    memory.reset()
+    return remaining_bytes(before, after, kv_bytes, config.gpu_memory_utilization)
+
+
+def _grammars_of_all(
+    num_rows: int, vocab_size: int, device: torch.device
+) -> Callable[[torch.Tensor], torch.Tensor]:
+    """What is done to the logits if each row has a grammar; nothing, where none can come."""
+    if find_spec("llguidance") is None:
+        return lambda logits: logits
+    from common.sampling.sampling_constraints import forbid
+
+    at, num_words = torch.arange(num_rows, device=device), -(-vocab_size // 32)
+    bits = torch.full((num_rows, num_words), -1, dtype=torch.int32, device=device)
+    return lambda logits: forbid(logits, at, bits)
+
+
+def _parts_of(total: int, largest: int) -> list[int]:
+    rest = total % largest
+    return [largest] * (total // largest) + [rest] * (rest > 0)
+
+
+@dataclass(slots=True)
+class SamplerWarmUp:
+    """The largest batch that a sampler gets: every row asks for everything."""
+
+    sampling: SamplingBatch
+
+    @classmethod
+    def of(cls, rows_per_request: Sequence[int], vocab_size: int) -> SamplerWarmUp:
+        most = 1 << 20
+        params = SamplingParams(
+            temperature=0.5,
+            top_k=max(1, vocab_size - 1),
+            top_p=0.9,
+            min_p=1e-6,
+            repetition_penalty=1.1,
+            presence_penalty=0.1,
+            frequency_penalty=0.1,
+            seed=0,
+            max_tokens=most,
+            min_tokens=most,
+            stop_token_ids=(0,),
+            logprobs=min(20, vocab_size),
+        )
+        rules = {"allowed": None, "biased": [0], "bias": [0.0], "bad_words": []}
+        lens = np.array(rows_per_request)
+        state = BatchState(len(lens), 0, SamplingColumns())
+        for i in range(len(lens)):
+            state.admit(NewRequestData(str(i), [0], params, features={"token_rules": rules}))
+        state.num_tokens += 1  # an output
+        state.widen(2 + lens.max())
+        owner = np.repeat(np.arange(len(lens)), lens)
+        names, num_outputs = list(map(str, owner)), 1 + np.arange(len(owner))
+        num_outputs -= (np.cumsum(lens) - lens)[owner]
+        rows = state.rows_of(names)
+        drafts = {str(i): [0] * (n - 1) for i, n in enumerate(rows_per_request) if n > 1}
+        return cls(SamplingBatch(state.sampling, names, rows, num_outputs, state, drafts))
+
+    def make_draft_probs(self, weight: torch.Tensor, vocab_size: int) -> dict[str, torch.Tensor]:
+        """What a draft model keeps of its guesses until they are verified."""
+        dtype, device = torch.promote_types(weight.dtype, torch.float32), weight.device
+        return {
+            req_id: torch.full((len(ids), vocab_size), 1 / vocab_size, dtype=dtype, device=device)
+            for req_id, ids in self.sampling.drafts.items()
+        }
+
+
+@torch.inference_mode()
+def run_forward(
+    loaded: LoadedModel,
+    kv_cache: PagedKVCache,
+    backend: AttentionBackend,
+    seq_lens: Sequence[int],
+    num_logit_rows: int,
+    staged: Mapping[str, object] = MappingProxyType({}),  # by plugins
+) -> torch.Tensor:  # [num_logit_rows, vocab_size], or what a stage gives to the next
+    """One step in which prompts of `seq_lens` tokens are computed whole."""
+    device, block_size = loaded.model.embed_weight.device, kv_cache.block_size
+    num_blocks = [-(-n // block_size) for n in seq_lens]
+    first_blocks = torch.tensor(list(accumulate(num_blocks, initial=1))[:-1])
+    positions = torch.cat([torch.arange(n) for n in seq_lens])
+    first_slots = first_blocks.repeat_interleave(torch.tensor(seq_lens)) * block_size
+    columns = torch.arange(max(num_blocks), dtype=torch.int32)
+    metadata = AttentionMetadata(
+        query_start_loc=torch.tensor([0, *accumulate(seq_lens)]).to(device),
+        seq_lens=torch.tensor(seq_lens).to(device),
+        block_tables=(first_blocks[:, None] + columns).int().to(device),
+        slot_mapping=(positions + first_slots).to(device),
+        max_query_len=max(seq_lens),
+        max_seq_len=max(seq_lens),
+    )
+    positions = positions.to(device)
+    rows, hidden = positions.new_zeros(num_logit_rows), loaded.model.blank_hidden(len(positions))
+    ids = torch.zeros_like(positions)
+    # Of every group the same blocks: nobody looks at what comes out.
+    attention = (metadata,) * loaded.model.num_groups
+    batch = ComposedBatch(ids, positions, attention, rows, hidden=hidden, staged=dict(staged))
+    batch.plan_attention(backend, loaded.model.num_heads, kv_cache)
+    return loaded.model(batch, kv_cache)

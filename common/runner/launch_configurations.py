@@ -1,0 +1,142 @@
+"""Every launch of a Triton kernel that an engine can make, from its configuration alone.
+
+A backend launches what `attention_launch` and its like return, and nothing else; so what they
+return for the shapes of a model is what will ever be compiled. That is few: two tile sizes of one
+attention kernel. It can be compiled before the first request (no step then waits for a compiler),
+and for a GPU that is not there (`resources.py`).
+
+    kernel                       once for each
+    attention of chapter 2 or 6  tile size, model
+    merging of splits            tile size, model
+    planning of chapter 6        all models
+    between matrices, 3 kernels  model
+    sampling, 4 kernels          rows of the whole vocabulary, rows of the k highest; shapes also of
+                                 float32, where rules have changed the model's logits
+    rejection, matching          where drafts come with probabilities, where they come without
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+
+import torch
+
+from common.engine_config import EngineConfig
+from common.models.layer_groups import Window
+from common.models.model_config import ModelConfig
+from kernel_launch import DEFAULT_ARCHITECTURE, AttentionShape, Launch
+
+
+def launch_configurations(
+    model: ModelConfig,
+    engine: EngineConfig,
+    dtype: torch.dtype,
+    architecture: int = DEFAULT_ARCHITECTURE,
+    draft: ModelConfig | None = None,
+    float32_precision: str = "ieee",
+    is_interpreted: bool = False,
+    vocab_size: int | None = None,  # None: the model's; an engine leaves out ids without a token
+    windows: Collection[Window] = (None,),  # of the model's groups of layers
+) -> list[Launch]:
+    """`dtype` is the one that the model was loaded in; nothing in float64 is Triton's but the
+    rules of verification."""
+    launches: list[Launch] = []
+    if dtype != torch.float64:
+        for config in (model,) if draft is None else (model, draft):
+            shape = attention_shape(
+                config, engine, dtype, architecture, float32_precision, is_interpreted
+            )
+            for window in {window or 0 for window in windows}:
+                launches += attention_launches(engine, shape._replace(window=window))
+            launches += layer_launches(config, shape)
+        if engine.cuts_prompts:
+            from split_attention_triton import plan_launch
+
+            launches.append(plan_launch())
+        from common.sampling.sampler_kernel import sampling_launches
+
+        launches += sampling_launches(vocab_size or model.vocab_size, dtype)
+    if engine.speculation is not None:
+        launches += verification_launches(vocab_size or model.vocab_size, engine, dtype)
+    return launches
+
+
+def attention_shape(
+    model: ModelConfig,
+    engine: EngineConfig,
+    dtype: torch.dtype,
+    architecture: int,
+    float32_precision: str,
+    is_interpreted: bool,
+) -> AttentionShape:
+    """Queries lie in a tensor of their own, as `rotate_and_write` writes them; a block lies slot
+    after slot, as `PagedKVCache` has it."""
+    num_heads, num_kv_heads = model.num_attention_heads, model.num_key_value_heads
+    head_dim, block_size = model.head_dim, engine.block_size
+    slot_stride = num_kv_heads * head_dim
+    return AttentionShape(
+        num_heads,
+        num_kv_heads,
+        head_dim,
+        block_size,
+        num_heads * head_dim,
+        (block_size * slot_stride, slot_stride, head_dim),
+        dtype,
+        float32_precision,
+        is_interpreted,
+        architecture,
+    )
+
+
+def attention_launches(engine: EngineConfig, shape: AttentionShape) -> list[Launch]:
+    """Without `write_kv`, in whose place is `rotate_and_write`."""
+    launches = []
+    # To the host: in graphs, which hold for any, and where a draft model guesses.
+    how = engine.speculation
+    has_unknown_lengths = not engine.enforce_eager or (how is not None and how.method == "draft")
+    for is_short in (True, False):
+        if engine.cuts_prompts:
+            from split_attention_triton import merge_launch, split_launch
+
+            launches += split_launch(shape, is_short), merge_launch(shape, is_short)
+            if is_short and has_unknown_lengths:
+                launches.append(split_launch(shape, is_short, loops=True))
+        else:
+            from paged_attention_triton import attention_launch
+
+            launches.append(attention_launch(shape, is_short))
+    return launches
+
+
+def layer_launches(model: ModelConfig, shape: AttentionShape) -> list[Launch]:
+    """Of `layer_kernels.py`."""
+    from common.models.regions.layer_kernels import (
+        add_rms_norm_launch,
+        rotate_and_write_launch,
+        silu_and_multiply_launch,
+    )
+
+    heads = shape.num_heads, shape.num_kv_heads, shape.head_dim
+    place = shape.block_size, shape.cache_strides, shape.dtype
+    norm_dtype = model.norm_dtype(shape.dtype)
+    sizes = sorted(model.mlp_sizes) if model.activation == "silu" else []
+    return [
+        add_rms_norm_launch(model.hidden_size, shape.dtype, norm_dtype),
+        rotate_and_write_launch(*heads, *place, norm_dtype if model.has_qk_norm else None),
+        *(silu_and_multiply_launch(size, shape.dtype) for size in sizes),
+    ]
+
+
+def verification_launches(
+    vocab_size: int, engine: EngineConfig, dtype: torch.dtype
+) -> list[Launch]:
+    """Look-ups have no probabilities; drafts of a model have some for requests that sample."""
+    from rejection_sampler_triton import matching_launch, rejection_launch
+
+    num_drafts = engine.num_rows_per_request - 1
+    launches = [matching_launch(num_drafts, is_fed=False)]
+    if engine.speculation is not None and engine.speculation.method == "draft":
+        single = dtype if dtype == torch.float64 else torch.float32
+        rows = single, single, vocab_size, vocab_size
+        launches.append(rejection_launch(vocab_size, num_drafts, *rows, is_one_hot=False))
+    return launches

@@ -1,0 +1,167 @@
+"""What an engine launches is what `launch_configurations` said it would: nothing is compiled while
+serving, and the gate of `test_resources.py` has seen everything."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+
+from common.assembly.assembly import set_regions
+from common.engine import EngineConfig, LLMEngine
+from common.models.loader import load_model
+from common.runner.launch_configurations import attention_shape, launch_configurations
+from common.sampling.sampler_kernel import sampling_launches
+from common.tests.engine_oracle import serve
+from common.tests.model_cases import save_case
+from common.tests.paged_harness import PagedHarness
+from common.tests.test_windows_engine import save_windowed
+from kernel_launch import TRITON_TYPES, Launch
+from paged_attention import AttentionMetadata
+from request import SamplingParams
+from split_attention_triton import SequenceRange, WorkItems
+from workshop.measure.bench.random_weights import QWEN3_0_6B
+
+pytest.importorskip("triton")
+
+ENGINES: dict[str, dict[str, Any]] = {
+    "chunks": {"max_num_batched_tokens": 24},
+    "whole prompts": {"chunked_prefill": False},
+    "look-up": {"speculative": {"method": "ngram", "num_spec_tokens": 5}},
+    "draft model": {"speculative": {"method": "draft", "num_spec_tokens": 2, "adaptive": False}},
+}
+
+
+def type_of(value: Any, is_aligned: bool) -> str:
+    if isinstance(value, torch.Tensor):
+        # On a GPU memory begins at such an address; a view may not.
+        offset = value.storage_offset() * value.itemsize
+        assert not is_aligned or offset % 16 == 0, "it would be compiled anew"
+        return "*" + TRITON_TYPES[value.dtype]
+    assert isinstance(value, float) or -(2**31) <= value < 2**31
+    return "fp32" if isinstance(value, float) else "i32"
+
+
+def identity(launch: Launch, types: dict[str, str]) -> str:
+    """Two launches of one identity are one compilation."""
+    parts = sorted(types.items()), sorted(launch.constants.items()), launch.options
+    return f"{launch.kernel.__name__} {parts}"
+
+
+@pytest.fixture
+def launched(monkeypatch) -> list[tuple[str, str]]:
+    """Kernel and identity of every launch, with the types that the arguments really had."""
+    found: list[tuple[str, str]] = []
+    real = Launch.__call__
+
+    def spy(launch: Launch, grid: tuple[int, ...], *arguments: Any) -> None:
+        names = launch.kernel.arg_names[: len(arguments)]
+        types = {
+            name: type_of(value, name not in launch.unaligned)
+            for name, value in zip(names, arguments, strict=True)
+        }
+        found.append((launch.kernel.__name__, identity(launch, types)))
+        real(launch, grid, *arguments)
+
+    monkeypatch.setattr(Launch, "__call__", spy)
+    return found
+
+
+@pytest.mark.sample(every=4)  # chunks that sample in every way
+@pytest.mark.parametrize("name", ENGINES)
+def test_an_engine_launches_nothing_else_and_says_what_the_oracle_says(
+    name, random_oracle, launched
+):
+    options = ENGINES[name]
+    config = EngineConfig(num_blocks=100, attention_backend="triton", **options)
+    target = load_model(random_oracle.path, torch.float32, torch.device("cpu"))
+    draft = load_model(random_oracle.path, torch.float32, torch.device("cpu"))
+    engine = LLMEngine(config, loaded=target, draft=draft if name == "draft model" else None)
+    if name == "look-up":  # whose guesses come late
+        serve(engine, random_oracle, [0, 1, 2, 3, 4, 5], 9)
+    else:
+        serve(engine, random_oracle, [0, 1, 3], 4)
+    samples_all = name == "chunks"
+    # A drawn seed and no `top_k`: drafts of a model have probabilities.
+    params = SamplingParams(temperature=0.8, max_tokens=1 if samples_all else 3)
+    engine.generate_batch(random_oracle.prompts[:2], params)
+    for top_k in (0, 5) if samples_all else ():
+        params = SamplingParams(top_k=top_k, top_p=0.9, presence_penalty=0.1, max_tokens=1)
+        engine.generate_batch(random_oracle.prompts[:1], params)
+    allowed = launch_configurations(
+        target.config,
+        config,
+        torch.float32,
+        draft=draft.config if name == "draft model" else None,
+        is_interpreted=True,
+    )
+    known = {identity(launch, dict(launch.arguments)) for launch in allowed}
+    unknown = [kernel for kernel, key in launched if key not in known]
+    assert not unknown, f"{set(unknown)} would be compiled while serving"
+    kernels = {kernel for kernel, _ in launched}
+    may_be_missing = {"_merge_splits_kernel"}
+    if not samples_all:
+        may_be_missing |= {launch.kernel.__name__ for launch in sampling_launches(97)}
+    assert kernels >= {launch.kernel.__name__ for launch in allowed} - may_be_missing
+
+
+def test_a_model_whose_norms_are_in_float32_launches_what_was_foreseen(tmp_path, launched):
+    model = load_model(save_case("gemma3", tmp_path), torch.bfloat16).model
+    set_regions(model, is_compiled=False, is_triton=True)
+    PagedHarness(model, 1, block_size=16).step([(0, 0, [3, 1, 4])])
+    engine = EngineConfig(block_size=16, attention_backend="triton")
+    allowed = launch_configurations(model.config, engine, torch.bfloat16, is_interpreted=True)
+    known = {identity(launch, dict(launch.arguments)) for launch in allowed}
+    between = {kernel for kernel, key in launched if key in known}
+    assert between == {"_add_rms_norm_kernel", "_rotate_and_write_kernel"}
+    assert all(key in known for _, key in launched)
+    assert "_silu_and_multiply_kernel" not in {launch.kernel.__name__ for launch in allowed}
+
+
+def test_a_window_is_a_constant_that_was_foreseen(tmp_path, launched):
+    loaded = load_model(save_windowed("one in three", tmp_path), torch.float32, torch.device("cpu"))
+    engine = EngineConfig(num_blocks=100, max_model_len=64, attention_backend="triton")
+    params = SamplingParams(temperature=0, max_tokens=2)
+    LLMEngine(engine, loaded=loaded).generate_batch([[*range(20)]], params)
+    windows = loaded.model.groups.windows
+    shapes = loaded.config, engine, torch.float32
+    allowed = launch_configurations(*shapes, is_interpreted=True, windows=windows)
+    known = {identity(launch, dict(launch.arguments)) for launch in allowed}
+    assert launched and all(key in known for _, key in launched)
+    assert {c for launch in allowed if (c := launch.constants.get("WINDOW")) is not None} == {0, 5}
+
+
+def test_an_engine_has_few_configurations(random_oracle):
+    """Two tile sizes; not one for each power of two of a query's length."""
+    config = load_model(random_oracle.path, torch.float32, torch.device("cpu")).config
+    counts = {
+        name: len(launch_configurations(config, EngineConfig(**options), torch.bfloat16))
+        for name, options in ENGINES.items()
+    }
+    assert counts == {"chunks": 18, "whole prompts": 14, "look-up": 19, "draft model": 20}
+    engine, draft = EngineConfig(**ENGINES["draft model"]), replace(config, num_attention_heads=2)
+    launches = launch_configurations(config, engine, torch.bfloat16, draft=draft)
+    assert len(launches) == 20 + 8, "a draft model of other heads has its own"
+
+
+@pytest.mark.parametrize("enforce_eager", [False, True])
+def test_a_large_round_of_guessing_is_foreseen(enforce_eager):
+    """Its metadata is plain: the host does not know the lengths. With and without graphs."""
+    how = {"speculative": {"method": "draft"}, "enforce_eager": enforce_eager}
+    engine = EngineConfig(attention_backend="triton", **how)
+    launches = launch_configurations(QWEN3_0_6B, engine, torch.bfloat16, draft=QWEN3_0_6B)
+    shape = attention_shape(QWEN3_0_6B, engine, torch.bfloat16, 90, "ieee", False)
+    n, num_keys = 64, 1024
+    metadata = AttentionMetadata(
+        query_start_loc=torch.arange(n + 1),
+        seq_lens=torch.full((n,), num_keys),
+        block_tables=torch.zeros(n, 64, dtype=torch.int32),
+        slot_mapping=torch.zeros(n, dtype=torch.int64),
+        max_query_len=1,
+        max_seq_len=num_keys,
+    )
+    launch = WorkItems.plan(SequenceRange(0, n, 0, n, 1, num_keys), shape, metadata).launch
+    assert launch.constants["LOOPS"]
+    assert (launch.kernel, launch.constants) in [(each.kernel, each.constants) for each in launches]

@@ -1,0 +1,214 @@
+"""The loop with several plans under way: its order, what fills it, and what becomes of errors."""
+
+from __future__ import annotations
+
+from collections import Counter
+
+import pytest
+
+from bounded_loops import as_long_as
+from common.runner.overlap import QueuedRunner
+from common.runner.pipeline import PipelinedEngineCore
+from common.tests.logging_runner import LoggingRunner, request
+from fcfs_scheduler import FCFSScheduler
+from pipeline_plugin import PipelinePlugin
+from request import Request
+from scheduler_interface import SchedulerOutput
+from step_record import RecordedScheduler, preemptions_of
+
+
+def names(_: int, plan: SchedulerOutput) -> tuple[str, ...]:
+    return tuple(plan.num_scheduled_tokens)
+
+
+def make_core(num_stages: int = 2, num_in_flight: int | None = None, **options):
+    log: list = []
+    pipeline = PipelinePlugin(num_stages)
+    scheduler = FCFSScheduler(plugins=[pipeline], **options)
+    core = PipelinedEngineCore(
+        RecordedScheduler(scheduler, check_invariants=True),
+        QueuedRunner(runner := LoggingRunner(log, names)),
+        pipeline,
+        num_in_flight or num_stages,
+    )
+    return core, log, runner
+
+
+def run(core: PipelinedEngineCore, most: int = 60) -> Counter[str]:
+    outputs: Counter[str] = Counter()
+    for _ in as_long_as(core.has_unfinished_requests, most):
+        for result in core.step():
+            outputs[result.request_id] += len(result.new_token_ids)
+    return outputs
+
+
+def test_decodes_are_split_and_each_part_is_planned_before_the_other_has_ended() -> None:
+    core, log, _ = make_core()
+    for name in "abcd":
+        core.add_request(request(name, 4))
+    for _ in range(5):
+        core.step()
+    assert log == [
+        *(("begun", *"abcd"), ("ended", *"abcd")),  # prompts are bounded by the budget
+        *(("begun", "a", "b"), ("begun", "c", "d"), ("ended", "a", "b")),
+        *(("begun", "a", "b"), ("ended", "c", "d")),
+        *(("begun", "c", "d"), ("ended", "a", "b")),
+        *(("begun", "a", "b"), ("ended", "c", "d")),
+    ]
+
+
+def test_a_lone_request_is_never_planned_ahead_of_its_token() -> None:
+    core, log, runner = make_core(num_stages=4)
+    core.add_request(request("a"))
+    assert run(core) == {"a": 3}
+    assert log == [("begun", "a"), ("ended", "a")] * 3 and runner.num_steps == 3
+
+
+@pytest.mark.parametrize("num_in_flight", [1, 2, 3, 5])
+@pytest.mark.parametrize("num_stages", [1, 2, 3, 4])
+def test_every_plan_is_executed_and_taken_once_and_nothing_is_left(num_stages, num_in_flight):
+    core, log, runner = make_core(num_stages, num_in_flight, max_num_seqs=5)
+    expected = {}
+    for i in range(12):
+        expected[str(i)] = 1 + i % 4
+        core.add_request(request(str(i), 1 + i % 4))
+        if i % 3 == 0:
+            core.step()
+    most = 0
+    for _ in as_long_as(core.has_unfinished_requests, 100):
+        core.step()
+        most = max(most, len(core._under_way))
+    assert runner.said == expected
+    begun = [entry[1:] for entry in log if entry[0] == "begun"]
+    assert begun == [entry[1:] for entry in log if entry[0] == "ended"]
+    assert not core._under_way and not core.books._under_way
+    assert most <= 2 * num_in_flight
+
+
+def test_at_most_so_many_plans_are_under_way() -> None:
+    core, log, _ = make_core(num_stages=8, num_in_flight=3)
+    for name in "abcdefgh":
+        core.add_request(request(name, 5))
+    core.step()
+    for _ in range(20):
+        core.step()
+        in_flight = sum(1 if entry[0] == "begun" else -1 for entry in log)
+        assert in_flight <= 2, "after a step; 3 before it waited"
+    assert (
+        max(sum(1 if entry[0] == "begun" else -1 for entry in log[:i]) for i in range(len(log)))
+        == 3
+    )
+
+
+def test_who_waits_for_a_seat_is_not_asked_for_in_every_step() -> None:
+    core, log, _ = make_core(max_num_seqs=2)
+    for name in "abcd":
+        core.add_request(request(name, 5))
+    assert run(core) == dict.fromkeys("abcd", 5)
+    assert ("begun",) not in log
+
+
+def test_an_empty_plan_under_way_is_no_step_and_keeps_none_from_beginning() -> None:
+    """`c` is behind the budget: a plan was asked for it, and there was none."""
+    core, log, _ = make_core(num_in_flight=3, max_num_batched_tokens=4)
+    for name in "ab":
+        core.add_request(request(name, 6))
+    core.step()
+    core.add_request(Request.from_tokens("c", [1] * 4, 3))
+    results = [core.step() for _ in range(6)]
+    assert all(len(result) == 1 for result in results), results
+    assert ("begun",) in log
+    assert run(core)["c"] == 3
+
+
+def test_an_empty_plan_under_way_takes_no_place() -> None:
+    """Two plans compute, though `c`, which does not fit, has brought a third about."""
+    core, log, _ = make_core(max_num_batched_tokens=4)
+    for name in "ab":
+        core.add_request(request(name, 6))
+    core.add_request(Request.from_tokens("c", [1] * 4, 3))
+    core.step()
+    assert log == [("begun", "a", "b"), ("begun",), ("ended", "a", "b")]
+    core.step()
+    assert log[3:] == [("begun", "a"), ("begun", "b"), ("ended",), ("ended", "a")]
+
+
+def test_a_plan_for_nobody_that_has_preempted_somebody_is_a_step() -> None:
+    """Whoever counts preemptions hears of it."""
+    from forced_preemption import ForcedPreemption
+    from scheduler import Scheduler
+
+    pipeline = PipelinePlugin(2)
+    scheduler = Scheduler(plugins=[pipeline, ForcedPreemption(3)])
+    records = []
+    recorder = RecordedScheduler(scheduler, [records.append], check_invariants=True)
+    core = PipelinedEngineCore(recorder, QueuedRunner(LoggingRunner([], names)), pipeline, 2)
+    for name in "ab":
+        core.add_request(request(name, 4))
+    num_told = 0  # in the engine, which looks at one plan a step
+    for _ in as_long_as(core.has_unfinished_requests, 60):
+        core.step()
+        num_told += len(preemptions_of(recorder.plan)[0])
+    num_preempted = sum(len(record.preempted) for record in records)
+    assert num_told == num_preempted == scheduler.get_stats().total_preempted > 0
+    assert any(record.preempted and not record.num_scheduled_tokens for record in records)
+
+
+def test_a_plan_for_nobody_that_is_alone_is_a_step() -> None:
+    """What the loop waits for then (KV from elsewhere) decides what comes next."""
+    core, log, _ = make_core()
+    core.add_request(request("a"))
+    core.scheduler.scheduler._admit = lambda budget: {}
+    records = []
+    core.scheduler.observers = (records.append,)
+    assert list(core.step()) == []
+    assert log == [("begun",), ("ended",)] and len(records) == 1
+
+
+def test_waiting_for_what_is_under_way_takes_nothing() -> None:
+    core, log, _ = make_core()
+    for name in "ab":
+        core.add_request(request(name, 9))
+    core.step(), core.step()
+    core.runner.wait_for_steps()
+    assert log[-1] == ("ended", "b") and core.scheduler.num_steps == 2
+    core.runner.wait_for_steps()
+    assert log.count(("ended", "b")) == 1, "once"
+    results = [core.step() for _ in range(2)]
+    assert [[(r.request_id, r.new_token_ids) for r in step] for step in results] == [
+        [("b", [2])],
+        [("a", [3])],
+    ]
+
+
+@pytest.mark.parametrize("fails_when_waited_for", [False, True])
+@pytest.mark.parametrize("step", [1, 2, 3, 4])
+def test_an_error_ends_all_steps_under_way_and_the_loop_goes_on(step, fails_when_waited_for):
+    core, log, runner = make_core(num_stages=3)
+    runner.fails_at, runner.fails_when_waited_for = step, fails_when_waited_for
+    for name in "abc":
+        core.add_request(request(name, 9))
+    with pytest.raises(OSError, match=f"step {step}"):
+        for _ in range(4):
+            core.step()
+    assert not core._under_way
+    begun, ended = ([e[1:] for e in log if e[0] == kind] for kind in ("begun", "ended"))
+    assert ended == (begun if fails_when_waited_for else begun[:-1]), "all are waited for, once"
+    assert all(r.num_pending_tokens == 0 for r in core.scheduler.requests.values())
+    for name in "abc":
+        core.abort_request(name)
+    core.add_request(request("d", 2))
+    outputs = [result.new_token_ids for _ in range(2) for result in core.step()]
+    assert outputs == [[1], [2]]
+
+
+def test_who_is_aborted_in_flight_gets_nothing_more_and_its_name_may_come_again() -> None:
+    core, _, _ = make_core()
+    for name in "ab":
+        core.add_request(request(name, 9))
+    core.step(), core.step()
+    core.abort_request("a"), core.abort_request("b")
+    core.add_request(again := request("b", 2))
+    assert run(core) == {"b": 2}
+    assert again.output_token_ids == [3, 4], "the step under way was the old one's"
+    assert core.books.num_discarded_tokens == 1

@@ -1,0 +1,136 @@
+"""torch's number of threads: the model's size decides, the user's choice stays, and afterwards the
+number is what it was. (Trap 89: a small model on two threads, far slower beside a busy program.)"""
+
+from __future__ import annotations
+
+import gc
+import itertools
+import os
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+from dataclasses import replace
+
+import pytest
+import torch
+
+from common import engine as engine_module
+from common.engine import LLMEngine
+from common.engine_config import THREADS_FROM_PARAMETERS, EngineConfig
+from common.runner import thread_count
+from common.runner.thread_count import ThreadCount, set_threads
+from workshop.measure.bench.random_weights import QWEN3_0_6B, random_model
+
+CPU = torch.device("cpu")
+TINY = replace(QWEN3_0_6B, vocab_size=89, hidden_size=32, num_hidden_layers=1, intermediate_size=40)
+SMALL, LARGE = THREADS_FROM_PARAMETERS - 1, THREADS_FROM_PARAMETERS
+
+
+@pytest.fixture(autouse=True)
+def four(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """A process in which torch has 4 threads that nobody has chosen."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(4)
+    monkeypatch.setattr(thread_count, "THREADS", ThreadCount())
+    monkeypatch.setattr(thread_count, "_is_chosen", lambda: False)
+    yield
+    torch.set_num_threads(before)
+
+
+def make_engine(**config) -> LLMEngine:
+    loaded = random_model(TINY, 1, torch.float32)
+    return LLMEngine(EngineConfig(num_blocks=20, max_model_len=64, **config), loaded=loaded)
+
+
+def test_a_small_model_is_computed_by_one_thread_until_its_engine_closes(caplog):
+    caplog.set_level("INFO")
+    engine = make_engine()
+    assert torch.get_num_threads() == 1
+    (said,) = [r.message for r in caplog.records if r.name == "common.runner.thread_count"]
+    assert said.startswith("threads: 1 instead of 4")
+    engine.close()
+    assert torch.get_num_threads() == 4
+    engine.close()
+    assert torch.get_num_threads() == 4
+
+
+def test_a_number_in_the_configuration_is_that_of_the_engine_s_life():
+    engine = make_engine(num_threads=2)
+    assert torch.get_num_threads() == 2
+    engine.close()
+    assert torch.get_num_threads() == 4
+    with pytest.raises(ValueError, match="num_threads is 0"):
+        EngineConfig(num_threads=0)
+
+
+def test_an_engine_that_is_forgotten_closed_elsewhere_or_never_made_gives_them_back(monkeypatch):
+    make_engine()
+    gc.collect()
+    assert torch.get_num_threads() == 4
+    engine = make_engine()
+    elsewhere = threading.Thread(target=engine.close)
+    elsewhere.start()
+    elsewhere.join()
+    of_new_threads: list[int] = []
+    new = threading.Thread(target=lambda: of_new_threads.append(torch.get_num_threads()))
+    new.start()
+    new.join()
+    assert of_new_threads == [4]
+    make_engine().close()
+    monkeypatch.setattr(engine_module, "assemble", lambda *_: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        make_engine()
+    assert torch.get_num_threads() == 4
+
+
+def test_what_the_user_sets_stays_and_is_what_comes_back():
+    engine = make_engine()
+    torch.set_num_threads(3)
+    second, told = make_engine(), make_engine(num_threads=2)
+    engine.close()
+    assert torch.get_num_threads() == 2
+    told.close()
+    second.close()
+    assert torch.get_num_threads() == 3
+
+
+@pytest.mark.parametrize("order", [*itertools.permutations(range(4))])
+def test_engines_closed_in_any_order_leave_a_right_number(order):
+    """Of open ones the newest that was given a number, else the largest default."""
+    wanted = {0: (None, SMALL, 1), 1: (None, LARGE, 4), 2: (2, LARGE, 2), 3: (3, SMALL, 3)}
+    open_engines, seen = {}, []
+    for i, (given, num_parameters, _) in wanted.items():
+        open_engines[i] = set_threads(given, num_parameters, CPU)
+        seen.append(torch.get_num_threads())
+    assert seen == [1, 4, 2, 3]
+    for i in order:
+        open_engines.pop(i)()
+        told = [wanted[j][2] for j in open_engines if j >= 2]
+        defaults = [wanted[j][2] for j in open_engines if j < 2]
+        assert torch.get_num_threads() == (told or [max(defaults, default=4)])[-1]
+
+
+ASK = """
+import os, torch
+if os.environ.get("SET"):
+    torch.set_num_threads(int(os.environ["SET"]))
+before = torch.get_num_threads()
+from common.llm import LLM
+llm = LLM(num_blocks=20)
+print(before, torch.get_num_threads())
+"""
+
+
+@pytest.mark.parametrize("chosen", [{}, {"OMP_NUM_THREADS": "2"}, {"SET": "2"}])
+def test_what_was_chosen_before_the_first_engine_is_seen(chosen):
+    """Also where it is the number that torch would have had."""
+    environment = {k: v for k, v in os.environ.items() if not k.endswith("_NUM_THREADS")} | chosen
+    environment["PYTHONPATH"] = os.pathsep.join(sys.path)
+    if chosen.get("SET") and not torch.backends.mkl.is_available():
+        pytest.skip("this build of torch does not show it")
+    command = [sys.executable, "-c", ASK]
+    run = subprocess.run(command, env=environment, capture_output=True, text=True)
+    assert run.returncode == 0, run.stderr
+    before, now = map(int, run.stdout.split())
+    assert now == (before if chosen else 1)

@@ -1,0 +1,440 @@
+"""The kernels against the specification in `common/sampling`: no number and no token differs."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import replace
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from common.sampling import counter_random, distributions, sampler_kernel
+from common.sampling import sampling_constraints as spec
+from common.sampling.greedy_rows import BAD
+from common.sampling.runner_plugin import Cargo
+from common.sampling.sampler import Sampler
+from common.sampling.sampler_kernel import KERNELS, TILE, sampling_launches
+from common.sampling.sampling_columns import SamplingBatch
+from common.sampling.speculative_sampler import SpeculativeSampler
+from common.tests.pretend_device import pretend_device
+from common.tests.sampling_cases import as_plain, make_sampling, mixed_sampling, staged
+from inverse_cdf import SCALE
+from kernel_launch import Launch
+from request import SamplingParams
+
+pytest.importorskip("triton")
+
+NEG_INF = float("-inf")
+VOCABS = (1, 5, 300, TILE + 77)
+
+
+@pytest.fixture
+def more_ways(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Of a search, which the interpreter likes better; small vocabularies have as many as ever."""
+    caches = sampler_kernel.shape_launch, sampler_kernel.top_p_launch
+    monkeypatch.setattr(sampler_kernel, "WAYS", 64)
+    for cached in caches:
+        cached.cache_clear()
+    yield
+    for cached in caches:
+        cached.cache_clear()
+
+
+def adversarial_rows(vocab_size: int, device: torch.device) -> torch.Tensor:
+    """float32, with ties of every kind. Every row has a finite maximum."""
+    torch.manual_seed(vocab_size)
+    x = 3 * torch.randn(8, vocab_size)
+    x[1] = x[1].round()
+    x[2] = 0.0
+    x[3, vocab_size // 3 : -1] = NEG_INF
+    x[4] = torch.where(x[4] > 0, 0.0, -0.0)  # equal, though their bits are not
+    x[5, vocab_size // 2] = 1e30
+    x[6] *= 1e30
+    x[7] = 1 + torch.arange(vocab_size) % 3 * 2.0**-23  # neighbours
+    return x.to(device)
+
+
+def equal(found: torch.Tensor, expected: torch.Tensor) -> bool:
+    return found.dtype == expected.dtype and torch.equal(found, expected)
+
+
+def doubles(values: list[float], device: torch.device) -> torch.Tensor:
+    return torch.tensor(values, dtype=torch.float64, device=device)
+
+
+@pytest.mark.parametrize("vocab_size", VOCABS)
+def test_penalties_are_those_of_the_specification(vocab_size: int, device: torch.device) -> None:
+    wide = torch.cat([adversarial_rows(vocab_size, device)] * 2, dim=1)
+    logits = wide[:, :vocab_size]  # rows that lie apart
+    counts = torch.randint(0, 4, logits.shape, dtype=torch.int32, device=device)
+    known = (counts > 0) | (torch.rand(logits.shape, device=device) < 0.3)
+    penalties = [
+        doubles([1.3, 0.7, 1.1, 1 / 3, 1, 9, 1e-3, 3][: len(logits)], device),
+        doubles([0.1, -2, 0, 1 / 3, 1, 2, 0.7, 0.3], device),
+        doubles([0.3, 1 / 3, -0.1, 0, 2, 0.7, 1e-9, 0.1], device),
+    ]
+    expected = spec.apply_penalties(logits, known, counts, *penalties)
+    assert equal(sampler_kernel.apply_penalties(logits, known, counts, *penalties), expected)
+    assert not torch.equal(expected, logits)
+
+
+TEMPERATURES = [1.0, 0.7, 1.3, 1e-300, 1e300, 2.0, 0.1, 1 / 3]
+
+
+@pytest.mark.sample(every=5)
+@pytest.mark.parametrize(
+    ("vocab_size", "most", "is_narrow", "has_top_k", "has_min_p"),
+    [
+        (1, 0, False, False, True),
+        (5, 4, True, True, False),
+        (5, 3, False, True, True),
+        (300, 16, True, False, False),
+        (300, 256, True, True, True),
+        (TILE + 77, 0, False, False, True),
+        (TILE + 77, TILE + 76, False, True, False),
+        (TILE + 77, 32, True, True, True),
+        (TILE + 77, 16, True, True, True),  # in 16 blocks, and behind all blocks
+        (5000, 8, True, False, True),
+        (12_300, 1, True, True, False),  # and the block among blocks of blocks
+    ],
+)
+def test_the_highest_are_those_of_the_specification(
+    vocab_size: int,
+    most: int,
+    is_narrow: bool,
+    has_top_k: bool,
+    has_min_p: bool,
+    device: torch.device,
+    request: pytest.FixtureRequest,
+) -> None:
+    if vocab_size >= 300:
+        request.getfixturevalue("more_ways")
+    logits = adversarial_rows(vocab_size, device)
+    temperature = doubles(TEMPERATURES, device)
+    k = torch.tensor([most, 1, most // 2 + 1, most, most // 3 + 1, 3, most, 2], device=device)
+    min_p = doubles([0.1, 0.5, 1.0, 1e-9, 0.2, 0.0, 0.01, 0.999], device)
+    limits = k if has_top_k else None, min_p if has_min_p else None
+    arguments = logits, logits.amax(-1), temperature, *limits
+    expected, expected_ids = spec.shape(*arguments, most, is_narrow)
+    found, ids = sampler_kernel.shape(*arguments, most, is_narrow)
+    assert equal(found, expected)
+    assert (ids is None) == (expected_ids is None) == (not is_narrow)
+    assert ids is None or expected_ids is None or equal(ids, expected_ids)
+
+
+@pytest.mark.usefixtures("more_ways")
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_logits_of_16_bits_are_converted_where_they_are_read(dtype, device: torch.device) -> None:
+    rows = adversarial_rows(2 * TILE + 77, device)
+    logits = rows.clamp(-6e4, 6e4).to(dtype)
+    logits[3] = rows[3].to(dtype)  # with -inf
+    highest, temperature = logits.amax(-1), doubles(TEMPERATURES, device)
+    k = torch.tensor([16, 1, 9, 16, 6, 3, 16, 2], device=device)
+    for top_k, most, is_narrow in ((None, 0, False), (k, 16, True)):
+        arguments = highest, temperature, top_k, 0.01 * temperature.clamp(max=1), most, is_narrow
+        expected, expected_ids = spec.shape(logits.float(), *arguments)
+        found, ids = sampler_kernel.shape(logits, *arguments)
+        assert equal(found, expected) and equal(found, spec.shape(logits, *arguments)[0])
+        assert ids is None or expected_ids is None or equal(ids, expected_ids)
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="the interpreter's sums are counted")
+@pytest.mark.usefixtures("more_ways")
+def test_ties_are_counted_only_in_tiles_that_have_one(monkeypatch, device: torch.device) -> None:
+    """A cumulative sum is the slowest thing that a pass over the vocabulary does."""
+    from triton.runtime.interpreter import ScanOps
+
+    sums, real = [0], ScanOps.cumsum
+
+    def cumsum(self: ScanOps, tensors: Any) -> Any:
+        sums[0] += 1
+        return real(self, tensors)
+
+    monkeypatch.setattr(ScanOps, "cumsum", cumsum)
+    logits = torch.arange(2 * TILE + 77.0, device=device).flip(0)[None]
+    logits[0, -3:] = -1.0  # in the last tile; one of the three is cut
+    top_k = torch.tensor([logits.shape[1] - 1], device=device)
+    for k, num_sums in ((None, 0), (top_k, 1)):
+        arguments = logits, logits.amax(-1), doubles([0.7], device), k, None, int(top_k), False
+        sums[0] = 0
+        found, _ = sampler_kernel.shape(*arguments)
+        assert sums[0] == num_sums
+        assert equal(found, spec.shape(*arguments)[0])
+
+
+@pytest.mark.usefixtures("more_ways")
+@pytest.mark.parametrize(
+    ("vocab_size", "dtype"),
+    [
+        (1, torch.float32),
+        (5, torch.float32),
+        (TILE + 77, torch.float32),
+        (256, torch.float64),
+        (257, torch.float64),
+    ],
+)
+def test_top_p_has_the_same_border(
+    vocab_size: int, dtype: torch.dtype, device: torch.device, launched: list[str]
+) -> None:
+    """At the sum of the first tokens exactly, and next to it on either side."""
+    rows = adversarial_rows(vocab_size, device)
+    temperature = torch.full((len(rows),), 0.9, dtype=torch.float64, device=device)
+    logits = spec.apply_temperature(rows.to(dtype), rows.amax(-1), temperature)
+    order = spec.ranked_ids(logits, vocab_size)
+    probs = logits.softmax(-1).gather(1, order)
+    weights = (probs.double() * SCALE + 0.5).long()
+    reached = weights.cumsum(-1)[:, vocab_size // 3].double() / SCALE
+    around = (
+        reached,
+        reached.nextafter(torch.zeros_like(reached)),
+        reached.nextafter(2 * torch.ones_like(reached)),
+        doubles([1.0, 0.5, 1e-300, 0.9, 0.25, 1 - 2.0**-53, 0.75, 0.0], device),
+    )
+    row = torch.arange(len(rows), device=device)
+    for first in range(4) if vocab_size == 5 else (1, 2):  # a row at each of them in turn
+        top_p = torch.stack(around)[(row + first) % 4, row]
+        expected = spec.apply_top_p(logits, top_p)
+        assert equal(sampler_kernel.apply_top_p(logits.clone(), top_p), expected)
+        assert (expected > NEG_INF).any(-1).all()
+    is_for_pytorch = dtype == torch.float64 and vocab_size > 256
+    assert bool(launched) != is_for_pytorch, "columns in float64 are few"
+
+
+@pytest.mark.parametrize(
+    ("vocab_size", "dtype"),
+    [
+        (1, torch.float32),
+        (127, torch.float32),
+        (128, torch.float64),
+        (256, torch.float64),
+        (257, torch.float64),  # PyTorch's
+        (5000, torch.float32),
+    ],
+)
+def test_the_draw_is_that_of_the_specification(
+    vocab_size: int, dtype: torch.dtype, device: torch.device
+) -> None:
+    """For random numbers, and for those at which one interval ends and the next one begins."""
+    torch.manual_seed(vocab_size)
+    logits = 4 * torch.randn(1, vocab_size, dtype=dtype, device=device)
+    logits[torch.rand(logits.shape, device=device) < 0.3] = NEG_INF
+    logits[0, vocab_size // 2] = 1.0
+    probs = logits.softmax(-1)
+    mass = (counter_random.block_mass(probs).double() * SCALE).long().cumsum(-1).double()
+    borders = (mass / mass[:, -1:])[0, [0, mass.shape[1] // 2]].clamp(max=1 - 2.0**-53)
+    points = doubles([0.0, 2.0**-53, 0.3, 0.7, 1 - 2.0**-53], device)
+    u = torch.cat([points, borders, (borders - 2.0**-53).clamp(min=0)])
+    rows = probs.expand(len(u), -1).contiguous()
+    expected = counter_random.sample_from_probs(rows, u)
+    found = sampler_kernel.sample_from_probs(rows, u)
+    assert equal(found, expected)
+    assert (probs[0, found] > 0).all()
+
+
+# -- the sampler
+
+BOTH = SamplingParams(temperature=0.8, top_k=20, top_p=0.9, min_p=0.01)
+RECIPES = [
+    SamplingParams(temperature=0),
+    SamplingParams(),
+    SamplingParams(temperature=1.7, top_k=4),
+    SamplingParams(temperature=0.9, top_p=0.8),
+    SamplingParams(temperature=1e-300, top_p=0.5),
+    SamplingParams(top_k=300, top_p=0.95),
+    SamplingParams(min_p=0.15, repetition_penalty=1.4),
+    SamplingParams(temperature=0, presence_penalty=0.7, frequency_penalty=-0.3),
+    SamplingParams(min_tokens=9, stop_token_ids=(2,), max_tokens=20, temperature=1.3, top_k=1),
+    replace(BOTH, repetition_penalty=0.8),
+    replace(BOTH, logprobs=2),
+    BOTH,
+    replace(BOTH, bad_words=[[1], [4, 4, 3]], logit_bias={5: 1.3, 2: -1 / 3}, repetition_penalty=2),
+    SamplingParams(allowed_token_ids=[3, 5, 1, 0], bad_words=[[2, 5]], temperature=2.0),
+]
+
+
+def make_batch(num_rows: int, vocab_size: int, seed: int = 0) -> SimpleNamespace:
+    return SimpleNamespace(sampling=mixed_sampling(RECIPES, num_rows, vocab_size, seed))
+
+
+def make_logits(num_rows: int, vocab_size: int) -> torch.Tensor:
+    """As a model in bfloat16 has them: full of ties, and with lanes behind the vocabulary."""
+    logits = torch.randn(num_rows, vocab_size + 5).mul(3).to(torch.bfloat16).float()
+    logits[:, vocab_size:] = 100.0
+    return logits
+
+
+@pytest.mark.usefixtures("more_ways")
+@pytest.mark.parametrize("vocab_size", [6, 400])
+def test_a_sampler_of_kernels_says_what_the_other_says(
+    vocab_size: int, device: torch.device, launched: list[str]
+) -> None:
+    torch.manual_seed(vocab_size)
+    n = 18  # each recipe once, some twice
+    logits = make_logits(n, vocab_size).to(device)
+    for row, value in ((3, math.nan), (9, math.inf), (13, -math.nan), (17, NEG_INF)):
+        logits[row, : None if value == NEG_INF else 3] = value
+    expected = as_plain(Sampler(vocab_size).sample(logits, make_batch(n, vocab_size)))
+    assert not launched
+    found = as_plain(Sampler(vocab_size, KERNELS).sample(logits, make_batch(n, vocab_size)))
+    assert found == expected
+    assert found[1].keys() == {"r3", "r9", "r13", "r17"}
+    assert all(token < vocab_size for (token,) in found[0].values())
+    known = {launch.kernel.__name__ for launch in sampling_launches(vocab_size)}
+    assert set(launched) == known
+
+
+def test_a_greedy_batch_launches_nothing(device: torch.device, launched: list[str]) -> None:
+    """The highest logit is PyTorch's own to find."""
+    params = [SamplingParams(temperature=0)] * 3
+    batch = SimpleNamespace(sampling=make_sampling(params))
+    tokens = Sampler(9, KERNELS).sample(torch.eye(3, 12, device=device), batch).token_ids
+    assert tokens == {"r0": [0], "r1": [1], "r2": [2]} and not launched
+
+
+@pytest.mark.usefixtures("more_ways")
+def test_logits_in_float64_are_sampled_from_by_pytorch(launched: list[str]) -> None:
+    torch.manual_seed(0)
+    n, vocab_size = len(RECIPES), 700
+    logits = make_logits(n, vocab_size).double()
+    expected = as_plain(Sampler(vocab_size).sample(logits, make_batch(n, vocab_size)))
+    found = as_plain(Sampler(vocab_size, KERNELS).sample(logits, make_batch(n, vocab_size)))
+    assert found == expected
+    assert "_shape_kernel" not in launched and "_penalties_kernel" not in launched
+
+
+@pytest.mark.usefixtures("more_ways")
+def test_verification_and_guesses_have_the_same_rules(device: torch.device) -> None:
+    """Speculation changes no token, and neither do the kernels under it."""
+    torch.manual_seed(1)
+    vocab_size, n = 300, 4
+    logits = make_logits(2 * n, vocab_size).to(device)
+    params = [RECIPES[i] for i in (3, 5, 6, 11)]
+    one = make_sampling(params, outputs=[[2, 2]] * n, seeds=[7] * n)
+    drafts = {f"r{i}": [7 * i] for i in range(n)}
+    rows = np.repeat(one.rows, 2)
+    names = [f"r{i}" for i in rows]
+    outputs = 2 + np.arange(2 * n) % 2
+    one.state.token_ids = np.pad(one.state.token_ids, ((0, 0), (0, 1)))
+    for i in range(n):
+        one.state.token_ids[i, 3] = drafts[f"r{i}"][0]
+    batch = SamplingBatch(one.columns, names, rows, outputs, one.state, drafts)
+    probs = {f"r{i}": torch.full((1, vocab_size), 1 / vocab_size, device=device) for i in (0, 2)}
+    results = []
+    for rules in (None, KERNELS):
+        sampler = SpeculativeSampler(Sampler(vocab_size, rules), probs.get)
+        results.append(as_plain(sampler.sample(logits, SimpleNamespace(sampling=batch))))
+    assert results[0] == results[1]
+    assert results[0][0].keys() == set(drafts)
+
+
+# -- what it costs
+
+
+def count_operations(
+    rules: distributions.Rules | None, monkeypatch, recipes: list[SamplingParams] = RECIPES
+) -> tuple[int, int, int, tuple]:
+    """Reads, uploads and launches, PyTorch's and Triton's, of a step that samples; its tokens."""
+    vocab_size, n = 60, len(recipes)
+    torch.manual_seed(0)
+    logits, count = make_logits(n, vocab_size), [0]
+    with pretend_device(monkeypatch) as device:
+        real, dispatch = Launch.__call__, type(device).__torch_dispatch__
+
+        def launch(self: Launch, grid: tuple[int, ...], *arguments: Any) -> None:
+            """On a GPU it is put in a queue; the interpreter reads the tensors."""
+            before, count[0] = device.reads, count[0] + 1
+            with torch.utils._python_dispatch._disable_current_modes():
+                real(self, grid, *arguments)
+            device.reads = before
+
+        def counting(self, func, types, args=(), kwargs=None):
+            alias = func._schema.returns[0].alias_info if func._schema.returns else None
+            is_view = alias is not None and not alias.is_write
+            count[0] += not is_view and "empty" not in func.__name__
+            return dispatch(self, func, types, args, kwargs)
+
+        monkeypatch.setattr(Launch, "__call__", launch)
+        monkeypatch.setattr(type(device), "__torch_dispatch__", counting)
+        batch = SimpleNamespace(sampling=mixed_sampling(recipes, n, vocab_size, 0))
+        on_device, cargo = device.put(logits.bfloat16()), Cargo(logits.device)
+        step = Sampler(vocab_size, rules).stage(batch.sampling, cargo)
+        cargo.send()
+        count[0] = 0
+        step.begin(on_device)
+        launches = count[0]
+        found = as_plain(step.wait())
+    return device.reads, device.uploads, launches, found
+
+
+@pytest.mark.usefixtures("more_ways")
+def test_the_host_waits_once_and_the_device_has_less_to_do(monkeypatch) -> None:
+    reads, uploads, num_plain, tokens = count_operations(None, monkeypatch)
+    monkeypatch.undo()
+    found = count_operations(KERNELS, monkeypatch)
+    assert found[:2] == (reads, uploads) == (1, uploads)
+    assert found[2] < 0.4 * num_plain and found[3] == tokens
+
+
+@pytest.mark.parametrize(
+    ("params", "num_launches"),
+    [
+        (SamplingParams(temperature=0), 4),
+        (SamplingParams(temperature=0.6), 10),
+        (SamplingParams(temperature=0.6, top_p=0.9), 12),
+        (replace(BOTH, min_p=0.0), 13),
+    ],
+    ids=["greedy", "temperature", "top-p", "top-k and top-p"],
+)
+def test_launches_of_a_batch_that_asks_for_one_thing(
+    params: SamplingParams, num_launches: int, monkeypatch
+) -> None:
+    assert count_operations(KERNELS, monkeypatch, [params] * 3)[2] == num_launches
+
+
+def test_a_row_that_is_not_cut_is_several_programs(device: torch.device, monkeypatch) -> None:
+    grids, real = [], Launch.__call__
+
+    def spy(launch: Launch, grid: tuple[int, ...], *arguments: Any) -> None:
+        grids.append(grid)
+        real(launch, grid, *arguments)
+
+    monkeypatch.setattr(Launch, "__call__", spy)
+    logits, top_k = torch.randn(3, TILE + 77, device=device), torch.full((3,), 9, device=device)
+    temperature = doubles([0.7] * 3, device)
+    for k, min_p in ((None, None), (None, 0.1 * temperature), (top_k, None)):
+        limits = temperature, k, min_p, 9, False
+        found, _ = sampler_kernel.shape(logits, logits.amax(-1), *limits)
+        assert equal(found, spec.shape(logits, logits.amax(-1), *limits)[0])
+    assert grids == [(3, 2), (3, 2), (3, 1)]
+
+
+def test_a_batch_without_rows_draws_nothing(device: torch.device, launched: list[str]) -> None:
+    none = torch.zeros(0, 7, device=device)
+    empty = torch.zeros(0, dtype=torch.float64, device=device)
+    found, ids = sampler_kernel.shape(none, empty.float(), empty, None, None, 4, True)
+    assert found.shape == (0, 4) and ids is not None and ids.shape == (0, 4)
+    assert sampler_kernel.apply_top_p(none, empty).shape == (0, 7)
+    assert sampler_kernel.sample_from_probs(none, empty).tolist() == []
+    counts = none.int()
+    assert sampler_kernel.apply_penalties(none, counts > 0, counts, *[empty] * 3).shape == (0, 7)
+    assert not launched
+
+
+@pytest.mark.usefixtures("more_ways")
+def test_a_bad_row_stays_bad(device: torch.device) -> None:
+    """And what it draws on the way is within the vocabulary: it is an index."""
+    logits = torch.full((3, 40), math.nan, device=device)
+    logits[1], logits[2, 5] = NEG_INF, math.inf
+    batch = make_sampling([SamplingParams(top_k=3, top_p=0.5)] * 3, seeds=[1, 2, 3])
+    rows = staged(Sampler(40, KERNELS), batch, device)
+    assert rows.draw(logits).tolist() == [BAD] * 3
+    highest = logits.amax(-1)
+    _, ids = sampler_kernel.shape(logits, highest, doubles([1.0] * 3, device), None, None, 4, True)
+    assert ids is not None and ((ids >= 0) & (ids < 40)).all()
+    for rows in (logits, torch.zeros_like(logits), logits.double()):
+        tokens = sampler_kernel.sample_from_probs(rows, doubles([0.5] * 3, device))
+        assert ((tokens >= 0) & (tokens < 40)).all()

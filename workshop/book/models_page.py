@@ -1,0 +1,48 @@
+"""The tables of `common/models/MODELS.md`: `python -m workshop.models_page` renews them.
+
+What the engine decides, `common/models/__main__.py` prints. Here come the random checkpoints that
+each family has, and the cases in which a test compares its logits with those of `transformers`."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from common.models.__main__ import families
+from common.models.model_config import FAMILIES, WHY_REFUSED
+from common.tests.model_cases import CASES
+from workshop.measure.bench import random_weights
+from workshop.measure.bench.bench_record import markdown_table, replace_between_markers
+
+PAGE = Path(__file__).parents[2] / "common" / "models" / "MODELS.md"
+ORACLE = "test_whole_prompts_in_one_step_give_the_logits_of_transformers"  # of test_model.py
+
+
+def rows() -> list[list[str]]:
+    """Of each family: architecture, its own, windows, experts, random checkpoint, cases."""
+    found = []
+    for architecture, *decided in families():
+        model_type = FAMILIES[architecture].model_type
+        made = random_weights.FAMILIES.items()
+        random = [name for name, own in made if own["architectures"] == [architecture]]
+        cases = [name for name, (kind, _) in CASES.items() if kind.model_type == model_type]
+        shown = (", ".join(f"`{name}`" for name in names) for names in (random, cases))
+        found.append([f"`{architecture}`", *decided, *shown])
+    return found
+
+
+def render() -> str:
+    """The page with the tables of today."""
+    head = ["architecture", "its own", "windows", "experts", "random checkpoint", "cases"]
+    refused = [[f"`{pattern}`", why] for pattern, why in WHY_REFUSED.items()]
+    tables = {
+        "families": markdown_table(head, rows(), "---"),
+        "refused": markdown_table(["architecture", "why"], refused, "---"),
+    }
+    text = PAGE.read_text(encoding="utf-8")
+    for name, table in tables.items():
+        text = replace_between_markers(text, name, table)
+    return text
+
+
+if __name__ == "__main__":
+    PAGE.write_text(render(), encoding="utf-8")

@@ -1,0 +1,104 @@
+"""The trace as this model can serve it; and the real router in front of two servers."""
+
+from __future__ import annotations
+
+import pytest
+
+from common.serve.fleet.programs import HOW_TO_INSTALL, router_program
+from workshop.measure.bench.bench_record import made_on, read_record, replace_between_markers
+from workshop.measure.bench.load import Outcome
+from workshop.measure.bench.routing import (
+    BLOCK_SIZE,
+    PAGES,
+    POLICIES,
+    RECORD,
+    death_sentence,
+    measure_one,
+    of_one_prefix,
+    row,
+    scaled,
+    table,
+)
+from workshop.measure.prefix_workloads import PrefixWorkload, TraceRequest
+
+CHATS = 6
+
+
+def test_prompts_share_what_the_trace_says_and_end_where_it_says() -> None:
+    trace = [
+        TraceRequest(1000, 1024 + 65, 100, (1, 2, 3)),
+        TraceRequest(3000, 1024 + 512, 0, (1, 2, 4)),
+        TraceRequest(3000, 1, 100_000, (5,)),
+    ]
+    first, second, third = scaled(trace, 2.0, 100)
+    assert [len(p.prompt) for p in (first, second, third)] == [2 * BLOCK_SIZE + 2, 24, 1]
+    assert first.prompt[:16] == second.prompt[:16] and first.prompt[16:] != second.prompt[16:18]
+    assert [p.at for p in (first, second, third)] == [0, 1, 1]
+    assert [p.max_tokens for p in (first, second, third)] == [7, 1, 64]
+
+
+def test_those_who_are_lost_are_told_from_those_who_are_not() -> None:
+    outcomes = [
+        Outcome(0.0, 0.1, 0.2),
+        Outcome(0.5, 0.6, 1.1, "the stream broke off"),
+        Outcome(0.9, None, 1.2, "status 503"),
+        Outcome(0.9, 1.4, 1.5),
+        Outcome(1.0, 1.2, 1.3),
+    ]
+    death = {"killed_at": 1.0, "requests": [outcome.content() for outcome in outcomes]}
+    said = death_sentence(death)
+    assert "of 5 requests, 3 were in flight. 2 failed, 1 of them after their first token" in said
+    assert "of those sent later, 0 failed" in said
+
+
+@pytest.mark.parametrize("page", ["README.md", "README.zh.md"])
+def test_the_pages_show_the_record(page: str) -> None:
+    record, text = read_record(RECORD), (PAGES / page).read_text(encoding="utf-8")
+    shown = f"{table(record)}\n\n{made_on(record)}"
+    assert replace_between_markers(text, "routing", shown) == text
+
+
+def chats() -> list[TraceRequest]:
+    """Turns of chats in the form of a trace: each goes on where the one before ended."""
+    workload = PrefixWorkload(4096, seed=1)
+    sessions = workload.chats(CHATS, 5, 1, 1, 1)
+    turns: dict[int, list[int]] = {}
+    requests = []
+    for i, request in enumerate(workload.arrive(sessions)):
+        chat = next(c for c, session in enumerate(sessions) if request in session)
+        ids = turns.setdefault(chat, [])
+        ids += range(1000 * chat + len(ids), 1000 * chat + len(ids) + 4)
+        requests.append(TraceRequest(400 * i, 512 * len(ids), 64, tuple(ids)))
+    return requests
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(router_program() is None, reason=HOW_TO_INSTALL)
+def test_who_looks_at_prefixes_finds_more_of_them_than_who_takes_turns() -> None:
+    requests = scaled(chats(), 1.0, 4096)
+    found = {policy: measure_one(policy, requests, 2000) for policy in POLICIES}
+    hits = {}
+    for policy, one in found.items():
+        assert all(outcome["error"] is None for outcome in one["requests"])
+        assert sum(server["requests"] for server in one["servers"]) == len(requests)
+        hits[policy] = sum(server["prefix_cache_hits"] for server in one["servers"])
+        assert row(policy, one)["failed"] == "0"
+    assert hits["round_robin"] < min(hits["cache_aware"], hits["kv_aware"])
+    counted = found["kv_aware"]["router"]["vllm_router_kv_placement_lookups_total"]
+    assert counted['result="hit"'] > 0
+    decided = found["cache_aware"]["router"]["vllm_router_prefix_routing_decisions_total"]
+    assert sum(count for how, count in decided.items() if 'outcome="prefix_hit"' in how) > 0
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(router_program() is None, reason=HOW_TO_INSTALL)
+def test_lost_are_those_who_were_being_answered_by_the_server_that_died() -> None:
+    """And a few that the router has sent to the dead one again and again."""
+    death = measure_one("round_robin", of_one_prefix(40, 4096), 2000, dies=True)
+    outcomes, at = [Outcome(**outcome) for outcome in death["requests"]], death["killed_at"]
+    lost = [outcome for outcome in outcomes if outcome.error is not None]
+    answered = [outcome for outcome in lost if outcome.first_token is not None]
+    assert 0 < len(answered) < len(outcomes) / 2
+    assert all(outcome.sent < at < outcome.ended for outcome in answered)
+    refused = [outcome.error for outcome in lost if outcome.first_token is None]
+    assert len(refused) <= 4 and set(refused) <= {"status 500", "status 502", "status 503"}

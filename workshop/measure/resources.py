@@ -1,0 +1,359 @@
+"""What every kernel takes of a GPU that is not there: registers, shared memory, spills.
+
+Triton compiles for any GPU on any machine, down to machine code, and `cuobjdump`, which comes with
+it, reads off what that needs. A kernel that is right and slow for want of registers is found here
+and not on the first GPU that somebody pays for.
+
+    python -m workshop.resources
+                          what `make test` checks: sm_90 every family, sm_80 and sm_100 once
+        --all             every architecture and dtype
+        --all --record    and write the record and the table in `common/models/regions`
+
+Checked, with Triton 3.6 and 3.9: kernels of 16 bits on sm_90 spill nothing to memory, the others a
+few values, but for what `ALLOWED_STACK_BYTES` names; shared memory fits the smallest GPU of a kind;
+products of 16 bits and tf32x3 use the tensor cores; kernels that promise the bits of their
+specification have no operation that could round otherwise. Not checked, because it needs a GPU:
+whether the kernel is fast. Must run without TRITON_INTERPRET.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import re
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass, replace
+from functools import cache
+from pathlib import Path
+
+import torch
+
+from common.engine_config import EngineConfig
+from common.models.model_config import ModelConfig
+from common.runner.launch_configurations import attention_shape, launch_configurations
+from kernel_launch import DEFAULT_ARCHITECTURE, DecodeTuning, Launch
+from paged_attention_triton import write_kv_launch
+from split_attention_triton import split_launch
+from workshop.measure.bench.bench_record import (
+    describe_environment,
+    made_on,
+    markdown_table,
+    read_record,
+    write_between_markers,
+    write_record,
+)
+from workshop.measure.bench.random_weights import QWEN3_0_6B
+
+FOLDER = Path(__file__).parent
+RECORD = FOLDER / "records" / "resources.json"
+README = FOLDER.parents[1] / "common" / "models" / "regions" / "README.md"
+
+
+def _family(
+    num_heads: int,
+    num_kv_heads: int,
+    head_dim: int,
+    vocab_size: int,
+    hidden_size: int,
+    intermediate_size: int,
+    has_qk_norm: bool = False,
+    window: int | None = None,
+) -> ModelConfig:
+    """Only what kernels depend on is that model's."""
+    return replace(
+        QWEN3_0_6B,
+        hidden_size=hidden_size,
+        intermediate_size=intermediate_size,
+        has_qk_norm=has_qk_norm,
+        num_attention_heads=num_heads,
+        num_key_value_heads=num_kv_heads,
+        head_dim=head_dim,
+        vocab_size=vocab_size,
+        layer_windows=() if window is None else (None, window),
+    )
+
+
+FAMILIES = {
+    "Qwen3-0.6B": QWEN3_0_6B,
+    "Llama-3.1-8B": _family(32, 8, 128, 128256, 4096, 14336),
+    "Qwen3-32B": _family(64, 8, 128, 151936, 5120, 25600, has_qk_norm=True),
+    "Qwen2.5-7B": _family(28, 4, 128, 152064, 3584, 18944),
+    "Qwen2.5-0.5B": _family(14, 2, 64, 151936, 896, 4864),
+    "Llama-3.2-1B": _family(32, 8, 64, 128256, 2048, 8192),
+    "Mistral-7B-v0.1": _family(32, 8, 128, 32000, 4096, 14336, window=4096),
+}
+LARGE_HEADS = {
+    "head_dim 256": _family(16, 8, 256, 151936, 4096, 8192, has_qk_norm=True),
+    "Gemma-3-4B": _family(8, 4, 256, 262208, 2560, 10240, has_qk_norm=True, window=1024),
+}
+ARCHITECTURES = (80, 89, 90, 100, 120)
+# Of a program, the smallest GPU of a kind: sm_86 and sm_120 have what sm_89 has.
+SHARED_BYTES = {80: 163 << 10, 89: 99 << 10, 90: 227 << 10, 100: 227 << 10, 120: 99 << 10}
+TENSOR_CORES = ("wgmma.mma_async", "tcgen05.mma", "mma.sync")
+# Operations that IEEE 754 does not define, or that round once where PyTorch rounds twice.
+INEXACT = re.compile(r"\b(?:(?:fma|rcp|rsqrt|ex2|lg2)\.|\w+\.(?:full|approx)\.)\S*f(?:32|64)")
+KINDS = {
+    "bfloat16": (torch.bfloat16, "ieee"),
+    "float16": (torch.float16, "ieee"),
+    "float32": (torch.float32, "ieee"),
+    "float32 as tf32x3": (torch.float32, "tf32x3"),
+}
+# Bytes of stack a thread: a few values. Which kernels have them differs with Triton's version.
+FEW_STACK_BYTES = 64
+# More, by (kernel, kind, family, architecture, tile): a vocabulary of 262,208 in one row.
+ALLOWED_STACK_BYTES: dict[tuple[str, str, str, int, str], int] = {
+    ("draw_kernel", "bfloat16", "Gemma-3-4B", 120, ""): 112,
+}
+# Of decode attention, beside the default: what `make gpu ARGS=tune` may try, with splits of any
+# length and either order of the grid. Four stages are the same machine code as three.
+TUNINGS = tuple(
+    DecodeTuning(tile_keys=keys, num_warps=warps, num_stages=stages)
+    for keys, warps, stages in (
+        (32, 4, 3), (32, 4, 5), (32, 4, 7), (64, 4, 5), (64, 4, 7), (64, 8, 3),
+        (128, 4, 3), (128, 4, 5), (128, 4, 7),
+    )
+)  # fmt: skip
+CHUNKED = EngineConfig(speculative={"method": "draft"})
+WHOLE = EngineConfig(chunked_prefill=False)
+
+
+@dataclass(frozen=True, slots=True)
+class Resources:
+    """Of one compiled kernel."""
+
+    kernel: str
+    family: str
+    kind: str
+    architecture: int
+    tile: str  # query rows x keys; "": the kernel has none
+    num_warps: int
+    registers: int  # of a thread
+    stack_bytes: int  # of a thread, in memory: spilled registers
+    shared_bytes: int  # of a program
+    tensor_cores: str  # the instruction
+    inexact: str = ""  # an operation, where none is allowed
+
+    @property
+    def has_product(self) -> bool:
+        return self.tile != "" and "merge" not in self.kernel
+
+    def complaints(self) -> Iterator[str]:
+        where = (self.kernel, self.kind, self.family, self.architecture, self.tile)
+        is_main = self.architecture == DEFAULT_ARCHITECTURE and not self.kind.startswith("float32")
+        allowed = ALLOWED_STACK_BYTES.get(where, 0 if is_main else FEW_STACK_BYTES)
+        if self.stack_bytes > allowed:
+            yield f"{where} has {self.stack_bytes} bytes of stack a thread"
+        if self.shared_bytes > SHARED_BYTES[self.architecture]:
+            yield f"{where} wants {self.shared_bytes} bytes of shared memory"
+        if self.has_product and self.kind != "float32" and not self.tensor_cores:
+            yield f"{where} does not use the tensor cores"
+        if self.inexact:
+            yield f"{where} has {self.inexact}, which its specification does not have"
+
+
+def compile_launch(launch: Launch, architecture: int, family: str, kind: str) -> Resources:
+    import triton
+    from triton.backends.compiler import GPUTarget
+    from triton.compiler import ASTSource
+
+    kernel = launch.kernel
+    names = list(kernel.arg_names)
+    missing = set(names) ^ (set(launch.arguments) | set(launch.constants))
+    if missing:
+        raise ValueError(f"{kernel.__name__}: {sorted(missing)} are not both its and the launch's")
+    signature = {name: launch.arguments.get(name, "constexpr") for name in names}
+    constants = {(names.index(name),): value for name, value in launch.constants.items()}
+    # PyTorch's memory begins at multiples of 16 bytes and more.
+    aligned = {
+        (i,): [["tt.divisibility", 16]]
+        for i, name in enumerate(names)
+        if signature[name][0] == "*" and name not in launch.unaligned
+    }
+    source = ASTSource(kernel, signature, constexprs=constants, attrs=aligned)
+    target = GPUTarget("cuda", architecture, 32)
+    compiled = triton.compile(source, target=target, options=launch.options)
+    registers, stack_bytes = read_usage(compiled.asm["cubin"])
+    ptx = compiled.asm["ptx"]
+    rows, keys = (launch.constants.get(name) for name in ("BLOCK_M", "BLOCK_N"))
+    how = ", looping" if launch.constants.get("LOOPS") else ""
+    how += ", window" if launch.constants.get("WINDOW") else ""
+    return Resources(
+        kernel.__name__.strip("_"),
+        family,
+        kind,
+        architecture,
+        f"{rows} x {keys}{how}" if rows else "",
+        launch.num_warps,
+        registers,
+        stack_bytes,
+        compiled.metadata.shared,
+        next((name for name in TENSOR_CORES if name in ptx), ""),
+        "" if launch.enable_fp_fusion else next(iter(INEXACT.findall(ptx)), ""),
+    )
+
+
+def read_usage(cubin: bytes) -> tuple[int, int]:
+    """Registers and bytes of stack, of a thread."""
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(cubin)
+        file.flush()
+        command = [find_cuobjdump(), "--dump-resource-usage", file.name]
+        text = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+    found = re.search(r"REG:(\d+) STACK:(\d+)", text)
+    if found is None:
+        raise RuntimeError(f"cuobjdump says nothing of registers: {text}")
+    return int(found.group(1)), int(found.group(2))
+
+
+@cache
+def find_cuobjdump() -> str:
+    import triton
+
+    path = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
+    if not path.exists():
+        raise RuntimeError(
+            f"this Triton ({triton.__version__}) has no backends/nvidia/bin/{path.name}"
+        )
+    return str(path)
+
+
+@dataclass(frozen=True, slots=True)
+class Wanted:
+    """The launches of one engine."""
+
+    family: str
+    kind: str
+    architecture: int
+    engine: EngineConfig = CHUNKED
+    tuning: DecodeTuning | None = None  # only decode attention, with these constants
+
+    def launches(self) -> list[Launch]:
+        """And `write_kv`, of a backend of chapter 2 or 6 by itself: the engine has another kernel
+        in its place."""
+        dtype, precision = KINDS[self.kind]
+        model = (FAMILIES | LARGE_HEADS)[self.family]
+        shape = attention_shape(model, self.engine, dtype, self.architecture, precision, False)
+        if self.tuning is not None:
+            tuned = shape._replace(tuning=self.tuning)
+            return [split_launch(tuned, is_short=True, loops=True)]
+        launches = launch_configurations(
+            model,
+            self.engine,
+            dtype,
+            self.architecture,
+            float32_precision=precision,
+            windows=model.layer_windows or (None,),
+        )
+        heads = shape.num_kv_heads, shape.head_dim, shape.block_size, dtype
+        num_heads = shape.num_heads + shape.num_kv_heads
+        strides = num_heads * shape.head_dim, (num_heads + shape.num_kv_heads) * shape.head_dim
+        return [*launches, write_kv_launch(*heads, *strides, shape.cache_strides)]
+
+
+def quick() -> list[Wanted]:
+    """sm_90 every family, every dtype once; sm_80 and sm_100 every kernel once; every tuning."""
+    first = next(iter(FAMILIES))
+    wanted = [Wanted(family, "bfloat16", 90) for family in FAMILIES]
+    wanted += [Wanted(first, kind, 90) for kind in KINDS if kind != "bfloat16"]
+    wanted += [Wanted(first, "bfloat16", architecture) for architecture in (80, 100)]
+    wanted += [Wanted(first, "bfloat16", architecture, WHOLE) for architecture in (80, 90, 100)]
+    return wanted + [Wanted(first, "bfloat16", 90, tuning=tuning) for tuning in TUNINGS]
+
+
+def everything() -> list[Wanted]:
+    """Every architecture: bfloat16 of every family, other dtypes of each head_dim."""
+    first_of_each_size = ["Qwen3-0.6B", "Qwen2.5-0.5B", *LARGE_HEADS]
+    tuned = [Wanted("Qwen3-0.6B", "bfloat16", 90, tuning=tuning) for tuning in TUNINGS]
+    return tuned + [
+        Wanted(family, kind, architecture, engine)
+        for architecture in ARCHITECTURES
+        for kind in KINDS
+        for family in (FAMILIES | LARGE_HEADS if kind == "bfloat16" else first_of_each_size)
+        for engine in (CHUNKED, WHOLE)
+    ]
+
+
+def compile_all(wanted: list[Wanted], every: int = 1) -> list[Resources]:
+    """Each machine code once, though several engines launch it; of them one in `every`, and the
+    first of each kernel, family, dtype and architecture."""
+    launches: dict[str, tuple[Wanted, Launch]] = {}
+    for one in wanted:
+        for launch in one.launches():
+            key = f"{launch.kernel.__name__} {one.architecture} {launch.arguments} "
+            launches.setdefault(key + f"{launch.constants} {launch.options}", (one, launch))
+    known: set[object] = set()
+    found = []
+    for i, (one, launch) in enumerate(launches.values()):
+        where = one.architecture, one.family, one.kind
+        if i % every == 0 or not known.issuperset({*where, launch.kernel.__name__}):
+            known.update((*where, launch.kernel.__name__))
+            found.append(compile_launch(launch, *where))
+    return found
+
+
+def table(found: list[Resources]) -> str:
+    """What a kernel takes at most, of each dtype and architecture, over the families."""
+    groups: dict[tuple[str, str, int], list[Resources]] = {}
+    for one in found:
+        tile = f", {one.tile}" if one.tile else ""
+        groups.setdefault((f"{one.kernel}{tile}", one.kind, one.architecture), []).append(one)
+    head = ["kernel, query rows x keys", "dtype", "sm", "registers", "shared KB", "spilled"]
+    rows = [
+        [
+            kernel,
+            kind,
+            architecture,
+            max(one.registers for one in group),
+            f"{max(one.shared_bytes for one in group) / 1024:.1f}",
+            max(one.stack_bytes for one in group),
+        ]
+        for (kernel, kind, architecture), group in sorted(groups.items())
+    ]
+    return markdown_table(head, rows)
+
+
+def make_record(found: list[Resources], arguments: list[str]) -> dict:
+    return {
+        "command": " ".join(["python -m workshop.resources", *arguments]),
+        "environment": describe_environment(),
+        "config": {"block_size": CHUNKED.block_size},
+        "resources": [asdict(one) for one in found],
+    }
+
+
+def make_table_text() -> str:
+    """All on one architecture, and of the others whatever spills."""
+    record = read_record(RECORD)
+    found = [Resources(**one) for one in record["resources"]]
+    shown = table([one for one in found if one.architecture == DEFAULT_ARCHITECTURE])
+    spilling = table([one for one in found if one.stack_bytes])
+    version = record["environment"]["triton"]
+    made = f"{made_on(record)} Compiled by Triton {version}."
+    return f"{shown}\n\nWhat spills, on whatever architecture:\n\n{spilling}\n\n{made}"
+
+
+def main(arguments: list[str]) -> None:
+    parser = argparse.ArgumentParser(description="What the kernels take of a GPU")
+    parser.add_argument("--all", action="store_true", help="half an hour of one core")
+    parser.add_argument("--every", type=int, default=1, help="a sample: one in so many")
+    parser.add_argument("--record", action="store_true", help="write the record and the table")
+    parser.add_argument("--json", action="store_true", help="print what was found as JSON")
+    options = parser.parse_args(arguments)
+    found = compile_all(everything() if options.all else quick(), options.every)
+    complaints = [complaint for one in found for complaint in one.complaints()]
+    if options.record:
+        write_record(RECORD, make_record(found, arguments))
+        write_between_markers(README, "resources", make_table_text())
+    if options.json:
+        print(json.dumps([asdict(one) for one in found]))
+    else:
+        print(table(found))
+    if complaints:
+        raise SystemExit("\n".join(complaints))
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

@@ -1,0 +1,124 @@
+"""The gate: every kernel, compiled for GPUs that are not here."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from dataclasses import replace
+
+import pytest
+
+from workshop.measure import resources
+from workshop.measure.bench.bench_record import ROOT
+from workshop.measure.resources import (
+    README,
+    RECORD,
+    Resources,
+    everything,
+    make_table_text,
+    quick,
+)
+
+pytest.importorskip("triton")
+
+CLEAN = Resources("some_kernel", "a model", "bfloat16", 90, "64 x 64", 4, 128, 0, 1024, "mma")
+
+
+def compile_in_another_process(*arguments: str) -> list[Resources]:
+    """Without the interpreter. What was compiled before is kept in build/."""
+    environment = {name: v for name, v in os.environ.items() if name != "TRITON_INTERPRET"}
+    environment["PYTHONPATH"] = os.pathsep.join([str(ROOT), *sys.path])
+    environment["TRITON_CACHE_DIR"] = str(ROOT / "build" / "triton")
+    result = subprocess.run(
+        [sys.executable, "-m", "workshop.resources", "--json", *arguments],
+        env=environment,
+        capture_output=True,
+        text=True,
+    )
+    assert result.returncode == 0, result.stderr
+    return [Resources(**one) for one in json.loads(result.stdout.splitlines()[-1])]
+
+
+def check_what_was_compiled(found: list[Resources]) -> None:
+    assert len({one.kernel for one in found}) >= 11 and len({one.kind for one in found}) >= 3
+    assert resources.FAMILIES.keys() <= {one.family for one in found}
+    for one in found:
+        assert 8 <= one.registers <= 255 and (one.registers >= 40 or not one.has_product), one
+        if one.architecture == 90 and one.has_product and one.kind in ("bfloat16", "float16"):
+            is_long = not one.tile.startswith("16 ")
+            assert (one.tensor_cores == "wgmma.mma_async") == is_long, one
+
+
+@pytest.mark.timeout(900)  # seconds of one core, which may be busy with other tests
+def test_no_kernel_spills_and_all_fit_and_use_the_tensor_cores():
+    """A sample, in which nearly every kernel and dtype occurs, and every family."""
+    found = compile_in_another_process("--every", "16")
+    check_what_was_compiled(found)
+    assert {one.architecture for one in found} == {80, 90, 100}
+
+
+@pytest.mark.slow
+def test_nor_in_any_dtype_for_any_family_and_architecture():
+    found = compile_in_another_process("--all")
+    check_what_was_compiled(found)
+    assert {one.kind for one in found} == set(resources.KINDS)
+    for architecture in resources.ARCHITECTURES:
+        kernels = {one.kernel for one in found if one.architecture == architecture}
+        assert kernels == {one.kernel for one in found}
+
+
+@pytest.mark.parametrize(
+    ("change", "complaint"),
+    [
+        ({}, None),
+        ({"stack_bytes": 8}, "has 8 bytes of stack"),
+        ({"stack_bytes": 64, "kind": "float32"}, None),
+        ({"stack_bytes": 64, "architecture": 100}, None),
+        ({"stack_bytes": 72, "architecture": 80}, "has 72 bytes of stack"),
+        ({"shared_bytes": (227 << 10) + 1}, "bytes of shared memory"),
+        ({"shared_bytes": (99 << 10) + 1, "architecture": 89}, "bytes of shared memory"),
+        ({"tensor_cores": ""}, "does not use the tensor cores"),
+        ({"tensor_cores": "", "kind": "float32"}, None),
+        ({"tensor_cores": "", "tile": ""}, None),
+        ({"inexact": "div.full.f32"}, "has div.full.f32"),
+    ],
+)
+def test_what_is_complained_of(change, complaint):
+    found = list(replace(CLEAN, **change).complaints())
+    assert len(found) == (complaint is not None)
+    assert complaint is None or complaint in found[0]
+
+
+def test_an_exception_is_of_its_bytes(monkeypatch):
+    where = ("some_kernel", "bfloat16", "a model", 90, "64 x 64")
+    monkeypatch.setitem(resources.ALLOWED_STACK_BYTES, where, 8)
+    assert not list(replace(CLEAN, stack_bytes=8).complaints())
+    assert list(replace(CLEAN, stack_bytes=16).complaints())
+
+
+def test_operations_that_round_in_their_own_way_are_found():
+    ptx = "add.rn.f32 \tdiv.rn.f64 mul.rn.f64 fma_of.f32\n\tdiv.full.f32 %f1;\n\tfma.rn.f64 %f2;"
+    assert resources.INEXACT.findall(ptx) == ["div.full.f32", "fma.rn.f64"]
+    assert resources.INEXACT.findall("ex2.approx.ftz.f32 rcp.approx.f32 sqrt.rn.f64") == [
+        "ex2.approx.ftz.f32",
+        "rcp.approx.f32",
+    ]
+
+
+def test_a_launch_that_lacks_a_parameter_of_its_kernel_is_refused():
+    launch = quick()[0].launches()[0]
+    wrong = replace(launch, constants={**launch.constants, "NO_SUCH": 1})
+    with pytest.raises(ValueError, match="NO_SUCH"):
+        resources.compile_launch(wrong, 90, "a model", "bfloat16")
+
+
+def test_the_slow_test_compiles_what_the_quick_one_does_and_more():
+    known = everything()
+    assert all(one in known for one in quick()) and len(known) > len(quick())
+
+
+@pytest.mark.skipif(not RECORD.exists(), reason="nothing has been recorded")
+def test_the_table_is_that_of_the_record():
+    assert make_table_text() in README.read_text(encoding="utf-8")
