@@ -10,9 +10,9 @@ tables, without code. `words_left.tsv` has three numbers for each file: words, d
 begin wrongly, identifiers. A test compares them with the files, in both directions.
 
 `--write` compares with the commit that last changed `words_left.tsv`, or with `--since COMMIT`. A
-file that was moved, split or merged takes over numbers: those of files that went away, and, if it
-is new, what others lost. No total rises, and no other number does: such a rise is printed and not
-written. If `words_left.tsv` does not exist, it is written as things are."""
+file that git sees as moved keeps its number. After a split or a merge, a file takes over numbers of
+files that went away and, if it is new, what others lost. No total rises, and no other number does:
+such a rise is printed and not written. Without `words_left.tsv`, it is written as things are."""
 
 from __future__ import annotations
 
@@ -86,22 +86,19 @@ def listed(file: str, hits: Sequence[Hit], kind: str = "") -> list[str]:
     return [f"{file}:{hit.line}: {hit.found!r} -> {hit.instead}" for hit in chosen]
 
 
-def lowered(
-    old: dict[str, int], now: dict[str, int], known: Collection[str]
-) -> tuple[dict[str, int], list[str]]:
-    """The numbers to write, and the files whose numbers rose and may not. `old` is of a commit with
-    the files `known`; `now` has every file of today."""
+def lowered(old: dict[str, int], now: dict[str, int], known: Collection[str]) -> dict[str, int]:
+    """The numbers to write: those of today, or the old ones where a number rose and may not. `old`
+    is of a commit with the files `known`; `now` has every file of today."""
     rise = {f: number - old.get(f, 0) for f, number in now.items() if number > old.get(f, 0)}
     freed = sum(number for file, number in old.items() if file not in now)
     lost = sum(max(0, old.get(file, 0) - number) for file, number in now.items())
-    new = {file: number for file, number in rise.items() if file not in known}
-    older = {file: number for file, number in rise.items() if file in known}
-    refused = [] if sum(new.values()) <= freed + lost else [*new]
-    if not refused:
-        freed -= max(0, sum(new.values()) - lost)
-    if sum(older.values()) > freed:
-        refused += older
-    return {**now, **{file: old.get(file, 0) for file in refused}}, refused
+    for file in sorted(rise, key=lambda file: (rise[file], file)):
+        from_lost = 0 if file in known else min(lost, rise[file])
+        if rise[file] - from_lost > freed:
+            now = {**now, file: old.get(file, 0)}
+        else:
+            lost, freed = lost - from_lost, freed - rise[file] + from_lost
+    return now
 
 
 # -- with git
@@ -112,19 +109,23 @@ def git(*arguments: str) -> bytes:
 
 
 def write_lower(since: str) -> list[str]:
-    """A sentence for each file that has more than it may."""
-    now = count(search(House(ROOT)))
+    """Sentences about the files that have more than they may."""
+    found = search(House(ROOT))
+    now = count(found)
     table = LEFT.relative_to(ROOT).as_posix()
     commit = since or git("log", "-1", "--format=%H", "--", table).decode().strip()
-    refused = []
     if commit and (since or LEFT.exists()):
         old = read_numbers(git("show", f"{commit}:{table}").decode())
         known = set(git("ls-tree", "-r", "-z", "--name-only", commit).decode().split("\0"))
+        changes = git("diff", "-M30%", "-l0", "--diff-filter=R", "--name-status", "-z", commit)
+        fields = changes.decode().split("\0")
+        moved = dict(zip(fields[1::3], fields[2::3]))
+        known.update(moved.values())
         for kind in now:
-            now[kind], files = lowered(old[kind], now[kind], known)
-            refused += [f"{file}: more private {kind} than in {commit[:8]}" for file in files]
+            before = {moved.get(file, file): number for file, number in old[kind].items()}
+            now[kind] = lowered(before, now[kind], known)
     LEFT.write_text(write_numbers(now), encoding="utf-8")
-    return refused
+    return list(complaints(now, found))
 
 
 def facts(sources: dict[str, str]) -> Counter[str]:
