@@ -5,10 +5,10 @@ A matrix multiplication on a CPU reads its weights in tiles that suit the vector
 
     plain     [out, in], row by row, as the checkpoint has it
     packed    the same numbers in an order that only one product reads, a `Packing`: oneDNN's, or
-              panels for `models/regions/compiled_linear.cpp`, for large models in float32
+              panels for `regions/compiled_linear.cpp`, for large models in float32
 
-Measured on the matrices of a 0.6B model: the fewer rows a step has, the more of its time was the
-reordering. The sums are added in another order, so results differ from the
+Measured on the matrices of a 0.6B model (`make bench`): the fewer rows a step has, the
+more of its time was the reordering. The sums are added in another order, so results differ from the
 plain ones in their last bits.
 
 oneDNN's needs an x86 processor, and float32 or bfloat16; float64, in which this book compares

@@ -14,7 +14,7 @@ and one token computed for nobody.
 
 On a GPU kernels are queued, so a step that has begun runs by itself. On a CPU a thread computes it
 (`ThreadedRunner`), beside a host that holds Python's interpreter lock whenever it works, so there
-is less to gain, or nothing.
+is less to gain, or nothing: a table of `common/README.md` has the times.
 
 Invariants: steps end in the order in which they were planned; every plan is executed once, and its
 output is taken once; no block is written from the host before each step that may still write to

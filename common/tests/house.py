@@ -75,7 +75,7 @@ class House:
         )
 
     def helpers(self) -> dict[str, str]:
-        """Of each helper of tests its chapter."""
+        """The chapter of each helper of tests."""
         found = (p for p in self.python_files() if p.parent.name == "testing")
         return {p.stem: p.parent.parent.name for p in found}
 
@@ -181,8 +181,8 @@ def law_of_floors(house: House) -> list[str]:
 
 
 def rule_of_helpers(house: House) -> list[str]:
-    """What tests share is in a chapter's `testing/`: for tests and demos of this chapter and of
-    higher ones. It imports no higher chapter, nothing of `common` and nothing of `workshop`."""
+    """Helpers that tests share are in a chapter's `testing/`, for tests and demos of this chapter
+    and of higher ones. A helper imports no higher chapter and nothing of `common` or `workshop`."""
     helpers = house.helpers()
     floor_of = {p.stem: str(house.chapter_of(p)) for p in house.chapter_modules()} | helpers
     floor_of |= dict.fromkeys(("common", "workshop"), "common and workshop")

@@ -165,7 +165,7 @@ def rule_of_layers(house: House) -> list[str]:
 
 
 def _layer_of(module: str) -> int:
-    """Of tests and of the workshop: above all."""
+    """The index of its layer; tests and the workshop are above all."""
     package, name, *_ = module.split(".")
     is_of_common = package == "common" and name in LAYERS
     return LAYERS.index(name) if is_of_common else len(LAYERS)

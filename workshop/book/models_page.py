@@ -18,22 +18,22 @@ ORACLE = "test_whole_prompts_in_one_step_give_the_logits_of_transformers"  # of 
 
 
 def rows() -> list[list[str]]:
-    """Of each family: architecture, its own, windows, experts, random checkpoint, cases."""
+    """A row for each family: architecture, its own, windows, experts, random checkpoint, cases."""
     found = []
-    for architecture, *decided in families():
+    for architecture, *features in families():
         model_type = FAMILIES[architecture].model_type
         made = random_weights.FAMILIES.items()
-        random = [name for name, own in made if own["architectures"] == [architecture]]
+        random = [name for name, config in made if config["architectures"] == [architecture]]
         cases = [name for name, (kind, _) in CASES.items() if kind.model_type == model_type]
         shown = (", ".join(f"`{name}`" for name in names) for names in (random, cases))
-        found.append([f"`{architecture}`", *decided, *shown])
+        found.append([f"`{architecture}`", *features, *shown])
     return found
 
 
 def render() -> str:
     """The page with the tables of today."""
     head = ["architecture", "its own", "windows", "experts", "random checkpoint", "cases"]
-    refused = [[f"`{pattern}`", why] for pattern, why in WHY_REFUSED.items()]
+    refused = [[f"`{pattern}`", reason] for pattern, reason in WHY_REFUSED.items()]
     tables = {
         "families": markdown_table(head, rows(), "---"),
         "refused": markdown_table(["architecture", "why"], refused, "---"),
