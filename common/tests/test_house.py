@@ -439,7 +439,7 @@ def test_a_scheduler_is_imported_without_a_tensor_library() -> None:
 
 
 def test_the_engine_does_not_speak_of_the_workshop(this_house: House) -> None:
-    """What stands around the engine is not known to it, nor does it read its files."""
+    """The engine reads no file of it and names none."""
     names = {
         this_house.name(path)
         for path in this_house.python_files(aside=False)
