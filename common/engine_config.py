@@ -68,13 +68,13 @@ CHECKPOINTS = Path(__file__).parent / "checkpoints"
 SHIPPED_CHECKPOINT = CHECKPOINTS / "tiny"
 SHIPPED_DRAFT = CHECKPOINTS / "tiny-draft"
 SHIPPED_ADAPTER = CHECKPOINTS / "tiny-tests"
-# Smaller models win their longer start back after several thousand tokens only. Measured:
-# `python -m workshop.plot_compile_border --record compile_border`
+# Smaller models win their longer start back after several thousand tokens only:
+# measured in `02_paged_kv/beyond/README.md`.
 COMPILE_FROM_PARAMETERS = 100_000_000
 # Smaller models are computed by one thread on a CPU. A second one brings them up to a half more on
 # a quiet machine, and beside a program that keeps a core busy it costs two thirds. It costs larger
-# models as much there, but for those one thread is slow when nothing else runs, too. Measured:
-# `python -m workshop.plot_compile_border --record threads`
+# models as much there, but for those one thread is slow when nothing else runs, too:
+# measured there.
 THREADS_FROM_PARAMETERS = 100_000_000
 NO_CLOCK = "in a pipeline the time of a step is not known: other steps are under way"
 MAX_THREADS = max(64, 4 * (os.cpu_count() or 1))  # whoever cannot have them ends the process

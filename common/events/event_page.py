@@ -1,13 +1,11 @@
 """The watch page, put together: styles, scripts and data in one HTML text, with no address in it
 that a browser would fetch.
 
-Its files are those of the workshop's watch page, and are read here as data. Two floors show films
-with them: `workshop/watch` such as are over, `common/serve` one that goes on. A wheel has no
-workshop, and no page."""
+Its files are in `page/`, and are read here as data. `make watch` shows films that are over with
+them, the server one that goes on. Each adds its own last script."""
 
 from __future__ import annotations
 
-import ast
 import html
 import json
 import re
@@ -16,11 +14,10 @@ from dataclasses import MISSING, fields
 from pathlib import Path
 from typing import Any
 
+from common.events import page_colours
 from common.events.event_kinds import KINDS, REASONS, VERSION
 
-WORKSHOP = Path(__file__).parents[2] / "workshop"
-PAGE = WORKSHOP / "watch" / "page"
-PALETTE = WORKSHOP / "book" / "palette.py"
+PAGE = Path(__file__).parent / "page"
 
 # Each adds to the one global, `Watch`, and uses what stands before it. Scenes: in reading order.
 SCRIPTS = (
@@ -42,7 +39,6 @@ SCRIPTS = (
     *("pool_details.js", "pool_looks.js", "pool_painters.js", "pool.js"),
     *("cache_layout.js", "cache_boxes.js", "cache_map.js", "cache.js"),
     *("queue.js", "clock.js"),
-    "start.js",
 )
 STYLES = ("watch.css", "scenes.css", "caption.css")
 
@@ -52,16 +48,15 @@ def put_together(
     settings: dict[str, Any],
     reels: Sequence[str] = (),
     *,
-    starts: Sequence[Path] = (PAGE / SCRIPTS[-1],),
+    starts: Sequence[Path],
     styles: Sequence[Path] = (),
     policy: str = "",
 ) -> str:
     """The page, as text. `settings` are handed to the scripts, `reels` are elements with events.
-    `starts`: the last scripts; `styles` and `policy`: beside those of every page. Raises
-    `FileNotFoundError` where there is no workshop."""
+    `starts`: the last scripts; `styles` and `policy`: beside those of every page."""
     settings = {"version": VERSION, "schema": schema(), "reasons": REASONS, **settings}
     said = in_script(json.dumps(settings))
-    scripts = [*(PAGE / name for name in SCRIPTS[:-1]), *starts]
+    scripts = [*(PAGE / name for name in SCRIPTS), *starts]
     parts = {
         "title": html.escape(title),
         "policy": policy,
@@ -99,13 +94,9 @@ def schema() -> dict[str, dict[str, list[Any]]]:
 
 
 def palette_rules() -> str:
-    """The book's colours as CSS variables. Read, not imported: matplotlib is not needed here."""
-    rules = []
-    for node in ast.parse(_read(PALETTE)).body:
-        if isinstance(node, ast.Assign) and isinstance(node.value, ast.Constant):
-            name, value = ast.unparse(node.targets[0]), node.value.value
-            if isinstance(value, str) and value.startswith("#"):
-                rules.append(f"--{name.lower().replace('_', '-')}: {value};")
+    """The book's colours as CSS variables."""
+    colours = {name: value for name, value in vars(page_colours).items() if name.isupper()}
+    rules = [f"--{name.lower()}: {value};" for name, value in colours.items()]
     return f":root {{ {' '.join(rules)} }}"
 
 

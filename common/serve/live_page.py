@@ -126,12 +126,7 @@ class LivePage:
     # -- the page
 
     async def page(self) -> Response:
-        try:
-            text, policy = self._page
-        except FileNotFoundError:
-            raise ApiError(
-                404, "the page is made of files of workshop, and an installed wheel has none"
-            ) from None
+        text, policy = self._page
         return HTMLResponse(text, headers={"Content-Security-Policy": policy})
 
     @property

@@ -15,14 +15,12 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import pytest
 from starlette.requests import Request
 
 from common.engine import LLMEngine
-from common.events import event_page
 from common.events.event_kinds import parse_events
 from common.events.hidden_texts import HIDDEN
 from common.events.watch import Watch
@@ -376,17 +374,6 @@ def test_the_page_may_run_its_own_script_and_ask_its_own_server(tight: Running) 
     assert policy.startswith("default-src 'none'") and "connect-src 'self'" in policy
     assert set(re.findall(r"https?://[\w./-]+", page)) <= {"http://www.w3.org/2000/svg"}
     assert not any(name.lower().startswith("access-control") for name in headers)
-
-
-def test_a_server_without_the_workshop_says_so(
-    tight: Running, look: Callable[..., Onlooker], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    live = tight.app.state.server.live
-    live.__dict__.pop("_page", None)
-    monkeypatch.setattr(event_page, "PAGE", tmp_path)
-    status, _, content = tight.request("GET", "/")
-    assert status == 404 and "wheel" in json.loads(content)["error"]["message"]
-    assert look().answer.status == 200
 
 
 def test_only_so_many_may_look(

@@ -456,6 +456,16 @@ def test_a_scheduler_is_imported_without_a_tensor_library() -> None:
     assert loaded_by("import draft_plugin, prefill_first_scheduler") == set()
 
 
+def test_the_engine_does_not_speak_of_the_workshop(this_house: House) -> None:
+    """The engine reads no file of it and names none."""
+    names = {
+        this_house.name(path)
+        for path in this_house.python_files(aside=False)
+        if "workshop" in path.read_text(encoding="utf-8")
+    }
+    assert not [name for name in names if name.startswith("common/")]
+
+
 @pytest.mark.skipif(shutil.which("make") is None, reason="make is not installed")
 def test_make_says_what_it_can_make() -> None:
     """Each target with its line: a quote in one of them is not one of the shell's."""

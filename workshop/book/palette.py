@@ -1,8 +1,8 @@
 """The colours of every figure in this book. A colour keeps its meaning from chapter to chapter.
 
 Shades of a colour are variants of its meaning (`tint`). What no meaning fits is drawn in `INK`.
-The hues are Okabe and Ito's, which colour-blind readers can tell apart. Labels stand beside their
-marks where there is room (`label_line`), and text is large enough to be read at half the size.
+Labels stand beside their marks where there is room (`label_line`), and text is large enough to be
+read at half the size.
 """
 
 from __future__ import annotations
@@ -10,23 +10,12 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING, Any
 
+from common.events.page_colours import *  # noqa: F403
+from common.events.page_colours import INK, PAPER
+
 if TYPE_CHECKING:  # drawings need none of it, and it takes a second
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
-
-PROMPT = "#0072b2"  # prompt tokens, and whoever puts prompts first
-DECODE = "#56b4e9"  # output tokens, and KV memory that is written
-WASTE = "#f0b54a"  # padding, copies made again, memory that is reserved and empty
-CACHED = "#009e73"  # found in a prefix cache, or shared
-ACCEPTED = "#8fbf3f"  # guesses that were accepted
-REJECTED = "#d55e00"  # guesses that were rejected
-NGRAM = "#a6761d"  # guesses looked up in the text
-DRAFT = "#5b4b9a"  # guesses of a draft model
-PREEMPTED = "#cc79a7"  # preempted, computed again
-OTHER = "#7f4f24"  # other systems
-BASELINE = "#999999"  # without the chapter's idea
-INK = "#222222"  # with the chapter's idea; lines and text
-PAPER = "#ffffff"  # free, empty, not computed
 
 # What has no meaning follows the reader's dark mode: in the light, in the dark.
 NEUTRAL = {

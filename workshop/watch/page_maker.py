@@ -3,8 +3,8 @@ in it that a browser would fetch.
 
     make_page([Reel("with chunks", text), Reel("without", other)], title=("...", "..."))
 
-`common/events/event_page.py` puts the files of `page/` together. Events stand in the page as the
-lines that they are, `<` written as `\\u003c`, which in JSON is the same; from `PACKED_FROM` bytes
+`common/events/event_page.py` puts the page's files together. Events stand in the page as the lines
+that they are, `<` written as `\\u003c`, which in JSON is the same; from `PACKED_FROM` bytes
 on they are packed, as 2,000 steps of 200 requests are some 20 MB."""
 
 from __future__ import annotations
@@ -23,6 +23,7 @@ from workshop.watch.source_lines import source_lines
 from workshop.watch.source_places import RULES
 
 PACKED_FROM = 1_000_000  # bytes of events
+START = Path(__file__).parent / "start.js"  # the page's last script
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,7 +46,7 @@ def make_page(
     address says nothing else, such as "step=12&request=b". `settings` are handed to the scripts."""
     settings = {"title": title, "start": start, "sources": source_lines(RULES), **settings}
     name = title[0] if title else "Watch the engine run"
-    return put_together(name, settings, [_reel(reel) for reel in reels])
+    return put_together(name, settings, [_reel(reel) for reel in reels], starts=[START])
 
 
 def _reel(reel: Reel) -> str:

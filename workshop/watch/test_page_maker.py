@@ -14,7 +14,7 @@ import pytest
 from common.events.event_kinds import REASONS, parse_events
 from common.events.event_page import PAGE, SCRIPTS, STYLES, palette_rules
 from workshop.watch import page_maker
-from workshop.watch.page_maker import Reel, make_page
+from workshop.watch.page_maker import START, Reel, make_page
 from workshop.watch.watch_command import main
 
 RUN = (
@@ -110,11 +110,10 @@ def test_every_file_of_the_page_is_in_it_once() -> None:
     assert set(SCRIPTS) == {path.name for path in PAGE.glob("*.js")}
     assert set(STYLES) == {path.name for path in PAGE.glob("*.css")}
     assert SCRIPTS[0] == "language.js"
-    assert SCRIPTS[-1] == "start.js"
 
 
 def test_every_colour_that_is_named_is_defined() -> None:
-    text = "".join((PAGE / name).read_text(encoding="utf-8") for name in (*SCRIPTS, *STYLES))
+    text = "".join(map(_text, (*SCRIPTS, START, *STYLES)))
     text += palette_rules()
     used = set(re.findall(r"var\((--[\w-]+)\)", text))
     defined = set(re.findall(r"(--[\w-]+)(?::|\", )", text))  # in a style, or by setProperty
@@ -184,7 +183,7 @@ EITHER = re.compile(r'\bt\([^`"]*\?\s*"([\w.]+)"\s*:\s*"([\w.]+)"')
 
 
 def words() -> dict[str, tuple[str, str]]:
-    text = "".join((PAGE / name).read_text(encoding="utf-8") for name in SCRIPTS)
+    text = "".join(map(_text, (*SCRIPTS, START)))
     found = SAID.findall(text)
     assert len({key for key, _, _ in found}) == len(found)
     return {key: (english, chinese) for key, english, chinese in found}
@@ -205,8 +204,8 @@ def test_every_text_is_there_in_english_and_chinese() -> None:
 
 def test_every_text_that_is_asked_for_is_there() -> None:
     said = words()
-    for name in SCRIPTS:
-        text = (PAGE / name).read_text(encoding="utf-8")
+    for name in (*SCRIPTS, START):
+        text = _text(name)
         either = [key for pair in EITHER.findall(text) for key in pair]
         for key in [*ASKED.findall(text), *either]:
             assert key in said, f"{name}: {key}"
@@ -228,5 +227,5 @@ def test_what_events_can_say_has_words() -> None:
     assert len(set(by_reason.values())) == len(by_reason), "a letter of its own for each"
 
 
-def _text(name: str) -> str:
+def _text(name: str | Path) -> str:
     return (PAGE / name).read_text(encoding="utf-8")

@@ -10,6 +10,7 @@ import pytest
 
 from common.engine_config import SCHEDULERS
 from common.events.event_kinds import KINDS, REASONS
+from common.events.event_page import PAGE
 from sglang_policies import POLICIES
 from workshop.watch.source_lines import (
     LEAST_LINES,
@@ -22,7 +23,6 @@ from workshop.watch.source_lines import (
 from workshop.watch.source_places import RULES
 
 PLACES = sorted({rule.place for rule in RULES}, key=lambda p: (p.file, p.function, p.statement))
-PAGE = Path(__file__).parent / "page"
 
 # What an engine can not bring up: chapter 1's scheduler neither preempts nor sorts; who decodes has
 # a turn of its own where a batch is a prefill or a decode.
