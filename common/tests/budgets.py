@@ -27,8 +27,44 @@ class Amounts(NamedTuple):
 
 
 # What each folder held on 2026-11-27, and 3 % more.
-BUDGETS = {}
-ALL_PYTHON_LINES = 0  # as `wc -l` counts them
+BUDGETS = {
+    ".": Amounts(code=13, tests=128, words=38919),
+    "01_batching": Amounts(code=1122, tests=1675, words=14855),
+    "01_batching/beyond": Amounts(code=398, tests=436, words=210),
+    "01_batching/testing": Amounts(tests=42),
+    "02_paged_kv": Amounts(code=855, tests=1211, words=12663),
+    "02_paged_kv/beyond": Amounts(code=1988, tests=1118, words=4245),
+    "03_prefix_cache": Amounts(code=1213, tests=2478, words=15217),
+    "03_prefix_cache/beyond": Amounts(code=2274, tests=3349, words=6241),
+    "03_prefix_cache/testing": Amounts(tests=677),
+    "04_scheduler": Amounts(code=939, tests=2252, words=11580),
+    "04_scheduler/beyond": Amounts(code=855, tests=1997, words=16016),
+    "04_scheduler/testing": Amounts(tests=603),
+    "05_spec_decode": Amounts(code=665, tests=2111, words=12069),
+    "05_spec_decode/beyond": Amounts(code=714, tests=1624, words=99),
+    "05_spec_decode/testing": Amounts(tests=242),
+    "06_chunked_prefill": Amounts(code=312, tests=744, words=7977),
+    "06_chunked_prefill/beyond": Amounts(code=486, tests=823, words=1377),
+    "common": Amounts(code=1461, tests=432, words=5147),
+    "common/assembly": Amounts(code=808),
+    "common/checkpoints": Amounts(words=849),
+    "common/events": Amounts(code=1446, tests=980, pages=6377, words=1884),
+    "common/features": Amounts(code=1159, tests=799),
+    "common/models": Amounts(code=2704, tests=1964, words=6420),
+    "common/parallel": Amounts(code=1544, tests=1604, words=7331),
+    "common/requests": Amounts(code=809, tests=770),
+    "common/runner": Amounts(code=1445, tests=1972),
+    "common/sampling": Amounts(code=1453, tests=1326),
+    "common/serve": Amounts(code=3556, tests=5359, pages=684, words=9730),
+    "common/tests": Amounts(tests=10680),
+    "workshop": Amounts(code=2, tests=17),
+    "workshop/book": Amounts(code=1620, tests=1304, tables=1116),
+    "workshop/measure": Amounts(code=9417, tests=2051, words=4519),
+    "workshop/practice": Amounts(code=3441, tests=1651, tables=6095),
+    "workshop/training": Amounts(code=834, tests=312, tables=76),
+    "workshop/watch": Amounts(code=2383, tests=3429, pages=222, tables=667, words=1039),
+}
+ALL_PYTHON_LINES = 136_505  # as `wc -l` counts them
 LOADED_LINES = 12_300  # of what a default `LLM()` loads, docstrings too (`python -m workshop.path`)
 
 
