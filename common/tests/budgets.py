@@ -105,16 +105,16 @@ def amounts(house: House) -> dict[str, Amounts]:
     found: dict[str, list[int]] = defaultdict(lambda: [0] * len(Amounts._fields))
     for path in house.files:
         name = house.name(path)
-        own = found[folder_of(name)]
+        counts = found[folder_of(name)]
         if path.suffix in (".py", ".cpp", ".h"):
-            own[1 if is_test(name) else 0] += code_lines(path)
+            counts[1 if is_test(name) else 0] += code_lines(path)
         elif path.suffix in PAGE_SUFFIXES:
-            own[2] += len(path.read_text(encoding="utf-8").splitlines())
+            counts[2] += len(path.read_text(encoding="utf-8").splitlines())
         elif path.suffix == ".txt":
-            own[3] += len(path.read_text(encoding="utf-8").splitlines())
+            counts[3] += len(path.read_text(encoding="utf-8").splitlines())
         elif path.suffix == ".md":
-            own[4] += len(path.read_text(encoding="utf-8").split())
-    return {folder: Amounts(*own) for folder, own in found.items() if any(own)}
+            counts[4] += len(path.read_text(encoding="utf-8").split())
+    return {folder: Amounts(*counts) for folder, counts in found.items() if any(counts)}
 
 
 def rule_of_budgets(
@@ -123,18 +123,18 @@ def rule_of_budgets(
     all_python_lines: int = ALL_PYTHON_LINES,
 ) -> list[str]:
     """No folder holds more than its budget, and all Python files together no more than theirs."""
-    what_to_do = (
+    advice = (
         "take something out, or raise the number in common/tests/budgets.py in the same commit "
         "and say why"
     )
     broken = []
     for folder, held in sorted(amounts(house).items()):
-        for kind, number, most in zip(
+        for kind, number, limit in zip(
             Amounts._fields, held, budgets.get(folder, Amounts()), strict=True
         ):
-            if number > most:
-                broken.append(f"{folder}: {number} of {kind}, its budget is {most}: {what_to_do}")
+            if number > limit:
+                broken.append(f"{folder}: {number} of {kind}, its budget is {limit}: {advice}")
     lines = sum(path.read_bytes().count(b"\n") for path in house.python_files())
     if lines > all_python_lines:
-        broken.append(f"all Python: {lines} lines, the budget is {all_python_lines}: {what_to_do}")
+        broken.append(f"all Python: {lines} lines, the budget is {all_python_lines}: {advice}")
     return broken
