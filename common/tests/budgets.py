@@ -97,7 +97,7 @@ def code_lines(path: Path) -> int:
 
 def is_test(name: str) -> bool:
     folders, _, file = name.rpartition("/")
-    aside = {"tests", "testing", "lab"} & set(folders.split("/"))
+    aside = {"tests", "testing"} & set(folders.split("/"))
     return bool(aside) or file.startswith("test_") or file == "conftest.py"
 
 
