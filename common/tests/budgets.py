@@ -5,12 +5,12 @@ same commit and say why."""
 
 from __future__ import annotations
 
-import ast
 from collections import defaultdict
 from pathlib import Path
 from typing import NamedTuple
 
-from common.tests.house import House, parse
+from common.tests.house import House
+from workshop.book.quoted import code_lines
 
 PAGE_SUFFIXES = (".js", ".css", ".html")
 
@@ -74,25 +74,12 @@ def folder_of(name: str) -> str:
     return "/".join(folders[:2]) if folders else "."
 
 
-def code_lines(path: Path) -> int:
-    if path.suffix != ".py":  # C++ without blocks of comments
-        lines = path.read_text(encoding="utf-8").splitlines()
-        return sum(bool(line.strip()) and not line.strip().startswith("//") for line in lines)
-    docstrings = set[int]()
-    nodes: list[ast.AST] = [parse(path)]
-    while nodes:
-        node = nodes.pop()
-        inner = [*getattr(node, "body", []), *getattr(node, "orelse", [])]
-        if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
-            first = inner[0] if inner else None
-            if isinstance(first, ast.Expr) and isinstance(first.value, ast.Constant):
-                docstrings.update(range(first.lineno, (first.end_lineno or first.lineno) + 1))
-        nodes += [child for child in inner if isinstance(child, ast.stmt)]
-    lines = enumerate(path.read_text(encoding="utf-8").splitlines(), 1)
-    return sum(
-        n not in docstrings and bool(line.strip()) and not line.strip().startswith("#")
-        for n, line in lines
-    )
+def count_code(path: Path) -> int:
+    source = path.read_text(encoding="utf-8")
+    if path.suffix == ".py":
+        return len(code_lines(source))
+    lines = map(str.strip, source.splitlines())  # C++ without blocks of comments
+    return sum(bool(line) and not line.startswith("//") for line in lines)
 
 
 def is_test(name: str) -> bool:
@@ -107,7 +94,7 @@ def amounts(house: House) -> dict[str, Amounts]:
         name = house.name(path)
         counts = found[folder_of(name)]
         if path.suffix in (".py", ".cpp", ".h"):
-            counts[1 if is_test(name) else 0] += code_lines(path)
+            counts[1 if is_test(name) else 0] += count_code(path)
         elif path.suffix in PAGE_SUFFIXES:
             counts[2] += len(path.read_text(encoding="utf-8").splitlines())
         elif path.suffix == ".txt":

@@ -27,6 +27,7 @@ from collections import Counter
 from collections.abc import Collection, Iterator, Sequence
 from pathlib import Path
 
+from common.tests.budgets import folder_of
 from common.tests.house import House
 from workshop.book.private_words import KINDS, Hit, docstrings, hits_of
 
@@ -151,9 +152,8 @@ def shares(found: Found) -> Iterator[str]:
     """Hits per 1,000 words, by folder; tests apart."""
     numbers, words, hits = count(found)["words"], Counter[str](), Counter[str]()
     for file, (_, num_words) in found.items():
-        folder = "/".join(file.split("/")[:-1][:2]) or "."
         is_test = "/test_" in f"/{file}" or "/tests/" in file or "conftest" in file
-        for key in ("tests" if is_test else folder, "all"):
+        for key in ("tests" if is_test else folder_of(file), "all"):
             words[key] += num_words
             hits[key] += numbers[file]
     yield from (
