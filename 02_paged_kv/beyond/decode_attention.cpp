@@ -27,7 +27,7 @@ constexpr int divisor(int n, int most) {
 constexpr int QUERIES = divisor(SHARED, std::min(SHARED, 8));
 constexpr int KEYS = std::max(1, 8 / QUERIES);
 constexpr int VECTORS = divisor(HEAD_DIM / LANES, std::min(HEAD_DIM / LANES, KEYS));
-constexpr int AHEAD = 2048;  // bytes: as fast as 8192, and faster than none (one or two threads, AVX2)
+constexpr int AHEAD = 2048;  // bytes
 
 struct Partial {  // of the query heads that share a KV head
   Number highest[SHARED], total[SHARED], weighted[SHARED][HEAD_DIM];
