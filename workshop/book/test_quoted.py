@@ -120,14 +120,7 @@ def test_a_chapter_has_a_share_for_each_module_of_its_root() -> None:
     assert found["engine_core.py"].num_quoted >= 3
 
 
-# Percent of the lines of a chapter's root that its page quotes: where the code decides. A sentence
-# and a link stand for the others, which the course has the reader open.
-SHARES = {
-    "05_spec_decode": (35, 50),
-}
-
-
 @pytest.mark.parametrize("chapter", sorted(ROOT.glob("[0-9][0-9]_*")), ids=lambda path: path.name)
 def test_a_chapter_quotes_the_code_that_decides(chapter: Path) -> None:
-    low, high = SHARES.get(chapter.name, (60, 100))
-    assert low <= sum(shares(chapter).values(), Share(0, 0)).percent <= high
+    """At least 35 % of the lines of its root. A sentence and a link stand for the rest."""
+    assert sum(shares(chapter).values(), Share(0, 0)).percent >= 35
