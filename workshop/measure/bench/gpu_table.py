@@ -19,8 +19,8 @@ NOTHING = (
     "graphs in an emulator, which checks their results but not their speed."
 )
 NOTHING_ZH = (
-    "还没有在 GPU 上测过。测试在 CPU 上用 Triton 的解释器跑 kernel，用模拟器跑 CUDA graph：能核对结果，"
-    "但看不出速度。"
+    "还没有在 GPU 上测过。测试在 CPU 上用 Triton 的解释器跑 kernel，用模拟器跑 CUDA "
+    "graph：能核对结果，但看不出速度。"
 )
 # Between which markers of which page: the sentence, the table of cells, or the whole report.
 PAGES = {"README.md": "gpu", "06_chunked_prefill/README.md": "gpu"}
