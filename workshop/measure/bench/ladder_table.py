@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 from workshop.measure.bench.bench_record import made_on, markdown_table, summarise
@@ -40,6 +41,22 @@ GAINS = {
 }
 
 
+def _tokens_over_least(question: dict[str, Any], run: dict[str, Any]) -> float:
+    computed = sum(question["prompt_tokens"][run["seed"]]) * (1 - run.get("prefix_hits", 0))
+    return computed / question["least_prompt_tokens"][run["seed"]]
+
+
+def _kv_over_written(question: dict[str, Any], run: dict[str, Any]) -> float:
+    return 1 / (1 - run["kv_waste"])
+
+
+# A chapter's own row: its distance from the least that the work of its question can cost.
+FLOORS: dict[str, tuple[str, Callable[[dict[str, Any], dict[str, Any]], float]]] = {
+    "prefix-cache": ("prompt tokens computed / least", _tokens_over_least),
+    "preempting": ("KV memory held / written", _kv_over_written),
+}
+
+
 def render(record: dict[str, Any]) -> str:
     """Every rung in every regime, with all that was measured; and each chapter's own question."""
     regimes = map(_regime, record["regimes"].values())
@@ -65,13 +82,37 @@ def render_short(record: dict[str, Any]) -> str:
     rows = [_short_row(name, rung) for name, rung in regime["rungs"].items()]
     lines = markdown_table(head, rows).splitlines()
     lines[1] = lines[1].removesuffix("---: |") + "--- |"  # the phrase is to the left
+    return "\n".join(lines) + (
+        f"\n\n<sub>Gap: between two tokens of one answer. {_work(regime).capitalize()}; "
+        f"{_measured(record)} "
+        "[All columns, and few users](workshop/measure/bench/README.md#the-ladder).</sub>"
+    )
+
+
+def render_rows(record: dict[str, Any]) -> dict[str, str]:
+    """By chapter: the work of its question without it and with it, and the distance from its
+    floor."""
+    rows = {}
+    for name, (floor, distance) in FLOORS.items():
+        if (question := record.get("questions", {}).get(name)) is None:
+            continue
+        head = [_work(question), "output tok/s", "first token (p50)", "gap (p99)", floor]
+        lines = []
+        for rung in question["rungs"].values():
+            found = summarise([distance(question, run) for run in rung["runs"]])
+            assert found is not None, "a rung without a run"
+            lines.append([rung["title"], *_short_row(name, rung)[1:4], f"{found.median:.2f}x"])
+        table = markdown_table(head, lines)
+        rows[PHRASES[name][0]] = f"{table}\n\n<sub>Measured: {_measured(record)}</sub>"
+    return rows
+
+
+def _measured(record: dict[str, Any]) -> str:
     where, num_seeds = record["environment"], record["config"]["seeds"]
     dirty = " with uncommitted changes" if where["is_dirty"] else ""
-    return "\n".join(lines) + (
-        f"\n\n<sub>Gap: between two tokens of one answer. {_work(regime).capitalize()}; medians of "
-        f"{num_seeds} workloads on {where['cpu']}, {where['cores']} cores, at commit "
-        f"`{(where['commit'] or 'unknown')[:10]}`{dirty}; `make ladder` measures it again. "
-        "[All columns, and few users](workshop/measure/bench/README.md#the-ladder).</sub>"
+    return (
+        f"medians of {num_seeds} workloads on {where['cpu']}, {where['cores']} cores, at commit "
+        f"`{(where['commit'] or 'unknown')[:10]}`{dirty}; `make ladder` measures it again."
     )
 
 
