@@ -52,6 +52,8 @@ def _kv_over_written(question: dict[str, Any], run: dict[str, Any]) -> float:
 
 # A chapter's own row: its distance from the least that the work of its question can cost.
 FLOORS: dict[str, tuple[str, Callable[[dict[str, Any], dict[str, Any]], float]]] = {
+    "continuous": ("KV memory held / written", _kv_over_written),
+    "paged": ("KV memory held / written", _kv_over_written),
     "prefix-cache": ("prompt tokens computed / least", _tokens_over_least),
     "preempting": ("KV memory held / written", _kv_over_written),
 }
