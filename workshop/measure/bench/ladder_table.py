@@ -9,14 +9,14 @@ from workshop.measure.bench.bench_record import made_on, markdown_table, summari
 
 # For each rung its chapter, and what is new on it in a phrase.
 PHRASES = {
-    "one-at-a-time": ("", "nobody shares a step"),
+    "one-at-a-time": ("", "one request in each step"),
     "static": ("", "a batch starts and ends together"),
-    "continuous": ("01_batching", "anybody joins or leaves at any step"),
-    "paged": ("02_paged_kv", "KV in blocks: nobody reserves the longest"),
-    "prefix-cache": ("03_prefix_cache", "a shared beginning is computed once"),
-    "preempting": ("04_scheduler", "memory is filled, not reserved"),
-    "speculative": ("05_spec_decode", "several tokens a pass, verified"),
-    "chunked": ("06_chunked_prefill", "a long prompt comes in pieces"),
+    "continuous": ("01_batching", "requests join and leave between any two steps"),
+    "paged": ("02_paged_kv", "KV in blocks; each request reserves only its own maximum"),
+    "prefix-cache": ("03_prefix_cache", "a shared prefix is computed once"),
+    "preempting": ("04_scheduler", "memory is allocated step by step, not reserved"),
+    "speculative": ("05_spec_decode", "one pass verifies several draft tokens"),
+    "chunked": ("06_chunked_prefill", "a long prompt is split over several steps"),
 }
 
 # The README's first table: what is added, the workload it is meant for, and the number that it
@@ -52,6 +52,8 @@ def _kv_over_written(question: dict[str, Any], run: dict[str, Any]) -> float:
 
 # A chapter's own row: its distance from the least that the work of its question can cost.
 FLOORS: dict[str, tuple[str, Callable[[dict[str, Any], dict[str, Any]], float]]] = {
+    "continuous": ("KV memory held / written", _kv_over_written),
+    "paged": ("KV memory held / written", _kv_over_written),
     "prefix-cache": ("prompt tokens computed / least", _tokens_over_least),
     "preempting": ("KV memory held / written", _kv_over_written),
 }
@@ -181,7 +183,7 @@ def _regime(regime: dict[str, Any]) -> str:
         "KV waste",
         "prefix hits",
         "preempted",
-        "guesses right",
+        "drafts accepted",
         "tokens a pass",
         "steps",
     ]
