@@ -146,11 +146,11 @@ assert [names[i] for i in drafts["a"]] == ["the", "mat", "and"]
 # %% [markdown]
 # ## Watch it run
 #
-# ![Film 5: guesses, right and wrong](figures/film.png)
+# ![Film 5: draft tokens, accepted and rejected](figures/film.png)
 #
-# The same requests without guesses and with: every token is the same. In step 5 all guesses for a
-# are right, and it gains 3 tokens at once. All 3 for c are wrong: they are thrown away, and it
-# gains one token, as without them. 16 steps do the work of 22.
+# The same requests without draft tokens and with them give the same tokens. In step 5 all draft
+# tokens of a are accepted, and it gains 3 tokens. All 3 of c are rejected, so it gains one token,
+# as without them. 16 steps do the work of 22.
 #
 # The film itself takes seconds to make: `make watch ARGS="--film 5 --open"`
 # in the root of the repository. Step through it with the arrow keys.

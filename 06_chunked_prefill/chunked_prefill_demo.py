@@ -178,11 +178,11 @@ print("one text:", len(texts) == 1)
 # %% [markdown]
 # ## Watch it run
 #
-# ![Film 6: a long prompt, whole and in pieces](figures/film.png)
+# ![Film 6: a long prompt, whole and in chunks](figures/film.png)
 #
-# c comes with 152 tokens in step 5. Whole, they are one step of 154 tokens, and a and b get their
-# next token when all of it is computed. In pieces of 32 they are 5 steps of at most 39 tokens, and
-# a and b get a token in each. The price: c has its own first token in step 9 instead of 5.
+# c arrives with 152 tokens in step 5. Whole, they make one step of 154 tokens, and a and b wait for
+# all of it. In chunks of 32 they make 5 steps of at most 39 tokens, and a and b get a token in
+# each. In return, c gets its first token in step 9 instead of 5.
 #
 # The film itself takes seconds to make: `make watch ARGS="--film 6 --open"`
 # in the root of the repository. Step through it with the arrow keys.

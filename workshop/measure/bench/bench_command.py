@@ -17,8 +17,8 @@ import argparse
 import os
 import platform
 import sys
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -41,6 +41,7 @@ class Tables:
     full: str  # for workshop/measure/bench/README.md
     short: str  # for README.md
     gains: str = ""  # for its first screen, if there is one
+    rows: Mapping[str, str] = field(default_factory=dict)  # chapter -> its own row
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,7 +113,8 @@ def places_of(name: str, tables: Tables) -> list[tuple[str, str, str]]:
         ("README.md", name, tables.short),
         ("workshop/measure/bench/README.md", name, tables.full),
     ]
-    return places + ([("README.md", f"{name}_gains", tables.gains)] if tables.gains else [])
+    places += [("README.md", f"{name}_gains", tables.gains)] if tables.gains else []
+    return places + [(f"{c}/README.md", f"{name}_row", row) for c, row in tables.rows.items()]
 
 
 def restart_with(args: argparse.Namespace) -> dict[str, str] | None:
