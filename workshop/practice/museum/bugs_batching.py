@@ -47,7 +47,7 @@ def a_second_end() -> str:
         if not answer.is_finished:
             answer.append_output_token(token)
     return (
-        f"the model generates 7 8 101; the answer is {answer.output_token_ids}, {answer.finish_reason}"
+        f"the model says 7 8 101; the answer is {answer.output_token_ids}, {answer.finish_reason}"
     )
 
 

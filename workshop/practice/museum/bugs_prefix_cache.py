@@ -179,7 +179,7 @@ def nineteen_for_eight() -> str:
     cache.cache_computed_blocks(list(range(19 * 4)))
     num_told = cache.evict(8)
     return (
-        f"8 of 19 pages are wanted; the cache says {num_told}, and {cache.pool.num_free_blocks} "
+        f"8 of 19 pages requested; the cache reports {num_told}, and {cache.pool.num_free_blocks} "
         f"of 30 are free"
     )
 
@@ -196,7 +196,7 @@ def shared_pages_counted_twice() -> str:
     found = cache.cache_computed_blocks(A + B)
     for change in (cache.touch, cache.touch, cache.release, cache.release):
         change(found)  # two requests read them, and have ended
-    return f"no request is running; pages cached: 2, of them evictable: {cache.num_evictable_blocks}"
+    return f"idle; pages cached: 2, of them evictable: {cache.num_evictable_blocks}"
 
 
 def two_models_alike() -> str:

@@ -12,7 +12,7 @@ def unread() -> str:
 
     says, guesses = torch.tensor([5, 6, 7, 8]), torch.tensor([1, 6, 7])
     tokens, num = rejection_sampling_batched(says, guesses, torch.tensor([0, 4]), 3)
-    return f"the model predicts 5 6 7 8, the draft is 1 6 7; emitted: {tokens[0, : num[0]].tolist()}"
+    return f"the model says 5 6 7 8, the draft is 1 6 7; emitted: {tokens[0, : num[0]].tolist()}"
 
 
 def the_latest_match() -> str:

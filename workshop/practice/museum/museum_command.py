@@ -43,9 +43,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
         prog="python -m workshop.museum",
         description="Show real bugs of real engines.",
     )
-    parser.add_argument("bug", nargs="?", type=int, metavar="N", help="its number; without one: the list")
+    parser.add_argument(
+        "bug", nargs="?", type=int, metavar="N", help="its number; without one: the list"
+    )
     parser.add_argument("--find", action="store_true", help="hide the patch and give clues")
-    parser.add_argument("--reveal", action="store_true", help="with --find: print all clues without asking")
+    parser.add_argument(
+        "--reveal", action="store_true", help="with --find: print all clues without asking"
+    )
     parser.add_argument(
         "--watch", action="store_true", help="write a page with two films: with the bug and without"
     )

@@ -11,7 +11,14 @@ from typing import Any
 
 from workshop.book.translation import sections
 from workshop.practice.museum.exhibit import Exhibit
-from workshop.practice.museum.hall import CHINESE, CHINESE_TITLES, EXHIBITS, LABELS, TITLES, english_of
+from workshop.practice.museum.hall import (
+    CHINESE,
+    CHINESE_TITLES,
+    EXHIBITS,
+    LABELS,
+    TITLES,
+    english_of,
+)
 from workshop.practice.museum.pictures import shown_in
 from workshop.practice.museum.watched_run import Contradiction, Parting, RunOnFilm
 from workshop.practice.patch_table import Bug, broken_lines

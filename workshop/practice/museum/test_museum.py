@@ -257,7 +257,12 @@ def test_a_page_to_look_for_the_bug_does_not_say_what_it_is(
     assert main(["1", "--find", "--watch", "--out", str(page)]) == 0
     everything = page.read_text(encoding="utf-8") + capsys.readouterr().out
     assert "Exhibit 1." in everything
-    for secret in (exhibit.title, exhibit.cause[:40], exhibit.patch.new.strip(), exhibit.watch.look):
+    for secret in (
+        exhibit.title,
+        exhibit.cause[:40],
+        exhibit.patch.new.strip(),
+        exhibit.watch.look,
+    ):
         assert secret not in everything
 
 
