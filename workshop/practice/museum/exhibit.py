@@ -29,7 +29,7 @@ ENDLESS_S = 2.0  # if the symptom is that it does not end
 
 @dataclass(frozen=True, slots=True)
 class Guest:
-    """A request, and the step before which it arrives. `sampling` is greedy except for its fields."""
+    """A request, and the step before which it arrives. `sampling` defaults to greedy."""
 
     name: str
     prompt: str

@@ -1,5 +1,5 @@
-"""`MUSEUM.md` in two languages, an index without the clues. Also two runs side by side in a terminal,
-and the panels and moments of an exhibit's page of two films."""
+"""`MUSEUM.md` in two languages, an index without the clues. Also: two runs side by side in a
+terminal, and the panels and moments of an exhibit's page of two films."""
 
 from __future__ import annotations
 
