@@ -202,7 +202,7 @@ figure.tight_layout()
 # ![Film 3: a shared beginning, and an eviction](figures/film.png)
 #
 # b begins like a. In step 4 it finds 6 blocks of a in the cache and computes 4 tokens instead of
-# 28; behind block 6 the two chains part. When memory runs short, the end that only a had is
+# 28; after block 6 the two chains differ. When memory runs short, the end that only a had is
 # evicted, its last block first: block 8 in step 19 and block 7 in step 20. The shared blocks stay,
 # and e finds all 6 in step 22.
 #

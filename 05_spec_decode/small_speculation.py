@@ -41,7 +41,7 @@ for _ in range(20_000):
     numbers = [rng.random() for _ in range(5)]  # two to accept with, three to draw with
     rounds.append((guesses, numbers[:2], numbers[2:], judge(guesses, numbers[:2], numbers[2:])))
 for guesses, _, _, tokens in rounds[:4]:
-    print(f"guessed {' '.join(guesses)}   came out {' '.join(tokens)}")
+    print(f"proposed {' '.join(guesses)}   output {' '.join(tokens)}")
 counts = Counter(tokens[0] for *_, tokens in rounds)
 for token in TOKENS:
     share = counts[token] / len(rounds)

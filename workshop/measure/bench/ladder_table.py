@@ -50,12 +50,29 @@ def _kv_over_written(question: dict[str, Any], run: dict[str, Any]) -> float:
     return 1 / (1 - run["kv_waste"])
 
 
+def _passes_over_least(question: dict[str, Any], run: dict[str, Any]) -> float:
+    """Against four draft tokens a pass, the default, all of them accepted."""
+    return 5 / run.get("tokens_per_pass", 1)
+
+
+def _gap_over_least(question: dict[str, Any], run: dict[str, Any]) -> float:
+    """Against one chunk at the rate of the longest prompt, of which a step computes the whole."""
+    whole, chunk = (
+        next(other for other in rung["runs"] if other["seed"] == run["seed"])
+        for rung in question["rungs"].values()
+    )
+    share = chunk["most_tokens_of_one"] / whole["most_tokens_of_one"]
+    return run["inter_token_ms_p99"] / (share * whole["inter_token_ms_p99"])
+
+
 # A chapter's own row: its distance from the least that the work of its question can cost.
 FLOORS: dict[str, tuple[str, Callable[[dict[str, Any], dict[str, Any]], float]]] = {
     "continuous": ("KV memory held / written", _kv_over_written),
     "paged": ("KV memory held / written", _kv_over_written),
     "prefix-cache": ("prompt tokens computed / least", _tokens_over_least),
     "preempting": ("KV memory held / written", _kv_over_written),
+    "speculative": ("passes / least", _passes_over_least),
+    "chunked": ("gap / least", _gap_over_least),
 }
 
 

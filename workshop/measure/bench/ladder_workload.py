@@ -48,7 +48,7 @@ QUESTIONS = {
     "paged": Regime("more users than reservations fit", 40, 0, 24.0),
     "prefix-cache": Regime("one long system prompt", 30, 0, 12.0, system_len=1024),
     "preempting": Regime("answers shorter than what is reserved", 60, 0, 40.0),
-    "speculative": Regime("answers that stand in the prompt", 16, 0, 2.0, repeats=True),
+    "speculative": Regime("answers copied from the prompt", 16, 0, 2.0, repeats=True),
     "chunked": Regime("long prompts among short answers", 30, 6, 6.0),
 }
 
