@@ -14,7 +14,7 @@
 # This notebook uses the code of chapter 2. It defines only a few lines that print and draw. It
 # needs no model: the keys and values are random numbers.
 #
-# **中文提要**：块池怎样分配块、释放块；一个 token 的位置怎样经过块表（block table）变成槽位（slot）；
+# **中文提要**：块池怎样分配和释放块；一个 token 的位置怎样经过块表（block table）变成槽位（slot）；
 # 什么时候才需要新块；注意力怎样通过块表读 KV，结果和连续存放时相同；最后画出一张内存图。
 # 不需要模型，key 和 value 是随机数。
 
