@@ -5,7 +5,8 @@ Both measure, write a record and print its tables; or they only show the record 
     --smoke                  almost no work, to see that it runs; the record goes to build/
     --table                  print the tables
     --write-readme           put them between the markers `<!-- table:NAME -->`: all of them into
-                             workshop/measure/bench/README.md, a short one into README.md
+                             workshop/measure/bench/README.md, a short one into README.md, and
+                             a chapter's own row into its README.md
 
 A measurement may have to begin as a new process (`restart_with`): how memory is kept is read by
 the C library once, when a process starts.
@@ -75,7 +76,7 @@ class Driver:
             "systems alike")  # fmt: skip
         add(self.record, type=Path, dest="record", help="where the record is")
         add("--table", action="store_true", help="only print the tables")
-        add("--write-readme", action="store_true", help="only write them into the two README.md")
+        add("--write-readme", action="store_true", help="only write them into the pages")
         add("--root", type=Path, default=ROOT, help=argparse.SUPPRESS)
         args = parser.parse_args(argv)
         args.rounds = args.rounds if args.rounds is not None else 1 if args.smoke else 3

@@ -3,7 +3,7 @@
     python -m workshop.ladder                 measure, write the record, print the tables
     python -m workshop.ladder --smoke         the same with almost no work: does it run?
     python -m workshop.ladder --table         print the tables of the record
-    python -m workshop.ladder --write-readme  put them into README.md and this folder's
+    python -m workshop.ladder --write-readme  put them into README.md, this folder's and chapters'
 
 Two regimes: many users, who queue, and few, who do not. Each seed draws a workload of its own
 (`ladder_workload.py`); all rungs serve it, one after the other, each seed beginning with another
