@@ -1,24 +1,24 @@
-"""A scheduler that plans a step while the one before it still runs.
+"""A plugin that lets a scheduler plan a step while the one before it still runs.
 
-A request in that one has a token that nobody here knows yet. It is counted, and the request may be
-planned on:
+A request in the running step has a token that the scheduler does not know yet. The token is
+counted, and the request can be scheduled again:
 
     step            n          n + 1       n + 2         one token each
-    planned     | known 5  | known 5    | known 6
+    scheduled   | known 5  | known 5    | known 6
                 | pending 0| pending 1  | pending 1      the token of the step before
-    computed    | 4        | 5          | 6              behind = known + pending - computed = 1
+    computed    | 4        | 5          | 6              uncomputed = known + pending - computed = 1
 
-The runner has sampled the pending token itself: the message names it by `PENDING`, and sends it
-once more when it is known. Which token it is can not be foreseen, only that it will be there:
+The runner has sampled the pending token itself: the message refers to it by `PENDING`, and sends it
+again when it is known. The value of the token cannot be foreseen, only that there will be one:
 
-    the last one allowed     nothing is planned behind it
-    EOS, a stop token        shows one step late: one more token was planned, and is nobody's
+    the last one allowed     nothing is scheduled after it
+    EOS, a stop token        shows one step late: one token too many was scheduled, and is discarded
 
-Whoever ends, is aborted or is preempted while a step of it is under way gives up its memory at
-once, and only once: the next owner's step runs after that one. A token that is under way is kept
-if its request is preempted meanwhile.
+A request that finishes, is aborted or is preempted while its step is in flight frees its memory
+immediately, and only once: the step of the next request to use that memory runs after that one. If
+the request was preempted, a token in flight is kept.
 
-Invariant: when nothing is under way, nothing is pending. (vLLM counts `num_output_placeholders`;
+Invariant: when no step is in flight, no token is pending. (vLLM counts `num_output_placeholders`;
 SGLang puts future token ids into the sequence.)
 """
 
@@ -32,11 +32,13 @@ from scheduler_interface import PENDING, SchedulerOutput, StepOutput
 
 
 class OverlapPlugin(SchedulerPlugin):
-    """Counts what is pending. `update_from_output` is called for each plan in turn, at most two of
-    which are under way. `num_discarded_tokens` were computed for requests that had ended."""
+    """Counts pending tokens. `update_from_output` is called for each plan in order; at most two
+    plans are in flight. `num_discarded_tokens` counts tokens computed for requests that had
+    finished."""
 
     def __init__(self) -> None:
-        self._sampling: deque[list[Request]] = deque()  # of each plan under way, who gets a token
+        # For each plan in flight, the requests that get a token.
+        self._sampling: deque[list[Request]] = deque()
         self.num_discarded_tokens = 0
 
     def attach(self, books: SchedulerBooks) -> None:
@@ -44,15 +46,17 @@ class OverlapPlugin(SchedulerPlugin):
 
     @property
     def has_work(self) -> bool:
-        """Somebody could be planned now. (A plan may still be empty: the memory decides.)"""
+        """Whether a request could be scheduled now. (The plan can still be empty if memory is
+        short.)"""
         return not all(map(self.sits_out, self._requests.values()))
 
     def may_start(self, request: Request) -> bool:
-        """Preempted with a token under way, it waits for that."""
+        """Whether the request can start: if it was preempted with a token in flight, it waits for
+        that."""
         return not request.num_pending_tokens
 
     def sits_out(self, request: Request) -> bool:
-        """The last token allowed is pending."""
+        """Whether the last token allowed is pending."""
         num_pending = request.num_pending_tokens
         num_outputs = len(request.output_token_ids) + num_pending
         return num_pending > 0 and num_outputs == request.max_tokens
@@ -80,7 +84,7 @@ class OverlapPlugin(SchedulerPlugin):
                 self.num_discarded_tokens += num_tokens
 
     def forget_plans(self) -> None:
-        """The steps under way have failed, and what they sampled never comes."""
+        """Drop the steps in flight, which have failed and whose tokens never arrive."""
         for sampling in self._sampling:
             for request in sampling:
                 request.num_pending_tokens = 0
@@ -88,6 +92,7 @@ class OverlapPlugin(SchedulerPlugin):
 
     def check(self) -> None:
         pending = [request for part in self._sampling for request in part]
-        for request in self._requests.values():  # of two with one name, the first has ended
+        # If two requests had this id, the first one has finished.
+        for request in self._requests.values():
             num_pending = sum(each is request for each in pending)
             assert request.num_pending_tokens == num_pending, repr(request)

@@ -1,23 +1,25 @@
-"""The baseline: a fixed batch that runs until its longest request ends.
+"""The baseline: a fixed batch that runs until its longest request finishes.
 
-This is what `model.generate` on a padded batch does, and what a first server looks like: collect
-`batch_size` requests, pad their prompts to one length, and step all of them until nobody is left.
+This is what `model.generate` on a padded batch does, and how a first server often works: collect
+`batch_size` requests, pad their prompts to one length, and step all of them until the last one
+finishes.
 
     slot 0   P u u                  P  prefill: the prompt is computed, the first token sampled
     slot 1   P u u u u u u          u  useful: a token that its user gets
-    slot 2   P . . . . . .          .  wasted: the request has ended, its slot is computed anyway
+    slot 2   P . . . . . .          .  wasted: the request has finished, its slot is computed anyway
              1 2 3 4 5 6 7  step
 
 The waste is counted in slot-steps, one for each row in each step. Here 21 are spent and 11 used: a
 utilisation of 52 %. A slot is free from its last useful step on, and the next request could have
-had it; but with one rectangular KV tensor for the whole batch there is no way to let it in.
-`fcfs_scheduler.py` is the answer. What the padding of prompts costs is counted apart, in tokens.
+used it; but with one rectangular KV tensor for the whole batch it cannot join. `fcfs_scheduler.py`
+solves that. The padding of prompts is counted separately, in tokens.
 
 Invariants: `slot_steps_used` equals the number of tokens that users get, since every row in every
 useful step yields one; padding never changes a token.
 
-Orca (OSDI 2022) named the problem; its remedy, scheduling per iteration, is what vLLM calls
-continuous batching and TensorRT-LLM in-flight batching."""
+Orca (OSDI 2022) named the problem; its remedy, scheduling per iteration, is called continuous
+batching in vLLM and in-flight batching in TensorRT-LLM.
+"""
 
 from __future__ import annotations
 
@@ -32,7 +34,7 @@ from request import Request
 
 
 class SlotUse(str, Enum):
-    """What a row of the batch does in one step. The value is one letter, to print a timeline."""
+    """The use of a row of the batch in one step. The value is one letter, to print a timeline."""
 
     PREFILL = "P"
     USEFUL = "u"
@@ -41,7 +43,7 @@ class SlotUse(str, Enum):
 
 @dataclass(slots=True)
 class StaticBatch:
-    """What happened in one batch. `timeline[row][step]`: the use of each slot, to be drawn."""
+    """The record of one batch. `timeline[row][step]`: the use of each slot, to be drawn."""
 
     req_ids: list[str]
     start_step: int  # counted over all batches
@@ -61,7 +63,7 @@ class StaticBatch:
 
 @dataclass(slots=True)
 class StaticBatchingReport:
-    """The tokens of each request, and what they took."""
+    """The tokens of each request, and the cost."""
 
     token_ids: dict[str, list[int]] = field(default_factory=dict)
     batches: list[StaticBatch] = field(default_factory=list)
@@ -80,7 +82,7 @@ class StaticBatchingReport:
 
     @property
     def slot_utilisation(self) -> float:
-        """Share of the slot-steps spent that a user got a token from; 1 where there were none."""
+        """Share of the slot-steps that yielded a token for a user; 1 if there were none."""
         return self.slot_steps_used / self.slot_steps_spent if self.batches else 1.0
 
 
@@ -89,10 +91,11 @@ def generate_static(
     model: PreTrainedModel, requests: Sequence[Request], batch_size: int
 ) -> StaticBatchingReport:
     """Run `requests` greedily, in order of arrival, in fixed batches of `batch_size`; the last one
-    may be smaller.
+    can be smaller.
 
-    The requests are used up: their outputs and status are set as a scheduler would set them. Raises
-    `ValueError` if `batch_size < 1` or two requests have one id, before anything is computed."""
+    Changes the requests: their outputs and status are set as a scheduler would set them. Raises
+    `ValueError` if `batch_size < 1` or two requests have one id, before anything is computed.
+    """
     if batch_size < 1:
         raise ValueError(f"batch_size is {batch_size}: it must be >= 1")
     if len({request.request_id for request in requests}) < len(requests):
@@ -130,7 +133,7 @@ def _run_batch(model: PreTrainedModel, members: list[Request], start_step: int) 
         _take_tokens(
             members, sampled.tolist(), SlotUse.USEFUL if num_steps else SlotUse.PREFILL, timeline
         )
-        token_ids = sampled[:, None]  # rows that have ended go on, and nobody reads them
+        token_ids = sampled[:, None]  # rows that have finished continue, but are not read
         attention_mask = torch.cat([attention_mask, torch.ones_like(token_ids)], dim=1)
         positions = positions[:, -1:] + 1
         num_steps += 1
@@ -153,7 +156,7 @@ def pad_left(
     prompts: Sequence[Sequence[int]], pad_token_id: int = 0
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Token ids and attention mask, `[batch_size, max_len]` int64. Padding is on the left, so that
-    every row's last column is its last token and outputs are appended in one place."""
+    every row's last column is its last token and outputs are appended to one column."""
     max_len = max(map(len, prompts))
     ids = [[pad_token_id] * (max_len - len(p)) + list(p) for p in prompts]
     mask = [[0] * (max_len - len(p)) + [1] * len(p) for p in prompts]

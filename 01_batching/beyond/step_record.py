@@ -1,11 +1,12 @@
-"""What each step did, and how long its parts took: a scheduler with a clock around it.
+"""A record of each step, and how long its parts took: a scheduler with a clock around it.
 
     EngineCore(RecordedScheduler(scheduler, observers), runner)
 
 The loop sees a scheduler like any other. After every step each observer is called with a
 `StepRecord`. The demo's trace, the benchmarks, the pictures of this book, and chapter 6's chunks,
-which learn from the clock, read nothing else. (How long a runner's parts take it says itself, in
-its output: it may compute while others are planned.)"""
+which learn from the clock, use only these records. (A runner reports the times of its own parts in
+its output, because it may compute while other steps are planned.)
+"""
 
 from __future__ import annotations
 
@@ -25,7 +26,7 @@ from scheduler_interface import (
 
 @dataclass(slots=True)
 class StepRecord:
-    """One step, as it happened. Times in milliseconds."""
+    """One step. Times in milliseconds."""
 
     step: int
     start_time: float  # seconds of time.monotonic()
@@ -39,7 +40,7 @@ class StepRecord:
     num_waiting: int
     kv_blocks_in_use: int = 0  # while the step ran; 0 without paging (chapter 2)
     kv_tokens_written: int = 0  # positions of the step's requests that hold KV after it
-    num_recomputed_tokens: int = 0  # of those admitted: what a preemption had cost (chapter 4)
+    num_recomputed_tokens: int = 0  # for admitted requests: the cost of preemptions (chapter 4)
     drafts: dict[str, tuple[int, int]] = field(default_factory=dict)  # verified, accepted
     schedule_ms: float = 0.0
     prepare_ms: float = 0.0
@@ -57,17 +58,19 @@ Observer = Callable[[StepRecord], None]
 
 
 def preemptions_of(plan: SchedulerOutput) -> tuple[list[Request], int]:
-    """Who was preempted for it, and how many tokens it computes again. Chapter 4's plans say so."""
+    """The requests preempted for this plan, and how many tokens it recomputes (chapter 4's
+    plans)."""
     return getattr(plan, "preempted_requests", []), getattr(plan, "num_recomputed_tokens", 0)
 
 
 class RecordedScheduler:
-    """`scheduler`, which calls each of `observers` after every step; without any, no record is
-    made. `check_invariants=True` makes it check itself before that: slow, meant for tests.
+    """Wraps `scheduler`, and calls each of `observers` after every step; without any, no record is
+    made. `check_invariants=True` checks the scheduler before that: slow, meant for tests.
 
-    Where a loop has several plans under way, each has a clock of its own. They end in the order in
-    which they were made; whoever's step failed never does. A plan for nobody that ends while others
-    are under way is no step, unless somebody was preempted for it."""
+    If a loop has several plans in flight, each has its own clock. They end in the order in which
+    they were made; the plan of a failed step never ends. An empty plan that ends while others are
+    in flight is not a step, unless a request was preempted for it.
+    """
 
     def __init__(
         self,
@@ -80,9 +83,9 @@ class RecordedScheduler:
         self.waiting = scheduler.waiting
         self.observers = tuple(observers)
         self.checks_itself = check_invariants
-        self.is_torn = False  # a call was cut short in which the scheduler changes its books
+        self.is_torn = False  # a call was interrupted while the scheduler's state changed
         self.num_steps = 0
-        self.plan: SchedulerOutput  # of the last step, as the next three
+        self.plan: SchedulerOutput  # of the last step, as the next three attributes
         self._clock: Laps
         self.output: StepOutput
         self._results: Sequence[EngineCoreOutput]
@@ -119,12 +122,13 @@ class RecordedScheduler:
         return results
 
     def forget_plans(self) -> None:
-        """The steps under way have failed. (Unsaid, it shows when a younger one ends.)"""
+        """Drop the plans in flight, whose steps have failed. (Without this call, that is detected
+        when a later one ends.)"""
         self._under_way.clear()
 
     @property
     def plans_under_way(self) -> list[SchedulerOutput]:
-        """The oldest first."""
+        """Plans in flight, the oldest first."""
         return [plan for plan, _ in self._under_way]
 
     def _take_clock(self, plan: SchedulerOutput) -> Laps:
@@ -135,11 +139,11 @@ class RecordedScheduler:
 
     @property
     def start_time(self) -> float:
-        """Of the last step's planning, in seconds of `time.monotonic()`."""
+        """When the last step was planned, in seconds of `time.monotonic()`."""
         return self._clock.start_time
 
     def record(self) -> StepRecord:
-        """Of the last step. O(its requests), so nothing of it is done before somebody asks."""
+        """The record of the last step. O(its requests), so it is only made on access."""
         plan, output, results, clock = self.plan, self.output, self._results, self._clock
         num_tokens = plan.num_scheduled_tokens
         starts = dict(zip(num_tokens, plan.start_positions, strict=True))

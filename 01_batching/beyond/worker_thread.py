@@ -1,13 +1,14 @@
-"""One thread that does jobs in order, for a caller that Ctrl-C may interrupt at any place.
+"""One thread that runs jobs in order, for a caller that Ctrl-C may interrupt at any point.
 
 A `ThreadPoolExecutor` starts its thread in the first `submit`. An interrupt there leaves a thread
 that is not counted, and the next `submit` starts a second one. Waiting for a `Future` takes and
-releases a lock in Python code: an interrupt there comes out as "cannot release un-acquired lock",
-or leaves the lock taken. Here the thread starts with its owner, and a caller waits in
+releases a lock in Python code: an interrupt there raises "cannot release un-acquired lock", or
+leaves the lock taken. Here the thread starts with its owner, and a caller waits in
 `SimpleQueue.get`, which either returns or is interrupted.
 
 Invariants: jobs run in the order in which they were submitted, each at most once; the result of a
-job is stored before the job counts as over, so an interrupted wait can be repeated."""
+job is stored before the job counts as done, so an interrupted wait can be repeated.
+"""
 
 from __future__ import annotations
 
@@ -24,7 +25,7 @@ T = TypeVar("T")
 
 
 class ThreadJob(Generic[T]):
-    """A result to come, with the names of a `Future`. One thread at a time waits for it."""
+    """A future result, with the method names of a `Future`. One thread at a time waits for it."""
 
     def __init__(self, work: Callable[[], T] | None = None) -> None:
         self._work = work
@@ -46,7 +47,8 @@ class ThreadJob(Generic[T]):
         del self, work  # the traceback of an error would hold them in a cycle
 
     def begin(self) -> bool:
-        """Whether the job is to be done: nothing can cancel it from now on."""
+        """Start the job, unless it was cancelled. Returns True if nothing can cancel it from now
+        on."""
         return self._taken_by.setdefault("by", "thread") == "thread"
 
     def set_result(self, value: T) -> None:
@@ -71,7 +73,7 @@ class ThreadJob(Generic[T]):
         return self._is_over or self.cancelled()
 
     def wait(self, timeout_s: float | None = None) -> bool:
-        """Wait until the job is over, at most `timeout_s`. Returns whether it is."""
+        """Wait until the job is done, at most `timeout_s`. Returns whether it is."""
         with suppress(Empty):
             # CPython 3.11 waits forever in a late `get(timeout=...)` unless a `get` failed before.
             self._told.get_nowait()
@@ -103,9 +105,9 @@ _Jobs = SimpleQueue[ThreadJob[Any] | None]
 
 
 class WorkerThread:
-    """A thread that ends at `close`, or with its owner. `finishes`: then the jobs that were
-    submitted are done first, and waited for; otherwise they are cancelled, except for one that has
-    begun, which is not waited for."""
+    """A thread that ends at `close`, or with its owner. With `finishes`, the submitted jobs are
+    done first, and waited for; otherwise they are cancelled, except a job that has begun, which is
+    not waited for."""
 
     def __init__(self, name: str, finishes: bool = True) -> None:
         self._jobs = _Jobs()
@@ -114,7 +116,7 @@ class WorkerThread:
         self._thread.start()
 
     def submit(self, work: Callable[..., T], *arguments: Any) -> ThreadJob[T]:
-        """Raises `RuntimeError` after `close`."""
+        """Queue a job. Raises `RuntimeError` after `close`."""
         if not self._end.alive:
             raise RuntimeError("this thread has been closed")
         job = ThreadJob(partial(work, *arguments))
@@ -122,7 +124,7 @@ class WorkerThread:
         return job
 
     def close(self) -> None:
-        """May be called again."""
+        """End the thread. Can be called again."""
         self._end()
 
 

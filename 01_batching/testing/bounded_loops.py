@@ -1,7 +1,7 @@
-"""Loops for tests: they end, whatever the code under test does.
+"""Loops for tests that end, whatever the code under test does.
 
-`while engine.has_unfinished_requests(): engine.step()` ends only if the engine is right, so with a
-bug the test hangs and says nothing (Trap 62). With a bound it fails, and says where:
+`while engine.has_unfinished_requests(): engine.step()` ends only if the engine is correct, so with
+a bug the test hangs without a message (Trap 62). With a limit it fails, and shows where:
 
     for _ in as_long_as(engine.has_unfinished_requests):
         engine.step()
@@ -16,8 +16,9 @@ from time import monotonic
 def as_long_as(
     condition: Callable[[], object], most: int = 5000, seconds: float | None = None
 ) -> Iterator[int]:
-    """0, 1, 2, ... as long as `condition()` is true. Raises `AssertionError` after `most` rounds,
-    or, where another thread or process is waited for and rounds mean nothing, after `seconds`."""
+    """Yield 0, 1, 2, ... as long as `condition()` is true. Raises `AssertionError` after `most`
+    rounds or, if the loop waits for another thread or process and rounds mean nothing, after
+    `seconds`."""
     num_rounds, start = 0, monotonic()
     while condition():
         if seconds is None:

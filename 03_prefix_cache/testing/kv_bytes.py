@@ -50,14 +50,14 @@ def make_request(request_id: str, tokens: Sequence[int], keys: Tags = ()) -> Key
 
 
 def true_kv(request: Request, index: int, block_size: int, namespace: Tags) -> bytes:
-    """Of block `index`: it depends on everything before it, and on nothing else."""
+    """The bytes of block `index`, which depend on everything before it, and on nothing else."""
     prefix = tuple(request.all_token_ids[: (index + 1) * block_size])
     everything = (prefix, sorted(extra_keys_of(request)), sorted(namespace), block_size)
     return blake2b(repr(everything).encode(), digest_size=NBYTES).digest()
 
 
 class ByteEngine:
-    """A memory behind a `LoadingKVCacheManager`: every request is computed at once."""
+    """A memory with a `LoadingKVCacheManager`; every request is computed immediately."""
 
     def __init__(
         self, connector: KVConnector, cache: PrefixCache, namespace: Sequence[tuple[str, str]]
@@ -79,7 +79,7 @@ class ByteEngine:
         return computed
 
     def serve(self, tokens: Sequence[int], keys: Tags = ()) -> int:
-        """A request is admitted, computed, every byte of it checked, and freed. Returns the tokens
+        """Admit a request, compute it, check every byte, and free it. Returns the number of tokens
         that were not computed."""
         request = make_request(f"served {next(self.numbers)}", tokens, keys)
         manager, size = self.manager, self.cache.block_size

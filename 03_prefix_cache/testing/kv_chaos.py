@@ -1,4 +1,4 @@
-"""Calls of a `World` in any order, drawn by whoever brings the numbers: hypothesis, or a seed."""
+"""Calls of a `World` in any order, drawn from numbers of hypothesis, or from a seed."""
 
 from __future__ import annotations
 
@@ -45,7 +45,8 @@ class Chaos:
             self.world.admit(request_id, num_new, max(0, self.pick(-4, 3)))
 
     def ask(self) -> None:
-        """Only about requests that were preempted: the cache counts each first admission."""
+        """Look up only requests that were preempted, because the cache counts each first
+        admission."""
         world = self.world
         request_id = self.choose(r for r, q in world.waiting.items() if q.num_preemptions)
         if request_id is not None:

@@ -19,7 +19,7 @@ from kv_chaos import Chaos
 from kv_world import World
 
 BLOCK_SIZES = (1, 2, 4)
-MakeWorld = Callable[[int, int], World]  # of the number of usable blocks and their size
+MakeWorld = Callable[[int, int], World]  # arguments: the number of usable blocks, and their size
 
 
 def run_machine(

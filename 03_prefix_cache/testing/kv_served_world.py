@@ -1,4 +1,4 @@
-"""A scheduler over a manager with a cache, and a runner that is told what the plans say."""
+"""A scheduler over a manager with a cache, and a runner that knows only the plans."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from scheduler_interface import NO_FINITE_LOGITS, StepOutput
 
 
 class Engine:
-    """`CachingFCFSScheduler` and a runner that knows what the plans say and nothing else."""
+    """`CachingFCFSScheduler` and a runner that knows only the plans."""
 
     def __init__(self, make_cache: MakeCache, rng: random.Random) -> None:
         self.rng, self.block_size = rng, rng.choice([1, 2, 4])
@@ -34,7 +34,7 @@ class Engine:
         return CachedKVCacheManager(self.pool, self.block_size, self.cache)
 
     def submit(self) -> list[str]:
-        """One request, or two or three of one prompt. Their ids."""
+        """Add one request, or two or three with one prompt. Returns their ids."""
         num_alike = self.rng.choice([1, 1, 2, 3])
         head = self.rng.choice([[], [0] * 4, [0] * 5, [0, 1] * 3])
         tokens = head + [self.rng.randint(0, 1) for _ in range(self.rng.randint(1, 5))]
@@ -83,7 +83,7 @@ class Engine:
         self.runner.forward(batch, self.scheduler.requests)
 
     def _sample(self, batch: Sequence[tuple[Request, int, int]]) -> StepOutput:
-        """Now and then what a request wrote is of no use."""
+        """Sample tokens; now and then a request's KV is useless, and it gets an error."""
         output = StepOutput()
         for request, start, stop in batch:
             if self.rng.random() < 0.05:
@@ -97,7 +97,8 @@ class Engine:
         return output
 
     def serve_all(self) -> None:
-        """No deadlock: of those who wait for a block, or for memory, somebody goes on."""
+        """Run until all requests finish. Checks that there is no deadlock: of the requests that
+        wait for a block, or for memory, one always continues."""
         requests = self.scheduler.requests.values()
         num_left = sum(request.num_prompt_tokens + request.max_tokens for request in requests)
         for _ in range(num_left + 20):

@@ -1,5 +1,5 @@
-"""A made-up KV memory: every slot says which tokens it was computed from, all of them from the
-first on, and under which extra keys. A request that reads anything but its own prefix fails."""
+"""A fake KV memory: every slot records all tokens, from the first on, that it was computed from,
+and the extra keys. A request that reads anything except its own prefix fails."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ PARAMS = SamplingParams(temperature=0, max_tokens=10_000, ignore_eos=True)
 MakeCache = Callable[[BlockPool, int], PrefixCache]
 
 
-# Imported when one is made: a test of the one cache runs though the other is broken.
+# Imported on use, so that a test of one cache runs even if the other is broken.
 
 
 def _hash_chain(pool: BlockPool, block_size: int) -> PrefixCache:
@@ -39,13 +39,13 @@ def make_request(request_id: str, tokens: Sequence[int], salt: str | None = None
 
 
 def content(tokens: Sequence[int], request: Request) -> list[object]:
-    """What a reader of these positions must find."""
+    """The content that a reader of these positions must find."""
     keys = normalise_extra_keys(extra_keys_of(request))
     return [(tuple(tokens[: i + 1]), keys) for i in range(len(tokens))]
 
 
 class Runner:
-    """The model's side: KV memory by slot, and block tables kept by deltas alone."""
+    """The model's side: KV memory by slot, and block tables built from deltas alone."""
 
     def __init__(self, block_size: int) -> None:
         self.block_size = block_size
@@ -65,8 +65,8 @@ class Runner:
             self.tables[move.req_id][move.block_index] = move.block_id
 
     def forward(self, batch: Sequence[tuple[Request, int, int]], alive: Collection[str]) -> None:
-        """Writes positions `[start, stop)` of each request, then lets each read all up to `stop`.
-        Requests that were aborted meanwhile write as well, and read nothing."""
+        """Write positions `[start, stop)` of each request, then let each read all up to `stop`.
+        Requests that were aborted in between also write, but do not read."""
         written: set[int] = set()
         for request, start, stop in batch:
             table = self.tables[request.request_id]

@@ -1,4 +1,4 @@
-"""What a manager with a cache has to say: from its tables and its cache's prefixes alone."""
+"""Expected answers of a manager with a cache, from its tables and its cache's prefixes alone."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from request import Request
 
 
 class Truth:
-    """A manager, who waits and who runs, and the right answers to whatever it may be asked."""
+    """A manager, the waiting and running requests, and the right answer to every call."""
 
     def __init__(
         self, make_cache: MakeCache, num_usable: int, block_size: int, checks: bool = True
@@ -35,10 +35,11 @@ class Truth:
         return CachedKVCacheManager(self.pool, self.block_size, self.cache)
 
     def held_outside(self, for_good: bool = False) -> set[int]:
-        """Blocks that something but a table holds. `for_good`: that do not give way to a table."""
+        """Blocks that are held by something other than a table. `for_good`: only those that do not
+        give way to a table."""
         return set()
 
-    # -- what the manager's answers are compared with
+    # -- expected answers of the manager
 
     def tables(self) -> dict[str, list[int]]:
         return {r: list(self.manager.get_block_ids(r)) for r in self.running}
@@ -60,7 +61,8 @@ class Truth:
         return found
 
     def computing(self, request: Request, num_cached: int) -> bool:
-        """Does this step compute the block behind the cached ones, for somebody who has those?"""
+        """Whether this step computes the block after the cached ones, for a request that has
+        these."""
         end = (num_cached + 1) * self.block_size
         keys = normalise_extra_keys(extra_keys_of(request))
         return end < request.num_tokens and any(
@@ -80,7 +82,7 @@ class Truth:
     def num_missing(
         self, request: Request, num_tokens: int, computed: ComputedBlocks | None
     ) -> int:
-        """Blocks that the request's table lacks for these tokens."""
+        """Blocks that the request's table is missing for these tokens."""
         num_found = 0 if computed is None else len(computed.blocks)
         end = request.num_computed_tokens + num_found * self.block_size + num_tokens
         num_own = len(self.manager.get_block_ids(request.request_id)) + num_found
@@ -105,7 +107,7 @@ class Truth:
         return self.held_outside() != self.held_outside(for_good=True)
 
     def snapshot(self, arrivals: bool = False) -> tuple:
-        """Everything but the order of use. With `arrivals`, loads that end are left out."""
+        """The whole state except the order of use. With `arrivals`, finished loads are left out."""
         always = (
             {r: list(table.block_ids) for r, table in self.manager._tables.items()},
             dict(self.manager._in_flight),

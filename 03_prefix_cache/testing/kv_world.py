@@ -1,11 +1,11 @@
-"""A manager with a cache, and everything around it, checked by what a reader of the memory finds.
+"""A manager with a cache and its surroundings, checked by what a reader of the memory finds.
 
-Wrong sharing, a stale block, use after free, a table entry that the runner was not told of: a
-reader finds other tokens than its own (`kv_slots.py`). And whatever the manager answers is compared
-with the truth (`kv_truth.py`).
+Wrong sharing, a stale block, use after free, a table entry that was not sent to the runner: in each
+case a reader finds tokens other than its own (`kv_slots.py`). The manager's answers are also
+compared with the expected ones (`kv_truth.py`).
 
-For the tests of `CachedKVCacheManager` and of what derives from it; `kv_chaos.py` calls a world in
-any order, `kv_served_world.py` puts a scheduler over a manager.
+For the tests of `CachedKVCacheManager` and its subclasses; `kv_chaos.py` calls a world in any
+order, `kv_served_world.py` puts a scheduler over a manager.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ from request import Request
 
 
 class World(Truth):
-    """A step is any number of plans, then `step`: deltas and moves go to the runner, planned
-    positions are written, what is full is published."""
+    """The surroundings of a manager. A step is any number of plans, then `step`: the runner gets
+    the deltas and updates, scheduled positions are written, full blocks are published."""
 
     # -- requests come, run and go
 
@@ -63,7 +63,8 @@ class World(Truth):
     def ask(
         self, request_id: str, num_tokens: int, num_kept_free: int = 0, gone: str | None = None
     ) -> bool:
-        """Would a waiting request fit, if `gone` were gone? Then it goes, and the request does."""
+        """Try to admit a waiting request, assuming `gone` is freed. If it fits, free `gone` and
+        admit it."""
         request = self.waiting[request_id]
         computed = self.look_up(request)
         if isinstance(computed, NotReady):
@@ -116,7 +117,7 @@ class World(Truth):
             assert self.pool.blocks[block_ids[index]].ref_cnt == 1, "writable by two"
 
     def free(self, request_id: str) -> None:
-        """Finished, or aborted at whatever moment."""
+        """Free a request that finished, or was aborted at any time."""
         request = self.running.pop(request_id, None) or self.waiting.pop(request_id)
         self._leave(request)
 
@@ -139,7 +140,7 @@ class World(Truth):
     def step(
         self, sample: Callable[[Request], int] = lambda _: 0, abort: Sequence[str] = ()
     ) -> None:
-        """Requests in `abort` end between plan and forward pass."""
+        """Run a step. Requests in `abort` are aborted between plan and forward pass."""
         self.tell_runner()
         batch = [(self.running[r], *self.plan[r]) for r in self.plan]
         tables = dict(self.runner.tables)
@@ -196,7 +197,7 @@ class World(Truth):
         assert set(self.manager._states) <= self.running.keys() | self.waiting.keys()
 
     def drain(self) -> None:
-        """Nothing is left behind."""
+        """Free everything, and check that nothing is left."""
         for request_id in [*self.running, *self.waiting]:
             self.free(request_id)
         self.check()
@@ -211,12 +212,12 @@ class World(Truth):
         self.step()
 
     def serve(self, request_id: str, tokens: Sequence[int]) -> Request:
-        """A new request, whose prompt is computed; it runs on."""
+        """Add a request, and compute its prompt; it keeps running."""
         request = self.submit(request_id, tokens)
         self.run(request_id)
         return request
 
     def warm(self, request_id: str, tokens: Sequence[int]) -> None:
-        """The prompt is cached, and nobody uses it."""
+        """Cache the prompt, without a user."""
         self.serve(request_id, tokens)
         self.free(request_id)

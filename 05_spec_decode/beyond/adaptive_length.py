@@ -1,20 +1,20 @@
-"""How many tokens to guess: as many as pay.
+"""How many draft tokens to propose: as many as pay off.
 
-A draft that is accepted saves a pass of the target; one that is rejected costs its share of a pass
-and the work of guessing it. With acceptance a, and k drafts for each of B requests,
+A draft token that is accepted saves a pass of the target; one that is rejected costs its share of a
+pass and the work of proposing it. With acceptance a, and k draft tokens for each of B requests,
 
     tokens(k) = B (1 + a + a^2 + ... + a^k)
-    time(k)   = target pass over B (1 + k) tokens  +  k rounds of guessing
+    time(k)   = target pass over B (1 + k) tokens  +  k rounds of proposing
 
 and the best k has the highest tokens(k) / time(k). For one request, a pass over five tokens takes
 hardly longer than over one: the weights are read once either way. For many requests the processor
-is busy already, every draft costs its full share, and the best k is 0: speculation switches itself
-off.
+is busy already, every draft token costs its full share, and the best k is 0: speculation switches
+itself off.
 
-`AdaptiveLength` knows nothing of the machine in advance. It fits straight lines to the times that
-it sees, keeps each request's recent acceptance, and works out the rate for each k. Now and then it
-tries another k for two steps, or it would never see that times have changed; less and less often,
-if that leads to nothing. What it decides depends on a clock; no token does.
+`AdaptiveLength` knows nothing of the machine in advance. It fits straight lines to the observed
+times, keeps each request's recent acceptance, and computes the rate for each k. Now and then it
+tries another k for two steps, because it could not detect changed times otherwise; it does so less
+and less often if the best k stays the same. Its decisions depend on a clock; no token does.
 
 The formula: Leviathan et al., arXiv 2211.17192, section 3.3. vLLM takes a fixed number, or turns
 speculation off from a given batch size on.
@@ -30,8 +30,8 @@ from acceptance import expected_tokens
 
 @dataclass(slots=True)
 class CostLine:
-    """`ms = base + slope * size`, fitted to what was seen, the recent past above all: least squares
-    in which each new observation makes the old ones weigh `memory` times as much. With one size
+    """`ms = base + slope * size`, fitted to observations by least squares, mostly to recent ones:
+    each new observation multiplies the weight of the old ones by `memory`. If only one size was
     seen, the line is flat. Neither `base` nor `slope` is negative."""
 
     memory: float = 0.98
@@ -39,13 +39,13 @@ class CostLine:
 
     def observe(self, size: float, ms: float) -> None:
         if self._sums[0] > 3:
-            ms = min(ms, 3 * self.predict(size) or ms)  # somebody else had the processor
+            ms = min(ms, 3 * self.predict(size) or ms)  # another process used the processor
         new = (1.0, size, ms, size * size, size * ms)
         self._sums = [self.memory * s + x for s, x in zip(self._sums, new, strict=True)]
 
     def fade(self) -> None:
-        """A step without an observation: what was seen last grows old, and the next one counts for
-        more. The line stays where it is."""
+        """Count a step without an observation: old observations lose weight, so the next one counts
+        for more. The line does not change."""
         if self._sums[0] > 1e-3:
             self._sums = [self.memory * s for s in self._sums]
 
@@ -68,9 +68,9 @@ class CostLine:
 
 
 class AdaptiveLength:
-    """At most `num_spec_tokens`. `prior`: the acceptance assumed of a request that is new, until
-    there are others to go by. Another length is tried after `probe_every` steps at first; up to
-    sixteen times as many, as long as the best length stays the same."""
+    """Chooses at most `num_spec_tokens`. `prior` is the acceptance assumed for a new request, until
+    other requests were observed. Another length is tried after `probe_every` steps at first, and
+    after up to sixteen times as many if the best length stays the same."""
 
     def __init__(
         self,
@@ -85,15 +85,15 @@ class AdaptiveLength:
         self.probe_every = probe_every
         self.verify_cost = CostLine()
         self.draft_cost = CostLine()  # of one round
-        self._probe = 0  # the length that is tried
+        self._probe = 0  # the length being tried
         self._until_probe = self._probe_interval = probe_every  # steps; 0 and below: trying
         self._last_best = num_spec_tokens
         self._overall = _Acceptance(prior, 1.0)
         self._requests: dict[str, _Acceptance] = {}
 
     def acceptance(self, request_id: str) -> float:
-        """Its recent share of accepted drafts, of those that were verified; the less is known of
-        it, the more that of all requests."""
+        """The request's recent share of accepted draft tokens, among those verified. The less is
+        known about the request, the more the share of all requests counts."""
         own = self._requests.get(request_id)
         if own is None:
             return self._overall.rate
@@ -113,12 +113,13 @@ class AdaptiveLength:
         for request_id, length in zip(request_ids, lengths, strict=True):
             own = self._requests.get(request_id)
             if length == 0 and own is not None:
-                own.weight *= self.memory  # or one that looked bad once would never be tried again
+                own.weight *= self.memory  # else one bad phase would never be tried again
         return lengths
 
     def _is_probing(self, best: int) -> bool:
-        """Every so often, two steps with one guess more than the best number and one less, in turn:
-        what is measured in the first may be a draft model catching up."""
+        """Whether to try another length: at intervals, two steps with one draft token more than the
+        best number and one less, in turn. In the first step a draft model may still be catching
+        up."""
         if best != self._last_best:
             self._last_best, self._probe_interval = best, self.probe_every
             self._until_probe = min(self._until_probe, self._probe_interval)
@@ -135,7 +136,8 @@ class AdaptiveLength:
         return True
 
     def _best(self, rates: list[float]) -> tuple[int, float]:
-        """`(drafts for each, tokens per ms)` where the latter is highest; of equals the fewest."""
+        """`(drafts per request, tokens per ms)` with the highest rate; among equals the fewest
+        drafts."""
         num_requests = len(rates)
         best, best_speed = 0, 0.0
         for k in range(self.num_spec_tokens + 1):
@@ -150,8 +152,8 @@ class AdaptiveLength:
 
     @staticmethod
     def _own_length(acceptance: float, most: int, price: float) -> int:
-        """Drafts up to the first whose chance to count is below its price: the tokens that the time
-        for verifying it is worth."""
+        """Number of drafts up to the first whose probability to count is below its price: the
+        tokens that the time for verifying it is worth."""
         length, chance = 0, acceptance
         while length < most and chance >= price:
             length += 1
@@ -180,13 +182,14 @@ class AdaptiveLength:
 
 @dataclass(slots=True)
 class _Acceptance:
-    """A share of successes, of which old ones fade. Starts at `rate`, as if seen `weight` times."""
+    """A share of successes that weights old ones less. Starts at `rate`, as if seen `weight`
+    times."""
 
     rate: float
     weight: float
 
     def observe(self, num_drafted: int, num_accepted: int, memory: float) -> None:
-        num_tried = num_accepted + (num_accepted < num_drafted)  # none is tried behind a rejection
+        num_tried = num_accepted + (num_accepted < num_drafted)  # none is tried after a rejection
         if num_tried:
             weight = memory * self.weight
             self.rate = (weight * self.rate + num_accepted) / (weight + num_tried)

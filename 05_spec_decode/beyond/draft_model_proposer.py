@@ -1,28 +1,27 @@
-"""A small model that guesses what the large one will say.
+"""A small model that proposes draft tokens for the large one.
 
-It keeps keys and values of its own, in tensors of its own, but in the *same blocks*: slot s of its
-cache belongs to whom slot s of the target's does. So it needs no memory manager; it only must know
-how far its KV goes. With n known tokens and 3 drafts:
+It has its own keys and values, in its own tensors, but in the *same blocks*: slot s of its cache
+belongs to the same request as slot s of the target's. So it needs no memory manager; it only has to
+track how far its KV reaches. With n known tokens and 3 drafts:
 
     position          n-2     n-1     n      n+1    n+2
     token             known   last    d0     d1     d2
     target's KV       yes     -       -      -      -        n - 1 positions
-    draft's KV        yes     wrote   wrote  wrote  -        fed last, d0, d1; d2 came out
+    draft's KV        yes     wrote   wrote  wrote  -        fed last, d0, d1; the output was d2
 
-Accepted drafts are known tokens now, and their KV stays; what stands behind is overwritten. If all
-of them were accepted, d2 has no KV yet: the draft model is one token further behind and is fed two.
+Accepted draft tokens are known tokens now, and their KV stays; later positions are overwritten. If
+all were accepted, d2 has no KV yet: the draft model lags by one more token and is fed two.
 
-That is the same rule that lets it catch up with anything: it computes from where its KV ends to the
-last known token. There are many ways to be behind. A prefix-cache hit brings blocks that some other
-request computed, or a disk, and a block that one request filled just as it ended has no KV of the
-draft. Nothing would look wrong: only fewer guesses come true. So each block that the draft has
-filled is remembered with a hash of everything up to its end. A hit is checked against these, and
-computed from the first block that does not agree.
+The same rule lets it catch up with anything: it computes from the end of its KV to the last known
+token. It can lag in many ways. A prefix-cache hit brings blocks that another request computed, or a
+disk, and a block that a request filled just as it finished has no KV of the draft. Nothing would
+look wrong, except that fewer draft tokens are accepted. So each block that the draft has filled is
+stored with a hash of everything up to its end. A hit is checked against these hashes, and computed
+from the first block that does not match.
 
-Invariants: positions below `num_computed` hold the draft's KV of the request's own tokens; a block
-in `_filled` holds what its hash says; nothing is written outside the request's own table.
-
-vLLM keeps the draft's KV in layers of the same manager; it had exactly this hole (Trap 41).
+Invariants: positions below `num_computed` hold the draft's KV of the request's own tokens; the
+content of a block in `_filled` matches its hash; nothing is written outside the request's own
+table. vLLM keeps the draft's KV in layers of the same manager; it had exactly this bug (Trap 41).
 """
 
 from __future__ import annotations
@@ -58,28 +57,29 @@ class DraftSampler(Protocol):
     def stage(
         self, rounds: Sequence[Sequence[RunnerRequest]], device: torch.device
     ) -> Sequence[np.ndarray]:
-        """Arrays that it wants on the device for rounds of guessing: those of `rounds[n]` have `n`
-        drafts already, and were in the rounds before."""
+        """Arrays that the device needs for the rounds of proposing: the requests of `rounds[n]`
+        have `n` drafts already, and were in the rounds before."""
         ...
 
     def take(self, tensors: Sequence[torch.Tensor]) -> None:
-        """These, where they have come."""
+        """Store these arrays, now on the device."""
 
     def sample_drafts(
         self, logits: torch.Tensor, requests: Sequence[RunnerRequest], num_drafted: int
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """From `logits` [R, vocab_size] the next draft of each request, which has `num_drafted`
-        already: `(tokens [R] int64, probs [R, vocab_size])`, `probs` being what they were drawn
-        from. None: nothing that the rejection rule would need."""
+        """Choose the next draft token of each request from `logits` [R, vocab_size]; each has
+        `num_drafted` already. Returns `(tokens [R] int64, probs [R, vocab_size])`, where `probs`
+        are the distributions they were drawn from, or None if the rejection rule does not need
+        them."""
         ...
 
     def needs_probs(self, request: RunnerRequest) -> bool:
-        """Are the request's drafts to be verified with the probabilities?"""
+        """Whether the request's draft tokens are verified with probabilities."""
         ...
 
 
 class MostLikely:
-    """The likeliest token: drafts without probabilities."""
+    """Chooses the most likely token: draft tokens without probabilities."""
 
     def stage(
         self, rounds: Sequence[Sequence[RunnerRequest]], device: torch.device
@@ -102,16 +102,18 @@ class MostLikely:
 class _Follower:
     """How far the draft model has followed a request."""
 
-    num_checked: int = 0  # leading blocks that are full and right, and stay where they are
-    chain: int = 0  # the hash of everything in those
-    block_ids: list[int] = field(default_factory=list)  # behind those, when they were last read
+    num_checked: int = 0  # leading blocks that are full and correct, and do not change
+    chain: int = 0  # the hash of all their tokens
+    # The blocks after these, when they were last read.
+    block_ids: list[int] = field(default_factory=list)
     num_computed: int = 0  # positions with the draft's KV
-    guesses: list[int] = field(default_factory=list)  # whose KV is in the last of those
+    # Draft tokens whose KV is in the last of those positions.
+    guesses: list[int] = field(default_factory=list)
 
 
 class DraftModelProposer:
-    """`kv_cache` has the draft's layers and the target's number and size of blocks; `state` is that
-    of the target's runner. Positions from `max_model_len` on get no drafts."""
+    """`kv_cache` has the draft's layers and the target's number and size of blocks; `state` is the
+    state of the target's runner. Positions from `max_model_len` on get no draft tokens."""
 
     def __init__(
         self,
@@ -128,15 +130,16 @@ class DraftModelProposer:
         self.model, self.backend, self.kv_cache = model, backend, kv_cache
         self.state = state
         self.num_spec_tokens = num_spec_tokens
-        # Written: the last known token and every guess but the last, which is never fed back.
+        # Written: the last known token and every draft token except the last, which is never fed
+        # back.
         self.num_lookahead_tokens = num_spec_tokens
         self.max_model_len = max_model_len
         self.sampler = sampler or MostLikely()
         self.block_size = kv_cache.block_size
         self.device = kv_cache.key_cache[0].device
-        self.num_computed_tokens = 0  # that the draft model was fed, ever
+        self.num_computed_tokens = 0  # total number fed to the draft model
         self._followers: dict[str, _Follower] = {}
-        self._filled: dict[int, int] = {}  # block id -> hash of what the draft's KV in it is of
+        self._filled: dict[int, int] = {}  # block id -> hash of the tokens whose draft KV it holds
         self._probs: dict[str, torch.Tensor] = {}
 
     # -- the interface
@@ -152,7 +155,7 @@ class DraftModelProposer:
         for f in followed:
             self._probs.pop(f.request.req_id, None)
         work = [w for w in work if w.stop > w.follower.num_computed]
-        work.sort(key=lambda w: -w.num_drafts)  # so that those who want more come first
+        work.sort(key=lambda w: -w.num_drafts)  # requests with more drafts come first
         drafting = [w for w in work if w.num_drafts]
         if not work:
             return {}
@@ -169,7 +172,7 @@ class DraftModelProposer:
             for w, token in zip(active, read):
                 drafts[w.request.req_id].append(token)
         for w in work:
-            w.follower.guesses = drafts.get(w.request.req_id, [])[:-1]  # the last is not fed
+            w.follower.guesses = drafts.get(w.request.req_id, [])[:-1]  # the last one is not fed
             w.follower.num_computed = w.stop + len(w.follower.guesses)
             self._check_blocks(w.followed, w.follower)
         return drafts
@@ -181,10 +184,10 @@ class DraftModelProposer:
         self._probs.pop(request_id, None)
         self._followers.pop(request_id, None)
 
-    # -- how far it is
+    # -- how far the KV reaches
 
     def _plan(self, followed: FollowedRequest, num_drafts: int) -> _Work:
-        """What to compute for a request: up to its last known token if it is to be guessed on, else
+        """Plan the work for a request: up to its last known token if draft tokens are needed, else
         as far as the target is; in either case only where there are slots."""
         follower = self._follow(followed)
         num_slots, num_known = self._num_slots(follower), followed.request.num_tokens
@@ -204,8 +207,8 @@ class DraftModelProposer:
         return follower
 
     def _take_back_wrong(self, request: RunnerRequest, follower: _Follower) -> None:
-        """Guesses that came true stay, whether or not they were verified. The last known token has
-        to be fed in any case: what the model says behind it is wanted."""
+        """Drop the KV of wrong draft tokens; correct ones stay, verified or not. The last known
+        token has to be fed in any case, because the model's output after it is needed."""
         start = follower.num_computed - len(follower.guesses)
         tokens = request.tokens(start, start + len(follower.guesses))
         num_right = 0
@@ -215,8 +218,8 @@ class DraftModelProposer:
         follower.guesses = []
 
     def _read_table(self, request: RunnerRequest, follower: _Follower) -> None:
-        """Blocks that were checked stay. Behind them, one may have been replaced by a cached block
-        of the same content, in which the draft's KV may be or not."""
+        """Read the block table after the checked blocks. There, a block may have been replaced by a
+        cached block of the same content, which may or may not have the draft's KV."""
         first = follower.num_checked
         block_ids = self.state.block_ids(request.req_id, first)
         for index, (before, now) in enumerate(zip(follower.block_ids, block_ids), first):
@@ -226,9 +229,9 @@ class DraftModelProposer:
         follower.block_ids = block_ids
 
     def _check_blocks(self, followed: FollowedRequest, follower: _Follower) -> None:
-        """Go on through the full blocks as long as the draft's KV is in them, whoever wrote it.
-        What the last step filled may yet be replaced, so it is looked at again. Costs O(new full
-        blocks), except for what a hit brought."""
+        """Advance over full blocks as long as they have the draft's KV, whichever request wrote it.
+        The blocks that the last step filled can still be replaced, so they are checked again. Costs
+        O(new full blocks), except for the blocks of a hit."""
         size, first, chain = self.block_size, follower.num_checked, follower.chain
         num_full = min(followed.num_computed_tokens, self._num_slots(follower)) // size
         for index, block_id in enumerate(follower.block_ids[: max(0, num_full - first)], first):
@@ -247,9 +250,9 @@ class DraftModelProposer:
     # -- the model
 
     def _compose(self, work: list[_Work], rounds: list[list[_Work]]) -> list[ComposedBatch]:
-        """What the model is fed in each round. The first one catches up with all known tokens that
-        are missing, and says what is behind the last of those who want drafts. The others have a
-        guess of each for input, which is on the device and nowhere else. One copy for all."""
+        """Lay out the input of the model for each round. The first round catches up on all missing
+        known tokens, and predicts after the last one of requests that need drafts. The other rounds
+        feed one draft token of each, which is only on the device. One copy for all arrays."""
         starts = np.array([w.follower.num_computed for w in work])
         lens = np.array([w.stop for w in work]) - starts
         is_drafting = np.array([w.num_drafts > 0 for w in work], dtype=np.int64)
@@ -271,7 +274,7 @@ class DraftModelProposer:
         return self.state.rows_of([w.request.req_id for w in work])
 
     def _guess(self, rounds: list[list[_Work]], batches: list[ComposedBatch]) -> list[torch.Tensor]:
-        """Drafts, one column [num_requests that want so many] for each round."""
+        """Propose draft tokens: one column [num_requests in this round] for each round."""
         columns: list[torch.Tensor] = []
         probs: list[torch.Tensor | None] = []
         logits = self._forward(batches[0])
@@ -295,7 +298,7 @@ class DraftModelProposer:
         return self.model(batch, self.kv_cache)
 
     def _unfill(self, w: _Work, start: int) -> None:
-        """Blocks that are about to be written hold what they held no more."""
+        """Remove blocks that are about to be overwritten from `_filled`."""
         end = w.stop + max(0, w.num_drafts - 1)
         first = w.follower.num_checked
         for index in range(start // self.block_size - first, -(-end // self.block_size) - first):
@@ -306,7 +309,7 @@ class DraftModelProposer:
 class _Work:
     followed: FollowedRequest
     follower: _Follower = field(repr=False)
-    stop: int  # known tokens are fed up to here
+    stop: int  # known tokens before this position are fed
     num_drafts: int
 
     @property

@@ -1,8 +1,9 @@
-"""All n-grams of a long prompt at once: what a dictionary says, sooner and in less memory.
+"""All n-grams of a long prompt in one index: the same results as a dictionary, in less time and
+memory.
 
-To put each n-gram of a prompt of 100,000 tokens in a dictionary takes longer than a step.
-`BulkNgramProposer` is the engine's n-gram look-up: it indexes a long prompt in bulk, and what comes
-later as `NgramProposer` does. An n-gram is numbered by the number of its last n - 1 tokens and the
+Adding each n-gram of a prompt of 100,000 tokens to a dictionary takes longer than a step.
+`BulkNgramProposer` is the engine's n-gram lookup: it indexes a long prompt in bulk, and later
+tokens as `NgramProposer` does. An n-gram is numbered by the number of its last n - 1 tokens and the
 token before them, so one walk back from the end of a text finds its suffixes of all sizes:
 
     level 1   the last token                      -> number
@@ -10,7 +11,7 @@ token before them, so one walk back from the end of a text finds its suffixes of
     level 3   (number, the token before those)    -> ...       until a level does not know the pair
 
 Each level is three arrays, sorted by pair: O(n log n) to make, a binary search to look up, at most
-12 bytes a token. Nothing is hashed, so nothing has to be compared again.
+12 bytes a token. Nothing is hashed, so no tokens have to be compared again.
 """
 
 from __future__ import annotations
@@ -29,14 +30,16 @@ from request import require
 
 @dataclass(slots=True)
 class _Level:
-    """Place i of both is the n-gram with number i. `first`: the index of the token behind it."""
+    """Index i of both arrays is the n-gram with number i. `first`: the index of the token after
+    it."""
 
     pairs: array[int]  # ascending
     first: array[int]
 
 
 class NgramIndex:
-    """Of `tokens` [at least 2], every n-gram up to `max_ngram` tokens that a token follows."""
+    """Indexes every n-gram of `tokens` [at least 2], of up to `max_ngram` tokens, that a token
+    follows."""
 
     def __init__(self, tokens: Sequence[int], max_ngram: int) -> None:
         ids, token_numbers = np.unique(np.asarray(tokens, dtype=np.int64), return_inverse=True)
@@ -44,14 +47,14 @@ class NgramIndex:
         self._levels: list[_Level] = []
         numbers = np.zeros(len(tokens), dtype=np.int64)  # of the n-gram that begins at i
         for n in range(1, min(max_ngram, len(tokens) - 1) + 1):
-            # Nothing follows the last n-gram, so there is one less of each size.
+            # Nothing follows the last n-gram, so there is one fewer of each size.
             pairs = numbers[1:] * len(ids) + token_numbers[: len(numbers) - 1]
             numbers, level = _number(pairs, n)
             self._levels.append(level)
 
     def find(self, tokens: Sequence[int]) -> tuple[int, int]:
-        """`(n, index)`: the longest suffix of `tokens` that is indexed, and the token that followed
-        where it first was. `(0, 0)` if not even the last token is."""
+        """Return `(n, index)`: the longest suffix of `tokens` that is indexed, and the token that
+        followed its first occurrence. `(0, 0)` if not even the last token is indexed."""
         number = index = 0
         levels = self._levels[: len(tokens)]
         for n, level in enumerate(levels):
@@ -65,7 +68,7 @@ class NgramIndex:
 
 
 def _number(pairs: np.ndarray, n: int) -> tuple[np.ndarray, _Level]:
-    """The number of each pair, and the level. Pair i is that of the n-gram that begins at i."""
+    """The number of each pair, and the level. Pair i belongs to the n-gram that begins at i."""
     order = np.argsort(pairs)
     ascending = pairs[order]
     is_new = np.append(True, ascending[1:] != ascending[:-1])
@@ -80,22 +83,21 @@ def _number(pairs: np.ndarray, n: int) -> tuple[np.ndarray, _Level]:
 
 
 def _place(values: array[int], value: int) -> int:
-    """Where `value` stands in the ascending `values`, or -1."""
+    """The index of `value` in the ascending `values`, or -1."""
     place = bisect_left(values, value)
     return place if place < len(values) and values[place] == value else -1
 
 
 @dataclass(slots=True)
 class _BulkHistory(History):
-    """`prompt` has what came before the n-grams in `first`."""
+    """`prompt` has the n-grams that come before those in `first`."""
 
     prompt: NgramIndex = field(kw_only=True)
 
 
 @dataclass
 class BulkNgramProposer(NgramProposer):
-    """An `NgramProposer` that indexes a history which begins with `bulk_size` tokens or more in
-    bulk up to there."""
+    """An `NgramProposer` that indexes a prompt of `bulk_size` tokens or more in bulk."""
 
     bulk_size: int = 256
 

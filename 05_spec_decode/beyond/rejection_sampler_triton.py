@@ -12,14 +12,14 @@ vocabulary for each request. Here there is one kernel, and all that it writes is
                   its end     S0      S0+S1   ...         the point u * total lies in one tile,
                                                           and that one is loaded once more
 
-The tokens are those of the PyTorch version on the same random numbers, bit for bit. In floating
-point they could not be: a sum depends on the order of addition. So weights are made the integers of
-`inverse_cdf.draw`, and p - q is taken in the number format of p.
+The tokens are bitwise identical to those of the PyTorch version for the same random numbers. In
+floating point they could not be, because a sum depends on the order of addition. So weights are
+converted to the integers of `inverse_cdf.draw`, and p - q is computed in the number format of p.
 
 Cost: for a request, one row of p, and one of q if a draft was rejected, are read once, and a tile
 of each again: 1.2 MB of float32 for 152,000 tokens, a fourteenth of the PyTorch version's traffic.
-Of other rows, only the numbers of the drafts. The second walk below happens where rounding left
-nothing of p - q: about once in 10**7 drafts.
+From other rows, only the numbers of the draft tokens are read. The second walk below happens where
+rounding left nothing of p - q: about once in 10**7 drafts.
 
 One program uses one SM, so a few requests leave most of a GPU idle. vLLM has one program a request
 for acceptance, too; another kernel before it draws a replacement for every draft, needed or not.
@@ -35,8 +35,8 @@ from kernel_launch import TRITON_TYPES, Launch
 from rejection_sampler import PADDING, VerifiedTokens
 from triton_or_none import HAS_TRITON, jit, jit_for_any, tl, triton
 
-# Tokens that a program loads at once: 32 KB of float32 p and q. About so much an SM must have under
-# way for its share of an H200's memory (4.8 TB/s / 132 SMs * 0.7 us of latency: 25 KB). With 8
+# Tokens that a program loads at a time: 32 KB of float32 p and q. An SM must have about that much in
+# flight for its share of an H200's memory (4.8 TB/s / 132 SMs * 0.7 us of latency: 25 KB). With 8
 # warps a thread holds 16 of them, in fewer than 80 registers.
 TILE = 4096
 NUM_WARPS = 8
@@ -113,7 +113,7 @@ def _rejection_kernel(
     num_drafts = tl.load(cu_num_logits + request + 1).to(tl.int64) - first_row - 1
     first_draft = first_row - request
 
-    # Accept. A lane without a draft has p = 0; an id that is no token is not looked up.
+    # Accept. A lane without a draft has p = 0; an out-of-range id is not looked up.
     column = tl.arange(0, WIDTH)
     is_draft = (column < num_drafts) & (column < max_num_drafts)
     drafts = tl.load(draft_token_ids + first_draft + column, mask=is_draft, other=-1).to(tl.int64)
@@ -145,8 +145,8 @@ def _rejection_kernel(
         total = tl.sum(sums)
     point = (tl.load(sample_u + row).to(tl.float64) * total.to(tl.float64)).to(tl.int64)
 
-    # As many tiles, and then tokens, lie before the point as have their end at or before it. Of a
-    # row that says nothing, all do: the last token.
+    # Count the tiles, and then the tokens, whose end is at or before the point. In a row of zeros,
+    # all are: then it is the last token.
     tile = tl.sum((tl.cumsum(sums) <= point).to(tl.int32))
     start = tl.sum(tl.where(tl.arange(0, MAX_TILES) < tile, sums, 0))
     tokens = tile * TILE + tl.arange(0, TILE)

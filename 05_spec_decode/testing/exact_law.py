@@ -1,18 +1,18 @@
-"""The exact law of what verification puts out, found by asking the code.
+"""The exact distribution of the output of verification, found by calling the code.
 
-Once the drafts and the uniform numbers are given, verification is a function. Each number decides
-one thing and does so at points: below them it is one way, above them the other.
+Once the drafts and the uniform numbers are given, verification is a function. Each number makes one
+decision, which changes at points: below a point it is one way, above it the other.
 
     accept_u[j]    |---- draft j accepted ----|---- rejected ----|
     sample_u[j]    |-- 0 --|-- 1 --|------------ 2 --------------|    the token drawn at row j
 
 A search finds the points without any theory of where they should be. Their distances are
-probabilities, so the law of the output, given the drafts, is a product of lengths; summed over all
-drafts that the draft model may propose, it is the law that a user sees. It is exact to about
-1e-15, where counting a million samples would give three digits. That the numbers decide nothing
-else, and nothing twice, is for the tests to show, by comparing `Points.predict` with the code.
+probabilities, so the distribution of the output, given the drafts, is a product of lengths; summed
+over all drafts that the draft model may propose, it is the distribution that a user sees. It is
+exact to about 1e-15, where counting a million samples would give three digits. The tests show that
+the numbers decide nothing else, and nothing twice, by comparing `Points.predict` with the code.
 
-Models are functions of a history, given in two parts: tokens that are out, and drafts behind them.
+Models are functions of a history, given in two parts: output tokens, and the drafts after them.
 """
 
 from __future__ import annotations
@@ -37,15 +37,15 @@ LAST = 1 - 2.0**-53  # the last number below 1
 
 
 def histories(vocab_size: int, num_tokens: int) -> list[Tokens]:
-    """Every sequence of so many tokens."""
+    """Every sequence of `num_tokens` tokens."""
     return list(product(range(vocab_size), repeat=num_tokens))
 
 
 def step_laws(
     rule: Rule, p: Model, q: Model, outputs: Iterable[Tokens], num_drafts: int
 ) -> dict[Tokens, Law]:
-    """The law of the run that one step emits, behind each of `outputs`: 1 to `num_drafts` + 1
-    tokens. What cannot happen is not in it."""
+    """The distribution of the run that one step emits, after each of `outputs`: 1 to `num_drafts` +
+    1 tokens. Impossible runs are left out."""
     cases = Cases.of(p, q, outputs, num_drafts)
     points = find_points(rule, cases)
     certain = torch.ones_like(cases.chance)[:, None]
@@ -64,7 +64,7 @@ def step_laws(
 def matching_laws(
     p: Model, q: Model, outputs: Iterable[Tokens], num_drafts: int
 ) -> dict[Tokens, Law]:
-    """The same of `rejection_sampling_batched`: for all drafts, all samples of the target."""
+    """The same for `rejection_sampling_batched`: over all drafts and all samples of the target."""
     cases = Cases.of(p, q, outputs, num_drafts)
     num_cases, num_rows, vocab_size = cases.target_probs.shape
     sampled = torch.tensor(histories(vocab_size, num_rows))  # [num_samples, num_rows]
@@ -87,7 +87,7 @@ def matching_laws(
 
 
 def plain_laws(p: Model, outputs: Iterable[Tokens]) -> dict[Tokens, Law]:
-    """Steps of plain decoding: one token each."""
+    """The distribution for plain decoding steps: one token each."""
     return {
         history: {(t,): chance for t, chance in enumerate(p(history, ()).tolist()) if chance > 0}
         for history in outputs
@@ -95,7 +95,8 @@ def plain_laws(p: Model, outputs: Iterable[Tokens]) -> dict[Tokens, Law]:
 
 
 def continuation(laws: dict[Tokens, Law], num_tokens: int, outputs: Tokens = ()) -> Law:
-    """The law of the next `num_tokens` tokens, step after step; what is more is cut off."""
+    """The distribution of the next `num_tokens` tokens, step after step; further tokens are cut
+    off."""
     law: Law = defaultdict(float)
     for run, chance in laws[outputs].items():
         num_missing = num_tokens - len(run)
@@ -119,11 +120,11 @@ def acceptance(law: Law) -> float:
 
 @dataclass(frozen=True, slots=True)
 class Cases:
-    """Each run of k drafts that the draft model may propose, behind each of some outputs."""
+    """Each run of k draft tokens that the draft model can propose, after each of some outputs."""
 
     outputs: list[Tokens]
     drafts: torch.Tensor  # [num_cases, k] int64
-    chance: torch.Tensor  # [num_cases] float64, of these drafts behind these outputs
+    chance: torch.Tensor  # [num_cases] float64, of these drafts after these outputs
     target_probs: torch.Tensor  # [num_cases, k + 1, vocab_size] float64
     draft_probs: torch.Tensor  # [num_cases, k, vocab_size] float64
 
@@ -170,7 +171,7 @@ class Cases:
 
 
 def _proposals(q: Model, outputs: Tokens, num_drafts: int) -> Iterator[tuple[Tokens, float]]:
-    """`(drafts, chance)`, those of chance 0 left out."""
+    """`(drafts, chance)`, without those of chance 0."""
     if num_drafts == 0:
         yield (), 1.0
         return
@@ -182,7 +183,7 @@ def _proposals(q: Model, outputs: Tokens, num_drafts: int) -> Iterator[tuple[Tok
 
 @dataclass(frozen=True, slots=True)
 class Points:
-    """Where decisions change. Where a decision cannot be reached, some number."""
+    """Numbers at which decisions change; arbitrary if a decision cannot be reached."""
 
     accept: torch.Tensor  # [num_cases, k]; draft j is accepted below
     ends: torch.Tensor  # [num_cases, k + 1, vocab_size]; the token drawn at a row is <= t below
@@ -195,10 +196,10 @@ class Points:
 
 
 def find_points(rule: Rule, cases: Cases) -> Points:
-    """All of them by one search, of which each request of a batch asks about one number."""
+    """Find all points by one search, in which each request of a batch tests one number."""
     num_cases, num_rows, vocab_size = cases.target_probs.shape
     num_drafts = num_rows - 1
-    # Token -1 asks whether the draft of a row is accepted, t whether the token drawn is at most t.
+    # Token -1 tests whether the draft of a row is accepted, t whether the token drawn is at most t.
     case, row, token = torch.cartesian_prod(
         torch.arange(num_cases), torch.arange(num_rows), torch.arange(-1, vocab_size)
     ).T.repeat_interleave(len(_DIGITS), dim=1)
@@ -222,8 +223,8 @@ _DIGITS = torch.arange(1, 4, dtype=torch.float64)  # base 4 is twice as quick as
 
 
 def _search(holds: Callable[[torch.Tensor], torch.Tensor], num_asked: int) -> torch.Tensor:
-    """For conditions on numbers in [0, 1), each of which holds below a point: the points, to
-    2**-52. `holds` is asked three numbers for each condition."""
+    """Find, for conditions on numbers in [0, 1) that each hold below a point, the points, to
+    2**-52. `holds` is called with three numbers for each condition."""
     point = torch.zeros(num_asked // len(_DIGITS), 1, dtype=torch.float64)
     for place in range(1, 27):
         does_hold = holds((point + _DIGITS * 4.0**-place).flatten()).view(-1, len(_DIGITS))

@@ -1,4 +1,4 @@
-"""Whole texts from the toy models of `spec_decode.py`, with drafts and without."""
+"""Whole texts from the toy models of `spec_decode.py`, with and without draft tokens."""
 
 from __future__ import annotations
 
@@ -23,7 +23,8 @@ def speculative_generate(
     *,
     rule: str = "rejection",
 ) -> tuple[list[int], SpecDecodeStats]:
-    """The next `num_tokens` tokens. The last step drafts only what it could still emit."""
+    """Generate the next `num_tokens` tokens. The last step proposes only as many as it could
+    emit."""
     require(num_tokens >= 0, "num_tokens", num_tokens, ">= 0")
     tokens: list[int] = []
     stats = SpecDecodeStats()
@@ -41,7 +42,7 @@ def speculative_generate(
 def plain_generate(
     model: LanguageModel, context_ids: Sequence[int], num_tokens: int, *how: Any, **named: Any
 ) -> list[int]:
-    """The same without drafts: one pass, one token. `how` as in `sample_token`."""
+    """Generate without draft tokens: one pass, one token. `how` as in `sample_token`."""
     check_context(context_ids)
     require(num_tokens >= 0, "num_tokens", num_tokens, ">= 0")
     tokens: list[int] = []

@@ -1,21 +1,21 @@
-"""Chunks of the size that a step has time for.
+"""Chunks of the size for which a step has time.
 
-A fixed chunk size is right for one machine, one model and one load. What the operator wants is a
-promise to those who decode: no step shall take longer than `target_step_ms`. `AdaptiveChunks` fits
-a cost model to the steps it sees (`step_cost.py`) and gives prompts what fits below the target
-beside those who decode:
+A fixed chunk size is right for one machine, one model and one load. An operator would rather
+promise decoding requests that no step takes longer than `target_step_ms`. `AdaptiveChunks` fits a
+cost model to the observed steps (`step_cost.py`) and gives prompts the tokens that fit below the
+target in addition to the decodes:
 
     target_step_ms  |#### decodes ####|######## chunk ########|.|
-                                       ^ shrinks while its prompt grows: more keys to look at
+                                       ^ shrinks while its prompt grows: more keys to attend to
 
 Nothing is known at first, so the first chunk is `min_chunk` tokens, and no step is more than twice
-as large as the largest that kept the promise: five steps from 16 tokens to 256. At least
-`min_chunk` tokens of one prompt are computed in every step, however long the step is already:
-prefill never stops.
+as large as the largest that met the target: five steps from 16 tokens to 256. At least `min_chunk`
+tokens of one prompt are computed in every step, however long the step is already, so prefill never
+stops.
 
-One long prompt gets all that there is; with `long_prefill_token_threshold` it leaves some of it to
-others. What it decides depends on a clock; no token does. vLLM and SGLang have fixed sizes.
-Sarathi-Serve (arXiv 2403.02310) chooses its size from a profile made in advance.
+One long prompt gets all the available time; with `long_prefill_token_threshold` it leaves some to
+others. Decisions depend on a clock; no token does. vLLM and SGLang have fixed sizes. Sarathi-Serve
+(arXiv 2403.02310) chooses its size from a profile made in advance.
 """
 
 from __future__ import annotations
@@ -29,8 +29,8 @@ from step_cost import StepCost, StepWork, count_work
 
 
 class AdaptiveChunks(ChunkedPrefill):
-    """A `ChunkPolicy` (chapter 4) that has to be told what steps took: `observe_step`. The other
-    limits hold too. Raises `ValueError` that names the field."""
+    """A `ChunkPolicy` (chapter 4) that needs the times of steps: `observe_step`. The other limits
+    apply too. Raises `ValueError` that names the field."""
 
     def __init__(
         self,
@@ -47,7 +47,7 @@ class AdaptiveChunks(ChunkedPrefill):
         self.min_chunk = min_chunk
         self.cost = StepCost()
         self._largest_kept = 0  # tokens of the largest step within the target
-        self._planned = StepWork()  # decodes of the step, and the chunks that were given so far
+        self._planned = StepWork()  # decodes of the step, and its chunks so far
         self._has_chunk = False
 
     def begin_step(
@@ -82,8 +82,8 @@ class AdaptiveChunks(ChunkedPrefill):
     def observe_step(
         self, starts: Sequence[int], num_tokens: Sequence[int], step_ms: float
     ) -> None:
-        """A step computed so many tokens of each request from these positions on, and took so
-        long."""
+        """Record the time of a step, which computed `num_tokens` tokens of each request from
+        `starts` on."""
         if step_ms <= self.target_step_ms:
             self._largest_kept = max(self._largest_kept, sum(num_tokens))
         self.cost.observe(count_work(starts, num_tokens), step_ms)

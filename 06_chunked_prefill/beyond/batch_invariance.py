@@ -1,4 +1,4 @@
-"""What has to change in a model on a CPU, so that a row's bits do not depend on the other rows.
+"""Changes to a model on a CPU that make a row's bits independent of the other rows of the batch.
 
 Attention apart (`invariant_attention.py`), these are the operations of a step, and what they do
 with a row when the batch around it changes; measured on PyTorch 2.13 and oneDNN 3.12:
@@ -36,18 +36,18 @@ from torch import Tensor
 
 from invariant_attention import KEY_TILE, PIECE_ROWS, ROW_TILE, wide_dtype
 
-ROW_TILES = (8, 16, 32)  # the smallest that keeps the promise: a lonely row pays for all of it
+ROW_TILES = (8, 16, 32)  # the smallest that is invariant: a single row pays for all of it
 CALL_TILES = {torch.bfloat16: (64, 128, 32, 16, 8, 1), torch.float32: (32, 16, 8, 64, 128, 1)}
 CHECKED_TILES = (2, 3, 5, 8, 17)  # in one product
 CHECKED_CALLS = 3  # each computes one tile: more would repeat the same product
 
 
 class Matrix(Protocol):
-    """A packed matrix, as in `common/models/linear.py`."""
+    """The interface of a packed matrix, as in `common/models/linear.py`."""
 
     shape: torch.Size  # out, in
-    row_tile: int | None  # the rows of a product are made a multiple of it
-    one_tile_a_call: bool  # and multiplied in calls of exactly so many
+    row_tile: int | None  # products have a multiple of this many rows
+    one_tile_a_call: bool  # and are computed in calls of exactly that many
 
     def __call__(self, x: Tensor) -> Tensor: ...  # [rows, in] -> [rows, out]
 
@@ -55,7 +55,7 @@ class Matrix(Protocol):
 
 
 def silu(x: Tensor) -> Tensor:
-    """x / (1 + exp(-x)) in float32, the same for an element wherever it stands."""
+    """x / (1 + exp(-x)) in float32, bitwise the same for an element at every position."""
     wide = x.float()
     return (wide / wide.neg().exp_().add_(1)).to(x.dtype)
 
@@ -77,8 +77,8 @@ def make_batch_invariant(
     dtype: torch.dtype,
     head_dim: int,
 ) -> None:
-    """Change the matrices, and the activation of the MLPs, for good. Raises `ValueError` if they
-    have other bits in other company all the same."""
+    """Change the matrices, and the activation of the MLPs, permanently. Raises `ValueError` if
+    results still depend on the batch."""
     for mlp in mlps:
         mlp.activation = ACTIVATIONS[activation]
     first: dict[torch.Size, Matrix] = {}
@@ -93,9 +93,9 @@ def make_batch_invariant(
 
 
 def choose_tile(matrix: Matrix, dtype: torch.dtype, is_added: bool = True) -> None:
-    """Set `row_tile` and `one_tile_a_call` of the matrix: the first of `ROW_TILES` in whose
-    multiples a row keeps its bits, else the first of `CALL_TILES`. `is_added`: its product may be
-    added to a residual. Raises `ValueError`."""
+    """Set the matrix's `row_tile` and `one_tile_a_call`: the first of `ROW_TILES` in whose
+    multiples a row is bitwise the same, else the first of `CALL_TILES`. `is_added`: its product may
+    be added to a residual. Raises `ValueError`."""
     multiples, calls = ROW_TILES, CALL_TILES.get(dtype, ())
     for tile, is_one in [*((t, False) for t in multiples), *((t, True) for t in calls)]:
         matrix.row_tile, matrix.one_tile_a_call = tile, is_one
@@ -110,7 +110,7 @@ def choose_tile(matrix: Matrix, dtype: torch.dtype, is_added: bool = True) -> No
 
 
 def keeps_bits(matrix: Matrix, dtype: torch.dtype, is_added: bool = True) -> bool:
-    """Whether rows have the bits that they have in one tile and one thread, at every checked place,
+    """Whether rows are bitwise the same as in one tile and one thread, at every checked position,
     in every checked number of tiles, with the threads of this process. `is_added`: as a sum with a
     residual, too."""
     tile = matrix.row_tile
@@ -138,7 +138,7 @@ def keeps_bits(matrix: Matrix, dtype: torch.dtype, is_added: bool = True) -> boo
 
 
 def check_attention(dtype: torch.dtype, head_dim: int) -> None:
-    """The products of a span: many rows against one tile of them."""
+    """Check the products of a span: many rows against one tile of them."""
     wide = wide_dtype(dtype)
     for inner, outer in ((head_dim, KEY_TILE), (KEY_TILE, head_dim)):
         rows, other = _random(2, PIECE_ROWS, inner).to(wide), _random(2, inner, outer).to(wide)

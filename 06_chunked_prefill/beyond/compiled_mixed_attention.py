@@ -12,7 +12,7 @@ from mixed_attention import MixedPlan
 
 
 class CompiledMixedPlan(CompiledPlan, MixedPlan):
-    """Without its short queries, a `MixedPlan`."""
+    """A `MixedPlan` whose short queries are computed in machine code."""
 
 
 class CompiledMixedAttentionBackend(CompiledAttentionBackend):

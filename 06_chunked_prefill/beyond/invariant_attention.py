@@ -1,29 +1,30 @@
-"""Attention whose bits do not depend on who else is in the batch, nor on how a prompt was cut.
+"""Attention whose results are bitwise independent of the batch, and of how a prompt was split.
 
-A sum of floating-point numbers depends on the order of its terms. So here the order is a matter of
-the sequence alone. Its keys are cut into spans of `KEY_TILE` from position 0, whoever asks:
+A sum of floating-point numbers depends on the order of its terms. So here the order depends only on
+the sequence. Its keys are divided into spans of `KEY_TILE` from position 0, for every query:
 
     a sequence of 300       | span 0: 0 - 127 | span 1: 128 - 255 | span 2: 256 - 299, masked |
     its token 200, decoded  |     all keys    |  128 - 200, rest masked                       |
     the same, in a chunk    |     all keys    |  128 - 200, rest masked | masked              |
 
 A span's scores and its weighted values are two matrix products whose rows are (token, query head)
-pairs. The span always has `KEY_TILE` keys, and rows come in whole tiles of `ROW_TILE`: with these,
-a row of the product has the same bits in whatever place and company. Spans are taken in from the
-first to the last, with the online softmax of FlashAttention-2. A masked key has the weight 0, and a
-span that is masked as a whole multiplies what there is by 1 and adds 0: nothing changes.
+pairs. The span always has `KEY_TILE` keys, and rows come in whole tiles of `ROW_TILE`: then a row
+of the product is bitwise the same at every position, next to any other rows. Spans are added from
+the first to the last, with the online softmax of FlashAttention-2. A masked key has the weight 0,
+and a span that is masked as a whole multiplies the sum so far by 1 and adds 0, which changes
+nothing.
 
-    piece    up to `PIECE_ROWS` rows of one sequence: a decode, guesses, a chunk or a part of one
-    group    pieces with equally many tiles, in one product; which they are changes no bit
+    piece    up to `PIECE_ROWS` rows of one sequence: a decode, drafts, a chunk or a part of one
+    group    pieces with equally many tiles, in one product; the grouping changes no bit
 
-A window masks keys at the left as well; spans that lie in front of it are not taken in. What is in
-front of a row's own window is of no weight, and leaves it as it was: nothing.
+A window masks keys at the left as well; spans before it are skipped. Spans before a row's own
+window have the weight 0 and change nothing.
 
-Sums are float32 for bfloat16 too. What is not a sequence's own is not read: in place of keys behind
-its end, its first one is, with the weight 0 (0 * NaN would be NaN).
+Sums are float32 for bfloat16 too. Memory of other sequences is not read: keys after a sequence's
+end are replaced by its first one, with the weight 0 (0 * NaN would be NaN).
 
 Invariant: the output of a token is a function of its query and of the keys and values up to it. It
-holds where `batch_invariance.py` finds that matrix products keep it. Sources: FlashAttention-2,
+holds where `batch_invariance.py` finds that matrix products preserve it. Sources: FlashAttention-2,
 arXiv 2307.08691; Thinking Machines Lab, "Defeating Nondeterminism in LLM Inference" (2025).
 """
 
@@ -45,13 +46,14 @@ from window_attention import WindowMetadata
 KEY_TILE = 128
 ROW_TILE = 8
 PIECE_ROWS = 512  # a whole number of tiles
-# Keys, in the dtype of the sums, that a group reads at a time: they stay in the processor's cache.
+# Bytes of keys, in the dtype of the sums, that a group reads at a time: they stay in the
+# processor's cache.
 GROUP_KEY_BYTES = 2 << 20
 
 
 class Piece(NamedTuple):
-    """Positions are counted from the first block of the table, which with a window is the first
-    that a query of the sequence sees."""
+    """Up to `PIECE_ROWS` query rows of one sequence. Positions are counted from the first block of
+    the table; with a window, that is the first block that a query of the sequence sees."""
 
     sequence: int
     first_token: int  # in the batch
@@ -59,16 +61,16 @@ class Piece(NamedTuple):
     first_position: int
     seq_len: int
     first_seen: int  # key of its first token
-    first_span: int  # where the span of that key begins: in front of the table, perhaps
+    first_span: int  # start of the span of that key, possibly before the table
 
     @property
     def num_spans(self) -> int:
-        """Up to the key of its own last token."""
+        """Spans up to the key of its own last token."""
         return -(-(self.first_position + self.num_tokens - self.first_span) // KEY_TILE)
 
 
 class Span(NamedTuple):
-    """What a group does with one span of keys. Pieces with few spans stand behind."""
+    """The work of a group for one span of keys. Pieces with few spans come last."""
 
     num_pieces: int
     first_row: int  # rows before it see none of these keys
@@ -78,7 +80,7 @@ class Span(NamedTuple):
 
 class Group:
     """Pieces that are attended together: query rows `[num_pieces, num_kv_heads, num_rows,
-    head_dim]`. Worked out once a step, for all layers."""
+    head_dim]`. Computed once per step, for all layers."""
 
     def __init__(
         self,
@@ -93,7 +95,7 @@ class Group:
         self.num_rows, self.num_shared = num_rows, num_shared
         own = torch.tensor(pieces)[:, :, None]  # [num_pieces, 7, 1]
         sequence, first_token, num_tokens, first_position, seq_len, seen, span = own.unbind(1)
-        # Rows and tokens that a piece has not are its last one again.
+        # Missing rows and tokens repeat the last one.
         self.max_tokens = max(piece.num_tokens for piece in pieces)
         token = torch.arange(self.max_tokens).minimum(num_tokens - 1)
         self.tokens = (first_token + token).flatten()  # [num_pieces * max_tokens] int64
@@ -125,14 +127,14 @@ class Group:
         return torch.cat([mine, last], dim=2) if num_missing else mine.contiguous()
 
     def write(self, output: Tensor, rows: Tensor) -> None:
-        """The inverse. What a piece has twice is twice the same."""
+        """Write rows back to tokens, the inverse of `rows_of`. Duplicates are equal."""
         num_real = self.max_tokens * self.num_shared
         mine = rows[:, :, :num_real].unflatten(2, (self.max_tokens, self.num_shared))
         output[self.tokens] = mine.transpose(1, 2).reshape(-1, *output.shape[1:]).to(output.dtype)
 
 
 class InvariantPlan(PagedPlan):
-    """Everybody's queries, long and short, in groups of pieces."""
+    """All queries, long and short, in groups of pieces."""
 
     def lengths(
         self, metadata: AttentionMetadata, key_cache: Tensor
@@ -154,7 +156,7 @@ class InvariantPlan(PagedPlan):
         tables: Tensor,
         key_cache: Tensor,
     ) -> list[DecodeGroup]:
-        """Makes `pieces`, and leaves no group to the plan of chapter 2."""
+        """Set `pieces`, and leave no group to chapter 2's plan."""
         block_size, num_kv_heads, head_dim = key_cache.shape[1:]
         self.num_kv_heads, self.wide = num_kv_heads, wide_dtype(key_cache.dtype)
         num_shared = self.num_heads // num_kv_heads
@@ -203,7 +205,7 @@ class InvariantPlan(PagedPlan):
 
 @dataclass(slots=True, init=False)
 class Softmax:
-    """Online softmax of query rows over one span of keys after the other."""
+    """Online softmax of query rows over one span of keys after another."""
 
     rows: Tensor  # [num_pieces, num_kv_heads, num_rows, head_dim], scaled
     output: Tensor  # the same shape: the values so far, each weighted with exp(score - highest)
@@ -212,7 +214,7 @@ class Softmax:
 
     def __init__(self, rows: Tensor) -> None:
         self.rows, self.output = rows, torch.zeros_like(rows)
-        # Not -inf, less which nothing is a number: a window's first span may be hidden as a whole.
+        # Not -inf, because -inf - -inf is NaN: a window's first span may be masked as a whole.
         self.highest = torch.full_like(rows[..., :1], torch.finfo(rows.dtype).min)
         self.total = torch.zeros_like(self.highest)
 
@@ -241,7 +243,8 @@ def cut(
     num_shared: int,
     window: int | None,
 ) -> Iterator[Piece]:
-    """`skipped` positions lie in front of the table: spans are counted from 0 all the same."""
+    """The pieces of one step. `skipped` positions are before the table; spans are still counted
+    from 0."""
     most = max(1, PIECE_ROWS // num_shared)
     for start in range(0, query_len, most):
         num_tokens = min(most, query_len - start)

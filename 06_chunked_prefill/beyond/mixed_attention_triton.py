@@ -43,7 +43,7 @@ class MixedSplitPlan(SplitPlan):
         query_lens = [stop - start for start, stop in pairwise(metadata.query_starts)]
         if isinstance(metadata, MixedMetadata):
             num_short = metadata.num_short
-        else:  # those in front whose queries fit the smallest tile
+        else:  # sequences at the front whose queries fit the smallest tile
             most = SHORT_ROWS // self.shape.num_shared
             num_short = next((i for i, n in enumerate(query_lens) if n > most), len(query_lens))
         borders = 0, num_short, len(query_lens)

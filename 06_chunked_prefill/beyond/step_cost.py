@@ -1,25 +1,25 @@
-"""What a step's tokens cost: counted, and learnt from the clock.
+"""The cost of a step's tokens: counted, and learned from the clock.
 
-Every token goes through every weight once, so the linear layers cost the same for a token of a
-prompt and for a decode. Attention depends on where the token stands: at position p it has p + 1
-keys to look at. `count_work` counts both, and keeps the pairs of decodes apart from those of
-chunks: a chunk reads each key once for all its tokens, a decode for one.
+Every token is multiplied with every weight once, so the linear layers cost the same for a prompt
+token and for a decode. Attention depends on the token's position: at position p it attends to p + 1
+keys. `count_work` counts both, and keeps the pairs of decodes apart from those of chunks: a chunk
+reads each key once for all its tokens, a decode for one.
 
     request      start  tokens    pairs
     decode         999       1    1,000        read 1,000 keys for 1,000 pairs
     chunk        1,000     100    105,050      read 1,100 keys for 105,050 pairs
 
-`count_bytes_and_flops` turns that into what the hardware does. A decode step moves all weights for
-a few tokens and is bound by memory; a chunk computes. So a chunk of moderate size costs less in a
-step with decodes than alone: the weights are read anyway. How large is moderate is a property of
-the machine, and `StepCost` learns it:
+`count_bytes_and_flops` converts that into memory traffic and arithmetic. A decode step moves all
+weights for a few tokens and is bound by memory; a chunk is bound by arithmetic. So a chunk of
+moderate size costs less in a step with decodes than alone, because the weights are read anyway.
+Which size is moderate depends on the machine, and `StepCost` learns it:
 
     milliseconds = c0 + c1 tokens + c2 decode pairs + c3 chunk pairs,    no c below zero
 
-fitted to the last steps, old ones fading. `largest_chunk` turns it round.
+fitted to the last steps, with less weight on old ones. `largest_chunk` inverts the formula.
 
-Invariants: a step is predicted before it is observed; a pause of the machine moves it
-little; every question has an answer before anything was measured.
+Invariants: a step is predicted before it is observed; a pause of the machine changes the fit only a
+little; every method returns a value before anything was measured.
 """
 
 from __future__ import annotations
@@ -36,11 +36,11 @@ NUM_FEATURES = 4
 
 @dataclass(frozen=True, slots=True)
 class StepWork:
-    """What a step has to compute."""
+    """The work of a step."""
 
     num_tokens: int = 0
-    num_decode_pairs: int = 0  # of a query and a key, where one query reads the keys
-    num_chunk_pairs: int = 0  # where several queries share them
+    num_decode_pairs: int = 0  # pairs of a query and a key, where one query reads the keys
+    num_chunk_pairs: int = 0  # pairs where several queries share the keys
     num_keys_read: int = 0
 
     def __add__(self, other: StepWork) -> StepWork:
@@ -53,7 +53,7 @@ class StepWork:
 
 
 def count_work(starts: Sequence[int], query_lens: Sequence[int]) -> StepWork:
-    """Of requests that compute positions `[start, start + query_len)`."""
+    """The work of requests that compute positions `[start, start + query_len)`."""
     num_decode_pairs = num_chunk_pairs = 0
     for start, query_len in zip(starts, query_lens, strict=True):
         num_pairs = query_len * start + query_len * (query_len + 1) // 2
@@ -67,9 +67,9 @@ def count_work(starts: Sequence[int], query_lens: Sequence[int]) -> StepWork:
 
 @dataclass(frozen=True, slots=True)
 class ModelShape:
-    """As much of a model as its costs depend on."""
+    """The properties of a model on which its costs depend."""
 
-    num_weights: int  # that every token is multiplied with: the embedding table is not among them
+    num_weights: int  # weights that every token is multiplied with, without the embedding table
     num_layers: int
     num_heads: int
     num_kv_heads: int
@@ -89,8 +89,8 @@ class HardwareWork:
 
 
 def count_bytes_and_flops(work: StepWork, shape: ModelShape) -> HardwareWork:
-    """Weights once, keys and values that are read and written; two FLOPs to a multiplication, and
-    two products (scores, weighted values) to a pair."""
+    """Bytes and FLOPs: weights once, keys and values read and written; two FLOPs per
+    multiplication, and two products (scores, weighted values) per pair."""
     width = shape.num_heads * shape.head_dim
     num_pairs = work.num_decode_pairs + work.num_chunk_pairs
     flops = 2 * shape.num_weights * work.num_tokens + 4 * shape.num_layers * width * num_pairs
@@ -100,18 +100,18 @@ def count_bytes_and_flops(work: StepWork, shape: ModelShape) -> HardwareWork:
 
 
 class StepCost:
-    """Learns what steps take."""
+    """Learns how long steps take."""
 
     def __init__(self) -> None:
         # Normal equations of a least-squares fit to relative errors: the weight of a step that took
         # far too long is small.
         self._gram = np.zeros((NUM_FEATURES, NUM_FEATURES))
         self._target = np.zeros(NUM_FEATURES)
-        self._coefficients: np.ndarray | None = None  # None: out of date
+        self._coefficients: np.ndarray | None = None  # None: outdated
         self.num_observations = 0
 
     def observe(self, work: StepWork, step_ms: float) -> None:
-        """A step took so long."""
+        """Record the time of a step."""
         if work.num_tokens == 0 or step_ms <= 0:
             return
         features = _features(work) / step_ms
@@ -134,8 +134,8 @@ class StepCost:
         return self._coefficients
 
     def largest_chunk(self, target_ms: float, beside: StepWork, start: int) -> int:
-        """How many tokens from position `start` on a step can compute beside other work and still
-        take no longer than `target_ms`. 0: none."""
+        """How many tokens from position `start` on a step can compute next to other work within
+        `target_ms`; 0 for none."""
         no_chunk = self.predict_ms(beside)
         _, per_token, _, per_pair = self.coefficients
         # per_pair / 2 n^2 + (per_token + per_pair (start + 1/2)) n <= left
@@ -159,9 +159,9 @@ def _features(work: StepWork) -> np.ndarray:
 
 
 def solve_not_negative(gram: np.ndarray, target: np.ndarray, *, ridge: float = 1e-6) -> np.ndarray:
-    """Least squares from its normal equations, `gram @ coefficients = target`; where a coefficient
-    comes out below zero, the worst one is left out, and so on. With a `ridge`, features that never
-    varied share what they explain."""
+    """Solve least squares from its normal equations, `gram @ coefficients = target`, without
+    negative coefficients: while there are any, the most negative one is left out. With a `ridge`,
+    features that never varied share their explanation."""
     size = np.sqrt(np.maximum(gram.diagonal(), 1e-300))
     scaled, scaled_target = gram / np.outer(size, size), target / size
     kept = list(range(len(target)))
