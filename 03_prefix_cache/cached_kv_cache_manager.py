@@ -54,8 +54,8 @@ class CachedKVCacheManager(KVMemory):
         super().__init__(pool, block_size)
         if cache.pool is not pool or cache.block_size != block_size:
             raise ValueError(
-                f"block_size is {block_size}: the cache has {cache.block_size}, and must be on the "
-                "manager's own pool"
+                f"block_size must be that of the cache ({cache.block_size}), on the same pool, "
+                f"got {block_size}"
             )
         self.cache: PrefixCache = cache
         self._states: dict[str, _CacheState] = {}
@@ -74,7 +74,7 @@ class CachedKVCacheManager(KVMemory):
         """The longest cached prefix, short of the last token: its logits are wanted, so it has to
         be computed. Not ready: a running request computes the very block that comes behind it."""
         if request.request_id in self._tables:
-            raise ValueError(f"request {request.request_id!r} has a block table already")
+            raise ValueError(f"request {request.request_id!r} already has a block table")
         computed = self._look_up(request)
         if not wait_for_others or request.sampling_params.skip_reading_prefix_cache:
             return computed
@@ -120,7 +120,7 @@ class CachedKVCacheManager(KVMemory):
         computed = computed or _NOTHING_COMPUTED
         if computed.blocks:
             if not is_admission:
-                raise ValueError(f"request {request.request_id!r} has a block table already")
+                raise ValueError(f"request {request.request_id!r} already has a block table")
             # Held before anything is taken, so that making room cannot evict it.
             self.cache.touch(computed.blocks)
             table = self._tables[request.request_id] = BlockTable()
@@ -269,7 +269,7 @@ class CachedKVCacheManager(KVMemory):
     def check_invariants(self, requests: Iterable[Request] = ()) -> None:
         """And the cache's. O(pool x depth)."""
         requests = list(requests)
-        assert set(self._tables) <= set(self._states), "a table without a state"
+        assert set(self._tables) <= set(self._states), "a request has a block table but no state"
         super().check_invariants(requests)
         self.cache.check_invariants()
         for key, request_id in self._in_flight.items():

@@ -53,15 +53,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--open", action="store_true", help="with --watch: show it in the browser")
     options = parser.parse_args(arguments)
     if options.reveal and not options.find:
-        parser.error("--reveal goes with --find; without it nothing is hidden")
+        parser.error("--reveal needs --find; without it nothing is hidden")
     if options.find and options.bug is None:
-        parser.error("--find wants a bug to look for: a number of the list")
+        parser.error("--find must have a bug to look for: a number of the list")
     if options.watch and options.bug is None:
-        parser.error("--watch wants a bug to watch: a number of the list")
+        parser.error("--watch must have a bug to watch: a number of the list")
     if (options.out or options.open) and not options.watch:
-        parser.error("--out and --open go with --watch, which writes a page")
+        parser.error("--out and --open need --watch, which writes a page")
     if options.bug is not None and not 1 <= options.bug <= len(EXHIBITS):
-        parser.error(f"bug {options.bug}: it must be in [1, {len(EXHIBITS)}]")
+        parser.error(f"bug must be in [1, {len(EXHIBITS)}], got {options.bug}")
     os.environ.setdefault("OMP_NUM_THREADS", "1")  # models here are tiny
     if options.bug is None:
         print(listed())

@@ -116,11 +116,11 @@ def test_the_list_names_every_exhibit(capsys: pytest.CaptureFixture[str]) -> Non
     [
         (["0"], "must be in [1, "),
         ([str(len(EXHIBITS) + 1)], "must be in [1, "),
-        (["--find"], "wants a bug"),
-        (["1", "--reveal"], "goes with --find"),
-        (["--watch"], "wants a bug"),
-        (["1", "--out", "page.html"], "go with --watch"),
-        (["1", "--open"], "go with --watch"),
+        (["--find"], "must have a bug"),
+        (["1", "--reveal"], "needs --find"),
+        (["--watch"], "must have a bug"),
+        (["1", "--out", "page.html"], "need --watch"),
+        (["1", "--open"], "need --watch"),
     ],
 )
 def test_arguments_that_make_no_sense_are_refused(
