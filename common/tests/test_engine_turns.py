@@ -168,7 +168,7 @@ def test_a_forked_process_is_told_so(engine, random_oracle, name) -> None:
     }
     engine.add_request("open", random_oracle.prompts[2], greedy_params(6))
     said = in_a_fork(lambda: uses[name](engine))
-    assert said.startswith(f"RuntimeError: this engine belongs to process {os.getpid()}: ")
+    assert said.startswith(f"RuntimeError: cannot use the engine of process {os.getpid()} ")
     assert finish(engine)["open"].outputs[0].token_ids == random_oracle.expected(2, 6)
 
 

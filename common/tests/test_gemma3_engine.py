@@ -275,10 +275,10 @@ REFUSED = {
     ),
     "activation": ({"hidden_activation": "gelu"}, "hidden_activation must"),
     "scalar": ({"query_pre_attn_scalar": 0}, "query_pre_attn_scalar must"),
-    "no window": ({"sliding_window": None}, "sliding_window must"),
+    "no window": ({"sliding_window": None}, "sliding_window is None"),
     "window of 0": ({"sliding_window": 0}, "sliding_window must"),
     "pattern of 0": ({"sliding_window_pattern": 0}, "sliding_window_pattern"),
-    "kinds too few": ({"layer_types": [W, F]}, "there are 8 layers"),
+    "kinds too few": ({"layer_types": [W, F]}, "layer_types must have 8 entries"),
     "one rope for all": ({"rope_parameters": LINEAR}, "rope_parameters must be"),
     "unknown rope": (
         {"rope_parameters": {F: {"rope_type": "dynamic", "factor": 2.0}}},

@@ -306,7 +306,7 @@ def test_who_can_say_nothing_more_ends_with_the_rules_that_are_to_blame(
         (dict(stop_token_ids=[7]), "stop_token_ids must"),
         (dict(grammar="a+"), "grammar must"),
         (dict(grammar=Regex("")), "grammar must"),
-        (dict(grammar=Choice([])), "choice is"),
+        (dict(grammar=Choice([])), "choice must"),
         (dict(grammar=Choice("yes")), "choice must"),
         (dict(grammar=Choice(["\ud800"])), "unpaired surrogates"),
         (dict(grammar=Json("{")), "schema must"),
