@@ -184,10 +184,10 @@ print(f"{held} slots held, {sum(seq_lens)} written, {1 - sum(seq_lens) / held:.0
 #
 # ![Film 2: blocks that are reserved](figures/film.png)
 #
-# a may come to 29 tokens whose KV is kept, so it takes 8 blocks of 4 at once, though its prompt
-# fills only 3. It can never run out. In step 4 c needs 3 blocks, and 2 are free. It waits, while 5
-# of those that are reserved are empty. When b has ended, c gets [13, 14, 12], in step 9: any free
-# block will do.
+# a can grow to 29 tokens of KV, so it reserves 8 blocks of 4 immediately, although its prompt fills
+# only 3. It can never run out. In step 4 c needs 3 blocks, but 2 are free. It waits, while 5
+# reserved blocks are empty. After b has ended, c gets [13, 14, 12] in step 9: any free block will
+# do.
 #
 # The film itself takes seconds to make: `make watch ARGS="--film 2 --open"`
 # in the root of the repository. Step through it with the arrow keys.

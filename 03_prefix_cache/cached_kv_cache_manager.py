@@ -1,21 +1,23 @@
-"""Chapter 2's manager of block tables, with any prefix cache behind it.
+"""Chapter 2's manager of block tables, combined with any prefix cache.
 
-A request's table then has three stretches:
+A request's table then has three parts:
 
     | cached when it was admitted | published since | its own: partial, or still to be written |
     0                                               ^ num_published, in blocks         table's end
 
-Full blocks are published when the forward pass that wrote them is over, never before: a step that
-fails leaves nothing wrong behind. A block that a request publishes next is known by its content
-while it is being computed: a request that could use it is not ready, and a step later it hits.
+A full block is published (made findable by other requests) after the forward pass that wrote it,
+never before, so a step that fails leaves no wrong block in the cache. While a request computes the
+block that it will publish next, other requests with the same content are not ready; one step later
+they hit the block.
 
-Who ends in an error may have read the reason in any block that nobody has sampled a token with: the
-first of these, found or its own, leaves the cache with all behind it. Others that have such blocks
-in their tables go on with them, and publish nothing any more.
+A request that ends in an error may have been corrupted by any block with which no request has
+sampled a token yet. The first of these blocks, found in the cache or its own, leaves the cache with
+all blocks that extend it. Other requests with such blocks in their tables keep running, but publish
+nothing more.
 
-Invariants: those of the manager and of the cache; what a table has published is owned by the cache
-and is its path, block by block. vLLM publishes a block when it is planned; SGLang puts off requests
-that share an uncached prefix, as here.
+Invariants: those of the manager and of the cache; the published blocks of a table are owned by the
+cache, in the order of the request's prefix. vLLM publishes a block when it is scheduled; SGLang
+defers requests that share an uncached prefix, as here.
 """
 
 from __future__ import annotations
@@ -38,17 +40,18 @@ _NOTHING_COMPUTED = ComputedBlocks()
 
 @dataclass(slots=True)
 class _CacheState:
-    """What the cache knows of one request, from its first look-up until it gives up its blocks."""
+    """The manager's state for one request, from its first lookup until its blocks are freed."""
 
     path: PrefixPath = field(default_factory=PrefixPath)
     num_published: int = 0  # blocks at the front of its table that the cache owns
-    in_flight: _BlockKey = ()  # the block that it is the first to compute
-    num_withdrawn: int = 0  # blocks at the front that the cache has owned, and gave up: not trusted
+    in_flight: _BlockKey = ()  # the block that it was the first to compute
+    # Blocks at the front that the cache removed because they are not trusted.
+    num_withdrawn: int = 0
 
 
 class CachedKVCacheManager(KVMemory):
-    """A `KVMemory` whose requests share what any of them has computed. `cache` works on the same
-    `pool`, in the same blocks: `ValueError` if not."""
+    """A `KVMemory` whose requests share the prefixes that any of them has computed. Raises
+    `ValueError` unless `cache` works on the same `pool` and block size."""
 
     def __init__(self, pool: BlockPool, block_size: int, cache: PrefixCache) -> None:
         super().__init__(pool, block_size)
@@ -60,19 +63,20 @@ class CachedKVCacheManager(KVMemory):
         self.cache: PrefixCache = cache
         self._states: dict[str, _CacheState] = {}
         self._in_flight: dict[_BlockKey, str] = {}  # block being computed -> request
-        self._moves: list[BlockMove] = []  # the runner has yet to be told
-        self._trusted: set[int] = set()  # cached blocks with which somebody has sampled a token
+        self._moves: list[BlockMove] = []  # not yet sent to the runner
+        self._trusted: set[int] = set()  # cached blocks with which some request has sampled a token
 
     @property
     def num_blocks_in_use(self) -> int:
-        """Blocks that a request holds. What is only cached is as good as free."""
+        """Blocks that requests hold. Blocks that are only cached count as free."""
         return super().num_blocks_in_use - self.cache.num_evictable_blocks
 
     def get_computed_blocks(
         self, request: Request, wait_for_others: bool = True
     ) -> ComputedBlocks | NotReady:
-        """The longest cached prefix, short of the last token: its logits are wanted, so it has to
-        be computed. Not ready: a running request computes the very block that comes behind it."""
+        """Find the longest cached prefix, short of the last token, which must be computed because
+        its logits are needed. Returns `NotReady` if a running request is computing the next block.
+        Raises `ValueError` if the request has a block table."""
         if request.request_id in self._tables:
             raise ValueError(f"request {request.request_id!r} already has a block table")
         computed = self._look_up(request)
@@ -84,7 +88,8 @@ class CachedKVCacheManager(KVMemory):
         return NotReady.COMPUTED_NOW if self.waits_for else computed
 
     def find_cached_blocks(self, request: Request) -> Sequence[int]:
-        """They count as used now, and nothing keeps them."""
+        """Ids of the longest cached prefix. The blocks are marked as used now, but are not
+        pinned."""
         return [block.block_id for block in self._look_up(request).blocks]
 
     def _look_up(self, request: Request) -> ComputedBlocks:
@@ -99,7 +104,8 @@ class CachedKVCacheManager(KVMemory):
         return ComputedBlocks(blocks, match.num_cached_tokens)
 
     def _key(self, request: Request, blocks: Sequence[Block], index: int) -> _BlockKey:
-        """Block `index` by its content: an equal prefix is in equal blocks, if they are cached."""
+        """The content of block `index` as a key. If the blocks before it are cached, equal prefixes
+        have equal block ids."""
         start = index * self.block_size
         tokens = tuple(request.all_token_ids[start : start + self.block_size])
         parent_id = blocks[index - 1].block_id if index else None
@@ -112,8 +118,9 @@ class CachedKVCacheManager(KVMemory):
         num_reserved_tokens: int = 0,
         computed: ComputedBlocks | None = None,
     ) -> bool:
-        """`computed` is put in front by reference; `request.num_computed_tokens` does not include
-        it yet. Raises `ValueError` for `computed` blocks when there is a table."""
+        """Allocate slots, with the `computed` blocks shared at the front of the table.
+        `request.num_computed_tokens` does not include them yet. Raises `ValueError` for `computed`
+        blocks if the request already has a table."""
         check_integers(0, num_new_tokens=num_new_tokens, num_reserved_tokens=num_reserved_tokens)
         self.acts_for = request.request_id
         is_admission = request.request_id not in self._tables
@@ -121,7 +128,7 @@ class CachedKVCacheManager(KVMemory):
         if computed.blocks:
             if not is_admission:
                 raise ValueError(f"request {request.request_id!r} already has a block table")
-            # Held before anything is taken, so that making room cannot evict it.
+            # Touched before anything is allocated, so that the allocation cannot evict them.
             self.cache.touch(computed.blocks)
             table = self._tables[request.request_id] = BlockTable()
             table.append(computed.blocks)
@@ -136,7 +143,7 @@ class CachedKVCacheManager(KVMemory):
         return True
 
     def _begin(self, request: Request, computed: ComputedBlocks) -> None:
-        """The request has its first slots, behind `computed`."""
+        """Set up the state of a request that got its first slots, after `computed`."""
         state = self._states.setdefault(request.request_id, _CacheState())
         state.num_published = len(computed.blocks)
         reads = not request.sampling_params.skip_reading_prefix_cache
@@ -144,10 +151,11 @@ class CachedKVCacheManager(KVMemory):
             self.cache.stats.record(request.num_tokens, computed.num_tokens)
 
     def _note_in_flight(self, request: Request, num_planned: int) -> None:
-        """The block that the request publishes next is being computed, if it will be full."""
+        """Record the block that the request publishes next as being computed, if the step fills
+        it."""
         state = self._states[request.request_id]
         end = (state.num_published + 1) * self.block_size
-        is_next_known = state.in_flight or state.num_withdrawn  # or is never published
+        is_next_known = state.in_flight or state.num_withdrawn  # or it never publishes again
         if not is_next_known and end <= min(num_planned, request.num_tokens):
             blocks = self._tables[request.request_id].blocks
             key = self._key(request, blocks, state.num_published)
@@ -158,11 +166,11 @@ class CachedKVCacheManager(KVMemory):
         freed = set(gone)
         num_free = self._num_free_or_evictable()
         num_free += sum(block.ref_cnt == 1 + self.cache.owns(block) for block in freed)
-        # Found blocks that nobody else uses can be evicted now, and no more when they are held.
+        # Found blocks that no request uses are evictable now, but no longer when they are pinned.
         return num_free - sum(block.ref_cnt - (block in freed) == 1 for block in found)
 
     def cache_blocks(self, request: Request, num_computed_tokens: int) -> None:
-        """Publish the request's full blocks. O(new full blocks), so nothing in most steps."""
+        """Publish the request's full blocks. O(new full blocks), so most steps do nothing."""
         table = self._tables.get(request.request_id)
         if table is None:
             return
@@ -185,7 +193,7 @@ class CachedKVCacheManager(KVMemory):
         state.in_flight = ()
 
     def free(self, request: Request) -> None:
-        """Give up the request's blocks; what is published stays cached until it is evicted, unless
+        """Free the request's blocks. Published blocks stay cached until they are evicted, unless
         the request has ended in an error."""
         state = self._states.pop(request.request_id, None)
         if state is not None:
@@ -196,7 +204,8 @@ class CachedKVCacheManager(KVMemory):
         super().free(request)
 
     def _trust_or_withdraw(self, request: Request, num_published: int) -> None:
-        """The blocks at the front of its table, when it leaves: has it sampled with all of them?"""
+        """Mark the published blocks of a request that leaves as trusted, if it has sampled with all
+        of them. If it ended in an error, withdraw those that are not trusted."""
         published = self.get_block_ids(request.request_id)[:num_published]
         if request.status == RequestStatus.FINISHED_ERROR:
             start = sum(1 for _ in takewhile(self._trusted.__contains__, published))
@@ -206,7 +215,8 @@ class CachedKVCacheManager(KVMemory):
             self._trusted.update(published)
 
     def _withdraw(self, request: Request, start: int, end: int) -> None:
-        """Blocks [start, end) of its table, and all that is cached behind them."""
+        """Withdraw blocks [start, end) of the request's table, and all cached blocks that extend
+        them."""
         self.cache.withdraw(self._tables[request.request_id].blocks[start])
         for request_id, state in self._states.items():
             if state.num_published:
@@ -219,7 +229,7 @@ class CachedKVCacheManager(KVMemory):
                     state.in_flight = ()
 
     def begin_anew(self) -> None:
-        """And nothing is cached."""
+        """Clear the tables and the cache."""
         for books in (self._states, self._in_flight, self._moves, self._trusted):
             books.clear()
         self.cache.begin_anew()
@@ -235,7 +245,7 @@ class CachedKVCacheManager(KVMemory):
     def _take_blocks(self, num_blocks: int) -> list[Block] | None:
         num_missing = num_blocks - self.pool.num_free_blocks
         if num_missing > self.cache.num_evictable_blocks:
-            return None  # before anything is evicted: a refusal changes nothing
+            return None  # before anything is evicted, so that a refusal changes nothing
         if num_missing > 0:
             self.cache.evict(num_missing)
         blocks = super()._take_blocks(num_blocks)
@@ -244,7 +254,7 @@ class CachedKVCacheManager(KVMemory):
         return blocks
 
     def _release(self, blocks: Sequence[Block]) -> None:
-        """Those in the cache come first, those of the table's own behind them."""
+        """Free a table's blocks: cached ones come first, then the table's own."""
         num_cached = sum(self.cache.owns(block) for block in blocks)
         super()._release(blocks[num_cached:])
         self.cache.release(blocks[:num_cached])
@@ -255,7 +265,8 @@ class CachedKVCacheManager(KVMemory):
         return holders
 
     def _check_sharing(self) -> None:
-        """A cached block, or one that was, may be in any table, at its own depth; others in one."""
+        """Check that a cached block, or one that was cached, is at the same index in every table
+        that has it, and that any other block is in one table."""
         places: dict[int, tuple[object, int]] = {}
         for request_id, table in self._tables.items():
             state = self._states[request_id]
@@ -267,7 +278,7 @@ class CachedKVCacheManager(KVMemory):
                 assert places.setdefault(block.block_id, place) == place, (request_id, place)
 
     def check_invariants(self, requests: Iterable[Request] = ()) -> None:
-        """And the cache's. O(pool x depth)."""
+        """Check the tables and the cache. O(pool x depth)."""
         requests = list(requests)
         assert set(self._tables) <= set(self._states), "a request has a block table but no state"
         super().check_invariants(requests)

@@ -1,10 +1,11 @@
-"""Chapter 2's scheduler over a memory with a prefix cache: the smallest change that uses one.
+"""Chapter 2's scheduler over a memory with a prefix cache: the smallest change that uses a cache.
 
     look up, then size   a prompt of 100 tokens of which 96 are cached costs 4 of the budget
-    wait for equals      what another request computes in this step is there in the next one
-    publish              after the forward pass, and not before
+    wait for equals      blocks that another request computes in this step are cached in the next
+    publish              after the forward pass, not before
 
-The queue may be overtaken here, but only beside somebody whose KV is on its way."""
+A request can be overtaken in this queue, but only while its KV is being computed or loaded.
+"""
 
 from __future__ import annotations
 
@@ -55,5 +56,5 @@ class CachingFCFSScheduler(PagedFCFSScheduler):
         return super().make_plan(num_tokens, plan)
 
     def positions_written(self, request: Request, start: int, end: int) -> None:
-        if end % self.kv_memory.block_size < end - start:  # it has filled a block
+        if end % self.kv_memory.block_size < end - start:  # a block was filled
             self.kv_memory.cache_blocks(request, end)

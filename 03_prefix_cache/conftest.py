@@ -1,4 +1,4 @@
-"""Both caches behind one constructor: what holds for a prefix cache is tested for each."""
+"""Fixtures that run a test for each prefix cache of the chapter."""
 
 from __future__ import annotations
 
@@ -24,13 +24,14 @@ def make_cache(request: pytest.FixtureRequest, make_caches: dict[str, MakeCache]
 
 @pytest.fixture
 def world_of() -> type[World]:
-    """What `make_world` makes."""
+    """The class that `make_world` makes."""
     return World
 
 
 @pytest.fixture
 def make_world(make_cache: MakeCache, world_of: type[World]) -> Iterator[Callable[..., World]]:
-    """`make_world(num_usable_blocks, block_size)`. Whatever a test did, nothing is left behind."""
+    """`make_world(num_usable_blocks, block_size)`. After the test, every world is checked and
+    drained."""
     worlds: list[World] = []
 
     def make(num_usable: int, block_size: int) -> World:

@@ -1,14 +1,14 @@
-"""What a scheduler asks of a KV memory that may find a request's KV in it before it is computed.
+"""The KV memory interface of a scheduler that can find a request's KV before computing it.
 
-Chapter 2's questions were two: is there room, and take it back. A prefix cache adds:
+Chapter 2's manager allocates slots and frees them. A prefix cache adds:
 
-    before admission   get_computed_blocks   what need not be computed, or why to wait for it
-    at admission       allocate_slots        room behind that, and the found blocks in front
-    after a step       cache_blocks          what was written may be shared
-                       take_block_moves      entries of tables that now name another block
+    before admission   get_computed_blocks   the cached prefix, or why to wait for it
+    at admission       allocate_slots        the cached blocks, and new slots after them
+    after a step       cache_blocks          written blocks can be shared from now on
+                       take_block_moves      block table entries that now name another block
 
-`KVMemory` answers them without a cache, so a scheduler need not know whether there is one: turning
-this chapter off is choosing it.
+`KVMemory` implements the interface without a cache, so a scheduler need not know whether there is
+one. Choosing `KVMemory` turns this chapter off.
 """
 
 from __future__ import annotations
@@ -24,40 +24,44 @@ from prefix_cache import KeyedRequest, PrefixCache, extra_keys_of
 from request import Request
 from scheduler_interface import BlockMove, PlanMessage
 
-__all__ = ["KeyedRequest", "extra_keys_of"]  # for chapters that need no more of a cache
+__all__ = ["KeyedRequest", "extra_keys_of"]  # for chapters that need nothing else of a cache
 
 
 @dataclass(frozen=True, slots=True)
 class ComputedBlocks:
-    """Blocks that hold a request's first `num_tokens` positions already, head first."""
+    """Blocks that already hold a request's first `num_tokens` positions, head first."""
 
     blocks: list[Block] = field(default_factory=list)
     num_tokens: int = 0
 
 
 class NotReady(Enum):
-    """More of a request's KV will be there soon: admitted now, it would be computed twice."""
+    """Why a request should wait: part of its prefix is about to become available, and admitting it
+    now would compute that part twice."""
 
-    COMPUTED_NOW = auto()  # by another request, in this step
-    LOADING = auto()  # it comes from outside
+    COMPUTED_NOW = auto()  # another request computes it in this step
+    LOADING = auto()  # it is being loaded from an external pool
 
 
 class KVMemory(KVCacheManager):
-    """Chapter 2's manager: it finds nothing and keeps nothing. With a cache its answers differ."""
+    """Chapter 2's manager: it finds no cached blocks and keeps none. Managers with a cache override
+    these methods."""
 
     cache: PrefixCache | None = None
-    waits_for: str | None = None  # who computes what the last one looked up is not ready for
+    # The request that computes the missing prefix, set by the last lookup.
+    waits_for: str | None = None
 
     def get_computed_blocks(
         self, request: Request, wait_for_others: bool = True
     ) -> ComputedBlocks | NotReady:
-        """What need not be computed of a request without memory. At least its last token is left.
-        Nothing keeps the blocks: ask again before every attempt to admit it. With
-        `wait_for_others` it is not ready while another request computes more of the same prefix."""
+        """Find the cached prefix of a request that holds no blocks yet. Never covers the last
+        token, whose logits are needed. The blocks are not pinned and can be evicted at any time:
+        look them up again before every attempt to admit the request. With `wait_for_others`,
+        returns `NotReady` while another request computes more of the same prefix."""
         return ComputedBlocks()
 
     def find_cached_blocks(self, request: Request) -> Sequence[int]:
-        """Ids of the blocks in which a cache has the request's longest known prefix, head first."""
+        """Ids of the blocks that hold the request's longest cached prefix, head first."""
         return ()
 
     def allocate_slots(
@@ -67,8 +71,9 @@ class KVMemory(KVCacheManager):
         num_reserved_tokens: int = 0,
         computed: ComputedBlocks | None = None,
     ) -> bool:
-        """Make room behind the computed positions, `computed` included, whose blocks come first.
-        False: refused, and nothing has changed."""
+        """Allocate slots after the computed positions. At admission, `computed` are the cached
+        blocks, which come first in the block table. Returns False, and changes nothing, if the
+        memory is too small."""
         return super().allocate_slots(request, num_new_tokens, num_reserved_tokens)
 
     def can_allocate(
@@ -79,29 +84,29 @@ class KVMemory(KVCacheManager):
         num_kept_free: int = 0,
         gone: Request | None = None,
     ) -> bool:
-        """Would a request without memory get room for `num_tokens` behind `computed`, and would
-        `num_kept_free` blocks be left for others, if `gone` had been freed before? Both requests
-        stay as they are."""
+        """Whether a new request could get `num_tokens` slots after `computed` and still leave
+        `num_kept_free` blocks free, assuming `gone` is freed first. Changes neither request."""
         num_blocks = self.num_blocks_needed(computed.num_tokens + num_tokens)
         num_new = num_blocks - len(computed.blocks)
         held = [] if gone is None else self._tables[gone.request_id].blocks
         return num_new + num_kept_free <= self._num_obtainable(num_new, computed.blocks, held)
 
     def _num_obtainable(self, num_wanted: int, found: list[Block], gone: list[Block]) -> int:
-        """Blocks to be had when the table `gone` is freed and `found` is held. What can be done to
-        make them more is done, if they are fewer than `num_wanted`."""
+        """How many blocks can be allocated once the table `gone` is freed and `found` is pinned. If
+        there are fewer than `num_wanted`, a subclass can reclaim some first."""
         return self.pool.num_free_blocks + len(gone)
 
     def cache_blocks(self, request: Request, num_computed_tokens: int) -> None:
-        """The forward pass that wrote the first `num_computed_tokens` positions is over: they may
-        be shared."""
+        """Called after the forward pass that wrote the first `num_computed_tokens` positions: they
+        can be shared from now on."""
 
     def take_block_moves(self) -> list[BlockMove]:
-        """Entries of tables that name the cache's block since the last call, a duplicate before."""
+        """Return block table entries that, since the last call, were changed from a duplicate to
+        the cache's block."""
         return []
 
     def reset_prefix_cache(self) -> bool:
-        """Forget cached prefixes. False while some are in use."""
+        """Remove all cached prefixes. Returns False, and changes nothing, while some are in use."""
         return self.cache is None or self.cache.reset()
 
 
@@ -109,7 +114,8 @@ UncachedKVCacheManager = KVMemory
 
 
 class SharingRunnerState(PagedRunnerState):
-    """Chapter 2's copies of the requests, whose tables may change in the middle."""
+    """Chapter 2's runner-side copies of the requests, with updates to the middle of block
+    tables."""
 
     def apply(self, plan: PlanMessage) -> None:
         super().apply(plan)

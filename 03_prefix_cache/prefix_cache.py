@@ -1,19 +1,21 @@
-"""What a prefix cache is: one contract, kept by a hash chain and by a radix tree.
+"""The interface of a prefix cache, implemented by a hash chain and by a radix tree.
 
-A block with tokens [16, 32) of one request serves every other whose tokens in [0, 32) are the same.
-A cache maps prefixes, in whole blocks, to blocks of a `BlockPool`, and is one of their holders:
+A block with tokens [16, 32) of one request serves every other request whose tokens in [0, 32) are
+the same. A cache maps prefixes, in whole blocks, to blocks of a `BlockPool`. It holds a reference
+to each of them:
 
     ref_cnt                     1: only the cache, evictable; 1 + n: n users, never evicted
     request's tokens            | A A A A | B B B B | C C        |      4-token blocks
     match_prefix                | block 7 | block 3 |                   the longest cached prefix
 
-Matches, insertions and releases use a prefix. Evicted is the block whose last use is the longest
-ago, of those that nobody uses and that have no cached block behind them.
+Matching, inserting and releasing a prefix count as a use. The cache evicts the least recently used
+block that no request uses and no cached block extends.
 
-A block whose content cannot be trusted is *withdrawn*, with all behind it, even while in use.
+A block whose content cannot be trusted is *withdrawn* (removed from the cache, even while in use),
+with all blocks that extend it.
 
-Invariants: a cached block's parent is cached; whoever uses a block uses all before it; a use of a
-block is a use of all before it; the content of a cached block never changes.
+Invariants: a cached block's parent is cached; a request that uses a block uses all blocks before
+it; a use of a block is a use of all blocks before it; the content of a cached block never changes.
 
 Sources: vLLM's automatic prefix caching (design document); RadixAttention, arXiv 2312.07104.
 """
@@ -33,9 +35,9 @@ NormalKeys = tuple[tuple[str, str], ...]
 
 
 def check_extra_keys(extra_keys: ExtraKeys | None) -> tuple[tuple[str, str | int], ...]:
-    """What KV depends on besides the tokens, as `(tag, value)` each; a single pair may stand alone.
-    The tag keeps an adapter named X and a salt X apart. Raises `ValueError` without one, or for one
-    tag used twice."""
+    """Return extra keys, on which KV depends besides the tokens, as `(tag, value)` pairs; a single
+    pair need not be in a sequence. The tag keeps an adapter named X and a salt X apart. Raises
+    `ValueError` for a key without a tag, or a tag used twice."""
     is_one = bool(extra_keys) and isinstance(extra_keys[0], str)
     keys: tuple[Any, ...] = (extra_keys,) if is_one else tuple(extra_keys or ())
     for key in keys:
@@ -50,7 +52,7 @@ def check_extra_keys(extra_keys: ExtraKeys | None) -> tuple[tuple[str, str | int
 
 
 def normalise_extra_keys(extra_keys: ExtraKeys | None) -> NormalKeys:
-    """In one fixed order, so that equal keys are equal: `(("lora", "int:7"),)`."""
+    """Sort the pairs, so that equal keys compare equal: `(("lora", "int:7"),)`."""
     if not extra_keys:
         return ()
     keys = check_extra_keys(extra_keys)
@@ -58,8 +60,8 @@ def normalise_extra_keys(extra_keys: ExtraKeys | None) -> NormalKeys:
 
 
 class KeyedRequest(Request):
-    """`extra_keys`, as `check_extra_keys` takes them, are what its KV depends on besides its
-    tokens: requests that differ in them share nothing."""
+    """A request whose KV also depends on `extra_keys` (as `check_extra_keys` takes them). Requests
+    with different extra keys share no blocks."""
 
     def __init__(self, *arguments: Any, extra_keys: ExtraKeys = (), **keywords: Any) -> None:
         super().__init__(*arguments, **keywords)
@@ -83,7 +85,7 @@ class PrefixMatch(NamedTuple):
 
 class InsertResult(NamedTuple):
     """`blocks[i]` is the cache's block for the content of the i-th block given to `insert`: that
-    block itself if it is now `owned`, another if it was a duplicate."""
+    block itself if it is now `owned`, another one if it was a duplicate."""
 
     blocks: list[Block]
     owned: list[Block]
@@ -92,7 +94,7 @@ class InsertResult(NamedTuple):
 
 @dataclass(slots=True)
 class CacheStats:
-    """Each request is counted once, when it is admitted: tokens looked up and tokens hit."""
+    """Tokens looked up and tokens hit. Each request is counted once, at admission."""
 
     num_requests: int = 0
     num_tokens_looked_up: int = 0
@@ -110,13 +112,13 @@ class CacheStats:
 
 @dataclass(slots=True)
 class PrefixPath:
-    """What a cache remembers of one request's way into it: later calls begin where it ends."""
+    """Where in the cache's index a request's prefix ends, so that later calls can start there."""
 
     state: Any = None
 
 
 class Walk(NamedTuple):
-    """Along which prefix one call goes."""
+    """The prefix that one call of the cache works on."""
 
     token_ids: Sequence[int]
     block_size: int
@@ -128,26 +130,27 @@ class Walk(NamedTuple):
 
 
 class CacheListener(Protocol):
-    """Told of every block that enters or leaves a cache (tiers; routers; tests)."""
+    """Notified of every block that enters or leaves a cache (for tiers, routers, tests)."""
 
     def block_cached(
         self, block: Block, parent: Block | None, token_ids: tuple[int, ...], extra_keys: NormalKeys
     ) -> None:
-        """`block` now holds `token_ids` behind the prefix that ends in `parent`."""
+        """`block` now holds `token_ids`, following the prefix that ends in `parent`."""
 
     def blocks_evicted(self, blocks: Sequence[Block]) -> None:
-        """They still hold their content, and lose it when this returns. Children come first."""
+        """Called while the blocks still hold their content, which is lost when this returns.
+        Children come first."""
 
     def blocks_withdrawn(self, blocks: Sequence[Block]) -> None:
-        """They leave the cache, as far as they are in it, because their content is not to be
-        trusted. Children come first, unless it is the whole pool."""
+        """The blocks leave the cache, if they are in it, because their content is not trusted.
+        Children come first, unless the list is the whole pool."""
 
 
 class CachedPrefix(NamedTuple):
-    """One cached block and everything it depends on. For checks and pictures; O(depth)."""
+    """One cached block with its whole prefix. For checks and pictures; O(depth)."""
 
     extra_keys: NormalKeys
-    token_ids: tuple[int, ...]  # of the whole prefix, this block's last
+    token_ids: tuple[int, ...]  # of the whole prefix, with this block's tokens last
     block: Block
 
     @property
@@ -156,8 +159,9 @@ class CachedPrefix(NamedTuple):
 
 
 class PrefixCache(ABC):
-    """Prefixes to blocks of `pool`, of `block_size` tokens. What every cache does alike is here;
-    each has its own index, and its own books of who uses a block and since when."""
+    """Map prefixes to blocks of `pool`, of `block_size` tokens each. The base class has what both
+    caches share; each subclass has its own index, and tracks which blocks are in use and when they
+    were last used."""
 
     def __init__(
         self, pool: BlockPool, block_size: int, listener: CacheListener | None = None
@@ -167,7 +171,7 @@ class PrefixCache(ABC):
         self.block_size = block_size
         self.listener = listener
         self.stats = CacheStats()
-        self._by_block_id: dict[int, Any] = {}  # where in its index the cache has a block
+        self._by_block_id: dict[int, Any] = {}  # where each block is in the cache's index
 
     def match_prefix(
         self,
@@ -175,8 +179,8 @@ class PrefixCache(ABC):
         extra_keys: ExtraKeys | None = None,
         path: PrefixPath | None = None,
     ) -> PrefixMatch:
-        """The longest cached prefix under the same extra keys. It counts as used now, but nothing
-        keeps it: `touch` it before anything may be evicted."""
+        """Return the longest cached prefix under the same extra keys. The blocks are marked as used
+        now, but are not pinned: `touch` them before anything can be evicted."""
         keys = normalise_extra_keys(extra_keys)
         walk = Walk(token_ids, self.block_size, keys, path or PrefixPath())
         blocks = self._find(walk, 0, len(token_ids) // self.block_size)
@@ -186,13 +190,14 @@ class PrefixCache(ABC):
 
     @abstractmethod
     def touch(self, blocks: Sequence[HasBlockId]) -> None:
-        """One user more for these cached blocks: consecutive ones of a path, head first. Raises
+        """Add a user to these cached blocks: consecutive blocks of one prefix, head first. Raises
         `ValueError`, and changes nothing, if one of them is not cached."""
 
     @abstractmethod
     def release(self, blocks: Sequence[HasBlockId]) -> None:
-        """One user less, given as to `touch`. They count as used now, the deepest before the rest.
-        Raises `ValueError`, and changes nothing, if one of them is not cached or has no user."""
+        """Remove a user from these cached blocks, given as to `touch`. They are marked as used now,
+        the deepest before the others. Raises `ValueError`, and changes nothing, if one of them is
+        not cached or has no user."""
 
     def insert(
         self,
@@ -203,15 +208,18 @@ class PrefixCache(ABC):
         start: int = 0,
         path: PrefixPath | None = None,
     ) -> InsertResult:
-        """Take over computed blocks: `blocks[i]` holds block `start + i` of `token_ids`; the blocks
-        before `start` are cached, and used by the caller. It keeps its reference to each; for
-        content that is cached already, the reference moves to the cache's block. Raises
-        `ValueError`, and changes nothing, for blocks that are free or cached already, or one before
-        `start` that is not. O(new blocks) with a `path` that ends at `start`."""
+        """Publish computed blocks: `blocks[i]` holds block `start + i` of `token_ids`; the blocks
+        before `start` are cached, and used by the caller.
+
+        The caller keeps its reference to each block; for content that is already cached, the
+        reference moves to the cache's block. Raises `ValueError`, and changes nothing, if a block
+        is free or already cached, or if a block before `start` is not cached. O(new blocks) with a
+        `path` that ends at `start`.
+        """
         self._check_given(token_ids, blocks, start)
         keys = normalise_extra_keys(extra_keys)
         walk = Walk(token_ids, self.block_size, keys, path or PrefixPath())
-        # The block before them, and those of them whose content is cached already.
+        # The block before the new ones, and those of the new ones whose content is already cached.
         found = self._find(walk, max(start - 1, 0), start + len(blocks))
         if start and not found:
             missing = len(self._find(walk, 0, start))
@@ -234,22 +242,22 @@ class PrefixCache(ABC):
         return InsertResult(known + owned, owned, duplicates)
 
     def evict(self, num_blocks: int) -> int:
-        """Give unused blocks back to the pool: `num_blocks`, or all there are. Returns how many."""
+        """Return up to `num_blocks` unused blocks to the pool. Returns how many were evicted."""
         num_blocks = max(0, min(num_blocks, self.num_evictable_blocks))
         blocks = self._pop_oldest(num_blocks)
         try:
             if self.listener is not None and blocks:
                 self.listener.blocks_evicted(blocks)
-        finally:  # a listener that raises loses its copy; no block is lost
+        finally:  # if the listener raises, it loses its copy, but no block is lost
             for block in blocks:
                 del self._by_block_id[block.block_id]
             self.pool.free(blocks)
         return num_blocks
 
     def withdraw(self, block: HasBlockId) -> None:
-        """Forget a cached block and all behind it. Who uses them keeps them, as blocks like any
-        other, which are not cached and go back to the pool when they are freed. Raises `ValueError`
-        for a block that is not cached."""
+        """Remove a cached block and all blocks that extend it. Requests that use them keep them as
+        ordinary blocks, which return to the pool when they are freed. Raises `ValueError` for a
+        block that is not cached."""
         blocks = self._take_off(block)
         try:
             if self.listener is not None:
@@ -261,14 +269,14 @@ class PrefixCache(ABC):
 
     @abstractmethod
     def begin_anew(self) -> None:
-        """Forget everything, after a call that was interrupted and may have left contradictions.
-        The caller tells the pool who holds its blocks; each design also clears its own books."""
+        """Clear the cache after a call that was interrupted and may have left it inconsistent. The
+        caller tells the pool which references remain; each subclass also clears its own index."""
         if self.listener is not None:
             self.listener.blocks_withdrawn(self.pool.blocks[1:])
         self._by_block_id.clear()
 
     def reset(self) -> bool:
-        """Forget everything. False, and nothing has changed, while any cached block is in use."""
+        """Clear the cache. Returns False, and changes nothing, while any cached block is in use."""
         if self.num_evictable_blocks != self.num_cached_blocks:
             return False
         self.evict(self.num_cached_blocks)
@@ -277,10 +285,10 @@ class PrefixCache(ABC):
     def cache_computed_blocks(
         self, token_ids: Sequence[int], extra_keys: ExtraKeys | None = None
     ) -> list[Any]:
-        """For use without an engine: cache the full blocks of `token_ids`, as many as fit from the
-        front, in blocks of the pool. Returns the path, which nobody uses yet."""
+        """Cache the full blocks of `token_ids`, without an engine: as many as fit, from the front,
+        in blocks of the pool. Returns the cached blocks, head first, which have no user yet."""
         found = self.match_prefix(token_ids, extra_keys).blocks
-        self.touch(found)  # so that making room does not evict the very path that is extended
+        self.touch(found)  # so that `evict` does not evict the prefix that is being extended
         num_missing = len(token_ids) // self.block_size - len(found)
         self.evict(num_missing - self.pool.num_free_blocks)
         num_new = min(num_missing, self.pool.num_free_blocks)
@@ -295,7 +303,7 @@ class PrefixCache(ABC):
         return block.block_id in self._by_block_id
 
     def num_users(self, block: HasBlockId) -> int:
-        """Holders of a cached block, the cache itself not counted."""
+        """Users of a cached block, without the cache's own reference."""
         return self.pool.blocks[block.block_id].ref_cnt - 1
 
     @property
@@ -305,20 +313,21 @@ class PrefixCache(ABC):
     @property
     @abstractmethod
     def num_evictable_blocks(self) -> int:
-        """Cached blocks that nobody uses."""
+        """Cached blocks that no request uses."""
 
     def cached_block_ids(self) -> Iterable[int]:
         return self._by_block_id.keys()
 
-    cache_hit_rate = property(lambda self: self.stats.hit_rate)  # the posts' name
+    # The name in the Chinese blog posts.
+    cache_hit_rate = property(lambda self: self.stats.hit_rate)
 
     @abstractmethod
     def cached_prefixes(self) -> Iterator[CachedPrefix]:
-        """Every cached block with its whole prefix; those that nobody uses in the order in which
-        they would be evicted. Not for the engine's loop."""
+        """Every cached block with its whole prefix; unused blocks come in the order in which they
+        would be evicted. Too slow for the engine's loop."""
 
     def hash_of(self, block: HasBlockId) -> str:
-        """The first digits of a cached block's hash, if the index has hashes."""
+        """The first digits of a cached block's hash; empty if the index has no hashes."""
         return ""
 
     def begins_node(self, block: HasBlockId) -> bool:
@@ -326,35 +335,38 @@ class PrefixCache(ABC):
         return False
 
     def tell_of_cuts(self, told: Callable[[int], object] | None) -> None:  # noqa: B027
-        """Of a tree: with which block the lower part begins when a node is cut."""
+        """Set a callback for node splits, if the index is a tree. It receives the id of the block
+        with which the lower part begins."""
 
     @abstractmethod
     def check_invariants(self) -> None:
-        """Raise `AssertionError` if the cache contradicts itself or its pool."""
+        """Raise `AssertionError` if the cache is inconsistent, or contradicts its pool."""
 
     @abstractmethod
     def _find(self, walk: Walk, begin: int, end: int) -> list[Any]:
-        """The cached ones of blocks `[begin, end)`, up to the first that is not."""
+        """Return the cached blocks among blocks `[begin, end)`, up to the first one that is not
+        cached."""
 
     @abstractmethod
     def _use(self, blocks: list[Any]) -> None:
-        """What `_find` has found from the root on is used now."""
+        """Mark blocks that `_find` returned, from the root on, as used now."""
 
     @abstractmethod
     def _add(self, walk: Walk, first: int, parent: Any, blocks: list[Block]) -> None:
-        """Blocks `first` and on, new ones, behind `parent`, the last that `_find` has just found;
-        None: behind the root."""
+        """Add new blocks to the index, the first with index `first`. They follow `parent`, the last
+        block that `_find` just returned; None: they start at the root."""
 
     @abstractmethod
     def _pop_oldest(self, num_blocks: int) -> list[Block]:
-        """Take the unused blocks out of the index whose last use is the longest ago."""
+        """Remove the least recently used blocks without users from the index, and return them."""
 
     @abstractmethod
     def _take_off(self, block: HasBlockId) -> list[Block]:
-        """Take a block and all behind it out of the index, used or not. Children come first."""
+        """Remove a block and all blocks that extend it from the index, used or not, and return
+        them. Children come first."""
 
     def _check_given(self, token_ids: Sequence[int], blocks: Sequence[Block], start: int) -> None:
-        """What `insert` refuses whatever is cached."""
+        """Raise `ValueError` for arguments of `insert` that are invalid whatever is cached."""
         needed = (start + len(blocks)) * self.block_size
         if len(token_ids) < needed:
             raise ValueError(f"token_ids must have {needed} ids, got {len(token_ids)}")

@@ -11,8 +11,7 @@
 # %% [markdown]
 # # Prefixes computed once
 #
-# This notebook plays with the code of chapter 3. It defines nothing of its own beyond a few lines
-# that print and draw.
+# This notebook uses the code of chapter 3. It defines only a few lines that print and draw.
 #
 # **中文提要**：一条哈希链；匹配、占用、释放、淘汰各做什么；token 相同、前文不同的两个块，
 # 为什么不会被当成同一个（Trap 1）；一棵基数树（radix tree）怎样长出来；两种设计守同一份约定；
@@ -41,8 +40,8 @@ warnings.filterwarnings("ignore", message="IProgress")  # no progress bars are w
 # %% [markdown]
 # ## A chain of hashes
 #
-# Two prompts that part after 8 tokens, in blocks of 4. Equal prefixes have equal names; from where
-# they part, no name is equal, though block 3 of both begins in the same way.
+# Two prompts differ after 8 tokens, in blocks of 4. Equal prefixes have equal hashes. From the
+# first difference on, no hash is equal, although block 3 of both begins with the same tokens.
 
 # %%
 a = [1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12]
@@ -54,7 +53,7 @@ print("a, for tenant x", [h.hex()[:8] for h, _ in compute_hash_chain(a, 4, [("sa
 # %% [markdown]
 # ## Match, touch, release, evict
 #
-# A cache of five blocks. `b` finds the two blocks that it shares with `a`. A prompt that merely
+# The cache has five blocks. `b` finds the two blocks that it shares with `a`. A prompt that merely
 # *contains* them finds nothing: `B, C` does not hit `A, B, C`.
 
 # %%
@@ -65,8 +64,8 @@ print("b finds", num_cached_tokens, "tokens in blocks", [block.block_id for bloc
 print("a without its first block finds", cache.match_prefix(a[4:]).num_cached_tokens)
 
 # %% [markdown]
-# While somebody uses a prefix it stays. `c` needs five blocks and there are two free ones and one
-# that nobody uses: it gets three, from its front.
+# A prefix stays in the cache while a request uses it. `c` needs five blocks, but only two are free
+# and one more is unused, so `c` gets three, from its front.
 
 # %%
 c = list(range(100, 120))
@@ -77,10 +76,11 @@ cache.release(blocks)
 cache.check_invariants()
 
 # %% [markdown]
-# ## The disaster of Trap 1, averted
+# ## Trap 1 does not happen here
 #
-# `p t` ends, its blocks are evicted and given to `q t`, so that a block holds the tokens `t` again,
-# computed behind `q`. `p t` comes back. Its first block was never reused, its second was.
+# `p t` finishes, its blocks are evicted and given to `q t`, so a block holds the tokens `t` again,
+# now computed after `q`. Then `p t` arrives again. Its first block was never reused, but its second
+# was.
 
 # %%
 p, q, t = [1] * 4, [2] * 4, [7] * 4
@@ -96,7 +96,7 @@ print("q t finds", cache.match_prefix(q + t).num_cached_tokens, "tokens")
 # ## A radix tree grows
 #
 # A run of tokens without a branch is one node. `b` splits the node of `a` where the two prompts
-# part, and `c` shares nothing with them.
+# differ, and `c` shares nothing with them.
 
 
 # %%
@@ -115,7 +115,7 @@ for prompt in (a, b, c[:8]):
     show(tree)
 
 # %% [markdown]
-# A request that uses the shared blocks locks them and nothing else, so the rest can be evicted.
+# A request that uses the shared blocks locks only those, so the rest can be evicted.
 
 # %%
 used = tree.match_prefix(a[:8]).blocks
@@ -126,10 +126,10 @@ show(tree)
 tree.release(used)
 
 # %% [markdown]
-# ## Two designs, one contract
+# ## Two designs, one interface
 #
-# The same 400 requests on both, in a pool that is far too small. They hit the same tokens, because
-# they evict the same blocks.
+# Run the same 400 requests on both, in a pool that is far too small. They hit the same tokens,
+# because they evict the same blocks.
 
 # %%
 rng = random.Random(0)
@@ -150,7 +150,8 @@ assert hits["hash chain"] == hits["radix tree"]
 # %% [markdown]
 # ## In the engine
 #
-# A long prompt twice. The second time only its last block is computed, and the tokens are the same.
+# Generate from a long prompt twice. The second time only its last block is computed, and the output
+# tokens are the same.
 
 # %%
 llm = LLM(num_blocks=600)
@@ -168,14 +169,15 @@ for output in outputs:
 assert outputs[0].outputs[0].token_ids == outputs[1].outputs[0].token_ids
 
 # %% [markdown]
-# Another tenant gets no help from that, and learns nothing from the time it takes.
+# Another tenant gets no cache hits from that, and learns nothing from the response time.
 
 # %%
 (salted,) = llm.generate(text, params, use_tqdm=False, cache_salt="somebody else")
 print("with a salt:", salted.num_cached_tokens, "tokens cached")
 
 # %% [markdown]
-# Sixteen questions behind one long text, all at once: with the cache the text is computed once.
+# Sixteen questions follow one long text, all sent at the same time: with the cache the text is
+# computed once.
 
 # %%
 questions = [text + f"def question_{i}(" for i in range(16)]
@@ -200,7 +202,7 @@ figure.tight_layout()
 # ![Film 3: a shared beginning, and an eviction](figures/film.png)
 #
 # b begins like a. In step 4 it finds 6 blocks of a in the cache and computes 4 tokens instead of
-# 28; behind block 6 the two chains part. When memory runs short, the end that only a had is
+# 28; after block 6 the two chains differ. When memory runs short, the end that only a had is
 # evicted, its last block first: block 8 in step 19 and block 7 in step 20. The shared blocks stay,
 # and e finds all 6 in step 22.
 #

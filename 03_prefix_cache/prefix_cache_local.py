@@ -1,4 +1,4 @@
-"""A prefix cache as a hash chain: one dictionary lookup a block.
+"""A prefix cache as a hash chain: one dictionary lookup per block.
 
 A block's hash covers its tokens and, through its parent's hash, everything before them:
 
@@ -10,7 +10,7 @@ tenant's salt): chains of two roots never meet. The hash is a cryptographic dige
 
 Invariants: those of `prefix_cache.py`; `_evictable` holds exactly the cached blocks without users,
 least recently used first, so every child before its parent. vLLM keeps the hashes on the pool's
-blocks, and this order is its free list.
+blocks, and its free list has this order.
 """
 
 from __future__ import annotations
@@ -41,7 +41,8 @@ HASH_BYTES = 32
 
 @lru_cache(maxsize=1024)
 def _mix_in(parent_hash: bytes, extra_keys: NormalKeys) -> bytes:
-    """Each part goes in with its length in front: no two lists of keys spell the same bytes."""
+    """Hash each part with its length first, so that different lists of keys never hash the same
+    bytes."""
     digest = blake2b(parent_hash, digest_size=HASH_BYTES, person=b"extra keys")
     for part in (part.encode() for key in extra_keys for part in key):
         digest.update(struct.pack("<Q", len(part)) + part)
@@ -51,9 +52,9 @@ def _mix_in(parent_hash: bytes, extra_keys: NormalKeys) -> bytes:
 def compute_block_hash(
     parent_hash: bytes | int | None, token_ids: Sequence[int], extra_keys: ExtraKeys | None = None
 ) -> bytes:
-    """The hash of a block that holds `token_ids`, signed 64-bit integers, behind the prefix that
-    `parent_hash` stands for: None for a first block, or 0 as in the posts. 32 bytes, the same on
-    every machine. Raises `ValueError` for a parent that is no hash."""
+    """The hash of a block with `token_ids` (signed 64-bit integers) after the prefix whose hash is
+    `parent_hash`; None for a first block, or 0 as in the Chinese blog posts. Returns 32 bytes, the
+    same on every machine. Raises `ValueError` if `parent_hash` is not a hash."""
     parent_hash = b"" if parent_hash is None or parent_hash == 0 else parent_hash
     if not isinstance(parent_hash, bytes) or len(parent_hash) not in (0, HASH_BYTES):
         raise ValueError(
@@ -85,7 +86,7 @@ def compute_hash_chain(
 
 @dataclass(slots=True, eq=False)
 class CachedBlock:
-    """A block of the pool and what it holds."""
+    """A block of the pool and its content."""
 
     block_id: int
     block: Block
@@ -96,15 +97,16 @@ class CachedBlock:
 
     @property
     def num_users(self) -> int:
-        """One less than the block's `ref_cnt`, which counts the cache too."""
+        """The block's `ref_cnt` minus one, because that counts the cache too."""
         return self.block.ref_cnt - 1
 
-    ref_cnt = num_users  # the posts' name; the pool's `ref_cnt` counts the cache too
+    # The name in the Chinese blog posts; the pool's `ref_cnt` counts the cache too.
+    ref_cnt = num_users
 
 
 class PrefixCacheLocal(PrefixCache):
-    """A `PrefixCache` keyed by chained hashes. On its own it makes a pool of `max_cached_blocks`;
-    an engine gives it its `pool`. Raises `ValueError` unless exactly one is given."""
+    """A `PrefixCache` keyed by chained hashes. Takes the engine's `pool`, or makes a pool of
+    `max_cached_blocks` blocks. Raises `ValueError` unless exactly one of the two is given."""
 
     def __init__(
         self,
@@ -140,7 +142,8 @@ class PrefixCacheLocal(PrefixCache):
         return blocks
 
     def _hash(self, walk: Walk, index: int) -> bytes:
-        """The same chain as `compute_hash_chain`, link by link: the path remembers those before."""
+        """The hash of block `index`, in the same chain as `compute_hash_chain`. The path stores the
+        hashes computed so far."""
         hashes = walk.path.state = walk.path.state or [_mix_in(b"", walk.keys)]
         while len(hashes) <= index + 1:
             hashes.append(_link(hashes[-1], walk.tokens(len(hashes) - 1)))
@@ -154,7 +157,7 @@ class PrefixCacheLocal(PrefixCache):
 
     def _use(self, blocks: list[CachedBlock]) -> None:
         for cached in reversed(blocks):
-            if cached.block.ref_cnt == 1:  # the cache alone holds it
+            if cached.block.ref_cnt == 1:  # only the cache holds it
                 self._evictable.move_to_end(cached.block_id)
 
     def touch(self, blocks: Sequence[HasBlockId]) -> None:
@@ -170,7 +173,8 @@ class PrefixCacheLocal(PrefixCache):
             if cached.block.ref_cnt == 1:
                 raise ValueError(f"cannot release block {cached.block_id}: no request uses it")
         self.pool.free([cached.block for cached in cached_blocks])
-        for cached in reversed(cached_blocks):  # the deepest first: it is evicted before its parent
+        # Deepest first, so that it is evicted before its parent.
+        for cached in reversed(cached_blocks):
             if cached.block.ref_cnt == 1:
                 self._evictable[cached.block_id] = cached
 
@@ -188,7 +192,7 @@ class PrefixCacheLocal(PrefixCache):
 
     def _take_off(self, block: HasBlockId) -> list[Block]:
         gone = {block.block_id: self._cached([block], "withdraw")[0]}
-        for cached in self._by_hash.values():  # a parent was cached before its children
+        for cached in self._by_hash.values():  # parents were cached before their children
             if cached.parent is not None and cached.parent.block_id in gone:
                 gone[cached.block_id] = cached
         for cached in gone.values():

@@ -1,12 +1,13 @@
-"""A prefix cache as a radix tree: users lock paths, the leaf that was not used for longest goes.
+"""A prefix cache as a radix tree: requests lock paths, and the least recently used leaf is evicted.
 
     tokens            | A A A A B B B B | C C C C |       lock_ref counts a node's users:
     request 1 uses    |<--------------->|                 the node A B has 2, the node C has 1
     request 2 uses    |<------------------------->|       ref_cnt of their blocks: lock_ref + 1
 
-A node that ends elsewhere than a match, a lock or a release does is cut in two there. So all pages
-of one node have the same users and the same last use. Eviction takes the tail of the oldest leaf.
-Leaves wait in a heap: a use leaves it alone, and an entry is put right when it comes up.
+If a match, a lock or a release ends inside a node, the node is split there. So all pages of one
+node have the same users and the same last use. Eviction removes pages from the end of the least
+recently used leaf. Leaves are kept in a heap. A use does not change the heap; a stale entry is
+corrected when it reaches the top.
 
 Invariants: those of `prefix_cache.py`; all blocks of a node have `ref_cnt == lock_ref + 1`; no node
 has fewer users than a child of it; every unlocked leaf is in the heap, at its last use or earlier,
@@ -31,9 +32,9 @@ NUM_PAGES = 1024
 
 
 class RadixCache(PrefixCache):
-    """A `PrefixCache` that keeps the tokens themselves. A page is a block of the pool. On its own
-    it makes a pool of `num_pages` (1,024 unless told); an engine gives it its `pool`. Raises
-    `ValueError` if both are given, and for sizes below 1."""
+    """A `PrefixCache` that keeps the tokens themselves. A page is a block of the pool. Takes the
+    engine's `pool`, or makes a pool of `num_pages` pages (1,024 by default). Raises `ValueError` if
+    both are given, and for sizes below 1."""
 
     def __init__(
         self,
@@ -50,14 +51,14 @@ class RadixCache(PrefixCache):
         self.page_size = page_size
         self.tree = RadixTree(page_size)
         self._by_block_id = self.tree.node_of
-        self._num_used = 0  # cached blocks that somebody uses
-        self._clock = 0  # a tick for each call that uses a prefix
+        self._num_used = 0  # cached blocks with at least one user
+        self._clock = 0  # one tick per call that uses a prefix
         self._heap: list[tuple[int, int, TreeNode]] = []
-        self._serial = count()  # decides between equal times: nodes have no order
+        self._serial = count()  # breaks ties between equal times, because nodes have no order
 
     def _find(self, walk: Walk, begin: int, end: int) -> list[Block]:
-        """O(depth of the tree + tokens compared + pages found). The front of the node in which the
-        match ends gets a last use of its own: it is cut off."""
+        """O(depth of the tree + tokens compared + pages found). Splits the node in which the match
+        ends, so that its front gets a last use separate from its end."""
         node = self.tree.resume(walk.path.state, self.tree.root(walk.keys), end)
         node = self.tree.split(*self.tree.descend(node, walk.token_ids, end))
         walk.path.state = self.tree.bookmark(node)
@@ -71,7 +72,7 @@ class RadixCache(PrefixCache):
         walk.path.state = self.tree.bookmark(node)
 
     def _use(self, blocks: list[Block]) -> None:
-        """What is locked, and all before it, gets its time when it is released."""
+        """Locked nodes, and all nodes above them, get their time when they are released."""
         self._clock += 1
         node = self.tree.node_of[blocks[-1].block_id]
         while not node.is_root and node.lock_ref == 0:
@@ -79,7 +80,7 @@ class RadixCache(PrefixCache):
             node = node.above
 
     def touch(self, blocks: Sequence[HasBlockId]) -> None:
-        """O(nodes + blocks), and for a node that is cut, its pages before the cut."""
+        """O(nodes + blocks), and for a node that is split, its pages before the split."""
         for node in self.tree.cut_out([block.block_id for block in blocks]):
             self._lock(node)
 
@@ -104,14 +105,16 @@ class RadixCache(PrefixCache):
                 self._queue(node)
 
     def _queue(self, node: TreeNode) -> None:
-        """`node` has lost a lock, a child or its tail: it may be a leaf that can be evicted now."""
+        """Add `node` to the heap if it can be evicted now. Called after it lost a lock, a child or
+        its last pages."""
         is_candidate = not (node.is_root or node.children or node.lock_ref)
         if is_candidate and not node.is_queued:
             heappush(self._heap, (node.last_access, next(self._serial), node))
             node.is_queued = True
 
     def _pop_oldest_leaf(self) -> TreeNode:
-        """Amortised O(log nodes): an entry put right or dropped stands for an earlier use."""
+        """Pop the least recently used leaf. Amortised O(log nodes): each entry that is corrected or
+        dropped is paid for by an earlier use."""
         while True:
             time, _, node = heappop(self._heap)
             node.is_queued = False

@@ -1,17 +1,18 @@
 """A radix tree over pages of tokens: the index of `radix_cache.py`, which adds locks and eviction.
 
-What no two prefixes tell apart is one edge, however many pages that is:
+Pages that all prefixes have in common form one edge, however many pages that is:
 
     A B C D is there; A B X comes:       A B --- C D         each letter a page: `page_size` tokens
                                            \\---- X              (a block, in other chapters)
 
 A node is the edge that leads to it: tokens, and the block of each page. Children are found by their
-first page. A cut leaves the old object as the lower part, so whoever remembers the end of a path
-still finds it there; a leaf grows in place, so decoding makes no chain of one-page nodes.
+first page. When a node is split, the old object becomes the lower part, so a request that remembers
+the end of its path still finds it there. A leaf grows in place, so decoding makes no chain of
+one-page nodes.
 
-Invariants: `key` holds `page_size` tokens a block; no node but a root is empty; no two children
-begin with the same page; each block is in one node, and `node_of` names it; a root without children
-is forgotten. Source: RadixAttention, arXiv 2312.07104.
+Invariants: `key` holds `page_size` tokens per block; no node except a root is empty; no two
+children begin with the same page; each block is in one node, and `node_of` has that node; a root
+without children is removed. Source: RadixAttention, arXiv 2312.07104.
 """
 
 from __future__ import annotations
@@ -27,18 +28,20 @@ from prefix_cache import NormalKeys
 
 @dataclass(slots=True, eq=False)
 class TreeNode:
-    """Pages `[start, end)` of a prefix, counted from the root. A root has none, and no parent."""
+    """Pages `[start, end)` of a prefix, counted from the root. A root has no pages and no
+    parent."""
 
     parent: TreeNode | None = field(default=None, repr=False)
     key: list[int] = field(default_factory=list)  # the tree's own copy of the tokens
     blocks: list[Block] = field(default_factory=list)
     end: int = 0
     lock_ref: int = 0  # users; the same for all pages of a node
-    last_access: int = 0  # the same for all pages; out of date while somebody uses them
+    last_access: int = 0  # the same for all pages; stale while the node is in use
     children: dict[tuple[int, ...], TreeNode] = field(default_factory=dict, repr=False)
-    generation: int = 0  # grows when pages leave by the end: what was remembered of it is void
+    # Incremented when pages are removed from its end, which invalidates bookmarks.
+    generation: int = 0
     is_queued: bool = False  # the cache's heap has an entry for it
-    extra_keys: NormalKeys = ()  # a root's
+    extra_keys: NormalKeys = ()  # only of a root
 
     @property
     def start(self) -> int:
@@ -64,12 +67,13 @@ class RadixTree:
         self.told_of_cuts: Callable[[int], object] | None = None
 
     def root(self, extra_keys: NormalKeys) -> TreeNode:
-        """A new one joins the forest with its first child."""
+        """The root for these extra keys. A new root joins the forest with its first child."""
         return self.roots.get(extra_keys) or TreeNode(extra_keys=extra_keys)
 
     def descend(self, node: TreeNode, token_ids: Sequence[int], end: int) -> tuple[TreeNode, int]:
-        """Follow `token_ids` from the end of `node` to page `end` at most: the last node that has a
-        page of them, and the number of pages that match, from the root. O(tokens compared)."""
+        """Follow `token_ids` from the end of `node` to page `end` at most. Returns the last node
+        that shares a page with them, and the number of pages that match, from the root. O(tokens
+        compared)."""
         page = node.end
         while page < end and node.children:
             child = node.children.get(tuple(self._pages(token_ids, page, page + 1)))
@@ -83,12 +87,13 @@ class RadixTree:
         return node, page
 
     def _pages(self, token_ids: Sequence[int], begin: int, end: int) -> list[int]:
-        """Copied: the caller's list lives on."""
+        """The tokens of pages `[begin, end)`, copied because the caller's list can change."""
         return list(token_ids[begin * self.page_size : end * self.page_size])
 
     def _num_common_pages(self, key: list[int], given: list[int]) -> int:
-        """Pages that are equal from the front; the first is known to be. `given` is no longer than
-        `key`. Compares stretches of lists, never token by token: at most twice the whole."""
+        """How many pages are equal from the front; the first is known to be equal. `given` is no
+        longer than `key`. Compares slices of lists, never single tokens; at most twice the whole
+        list."""
         size = self.page_size
         low, high = 1, len(given) // size
         if key[: len(given)] == given:
@@ -111,7 +116,7 @@ class RadixTree:
         return nodes[::-1]
 
     def blocks_up_to(self, node: TreeNode, begin: int = 0) -> list[Block]:
-        """Those of pages `[begin, node.end)` of the path to `node`."""
+        """The blocks of pages `[begin, node.end)` on the path to `node`."""
         runs: list[list[Block]] = []
         while node.end > begin:
             runs.append(node.blocks[max(begin - node.start, 0) :])
@@ -119,7 +124,7 @@ class RadixTree:
         return list(chain.from_iterable(reversed(runs)))
 
     def nodes(self) -> Iterator[TreeNode]:
-        """All of them, roots too; each before its children."""
+        """All nodes, roots included; each before its children."""
         stack = list(self.roots.values())
         while stack:
             node = stack.pop()
@@ -127,7 +132,8 @@ class RadixTree:
             stack += node.children.values()
 
     def cut(self, node: TreeNode, page: int) -> TreeNode:
-        """The node that ends at `page`, which is in `node` or its end. O(pages before the cut)."""
+        """Split `node` at `page`, which is inside it or its end. Returns the node that ends at
+        `page`. O(pages before the split)."""
         if page == node.end:
             return node
         num_pages = page - node.start
@@ -142,7 +148,7 @@ class RadixTree:
         return upper
 
     def split(self, node: TreeNode, page: int) -> TreeNode:
-        """`cut`, of which whoever listens is told."""
+        """Like `cut`, and notify the listener."""
         upper = self.cut(node, page)
         if upper is not node and self.told_of_cuts is not None:
             self.told_of_cuts(node.blocks[0].block_id)
@@ -157,8 +163,9 @@ class RadixTree:
             del self.roots[node.above.extra_keys]
 
     def cut_out(self, block_ids: Sequence[int]) -> list[TreeNode]:
-        """Cut the tree so that nodes hold these pages and no other: those nodes, the deepest first.
-        Raises `ValueError`, and cuts nothing, unless they follow each other on one path."""
+        """Split nodes so that some nodes hold exactly these pages. Returns these nodes, deepest
+        first. Raises `ValueError`, and splits nothing, unless the blocks follow each other on one
+        path."""
         for block_id in block_ids:
             if block_id not in self.node_of:
                 raise ValueError(f"cannot remove block {block_id}: not cached")
@@ -178,14 +185,14 @@ class RadixTree:
         while nodes[-1].start > begin:
             nodes.append(nodes[-1].above)
         if nodes[-1].start < begin:
-            self.split(nodes[-1], begin)  # what is behind the cut keeps its name
+            self.split(nodes[-1], begin)  # the part after the split keeps its identity
         return nodes
 
     def append(
         self, node: TreeNode, token_ids: Sequence[int], blocks: Sequence[Block], lock_ref: int
     ) -> TreeNode:
-        """`blocks` come behind the end of `node`. Returns the node that they are in: `node` itself,
-        longer, if nothing else hangs on it and it has the same users. O(new tokens)."""
+        """Append `blocks` to the end of `node`. Returns the node that holds them: `node` itself,
+        extended, if it has no children and the same users. O(new tokens)."""
         key = self._pages(token_ids, node.end, node.end + len(blocks))
         if node.is_root or node.children or node.lock_ref != lock_ref:
             if node.is_root:
@@ -201,8 +208,9 @@ class RadixTree:
         return node
 
     def trim(self, leaf: TreeNode, num_pages: int) -> list[Block]:
-        """Take the last pages of a leaf away, the deepest first: all it has, and it leaves its
-        parent. Their blocks stay in `node_of` for whoever frees them."""
+        """Remove the last `num_pages` pages of a leaf and return their blocks, deepest first. A
+        leaf without pages leaves its parent. The blocks stay in `node_of` until the caller frees
+        them."""
         taken = leaf.blocks[-num_pages:][::-1]
         if len(taken) == len(leaf.blocks):
             self._unhang(leaf)
@@ -212,8 +220,8 @@ class RadixTree:
         return taken
 
     def prune(self, node: TreeNode) -> list[TreeNode]:
-        """Take a node and all below it off the tree: these nodes, each before its children. Their
-        blocks stay in `node_of` for whoever frees them."""
+        """Remove a node and all its descendants from the tree. Returns these nodes, each before its
+        children. Their blocks stay in `node_of` until the caller frees them."""
         self._unhang(node)
         nodes = [node]
         for above in nodes:
@@ -223,13 +231,14 @@ class RadixTree:
 
     @staticmethod
     def bookmark(node: TreeNode) -> Any:
-        """What a request remembers of its path."""
+        """The position of a request's path in the tree, to be given to `resume`."""
         return None if node.is_root else (node, node.generation, node.end)
 
     @staticmethod
     def resume(bookmark: Any, root: TreeNode, page: int) -> TreeNode:
-        """The deepest node known to be on the path that ends at `page` or before: not one that has
-        grown for somebody else, and `root` if the remembered one has lost its end."""
+        """Return the deepest node on the bookmarked path that ends at `page` or before. Ignores
+        pages that another request added to that node; returns `root` if the node has lost its
+        end."""
         node, generation, end = bookmark or (root, 0, 0)
         if node.generation != generation:
             return root
@@ -238,7 +247,7 @@ class RadixTree:
         return node
 
     def check_invariants(self) -> None:
-        """Raise `AssertionError` if the tree contradicts itself. O(tokens in it)."""
+        """Raise `AssertionError` if the tree is inconsistent. O(tokens in the tree)."""
         num_pages = 0
         for extra_keys, root in self.roots.items():
             assert root.extra_keys == extra_keys and root.is_root, root

@@ -1,16 +1,16 @@
-"""Who is served first: the order of the waiting queue, one small class for each idea.
+"""Scheduling policies: the order in which waiting requests are served, one small class per policy.
 
-A policy answers one of two questions:
+A policy defines one of two methods:
 
-    key(request)       a number or a tuple; smaller is served first. Asked once, when the request
-                       arrives: for what does not change while it waits.
-    order(requests)    the requests, given in order of arrival, in the order of service. Asked anew
-                       at every step (`looks_at_cache = True`): for what changes with the cache.
+    key(request)       a number or a tuple; the smallest is served first. Called once, when the
+                       request arrives, so it suits properties that do not change while it waits.
+    order(requests)    the requests, given in order of arrival, in the order of service. Called at
+                       every step (`looks_at_cache = True`): for what changes with the cache.
 
-Ties are broken by order of arrival, always. What a policy cannot do is starve anybody: the queue
-(`policy_queue.py`) serves whoever was overtaken too often.
+Ties are broken by order of arrival. No policy can starve a request, because the queue
+(`policy_queue.py`) serves a request that has been overtaken too often.
 
-To write your own, give a class a `key`, and hand an instance to the scheduler:
+To write your own policy, give a class a `key`, and pass an instance to the scheduler:
 
     class ShortestPromptFirst(SchedulePolicy):
         name = "shortest-prompt"
@@ -30,28 +30,28 @@ from request import Request
 
 
 class SchedulePolicy:
-    """Who is served first. Define `key`; or set `looks_at_cache` and define `order`."""
+    """An order of service. Define `key`; or set `looks_at_cache` and define `order`."""
 
-    name: ClassVar[str]  # what events and errors call it; by default the name of its class
+    name: ClassVar[str]  # shown in events and errors; the name of the class by default
     looks_at_cache: ClassVar[bool] = False
-    keeps_preempted_first: ClassVar[bool] = True  # False: a preempted one goes where its key says
-    max_requests_to_sort: int = 128  # `order` is not asked with more than these waiting
+    keeps_preempted_first: ClassVar[bool] = True  # False: sorted by its key again
+    max_requests_to_sort: int = 128  # `order` is not called if more requests wait
 
     def __init_subclass__(cls) -> None:
         cls.name = vars(cls).get("name", cls.__name__)
 
     def key(self, request: Request) -> Any:
-        """What the queue sorts by: the smallest is served first. Keys of one policy are of one
+        """The sort key of a request: the smallest is served first. All keys of one policy have one
         type."""
         raise NotImplementedError(f"{type(self).__name__} must define key or order")
 
     def order(self, requests: Sequence[Request]) -> list[Request]:
-        """All of `requests`, which come in order of arrival, in the order of service."""
+        """Return all of `requests`, which are in order of arrival, in the order of service."""
         return sorted(requests, key=self.key)
 
 
 class FCFSPolicy(SchedulePolicy):
-    """First come, first served: all are equal, so the order of arrival decides."""
+    """First come, first served: all keys are equal, so the order of arrival decides."""
 
     name = "fcfs"
 
@@ -60,8 +60,8 @@ class FCFSPolicy(SchedulePolicy):
 
 
 class PriorityPolicy(SchedulePolicy):
-    """A lower `priority` number is more urgent. Equals are served in order of `arrival_time`; a
-    preempted request waits with them."""
+    """A lower `priority` number is more urgent. Equal priorities are served in order of
+    `arrival_time`; a preempted request is sorted among them."""
 
     name = "priority"
     keeps_preempted_first = False
@@ -78,7 +78,7 @@ POLICIES: dict[str, type[SchedulePolicy]] = {
 def policy_named(
     name: str, known: Mapping[str, type[SchedulePolicy]] = POLICIES
 ) -> type[SchedulePolicy]:
-    """Raises `ValueError` for a name that no policy has."""
+    """The policy class with this name. Raises `ValueError` if there is none."""
     if not isinstance(name, str) or name not in known:
         allowed = ", ".join(repr(name) for name in known)
         instance = "an instance of SchedulePolicy"

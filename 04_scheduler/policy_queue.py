@@ -1,30 +1,33 @@
-"""A waiting queue in any order, in which nobody starves.
+"""A waiting queue in any order of service, without starvation.
 
-The queue has chapter 1's interface. A policy (`policies.py`) says who is next, with two exceptions
-that stand before it:
+The queue has chapter 1's interface. A policy (`policies.py`) decides which request is next, after
+two groups that take precedence:
 
     | preempted, the last one first | aged, in order of arrival | the rest, as the policy says |
 
-A preempted request had its turn already. Its KV was taken, part of it may still be in the cache, so
-it goes first. (Under `priority` it goes where its priority says.)
+A preempted request was already scheduled once. It lost its KV, and part of that may still be
+cached, so it goes first. (Under `priority` it is sorted by its priority.)
 
-A request is *aged* when `max_overtakes` others have left the queue since it arrived. Who came
-earlier ages earlier, so the aged are the front of the order of arrival, and to find them is to look
-at the oldest. From this follows, as long as requests are served from the front of the queue:
+A request has *aged* when `max_overtakes` others have left the queue since it arrived. Earlier
+arrivals age earlier, so aged requests are the front of the order of arrival, and looking at the
+oldest request finds them. As long as requests are served from the front of the queue, this gives
+two bounds:
 
-    Of those who came later, at most `max_overtakes` are served before it.
-    So before it are served at most `max_overtakes`, plus those who waited when it came, plus those
-    who were preempted and put in front.
+    At most `max_overtakes` later arrivals are served before a request.
+    So the requests served before it are at most `max_overtakes`, plus those that waited when it
+    arrived, plus those that were preempted and put in front.
 
-That holds for every policy and every stream of newcomers. A preempted request that goes to its
-place counts as a newcomer. `max_overtakes=None` switches ageing off, 0 is first come, first served.
+The bounds hold for every policy and every stream of new requests. A preempted request that is
+sorted by its key counts as a new one. `max_overtakes=None` switches ageing off, 0 means first come,
+first served.
 
-Iteration hands out what `pop_request` would: each request it gives counts as gone for those behind
-it. So a step that serves many at once keeps the bound as well. (A policy that looks at the cache is
-asked once for the whole iteration, and at every `pop_request`.)
+Iteration yields what `pop_request` would return: each request it yields counts as having left the
+queue, for the requests after it. So a step that admits many requests keeps the bound as well. (A
+cache-aware policy is called once for the whole iteration, and at every `pop_request`.)
 
-Invariants: a request is in the queue once, in front or at a place; places are in order of arrival.
-vLLM and SGLang bound nothing: an unlucky request waits as long as luckier ones arrive.
+Invariants: a request is in the queue once, either in front or as an entry; entries are in order of
+arrival. vLLM and SGLang have no such bound: an unlucky request waits as long as luckier ones
+arrive.
 """
 
 from __future__ import annotations
@@ -43,18 +46,20 @@ from request_queue import RequestQueue
 
 
 class _Place(NamedTuple):
-    """Compares by key, then by number. Numbers differ, so it never comes to the rest."""
+    """An entry of the queue. Entries compare by key, then by number. Numbers are unique, so the
+    other fields are never compared."""
 
     key: Any
-    number: int  # in order of arrival; below 0 for a preempted one: it stands before its equals
-    num_left: int  # how many had left the queue when it came
+    # In order of arrival; negative for a preempted request, so that it precedes equal keys.
+    number: int
+    num_left: int  # how many requests had left the queue when it arrived
     request: Request
 
 
 class PolicyQueue(RequestQueue):
-    """A `RequestQueue` in the order of `policy`. Adding and taking out are O(log n), the first k
-    requests O(k); with a policy that looks at the cache, O(n log n) and n look-ups. Raises
-    `ValueError` if `max_overtakes` is neither None nor an integer >= 0."""
+    """A `RequestQueue` in the order of `policy`. Adding and removing are O(log n), the first k
+    requests O(k); with a cache-aware policy, O(n log n) and n cache lookups. Raises `ValueError` if
+    `max_overtakes` is neither None nor an integer >= 0."""
 
     def __init__(self, policy: SchedulePolicy, max_overtakes: int | None = 1000) -> None:
         is_integer = isinstance(max_overtakes, int) and not isinstance(max_overtakes, bool)
@@ -62,13 +67,14 @@ class PolicyQueue(RequestQueue):
             raise ValueError(f"max_overtakes must be None or >= 0, got {max_overtakes!r}")
         self.policy = policy
         self.max_overtakes = max_overtakes
-        self._front: OrderedDict[str, Request] = OrderedDict()  # the last one is served first
+        # Preempted requests. The last one is served first.
+        self._front: OrderedDict[str, Request] = OrderedDict()
         self._places: OrderedDict[str, _Place] = OrderedDict()  # in order of arrival
-        self._sorted = SortedList()  # the same places, by key
+        self._sorted = SortedList()  # the same entries, by key
         self._numbers = count(1)
         self._num_left = 0
 
-    # -- in and out
+    # -- add and remove
 
     def add_request(self, request: Request) -> None:
         self._check_is_new(request)
@@ -86,7 +92,7 @@ class PolicyQueue(RequestQueue):
             raise ValueError(f"cannot add request {request.request_id!r}: already in the queue")
 
     def _put_at_its_place(self, request: Request, number: int) -> None:
-        # Without a key of their own all are equal: the order of arrival is left.
+        # A cache-aware policy has no keys. With equal keys, the order of arrival remains.
         key = 0 if self.policy.looks_at_cache else self.policy.key(request)
         place = _Place(key, number, self._num_left, request)
         self._sorted.add(place)
@@ -108,19 +114,20 @@ class PolicyQueue(RequestQueue):
         return request
 
     def begin_anew(self) -> None:
-        """The two orders have one content again, whatever a call that was interrupted has left."""
+        """Rebuild the sorted order from the entries, after a call that was interrupted."""
         self._sorted = SortedList(self._places.values())
 
-    # -- who is next
+    # -- order of service
 
     def key_of(self, request: Request) -> Any:
-        """What the policy said when it came; None for one that has no place by it."""
+        """The key that the policy returned when the request arrived; None for a request that is not
+        sorted by a key."""
         place = self._places.get(request.request_id)
         return None if place is None or self.policy.looks_at_cache else place.key
 
     def is_aged(self, request: Request) -> bool:
-        """Must nobody overtake it any more? True of preempted ones in front, too. Raises `KeyError`
-        if it is not in the queue."""
+        """Whether no other request may overtake this one any longer. True for preempted requests in
+        front as well. Raises `KeyError` if the request is not in the queue."""
         if request.request_id in self._front:
             return True
         return self._has_aged(self._places[request.request_id], self._num_left)
@@ -140,7 +147,8 @@ class PolicyQueue(RequestQueue):
         )
 
     def __iter__(self) -> Iterator[Request]:
-        """Raises `RuntimeError` if the queue is changed before the iteration is over."""
+        """Yield requests in the order of service. Raises `RuntimeError` if the queue is changed
+        before the iteration ends."""
         before = (self._num_left, len(self))
         for request in self.in_order():
             yield request
@@ -161,7 +169,7 @@ class PolicyQueue(RequestQueue):
                     yield request
 
     def _policy_order(self) -> Iterable[Request]:
-        """All who have a place, aged ones included."""
+        """All requests with an entry, in the policy's order, aged ones included."""
         if self.policy.looks_at_cache and len(self) <= self.policy.max_requests_to_sort:
             return self._order_of_now()
         return (place.request for place in self._sorted)
@@ -175,7 +183,7 @@ class PolicyQueue(RequestQueue):
     # -- checks
 
     def check_invariants(self) -> None:
-        """Raise `AssertionError` if the queue contradicts itself. O(n log n)."""
+        """Raise `AssertionError` if the queue is inconsistent. O(n log n)."""
         assert self._front.keys().isdisjoint(self._places), "preempted, and sorted"
         assert sorted(self._places.values()) == list(self._sorted), "the two orders differ"
         ages = [place.num_left for place in self._places.values()]
@@ -186,7 +194,8 @@ class PolicyQueue(RequestQueue):
 
 
 class ShuffledQueue(PolicyQueue):
-    """A debug switch: those who wait are asked in a random order, which changes nobody's tokens."""
+    """A debug switch: waiting requests are tried in random order, which must not change any
+    request's tokens."""
 
     def __init__(self, policy: SchedulePolicy, max_overtakes: int | None, seed: int) -> None:
         super().__init__(policy, max_overtakes)

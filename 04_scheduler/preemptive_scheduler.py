@@ -1,21 +1,21 @@
-"""What preemption adds to the books of a scheduler.
+"""The state that a preemptive scheduler keeps, whichever request it chooses to run or preempt.
 
         add_request          admission                 last token, or abort
     (new) ------> waiting -------------> running ----------------------> (gone)
                      ^                     |
                      +---- preemption -----+        KV is freed, outputs are kept
 
-Chapter 1's books have the upper line. Nothing here depends on *which* request is chosen.
+The upper row is chapter 1's base scheduler. Nothing here depends on *which* request is chosen.
 
 Preemption is by recomputation: a victim loses its KV and keeps its tokens. When it is admitted
-again, prompt and outputs are computed as if they were one prompt, less what the prefix cache still
-has of them. Its counters say all of that: `num_computed_tokens = 0`.
+again, its prompt and outputs are computed as one prompt, except for the prefix that is still
+cached. So preemption sets `num_computed_tokens = 0`, and needs no other counter.
 
 A request that was preempted `max_preemptions` times is *pinned*: it is admitted again only with
-room for everything it may still generate, and is never chosen again.
+memory for everything that it may still generate, and is never chosen again.
 
-Invariants: those of chapter 1's books; only running requests have KV; a plan gives no request
-tokens twice.
+Invariants: those of chapter 1's base scheduler; only running requests have KV; a plan schedules a
+request at most once.
 """
 
 from __future__ import annotations
@@ -37,25 +37,26 @@ from scheduler_interface import SchedulerOutput, StepOutput
 from step_plan import PreemptingPlan, PreemptionDelta, StepPlan, StepResults
 from unchunked import ChunkPolicy, WholePrompts
 
-_FINISHED = RequestStatus.FINISHED_STOPPED  # and everything behind it
+_FINISHED = RequestStatus.FINISHED_STOPPED  # and every later status
 
 
 @dataclass(slots=True)
 class SchedulerStats:
-    """The state right now, and totals since the scheduler was made. `stats["num_running"]` works
-    too."""
+    """Current counts, and totals since the scheduler was made. `stats["num_running"]` also
+    works."""
 
-    num_waiting: int = 0  # preempted ones included
+    num_waiting: int = 0  # including preempted requests
     num_running: int = 0
-    num_preempted: int = 0  # of those waiting
-    total_scheduled: int = 0  # requests in a plan, counted in every step
+    num_preempted: int = 0  # waiting requests that were preempted
+    total_scheduled: int = 0  # requests in a plan, summed over all steps
     total_scheduled_tokens: int = 0
-    total_admitted: int = 0  # each request once
+    total_admitted: int = 0  # each request counted once
     total_finished: int = 0
     total_aborted: int = 0
     total_preempted: int = 0
-    total_cached_tokens: int = 0  # of these the request computed nothing at its first admission
-    total_recomputed_tokens: int = 0  # lost by preemption, less what was then found in the cache
+    # Tokens not computed at first admission, because they were cached.
+    total_cached_tokens: int = 0
+    total_recomputed_tokens: int = 0  # lost by preemption and not found in the cache
     kv_cache_usage: float = 0.0  # share of the KV memory that requests hold
     prefix_cache_hit_rate: float = 0.0
 
@@ -64,29 +65,31 @@ class SchedulerStats:
 
 
 class PreemptionPlugin(SchedulerPlugin):
-    """A feature of a scheduler that preempts. Optional tokens come after a request's last known
-    one, and are planned if budget and memory are left when everybody has what it needs."""
+    """A feature of a scheduler that preempts. Optional tokens (draft tokens) follow a request's
+    last known token; they are scheduled if budget and memory are left after every request got what
+    it needs."""
 
     books: SchedulerBase
 
     def attach(self, books: SchedulerBooks) -> None:
         if not isinstance(books, SchedulerBase):
             raise ValueError(f"{type(self).__name__} needs a preemptive scheduler")
-        # Not held: in a circle, an engine's memory would wait for Python's collector.
+        # A weak reference: in a reference cycle, an engine's memory would be freed only by Python's
+        # garbage collector.
         self.books = cast("SchedulerBase", proxy(books))
 
     def victim(self) -> Request | None:
-        """Who is to be preempted before this step is planned?"""
+        """Return a request to preempt before this step is planned, or None."""
 
     def preempted(self, request: Request) -> None:
-        """It is about to lose its KV."""
+        """Called before the request loses its KV."""
 
     def num_optional_tokens(self, request: Request) -> int:
-        """Of a request that is one token behind: how many more could be computed with it?"""
+        """How many optional tokens could be computed for a request with one uncomputed token."""
         return 0
 
     def num_optional_slots(self, request: Request, end: int) -> int:
-        """How many slots behind position `end` are of use, if they are free?"""
+        """How many slots after position `end` are useful to the request, if they are free."""
         return 0
 
 
@@ -104,12 +107,15 @@ class SchedulerOptions(TypedDict, total=False):
 
 
 class SchedulerBase(SchedulerBooks):
-    """A subclass has `schedule`, built of `begin_step`, `look_up`, `seat`, `preempt` and
-    `finish_step`. It has a pool of `num_gpu_blocks` blocks and a prefix cache of its own;
-    `kv_memory` replaces them. A prefix that another request is computing is waited for, or computed
-    again at once (`wait_for_prefix=False`, vLLM's way). At most `max_overtakes` requests leave the
-    queue before one that came earlier. `shuffle_waiting` (a debug switch) asks the queue in a
-    random order. Raises `ValueError` that names the field."""
+    """A base class without `schedule`: a subclass builds it from `begin_step`, `look_up`, `seat`,
+    `preempt` and `finish_step`.
+
+    Makes a pool of `num_gpu_blocks` blocks and a prefix cache; `kv_memory` replaces both. A request
+    whose prefix is being computed by another request waits for it, or computes it again immediately
+    (`wait_for_prefix=False`, as in vLLM). At most `max_overtakes` requests leave the queue before
+    one that came earlier. `shuffle_waiting` (a debug switch) tries waiting requests in random
+    order. Raises `ValueError` that names the field.
+    """
 
     def __init__(
         self,
@@ -144,7 +150,7 @@ class SchedulerBase(SchedulerBooks):
         self.kv_memory = kv_memory
         self.block_size = kv_memory.block_size
         self.chunk_policy = chunk_policy or WholePrompts()
-        self._num_lost: dict[str, int] = {}  # tokens that a preempted request had computed
+        self._num_lost: dict[str, int] = {}  # computed tokens that each preempted request lost
         self._stats = SchedulerStats()
 
     def set_plugins(self, plugins: Sequence[SchedulerPlugin]) -> None:
@@ -155,7 +161,7 @@ class SchedulerBase(SchedulerBooks):
         self._asked_for_slots = [p.num_optional_slots for p in own if defines(p, slots)]
         self._has_routine = all(plugin.allows_routine for plugin in self.plugins)
 
-    # -- requests come and go
+    # -- adding and removing requests
 
     def check_prompt(self, request: Request) -> None:
         longest = self.chunk_policy.longest_prompt(self.max_num_batched_tokens)
@@ -167,7 +173,7 @@ class SchedulerBase(SchedulerBooks):
 
     def length_limits(self, request: Request) -> dict[str, int]:
         capacity = self.kv_memory.capacity
-        # The last token is sampled and never fed back: it needs no KV slot.
+        # The last token is sampled and never fed back, so it needs no KV slot.
         room = capacity - request.num_prompt_tokens + 1
         return super().length_limits(request) | {f"the KV memory holds {capacity} positions": room}
 
@@ -188,18 +194,20 @@ class SchedulerBase(SchedulerBooks):
     # -- from waiting to running, and back
 
     def is_pinned(self, request: Request) -> bool:
-        """It was preempted as often as it may be: it gets all its memory at once, and keeps it."""
+        """Whether the request was preempted `max_preemptions` times: it gets all its memory at
+        admission, and keeps it."""
         return request.num_preemptions >= self.max_preemptions
 
     def num_behind(self, request: Request) -> int:
-        """Tokens that a running request has to compute."""
+        """Number of uncomputed tokens of a running request; 0 if a plugin skips it in this step."""
         if self._asked_to_sit and self.sits_out(request):
             return 0
         num_known = len(request.all_token_ids) + request.num_pending_tokens
         return num_known - request.num_computed_tokens
 
     def num_optional_tokens(self, request: Request) -> int:
-        """Tokens that a request could compute behind its last one, if it is one behind."""
+        """Number of optional tokens that could be computed after the last known token of a request
+        with one uncomputed token."""
         num_optional = 0
         for num_tokens in self._asked_for_tokens:
             num_optional += num_tokens(request)
@@ -212,15 +220,15 @@ class SchedulerBase(SchedulerBooks):
         return most
 
     def take_back(self, request: Request, num_tokens: int) -> None:
-        """The last positions computed of it hold nothing: their tokens did not come true."""
+        """Roll back the last `num_tokens` computed positions, whose tokens were rejected."""
         if self.running.get(request.request_id) is request:
             request.num_computed_tokens -= num_tokens
-        else:  # preempted meanwhile: it has lost all of them
+        else:  # preempted in the meantime: it lost all of them
             self._num_lost[request.request_id] -= num_tokens
 
     def look_up(self, request: Request) -> ComputedBlocks | NotReady:
-        """What of a waiting request need not be computed. Nothing keeps it: look up again before
-        the next attempt."""
+        """Find the cached prefix of a waiting request. The blocks are not pinned and can be evicted
+        at any time: look them up again before every attempt to admit the request."""
         computed = self.kv_memory.get_computed_blocks(request, self.wait_for_prefix)
         request.status = RequestStatus.WAITING
         if computed is NotReady.LOADING:
@@ -232,8 +240,9 @@ class SchedulerBase(SchedulerBooks):
     def seat(
         self, request: Request, computed: ComputedBlocks, num_new_tokens: int, num_reserved: int
     ) -> bool:
-        """Let a request run that was looked up, with room for its new tokens and `num_reserved`
-        more. False, and it waits as before, if the memory refuses."""
+        """Allocate KV for a waiting request (`num_new_tokens` + `num_reserved` slots after its
+        `computed` blocks) and mark it as running. Returns False, and leaves it waiting, if the
+        allocation fails."""
         if not self.kv_memory.allocate_slots(request, num_new_tokens, num_reserved, computed):
             return False
         self.running[request.request_id] = request
@@ -251,7 +260,8 @@ class SchedulerBase(SchedulerBooks):
         return True
 
     def preempt(self, request: Request) -> None:
-        """Take a running request's KV. It waits in front, or wherever the policy puts it."""
+        """Free a running request's KV and return it to the queue: to the front, or where the policy
+        sorts it."""
         for plugin in self._own_plugins:
             plugin.preempted(request)
         self.kv_memory.free(request)
@@ -268,7 +278,7 @@ class SchedulerBase(SchedulerBooks):
     # -- one step
 
     def beside_chunks(self) -> Collection[Request]:
-        """Who may share a step with a piece of a prompt."""
+        """Running requests that can be scheduled in the same step as a prompt chunk."""
         return self.running.values()
 
     def begin_step(self) -> StepPlan:
@@ -285,7 +295,7 @@ class SchedulerBase(SchedulerBooks):
         return step
 
     def finish_step(self, step: StepPlan) -> PreemptingPlan:
-        """The delta for the runner. The planned tokens count as computed from here on."""
+        """Build the message for the runner. Scheduled tokens count as computed from here on."""
         num_recomputed = self._stats.total_recomputed_tokens - self._num_recomputed_before
         plan = PreemptingPlan(
             preempted_requests=step.preempted,
@@ -301,15 +311,17 @@ class SchedulerBase(SchedulerBooks):
         return plan
 
     def routine_end(self, request: Request) -> int:
-        """The last position at which the request, one token behind, needs no decision: where it
-        fills its block, or before its last token is sampled."""
+        """Last position that the fast path can handle for a request with one uncomputed token: the
+        end of its current block, or the position before its last output token, whichever comes
+        first."""
         if not self._has_routine:
             return -1
         start_of_block = request.num_computed_tokens // self.block_size * self.block_size
         return min(start_of_block + self.block_size - 1, request.max_num_tokens - 3)
 
     def update_from_output(self, plan: SchedulerOutput, output: StepOutput) -> StepResults:
-        """A routine step's token is appended; what all others have brought is decided on."""
+        """Append the sampled tokens. A request on the fast path only gets its token; all others are
+        processed one by one."""
         assert isinstance(plan, PreemptingPlan)
         for plugin in self.plugins:
             plugin.judged(plan, output)
@@ -333,7 +345,7 @@ class SchedulerBase(SchedulerBooks):
             if request.status < _FINISHED:
                 end = start + num_tokens
                 results.decided[request_id] = self.take_tokens(request, start, end, output)
-            else:  # it has ended between schedule and update
+            else:  # finished between schedule and update
                 gone.add(request_id)
         if gone:
             results.request_ids = [name for name in results.request_ids if name not in gone]
@@ -341,14 +353,14 @@ class SchedulerBase(SchedulerBooks):
         return results
 
     def positions_written(self, request: Request, start: int, end: int) -> None:
-        if end % self.block_size < end - start:  # it has filled a block
-            # Less what optional tokens had and have lost.
+        if end % self.block_size < end - start:  # a block was filled
+            # Optional tokens that were rejected do not count.
             self.kv_memory.cache_blocks(request, min(end, request.num_tokens - 1))
 
-    # -- questions
+    # -- state
 
     def get_stats(self) -> SchedulerStats:
-        """A copy."""
+        """A copy of the counters."""
         cache = self.kv_memory.cache
         return replace(
             self._stats,
@@ -360,7 +372,8 @@ class SchedulerBase(SchedulerBooks):
         )
 
     def check_invariants(self) -> None:
-        """Between two steps. O(everything)."""
+        """Raise `AssertionError` if the state is inconsistent between two steps. O(all requests and
+        blocks)."""
         super().check_invariants()
         for request in self.waiting:
             request_id = request.request_id
@@ -368,14 +381,15 @@ class SchedulerBase(SchedulerBooks):
             assert (request_id in self._num_lost) == (request.num_preemptions > 0), repr(request)
         assert self._num_lost.keys() <= self.requests.keys() - self.running.keys()
         for request in self.running.values():
-            if request.num_computed_tokens <= request.routine_until:  # its next step is routine
+            # The next step is on the fast path.
+            if request.num_computed_tokens <= request.routine_until:
                 num_blocks = len(self.kv_memory.get_block_ids(request.request_id))
                 assert self.num_behind(request) == 1, repr(request)
                 assert request.num_computed_tokens < num_blocks * self.block_size, repr(request)
 
 
 def make_kv_memory(num_blocks: int, block_size: int = 16) -> CachedKVCacheManager:
-    """A pool of `num_blocks` blocks, block 0 included, with a hash-chain prefix cache."""
+    """Make a pool of `num_blocks` blocks, block 0 included, with a hash-chain prefix cache."""
     pool = BlockPool(num_blocks)
     cache = PrefixCacheLocal(pool=pool, block_size=block_size)
     return CachedKVCacheManager(pool, block_size, cache)

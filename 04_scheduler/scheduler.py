@@ -1,37 +1,40 @@
-"""The two-phase scheduler: fill the memory instead of reserving it, and survive running out.
+"""The two-phase scheduler: allocate KV memory step by step, and preempt when it runs out.
 
-Chapter 2 reserves at admission everything a request may ever need. Most stop early, so most of the
-reservation is never used. Here a request gets only what its next step writes, and memory can run
-out in the middle of things. Then somebody is preempted: its KV is freed, its tokens are kept, and
-it is computed again later.
+Chapter 2 reserves, at admission, every KV slot a request could ever need. Most requests stop early,
+so most of that memory is never used. This scheduler allocates only what the next step writes. More
+requests run at the same time, but the pool can now run dry while requests are decoding. When it
+does, the scheduler preempts a running request: it frees the request's KV, keeps its tokens, and
+recomputes them later.
 
-One step shares one budget of `max_num_batched_tokens`:
+Every step spends one token budget, `max_num_batched_tokens`:
 
-    | phase 1: those who run, in order of admission | phase 2: those who wait, in policy order |
-    0                                                                    max_num_batched_tokens
+    | phase 1: running, in order of admission | phase 2: waiting, in policy order |
+    0                                                       max_num_batched_tokens
 
-1.  Each running request gets the tokens it is behind, as far as the budget goes; a chunk of a
-    prompt (chapter 6) leaves a token for each one behind it that decodes. If the memory refuses, a
-    victim is preempted and the memory asked again, until it agrees or the victim is the request
-    itself. A victim that was planned in this step already gives everything back.
-2.  Only if nobody was preempted: look up what the cache has of the next request in line, size the
-    work, allocate, in that order. The first that does not fit ends the step: it is not overtaken.
-    One that is not ready (its KV is on its way) is passed over. So is one that a constraint holds
-    back, until it has waited too long: then the line waits for it.
+1.  Running requests. Each is scheduled for its uncomputed tokens, up to the remaining budget. A
+    prompt chunk (chapter 6) leaves one token of budget for every decode after it. If allocation
+    fails, preempt a victim and retry, until allocation succeeds or the victim is the request
+    itself. A victim that was already scheduled in this step returns its tokens to the budget.
+2.  Waiting requests, only if phase 1 preempted nothing. For each: look up its cached prefix,
+    compute how many tokens remain, allocate. Admission stops at the first request that does not
+    fit, so no later request overtakes it. A request whose KV is still being loaded or computed is
+    skipped. A request that a plugin or the chunk policy rejects is skipped too, until it has aged;
+    then admission stops there.
 
-The victim is who was admitted last; with priorities the least urgent, and of those the last to
-arrive. There, a strictly more urgent newcomer also takes the seat of the least urgent request when
-the batch is full, if it then fits the memory. Equals would displace each other for ever.
+The victim is the most recently admitted request; with priorities, the least urgent one and, among
+equals, the latest arrival. With priorities, a strictly more urgent request can also preempt the
+least urgent running request when the batch is full, provided that it then fits into memory. Equal
+priorities never preempt each other, or they would alternate forever.
 
-Why nobody starves: under FCFS the one that has run longest is a victim only if all others that run
-are pinned; under any policy nobody makes room more than `max_preemptions` times
-(`preemptive_scheduler.py`), the queue bounds overtaking (`policy_queue.py`), and so does whoever
-lets KV come from outside (`kv_loads.py` of chapter 3).
+No request starves. Under FCFS, the longest-running request is chosen only if all others are pinned.
+Under any policy, a request is preempted at most `max_preemptions` times
+(`preemptive_scheduler.py`), and the number of requests that can overtake it is bounded
+(`policy_queue.py`; chapter 3's `kv_loads.py` for requests that wait for external KV).
 
-First reading: take prompts to be whole, and nobody to have a priority. Then `_num_tokens_for` is
-what a request is behind, `num_left` is empty and `displaced` is None.
+On a first reading, assume unchunked prompts and no priorities. Then `_num_tokens_for` returns all
+uncomputed tokens of a request, `num_left` is empty, and `displaced` is None.
 
-vLLM's V1 scheduler has these two phases. Recomputing instead of swapping: vLLM, arXiv 2309.06180.
+vLLM V1 has the same two phases. Preemption by recomputation: vLLM, arXiv 2309.06180.
 """
 
 from __future__ import annotations
@@ -52,21 +55,25 @@ if TYPE_CHECKING:
 
 __all__ = ["Request", "RequestStatus", "Scheduler", "SimpleBlockManager", "make_kv_memory"]
 
-MAX_PASSED_OVER = 128  # in one step; to look at each of a hundred thousand would take longer
+# Per step: looking at each of a hundred thousand requests would take longer than the step.
+MAX_PASSED_OVER = 128
 
 
 class _Admission(Enum):
     ADMITTED = "admitted"
-    PASSED_OVER = "passed over"  # not yet: the next in line is asked meanwhile
-    SEAT, CONSTRAINT, BUDGET, BLOCKS = "seat", "constraint", "budget", "blocks"  # the line waits
+    PASSED_OVER = "passed over"  # not ready yet: try the next request
+    SEAT, CONSTRAINT, BUDGET, BLOCKS = "seat", "constraint", "budget", "blocks"  # admission stops
 
 
 class Scheduler(SchedulerBase):
-    """A `SchedulerInterface` with preemption. All other options are those of `SchedulerBase`.
-    `watermark` is the share of the blocks that an admission leaves free for those who run already.
-    `keep_for_prompts` is what it leaves besides: room for the rest of `"every"` prompt that is cut,
-    or of its `"own"` only, as vLLM does (`scheduler_reserve_full_isl`). `reserve_all` is chapter
-    2's way: everything at admission."""
+    """A `SchedulerInterface` with preemption. The other options are those of `SchedulerBase`.
+
+    `watermark` is the share of the blocks that an admission leaves free for running requests.
+    `keep_for_prompts` decides what else it leaves free: blocks for the rest of `"every"` chunked
+    prompt, or only for the rest of the request's `"own"` prompt, as vLLM does
+    (`scheduler_reserve_full_isl`). `reserve_all` allocates everything at admission, as chapter 2
+    does. Raises `ValueError` that names the field.
+    """
 
     def __init__(
         self,
@@ -91,14 +98,14 @@ class Scheduler(SchedulerBase):
         self._num_kept_free = int(watermark * self.kv_memory.pool.num_usable_blocks)
 
     def schedule(self) -> PreemptingPlan:
-        """Plan a step: first those who run, then those who wait."""
+        """Plan a step: schedule running requests first, then waiting ones."""
         step = self.begin_step()
         self._plan_running(step)
         if not step.preempted:
             self._admit(step)
         return self.finish_step(step)
 
-    # -- phase 1: those who run
+    # -- phase 1: running requests
 
     def _plan_running(self, step: StepPlan) -> None:
         running, planned, budget = list(self.running.values()), step.num_tokens, step.budget
@@ -118,7 +125,7 @@ class Scheduler(SchedulerBase):
         self, request: Request, running: Sequence[Request], index: int, step: StepPlan
     ) -> None:
         if step.preempted and request.request_id not in self.running:
-            return  # it made room for one before it
+            return  # preempted earlier in this step
         num_behind = num_tokens = self.num_behind(request)
         if num_tokens > 1:
             num_tokens = self._num_tokens_for(request, running, index, step)
@@ -135,8 +142,11 @@ class Scheduler(SchedulerBase):
     def _num_tokens_for(
         self, request: Request, running: Sequence[Request], index: int, step: StepPlan
     ) -> int:
-        """How many of the tokens that `running[index]` is behind, if these are several. A token for
-        each decode comes before a piece of a prompt, though one such piece in each step goes on."""
+        """Return how many uncomputed tokens of `running[index]` to compute, if it has several.
+
+        One token for each later decode takes precedence over a prompt chunk, but one chunk per step
+        always makes progress.
+        """
         num_behind = request.num_tokens - request.num_computed_tokens
         least = 0 if step.has_piece else 1
         step.has_piece = True
@@ -150,24 +160,27 @@ class Scheduler(SchedulerBase):
     def _num_optional_for(
         self, request: Request, running: Sequence[Request], index: int, step: StepPlan
     ) -> int:
-        """A token for everybody behind it, and a block of a prompt, come before an optional one."""
+        """Return how many optional tokens of `running[index]` to schedule. One token for each later
+        request, and one block for a prompt, take precedence over optional tokens."""
         num_optional = self.num_optional_tokens(request)
         if num_optional == 0:
             return 0
         num_others = len(running) - 1 - index
         num_spare = step.budget - 1 - num_others
         if num_optional <= num_spare - self.block_size:
-            return num_optional  # whoever waits
+            return num_optional  # whether or not a prompt needs a block
         has_prompts = bool(self.waiting) or step.num_decodes_behind(running, index) < num_others
         return max(0, min(num_optional, num_spare - (self.block_size if has_prompts else 0)))
 
     def _get_room(self, request: Request, num_tokens: int, num_more: int, step: StepPlan) -> int:
-        """How many of the tokens have got memory, `num_more` optional ones included if there is
-        room for all of them. For the others somebody is preempted. 0: the request was itself."""
+        """Allocate KV for `num_tokens`, plus `num_more` optional ones if all of them fit. Preempts
+        other requests to satisfy `num_tokens`, never for the optional tokens. Returns the number of
+        tokens that got memory; 0 if the request itself was preempted."""
         block_size, with_more, num_slots = self.block_size, num_tokens + num_more, 0
         if self._asked_for_slots:
             num_slots = self.num_optional_slots(request, request.num_computed_tokens + with_more)
-        # Inside a block there is nothing to ask: it was taken when its first slot was written.
+        # Inside a block there is nothing to allocate: the request got the block when it wrote the
+        # block's first slot.
         if 0 < request.num_computed_tokens % block_size <= block_size - with_more - num_slots:
             return with_more
         if (num_more or num_slots) and self.kv_memory.allocate_slots(request, with_more, num_slots):
@@ -181,7 +194,8 @@ class Scheduler(SchedulerBase):
         return num_tokens
 
     def _choose_victim(self, spared: Sequence[Request] = ()) -> Request | None:
-        """The last admitted, or the least urgent; never a pinned one."""
+        """Return the most recently admitted request or, with priorities, the least urgent one.
+        Skips pinned requests and those in `spared`; None if no request is left."""
         running = reversed(self.running.values())
         candidates = (r for r in running if not self.is_pinned(r) and r not in spared)
         if self._has_priorities:
@@ -193,24 +207,25 @@ class Scheduler(SchedulerBase):
         step.preempted.append(victim)
         self.preempt(victim)
 
-    # -- phase 2: those who wait
+    # -- phase 2: waiting requests
 
     def _admit(self, step: StepPlan) -> None:
         if len(self.running) >= self.max_num_seqs and not self._has_priorities:
             step.stop = ("seat", "")
-            return  # before the policy looks at the cache for nothing
+            return  # before a cache-aware policy sorts the queue in vain
         num_passed_over, goes_on = 0, (_Admission.ADMITTED, _Admission.PASSED_OVER)
         for request in self.waiting:
             outcome = self._try_to_admit(request, step)
             num_passed_over += outcome is _Admission.PASSED_OVER
             if outcome not in goes_on or step.preempted or num_passed_over == MAX_PASSED_OVER:
                 step.stop = (outcome.value, request.request_id)
-                break  # preempted: it took somebody's seat, and the next may in the next step
+                break  # after a preemption for priority, later requests wait for the next step
         for request in step.admitted:
             self.waiting.remove_request(request)
 
     def _try_to_admit(self, request: Request, step: StepPlan) -> _Admission:
-        """Asked in this order: seat, constraints, cache, chunk policy; then budget and memory."""
+        """Try to admit one waiting request. Checks in this order: batch slot, plugins, cached
+        prefix, chunk policy, then budget and memory."""
         if step.budget == 0:
             return _Admission.BUDGET
         displaced = None
@@ -228,12 +243,14 @@ class Scheduler(SchedulerBase):
         return self._fit_in(request, computed, displaced, step)
 
     def _hold_back(self, request: Request) -> _Admission:
-        """Something is against it. The next is asked, unless this one has waited too long."""
+        """Skip a request that a plugin or the chunk policy rejects. If it has aged, stop
+        admission."""
         is_aged = self.waiting.is_aged(request)
         return _Admission.CONSTRAINT if is_aged else _Admission.PASSED_OVER
 
     def _displaced_by(self, newcomer: Request, step: StepPlan) -> Request | None:
-        """Whose seat a strictly more urgent newcomer may take."""
+        """Return the running request that `newcomer` may preempt: the least urgent one, if
+        `newcomer` is strictly more urgent."""
         if not self._has_priorities:
             return None
         lowest = self._choose_victim(spared=step.admitted)
@@ -242,8 +259,9 @@ class Scheduler(SchedulerBase):
     def _fit_in(
         self, request: Request, computed: ComputedBlocks, displaced: Request | None, step: StepPlan
     ) -> _Admission:
-        """Size its work and seat it, in the place of `displaced` if there is one. The memory is
-        asked before anybody is touched: if the request does not fit, nothing has changed."""
+        """Determine how many tokens to schedule and start the request, preempting `displaced` first
+        if there is one. Memory is checked before any state changes, so a request that does not fit
+        leaves everything unchanged."""
         num_behind = request.num_tokens - computed.num_tokens
         rest = step if displaced is None else step.without(displaced)
         most = self.max_num_batched_tokens
@@ -256,7 +274,7 @@ class Scheduler(SchedulerBase):
             num_reserved = request.max_num_tokens - 1 - request.num_tokens + num_left
         num_slots, num_kept_free = num_tokens + num_reserved, 0
         if len(self.running) > (0 if displaced is None else 1):
-            # Room for the rest of its own prompt, and something for the others.
+            # Slots for its whole prompt, and free blocks for the other running requests.
             num_slots = max(num_slots, num_behind)
             num_owed = sum(rest.num_left.values()) if self._keeps_for_every else 0
             num_kept_free = self._num_kept_free + self.kv_memory.num_blocks_needed(num_owed)
@@ -271,9 +289,9 @@ class Scheduler(SchedulerBase):
         return _Admission.ADMITTED
 
 
-class SimpleBlockManager:  # the posts' name
-    """`num_blocks` blocks of `block_size` positions, and how many each request has. The engine does
-    not use it: its schedulers ask a `KVMemory` (chapter 3)."""
+class SimpleBlockManager:  # name used in the Chinese blog posts
+    """A pool of `num_blocks` blocks of `block_size` positions that counts the blocks of each
+    request. The engine does not use it: its schedulers use a `KVMemory` (chapter 3)."""
 
     def __init__(self, num_blocks: int, block_size: int = 16) -> None:
         self.num_blocks = num_blocks
@@ -281,7 +299,8 @@ class SimpleBlockManager:  # the posts' name
         self._num_held: Counter[str] = Counter()
 
     def allocate(self, req_id: str, num_new_blocks: int) -> bool:
-        """False: refused, and nothing has changed."""
+        """Allocate blocks for a request. Returns False, and changes nothing, if too few are
+        free."""
         if num_new_blocks > self.get_num_free_blocks():
             return False
         self._num_held[req_id] += num_new_blocks
@@ -294,6 +313,6 @@ class SimpleBlockManager:  # the posts' name
         return self.num_blocks - self._num_held.total()
 
     def blocks_needed_for_new_tokens(self, req: Request, num_new_tokens: int) -> int:
-        """Blocks that are missing for so many tokens after the computed ones."""
+        """Number of blocks to allocate before `num_new_tokens` can follow the computed tokens."""
         num_blocks = -(-(req.num_computed_tokens + num_new_tokens) // self.block_size)
         return max(0, num_blocks - self._num_held[req.request_id])

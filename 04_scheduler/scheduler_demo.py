@@ -12,12 +12,12 @@
 # # Stepping a scheduler by hand
 #
 # Everything here is imported from the chapter. The model is `fake_model.py`: one line of arithmetic
-# that reads its KV through the block tables, so a wrong table gives wrong tokens. No tensor is in
-# sight, and every cell takes milliseconds.
+# that reads its KV through the block tables, so a wrong block table gives wrong tokens. No tensors
+# are needed, and every cell takes milliseconds.
 #
-# **中文提要**：手动一步一步推动调度器。两个请求，四个块：内存用完，后来者被抢占（preemption），
-# 又回来。把它画成时间轴；再看另一派（prefill 优先，SGLang）怎样处理同样的请求，
-# 以及几种策略给出的顺序。模型是 `fake_model.py`：一行算术，隔着块表读 KV，块表错了，token 就错。
+# **中文提要**：手动一步一步推动调度器。两个请求，四个块：显存用完，后到的请求被抢占（preemption），
+# 之后恢复运行。先画成时间轴，再看 prefill 优先的做法（SGLang）怎样处理同样的请求，
+# 以及几种策略给出的顺序。模型是 `fake_model.py`：一行算术，通过块表读 KV，块表错了，token 就错。
 
 # %%
 import matplotlib.pyplot as plt
@@ -78,8 +78,9 @@ def step():
 step()
 
 # %% [markdown]
-# `b` was admitted beside `a`: chapter 2 would have reserved 3 blocks for each, and let `b` wait.
-# Two more steps. The first writes position 7, and every block is full. The second wants position 8.
+# Both requests are admitted; chapter 2 would have reserved 3 blocks for each, so `b` would have to
+# wait. Take two more steps. The first writes position 7, and every block is full. The second needs
+# a slot for position 8.
 
 # %%
 step()
@@ -88,8 +89,9 @@ step()
 step()
 
 # %% [markdown]
-# `b` was admitted last, so `b` made room. Look at its counters: `computed=0`, and its outputs are
-# still there. It comes back when `a` has ended, and computes prompt and outputs in one go.
+# `b` was admitted last, so the scheduler preempted `b`. Look at its counters: `computed=0`, but its
+# outputs are still there. `b` is admitted again when `a` has finished, and recomputes its prompt
+# and outputs in one step.
 
 # %%
 while scheduler.has_unfinished_requests():
@@ -152,10 +154,10 @@ assert said == also_said, "schedulers must not change tokens"
 assert said["d"] == continuation([ord("d"), *range(5)], 14)
 
 # %% [markdown]
-# ## The other school
+# ## Prefill first, as in SGLang
 #
-# One newcomer in every step. The two-phase scheduler gives a token to everybody who runs. The
-# prefill-first rule, without a bound, computes prompts as long as there are any.
+# One new request arrives in every step. The two-phase scheduler still gives every running request a
+# token. The prefill-first rule, without a bound, computes prompts as long as there are any.
 
 
 # %%
@@ -185,7 +187,7 @@ plt.show()
 # %% [markdown]
 # ## Policies
 #
-# Three waiting requests, one seat. Who is first?
+# Three requests wait, and `max_num_seqs` is 1. Which one is first?
 
 # %%
 for policy in ("fcfs", "priority", "lof", "random"):

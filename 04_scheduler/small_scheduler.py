@@ -1,5 +1,7 @@
 """Chapter 4 in 45 lines: two phases and a victim.
-Run it: `python 04_scheduler/small_scheduler.py`."""
+
+Run it: `python 04_scheduler/small_scheduler.py`.
+"""
 
 from block_pool import BlockPool
 from kv_memory import UncachedKVCacheManager
@@ -17,7 +19,8 @@ num_blocks = dict.fromkeys(PROMPT_LENS, 0)  # blocks that each request holds
 
 
 def take_blocks(name, num_tokens):
-    """Slots for `num_tokens` more. False, and nothing has changed, if there are too few."""
+    """Allocate slots for `num_tokens` more tokens. Returns False, and changes nothing, if too few
+    blocks are free."""
     missing = -(-(computed[name] + num_tokens) // BLOCK_SIZE) - num_blocks[name]
     if missing > NUM_BLOCKS - sum(num_blocks.values()):
         return False
@@ -28,32 +31,33 @@ def take_blocks(name, num_tokens):
 steps = []
 while waiting or running:
     plan, victims, budget = {}, [], BUDGET
-    for name in list(running):  # phase 1: the requests that run
+    for name in list(running):  # phase 1: running requests
         while name in running and not take_blocks(name, known[name] - computed[name]):
-            victim = running.pop()  # who was admitted last gives everything back
+            victim = running.pop()  # the most recently admitted request loses its KV
             num_blocks[victim] = computed[victim] = 0
             waiting.insert(0, victim)
             victims.append(victim)
         if name in running:
             plan[name] = known[name] - computed[name]
             budget -= plan[name]
-    while waiting:  # phase 2: the requests that wait, in order
+    while waiting:  # phase 2: waiting requests, in order
         num_tokens = known[waiting[0]]
         if num_tokens > budget or not take_blocks(waiting[0], num_tokens):
-            break  # the first that does not fit ends the step: nobody overtakes
+            break  # stop at the first request that does not fit, so none overtakes it
         running.append(waiting.pop(0))
         plan[running[-1]] = num_tokens
         budget -= num_tokens
     steps.append((plan, victims))
     print(f"step {len(steps)}: computes {plan}" + (f", preempts {victims}" if victims else ""))
-    for name, num_tokens in plan.items():  # a token comes out of each
+    for name, num_tokens in plan.items():  # each request gets one token
         computed[name] += num_tokens
         known[name] += 1
     for name in [n for n in running if known[n] == PROMPT_LENS[n] + NUM_OUTPUTS[n]]:
         running.remove(name)
         num_blocks[name] = 0
 
-# The same by the chapter's class, over a memory without a prefix cache. (Block 0 is nobody's.)
+# Compare with the chapter's class, over a memory without a prefix cache. (Block 0 is the null
+# block.)
 memory = UncachedKVCacheManager(BlockPool(NUM_BLOCKS + 1), BLOCK_SIZE)
 scheduler = Scheduler(max_num_batched_tokens=BUDGET, kv_memory=memory)
 for name, length in PROMPT_LENS.items():

@@ -1,9 +1,9 @@
-"""A plan while it is made, and what preemption adds to the message that the runner gets of it.
+"""The plan of a step while it is built, and the message fields that preemption adds for the runner.
 
 never sent                  -> NewRequestData: prompt, whole block table       (chapters 1, 2)
 sent before                 -> CachedRequestData: new tokens, new blocks
-preempted, now resumed      -> CachedRequestData: all tokens, whole block table; its new table
-                               has nothing in common with the one that the runner has
+preempted, now resumed      -> CachedRequestData: all tokens, whole block table; the new table has
+                               nothing in common with the one that the runner has
 """
 
 from __future__ import annotations
@@ -19,22 +19,25 @@ from scheduler_interface import EngineCoreOutput, SchedulerOutput
 
 @dataclass(slots=True)
 class StepPlan:
-    """`num_tokens` is in the order of planning; taking a request out again is one `pop`. A step is
-    routine for a request if it writes one token, into a block that is held, below every limit."""
+    """A step's plan while the scheduler builds it. `num_tokens` is in scheduling order; removing a
+    request is one `pop`. A request takes the fast path (a routine step) if it writes one token into
+    a block that it already holds, below every limit."""
 
     budget: int
     num_behind: Callable[[Request], int]
     num_tokens: dict[str, int] = field(default_factory=dict)
-    decided: set[str] = field(default_factory=set)  # those whose step is not routine
+    decided: set[str] = field(default_factory=set)  # requests that do not take the fast path
     admitted: list[Request] = field(default_factory=list)
     preempted: list[Request] = field(default_factory=list)
-    num_left: dict[str, int] = field(default_factory=dict)  # of those that got less than they need
-    has_piece: bool = False  # somebody got a piece of a prompt, or was asked whether it takes one
-    stop: tuple[str, str] | None = None  # what ended admission, and at whom
+    num_left: dict[str, int] = field(default_factory=dict)  # by request that got less than it needs
+    has_piece: bool = False  # a chunk was scheduled or considered in this step
+    # Why admission stopped, and the id of the request at which it did.
+    stop: tuple[str, str] | None = None
     _num_decodes: list[int] = field(default_factory=list)
 
     def add(self, request: Request, num_tokens: int, num_left: int = 0) -> None:
-        """Compute so many tokens of it. `num_left` have to wait for another step."""
+        """Schedule `num_tokens` tokens of the request; `num_left` more are deferred to later
+        steps."""
         self.num_tokens[request.request_id] = num_tokens
         self.decided.add(request.request_id)
         self.budget -= num_tokens
@@ -46,14 +49,14 @@ class StepPlan:
         self.num_left.pop(request.request_id, None)
 
     def without(self, request: Request) -> StepPlan:
-        """What it would be if the request were removed. This plan stays as it is."""
+        """A copy of this plan with the request removed. This plan stays unchanged."""
         plan = StepPlan(self.budget, self.num_behind, {**self.num_tokens})
         plan.num_left = {**self.num_left}
         plan.remove(request)
         return plan
 
     def num_decodes_behind(self, running: Sequence[Request], index: int) -> int:
-        """How many of those behind `running[index]` need one token only. Counted once a step."""
+        """How many requests after `running[index]` need only one token. Counted once per step."""
         if not self._num_decodes:
             counts = [0]
             for request in reversed(running[1:]):
@@ -64,18 +67,20 @@ class StepPlan:
 
 @dataclass(slots=True)
 class PreemptingPlan(SchedulerOutput):
-    """The finished plan, with what only its scheduler's process is told."""
+    """The finished plan, with fields that only the scheduler's process uses. The runner
+    gets those of the base class."""
 
     preempted_requests: list[Request] = field(default_factory=list)
-    admission_stop: tuple[str, str] | None = None  # what ended it, at whom ("": nobody)
-    decided_req_ids: Collection[str] = ()  # all others take a routine step
+    # Reason and request id (`""`: no particular request).
+    admission_stop: tuple[str, str] | None = None
+    decided_req_ids: Collection[str] = ()  # all other requests take the fast path
     num_recomputed_tokens: int = 0
 
 
 @dataclass(slots=True)
 class StepResults(Sequence[EngineCoreOutput]):
-    """What a step did for each request. Who got one token and goes on is not in `decided`: an
-    object is made of it when somebody looks."""
+    """The result of a step for each request. A request that got one token and keeps running is not
+    in `decided`: its `EngineCoreOutput` is created when it is read."""
 
     request_ids: list[str]
     token_ids: dict[str, list[int]]
@@ -95,7 +100,7 @@ class PreemptionDelta(BlockDelta):
         self._preempted: set[str] = set()
 
     def request_preempted(self, request_id: str) -> None:
-        """Of what the runner knows of it, nothing holds any more. It will be sent whole."""
+        """Mark the runner's copy of the request as stale, so that it will be sent again in full."""
         if self.knows(request_id):
             self._num_sent[request_id] = 0
             self._num_blocks.pop(request_id, None)

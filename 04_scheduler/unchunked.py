@@ -1,10 +1,11 @@
 """How many tokens of a request go into one step.
 
-Chapter 6 cuts prompts into chunks here. This chapter computes them whole: a prompt that does not
-fit what is left of the budget waits for the next step.
+Chapter 6 splits prompts into chunks here. This chapter computes prompts whole: a prompt that does
+not fit into the remaining budget waits for the next step.
 
-One kind of work can be larger than any step: a preempted request comes back with a prompt that
-fitted and outputs that it has made since. It takes what there is, in several steps.
+A preempted request is the exception. It returns with a prompt that fitted into a step, plus the
+outputs generated since, and together they can exceed any step's budget. It then takes the whole
+remaining budget, in several steps.
 """
 
 from __future__ import annotations
@@ -19,24 +20,26 @@ from request import Request
 @runtime_checkable
 class ChunkPolicy(Protocol):
     def longest_prompt(self, max_num_batched_tokens: int) -> int:
-        """Prompts with more tokens than this can never be computed."""
+        """The maximum prompt length in tokens; longer prompts are rejected."""
         ...
 
     def begin_step(
         self, running: Collection[Request], num_behind: Callable[[Request], int]
     ) -> None:
-        """A step is going to be planned. These have KV and may share it with pieces of prompts;
-        `num_behind` tokens of each are to be computed."""
+        """Called before a step is planned. The requests in `running` have KV and can be scheduled
+        in the same step as prompt chunks; `num_behind` returns the number of uncomputed tokens of
+        each."""
 
     def may_start(self, request: Request, num_behind: int) -> bool:
-        """May a waiting request with `num_behind` tokens to compute be admitted in this step? If
-        not, those behind it are asked. Called at most once for a request in a step, and what is
-        granted counts as used."""
+        """Whether a waiting request with `num_behind` uncomputed tokens can be admitted in this
+        step. If not, the scheduler tries the next one. Called at most once per request and step; a
+        request for which it returns True counts against the policy's limits."""
         ...
 
     def num_tokens_now(self, request: Request, num_behind: int, budget: int, most: int) -> int:
-        """Of the `num_behind` tokens that are to be computed: how many in this step, of which
-        `budget` tokens are left, maybe none; `most` is all that any step may have. 0: not now."""
+        """Return how many of the `num_behind` uncomputed tokens to compute in this step, 0 for
+        none. `budget` tokens (maybe 0) are left in this step; `most` is the budget of a whole
+        step."""
         ...
 
 
@@ -56,12 +59,12 @@ class WholePrompts:
         if num_behind <= budget:
             return num_behind
         is_larger_than_any_step = num_behind > most
-        has_begun = request.num_computed_tokens > 0  # then it runs, and takes what it can get
+        has_begun = request.num_computed_tokens > 0  # it runs already, so it takes what is left
         return budget if is_larger_than_any_step or has_begun else 0
 
 
 class CutPrompts(WholePrompts):
-    """Prompts may be longer than a step: each takes what there is."""
+    """Allow prompts longer than a step: each takes the remaining budget."""
 
     def longest_prompt(self, max_num_batched_tokens: int) -> int:
         return sys.maxsize

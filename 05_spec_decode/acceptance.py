@@ -1,10 +1,9 @@
-"""How often drafts are accepted, counted (`SpecDecodeStats`), and what that is worth, foreseen.
+"""How often draft tokens are accepted (counted by `SpecDecodeStats`), and the speedup to expect.
 
-The worth is a geometric sum, if each draft is accepted with the same chance a once those before it
-are. Real chances differ from place to place and hang together, so this is a guide. The chance
-itself, for each way to draw and judge a draft: `testing/draft_acceptance.py`.
-
-Source: Leviathan et al., arXiv 2211.17192, section 3.1.
+The expected number of tokens is a geometric sum, if each draft token is accepted with the same
+probability a, given that those before it were. Real probabilities differ by position and are
+correlated, so the sum is a guide. For the probability itself, for each way to draw and verify a
+draft token: `testing/draft_acceptance.py`. Source: Leviathan et al., arXiv 2211.17192, section 3.1.
 """
 
 from __future__ import annotations
@@ -19,20 +18,21 @@ _POST_NAMES |= {"num_accepted": "num_accepted", "acceptance_rate": "acceptance_r
 
 @dataclass(slots=True)
 class SpecDecodeStats:
-    """What was counted. A *pass* is one request in one step that yields tokens.
-    `accepted_by_position[i]` counts drafts at place i of their run; those behind a rejection are in
-    `drafted_by_position` all the same. `stats["speedup"]` and the like are the posts' names."""
+    """Counters. A *pass* is one request in one step that yields tokens. `accepted_by_position[i]`
+    counts the accepted draft tokens at position i of their run; `drafted_by_position` also counts
+    those after a rejection. `stats["speedup"]` and similar keys are the names in the Chinese blog
+    posts."""
 
     num_passes: int = 0
     num_drafted: int = 0
     num_accepted: int = 0
     num_drafted_passes: int = 0
-    num_rejections: int = 0  # passes that ended with one
+    num_rejections: int = 0  # passes that ended with a rejection
     drafted_by_position: list[int] = field(default_factory=list)
     accepted_by_position: list[int] = field(default_factory=list)
 
     def observe(self, num_drafted: int, num_accepted: int) -> None:
-        """One pass over a run of drafts."""
+        """Count one pass that verified a run of draft tokens."""
         self.num_passes += 1
         if num_drafted == 0:
             return
@@ -61,23 +61,25 @@ class SpecDecodeStats:
 
     @property
     def num_tokens(self) -> int:
-        """That the passes yielded: each one more than the drafts that it accepted."""
+        """Tokens that the passes yielded: the accepted draft tokens, and one more per pass."""
         return self.num_passes + self.num_accepted
 
     @property
     def acceptance_rate(self) -> float:
-        """Of all drafts, those behind a rejection included."""
+        """Share of all draft tokens that were accepted; those after a rejection count as not
+        accepted."""
         return self.num_accepted / self.num_drafted if self.num_drafted else 0.0
 
     @property
     def acceptance_by_position(self) -> list[float]:
-        """Share of the drafts at each place that were accepted, and so were all before them."""
+        """Share of the draft tokens at each position that were accepted, together with all before
+        them."""
         pairs = zip(self.accepted_by_position, self.drafted_by_position, strict=True)
         return [accepted / drafted for accepted, drafted in pairs]
 
     @property
     def mean_accepted_length(self) -> float:
-        """Tokens of a pass that had drafts: those accepted, and one more."""
+        """Tokens per pass, over passes that had draft tokens: the accepted ones, and one more."""
         return 1 + self.num_accepted / self.num_drafted_passes if self.num_drafted_passes else 1.0
 
     @property
@@ -86,8 +88,9 @@ class SpecDecodeStats:
 
 
 def expected_tokens(acceptance: float, num_drafts: int) -> float:
-    """Tokens of one pass over `num_drafts` drafts: 1 + a + a^2 + ... + a^k, if each is accepted
-    with this chance once those before it were. The 1 is the token that the target adds itself."""
+    """Expected tokens of one pass over `num_drafts` draft tokens: 1 + a + a^2 + ... + a^k, if each
+    is accepted with probability a once those before it were. The 1 is the token from the target
+    itself."""
     if acceptance == 1:
         return num_drafts + 1
     return (1 - acceptance ** (num_drafts + 1)) / (1 - acceptance)

@@ -1,18 +1,20 @@
-"""What guesses ask of a scheduler: to be planned like known tokens, and taken back. They are a few
-tokens that may follow a request's last one, and can be trimmed or dropped at any time:
+"""Draft tokens in a scheduler: scheduled like known tokens, and rolled back if they are rejected.
+Draft tokens are a few tokens that may follow a request's last one. They can be trimmed or dropped
+at any time:
 
-    planned      after everybody has a token, and a block of a prompt that waits: then guesses
-    memory       nobody is preempted to make room for a guess (a guess that found room may leave
-                 somebody behind it without)
-    verified     the runner says how many came true; the KV of the others is taken back
-    preempted, finished, passed over with others' budget: its guesses are forgotten or wait
+    scheduled    after each request has a token, and a waiting prompt a block
+    memory       no request is preempted for a draft token (but one that got memory can leave too
+                 little for a later request)
+    verified     the runner reports how many were accepted; the KV of the others is rolled back
+    preempted, finished, or budget used up by others: the draft tokens are dropped or wait
 
-Chapter 4's schedulers are unchanged. To them guesses are optional tokens, and who has them is a
-plugin: it says how many there are, puts those that were planned into the message, and settles what
-came of them before anybody gets a token.
+Chapter 4's schedulers are unchanged. For them, draft tokens are optional tokens that a plugin owns:
+it reports their number, adds the scheduled ones to the message, and handles rejections before any
+request gets its tokens.
 
-Invariants: no guess is in a request's tokens before it is verified, so none is ever published to a
-prefix cache; a request never guesses beyond its `max_tokens`."""
+Invariants: a draft token is not among a request's tokens before it is verified, so none is ever
+published to a prefix cache; no draft token exceeds the request's `max_tokens`.
+"""
 
 from __future__ import annotations
 
@@ -22,30 +24,30 @@ from scheduler_interface import SchedulerOutput, StepOutput
 
 
 class DraftPlugin(PreemptionPlugin):
-    """The guesses of a scheduler's requests; `num_rejected_drafts` did not come true.
+    """Draft tokens by request. `num_rejected_drafts` counts the ones the target model rejected.
+    `num_lookahead_tokens` slots are allocated after each step's tokens, if they are free, for a
+    proposer that writes its own KV."""
 
-    `num_lookahead_tokens` slots are taken behind each step's tokens, where they are free, for a
-    proposer that writes KV of its own."""
-
-    allows_routine = False  # every step may bring guesses
+    allows_routine = False  # every step may bring draft tokens
 
     def __init__(self, num_lookahead_tokens: int = 0) -> None:
         check_integers(0, num_lookahead_tokens=num_lookahead_tokens)
         self.num_lookahead_tokens = num_lookahead_tokens
-        self.drafts: dict[str, list[int]] = {}  # to be planned; never empty lists
+        self.drafts: dict[str, list[int]] = {}  # by request id, to be scheduled; never empty lists
         self.num_rejected_drafts = 0
 
     def num_optional_tokens(self, request: Request) -> int:
         return len(self.drafts.get(request.request_id, ()))
 
     def num_optional_slots(self, request: Request, end: int) -> int:
-        """In which a proposer may write, if there can be tokens."""
+        """Slots that the proposer may write, as far as the request can still have tokens there."""
         if self.num_lookahead_tokens == 0:
             return 0
         return max(0, min(self.num_lookahead_tokens, request.max_num_tokens - 1 - end))
 
     def planned(self, plan: SchedulerOutput) -> None:
-        """Guesses that the plan has no room for are dropped, and never enter the model."""
+        """Add the scheduled draft tokens to the message. Those that did not fit are dropped, and
+        never enter the model."""
         if not self.drafts:
             return
         for request, start in zip(plan.scheduled_requests, plan.start_positions, strict=True):
@@ -56,14 +58,14 @@ class DraftPlugin(PreemptionPlugin):
                 plan.scheduled_draft_token_ids[request_id] = drafts[:num_drafts]
 
     def judged(self, plan: SchedulerOutput, output: StepOutput) -> None:
-        """Of a request that was planned with guesses, the KV of those that did not come true is
-        taken back. Whoever runs and is about to reach its last token has new ones."""
+        """Roll back the KV of rejected draft tokens. Store the new draft tokens of running
+        requests, but none beyond a request's last token."""
         sent, brought = plan.scheduled_draft_token_ids, output.draft_token_ids
         running = self.books.running
         for request in plan.scheduled_requests if sent or brought else ():
             request_id, is_running = request.request_id, running.get(request.request_id) is request
             if not is_running and request.is_finished:
-                continue  # its name may be another's
+                continue  # its id may belong to another request now
             num_new = len(output.token_ids.get(request_id, ()))
             if request_id in sent and (num_rejected := len(sent[request_id]) + 1 - num_new):
                 self.books.take_back(request, num_rejected)

@@ -1,22 +1,22 @@
-"""Where guesses come from.
+"""Proposers: where draft tokens come from.
 
-A proposer sees what is known of each request and says what may come next. It is only ever a matter
-of speed: a bad guess costs a little work and changes no token.
+A proposer sees the known tokens of each request and proposes the next ones. Proposals affect only
+speed: a bad draft token costs a little work and changes no output token.
 
-`NgramProposer` has no model. Answers often repeat what stands in the prompt (code that is edited,
-text that is quoted, names), so it looks up the last few tokens in what was said before, and
-proposes what followed them there:
+`NgramProposer` has no model. Answers often repeat parts of the prompt (code that is edited, text
+that is quoted, names), so it looks up the last few tokens in the text so far, and proposes the
+tokens that followed them there:
 
-    ... d e f = a b c ; x = a b        ~ the suffix "= a b" has stood here before
-              ~~~~~ +++++ ~~~~~        + so what followed it there is proposed: c ; x
+    ... d e f = a b c ; x = a b        ~ the suffix "= a b" occurred here before
+              ~~~~~ +++++ ~~~~~        + so the tokens that followed are proposed: c ; x
 
-The longest suffix wins, from `max_ngram` tokens down to `min_ngram`; of its places the earliest,
-which has the most behind it. Every n-gram is put in a dictionary once, when a token follows it (so
-the suffix never finds itself), and a step costs O(new tokens) however long the history is. (The
-engine indexes a long prompt in bulk, `beyond/ngram_index.py`: the same, but quicker.)
+The longest suffix wins, from `max_ngram` tokens down to `min_ngram`; among its occurrences the
+earliest, which has the most tokens after it. Each n-gram is added to a dictionary once, when a
+token follows it (so the suffix never finds itself), and a step costs O(new tokens) however long the
+text is. (The engine indexes a long prompt in bulk, `beyond/ngram_index.py`, with the same results.)
 
-vLLM calls this look-up `ngram` and searches the history anew in each step; the idea is prompt
-lookup decoding (A. Saxena, 2023), and LLMA, arXiv 2304.04487.
+vLLM calls this lookup `ngram` and searches the text again in each step; the idea is prompt lookup
+decoding (A. Saxena, 2023), and LLMA, arXiv 2304.04487.
 """
 
 from __future__ import annotations
@@ -33,46 +33,47 @@ from request import require
 
 @dataclass(frozen=True, slots=True)
 class FollowedRequest:
-    """A request after a step that computed something of it, as its runner knows it."""
+    """A request that the last step computed tokens of, as its runner knows it."""
 
-    request: RunnerRequest  # its tokens, those that the step sampled included
-    start: int  # the first position that the step computed: what is before it stays where it is
-    num_computed_tokens: int  # positions with the target's KV of its tokens: no rejected drafts
+    request: RunnerRequest  # its tokens include those that the step sampled
+    start: int  # first position that the step computed; positions before it did not change
+    num_computed_tokens: int  # positions with the target's KV, rejected draft tokens not included
 
 
 @runtime_checkable
 class Proposer(Protocol):
-    num_spec_tokens: int  # the most it proposes for a request
-    num_lookahead_tokens: int  # KV slots that it may write behind the tokens that a step computes
+    num_spec_tokens: int  # maximum number of draft tokens per request
+    num_lookahead_tokens: int  # KV slots that it may write after the tokens that a step computes
 
     def propose(
         self, followed: Sequence[FollowedRequest], num_drafts: Sequence[int]
     ) -> dict[str, list[int]]:
-        """At most `num_drafts[i]` tokens to follow those of `followed[i]`; whoever gets none may be
-        left out. The requests are those of the last step, each behind by one token or, in the
-        middle of its prompt, by more, with 0 drafts."""
+        """Propose at most `num_drafts[i]` tokens to follow those of `followed[i]`; requests without
+        a proposal can be left out. The requests are those of the last step. Each lags by one
+        uncomputed token or, in the middle of its prompt, by more, with 0 drafts."""
         ...
 
     def draft_probs(self, request_id: str) -> torch.Tensor | None:
         """The distributions `[num_drafts, vocab_size]` that the last proposal was drawn from. None:
-        it was certain, or drawn in the target's own way, so that it must be matched."""
+        the proposal is deterministic, or was drawn in the target's own way, so it must be verified
+        by matching."""
         ...
 
     def forget(self, request_id: str) -> None:
-        """The request has ended, or its KV was taken away. Unknown ids are ignored."""
+        """Drop the state of a request that has finished or lost its KV. Unknown ids are ignored."""
 
 
 @dataclass(slots=True)
 class History:
-    """`first[n]` maps an n-gram to where it was first followed: the index of the next token."""
+    """`first[n]` maps an n-gram to the index of the token that first followed it."""
 
     first: dict[int, dict[tuple[int, ...], int]]
-    num_indexed: int = 0  # tokens that n-grams may end before
+    num_indexed: int = 0  # n-grams that end before this index are in the dictionary
 
 
 @dataclass
 class NgramProposer:
-    """`min_ngram` to `max_ngram` tokens are looked up, up to `num_spec_tokens` proposed. Raises
+    """Look up `min_ngram` to `max_ngram` tokens, and propose up to `num_spec_tokens`. Raises
     `ValueError` that names the field."""
 
     num_spec_tokens: int = 4
@@ -92,7 +93,7 @@ class NgramProposer:
         drafts = {}
         for request, num in zip((f.request for f in followed), num_drafts, strict=True):
             history = self._histories.get(request.req_id) or self._begin(request)
-            # What is new, and before it as much as an n-gram that ends there reaches back.
+            # The new tokens, and as many before them as an n-gram that ends there can include.
             start = max(history.num_indexed - self.max_ngram, 0)
             tokens = request.tokens(start, request.num_tokens)
             self._index(history, tokens, start)
@@ -102,7 +103,7 @@ class NgramProposer:
         return drafts
 
     def draft_probs(self, request_id: str) -> None:
-        return None  # a look-up is certain
+        return None  # a lookup is deterministic
 
     def forget(self, request_id: str) -> None:
         self._histories.pop(request_id, None)
@@ -113,7 +114,7 @@ class NgramProposer:
         return history
 
     def _index(self, history: History, tokens: list[int], start: int) -> None:
-        """`tokens` are those from position `start` on."""
+        """Add the n-grams of `tokens`, which start at position `start`."""
         for end in range(max(history.num_indexed, 1) - start, len(tokens)):
             for n, first in history.first.items():
                 if n <= end:
@@ -121,7 +122,8 @@ class NgramProposer:
         history.num_indexed = start + len(tokens)
 
     def _find(self, history: History, tokens: list[int], shortest: int) -> int | None:
-        """Where the longest suffix was first followed, if one of `shortest` tokens was."""
+        """The index of the token that first followed the longest suffix of at least `shortest`
+        tokens, or None."""
         for n in range(min(self.max_ngram, len(tokens)), shortest - 1, -1):
             start = history.first[n].get(tuple(tokens[-n:]))
             if start is not None:

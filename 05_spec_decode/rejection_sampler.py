@@ -1,29 +1,31 @@
-"""Verification: which drafts stay, and which token comes after them.
+"""Verification: which draft tokens are accepted, and which token follows them.
 
-A request brings k drafts (each its own k, 0 included) and gets k + 1 rows of the target's output:
-one for the position of each draft, and one behind the last. Rows of all requests lie end to end:
+A request brings k draft tokens (k can differ by request and be 0) and gets k + 1 rows of the
+target's output: one for the position of each draft token, and one after the last. The rows of all
+requests are concatenated:
 
     rows             | p(d0) p(d1) p(d2) p(+) | p(+) | p(d0) p(+) |      + bonus
     cu_num_logits    0                        4      5            7
     drafts           | d0    d1    d2         |      | d0         |      flat, 4 of them
 
-From the first draft on, each is accepted or ends the run. Two rules, both exact: what comes out has
-the target's law, whatever the drafts were (proof: README; enumeration: the tests).
+From the first draft token on, each is accepted or ends the run. There are two rules, both exact:
+the output has the target's distribution, whatever the draft tokens were (proof: README;
+enumeration: the tests).
 
     rejection    accept d with probability min(1, p(d) / q(d)); on rejection draw from the
-                 positive part of p - q, normalised; behind k accepted ones draw from p
-    matching     draw x from p at every row, drafts unseen; accept d while d == x; the first x
-                 that differs is the next token
+                 positive part of p - q, normalised; after k accepted ones draw from p
+    matching     draw x from p at every row, without looking at the drafts; accept d while d == x;
+                 the first x that differs is the next token
 
-Rejection accepts as often as any rule can: sum(min(p, q)). Matching accepts less, unless drafts are
-certain (q one-hot, as of a look-up), where both accept with probability p(d). Its virtue: x is the
-very token that plain decoding draws from the same random numbers. So it serves greedy requests,
-drafts without probabilities, and requests with a seed, whose tokens may not depend on how many
-drafts they happened to get.
+Rejection accepts as often as any rule can: sum(min(p, q)). Matching accepts less, unless draft
+tokens are deterministic (q one-hot, as in a lookup), where both accept with probability p(d). The
+advantage of matching is that x is the same token that plain decoding draws from the same random
+numbers. So matching serves greedy requests, draft tokens without probabilities, and requests with a
+seed, whose tokens must not depend on how many draft tokens they happened to get.
 
-Invariants: a token with p = 0 never comes out; an id that is no token is never looked up and never
-accepted, and the token in its place is drawn from p; nothing here waits for the device; the same
-numbers give the same tokens in the Triton kernels, bit for bit.
+Invariants: a token with p = 0 is never returned; an out-of-range id is never looked up and never
+accepted, and the token that replaces it is drawn from p; nothing here waits for the device; the
+same numbers give bitwise identical tokens in the Triton kernels.
 
 Source: Leviathan et al., arXiv 2211.17192; Chen et al., arXiv 2302.01318.
 """
@@ -41,8 +43,8 @@ PADDING = -1
 
 @dataclass(frozen=True, slots=True)
 class VerifiedTokens:
-    """`token_ids` [num_reqs, max_num_drafts + 1] int64, `PADDING` behind the `num_sampled`
-    [num_reqs] int64 tokens of a request: its accepted drafts and one more."""
+    """`token_ids` [num_reqs, max_num_drafts + 1] int64 holds the `num_sampled` [num_reqs] int64
+    tokens of each request (its accepted draft tokens and one more), then `PADDING`."""
 
     token_ids: torch.Tensor
     num_sampled: torch.Tensor
@@ -53,15 +55,17 @@ def rejection_sample(
     draft_token_ids: torch.Tensor,  # [num_drafts] int64, request after request
     draft_probs: torch.Tensor | None,  # [num_drafts, vocab_size] float; None: one-hot
     cu_num_logits: torch.Tensor,  # [num_reqs + 1] int64, first row of each request
-    max_num_drafts: int,  # at least the drafts of any request
+    max_num_drafts: int,  # upper bound of the draft tokens per request
     accept_u: torch.Tensor,  # [num_drafts] float64 in [0, 1)
     sample_u: torch.Tensor,  # [num_rows] float64 in [0, 1)
 ) -> VerifiedTokens:
-    """The rejection rule. Row r's own number in `sample_u` draws the token that replaces the draft
-    there, or the bonus token; all numbers must be independent of each other and of the drafts."""
+    """Verify draft tokens by the rejection rule. Row r's own number in `sample_u` draws the token
+    that replaces the draft there, or the bonus token; all numbers must be independent of each other
+    and of the drafts."""
     layout = _Layout.of(cu_num_logits, max_num_drafts, len(draft_token_ids))
     draft_token_ids, accept_u = _not_empty(draft_token_ids), _not_empty(accept_u)
-    # An id that is no token is not looked up: its neighbour is, whatever that says.
+    # An out-of-range id is clamped to a valid index so that the lookup cannot fail; `is_token`
+    # makes sure that the result is ignored.
     nearest = draft_token_ids.clamp(0, target_probs.shape[1] - 1)
     is_token = nearest == draft_token_ids
     drafts = nearest[layout.draft_index]
@@ -81,8 +85,8 @@ def rejection_sample(
         residual = weights.scatter(1, nearest[first_rejected][:, None], 0.0)
     else:
         residual = (weights - draft_probs[first_rejected].to(weights.dtype)).clamp(min=0)
-    # Rounding can leave nothing of p - q, or nothing that can be drawn: then it is p. So it is
-    # behind an id that is no token: nobody has drawn that from q.
+    # Rounding can leave nothing of p - q, or nothing that can be drawn; then draw from p. After an
+    # out-of-range id draw from p as well, because that id was not drawn from q.
     can_be_drawn = residual.amax(dim=-1).double() * SCALE >= 1
     is_rejected = (num_accepted < layout.num_drafts) & is_token[first_rejected]
     is_residual = is_rejected & can_be_drawn
@@ -95,18 +99,19 @@ def rejection_sampling_batched(
     target_sampled: torch.Tensor,  # [num_rows] int64, drawn from the target's distribution
     draft_tokens: torch.Tensor,  # [num_drafts] int64, or [num_rows]: the tokens that were fed
     cu_num_logits: torch.Tensor,  # [num_reqs + 1] int64, first row of each request
-    num_speculative_steps: int,  # at least the drafts of any request
+    num_speculative_steps: int,  # upper bound of the draft tokens per request
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """The matching rule (the name is the field's): `VerifiedTokens` as a pair. With the target's
-    most likely tokens as `target_sampled` this is greedy speculative decoding."""
+    """Verify draft tokens by the matching rule (the function's name is the field's). Returns the
+    fields of `VerifiedTokens` as a pair. With the target's most likely tokens as `target_sampled`
+    this is greedy speculative decoding."""
     num_reqs = len(cu_num_logits) - 1
     layout = _Layout.of(cu_num_logits, num_speculative_steps, len(target_sampled) - num_reqs)
     if len(draft_tokens) == len(target_sampled):
         fed = (layout.draft_rows + 1).clamp(max=len(draft_tokens) - 1)
-        drafts = draft_tokens[fed]  # a draft is fed to the row behind the one that verifies it
+        drafts = draft_tokens[fed]  # a draft token is fed to the row after the one that verifies it
     else:
         drafts = _not_empty(draft_tokens)[layout.draft_index]
-    # A negative draft is a placeholder, a negative sample says that its row has no distribution.
+    # A negative draft is a placeholder; a negative sample marks a row without a distribution.
     is_accepted = (target_sampled[layout.draft_rows] == drafts) & (drafts >= 0)
     num_accepted = layout.count_leading(is_accepted)
     last = target_sampled[cu_num_logits[:-1] + num_accepted]
@@ -116,9 +121,9 @@ def rejection_sampling_batched(
 
 @dataclass(frozen=True, slots=True)
 class _Layout:
-    """Where rows and drafts lie, as a grid [num_reqs, max_num_drafts]. Draft j of request r: row
-    `cu[r] + j`, number `cu[r] - r + j` among the drafts, since every request has one row more than
-    drafts. Cells without a draft hold some other's indices: a mask of varying size would make the
+    """Rows and drafts as a grid [num_reqs, max_num_drafts]. Draft j of request r has row `cu[r] +
+    j` and index `cu[r] - r + j` among the drafts, since every request has one row more than drafts.
+    Cells without a draft hold the indices of another one: a mask of varying size would make the
     host wait for the device."""
 
     requests: torch.Tensor  # [num_reqs] 0, 1, ...
@@ -140,7 +145,7 @@ class _Layout:
         return cls(requests, per_request, is_draft, torch.where(is_draft, rows, 0), index)
 
     def count_leading(self, is_accepted: torch.Tensor) -> torch.Tensor:
-        """How many drafts [num_reqs] come before the first that is not accepted."""
+        """How many draft tokens [num_reqs] precede the first one that is not accepted."""
         return (self.is_draft & is_accepted).cumprod(dim=-1).sum(dim=-1)
 
     def assemble(
@@ -155,5 +160,5 @@ class _Layout:
 
 
 def _not_empty(x: torch.Tensor) -> torch.Tensor:
-    """Something to index where there are no drafts at all."""
+    """The tensor itself, or one row of zeros to index if it is empty."""
     return x if len(x) else x.new_zeros((1, *x.shape[1:]))

@@ -1,4 +1,4 @@
-"""Chapter 5 in 38 lines: a verdict. Run it: `python 05_spec_decode/small_speculation.py`."""
+"""Chapter 5 in 38 lines: accept or reject. Run it: `python 05_spec_decode/small_speculation.py`."""
 
 import random
 from collections import Counter
@@ -8,9 +8,9 @@ import torch
 from rejection_sampler import rejection_sample
 
 TOKENS = "xyz"
-DRAFT = {"x": 0.2, "y": 0.7, "z": 0.1}  # q: what the cheap model says
-TARGET = [{"x": 0.5, "y": 0.3, "z": 0.2}, {"x": 0.1, "y": 0.8, "z": 0.1}]  # p, in its two places
-BONUS = {"x": 0.6, "y": 0.2, "z": 0.2}  # p after both guesses
+DRAFT = {"x": 0.2, "y": 0.7, "z": 0.1}  # q: the cheap model's distribution
+TARGET = [{"x": 0.5, "y": 0.3, "z": 0.2}, {"x": 0.1, "y": 0.8, "z": 0.1}]  # p, at its two positions
+BONUS = {"x": 0.6, "y": 0.2, "z": 0.2}  # p after both draft tokens
 
 
 def draw(weights, u):
@@ -24,7 +24,7 @@ def draw(weights, u):
 
 
 def judge(guesses, accept_u, sample_u):
-    """The guesses up to the first that is rejected, and one token from the target."""
+    """Return the draft tokens up to the first rejection, and one token from the target."""
     tokens = []
     for d, p, u, v in zip(guesses, TARGET, accept_u, sample_u):
         if u >= p[d] / DRAFT[d]:  # accepted with probability min(1, p/q)
@@ -38,17 +38,17 @@ rng = random.Random(5)
 rounds = []
 for _ in range(20_000):
     guesses = [draw(DRAFT, rng.random()) for _ in TARGET]
-    numbers = [rng.random() for _ in range(5)]  # two to accept by, three to draw with
+    numbers = [rng.random() for _ in range(5)]  # two to accept with, three to draw with
     rounds.append((guesses, numbers[:2], numbers[2:], judge(guesses, numbers[:2], numbers[2:])))
 for guesses, _, _, tokens in rounds[:4]:
-    print(f"guessed {' '.join(guesses)}   came out {' '.join(tokens)}")
+    print(f"proposed {' '.join(guesses)}   output {' '.join(tokens)}")
 counts = Counter(tokens[0] for *_, tokens in rounds)
 for token in TOKENS:
     share = counts[token] / len(rounds)
     print(f"first token {token}: {share:.2f} of all, p says {TARGET[0][token]:.2f}")
     assert abs(share - TARGET[0][token]) < 0.02
 
-# The same by the chapter's function, which judges a batch at once.
+# Compare with the chapter's function, which verifies a whole batch.
 p = torch.tensor([[*row.values()] for row in (*TARGET, BONUS)], dtype=torch.float64)
 q = torch.tensor([[*DRAFT.values()]] * 2, dtype=torch.float64)
 for guesses, accept_u, sample_u, tokens in rounds[:500]:

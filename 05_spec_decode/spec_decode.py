@@ -1,25 +1,26 @@
-"""Speculative decoding alone: two toy models and one step. The loop: `testing/toy_generation.py`.
+"""Speculative decoding on its own: two toy models and one step. For the loop:
+`testing/toy_generation.py`.
 
-A *draft* model guesses k tokens, one after the other. The *target* model reads the context and all
-guesses in one pass, which takes hardly longer than a pass over one token (the weights are read once
-either way), and says at each place what it would have said there:
+A *draft* model proposes k tokens, one after the other. The *target* model reads the context and all
+draft tokens in one pass, which takes hardly longer than a pass over one token (the weights are read
+once either way), and returns its own distribution at each position:
 
     fed to the target     c0   c1   c2   d0   d1   d2      context c, drafts d
     its rows of logits    .    .    p0   p1   p2   p3
-                                    |    |    |    '- behind all drafts: the bonus token
-                                    |    |    '- judges d2
-                                    |    '- judges d1
-                                    '- judges d0: the row of the token *before* it
+                                    |    |    |    '- after all drafts: the bonus token
+                                    |    |    '- verifies d2
+                                    |    '- verifies d1
+                                    '- verifies d0: the row of the token *before* it
 
-Drafts are judged from the first on; the first that is rejected is replaced by a token of the
-target's, and what was guessed behind it is thrown away. How to judge: `rejection_sampler.py`.
+Draft tokens are verified from the first on. The first one that is rejected is replaced by a token
+of the target, and the draft tokens after it are discarded. `rejection_sampler.py` has the rules.
 
-Invariants: a step is one target pass and emits 1 to k + 1 tokens. They have the target's law, and
-at temperature 0 are the target's very tokens, however bad the drafts: a bad draft costs time, never
-quality.
+Invariants: a step is one target pass and emits 1 to k + 1 tokens. They have the target's
+distribution, and at temperature 0 are the target's own tokens, however bad the draft tokens: a bad
+draft token costs time, never quality.
 
-There is no KV cache here, so each pass reads everything again. An engine must give back the KV of
-rejected drafts, and requests with different numbers of drafts share a pass:
+There is no KV cache here, so each pass reads everything again. An engine must free the KV of
+rejected draft tokens, and requests with different numbers of them share a pass:
 `speculating_runner.py`, `beyond/draft_model_proposer.py`.
 
 Source: Leviathan et al., arXiv 2211.17192; Chen et al., arXiv 2302.01318.
@@ -38,7 +39,7 @@ from inverse_cdf import draw
 from rejection_sampler import rejection_sample, rejection_sampling_batched
 from request import require
 
-__all__ = [  # the posts' names
+__all__ = [  # names in the Chinese blog posts
     "SimpleLM",
     "draft_generate",
     "rejection_sampling_batched",
@@ -49,13 +50,13 @@ __all__ = [  # the posts' names
 
 class LanguageModel(Protocol):
     def get_logits(self, token_ids: Sequence[int]) -> torch.Tensor:
-        """[seq_len, vocab_size]: row i is about the token behind `token_ids[i]`."""
+        """Return [seq_len, vocab_size]: row i predicts the token after `token_ids[i]`."""
         ...
 
 
 class SimpleLM:
-    """One layer of causal attention with random weights, float64. It has read nothing, but its
-    tokens depend on all tokens before them and on their order, as a real model's do."""
+    """One layer of causal attention with random weights, float64. It is not trained, but its tokens
+    depend on all tokens before them and on their order, as a real model's do."""
 
     def __init__(self, vocab_size: int, hidden_size: int = 64, *, seed: int = 0) -> None:
         require(vocab_size >= 1, "vocab_size", vocab_size, ">= 1")
@@ -69,10 +70,10 @@ class SimpleLM:
         self._frequencies = torch.arange(1, hidden_size + 1).double()  # radians per position
 
     def noisy_copy(self, noise: float, seed: int = 0) -> SimpleLM:
-        """A draft model for this one. `noise` 0 is the model itself, 1 one that has nothing to do
-        with it; between them agreement falls."""
+        """A draft model for this one. With `noise` 0 it is the same model, with 1 an unrelated one;
+        agreement falls in between."""
         require(0 <= noise <= 1, "noise", noise, "in [0, 1]")
-        # Far from seeds that somebody chooses: the noise must not be the weights.
+        # Far from seeds that a caller chooses: the noise must not equal the weights.
         copy = SimpleLM(self.vocab_size, self.hidden_size, seed=1_000_003 + seed)
         pairs = zip(self.weights, copy.weights)
         copy.weights = [math.sqrt(1 - noise**2) * own + noise * other for own, other in pairs]
@@ -86,7 +87,7 @@ class SimpleLM:
             raise ValueError(f"token_ids must be in [0, {self.vocab_size}), got {outside[0]}")
         is_seen = torch.ones(len(ids), len(ids), dtype=torch.bool).tril()
         x = embedding[ids] + torch.cos(torch.arange(len(ids))[:, None] * self._frequencies)
-        # Random entries of size 1: the product of two vectors is about sqrt(hidden_size) long.
+        # With random entries of size 1, the product of two vectors is about sqrt(hidden_size).
         scale = self.hidden_size**-0.5
         scores = (x @ query * scale) @ (x @ key * scale).T * scale
         scores = scores.masked_fill(~is_seen, -torch.inf)
@@ -96,7 +97,8 @@ class SimpleLM:
 
 
 def token_probs(logits: torch.Tensor, temperature: float) -> torch.Tensor:
-    """Of logits [..., vocab_size], float64. `temperature` > 0, however small."""
+    """The probabilities for logits [..., vocab_size], in float64. `temperature` must be > 0,
+    however small."""
     require(0 < temperature < math.inf, "temperature", temperature, ">= 0 and finite")
     logits = logits.double()
     return ((logits - logits.amax(dim=-1, keepdim=True)) / temperature).softmax(dim=-1)
@@ -107,7 +109,7 @@ def sample_token(
     temperature: float = 1.0,
     generator: torch.Generator | None = None,
 ) -> int:
-    """Temperature 0 is greedy: the most likely token, the lowest id of equals."""
+    """Sample one token. Temperature 0 is greedy: the most likely token, the lowest id of equals."""
     return int(_sample_rows(logits[None], temperature, generator))
 
 
@@ -118,12 +120,12 @@ def draft_generate(
     temperature: float = 1.0,
     generator: torch.Generator | None = None,
 ) -> tuple[list[int], torch.Tensor]:
-    """`(draft_token_ids, draft_logits [k, vocab_size])`: row j is what draft j was drawn from.
-    One pass of the draft model for each draft."""
+    """Return `(draft_token_ids, draft_logits [k, vocab_size])`: draft j was drawn from row j. Takes
+    one pass of the draft model per draft token."""
     check_context(context_ids)
     k = num_speculative_tokens
     require(k >= 0, "num_speculative_tokens", k, ">= 0")
-    if k == 0:  # a pass for nothing but the size of the vocabulary
+    if k == 0:  # one pass, only for the size of the vocabulary
         return [], draft_model.get_logits(context_ids)[:0]
     drafts: list[int] = []
     rows = []
@@ -140,13 +142,16 @@ def verify_and_sample(
     temperature: float = 1.0,
     generator: torch.Generator | None = None,
     *,
-    draft_logits: torch.Tensor | None = None,  # [k, vocab_size]; None: drafts that are certain
+    draft_logits: torch.Tensor | None = None,  # [k, vocab_size]; None: deterministic drafts
     rule: str = "rejection",
 ) -> tuple[list[int], int]:
-    """`(tokens, num_accepted)`: the accepted drafts and one token more, by one target pass.
+    """Return `(tokens, num_accepted)`: the accepted draft tokens and one more token, from one
+    target pass.
 
     With "rejection", the drafts must have been drawn from `draft_logits` at this `temperature`, or
-    the law is wrong; "matching", and any rule at temperature 0, does not look at them."""
+    the output has another distribution. With "matching", or at temperature 0, `draft_logits` is not
+    used.
+    """
     check_context(context_ids)
     require(rule in ("rejection", "matching"), "rule", rule, "one of rejection, matching")
     num_drafts = len(draft_tokens)
@@ -187,7 +192,7 @@ def speculative_decode_step(
     *,
     rule: str = "rejection",
 ) -> tuple[list[int], SpecDecodeStats]:
-    """Guess, verify: the next 1 to k + 1 tokens."""
+    """Propose and verify: return the next 1 to k + 1 tokens."""
     drafts, logits = draft_generate(
         draft_model, context_ids, num_speculative_tokens, temperature, generator
     )
@@ -202,7 +207,7 @@ def speculative_decode_step(
 def _sample_rows(
     logits: torch.Tensor, temperature: float, generator: torch.Generator | None
 ) -> torch.Tensor:
-    """[R] int64 of [R, vocab_size], each with a random number of its own."""
+    """Sample [R] int64 from [R, vocab_size], with one random number per row."""
     if temperature == 0:
         return logits.argmax(dim=-1)
     tokens, _ = draw(token_probs(logits, temperature), _uniform(len(logits), generator))

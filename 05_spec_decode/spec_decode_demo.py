@@ -9,14 +9,14 @@
 # ---
 
 # %% [markdown]
-# # Accept, or draw what is missing
+# # Accept, or sample from the residual
 #
-# Everything here is imported from the chapter. Eight tokens, a target distribution p, a draft
-# distribution q that is off, and the chapter's own verification function.
+# Everything here is imported from the chapter: eight tokens, a target distribution p, a draft
+# distribution q that differs from it, and the chapter's own verification function.
 #
 # **中文提要**：八个 token，目标分布 p，草稿分布 q。草稿 token 以 min(1, p/q) 的概率接受，
 # 被拒时从残差里重抽，抽出来的分布恰好是 p：先算，再画，再数。然后是另一条规则（先抽目标 token，
-# 再和草稿比较）、猜几个才划算，以及怎样从文中查找（n-gram）。
+# 再和草稿 token 比较）、一次提几个草稿 token 才划算，以及怎样从文中查找（n-gram）。
 
 # %%
 import matplotlib.pyplot as plt
@@ -41,8 +41,8 @@ q = torch.tensor([0.20, 0.20, 0.02, 0.30, 0.10, 0.03, 0.05, 0.10], dtype=torch.f
 NUM_REQUESTS = 100_000
 
 # %% [markdown]
-# One hundred thousand requests, each with one guess drawn from q. A request has two rows of logits:
-# one for the place of its guess, one for the bonus token behind it.
+# Take one hundred thousand requests, each with one draft token drawn from q. A request has two rows
+# of logits: one for the position of its draft token, one for the bonus token after it.
 
 # %%
 guesses = torch.multinomial(q, NUM_REQUESTS, replacement=True)
@@ -70,8 +70,8 @@ print(
 # %% [markdown]
 # ## The picture
 #
-# Green: guesses that were accepted, which pile up to min(p, q). Orange: what was drawn from the
-# residual after a rejection. Together they reach p exactly, and q has left no trace.
+# Green shows accepted draft tokens, which add up to min(p, q). Orange shows tokens drawn from the
+# residual after a rejection. Together they equal p exactly, and nothing of q is left.
 
 # %%
 accepted = torch.bincount(first[is_accepted], minlength=8) / NUM_REQUESTS
@@ -95,8 +95,8 @@ assert (accepted + recovered - p).abs().max() < 0.01
 # %% [markdown]
 # ## The other rule
 #
-# Matching draws the target's token as plain decoding would, and accepts the guess if it is equal.
-# Exact as well, but independent draws rarely meet.
+# Matching draws the target's token as plain decoding would, and accepts the draft token if both are
+# equal. This is exact as well, but independent draws rarely agree.
 
 # %%
 sampled = torch.multinomial(p, 2 * NUM_REQUESTS, replacement=True)
@@ -108,10 +108,11 @@ print(f"accepted {(num_sampled == 2).double().mean():.3f}, sum of p q {(p * q).s
 assert (came_out - p).abs().max() < 0.01
 
 # %% [markdown]
-# ## How many guesses pay
+# ## How many draft tokens pay off
 #
-# Expected tokens of a pass, divided by its cost: a pass of the target, and k rounds of guessing at
-# c passes each. With a draft that costs a third of the target (right), long chains lose.
+# The curves show the expected tokens of a pass, divided by its cost: a pass of the target, and k
+# rounds of proposing at c passes each. With a draft model that costs a third of the target (right),
+# long drafts lose.
 
 # %%
 figure, axes = plt.subplots(1, 2, figsize=(9, 3.4), layout="constrained", sharey=True)
@@ -128,9 +129,10 @@ axes[0].legend(frameon=False)
 plt.show()
 
 # %% [markdown]
-# ## Looking up
+# ## Looking up n-grams
 #
-# No model at all: what followed the last tokens when they stood in the text before?
+# There is no model here. The proposer looks for an earlier occurrence of the last tokens in the
+# text, and proposes the tokens that followed it.
 
 # %%
 text = "the cat sat on the mat and the dog sat on"
@@ -146,11 +148,11 @@ assert [names[i] for i in drafts["a"]] == ["the", "mat", "and"]
 # %% [markdown]
 # ## Watch it run
 #
-# ![Film 5: guesses, right and wrong](figures/film.png)
+# ![Film 5: draft tokens, accepted and rejected](figures/film.png)
 #
-# The same requests without guesses and with: every token is the same. In step 5 all guesses for a
-# are right, and it gains 3 tokens at once. All 3 for c are wrong: they are thrown away, and it
-# gains one token, as without them. 16 steps do the work of 22.
+# The same requests without draft tokens and with them give the same tokens. In step 5 all draft
+# tokens of a are accepted, and it gains 3 tokens. All 3 of c are rejected, so it gains one token,
+# as without them. 16 steps do the work of 22.
 #
 # The film itself takes seconds to make: `make watch ARGS="--film 5 --open"`
 # in the root of the repository. Step through it with the arrow keys.

@@ -1,15 +1,18 @@
-"""A runner that also guesses: it stands around another one, and is a `ModelRunner` itself.
+"""A runner that also proposes draft tokens. It wraps another runner, and is a `ModelRunner` itself.
 
-    plan    = scheduler.schedule()            plans drafts like tokens that are known
+    plan    = scheduler.schedule()            schedules drafts like known tokens
     output  = runner.execute(plan).wait()     <-- the inner runner computes and verifies; then here:
-                                                  what came of the drafts, and new ones
-    results = scheduler.update_from_output(plan, output)       takes back the KV of those rejected
+                                                  count accepted drafts, propose new ones
+    results = scheduler.update_from_output(plan, output)       rolls back the KV of rejected ones
 
-What it knows are plans and sampled tokens, as a runner in another process would. A request is
-guessed on if it is behind by nothing but the token that was just sampled. Some have ended with that
-token, and only the scheduler knows: it drops their guesses. A proposer needs this step's tokens
-now: they go into the runner's copies at once, and the next plan sends them again, in their place.
-How much to guess: `FixedLength` is a constant, `beyond/adaptive_length.py` learns what pays.
+The wrapper knows only plans and sampled tokens, as a runner in another process would. It proposes
+for a request if only the token that was just sampled is uncomputed. Some requests have finished
+with that token, but only the scheduler knows that, so it drops their draft tokens. A proposer needs
+this step's tokens immediately, so they are written into the runner's copies of the requests; the
+next plan sends them again, to the same positions.
+
+How many tokens to propose: `FixedLength` is a constant, `beyond/adaptive_length.py` learns the best
+length.
 """
 
 from __future__ import annotations
@@ -26,26 +29,26 @@ from scheduler_interface import FinishedStep, Laps, ModelRunner, PlanMessage, St
 
 class DraftLength(Protocol):
     def choose(self, request_ids: Sequence[str]) -> list[int]:
-        """Drafts to ask for, for each of the requests that decode together."""
+        """Choose how many draft tokens to propose for each of these decoding requests."""
         ...
 
     def observe(self, request_id: str, num_drafted: int, num_accepted: int) -> None:
-        """What came of a request's drafts."""
+        """Record how many of a request's draft tokens were accepted."""
 
     def observe_step(
         self, num_requests: int, num_tokens: int, num_rounds: int, verify_ms: float, draft_ms: float
     ) -> None:
-        """Times of a step without prompts: a target pass over `num_tokens`, then `num_rounds` of
-        guessing, each for `num_requests`. With 0 rounds, `draft_ms` says nothing: nobody guessed,
-        or a draft model caught up with what it had missed."""
+        """Record the times of a step without prompts: a target pass over `num_tokens`, then
+        `num_rounds` rounds of proposing, each for `num_requests`. With 0 rounds, ignore `draft_ms`:
+        nothing was proposed, or a draft model caught up on tokens that it had missed."""
 
     def forget(self, request_id: str) -> None:
-        """The request has ended. Unknown ids are ignored."""
+        """Drop the state of a finished request. Unknown ids are ignored."""
 
 
 @dataclass(frozen=True, slots=True)
 class FixedLength(DraftLength):
-    """Learns nothing from what it is told."""
+    """A constant length, which ignores all observations."""
 
     num_spec_tokens: int
 
@@ -54,7 +57,8 @@ class FixedLength(DraftLength):
 
 
 class SpeculatingRunner:
-    """`state` is that of `runner`, the very object, which brings it up to date."""
+    """A `ModelRunner` around `runner`. `state` must be the same object as that runner's state,
+    which the runner updates."""
 
     def __init__(
         self,
@@ -68,7 +72,7 @@ class SpeculatingRunner:
         self.draft_length = draft_length
         self.state = state
         self.stats = SpecDecodeStats()
-        self._num_rounds = 0  # of guessing, in the last step
+        self._num_rounds = 0  # rounds of proposing in the last step
         self._num_rounds_before = 0
 
     def execute(self, plan: PlanMessage) -> FinishedStep:
@@ -76,7 +80,7 @@ class SpeculatingRunner:
             self.proposer.forget(req_id)
             self.draft_length.forget(req_id)
         for req_id in plan.scheduled_cached_reqs.resumed_req_ids:
-            self.proposer.forget(req_id)  # it has another block table
+            self.proposer.forget(req_id)  # its block table is new
         output = self.runner.execute(plan).wait()
         verify_ms = sum(output.times.values())
         clock = Laps()
@@ -87,11 +91,12 @@ class SpeculatingRunner:
         return FinishedStep(output)
 
     def reset_stats(self) -> None:
-        """Start counting anew."""
+        """Reset all counters to zero."""
         self.stats = SpecDecodeStats()
 
     def _judge(self, plan: PlanMessage, output: StepOutput) -> list[FollowedRequest]:
-        """Count what came of the drafts. Returns who may go on, with the tokens of this step."""
+        """Count accepted draft tokens. Returns the requests that may continue, with this step's
+        tokens."""
         self._append(output.token_ids)
         followed, starts = [], plan.starts()
         for (req_id, start), num_outputs in zip(starts.items(), self._num_outputs(starts)):
@@ -124,19 +129,19 @@ class SpeculatingRunner:
         lengths, num_outputs = self.draft_length.choose(req_ids), self._num_outputs(req_ids)
         wanted = {}
         for request, length, num in zip(ready, lengths, num_outputs, strict=True):
-            # The token that follows the drafts is an output too.
+            # The token that follows the draft tokens is an output too.
             most = request.max_tokens - num - 1
             wanted[request.req_id] = max(0, min(length, most))
         num_drafts = [wanted.get(f.request.req_id, 0) for f in followed]
         self._num_rounds_before, self._num_rounds = self._num_rounds, max(num_drafts, default=0)
         if self._num_rounds == 0:
-            return {}  # a draft model falls behind, and catches up when it is asked again
+            return {}  # a draft model lags, and catches up at its next proposal
         return self.proposer.propose(followed, num_drafts)
 
     def _observe_times(self, plan: PlanMessage, verify_ms: float, propose_ms: float) -> None:
         num_tokens, drafts = plan.num_scheduled_tokens, plan.scheduled_draft_token_ids
         if num_tokens and all(n == 1 + len(drafts.get(r, ())) for r, n in num_tokens.items()):
-            # After a pause a draft model first catches up, which takes longer than guessing.
+            # After a pause, a draft model first catches up, which takes longer than proposing.
             num_rounds = self._num_rounds if self._num_rounds_before else 0
             self.draft_length.observe_step(
                 len(num_tokens), sum(num_tokens.values()), num_rounds, verify_ms, propose_ms

@@ -1,29 +1,30 @@
-"""How a long prompt is cut: at most so many of its tokens in one step.
+"""How long prompts are split: at most a given number of a prompt's tokens in one step.
 
-A step that computes a whole prompt of 2,000 tokens takes as long as 2,000 tokens take, and
-everybody who decodes waits for it. Cut into chunks, the same work is spread over many steps, and
-each of them has room for a token of everybody else:
+A step that computes a whole prompt of 2,000 tokens takes as long as 2,000 tokens take, and every
+decoding request waits for it. If the prompt is split into chunks, the same work is spread over many
+steps, and each step has room for one token of every other request:
 
     whole     | A: 2,000 tokens, B: 1, C: 1          | B: 1, C: 1, A: 1 | ...
     chunks    | A: 254, B: 1, C: 1 | A: 254, B: 1, C: 1 | ... | A: 222, B: 1, C: 1 | ...
 
-Nothing else has to know. A request is some tokens behind (chapter 1's two counters), and gets fewer
-than that. Until it has caught up, no token is sampled for it.
+No other part of the engine changes. A request has some uncomputed tokens (chapter 1's two
+counters), and is scheduled for fewer than that. No token is sampled for it until its prompt is
+computed.
 
-`ChunkedPrefill` has three limits, each of which may be None:
+`ChunkedPrefill` has three limits; 2 and 3 can be None:
 
 1.  the budget of the step, always;
-2.  `long_prefill_token_threshold`: a prompt gets at most so many tokens of a step, so that several
-    prompts make progress side by side and a short one is not stuck behind a long one;
-3.  `max_long_partial_prefills`: at most so many prompts longer than the threshold are under way at
-    once; the short ones behind them in the queue may pass.
+2.  `long_prefill_token_threshold` limits the tokens of one prompt per step, so that several prompts
+    make progress side by side and a short prompt is not stuck after a long one;
+3.  `max_long_partial_prefills` limits how many prompts longer than the threshold are prefilled
+    concurrently; shorter ones after them in the queue can pass.
 
-Invariants: nobody gets more than it is behind or than the budget, and whoever runs gets at least
-one token where the budget has one, so every prompt ends.
+Invariants: no request gets more than its uncomputed tokens or than the budget, and a running
+request gets at least one token if any budget is left, so every prompt finishes.
 
-vLLM has these names (its V1 scheduler does not enforce the last). SGLang cuts to a fixed size and
-to whole pages, and has one prompt under way at a time (chapter 4's `beyond/prefill_adder.py`).
-Source: Sarathi-Serve, arXiv 2403.02310.
+vLLM has these names (its V1 scheduler does not enforce the last). SGLang splits prompts into chunks
+of a fixed size and of whole pages, and has one partial prompt at a time (chapter 4's
+`beyond/prefill_adder.py`). Source: Sarathi-Serve, arXiv 2403.02310.
 """
 
 from __future__ import annotations
@@ -53,13 +54,14 @@ class ChunkedPrefill(CutPrompts):
                 )
         self.long_prefill_token_threshold = long_prefill_token_threshold
         self.max_long_partial_prefills = max_long_partial_prefills
-        self._num_long = 0  # under way
+        self._num_long = 0  # long prompts being prefilled
 
     def begin_step(
         self, running: Collection[Request], num_behind: Callable[[Request], int]
     ) -> None:
         if self.max_long_partial_prefills is not None:
-            # `num_behind` is 0 for who sits out this step; its prompt is under way all the same.
+            # `num_behind` is 0 for a request that skips this step, although its prompt is partly
+            # computed.
             self._num_long = sum(
                 self._is_long(request.num_tokens - request.num_computed_tokens)
                 for request in running
@@ -77,6 +79,6 @@ class ChunkedPrefill(CutPrompts):
         return min(num_behind, budget, self.long_prefill_token_threshold or budget)
 
     def _is_long(self, num_behind: int) -> bool:
-        """It needs more than one step even when it is alone."""
+        """Whether the prompt needs more than one step even without other requests."""
         threshold = self.long_prefill_token_threshold
         return threshold is not None and num_behind > threshold

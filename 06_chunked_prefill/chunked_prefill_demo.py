@@ -9,14 +9,13 @@
 # ---
 
 # %% [markdown]
-# # A long prompt, a piece at a time
+# # A long prompt, one chunk at a time
 #
-# This notebook plays with the code of chapter 6. It defines nothing of its own beyond a few lines
-# that print and draw.
+# This notebook uses the code of chapter 6. It defines only a few lines that print and draw.
 #
-# **中文提要**：同样的请求，三种分段策略各跑一遍，看谁在等谁；每个 token 的代价；
-# 按时间定大小的分段；一次注意力调用怎样同时算解码和分段；
-# 最后在引擎里用三种大小的分段算同一个 prompt，得到的文字相同。
+# **中文提要**：同样的请求，三种分块策略各跑一遍，看谁在等谁；每个 token 的代价；
+# 按时间定大小的块；一次注意力调用怎样同时算解码和块；
+# 最后在引擎里用三种大小的块算同一个 prompt，得到的文字相同。
 
 # %%
 import warnings
@@ -45,9 +44,9 @@ warnings.filterwarnings("ignore", message="IProgress")  # no progress bars are w
 # %% [markdown]
 # ## The same requests under three policies
 #
-# Two short requests decode; in the third step a prompt of 40 tokens arrives. A step may have 48
-# tokens. Each row is a step, and says how many tokens it computes of whom. Nobody is told what a
-# phase is: a request gets what it is behind, or less.
+# Two short requests decode; in the third step a prompt of 40 tokens arrives. A step has a budget of
+# 48 tokens. Each row is a step, with the number of tokens computed for each request. The scheduler
+# has no notion of phases: a request gets its uncomputed tokens, or fewer.
 
 
 # %%
@@ -74,10 +73,10 @@ timeline(ChunkedPrefill(16))
 # %% [markdown]
 # ## What a token costs
 #
-# Arithmetic for each byte that is moved, for a model of 0.6 billion weights. A decode moves all the
-# weights for one token; the same weights serve a chunk's 256 tokens. An H200 (989 TFLOP/s in
-# bfloat16, 4.8 TB/s, by its data sheet) does about 200 FLOPs in the time in which it moves a byte:
-# below that the memory is the limit, above it the arithmetic.
+# The plot shows arithmetic per byte moved, for a model of 0.6 billion weights. A decode moves all
+# the weights for one token; a chunk uses the same weights for 256 tokens. An H200 (989 TFLOP/s in
+# bfloat16, 4.8 TB/s, by its data sheet) does about 200 FLOPs in the time in which it moves a byte.
+# Below that the memory is the limit, above it the arithmetic.
 
 # %%
 shape = ModelShape(600_000_000, num_layers=28, num_heads=16, num_kv_heads=8, head_dim=128)
@@ -95,11 +94,11 @@ for name, starts, lens in (
     )
 
 # %% [markdown]
-# ## Chunks of the size that a step has time for
+# ## Chunks that fit into a time limit
 #
-# `AdaptiveChunks` learns from the clock. Here the clock is a formula, so that the picture is the
-# same everywhere: 2 ms a step, 0.05 ms a token, 0.2 microseconds a query-key pair. The promise is
-# 20 ms. The first steps double, then the pieces shrink while the history grows.
+# `AdaptiveChunks` learns from the clock. Here the clock is a formula, so the picture is the same
+# everywhere: 2 ms per step, 0.05 ms per token, 0.2 microseconds per query-key pair. The target is
+# 20 ms. The first chunks double in size, then they shrink while the history grows.
 
 # %%
 policy, start, sizes, times = AdaptiveChunks(target_step_ms=20.0), 0, [], []
@@ -121,7 +120,7 @@ right.set(xlabel="step", ylabel="ms", ylim=0)
 plt.show()
 
 # %% [markdown]
-# What it has learnt, without having been told the formula:
+# These are its predictions, learned without knowing the formula:
 
 # %%
 for starts, lens in (([0], [100]), ([3000], [100]), ([3000], [10])):
@@ -136,7 +135,7 @@ assert isinstance(policy.cost, StepCost)
 # %% [markdown]
 # ## One attention call for all of them
 #
-# Two decodes and a chunk of five tokens, against chapter 2's specification, in float64.
+# Two decodes and a chunk of five tokens are compared with chapter 2's specification, in float64.
 
 # %%
 torch.manual_seed(0)
@@ -157,7 +156,7 @@ print("largest difference is below 1e-12:", (specified - mixed).abs().max().item
 # %% [markdown]
 # ## In the engine
 #
-# The shipped model, a prompt of 192 tokens, in pieces of three sizes: the text is the same.
+# The bundled model computes a prompt of 192 tokens in chunks of three sizes: the text is the same.
 
 # %%
 prompt = "\n".join(f"def area_{i}(width, height):\n    return width * height\n" for i in range(12))
@@ -178,11 +177,11 @@ print("one text:", len(texts) == 1)
 # %% [markdown]
 # ## Watch it run
 #
-# ![Film 6: a long prompt, whole and in pieces](figures/film.png)
+# ![Film 6: a long prompt, whole and in chunks](figures/film.png)
 #
-# c comes with 152 tokens in step 5. Whole, they are one step of 154 tokens, and a and b get their
-# next token when all of it is computed. In pieces of 32 they are 5 steps of at most 39 tokens, and
-# a and b get a token in each. The price: c has its own first token in step 9 instead of 5.
+# c arrives with 152 tokens in step 5. Whole, they make one step of 154 tokens, and a and b wait for
+# all of it. In chunks of 32 they make 5 steps of at most 39 tokens, and a and b get a token in
+# each. In return, c gets its first token in step 9 instead of 5.
 #
 # The film itself takes seconds to make: `make watch ARGS="--film 6 --open"`
 # in the root of the repository. Step through it with the arrow keys.

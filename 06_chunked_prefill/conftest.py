@@ -1,4 +1,4 @@
-"""Where kernels are tested, and in how many threads."""
+"""The device and the numbers of threads with which kernels are tested."""
 
 from collections.abc import Iterator
 

@@ -1,8 +1,9 @@
-"""Attention for decodes and chunks in one batch: each side its own way, and no row twice.
+"""Attention for decodes and chunks in one batch: a separate method for each, and no row computed
+twice.
 
 A decode is one query against a long history: it is bound by reading keys, and many are attended
 together as in chapter 2. A chunk is many queries against one history: it is bound by arithmetic,
-and needs a mask only where it meets itself. Its keys are read in spans, each of them once:
+and needs a mask only for its own keys. Its keys are read in spans, each of them once:
 
     tokens 10-15 of a sequence   | history, spans of KEY_TILE | own keys, spans of QUERY_TILE |
                          queries |   0-3   |   4-7   |  8-9   |   10-11  |   12-13  |  14-15  |
@@ -10,15 +11,16 @@ and needs a mask only where it meets itself. Its keys are read in spans, each of
                           12-13  |    x    |    x    |   x    |    x     | diagonal |         |
                           14-15  |    x    |    x    |   x    |    x     |    x     | diagonal|
 
-Only the diagonal is masked; what is empty here is neither gathered nor multiplied. Each span yields
-a *partial* result: attention to its own keys alone, and the log of the sum of exp(score). Two of
-them merge into that of both spans, each with the weight exp(its log-sum-exp). Span after span this
-is the online softmax of FlashAttention-2, whose running maximum and sum are here one number; with
-the spans on several workers it is FlashDecoding. A decode whose keys exceed the budget of a group
-goes the same way.
+Only the diagonal is masked; empty cells are neither gathered nor multiplied. Each span yields a
+*partial* result: attention to its own keys alone, and the log of the sum of exp(score). Two partial
+results merge into the result for both spans, each with the weight exp(its log-sum-exp). Span after
+span this is the online softmax of FlashAttention-2, whose running maximum and sum are one number
+here; with the spans on several workers it is FlashDecoding. A decode whose keys exceed the budget
+of a group is computed in the same way.
 
-Invariants: those of chapter 2, NaN in unused slots included; what is gathered at once is bounded by
-a span or a group, never by the history; with `MixedMetadata` nobody waits for the device.
+Invariants: those of chapter 2, NaN in unused slots included; the amount gathered at a time is
+bounded by a span or a group, never by the history; with `MixedMetadata` no code waits for the
+device.
 
 vLLM's FlashInfer and MLA backends treat the two sides with two kernels, in the order of
 `mixed_batch.py`; its Triton and FlashAttention backends have one kernel for both, see
@@ -48,21 +50,21 @@ from paged_attention import (
     repeat_for,
 )
 
-KEY_TILE = 4096  # keys of the history that are gathered at a time
-QUERY_TILE = 1024  # queries that are attended at a time, and keys of the diagonal
-# PyTorch's fused attention says the log-sum-exp only behind its public functions, and on a CPU.
-# None: without it.
+KEY_TILE = 4096  # history keys gathered at a time
+QUERY_TILE = 1024  # queries attended at a time, and keys of the diagonal
+# PyTorch's fused attention returns the log-sum-exp only from a private operator, and on a CPU. None
+# if PyTorch has no such operator.
 FUSED_ATTENTION = getattr(torch.ops.aten, "_scaled_dot_product_flash_attention_for_cpu", None)
 
 
 class MixedPlan(PagedPlan):
-    """Chapter 2's groups of short queries, and long ones (decodes of very many keys too) span by
-    span of their keys."""
+    """Chapter 2's groups of short queries; long queries (and decodes with very many keys) are
+    computed span by span of their keys."""
 
     def lengths(
         self, metadata: AttentionMetadata, key_cache: Tensor
     ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        """Plain metadata is read from the device."""
+        """Lengths from the host's copy, if there is one. Plain metadata is read from the device."""
         if isinstance(metadata, MixedMetadata):
             num_seqs = len(metadata.seq_lens)
             starts, seq_lens = map(np.asarray, (metadata.query_starts, metadata.host_seq_lens))
@@ -81,13 +83,13 @@ class MixedPlan(PagedPlan):
         query = query.to(torch.promote_types(query.dtype, torch.float32))
         history, size = long.seq_len - long.query_len, self.key_buffer.shape[1]
         own = range(history, long.seq_len, QUERY_TILE)
-        parts: dict[int, Partial] = {}  # of each tile of queries, by its first
+        parts: dict[int, Partial] = {}  # by the first query of each tile
         for start, stop in pairwise([*range(0, history, KEY_TILE), *own, long.seq_len]):
             block = start // size
             gathered = gather(long.block_ids[block : -(-stop // size)])
             span = slice(start - block * size, stop - block * size)
             keys, values = (repeat_for(query, t[span].to(query.dtype)) for t in gathered)
-            first_tile = max(0, start - history)  # those in front of it do not see the span
+            first_tile = max(0, start - history)  # tiles before it do not see the span
             for first in range(first_tile, long.query_len, QUERY_TILE):
                 tile, is_causal = query[:, :, first : first + QUERY_TILE], start == history + first
                 part = _attend_tile(tile, keys, values, scale, is_causal)
@@ -99,7 +101,7 @@ class MixedPlan(PagedPlan):
         return outputs[0] if len(outputs) == 1 else torch.cat(outputs, dim=2)
 
 
-# What `paged_attention` computes: a faster form of it for mixed batches.
+# The same result as `paged_attention`, faster for mixed batches.
 mixed_attention = partial(paged_attention, plan_type=MixedPlan)
 
 
@@ -117,8 +119,8 @@ class Partial:
     lse: Tensor  # [num_kv_heads, heads that share keys, query_len, 1], log of the sum of exp(score)
 
     def merge(self, other: Partial) -> None:
-        """Take in other keys of the same queries."""
-        # Each side weighs exp(its lse); its share of both is a sigmoid of the difference.
+        """Merge the attention of the same queries to other keys into this one."""
+        # Each side has the weight exp(its lse); its share of both is a sigmoid of the difference.
         self.output.lerp_(other.output, torch.sigmoid(other.lse - self.lse))
         torch.logaddexp(self.lse, other.lse, out=self.lse)
 

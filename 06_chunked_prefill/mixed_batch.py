@@ -1,23 +1,24 @@
-"""One batch of decodes and chunks: who stands where, and which rows yield logits.
+"""One batch of decodes and chunks: the order of the requests, and which rows yield logits.
 
-The requests of a step lie end to end, those with few tokens first:
+The tokens of a step's requests are concatenated, requests with few tokens first:
 
     tokens            | B | C | D d d | A: chunk of 4 | E: chunk of 5 |
     query_start_loc   0   1   2       5               9               14
     short             <-- 3 requests -->                               decode_threshold = 3
     logit rows          x   x   x x x               x               .
 
-Decodes (and the guesses behind them, chapter 5) are short queries against long histories: many of
-them are attended together. Chunks are long queries: one keeps the hardware busy. With the short
-ones in front the border is one number, and attention can treat the two sides differently.
+Decodes (and the draft tokens after them, chapter 5) are short queries against long histories: many
+of them are attended together. Chunks are long queries: one keeps the hardware busy. With the short
+queries first, the border is one number, and attention can treat the two sides differently.
 
-E's prompt goes on, so its last row predicts a token that the prompt already has: no logits.
+E's prompt continues in the next step, so its last row predicts a token that the prompt already has:
+no logits.
 
-Invariants: every query token of every request occurs once, at its own position; the order is a
-matter of speed only and no token depends on it.
+Invariants: every query token of every request occurs once, at its own position; the order affects
+only speed, and no token depends on it.
 
-vLLM reorders its batch so (`reorder_batch_to_split_decodes_and_prefills`); SGLang has decodes and
-chunks in separate passes unless told to mix them.
+vLLM reorders its batch like this (`reorder_batch_to_split_decodes_and_prefills`); SGLang has
+decodes and chunks in separate passes unless mixing is enabled.
 """
 
 from __future__ import annotations
@@ -34,16 +35,16 @@ from paged_attention import AttentionMetadata
 
 @dataclass(slots=True, eq=False)
 class MixedMetadata(AttentionMetadata):
-    """Chapter 2's metadata, and what the host knows of it: nobody has to ask the device."""
+    """Chapter 2's metadata, plus the host's copies, so that no code has to read the device."""
 
-    num_short: int = 0  # sequences in front that have few query tokens
+    num_short: int = 0  # sequences at the front with few query tokens
     query_starts: Sequence[int] = ()  # query_start_loc
     host_seq_lens: Sequence[int] = ()  # seq_lens
 
 
 def short_first(query_lens: np.ndarray, decode_threshold: int = 1) -> tuple[np.ndarray, int]:
-    """An order in which queries of up to `decode_threshold` tokens come first, and how many these
-    are. Otherwise nobody changes places."""
+    """Return an order in which queries of up to `decode_threshold` tokens come first, and how many
+    these are. The order is otherwise unchanged."""
     is_long = np.asarray(query_lens) > decode_threshold
     return np.argsort(is_long, kind="stable"), int(np.count_nonzero(~is_long))
 
@@ -51,8 +52,8 @@ def short_first(query_lens: np.ndarray, decode_threshold: int = 1) -> tuple[np.n
 def compose(
     state: PagedRunnerState, queries: Queries, block_size: int, decode_threshold: int = 1
 ) -> StepLayout:
-    """Lay out a step of at least one query, each of at least one token. The batch's `attention` is
-    of `MixedMetadata`."""
+    """Lay out a step of at least one query, each of at least one token. The batch's `attention`
+    holds `MixedMetadata`."""
     order, num_short = short_first(queries.num_tokens, decode_threshold)
     queries = Queries(*(column[order] for column in queries))
     layout = compose_in_order(state, queries, block_size)

@@ -1,5 +1,7 @@
-"""Chapter 6 in 32 lines: a prompt in pieces.
-Run it: `python 06_chunked_prefill/small_chunks.py`."""
+"""Chapter 6 in 32 lines: a prompt in chunks.
+
+Run it: `python 06_chunked_prefill/small_chunks.py`.
+"""
 
 import math
 
@@ -8,11 +10,11 @@ import torch
 from mixed_attention import mixed_attention
 from paged_attention import AttentionMetadata
 
-BUDGET = 5  # tokens a step: one for each request that decodes, the rest for the prompt
+BUDGET = 5  # tokens per step: one for each decoding request, the rest for the prompt
 PROMPT_LEN, NUM_DECODES = 10, 1
 PIECE = BUDGET - NUM_DECODES
 torch.manual_seed(6)
-queries, keys, values = torch.randn(3, PROMPT_LEN, dtype=torch.float64)  # one head, of one number
+queries, keys, values = torch.randn(3, PROMPT_LEN, dtype=torch.float64)  # one head of size 1
 
 
 def attend(query, span):
@@ -23,7 +25,7 @@ def attend(query, span):
 
 
 def merge(left, right):
-    """Attention to the keys of both: each side weighs exp(its log-sum-exp)."""
+    """Attention to the keys of both sides, each with the weight exp(its log-sum-exp)."""
     a, b = math.exp(left[1]), math.exp(right[1])
     return (a * left[0] + b * right[0]) / (a + b), math.log(a + b)
 
@@ -32,8 +34,8 @@ outputs, num_computed, step = [], 0, 1
 while num_computed < PROMPT_LEN:
     num_tokens = min(PROMPT_LEN - num_computed, PIECE)
     for position in range(num_computed, num_computed + num_tokens):
-        result = attend(queries[position], range(num_computed, position + 1))  # its own piece
-        for start in range(0, num_computed, PIECE):  # those that came before it
+        result = attend(queries[position], range(num_computed, position + 1))  # its own chunk
+        for start in range(0, num_computed, PIECE):  # earlier chunks
             earlier = range(start, start + PIECE)
             result = merge(result, attend(queries[position], earlier))
         outputs.append(result[0])
@@ -43,7 +45,7 @@ while num_computed < PROMPT_LEN:
     num_computed += num_tokens
     step += 1
 
-# The same by the chapter's function: blocks of 4 in a table, this step the whole prompt at once.
+# Compare with the chapter's function: blocks of 4 in a table, the whole prompt in one step.
 key_cache, value_cache = (torch.zeros(4, 4, 1, 1, dtype=torch.float64) for _ in range(2))
 for cache, new in ((key_cache, keys), (value_cache, values)):
     cache.view(-1)[4 : 4 + PROMPT_LEN] = new

@@ -3,6 +3,7 @@ stands in the chapter's text, in both languages."""
 
 from __future__ import annotations
 
+import re
 import runpy
 from pathlib import Path
 
@@ -30,7 +31,7 @@ def test_it_says_what_the_chapter_says_and_prints_what_the_text_shows(
 
 @pytest.mark.parametrize("path", SMALL_FILES, ids=lambda path: path.stem)
 def test_it_is_as_short_as_it_says(path: Path) -> None:
-    idea = path.read_text(encoding="utf-8").partition("\n# The same by")[0]
+    idea = re.split(r"\n# (Compare with|The same by)", path.read_text(encoding="utf-8"))[0]
     _, says, code = idea.split('"""', 2)
     num_lines = sum(bool(line) and not line.lstrip().startswith("#") for line in code.splitlines())
     assert f" in {num_lines} lines: " in says and 25 <= num_lines <= 45

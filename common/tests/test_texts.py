@@ -125,6 +125,22 @@ def test_every_place_and_test_that_is_named_exists(text: Path, sources: dict[str
     assert not unknown_places(text, sources)
 
 
+def test_the_readme_is_short_where_nothing_is_unfolded() -> None:
+    """Words that a reader sees: no code of Markdown, and nothing of a picture."""
+    text = (ROOT / "README.md").read_text(encoding="utf-8")
+    for hidden in (r"<details>.*?</details>", r"<!--.*?-->", r"!\[[^]]*\]\([^)]*\)"):
+        text = re.sub(hidden, "", text, flags=re.DOTALL)
+    assert len(re.findall(r"\S*\w\S*", text)) <= 1100
+
+
+def test_the_program_of_the_readme_runs_as_typed(capsys: pytest.CaptureFixture[str]) -> None:
+    text = (ROOT / "README.md").read_text(encoding="utf-8")
+    (program,) = re.findall(r"^```python\n(.*?)^```", text, re.MULTILINE | re.DOTALL)
+    exec(program, {})
+    assert capsys.readouterr().out.count("def quote(s):") == 1
+    assert f"```python\n{program}```" in (ROOT / "README.zh.md").read_text(encoding="utf-8")
+
+
 @EVERY_TEXT
 def test_no_sentence_begins_with_who_unless_it_asks(text: Path) -> None:
     """It makes the reader look back for whom it means."""

@@ -567,7 +567,7 @@ class ScriptedLM:
 
 
 def test_which_row_verifies() -> None:
-    picture = Picture("which_row_judges")
+    picture = Picture("which_row_verifies")
     fed, rows = picture.labels("fed"), picture.labels("rows")
     context, drafts = fed[: len(fed) - len(rows) + 1], fed[len(fed) - len(rows) + 1 :]
     said = [*fed[1 : len(context)], *rows]  # after each token that is fed

@@ -121,6 +121,6 @@ def test_a_chapter_has_a_share_for_each_module_of_its_root() -> None:
 
 
 @pytest.mark.parametrize("chapter", sorted(ROOT.glob("[0-9][0-9]_*")), ids=lambda path: path.name)
-def test_a_chapter_quotes_most_of_its_code(chapter: Path) -> None:
-    """A reader of the page has read the chapter: at least 60 % of the lines of its root."""
-    assert sum(shares(chapter).values(), Share(0, 0)).percent >= 60
+def test_a_chapter_quotes_the_code_that_decides(chapter: Path) -> None:
+    """35 to 50 % of the lines of its root. A sentence and a link stand for the rest."""
+    assert 35 <= sum(shares(chapter).values(), Share(0, 0)).percent <= 50

@@ -38,7 +38,7 @@ def draw_stall(record: dict) -> Figure:
         timeline = record["runs"][system][-1]["timeline"]
         for has_chunk, color, label in (
             (False, DECODE, "without the long prompt"),
-            (True, PROMPT, "with a piece of the long prompt"),
+            (True, PROMPT, "with a chunk of the long prompt"),
         ):
             steps = [(t, ms) for t, ms, _, chunk in timeline if (chunk > 1) == has_chunk]
             axis.bar(
@@ -64,7 +64,7 @@ def draw_sweep(record: dict) -> Figure:
     names = list(record["runs"])
     shown = {
         "gap_ms_p99": ("the others:\nbetween tokens, p99, ms", shade(DECODE, 0.85)),
-        "long_ttft_ms": ("the newcomer:\nfirst token, ms", PROMPT),
+        "long_ttft_ms": ("the long prompt:\nfirst token, ms", PROMPT),
         "output_tokens_per_s": ("all together:\noutput tokens a second", INK),
     }
     for axis, (name, (label, color)) in zip(axes, shown.items()):
@@ -108,7 +108,7 @@ def _middle(runs: list[dict], name: str, form: str = ",.1f") -> str:
 
 def _spread(runs: list[dict], name: str) -> str:
     values = [run[name] for run in runs]
-    return f"{statistics.median(values):,.1f} ({min(values):,.1f} - {max(values):,.1f})"
+    return f"{statistics.median(values):,.1f} ({min(values):,.1f}-{max(values):,.1f})"
 
 
 def note_of_stall(record: dict) -> str:
@@ -120,7 +120,7 @@ def note_of_stall(record: dict) -> str:
     return (
         "Chunks of 128 against whole prompts, median of the rounds: the p99 of the others' gaps is "
         f"**{gaps:.1f} times** shorter, all together get {speed:.0%} of the throughput, and the "
-        f"newcomer waits {wait:.1f} times as long."
+        f"long prompt's first token takes {wait:.1f} times as long."
     )
 
 
@@ -129,10 +129,9 @@ def table_of_runs(record: dict, first_column: str) -> str:
         [
             {
                 first_column: name,
-                "others, between tokens p50": f"{_middle(runs, 'gap_ms_p50')} ms",
-                "p99": f"{_spread(runs, 'gap_ms_p99')} ms",
-                "longest": f"{_middle(runs, 'gap_ms_max')} ms",
-                "newcomer's first token": f"{_middle(runs, 'long_ttft_ms', ',.0f')} ms",
+                "others' gap p50, ms": _middle(runs, "gap_ms_p50"),
+                "p99 (the longest), ms": _spread(runs, "gap_ms_p99"),
+                "long prompt's first token, ms": _middle(runs, "long_ttft_ms", ",.0f"),
                 "output tok/s, all": _spread(runs, "output_tokens_per_s"),
                 "steps": _middle(runs, "num_steps", ",.0f"),
             }
@@ -149,15 +148,15 @@ def table_of_adaptive(record: dict) -> str:
         learning = percentile(cold["chunk_step_ms"], 90)
         rows.append(
             {
-                "target": f"{target:g} ms",
-                "steps with a chunk: p50": f"{statistics.median(times):,.1f} ms",
-                "p90": f"{percentile(times, 90):,.1f} ms",
-                "p99": f"{percentile(times, 99):,.1f} ms",
+                "target, ms": f"{target:g}",
+                "steps with a chunk p50, ms": f"{statistics.median(times):,.1f}",
+                "p90, ms": f"{percentile(times, 90):,.1f}",
+                "p99, ms": f"{percentile(times, 99):,.1f}",
                 "more than 25 % over": f"{over:.0%}",
-                "p90 in the round of learning": f"{learning:,.1f} ms",
+                "p90 while learning, ms": f"{learning:,.1f}",
                 "chunks": f"{median_of(runs, 'num_chunks'):,.0f}",
-                "newcomer's first token": f"{_spread(runs, 'long_ttft_ms')} ms",
-                "others, between tokens p99": f"{_spread(runs, 'gap_ms_p99')} ms",
+                "long prompt's first token, ms": _spread(runs, "long_ttft_ms"),
+                "others' gap p99, ms": _spread(runs, "gap_ms_p99"),
             }
         )
     return table_of(rows)
@@ -167,12 +166,12 @@ def table_of_attention(record: dict) -> str:
     rows = []
     for mix, times in record["layer_ms"].items():
         ratios = [a / b for a, b in zip(times["chapter 2"], times["chapter 6"], strict=True)]
-        spread = f"({min(ratios):.2f} - {max(ratios):.2f})"
+        spread = f"({min(ratios):.2f}-{max(ratios):.2f})"
         rows.append(
             {
                 "one layer": mix,
-                "chapter 2": f"{statistics.median(times['chapter 2']):.2f} ms",
-                "chapter 6": f"{statistics.median(times['chapter 6']):.2f} ms",
+                "chapter 2, ms": f"{statistics.median(times['chapter 2']):.2f}",
+                "chapter 6, ms": f"{statistics.median(times['chapter 6']):.2f}",
                 "times as fast": f"**{statistics.median(ratios):.2f}×** {spread}",
             }
         )

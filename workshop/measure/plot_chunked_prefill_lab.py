@@ -197,11 +197,11 @@ def measure_attention(*, tiny: bool) -> dict:
     mixes = {
         "32 decodes": ([], 32),
         "chunk of 256, no history": ([(0, 256)], 0),
-        "chunk of 256 behind 1,000": ([(1000, 256)], 0),
+        "chunk of 256 after 1,000": ([(1000, 256)], 0),
         "31 decodes, chunk of 256, no history": ([(0, 256)], 31),
-        "31 decodes, chunk of 256 behind 1,000": ([(1000, 256)], 31),
-        "31 decodes, chunk of 256 behind 7,000": ([(7000, 256)], 31),
-        "8 decodes, four chunks of 64 behind 500": ([(500, 64)] * 4, 8),
+        "31 decodes, chunk of 256 after 1,000": ([(1000, 256)], 31),
+        "31 decodes, chunk of 256 after 7,000": ([(7000, 256)], 31),
+        "8 decodes, four chunks of 64 after 500": ([(500, 64)] * 4, 8),
     }
     rng, generator = random.Random(0), torch.Generator().manual_seed(0)
     cache = PagedKVCache(1, 2048, block_size, num_kv_heads, head_dim)

@@ -28,7 +28,8 @@ from workshop.book.palette import (
     shade,
     tint,
 )
-from workshop.measure.bench.bench_record import ROOT, markdown_table, table_of
+from workshop.measure.bench.bench_record import ROOT, markdown_table, read_record, table_of
+from workshop.measure.bench.bench_table import times_the_floor
 from workshop.measure.lab_frame import Measurement, Part, run_lab
 from workshop.measure.plot_paged_kv_timing import measure_time
 from workshop.measure.plot_paged_kv_workloads import (
@@ -155,6 +156,9 @@ def tables(record: dict) -> dict[str, str]:
         "asked_for": _asked_for_table(counted),
         "block_size": _block_size_table(counted, timed),
         "gather": _gather_table(timed),
+        "floor": _floor_table(
+            read_record(ROOT / "workshop/measure/bench/records/bench_qwen3-0.6b.json")
+        ),
     }
 
 
@@ -167,6 +171,42 @@ def _headline(counted: dict) -> str:
         f"memory**. With blocks of {BLOCK_SIZE} slots it is {empty_share(paged):.0%} if each "
         f"request reserves all it may ever need, and of the blocks held "
         f"{1 - demand['written'] / demand['held']:.1%} if it takes a block when a token needs one."
+    )
+
+
+def _floor_table(bench: dict) -> str:
+    """The floor of the bench's run by its parts, and how many times that the paged engine took."""
+    floor, roofline = bench["floor"], bench["roofline"]
+    num_rows = roofline["prefill"]["num_rows"]
+    matrices_ms = statistics.median(roofline["prefill"]["ms"])
+    bandwidth = statistics.median(roofline["bandwidth"]["matvec_gb_per_s"])
+    took = statistics.median(run["seconds"] for run in bench["systems"]["paged"]["runs"])
+    rows = [
+        [
+            f"{floor['num_prompt_tokens']:,} prompt tokens; {num_rows:,} rows take "
+            f"{matrices_ms:,.0f} ms",
+            f"{floor['prompts_s']:.1f}",
+        ],
+        [
+            f"{floor['num_decode_steps']} decode steps; the matrices alone",
+            f"{floor['decodes_s']:.1f}",
+        ],
+        [
+            f"KV read once in each; {roofline['kv_bytes_per_token']:,} bytes a token at "
+            f"{bandwidth:.1f} GB/s",
+            f"{floor['kv_s']:.1f}",
+        ],
+        ["the floor", f"{floor['seconds']:.1f}"],
+        [
+            f"measured: **{times_the_floor(bench, 'paged'):.2f} times the floor**",
+            f"{took:.1f}",
+        ],
+    ]
+    where = bench["environment"]
+    return (
+        markdown_table(["part", "seconds"], rows)
+        + f"\n\n<sub>`workshop/measure/bench/records/bench_qwen3-0.6b.json`, {where['cpu']}, "
+        f"{where['cores']} cores, commit `{where['commit'][:10]}`: `{bench['command']}`</sub>"
     )
 
 

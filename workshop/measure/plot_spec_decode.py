@@ -30,7 +30,7 @@ CLOCK = "time.perf_counter"
 
 
 def style_of(system: str) -> dict:
-    """Colour: where the guesses come from. Dashed: the length adapts. Pale: fewer guesses."""
+    """Colour: the proposer. Dashed: the length adapts. Pale: fewer draft tokens."""
     color = NGRAM if system.startswith("n-gram") else DRAFT
     style = {"color": color, "linestyle": "-", "marker": "o"}
     if "adaptive" in system:
@@ -108,9 +108,8 @@ def draw_proposers(record: dict) -> Figure:
         times = [statistics.median(t) / 1e3 for t in by_length.values()]
         color = DRAFT if name.startswith("draft") else tint(NGRAM, 1 - 0.25 * index)
         axis.plot(lengths, times, "o-", color=color, label=name, linewidth=2)
-    label_axes(
-        axis, "What four guesses cost", "tokens so far", "ms a step", xscale="log", yscale="log"
-    )
+    title = "What four draft tokens cost"
+    label_axes(axis, title, "tokens so far", "ms a step", xscale="log", yscale="log")
     figure.legend(loc="outside lower center", ncols=2)
     return figure
 

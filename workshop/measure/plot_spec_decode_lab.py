@@ -133,7 +133,7 @@ def measure_proposers(*, tiny: bool) -> dict:
             tokens.append(2000 + len(tokens) % 7)
             search_anew(tokens, 4, 2, 4)
 
-        steps |= {"n-gram, indexed": step_indexed, "n-gram, searched anew": step_searched}
+        steps |= {"n-gram, indexed": step_indexed, "n-gram, searched again": step_searched}
         if length in HISTORY_LENS:
             steps["draft model, 4 rounds"] = _draft_step(loaded, length)
         for name in in_turn(steps, num_rounds):

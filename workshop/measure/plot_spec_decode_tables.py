@@ -10,9 +10,9 @@ from workshop.measure.bench.bench_record import markdown_table
 
 RULE_NAMES = {
     "rejection": "rejection: accept with min(1, p/q)",
-    "shared": "matching, guess drawn with the same random number",
-    "argmax": "matching, the guess is the draft's likeliest token",
-    "matching": "matching, guess and token drawn apart",
+    "shared": "matching, draft drawn with the same random number",
+    "argmax": "matching, the draft model's likeliest token",
+    "matching": "matching, draft and token drawn independently",
 }
 
 
@@ -40,11 +40,11 @@ def tables_of_engine(record: dict) -> dict[str, str]:
                     length = median(turns, "tokens_per_pass")
                     speed += (
                         f", **{statistics.median(ratios):.2f}×** "
-                        f"({min(ratios):.2f} - {max(ratios):.2f}), {length:.2f} a pass"
+                        f"({min(ratios):.2f}-{max(ratios):.2f}), {length:.2f}"
                     )
                 cells.append(speed)
             rows.append(cells)
-        head = [f"{workload}: tok/s", *(f"{size} at a time" for size in batches)]
+        head = [workload, *batches]
         tables[f"engine_{workload}"] = markdown_table(head, rows)
     rows = []
     for workload, batches in record["runs"].items():
@@ -58,7 +58,7 @@ def tables_of_engine(record: dict) -> dict[str, str]:
                     " ".join(f"{a:.0%}" for a in places),
                 ]
             )
-    head = ["one at a time", "accepted, of those tried", "accepted at place 1, 2, ..."]
+    head = ["one at a time", "accepted, of those tried", "accepted at position 1, 2, ..."]
     tables["acceptance"] = markdown_table(head, rows)
     return tables
 
@@ -82,16 +82,16 @@ def tables_of_formula(record: dict) -> dict[str, str]:
             measured = statistics.median(speedups(turns, points["0"]))
             rows.append(
                 [
-                    f"{size} at a time, k = {k}",
+                    f"{size}, {k}",
                     f"{median(turns, 'acceptance'):.2f}",
                     f"{median(turns, 'verify_ms') / plain_ms:.2f}",
                     f"{median(turns, 'propose_ms') / plain_ms / k:.2f}",
-                    f"{tokens:.2f} / {median(turns, 'tokens_per_pass'):.2f}",
-                    f"{speedup:.2f} / {measured:.2f}",
+                    f"{tokens:.2f} ({median(turns, 'tokens_per_pass'):.2f})",
+                    f"{speedup:.2f} ({measured:.2f})",
                 ]
             )
-    head = ["draft model", "acceptance a", "cost of a pass", "cost of a round c"]
-    head += ["tokens a pass: formula / measured", "speed-up: formula / measured"]
+    head = ["requests, k", "acceptance a", "target pass v(k)", "draft pass c"]
+    head += ["tokens a pass: formula (measured)", "speed-up: formula (measured)"]
     return {"formula": markdown_table(head, rows)}
 
 

@@ -5,7 +5,8 @@ Both measure, write a record and print its tables; or they only show the record 
     --smoke                  almost no work, to see that it runs; the record goes to build/
     --table                  print the tables
     --write-readme           put them between the markers `<!-- table:NAME -->`: all of them into
-                             workshop/measure/bench/README.md, a short one into README.md
+                             workshop/measure/bench/README.md, a short one into README.md, and
+                             a chapter's own row into its README.md
 
 A measurement may have to begin as a new process (`restart_with`): how memory is kept is read by
 the C library once, when a process starts.
@@ -17,8 +18,8 @@ import argparse
 import os
 import platform
 import sys
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -41,6 +42,7 @@ class Tables:
     full: str  # for workshop/measure/bench/README.md
     short: str  # for README.md
     gains: str = ""  # for its first screen, if there is one
+    rows: Mapping[str, str] = field(default_factory=dict)  # chapter -> its own row
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,7 +76,7 @@ class Driver:
             "systems alike")  # fmt: skip
         add(self.record, type=Path, dest="record", help="where the record is")
         add("--table", action="store_true", help="only print the tables")
-        add("--write-readme", action="store_true", help="only write them into the two README.md")
+        add("--write-readme", action="store_true", help="only write them into the pages")
         add("--root", type=Path, default=ROOT, help=argparse.SUPPRESS)
         args = parser.parse_args(argv)
         args.rounds = args.rounds if args.rounds is not None else 1 if args.smoke else 3
@@ -112,7 +114,8 @@ def places_of(name: str, tables: Tables) -> list[tuple[str, str, str]]:
         ("README.md", name, tables.short),
         ("workshop/measure/bench/README.md", name, tables.full),
     ]
-    return places + ([("README.md", f"{name}_gains", tables.gains)] if tables.gains else [])
+    places += [("README.md", f"{name}_gains", tables.gains)] if tables.gains else []
+    return places + [(f"{c}/README.md", f"{name}_row", row) for c, row in tables.rows.items()]
 
 
 def restart_with(args: argparse.Namespace) -> dict[str, str] | None:

@@ -15,12 +15,12 @@ from workshop.measure.bench.bench_record import ROOT, markdown_table
 Record = Mapping[str, Any]
 MODES = "eager", "graphs", "overlap"
 NOTHING = (
-    "No GPU has been measured yet. Triton's interpreter and emulated graphs stand in for one on a "
-    "CPU: they check what kernels and graphs compute, and say nothing about speed."
+    "No GPU has been measured yet. Tests on a CPU run the kernels in Triton's interpreter and the "
+    "graphs in an emulator, which checks their results but not their speed."
 )
 NOTHING_ZH = (
-    "还没有在 GPU 上测过。目前在 CPU 上用 Triton 的解释器和模拟的 CUDA graph 代替：它们核对 kernel "
-    "和 graph 算得对不对，对速度没有任何结论。"
+    "还没有在 GPU 上测过。测试在 CPU 上用 Triton 的解释器跑 kernel，用模拟器跑 CUDA "
+    "graph：能核对结果，但看不出速度。"
 )
 # Between which markers of which page: the sentence, the table of cells, or the whole report.
 PAGES = {"README.md": "gpu", "06_chunked_prefill/README.md": "gpu"}

@@ -3,7 +3,7 @@
     python -m workshop.ladder                 measure, write the record, print the tables
     python -m workshop.ladder --smoke         the same with almost no work: does it run?
     python -m workshop.ladder --table         print the tables of the record
-    python -m workshop.ladder --write-readme  put them into README.md and this folder's
+    python -m workshop.ladder --write-readme  put them into README.md, this folder's and chapters'
 
 Two regimes: many users, who queue, and few, who do not. Each seed draws a workload of its own
 (`ladder_workload.py`); all rungs serve it, one after the other, each seed beginning with another
@@ -24,7 +24,12 @@ from tqdm import tqdm
 
 from workshop.measure.bench.bench_command import Driver, Tables, describe_malloc
 from workshop.measure.bench.bench_record import ROOT, read_record, record_head, write_record
-from workshop.measure.bench.ladder_table import render, render_gains, render_short
+from workshop.measure.bench.ladder_table import (
+    render,
+    render_gains,
+    render_rows,
+    render_short,
+)
 
 RECORD = ROOT / "workshop" / "measure" / "bench" / "records" / "ladder.json"
 NUM_RESERVATIONS = 3  # of the longest request: what the KV memory holds without pages
@@ -40,7 +45,13 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
     from workshop.measure.bench.bench_rounds import rotated
     from workshop.measure.bench.bench_work import Limits
     from workshop.measure.bench.ladder_systems import CHUNK, RUNGS, describe, rungs_of
-    from workshop.measure.bench.ladder_workload import MAX_TOKENS, QUESTIONS, REGIMES, make_workload
+    from workshop.measure.bench.ladder_workload import (
+        MAX_TOKENS,
+        QUESTIONS,
+        REGIMES,
+        least_prompt_tokens,
+        make_workload,
+    )
 
     spare_what_is_loaded()
     torch.set_num_threads(torch.get_num_threads())  # chosen, so the engine keeps it
@@ -90,6 +101,9 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
             "num_positions": limits[name].num_positions,
             "prompt_tokens": [[len(r.prompt_token_ids) for r in w] for w in workloads[name]],
             "output_tokens": [[r.num_outputs for r in w] for w in workloads[name]],
+            "least_prompt_tokens": [
+                least_prompt_tokens(r.prompt_token_ids for r in w) for w in workloads[name]
+            ],
             "rungs": {rung: {"title": RUNGS[rung][0], "runs": []} for rung in rungs_of(name)},
         }
         work.append((name, entry["rungs"]))
@@ -119,7 +133,8 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
 
 def tables(path: Path) -> Tables:
     record = read_record(path)
-    return Tables(render(record), render_short(record), render_gains(record))
+    shown = (render(record), render_short(record), render_gains(record))
+    return Tables(*shown, render_rows(record))
 
 
 def announce(args: argparse.Namespace) -> str:

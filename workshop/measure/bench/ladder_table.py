@@ -2,20 +2,21 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 from workshop.measure.bench.bench_record import made_on, markdown_table, summarise
 
 # For each rung its chapter, and what is new on it in a phrase.
 PHRASES = {
-    "one-at-a-time": ("", "nobody shares a step"),
+    "one-at-a-time": ("", "one request in each step"),
     "static": ("", "a batch starts and ends together"),
-    "continuous": ("01_batching", "anybody joins or leaves at any step"),
-    "paged": ("02_paged_kv", "KV in blocks: nobody reserves the longest"),
-    "prefix-cache": ("03_prefix_cache", "a shared beginning is computed once"),
-    "preempting": ("04_scheduler", "memory is filled, not reserved"),
-    "speculative": ("05_spec_decode", "several tokens a pass, verified"),
-    "chunked": ("06_chunked_prefill", "a long prompt comes in pieces"),
+    "continuous": ("01_batching", "requests join and leave between any two steps"),
+    "paged": ("02_paged_kv", "KV in blocks; each request reserves only its own maximum"),
+    "prefix-cache": ("03_prefix_cache", "a shared prefix is computed once"),
+    "preempting": ("04_scheduler", "memory is allocated step by step, not reserved"),
+    "speculative": ("05_spec_decode", "one pass verifies several draft tokens"),
+    "chunked": ("06_chunked_prefill", "a long prompt is split over several steps"),
 }
 
 # The README's first table: what is added, the workload it is meant for, and the number that it
@@ -37,6 +38,41 @@ GAINS = {
         "long prompts among short ones",
         "inter_token_ms_p99",
     ),
+}
+
+
+def _tokens_over_least(question: dict[str, Any], run: dict[str, Any]) -> float:
+    computed = sum(question["prompt_tokens"][run["seed"]]) * (1 - run.get("prefix_hits", 0))
+    return computed / question["least_prompt_tokens"][run["seed"]]
+
+
+def _kv_over_written(question: dict[str, Any], run: dict[str, Any]) -> float:
+    return 1 / (1 - run["kv_waste"])
+
+
+def _passes_over_least(question: dict[str, Any], run: dict[str, Any]) -> float:
+    """Against four draft tokens a pass, the default, all of them accepted."""
+    return 5 / run.get("tokens_per_pass", 1)
+
+
+def _gap_over_least(question: dict[str, Any], run: dict[str, Any]) -> float:
+    """Against one chunk at the rate of the longest prompt, of which a step computes the whole."""
+    whole, chunk = (
+        next(other for other in rung["runs"] if other["seed"] == run["seed"])
+        for rung in question["rungs"].values()
+    )
+    share = chunk["most_tokens_of_one"] / whole["most_tokens_of_one"]
+    return run["inter_token_ms_p99"] / (share * whole["inter_token_ms_p99"])
+
+
+# A chapter's own row: its distance from the least that the work of its question can cost.
+FLOORS: dict[str, tuple[str, Callable[[dict[str, Any], dict[str, Any]], float]]] = {
+    "continuous": ("KV memory held / written", _kv_over_written),
+    "paged": ("KV memory held / written", _kv_over_written),
+    "prefix-cache": ("prompt tokens computed / least", _tokens_over_least),
+    "preempting": ("KV memory held / written", _kv_over_written),
+    "speculative": ("passes / least", _passes_over_least),
+    "chunked": ("gap / least", _gap_over_least),
 }
 
 
@@ -65,13 +101,37 @@ def render_short(record: dict[str, Any]) -> str:
     rows = [_short_row(name, rung) for name, rung in regime["rungs"].items()]
     lines = markdown_table(head, rows).splitlines()
     lines[1] = lines[1].removesuffix("---: |") + "--- |"  # the phrase is to the left
+    return "\n".join(lines) + (
+        f"\n\n<sub>Gap: between two tokens of one answer. {_work(regime).capitalize()}; "
+        f"{_measured(record)} "
+        "[All columns, and few users](workshop/measure/bench/README.md#the-ladder).</sub>"
+    )
+
+
+def render_rows(record: dict[str, Any]) -> dict[str, str]:
+    """By chapter: the work of its question without it and with it, and the distance from its
+    floor."""
+    rows = {}
+    for name, (floor, distance) in FLOORS.items():
+        if (question := record.get("questions", {}).get(name)) is None:
+            continue
+        head = [_work(question), "output tok/s", "first token (p50)", "gap (p99)", floor]
+        lines = []
+        for rung in question["rungs"].values():
+            found = summarise([distance(question, run) for run in rung["runs"]])
+            assert found is not None, "a rung without a run"
+            lines.append([rung["title"], *_short_row(name, rung)[1:4], f"{found.median:.2f}x"])
+        table = markdown_table(head, lines)
+        rows[PHRASES[name][0]] = f"{table}\n\n<sub>Measured: {_measured(record)}</sub>"
+    return rows
+
+
+def _measured(record: dict[str, Any]) -> str:
     where, num_seeds = record["environment"], record["config"]["seeds"]
     dirty = " with uncommitted changes" if where["is_dirty"] else ""
-    return "\n".join(lines) + (
-        f"\n\n<sub>Gap: between two tokens of one answer. {_work(regime).capitalize()}; medians of "
-        f"{num_seeds} workloads on {where['cpu']}, {where['cores']} cores, at commit "
-        f"`{(where['commit'] or 'unknown')[:10]}`{dirty}; `make ladder` measures it again. "
-        "[All columns, and few users](workshop/measure/bench/README.md#the-ladder).</sub>"
+    return (
+        f"medians of {num_seeds} workloads on {where['cpu']}, {where['cores']} cores, at commit "
+        f"`{(where['commit'] or 'unknown')[:10]}`{dirty}; `make ladder` measures it again."
     )
 
 
@@ -140,7 +200,7 @@ def _regime(regime: dict[str, Any]) -> str:
         "KV waste",
         "prefix hits",
         "preempted",
-        "guesses right",
+        "drafts accepted",
         "tokens a pass",
         "steps",
     ]

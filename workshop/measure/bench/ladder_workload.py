@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import ast
 import random
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
 
@@ -47,7 +48,7 @@ QUESTIONS = {
     "paged": Regime("more users than reservations fit", 40, 0, 24.0),
     "prefix-cache": Regime("one long system prompt", 30, 0, 12.0, system_len=1024),
     "preempting": Regime("answers shorter than what is reserved", 60, 0, 40.0),
-    "speculative": Regime("answers that stand in the prompt", 16, 0, 2.0, repeats=True),
+    "speculative": Regime("answers copied from the prompt", 16, 0, 2.0, repeats=True),
     "chunked": Regime("long prompts among short answers", 30, 6, 6.0),
 }
 
@@ -82,6 +83,19 @@ def make_workload(tokenizer: Tokenizer, regime: Regime, seed: int) -> list[Ladde
             body = text[begin : begin + LONG_PROMPT_LEN]
         requests.append(LadderRequest(system + body, num_outputs, now, place in long_places))
     return requests
+
+
+def least_prompt_tokens(prompts: Iterable[Sequence[int]]) -> int:
+    """Prompt tokens that must be computed if no prefix is computed twice. At least one of each
+    prompt, because its last token gives the logits."""
+    nodes: dict[tuple[int, int], int] = {}  # (node, token) -> the node of the longer prefix
+    least = 0
+    for prompt in prompts:
+        node, num_known = 0, len(nodes)
+        for token in prompt:
+            node = nodes.setdefault((node, token), len(nodes) + 1)
+        least += max(1, len(nodes) - num_known)
+    return least
 
 
 @lru_cache(maxsize=1)  # it takes seconds

@@ -197,7 +197,7 @@ def table_of_all(record: dict) -> str:
         share = sum(r["discarded_tokens"] for r in runs) / sum(r["output_tokens"] for r in runs)
         tokens = [f"{_ms_per_token(found[kind]):.3f}" for kind in KINDS]
         stops.append([name, *tokens, f"{share:.0%}", _ratio(found)])
-    stops_head = ["", "plain, ms a token", "overlapped, ms a token", "computed for nobody", head[3]]
+    stops_head = ["", "plain, ms a token", "overlapped, ms a token", "discarded tokens", head[3]]
     tables = [(head, device), (head, cpu), (stops_head, stops)]
     return "\n\n".join(markdown_table(*table) for table in tables)
 

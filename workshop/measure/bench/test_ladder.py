@@ -30,6 +30,7 @@ from workshop.measure.bench.ladder_workload import (
     REGIMES,
     LadderRequest,
     functions_of,
+    least_prompt_tokens,
     make_workload,
 )
 
@@ -75,6 +76,15 @@ def test_arrivals_come_at_the_rate_and_without_memory(tokenizer):
 def test_functions_are_found_with_their_bodies():
     text = "def f(x):\n    return x\n\nclass A:\n    def g(self):\n        pass\n"
     assert functions_of(text) == ["def f(x):\n    return x", "def g(self):\n        pass"]
+
+
+def test_the_least_is_each_prefix_once(tokenizer):
+    assert least_prompt_tokens([[1, 2, 3], [1, 2, 3, 4], [1, 3], [1, 2]]) == 3 + 1 + 1 + 1
+    for name in ("prefix-cache", "preempting"):
+        recorded = read_record(ladder.RECORD)["questions"][name]
+        prompts = [r.prompt_token_ids for r in make_workload(tokenizer, QUESTIONS[name], seed=0)]
+        assert [len(prompt) for prompt in prompts] == recorded["prompt_tokens"][0]
+        assert least_prompt_tokens(prompts) == recorded["least_prompt_tokens"][0]
 
 
 def test_the_numbers_of_a_run():

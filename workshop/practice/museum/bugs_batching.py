@@ -13,7 +13,7 @@ def more_runners_than_seats() -> str:
         scheduler.add_request(request(f"r{number}", 3, max_tokens=9))
     for _ in steps(scheduler, most=3):
         counts.append(scheduler.get_request_counts()[0])
-    return f"2 seats, 6 requests; running after each of 3 steps: {counts}"
+    return f"max_num_seqs=2, 6 requests; running after each of 3 steps: {counts}"
 
 
 def a_long_queue() -> str:
@@ -24,7 +24,7 @@ def a_long_queue() -> str:
         scheduler.add_request(request(f"r{number}", 3, max_tokens=2))
     computed = sum(sum(plan.values()) for plan in steps(scheduler, most=50))
     return (
-        f"2 seats, 5 requests, 50 steps allowed: {computed} tokens computed, "
+        f"max_num_seqs=2, 5 requests, 50 steps: {computed} tokens computed, "
         f"{scheduler.get_num_unfinished_requests()} requests unfinished"
     )
 
@@ -66,7 +66,7 @@ def behind_the_end() -> str:
     scheduler.add_request(Request("r", [1, 2], SamplingParams(), eos_token_ids=[5]))
     plan = scheduler.schedule()
     (result,) = scheduler.update_from_output(plan, StepOutput({"r": [8, 5, 8, 9]}))
-    return f"a step brings 8, the end (5), 8, 9; the user gets {result.new_token_ids}"
+    return f"one step returns 8, 5 (the end), 8, 9; the user gets {result.new_token_ids}"
 
 
 def two_engines() -> str:

@@ -10,4 +10,4 @@ def a_piece_that_sees_its_future() -> str:
         "def area(width, height):\n    return width * height\n\ndef volume(width, height, depth):\n"
     )
     whole, pieces = say([prompt]), say([prompt], chunked_prefill=8, block_size=64)
-    return f"whole:     {whole[0]}\nin pieces: {pieces[0]}"
+    return f"whole:     {whole[0]}\nin chunks: {pieces[0]}"

@@ -11,7 +11,7 @@ def a_token_from_the_middle() -> str:
     prompts = [CODE, "Once upon a time"]
     params = SamplingParams(temperature=0, max_tokens=12)
     whole, pieces = say(prompts, params), say(prompts, params, chunked_prefill=8)
-    return f"whole:     {whole[0]}\nin pieces: {pieces[0]}"
+    return f"whole:     {whole[0]}\nin chunks: {pieces[0]}"
 
 
 def constraints_on_the_last_row() -> str:
@@ -19,7 +19,7 @@ def constraints_on_the_last_row() -> str:
 
     params = SamplingParams(temperature=0, max_tokens=12, presence_penalty=2.0)
     plain, guessed = say([SONG], params), say([SONG], params, speculative=GUESS)
-    return f"plain:        {plain[0]}\nwith guesses: {guessed[0]}"
+    return f"plain:        {plain[0]}\nwith drafts:  {guessed[0]}"
 
 
 def a_seed_that_is_not_asked() -> str:
@@ -27,7 +27,7 @@ def a_seed_that_is_not_asked() -> str:
 
     params = SamplingParams(temperature=0.8, seed=7, max_tokens=16)
     plain, guessed = say([SONG], params), say([SONG], params, speculative=GUESS)
-    return f"seed 7, plain decoding and with guesses: the same text: {plain == guessed}"
+    return f"seed 7, with and without drafts: the same text: {plain == guessed}"
 
 
 def a_lane_that_is_no_token() -> str:
@@ -97,7 +97,7 @@ def whose_adapter() -> str:
         answer = llm.generate(prompt, params, adapter="tests", use_tqdm=False)
         texts.append(answer[0].outputs[0].text)
     same = texts[0] == texts[1]
-    return f"first by the model, then with its adapter: the adapter's own text: {same}"
+    return f"first without, then with the adapter: the adapter's text: {same}"
 
 
 def a_fraction_of_its_strength() -> str:

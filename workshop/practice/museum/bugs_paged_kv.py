@@ -16,7 +16,7 @@ def larger_than_the_memory() -> str:
         try:
             scheduler.add_request(request(name, num_prompt))
         except ValueError:
-            lines.append(f"{name}: refused at once, with a reason")
+            lines.append(f"{name}: refused immediately, with a reason")
     list(steps(scheduler, most=200))
     lines += [f"{name}: waits after 200 steps" for name in scheduler.requests]
     return "\n".join(lines)
@@ -41,7 +41,7 @@ def freed_twice() -> str:
 
 
 def one_position_too_late() -> str:
-    return f"'The quick brown fox' goes on: {say(['The quick brown fox'])[0]}"
+    return f"'The quick brown fox' continues: {say(['The quick brown fox'])[0]}"
 
 
 def one_counter_for_the_batch() -> str:

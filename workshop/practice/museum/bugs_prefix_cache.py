@@ -49,7 +49,7 @@ def same_words_another_story() -> str:
     cache = make_cache()
     cache.cache_computed_blocks(A + B)
     num_cached = cache.match_prefix(B + D).num_cached_tokens
-    return f"cached: A, and B behind it; a prompt that begins with B finds {num_cached} tokens"
+    return f"cached: A B; a prompt that begins with B finds {num_cached} tokens"
 
 
 def twins_in_one_step() -> str:
@@ -70,7 +70,7 @@ def twins_in_one_step() -> str:
     manager.allocate_slots(newcomer, 12)
     tables = {name: list(manager.get_block_ids(name)) for name in ("a", "b", "c")}
     shared = sorted(set(tables["b"]) & set(tables["c"]))
-    return f"tables: {tables}\nblocks that `b` reads and the newcomer `c` overwrites: {shared}"
+    return f"tables: {tables}\nblocks that `b` reads and the new request `c` overwrites: {shared}"
 
 
 def all_of_it_is_cached() -> str:
@@ -102,7 +102,7 @@ def a_warm_and_full_pool() -> str:
         scheduler.add_request(again)
         list(steps(scheduler))
         hits.append(again.num_cached_tokens)
-    return f"the same 16 tokens asked four times, cached: {hits}"
+    return f"the same 16 tokens sent four times, cached: {hits}"
 
 
 def the_matched_half() -> str:
@@ -112,7 +112,7 @@ def the_matched_half() -> str:
     used = cache.match_prefix(A + B).num_cached_tokens  # used last of all
     cache.evict(3)
     left = cache.match_prefix(A + B).num_cached_tokens
-    return f"A B was used just now ({used} tokens); after three evictions {left} of it are left"
+    return f"A B was just used ({used} tokens); after three evictions {left} are left"
 
 
 def a_lock_that_begins_at_the_parent() -> str:
@@ -121,7 +121,7 @@ def a_lock_that_begins_at_the_parent() -> str:
     match = cache.match_prefix(A + B)
     cache.touch(match.blocks)  # a request reads these pages
     num_evicted = cache.evict(2)
-    return f"two pages are in use; asked for two, the cache evicts {num_evicted}"
+    return f"two pages are in use; asked for two more, the cache evicts {num_evicted}"
 
 
 def a_split_under_a_lock() -> str:
@@ -138,7 +138,7 @@ def pages_for_tokens() -> str:
     cache = make_cache()
     cache.cache_computed_blocks(A + B)
     match = cache.match_prefix(A + B + C)
-    return f"two blocks of 4 tokens found: {match.num_cached_tokens} tokens need no computing"
+    return f"two blocks of 4 tokens found: {match.num_cached_tokens} tokens are not computed"
 
 
 def a_view_of_the_row() -> str:
@@ -148,7 +148,7 @@ def a_view_of_the_row() -> str:
     row[:] = C + D  # the next request gets the row
     found = [cache.match_prefix(p).num_cached_tokens for p in (A + D, A + B)]
     return (
-        f"computed: A B; then its row is written over; found of A D: {found[0]}, of A B: {found[1]}"
+        f"computed: A B; then its row is overwritten; found of A D: {found[0]}, of A B: {found[1]}"
     )
 
 
@@ -164,7 +164,7 @@ def crafted_prompts() -> str:
     cache = make_cache()
     cache.cache_computed_blocks([-1] * 8)
     num_cached = cache.match_prefix([-2] * 8).num_cached_tokens
-    return f"a prompt that nobody has sent, made to collide: {num_cached} of 8 tokens are served"
+    return f"a new prompt, made to collide: {num_cached} of 8 tokens are served"
 
 
 def an_adapter_and_a_salt() -> str:
@@ -179,7 +179,7 @@ def nineteen_for_eight() -> str:
     cache.cache_computed_blocks(list(range(19 * 4)))
     num_told = cache.evict(8)
     return (
-        f"8 of 19 pages are wanted; the cache says {num_told}, and {cache.pool.num_free_blocks} "
+        f"8 of 19 pages requested; the cache reports {num_told}, and {cache.pool.num_free_blocks} "
         f"of 30 are free"
     )
 
@@ -196,7 +196,7 @@ def shared_pages_counted_twice() -> str:
     found = cache.cache_computed_blocks(A + B)
     for change in (cache.touch, cache.touch, cache.release, cache.release):
         change(found)  # two requests read them, and have ended
-    return f"nobody is served; pages cached: 2, of them evictable: {cache.num_evictable_blocks}"
+    return f"idle; pages cached: 2, of them evictable: {cache.num_evictable_blocks}"
 
 
 def two_models_alike() -> str:
@@ -223,8 +223,8 @@ def the_block_that_is_computed_anyway() -> str:
     there = {known.index for known in memory.cache.cached_prefixes() if known.group == 1}
     missing = [p for p in range(max(0, end - 3), end) if p // 2 not in there]
     return (
-        f"of 8 cached tokens 2 and 3 are gone in the window group; found: {end}\n"
-        f"token {end} comes next; gone of what it sees: {missing}"
+        f"of 8 cached tokens 2 and 3 are evicted in the window group; found: {end}\n"
+        f"token {end} comes next; missing in its window: {missing}"
     )
 
 
@@ -238,6 +238,6 @@ def a_step_under_way() -> str:
     memory.cache_blocks(request, 6)
     cached = {known.index: known.block.block_id for known in memory.cache.cached_prefixes()}
     return (
-        f"tokens 0-5 are being computed, 6-11 are planned; free blocks among theirs: {free}\n"
+        f"tokens 0-5 are being computed, 6-11 are planned; their free blocks: {free}\n"
         f"tokens 0-5 are computed; 0 and 1 are cached in block {cached[0]}"
     )

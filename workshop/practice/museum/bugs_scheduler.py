@@ -51,7 +51,7 @@ def urgent_and_not_served() -> str:
     add(scheduler, "urgent", 4, priority=0)
     plans = list(steps(scheduler))
     first = next(number for number, plan in enumerate(plans, 1) if "urgent" in plan)
-    return f"one seat, taken; an urgent request comes and computes its first token in step {first}"
+    return f"max_num_seqs=1, batch full; an urgent request computes its first token in step {first}"
 
 
 def equals_in_one_seat() -> str:
@@ -59,7 +59,7 @@ def equals_in_one_seat() -> str:
     for name in ("a", "b"):
         add(scheduler, name, 4, max_tokens=6, priority=1)
     seats = [name for plan in steps(scheduler, most=12) for name in plan]
-    return f"two equals, one seat, 12 steps: {' '.join(seats)}"
+    return f"two equal priorities, max_num_seqs=1, 12 steps: {' '.join(seats)}"
 
 
 def what_was_said_before() -> str:
@@ -77,7 +77,7 @@ def what_was_said_before() -> str:
         output = StepOutput({r.request_id: [r.num_tokens] for r in ready})
         for result in scheduler.update_from_output(plan, output):
             said[result.request_id] += result.new_token_ids
-    return f"b was preempted, and came back; it has said: {said['b']}"
+    return f"b was preempted and resumed; its output: {said['b']}"
 
 
 def back_and_forth() -> str:
@@ -87,7 +87,7 @@ def back_and_forth() -> str:
     most = max(request.num_preemptions for request in requests)
     num_recomputed = scheduler.get_stats().total_recomputed_tokens
     return (
-        f"one preemption each is allowed; the most of any request: {most}\n"
+        f"max_preemptions=1; most preemptions of a request: {most}\n"
         f"tokens computed again: {num_recomputed}"
     )
 
@@ -99,4 +99,4 @@ def a_seat_for_nobody() -> str:
     next(steps(scheduler))
     add(scheduler, "urgent", 20, max_tokens=1, priority=0)
     plan = next(steps(scheduler))
-    return f"a and b run in 2 seats, urgent does not fit the memory; computed now: {plan}"
+    return f"max_num_seqs=2, urgent does not fit into memory; computed now: {plan}"

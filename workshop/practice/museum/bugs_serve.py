@@ -16,7 +16,7 @@ def a_reader_that_left() -> str:
         await anext(request)
         await request.aclose()
         counts = await llm.call(lambda engine: engine.core.get_request_counts())
-        return f"the only client has gone; requests in the engine: {sum(counts)}"
+        return f"the only client disconnected; requests in the engine: {sum(counts)}"
 
     return served(leave)
 
@@ -36,12 +36,12 @@ def a_prompt_that_never_fits() -> str:
 
 def a_reason() -> str:
     reasons = [choice["finish_reason"] for choice in _choices("completion")]
-    return f"an answer cut off after two tokens; finish_reason of its pieces: {reasons}"
+    return f"an answer cut off after two tokens; finish_reason of its deltas: {reasons}"
 
 
 def a_role() -> str:
     role = "".join(choice["delta"].get("role", "") for choice in _choices("chat"))
-    return f"the pieces of a chat, added up; role: {role}"
+    return f"the deltas of a chat, concatenated; role: {role}"
 
 
 def _choices(kind: str) -> list[dict[str, Any]]:

@@ -12,7 +12,7 @@ def unread() -> str:
 
     says, guesses = torch.tensor([5, 6, 7, 8]), torch.tensor([1, 6, 7])
     tokens, num = rejection_sampling_batched(says, guesses, torch.tensor([0, 4]), 3)
-    return f"the model says 5 6 7 8, the guesses are 1 6 7; emitted: {tokens[0, : num[0]].tolist()}"
+    return f"the model says 5 6 7 8, the draft is 1 6 7; emitted: {tokens[0, : num[0]].tolist()}"
 
 
 def the_latest_match() -> str:
@@ -23,7 +23,7 @@ def the_latest_match() -> str:
     song = [5] * 9  # la la la
     request = RunnerRequest("r", SamplingParams(), song, [])
     drafts = NgramProposer(4).propose([FollowedRequest(request, 0, len(song) - 1)], [4])
-    return f"nine times the same token; four guesses are wanted, made: {drafts['r']}"
+    return f"nine times the same token; four draft tokens requested, proposed: {drafts['r']}"
 
 
 def a_point_on_a_border() -> str:
@@ -87,4 +87,4 @@ def last_steps_guesses() -> str:
         plan = scheduler.schedule()
         fed.append(plan.scheduled_draft_token_ids.get("r", []))
         scheduler.update_from_output(plan, StepOutput({"r": [token]}))
-    return f"guesses that the model is fed, step by step: {fed}"
+    return f"draft tokens in the model's input, step by step: {fed}"

@@ -1,19 +1,20 @@
-"""All exhibits, from one table, `stories.txt`; a visitor names one by its place, from 1.
+"""All exhibits, from one table, `stories.txt`; an exhibit's number is its position, from 1.
 
-    bugs_batching a_long_queue      a module of this folder, and its function that demonstrates
-    title, trap, origin             see `Exhibit`, as for all that is not explained here
-    seen, lesson
-    wrong, right                    may stand more than once: a line of text each
-    room                            another chapter than the one that the bug is put into
+    bugs_batching a_long_queue      a module of this folder, and its demonstrating function
+    title, trap, origin             see `Exhibit`, as for all words not explained here
+    symptom, cause, lesson
+    wrong, right                    can be repeated: a line of text each
+    room                            the chapter, if it is not that of the patched module
     nothing                         a sentence: why there is nothing to watch. Or:
-    look, parts
-    guest {"name": "a", ...}        the prompt by its words, or by the letters of its `blocks`
+    watch, parts                    the sentence that says what to look at; see `Workload`
+    guest {"name": "a", ...}        the prompt: text, SONG or CODE of `props.py`, or the letters of
+                                    `blocks` and the text `then`
     config {"num_blocks": 6, ...}   of the engine
-    scheduler chapter 2             in place of the one that `config` names, "fcfs"
+    scheduler chapter 2             instead of the "fcfs" of `config`
 
-The order is that of the chapters. `stories.zh.txt` says the same in Chinese: a row is the English
-title, `title`, `seen`, `lesson`, `look` (or why there is nothing to watch) and `en`, the digest of
-the English words from which it was translated.
+The order is that of the chapters. `stories.zh.txt` has the same in Chinese. A row is the English
+title, `title`, `symptom`, `cause`, `lesson`, `watch` (or why there is nothing to watch) and `en`,
+the digest of the English text from which it was translated.
 
 How such a table is read: `text_rows.py`."""
 
@@ -21,7 +22,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import astuple, dataclass
 from hashlib import sha256
 from importlib import import_module
 from pathlib import Path
@@ -29,11 +30,13 @@ from typing import Any
 
 from workshop.book.text_rows import TextRow, is_chinese, read_rows
 from workshop.practice.museum.exhibit import Exhibit, Guest, Workload
-from workshop.practice.museum.props import blocks
+from workshop.practice.museum.props import CODE, SONG, blocks
 
 STORIES = Path(__file__).with_name("stories.txt")
 _CHINESE = STORIES.with_suffix(".zh.txt")
-_WORDS = "title trap origin seen lesson wrong right room nothing look parts guest config scheduler"
+_WORDS = """title trap origin symptom cause lesson wrong right room nothing watch parts guest config
+scheduler"""
+_PROMPTS = {"SONG": SONG, "CODE": CODE}
 
 
 def read_exhibits(text: str) -> Iterator[Exhibit]:
@@ -43,7 +46,8 @@ def read_exhibits(text: str) -> Iterator[Exhibit]:
             trap=int(row.text("trap")),
             origin=row.text("origin"),
             title=row.text("title"),
-            seen=row.text("seen"),
+            symptom=row.text("symptom"),
+            cause=row.text("cause"),
             lesson=row.text("lesson"),
             demonstrate=getattr(import_module(f"{__package__}.{module}"), function),
             wrong=row.text("wrong"),
@@ -57,13 +61,13 @@ def _workload(row: TextRow) -> Workload:
     guests = tuple(_guest(**json.loads(guest)) for guest in row.said["guest"])
     config: dict[str, Any] = json.loads(row.text("config") or "{}")
     return Workload(
-        row.text("look"), row.text("parts"), guests, config, row.text("scheduler") == "chapter 2"
+        row.text("watch"), row.text("parts"), guests, config, row.text("scheduler") == "chapter 2"
     )
 
 
 def _guest(name: str, **said: Any) -> Guest:
-    letters, behind = said.pop("blocks", ""), said.pop("behind", "")
-    return Guest(name, said.pop("prompt", "") or blocks(letters, behind), **said)
+    letters, then, prompt = said.pop("blocks", ""), said.pop("then", ""), said.pop("prompt", "")
+    return Guest(name, _PROMPTS.get(prompt, prompt) or blocks(letters, then), **said)
 
 
 EXHIBITS = tuple(read_exhibits(STORIES.read_text(encoding="utf-8")))
@@ -74,26 +78,26 @@ class Words:
     """The story of an exhibit in one language."""
 
     title: str
-    seen: str
+    symptom: str
+    cause: str
     lesson: str
-    look: str
+    watch: str
 
     @property
     def digest(self) -> str:
-        said = self.title, self.seen, self.lesson, self.look
-        return sha256(repr(said).encode()).hexdigest()[:12]
+        return sha256(repr(astuple(self)).encode()).hexdigest()[:12]
 
 
 def english_of(exhibit: Exhibit) -> Words:
-    watch = exhibit.watch
-    look = watch if isinstance(watch, str) else watch.look
-    return Words(exhibit.title, exhibit.seen, exhibit.lesson, look)
+    watch = exhibit.watch if isinstance(exhibit.watch, str) else exhibit.watch.look
+    return Words(exhibit.title, exhibit.symptom, exhibit.cause, exhibit.lesson, watch)
 
 
 def read_chinese(text: str) -> Iterator[tuple[str, tuple[str, Words]]]:
     """By the English title: the digest of the English words, and the Chinese ones."""
-    for row in read_rows(text, "en title seen lesson look"):
-        words = Words(*map(row.text, ("title", "seen", "lesson", "look")))
+    parts = "title", "symptom", "cause", "lesson", "watch"
+    for row in read_rows(text, f"en {' '.join(parts)}"):
+        words = Words(*map(row.text, parts))
         yield row.head, (row.text("en"), words)
 
 
@@ -101,11 +105,17 @@ CHINESE = dict(read_chinese(_CHINESE.read_text(encoding="utf-8")))
 
 
 def words_of(exhibit: Exhibit) -> Words:
-    """As the terminal speaks."""
+    """The story in the terminal's language."""
     return CHINESE[exhibit.title][1] if is_chinese() else english_of(exhibit)
 
 
-TITLES = {  # of the folders that the bugs are put into
+LABELS = {  # of the four parts of a story
+    "symptom": ("Symptom.", "症状："),
+    "cause": ("Cause.", "原因："),
+    "lesson": ("Lesson.", "教训："),
+    "watch": ("Watch.", "观察："),
+}
+TITLES = {  # of the folders of the patched modules
     "01_batching": "1. Batching",
     "02_paged_kv": "2. Paged KV",
     "03_prefix_cache": "3. Prefix cache",

@@ -17,7 +17,9 @@ from workshop.practice.museum.hall import (
     CHINESE,
     CHINESE_TITLES,
     EXHIBITS,
+    LABELS,
     TITLES,
+    Words,
     words_of,
 )
 from workshop.practice.museum.museum_page import (
@@ -39,25 +41,29 @@ from workshop.watch.page_maker import Reel, make_page, write_page
 def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(
         prog="python -m workshop.museum",
-        description="Real bugs of real engines, to look at.",
+        description="Show real bugs of real engines.",
     )
-    parser.add_argument("bug", nargs="?", type=int, metavar="N", help="which one; none: the list")
-    parser.add_argument("--find", action="store_true", help="hide the patch, and give clues")
-    parser.add_argument("--reveal", action="store_true", help="with --find: all clues at once")
+    parser.add_argument(
+        "bug", nargs="?", type=int, metavar="N", help="its number; without one: the list"
+    )
+    parser.add_argument("--find", action="store_true", help="hide the patch and give clues")
+    parser.add_argument(
+        "--reveal", action="store_true", help="with --find: print all clues without asking"
+    )
     parser.add_argument(
         "--watch", action="store_true", help="write a page with two films: with the bug and without"
     )
     parser.add_argument(
         "--out", type=Path, metavar="F", help="with --watch: the page (default: museum-N.html)"
     )
-    parser.add_argument("--open", action="store_true", help="with --watch: show it in the browser")
+    parser.add_argument("--open", action="store_true", help="with --watch: open it in the browser")
     options = parser.parse_args(arguments)
     if options.reveal and not options.find:
-        parser.error("--reveal needs --find; without it nothing is hidden")
+        parser.error("--reveal needs --find; otherwise nothing is hidden")
     if options.find and options.bug is None:
-        parser.error("--find must have a bug to look for: a number of the list")
+        parser.error("--find needs a bug: a number of the list")
     if options.watch and options.bug is None:
-        parser.error("--watch must have a bug to watch: a number of the list")
+        parser.error("--watch needs a bug: a number of the list")
     if (options.out or options.open) and not options.watch:
         parser.error("--out and --open need --watch, which writes a page")
     if options.bug is not None and not 1 <= options.bug <= len(EXHIBITS):
@@ -83,32 +89,31 @@ def listed() -> str:
         lines.append(f"\n{(CHINESE_TITLES if is_chinese() else TITLES)[chapter]}")
         lines += [f"  {number:2}  {words_of(e).title}  ({e.origin})" for number, e in group]
     return "\n".join(lines) + (
-        "\n\nLook at one: make museum BUG=8    Look for it: add ARGS=--find    "
+        "\n\nRead one: make museum BUG=8    Find it yourself: add ARGS=--find    "
         "Watch it: ARGS=--watch"
     )
 
 
 def look(number: int, exhibit: Exhibit) -> None:
-    """All there is to know about it."""
+    """Print the whole story, the patch, its effect and a test that fails."""
     words = words_of(exhibit)
     _say(f"{number}. {words.title}   ({exhibit.origin}; trap {exhibit.trap})")
-    _say(_filled(words.seen))
+    _say(_told(words, "symptom", "cause"))
     _say(_revealed(exhibit))
     with broken_copy(exhibit.patch) as swap:
         _say(_shown(exhibit, swap))
         _say(_first_failure(exhibit, swap))
-    _say(_taught(exhibit))
+    _say(_told(words, "lesson", "watch"))
 
 
 def watch(
     number: int, exhibit: Exhibit, out: Path, is_opened: bool = False, is_hidden: bool = False
 ) -> None:
-    """Writes a page on which a run with the bug stands beside one without, and opens where the two
-    part. `is_hidden`: it does not say what the bug is."""
+    """Write a page with a run with the bug next to one without. It opens at the first difference.
+    `is_hidden`: it does not name the bug."""
     if isinstance(exhibit.watch, str):
-        _say(
-            f"{number}. There is nothing to watch. " + ("" if is_hidden else words_of(exhibit).look)
-        )
+        reason = "" if is_hidden else words_of(exhibit).watch
+        _say(f"{number}. There is nothing to watch. {reason}")
         return
     with tempfile.TemporaryDirectory() as folder, broken_copy(exhibit.patch) as swap:
         wrong, right = films(exhibit.watch, swap, Path(folder))
@@ -117,7 +122,7 @@ def watch(
     _, chinese = CHINESE[exhibit.title]
     name, name_zh = ("", "") if is_hidden else (exhibit.title, chinese.title)
     title = (f"Exhibit {number}. {name}".strip(), f"展品 {number} {name_zh}".strip())
-    caption = _HIDDEN if is_hidden else (exhibit.watch.look, chinese.look)
+    caption = _HIDDEN if is_hidden else (exhibit.watch.look, chinese.watch)
     moments = moments_of(where, broken, wrong)
     start = moments[0]["address"] if moments else ""
     reels = [Reel(label, text, zh) for (label, zh), text in zip(_LABELS, texts)]
@@ -126,7 +131,7 @@ def watch(
     if not is_hidden:
         words = words_of(exhibit)
         _say(f"{number}. {words.title}   ({exhibit.origin})")
-        _say(_filled(f"{words.seen} {words.look}"))
+        _say(_told(words, "symptom", "cause", "watch"))
     _say(_compared(wrong, right))
     write_page(out, page, is_opened)
 
@@ -134,37 +139,36 @@ def watch(
 _REELS = ("wrong.jsonl", "right.jsonl")
 _LABELS = (("The run with the bug", "有 bug 的运行"), ("The run without it", "没有 bug 的运行"))
 _HIDDEN = (
-    "Left with a bug, right without. Which line of the engine would make this difference?",
+    "Left with a bug, right without. Which line of the engine could make this difference?",
     "左边有 bug，右边没有。引擎里哪一行会造成这样的差别？",
 )
 
 
 def films(workload: Workload, swap: ModuleSwap, folder: Path) -> tuple[RunOnFilm, RunOnFilm]:
-    """With the bug, and without; their events are in files of `folder`, `_REELS`."""
+    """Record the run with the bug and the run without; `folder` gets their events, as `_REELS`."""
     wrong, right = (folder / name for name in _REELS)
     return make_film(workload, wrong, swap), make_film(workload, right)
 
 
 def _compared(wrong: RunOnFilm, right: RunOnFilm) -> str:
-    """What the two say, before anybody has looked."""
+    """Return the differences that can be found without looking."""
     lines = [f"with the bug {wrong.num_steps} steps, without {right.num_steps}"]
     if (where := parting(right, wrong)) is not None:
-        lines.append(f"the two part in {where}")
+        lines.append(f"the first difference is in {where}")
     if wrong.error:
         lines.append(f"the run with the bug ended with {wrong.error}")
     if (broken := contradiction(wrong)) is not None:
-        lines.append(f"its step {broken.step} can not be: {broken.sentence}")
+        lines.append(f"its step {broken.step} is impossible: {broken.sentence}")
     return "\n".join(lines)
 
 
 def find(number: int, exhibit: Exhibit, is_revealed: bool) -> None:
-    """The symptom, then a clue for each press of the return key, then the patch."""
+    """Print the symptom, then a clue for each press of the return key, then the patch."""
     with broken_copy(exhibit.patch) as swap:
         all_clues = clues(exhibit, swap)
-        _say(
-            f"{number}. There is a bug somewhere in {exhibit.patch.file}. While you look, it is in"
-        )
+        _say(f"{number}. There is a bug in {exhibit.patch.file}. While you look for it, it is in")
         _say(f"    {swap.file}")
+        _say(_told(words_of(exhibit), "symptom"))
         _say(f"What it does:\n\n{next(all_clues)}")
         for clue in all_clues:
             if not (is_revealed or _is_asked_for()):
@@ -173,19 +177,20 @@ def find(number: int, exhibit: Exhibit, is_revealed: bool) -> None:
 
 
 def clues(exhibit: Exhibit, swap: ModuleSwap) -> Iterator[str]:
-    """From what a user sees to the patch. Each is worked out when it is asked for."""
+    """Yield clues, from the symptom to the patch. Each is computed when it is requested."""
     yield _shown(exhibit, swap)
     of_films = _clues_of_films(exhibit, swap)
     yield from of_films[:1]
-    yield f"A test that notices, and what it says:\n\n{_first_failure(exhibit, swap)}"
+    yield f"A test that fails, and its message:\n\n{_first_failure(exhibit, swap)}"
     yield from of_films[1:]
     yield f"It is in `{exhibit.patch.symbol or 'the top level of the module'}`."
     words = words_of(exhibit)
-    yield f"{_revealed(exhibit)}\n\n{_filled(f'{words.title}. {words.seen}')}\n\n{_taught(exhibit)}"
+    told = _told(words, "cause", "lesson", "watch")
+    yield f"{_revealed(exhibit)}\n\n{words.title}\n\n{told}"
 
 
 def _clues_of_films(exhibit: Exhibit, swap: ModuleSwap) -> list[str]:
-    """Where two films part, and what each says there."""
+    """Where the two films differ, and the event of each there."""
     if isinstance(exhibit.watch, str):
         return []
     with tempfile.TemporaryDirectory() as folder:
@@ -195,18 +200,18 @@ def _clues_of_films(exhibit: Exhibit, swap: ModuleSwap) -> list[str]:
         return []
     guests = ", ".join(guest.name for guest in exhibit.watch.guests)
     return [
-        _filled(f"An engine has served {guests} on film, with the bug and without.")
-        + f"\n\n{_compared(wrong, right)}\n\n(ARGS='--find --watch' writes a page of the two.)",
-        "The first event that is another:\n\n"
+        _filled(f"An engine was recorded serving {guests}, with the bug and without.")
+        + f"\n\n{_compared(wrong, right)}\n\n(ARGS='--find --watch' writes a page with both.)",
+        "The first event that differs:\n\n"
         + side_by_side(line_of(where.wrong), line_of(where.right)),
     ]
 
 
 def _is_asked_for() -> bool:
     try:
-        return input("Return: a clue. q: no more.  ").strip().lower() != "q"
+        return input("Return: next clue. q: quit.  ").strip().lower() != "q"
     except EOFError:
-        print("\n(Nobody is at the keyboard. --reveal gives all clues at once.)")
+        print("\n(No terminal. --reveal prints all clues without asking.)")
         return False
 
 
@@ -215,27 +220,29 @@ def _shown(exhibit: Exhibit, swap: ModuleSwap) -> str:
 
 
 def _first_failure(exhibit: Exhibit, swap: ModuleSwap) -> str:
-    """Which test, and the first line of what it says."""
+    """Return the first test that fails and the first line of its message."""
     run = try_tests(exhibit.tests, swap, first_only=True, limit_s=exhibit.limit_s(swap))
     if run.first is None:
         return run.report.strip()
     said, *more = run.first.message.strip().splitlines() or [""]
-    if ", ...]" in said:  # of two lists, what is left out may be all that differs
+    if ", ...]" in said:  # the elided part of two lists can be their only difference
         said += next((f" ({line.strip()})" for line in more if "At index" in line), "")
-    return f"Noticed by {run.first.test}\n    {textwrap.shorten(said, 160)}"
+    return f"Caught by {run.first.test}\n    {textwrap.shorten(said, 160)}"
 
 
 def _revealed(exhibit: Exhibit) -> str:
     return f"{exhibit.patch.file}\n\n{textwrap.indent(exhibit.patch.diff(), '    ')}"
 
 
-def _taught(exhibit: Exhibit) -> str:
-    lesson = words_of(exhibit).lesson
-    return f"教训。{lesson}" if is_chinese() else _filled(f"What it teaches. {lesson}")
+def _told(words: Words, *parts: str) -> str:
+    """The given parts of a story, each a paragraph with its label."""
+    blank = "" if is_chinese() else " "
+    labels = [LABELS[part][is_chinese()] for part in parts]
+    return "\n".join(_filled(f"{x}{blank}{getattr(words, p)}") for x, p in zip(labels, parts))
 
 
 def _filled(text: str) -> str:
-    """Chinese as it is: it has no blanks at which a line could end."""
+    """Wrap the text. Chinese is returned unchanged, because it has no blanks to break at."""
     return text if is_chinese() else textwrap.fill(text, 96)
 
 

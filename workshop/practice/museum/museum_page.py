@@ -1,5 +1,5 @@
-"""`MUSEUM.md` in two languages, an index without the clues. Besides: two runs side by side in a
-terminal, and what the page of the two says of an exhibit."""
+"""`MUSEUM.md` in two languages, an index without the clues. Also: two runs side by side in a
+terminal, and the panels and moments of an exhibit's page of two films."""
 
 from __future__ import annotations
 
@@ -11,13 +11,21 @@ from typing import Any
 
 from workshop.book.translation import sections
 from workshop.practice.museum.exhibit import Exhibit
-from workshop.practice.museum.hall import CHINESE, CHINESE_TITLES, EXHIBITS, TITLES, english_of
+from workshop.practice.museum.hall import (
+    CHINESE,
+    CHINESE_TITLES,
+    EXHIBITS,
+    LABELS,
+    TITLES,
+    english_of,
+)
 from workshop.practice.museum.pictures import shown_in
 from workshop.practice.museum.watched_run import Contradiction, Parting, RunOnFilm
 from workshop.practice.patch_table import Bug, broken_lines
 from workshop.practice.source_patch import ROOT
 
 PAGE = ROOT / "MUSEUM.md"
+_ON_THE_PAGE = "symptom", "cause"  # of the four parts; the command prints the others
 _REPOSITORIES = {
     "nano-vllm": "GeeeekExplorer/nano-vllm",
     "mini-sglang": "sgl-project/mini-sglang",
@@ -34,17 +42,17 @@ _HEAD = """# A museum of bugs
 [中文](MUSEUM.zh.md)
 
 {bugs} bugs that shipped in engines people use, or in this one, and {lines} single lines of this
-repository to break. Each is put into a copy of the one module; nothing in your checkout changes.
-Most of them pass every test that looks at shapes and lengths. Open a fold when you have looked.
+repository for you to break. Each is applied to a copy of one module; nothing in your checkout
+changes. Most of them pass every test of shapes and lengths. Look first, then open the fold.
 
     make museum                           the list
-    make museum BUG=8 ARGS=--find         look for it yourself: the symptom first, then clues
+    make museum BUG=8 ARGS=--find         find it yourself: the symptom first, then clues
     make museum BUG=8 ARGS=--watch        step through two runs: with the bug, and without
-    make museum BUG=8                     the story, the patch, what it does, the test that fails
+    make museum BUG=8                     the story, the patch, its effect, the test that fails
     python -m workshop.patches --only 8   break line 8 of the lines to break, and run its test
 
 A trap is a number in our list of such bugs; `grep -rn "Trap 10"` finds its tests. A number after an
-engine's name leads to the report. (`make sync` makes this page.)
+engine's name links to the report. (`make sync` makes this page.)
 """
 _CHINESE_HEAD = """# bug 博物馆
 <!-- en: -->
@@ -68,8 +76,8 @@ _CHINESE_HEAD = """# bug 博物馆
 
 
 def render(is_chinese: bool = False) -> str:
-    """The page. The digests in the Chinese one are those of the English sections: what was read
-    when a story was translated is in `stories.zh.txt`."""
+    """Return the page. The digests in the Chinese one are those of the English sections; those of
+    the stories are in `stories.zh.txt`."""
     lines = list(enumerate(broken_lines(), 1))
     head, titles = (_CHINESE_HEAD, CHINESE_TITLES) if is_chinese else (_HEAD, TITLES)
     parts = [head.format(bugs=len(EXHIBITS), lines=len(lines))]
@@ -93,10 +101,11 @@ def _entry(number: int, exhibit: Exhibit, is_chinese: bool) -> str:
         origin = _CHINESE_ORIGINS.get(exhibit.origin, origin.replace(", ", "，"))
         trap = f"陷阱 {exhibit.trap}"
     picture = shown_in(exhibit, words.title, is_chinese)
+    parts = [f"**{LABELS[part][is_chinese]}** {getattr(words, part)}" for part in _ON_THE_PAGE]
     return _folded(
         f"bug-{number}",
         f"{number}. {words.title}",
-        f"*{origin} · {trap}*\n\n{words.seen}\n" + picture,
+        "\n\n".join([f"*{origin} · {trap}*", *parts]) + f"\n{picture}",
     )
 
 
@@ -133,7 +142,7 @@ def linked(origin: str) -> str:
 
 
 def side_by_side(wrong: str, right: str) -> str:
-    """One below the other, so that they can be compared."""
+    """Return both texts, one below the other, for comparison."""
     rows = []
     for label, text in (("with the bug", wrong), ("without", right)):
         first, *rest = text.splitlines()
@@ -144,7 +153,7 @@ def side_by_side(wrong: str, right: str) -> str:
 # -- the page of two runs
 
 
-# By the kind of event at which the two part: the panels in which it can be seen, those first.
+# By the kind of the first different event: the panels to show, those that show it first.
 _PANELS = {
     "planned": "grid queue words pool",
     "computed": "grid words pool",
@@ -164,12 +173,12 @@ def scenes_of(where: Parting | None) -> list[str]:
 def moments_of(
     where: Parting | None, broken: Contradiction | None, wrong: RunOnFilm
 ) -> list[dict[str, Any]]:
-    """Where to look: at the parting, at what cannot be, at the end that an error made."""
+    """Where to look: at the first difference, at a contradiction, at the end by an error."""
     found: list[tuple[int, str, tuple[str, str]]] = []
     if where is not None:
-        found.append((where.step, where.request, ("the two part", "两边从这里分开")))
+        found.append((where.step, where.request, ("the two differ from here on", "两边从这里分开")))
     if broken is not None:
-        found.append((broken.step, "", ("left: this cannot be", "左边：这不可能发生")))
+        found.append((broken.step, "", ("left: this is impossible", "左边：这不可能发生")))
     if wrong.error:
         last = max(wrong.num_steps - 1, 0)
         found.append((last, "", ("left: the run ends in an error", "左边：运行因错误而终止")))

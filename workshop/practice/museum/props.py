@@ -1,5 +1,5 @@
-"""What several demonstrations need. Everything of ours is imported when it is called: see
-`exhibit.py`."""
+"""Helpers of several demonstrations. Modules of the engine are imported when a function is called:
+see `exhibit.py`."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections.abc import Awaitable, Callable, Iterator, Sequence
 from typing import Any
 
 CODE = "def area(width, height):\n    return width * height\n\ndef volume(width, height, depth):\n"
-# Always four guesses: how many pay would be learned from times, which are never the same.
+# Always four draft tokens, because the adaptive number depends on times, which vary.
 GUESS = {"method": "ngram", "num_spec_tokens": 4, "adaptive": False}
 SONG = "a = [1, 2, 3, 4]\nb = [1, 2, 3, 4]\nc = [1, 2, 3, 4]\nd = [1, 2,"
 _WORDS = """and are all add|but bytes base block|can class call code|data default does doc|error end
@@ -17,11 +17,11 @@ process package|return read result run|self string set size|the that this time|u
 user|value version values valid|with will which when"""
 
 
-def blocks(letters: str, behind: str = "") -> str:
-    """A prompt of the shipped model: for each letter a block of four tokens, which are words that
-    begin with it."""
+def blocks(letters: str, then: str = "") -> str:
+    """A prompt of the shipped model: for each letter a block of four tokens, words that begin with
+    it; then the text `then`."""
     by_letter = {words[0]: " " + " ".join(words.split()) for words in _WORDS.split("|")}
-    return "".join(by_letter[letter] for letter in letters) + behind
+    return "".join(by_letter[letter] for letter in letters) + then
 
 
 def request(name: str, num_prompt: int, max_tokens: int = 4, **options: Any) -> Any:
@@ -32,8 +32,8 @@ def request(name: str, num_prompt: int, max_tokens: int = 4, **options: Any) -> 
 
 
 def steps(scheduler: Any, most: int = 1_000) -> Iterator[dict[str, int]]:
-    """Step after step, the tokens that each request computes, until nobody is unfinished or `most`
-    steps are over. A request that has caught up samples a 7."""
+    """The tokens that each request computes, step by step, until all requests have finished or
+    `most` steps were made. A request without uncomputed tokens samples a 7."""
     from scheduler_interface import StepOutput
 
     for _ in range(most):
@@ -47,7 +47,7 @@ def steps(scheduler: Any, most: int = 1_000) -> Iterator[dict[str, int]]:
 
 
 def say(prompts: Sequence[str], params: Sequence[Any] | Any = None, **config: Any) -> list[str]:
-    """What the shipped model answers, greedily unless `params` say otherwise."""
+    """The answers of the shipped model, greedy unless `params` is given."""
     from common.llm import LLM, SamplingParams
 
     params = params or SamplingParams(temperature=0, max_tokens=12)
@@ -57,7 +57,7 @@ def say(prompts: Sequence[str], params: Sequence[Any] | Any = None, **config: An
 
 
 def served(work: Callable[[Any], Awaitable[str]]) -> str:
-    """What comes of `work(llm)`, a program of an `AsyncLLM`."""
+    """The result of `work(llm)`, a program that uses an `AsyncLLM`."""
     import asyncio
 
     from common.serve.async_llm import AsyncLLM

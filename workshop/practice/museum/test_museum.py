@@ -94,9 +94,9 @@ def test_the_page_spoils_no_clue(page: Path) -> None:
     for number, exhibit in enumerate(EXHIBITS, 1):
         told, inside = CHINESE[exhibit.title][1], folds[f"bug-{number}"]
         clues = (exhibit.wrong, exhibit.patch.diff(), *(t.split("::")[1] for t in exhibit.tests))
-        assert not [clue for clue in (exhibit.seen, told.seen, *clues) if clue in shown]
+        assert not [clue for clue in (exhibit.cause, told.cause, *clues) if clue in shown]
         assert not [clue for clue in clues if clue in inside]
-        assert exhibit.seen in inside or told.seen in inside
+        assert exhibit.cause in inside or told.cause in inside
     for number, bug in enumerate(broken_lines(), 1):
         assert bug.diff() in folds[f"line-{number}"] and bug.diff() not in shown
 
@@ -116,9 +116,9 @@ def test_the_list_names_every_exhibit(capsys: pytest.CaptureFixture[str]) -> Non
     [
         (["0"], "must be in [1, "),
         ([str(len(EXHIBITS) + 1)], "must be in [1, "),
-        (["--find"], "must have a bug"),
+        (["--find"], "needs a bug"),
         (["1", "--reveal"], "needs --find"),
-        (["--watch"], "must have a bug"),
+        (["--watch"], "needs a bug"),
         (["1", "--out", "page.html"], "need --watch"),
         (["1", "--open"], "need --watch"),
     ],
@@ -162,7 +162,7 @@ def test_a_terminal_that_speaks_chinese_is_told_in_chinese(
     words = CHINESE[EXHIBITS[0].title][1]
     assert main([]) == main(["1"]) == main(["1", "--find", "--reveal"]) == 0
     shown = capsys.readouterr().out
-    assert (shown.count(words.title), shown.count(words.seen), shown.count(words.lesson)) == (
+    assert (shown.count(words.title), shown.count(words.symptom), shown.count(words.lesson)) == (
         3,
         2,
         2,
@@ -189,7 +189,7 @@ def test_the_test_that_notices_is_told_in_two_lines(
     monkeypatch.setattr(museum_command, "try_tests", lambda *_, **__: report)
     assert main(["1"]) == 0
     shown = capsys.readouterr().out
-    assert f"Noticed by test_x.py::test_a\n    {told}\n\n" in shown
+    assert f"Caught by test_x.py::test_a\n    {told}\n\n" in shown
     assert "THE REPORT" not in shown
 
 
@@ -207,7 +207,7 @@ def test_the_patch_is_hidden_until_it_is_asked_for(
     monkeypatch.setattr(sys, "stdin", io.StringIO(keys))
     find(1, exhibit, is_revealed=False)
     shown = capsys.readouterr().out
-    secrets = ["What it does", "part in step 0, evicted", "THE REPORT", "[8,7]"]
+    secrets = ["What it does", "difference is in step 0, evicted", "THE REPORT", "[8,7]"]
     secrets += [exhibit.patch.symbol, exhibit.patch.new.strip()]
     assert [secret in shown for secret in secrets] == [n < num_clues for n in range(6)]
     assert (exhibit.title in shown) == (num_clues == 6)
@@ -227,7 +227,7 @@ def test_without_anything_to_watch_the_other_clues_are_there(
     number, exhibit = next((n, e) for n, e in enumerate(EXHIBITS, 1) if isinstance(e.watch, str))
     assert main([str(number), "--find", "--reveal"]) == 0
     shown = capsys.readouterr().out
-    assert "THE REPORT" in shown and exhibit.title in shown and "on film" not in shown
+    assert "THE REPORT" in shown and exhibit.title in shown and "recorded" not in shown
 
 
 # -- the page of an exhibit
@@ -243,7 +243,7 @@ def test_a_page_has_the_run_with_the_bug_and_beside_it_the_right_one(
     assert labels == ["The run with the bug", "The run without it"]
     assert text.index("[8,7]") < text.index('"blocks":[8]')
     assert f"Exhibit 1. {exhibit.title}" in text and '"step=0"' in text
-    assert exhibit.title in shown and str(page) in shown and "part in step 0" in shown
+    assert exhibit.title in shown and str(page) in shown and "difference is in step 0" in shown
 
 
 def test_a_page_to_look_for_the_bug_does_not_say_what_it_is(
@@ -257,7 +257,12 @@ def test_a_page_to_look_for_the_bug_does_not_say_what_it_is(
     assert main(["1", "--find", "--watch", "--out", str(page)]) == 0
     everything = page.read_text(encoding="utf-8") + capsys.readouterr().out
     assert "Exhibit 1." in everything
-    for secret in (exhibit.title, exhibit.seen[:40], exhibit.patch.new.strip(), exhibit.watch.look):
+    for secret in (
+        exhibit.title,
+        exhibit.cause[:40],
+        exhibit.patch.new.strip(),
+        exhibit.watch.look,
+    ):
         assert secret not in everything
 
 

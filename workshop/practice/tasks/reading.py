@@ -38,7 +38,7 @@ _ROW = re.compile(
     r"^(?P<front>\| \[`[\w.]+\.py(?:::(?P<symbol>[\w.]+))?`\]\((?P<path>[\w./]+)\) \| )"
     r"(?P<number>[\d,]+)(?= \|)"
 )
-# README: | 2 [paged KV](...) | what you learn | 2.5 | `small_paging.py`, `block_pool.py` | skip |
+# README: | 2 [paged KV](...) | what you learn | 2.5 | [`small_paging.py`](...), [...](...) | skip |
 _MAP_ROW = re.compile(r"^(\| (\d) \[[^|]+\|[^|]+\|[^|]+\| )[^|]+(?= \|)", re.MULTILINE)
 # A chapter: 1. `small_paging.py`: what it is        and of what the evening does not read: * `...`
 _ITEM = re.compile(r"^(?:\d+\.|\*) `(\w+\.py)`(.*)\n", re.MULTILINE)
@@ -102,21 +102,28 @@ def sums(text: str) -> list[int]:
     return [int(row["number"].replace(",", "")) for row in rows if row]
 
 
-def files_of_evenings() -> dict[int, list[str]]:
-    """By the number of an evening: names of files, each once, in the order of its table."""
+def paths_of_evenings() -> dict[int, list[str]]:
+    """By the number of an evening: paths of files, each once, in the order of its table."""
     text = PAGES[0].read_text(encoding="utf-8")
     parts = re.split(r"^## Evening (\d).*$", text, flags=re.MULTILINE)
     rows = (map(_ROW.match, part.splitlines()) for part in parts[2::2])
-    found = [[Path(row["path"]).name for row in of_one if row] for of_one in rows]
+    found = [[row["path"] for row in of_one if row] for of_one in rows]
     return {int(number): list(dict.fromkeys(f)) for number, f in zip(parts[1::2], found)}
 
 
+def files_of_evenings() -> dict[int, list[str]]:
+    """The same by name, without the folders."""
+    found = paths_of_evenings().items()
+    return {number: [Path(path).name for path in paths] for number, paths in found}
+
+
 def with_map(text: str) -> str:
-    """README, each chapter with the files of its evening."""
-    files = files_of_evenings()
+    """README, each chapter with links to the files of its evening."""
+    paths = paths_of_evenings()
 
     def row(match: re.Match[str]) -> str:
-        return match[1] + ", ".join(f"`{name}`" for name in files[int(match[2])])
+        links = (f"[`{Path(path).name}`]({path})" for path in paths[int(match[2])])
+        return match[1] + ", ".join(links)
 
     return _MAP_ROW.sub(row, text)
 

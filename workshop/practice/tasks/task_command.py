@@ -24,6 +24,7 @@ from workshop.practice.tasks.course import (
 )
 from workshop.practice.tasks.grade import grade
 from workshop.practice.tasks.task import DIFFICULTIES, Task
+from workshop.practice.tasks.tickets import tickets_of_evening
 from workshop.practice.tasks.workbench import Workbench
 from workshop.practice.trial import swapped
 
@@ -80,6 +81,10 @@ def listed(bench: Workbench) -> str:
     for evening, title in EVENINGS.items():
         lines.append(f"\nEvening {evening}: {title} ({minutes_of(evening)} minutes)")
         lines += _rows(evening, bench)
+        lines += [f"     ticket {n:2}         {title}" for n, title in tickets_of_evening(evening)]
+    lines.append(
+        "\nTickets are in INCIDENTS.md, and INCIDENTS.zh.md: you read evidence and write no code."
+    )
     left = _open_tasks(bench, TASKS)
     lines.append(f"\n{len(TASKS) - len(left)} of {len(TASKS)} done.")
     if left:

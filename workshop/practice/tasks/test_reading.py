@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from pathlib import Path
 
 import pytest
 
@@ -11,6 +12,7 @@ from workshop.practice.tasks.reading import (
     ROOT,
     derived,
     files_of_evenings,
+    paths_of_evenings,
     sums,
     with_head,
     with_map,
@@ -62,7 +64,9 @@ def test_a_head_follows_its_evening() -> None:
 
 def test_the_map_follows_its_evening() -> None:
     row = "| 2 [paged KV](02_paged_kv/README.md) | blocks | 2.5 | `lost.py` | forks |\n"
-    files = ", ".join(f"`{name}`" for name in files_of_evenings()[2])
+    paths = paths_of_evenings()[2]
+    assert [Path(path).name for path in paths] == files_of_evenings()[2]
+    files = ", ".join(f"[`{Path(path).name}`]({path})" for path in paths)
     other = "| [common](common/README.md) | all | 9 | `llm.py` | bench |\n"
     assert with_map(row + other) == row.replace("`lost.py`", files) + other
     assert with_map(row) != row
