@@ -1,16 +1,14 @@
-"""The backend that attends to short queries in machine code (`decode_attention.py`).
+"""The attention backend that computes short queries in machine code (`decode_attention.py`).
 
-What goes where, in a batch in any order:
+In a batch in any order:
 
-    one query token, or a few (drafted ones)     the compiled function, nothing is gathered
+    one query token, or a few (draft tokens)     the compiled function, nothing is gathered
     a long query, in bfloat16                    `tiled_attention.py`
-    everything else                              the plan of the chapter, as ever
+    everything else                              chapter 2's plan
 
-The compiled function wants a head's keys of a block in one run, so this backend comes with memory
-of its own, in which a block lies head-major. All other code sees the same `[num_blocks, block_size,
-num_kv_heads, head_dim]`.
-
-Invariant: where a sequence's keys lie, and who computes, is a matter of speed only.
+The compiled function needs a head's keys of a block in one run, so this backend has its own memory,
+in which a block is stored head-major. All other code sees the same `[num_blocks, block_size,
+num_kv_heads, head_dim]`. Invariant: the memory layout and the choice of function affect only speed.
 """
 
 from __future__ import annotations
@@ -32,7 +30,7 @@ from window_attention import WindowMetadata, WindowPlan
 
 
 class HeadMajorKVCache(PagedKVCache):
-    """The same shapes, in memory that is `[num_blocks, num_kv_heads, block_size, head_dim]`."""
+    """The same shapes, over memory that is `[num_blocks, num_kv_heads, block_size, head_dim]`."""
 
     def __init__(
         self,
@@ -62,7 +60,7 @@ def write_kv_anywhere(
     value_cache: torch.Tensor,
     slot_mapping: torch.Tensor,
 ) -> None:
-    """`write_kv` for memory of any order."""
+    """`write_kv` for memory in any order."""
     is_real = slot_mapping >= 0
     if not is_real.all():
         key, value, slot_mapping = key[is_real], value[is_real], slot_mapping[is_real]
@@ -73,7 +71,7 @@ def write_kv_anywhere(
 
 
 class CompiledPlan(PagedPlan):
-    """A plan whose short queries are attended to in machine code. Mixed into any other plan."""
+    """A plan whose short queries are computed in machine code. A mix-in for any other plan."""
 
     def __init__(
         self,
@@ -105,7 +103,7 @@ class CompiledPlan(PagedPlan):
         tables: torch.Tensor,
         key_cache: torch.Tensor,
     ) -> list[DecodeGroup]:
-        """Lengths and tables are known not to contradict each other."""
+        """Lengths and tables are known to be consistent."""
         if not self.is_compiled:
             return super().make_groups(short, query_lens, starts, seq_lens, tables, key_cache)
         if len(short):
@@ -149,7 +147,7 @@ class CompiledPlan(PagedPlan):
 
 
 class CompiledWindowPlan(CompiledPlan, WindowPlan):
-    """Without its short queries, a `WindowPlan`."""
+    """A `WindowPlan` whose short queries are computed in machine code."""
 
     def attend_long(
         self, query: torch.Tensor, long: LongQuery, gather: Gather, scale: float
@@ -159,24 +157,23 @@ class CompiledWindowPlan(CompiledPlan, WindowPlan):
 
 class CompiledAttentionBackend:
     """An `AttentionBackend` for a CPU. `attend_rows` was compiled for `num_heads` query heads and
-    caches like `key_cache`; other models (a draft model) are attended to as ever. Short queries
-    that see a window are laid out by `compose_windows`."""
+    caches like `key_cache`; other models (a draft model) use chapter 2's plan. Short queries with a
+    window are laid out by `compose_windows`."""
 
     plan_type: type[CompiledPlan] = CompiledPlan
 
     def __init__(self, attend_rows: AttendRows, num_heads: int, key_cache: torch.Tensor) -> None:
         self.attend_rows = attend_rows
-        # All that the machine code depends on: the strides tell the shape of a block.
+        # All that the machine code depends on: the strides determine the shape of a block.
         self._made_for = num_heads, key_cache.dtype, key_cache.stride()
 
     @classmethod
     def compiled_for(
         cls, num_heads: int, kv_cache: PagedKVCache
     ) -> CompiledAttentionBackend | None:
-        """For KV tensors like those of `kv_cache`, which is a `HeadMajorKVCache` of any size.
-
-        Takes a second or two the first time on a machine. None, and a warning, where there is no
-        C++ compiler."""
+        """Make a backend for KV tensors like those of `kv_cache`, which is a `HeadMajorKVCache` of
+        any size. Takes a second or two the first time on a machine. Returns None, with a warning,
+        without a C++ compiler."""
         key_cache = kv_cache.key_cache[0]
         attend_rows = compile_rows(num_heads, key_cache)
         return None if attend_rows is None else cls(attend_rows, num_heads, key_cache)

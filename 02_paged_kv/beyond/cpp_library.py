@@ -1,13 +1,14 @@
-"""C++ that the engine computes with on a CPU, compiled when it is first wanted.
+"""C++ code that the engine runs on a CPU, compiled on first use.
 
-`decode_attention.cpp`, a model's products and what lies between them (`compiled_linear.cpp` and
-`compiled_regions.cpp` in `common`) are compiled for this processor, and the shapes of a
-model where that is faster. It takes a second or two. The library
-is kept in `~/.cache/vllm-from-scratch` (`XDG_CACHE_HOME` is honoured), under a name that tells the
+`decode_attention.cpp`, a model's products and the operations between them (`compiled_linear.cpp`
+and `compiled_regions.cpp` in `common`) are compiled for this processor, and for the shapes of a
+model where that is faster. That takes a second or two. The library is kept in
+`~/.cache/vllm-from-scratch` (`XDG_CACHE_HOME` is honoured), under a name that identifies the
 source, the compiler, the processor and the constants, so the next start takes milliseconds.
 
-A C interface, called by `ctypes`, wants neither PyTorch's headers nor Python's; and a call checks
-nothing, where one of what `torch.compile` makes first looks whether it fits its arguments."""
+A C interface, called by `ctypes`, needs neither PyTorch's headers nor Python's. A call checks
+nothing, whereas a function made by `torch.compile` first checks whether it fits its arguments.
+"""
 
 from __future__ import annotations
 
@@ -36,7 +37,7 @@ FLAGS = (
     *("-ffp-contract=fast", "-fno-math-errno", "-fno-trapping-math"),
     *("-Wno-unknown-pragmas", "-Wno-psabi"),
 )
-THREADS = ("-fopenmp",), ("-fopenmp-simd",)  # the second one where there is no OpenMP: one thread
+THREADS = ("-fopenmp",), ("-fopenmp-simd",)  # the second one without OpenMP: one thread
 SCALARS = {
     torch.float64: "double",
     torch.float32: "float",
@@ -46,7 +47,8 @@ SCALARS = {
 
 
 def load_library(source: Path, constants: Mapping[str, object]) -> ctypes.CDLL:
-    """`source` in machine code. Raises `RuntimeError` without a C++ compiler, or if that fails."""
+    """Compile `source` to machine code. Raises `RuntimeError` without a C++ compiler, or if that
+    fails."""
     compiler = next(filter(None, map(shutil.which, COMPILERS)), None)
     if compiler is None:
         raise RuntimeError(f"cannot compile: no C++ compiler ({' or '.join(COMPILERS)}) was found")
@@ -63,7 +65,8 @@ def load_library(source: Path, constants: Mapping[str, object]) -> ctypes.CDLL:
 
 
 def try_to_compile(make: Callable[[], T], what: str, otherwise: str) -> T | None:
-    """What `make` makes of machine code; None, and a warning, where nothing can be compiled."""
+    """Return the result of `make`, which compiles; None, with a warning, if nothing can be
+    compiled."""
     start = time.perf_counter()
     try:
         compiled = make()
@@ -75,7 +78,7 @@ def try_to_compile(make: Callable[[], T], what: str, otherwise: str) -> T | None
 
 
 def _compile(command: list[str], source: Path, library: Path) -> None:
-    """Complete or not at all: another process may want the same one now."""
+    """Compile the whole library or nothing, because another process may need the same one now."""
     handle, made = tempfile.mkstemp(suffix=".so", dir=library.parent)
     os.close(handle)
     try:
@@ -92,8 +95,8 @@ def _compile(command: list[str], source: Path, library: Path) -> None:
 
 
 def cache_folder() -> Path:
-    """Where what was found out about this processor is kept. Other users must not write there:
-    what is in it is executed."""
+    """The folder for libraries and measurements of this processor. Other users must not be able to
+    write there, because its content is executed."""
     home = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
     folder = Path(home, "vllm-from-scratch")
     try:
@@ -111,7 +114,7 @@ def _folder_of_this_process() -> Path:
 
 @cache
 def processor() -> str:
-    """All that `-march=native` depends on: a home may be shared by machines of many kinds."""
+    """Everything that `-march=native` depends on: different machines can share a home."""
     try:
         lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
     except OSError:

@@ -1,12 +1,12 @@
-"""Decode attention on a CPU that reads keys and values where they lie.
+"""Decode attention on a CPU that reads keys and values without gathering them.
 
-`paged_attention.py` gathers what each sequence holds and then attends to it, so keys travel through
-the memory three times. `decode_attention.cpp` gathers nothing, and reads each key once. Its unit is
-a query *row*: one query token that sees the first `num_keys` keys of a sequence. A decode is one
-row; of five tokens that are to be verified each is a row that sees one key more than the last.
+`paged_attention.py` gathers the keys of each sequence and then attends to them, so keys travel
+through the memory three times. `decode_attention.cpp` gathers nothing, and reads each key once. Its
+unit is a query *row*: one query token that sees the first `num_keys` keys of a sequence. A decode
+is one row; each of five tokens to be verified is a row that sees one key more than the last.
 
-A row's keys come in *splits* of `SPLIT_KEYS`. Each yields a partial result, those of a row are
-merged, and many threads have something to do even if there is one long sequence:
+A row's keys come in *splits* of `SPLIT_KEYS`. Each yields a partial result, and the results of a
+row are merged, so many threads have work even if there is one long sequence:
 
     row    keys    splits 0  1  2      order of the work
     A      600            A0 A1 A2     A0 B0 C0 A1 C1 A2     by split number, so that rows with a
@@ -14,14 +14,13 @@ merged, and many threads have something to do even if there is one long sequence
     C      400            C0 C1
 
 Memory is head-major, `[num_blocks, num_kv_heads, block_size, head_dim]`: a head's keys of a block
-are one run. Callers see the transposed view, in which nothing changes for them.
+are one run. Callers see the transposed view, so nothing changes for them. `attend_rows` is plain
+PyTorch and the specification.
 
-`attend_rows` is plain PyTorch and the specification.
-
-Invariants: what is not a row's own does not reach its output, not even NaN; a result depends
-neither on the batch mates nor on which blocks a sequence has, bit for bit: splits are counted from
-key 0, have one size and are merged in order. Sources: FlashDecoding; the merge is that of
-FlashAttention-2, arXiv 2307.08691.
+Invariants: memory that is not a row's own does not reach its output, not even NaN; a result is
+bitwise independent of the other sequences in the batch and of which blocks a sequence has, because
+splits are counted from key 0, have one size and are merged in order. Sources: FlashDecoding; the
+merge is that of FlashAttention-2, arXiv 2307.08691.
 """
 
 from __future__ import annotations
@@ -44,16 +43,16 @@ SEES_ALL = 1 << 60  # a window that hides nothing
 
 @dataclass(slots=True, eq=False)
 class QueryRows:
-    """What all layers of a step have in common. Arrays are int64."""
+    """The rows that all layers of a step share. Arrays are int64."""
 
     block_size: int
     tables: torch.Tensor  # [num_seqs, max_blocks] int32, rows of it contiguous
     tokens: np.ndarray  # [num_rows], rows of the query
     sequences: np.ndarray  # [num_rows], rows of `tables`
-    num_keys: np.ndarray  # [num_rows], keys of the sequence that the row sees, and
-    window: int = SEES_ALL  # of these no more than the last ones
+    num_keys: np.ndarray  # [num_rows], keys of the sequence that the row sees,
+    window: int = SEES_ALL  # but at most this many of the last ones
     splits: Splits = field(init=False)
-    arguments: list[int] = field(init=False)  # addresses of all that is above, for the machine code
+    arguments: list[int] = field(init=False)  # addresses of all fields above, for the machine code
 
     def __post_init__(self) -> None:
         self.splits = split_rows(self.num_keys, split_blocks(self.block_size) * self.block_size)
@@ -65,11 +64,11 @@ class QueryRows:
 
 
 class Splits(NamedTuple):
-    """The work of some rows in order, int64."""
+    """The splits of some rows in order of the work, int64."""
 
-    firsts: np.ndarray  # [num_rows + 1], of each row its first split, counted row by row
+    firsts: np.ndarray  # [num_rows + 1], the first split of each row, counted row by row
     owners: np.ndarray  # [num_splits], the row
-    numbers: np.ndarray  # [num_splits], which one of its row
+    numbers: np.ndarray  # [num_splits], index within its row
 
 
 def split_blocks(block_size: int) -> int:
@@ -93,7 +92,7 @@ def attend_rows(
     scale: float,
     output: torch.Tensor,  # like query; the rows' tokens are written
 ) -> None:
-    """Attention of each row to its keys."""
+    """Attend each row to its keys, and write the result to `output`."""
     block_size, num_shared = key_cache.shape[1], query.shape[1] // key_cache.shape[2]
     wide = torch.promote_types(query.dtype, torch.float32)
     for token, sequence, num_keys in zip(rows.tokens, rows.sequences, rows.num_keys, strict=True):
@@ -118,7 +117,7 @@ class CompiledRows:
     as many threads as torch has at the time of a call; their number does not change a bit."""
 
     def __init__(self, num_heads: int, key_cache: torch.Tensor) -> None:
-        """Raises `RuntimeError` where nothing can be compiled."""
+        """Raises `RuntimeError` if nothing can be compiled."""
         _, block_size, num_kv_heads, head_dim = key_cache.shape
         constants = dict(
             SCALAR=SCALARS[key_cache.dtype],

@@ -1,9 +1,9 @@
-"""What a Triton kernel is compiled for: decided in one place, from shapes alone.
+"""The constants for which a Triton kernel is compiled: decided in one place, from shapes alone.
 
 A kernel is compiled once for each set of constants (tile sizes, warps, head sizes, strides) and of
 argument types. A set that first occurs while serving costs a second or more in the middle of a
-step, and may be one for which the compiler runs out of registers: nobody sees that but a slow GPU.
-So a launch does not make its constants up. It takes a `Launch`, which is a function of the model's
+step, and may be one for which the compiler runs out of registers, which shows only as a slow GPU.
+So a launch does not choose its constants. It takes a `Launch`, which is a function of the model's
 shapes, the dtype and the GPU's architecture:
 
     attention_launch(shape, is_short) -> Launch         what the backend calls
@@ -13,9 +13,9 @@ shapes, the dtype and the GPU's architecture:
 `common/runner/launch_configurations.py` lists all of an engine's, and its test compiles them.
 
 A launch is Python that puts a kernel on a queue, so PyTorch does not see it. While a
-`TorchDispatchMode` is on, something has to: fake tensors, which have shapes and a device but no
-memory, so that a kernel cannot run on them; or the recorder of `common/runner/graph_emulator.py`.
-Then the same launch is an operation of PyTorch with a schema:
+`TorchDispatchMode` is on, PyTorch has to see it: fake tensors have shapes and a device but no
+memory, so a kernel cannot run on them; the recorder of `common/runner/graph_emulator.py` records
+operations. Then the same launch is an operation of PyTorch with a schema:
 
     kernels::_merge_splits_kernel_1f0c3a(int[] grid, Tensor(a!) output, ..., int num_seqs) -> ()
 
@@ -47,8 +47,9 @@ TRITON_TYPES = {
 }
 _DTYPES = {name: dtype for dtype, name in TRITON_TYPES.items()}
 _INTEGERS = ("i32", "i64")
-_TURN_OFF = torch._C.DisableTorchFunction  # of function modes too: a kernel is not Python's
-# Where nothing is compiled, in the interpreter: tiles are those of this one.
+# Function modes are switched off too: a kernel is not Python.
+_TURN_OFF = torch._C.DisableTorchFunction
+# Used in the interpreter, where nothing is compiled: the tiles are those of this architecture.
 DEFAULT_ARCHITECTURE = 90
 
 
@@ -57,12 +58,13 @@ class Launch:
     """A kernel and everything that decides its machine code."""
 
     kernel: Any
-    arguments: Mapping[str, str]  # those of a call, by name, with Triton's types: "*bf16", "i32"
+    # Arguments of a call, by name, with Triton's types: "*bf16", "i32".
+    arguments: Mapping[str, str]
     constants: Mapping[str, Any]
     num_warps: int = 4
-    num_stages: int = 3  # iterations of a loop whose loads are under way at once
+    num_stages: int = 3  # iterations of a loop whose loads are in flight at the same time
     enable_fp_fusion: bool = True  # a * b + c rounded once
-    unaligned: tuple[str, ...] = ()  # tensors that may begin anywhere, not at multiples of 16 bytes
+    unaligned: tuple[str, ...] = ()  # tensors that need not begin at multiples of 16 bytes
 
     @property
     def options(self) -> dict[str, Any]:
@@ -77,16 +79,16 @@ class Launch:
 
 
 class DecodeTuning(NamedTuple):
-    """Constants of decode attention that only a GPU can choose between: any setting is correct, and
-    `make gpu ARGS=tune` times some. A backend has one as its attribute `tuning`."""
+    """Constants of decode attention that depend on the GPU: any setting is correct, and `make gpu
+    ARGS=tune` times some. A backend has one as its attribute `tuning`."""
 
-    split_keys: int = 256  # keys to a split; below, merging costs more than it gains
-    tile_keys: int | None = None  # keys to a tile; None: by head_dim and dtype, as are warps
+    split_keys: int = 256  # keys per split; with fewer, merging costs more than it gains
+    tile_keys: int | None = None  # keys per tile; None: by head_dim and dtype, as are warps
     num_warps: int | None = None
-    # Half of the stages are the table's and half the keys': 4 is the machine code of 3, and 5 has
-    # two tiles of keys in flight.
+    # Half of the stages are the table's and half the keys': 4 compiles to the same code as 3, and 5
+    # has two tiles of keys in flight.
     num_stages: int = 3
-    # Neighbouring programs take the KV heads of one item, which lie side by side in each block.
+    # Adjacent programs take the KV heads of one item, which are adjacent in each block.
     heads_fastest: bool = True
     # Programs of a launch that loops, all KV heads together: whole waves of 132 multiprocessors,
     # whether each holds 2, 3, 4 or 6 programs.
@@ -94,7 +96,7 @@ class DecodeTuning(NamedTuple):
 
 
 class AttentionShape(NamedTuple):
-    """All that the attention kernels are compiled for. Strides are in elements."""
+    """Everything for which the attention kernels are compiled. Strides are in elements."""
 
     num_heads: int
     num_kv_heads: int
@@ -112,12 +114,12 @@ class AttentionShape(NamedTuple):
     @classmethod
     def of(
         cls,
-        num_heads: int,  # of queries that lie end to end
+        num_heads: int,  # of concatenated queries
         key_cache: torch.Tensor,  # [num_blocks, block_size, num_kv_heads, head_dim]
         float32_precision: str,
         is_interpreted: bool,
         window: int = 0,
-        tuning: DecodeTuning | None = None,  # None: as it is
+        tuning: DecodeTuning | None = None,  # None: the default
     ) -> AttentionShape:
         _, block_size, num_kv_heads, head_dim = key_cache.shape
         block, slot, head, _ = key_cache.stride()
@@ -138,7 +140,7 @@ class AttentionShape(NamedTuple):
 
     @property
     def num_shared(self) -> int:
-        """Query heads to a KV head."""
+        """Query heads per KV head."""
         return self.num_heads // self.num_kv_heads
 
 
@@ -155,8 +157,8 @@ def architecture_of(device: torch.device) -> int:
 
 
 def launch_as_op(launch: Launch, grid: tuple[int, ...], arguments: tuple[Any, ...]) -> None:
-    """Call `launch(grid, *arguments)` as an operation. Raises `ValueError` if on fake tensors an
-    argument is not what the kernel is compiled for, or on another device than the others."""
+    """Call `launch(grid, *arguments)` as an operation. Raises `ValueError` if, on fake tensors, an
+    argument is not what the kernel is compiled for, or is on another device than the others."""
     kinds, constants, options = (
         tuple(d.items()) for d in (launch.arguments, launch.constants, launch.options)
     )
@@ -170,9 +172,9 @@ def _op(
     constants: tuple[tuple[str, Any], ...],
     options: tuple[tuple[str, Any], ...],
 ) -> Any:
-    """Registered once in a process: a kernel has a few sets of constants."""
+    """Register the operation once per process: a kernel has a few sets of constants."""
     fixed, kind_of = dict(constants) | dict(options), dict(kinds)
-    # A launch knows them by name, a call by their order in the kernel.
+    # A launch has the arguments by name, a call by their order in the kernel.
     names = [name for name in kernel.arg_names if name in kind_of]
     arguments, name = [(name, kind_of[name]) for name in names], kernel.__name__
     told = repr((arguments, constants, options)).encode()

@@ -1,14 +1,15 @@
 """How many KV blocks fit: the arithmetic, and the readings of memory that it starts from.
 
-On a GPU the process owns its share of the memory, and what it needs besides KV is measured: one of
-the largest steps that can come is run, its sampler included, and the peak is read.
+On a GPU the process owns its share of the memory, and its need besides KV is measured: one of the
+largest possible steps is run, its sampler included, and the peak is read.
 
     total x utilization | weights | activations | not PyTorch's | KV blocks |
                           before    peak - before  free on the device is neither
 
-On a CPU, where such a step could take half a minute and the rest of the computer lives in the same
-memory, half of what is free becomes KV blocks. Never more than `max_num_seqs` requests of
-`max_model_len` could fill. vLLM measures in the same way (`determine_available_memory`)."""
+On a CPU, where such a step could take half a minute and other programs share the memory, half of
+the free memory becomes KV blocks. Never more than `max_num_seqs` requests of `max_model_len` could
+fill. vLLM measures in the same way (`determine_available_memory`).
+"""
 
 from __future__ import annotations
 
@@ -24,8 +25,8 @@ _GIB = 1 << 30
 
 @dataclass(frozen=True, slots=True)
 class MemoryReading:
-    """A GPU, in bytes. `reserved` is PyTorch's, blocks that it only keeps for later included;
-    `free` is nobody's."""
+    """A reading of a GPU, in bytes. `reserved` is PyTorch's, including blocks that it only keeps
+    for later; `free` is unused."""
 
     total: int
     free: int
@@ -36,12 +37,13 @@ class MemoryReading:
 @dataclass(frozen=True, slots=True)
 class BytesForKV:
     num_bytes: int
-    explanation: str  # where they come from
+    explanation: str  # of the source of the numbers
 
 
 @dataclass(frozen=True, slots=True)
 class KVBudget:
-    """The outcome. One block more than is usable: block 0 is the null block."""
+    """The resulting number of blocks: one more than is usable, because block 0 is the null
+    block."""
 
     num_blocks: int
     explanation: str
@@ -50,9 +52,9 @@ class KVBudget:
 def remaining_bytes(
     before: MemoryReading, after: MemoryReading, warm_up_kv_bytes: int, utilization: float
 ) -> BytesForKV:
-    """What a GPU has for KV, by readings before and after the warm-up. Its own KV cache, of
-    `warm_up_kv_bytes`, was there in both, and is gone later. What is neither free nor PyTorch's is
-    the CUDA context, its libraries' and other processes'."""
+    """Bytes that a GPU has for KV, from readings before and after the warm-up. The warm-up's own KV
+    cache, of `warm_up_kv_bytes`, was there in both, and is freed later. Memory that is neither free
+    nor PyTorch's belongs to the CUDA context, its libraries and other processes."""
     weights = before.reserved - warm_up_kv_bytes
     activations = after.peak_reserved - before.reserved
     others = after.total - after.free - after.reserved
@@ -65,7 +67,7 @@ def remaining_bytes(
 
 
 def share_of_free(free_bytes: int) -> BytesForKV:
-    """What a CPU has for KV."""
+    """Bytes that a CPU has for KV."""
     explanation = f"{free_bytes / _GIB:.2f} GiB free x {_SHARE_OF_FREE:.0%}"
     return BytesForKV(int(free_bytes * _SHARE_OF_FREE), explanation)
 
@@ -78,8 +80,9 @@ def size_kv_cache(
     available: BytesForKV,
     blocks_per_request: int | None = None,
 ) -> KVBudget:
-    """`blocks_per_request`: that one of `max_model_len` holds at once; None: one for each
-    `block_size` tokens. Raises `ValueError` if not even one such request fits."""
+    """The number of blocks that fit. `blocks_per_request`: how many one request of `max_model_len`
+    holds at a time; None: one for each `block_size` tokens. Raises `ValueError` if not even one
+    such request fits."""
     blocks_per_request = blocks_per_request or -(-max_model_len // block_size)
     num_affordable = available.num_bytes // kv_bytes_per_block
     num_useful = max_num_seqs * blocks_per_request + 1
@@ -102,7 +105,7 @@ def size_kv_cache(
 
 class MemoryReader(Protocol):
     def reset(self) -> None:
-        """Give back what PyTorch keeps unused, and count the peak from here."""
+        """Release memory that PyTorch keeps unused, and restart the peak."""
 
     def read(self) -> MemoryReading: ...
 

@@ -40,10 +40,10 @@ from window_attention import WindowMetadata
 MAX_HEAD_DIM = 256
 FLOAT32_PRECISIONS = ("ieee", "tf32x3")
 SHORT_ROWS = 16  # query tokens x heads that share a KV head; more is a long query
-# Query rows and keys to a tile, and warps, for head_dim up to 64, 128 and 256. The largest that the
+# Query rows and keys per tile, and warps, for head_dim up to 64, 128 and 256. The largest that the
 # compiler holds in registers without spilling, in the shared memory of any GPU: see the table of
-# `python -m workshop.resources`. "ieee" and "tf32x3" are float32 without and with
-# the tensor cores; a product of 16 rows is the smallest there is.
+# `python -m workshop.resources`. "ieee" and "tf32x3" are float32 without and with the tensor cores;
+# a product of 16 rows is the smallest there is.
 TILES = {
     ("16 bits", "short"): ((16, 64, 4), (16, 64, 4), (16, 32, 4)),
     ("16 bits", "long"): ((64, 64, 4), (64, 64, 4), (64, 32, 8)),
@@ -74,7 +74,8 @@ def choose_tile(shape: AttentionShape, is_short: bool) -> tuple[int, int, int]:
 
 
 def tile_constants(shape: AttentionShape, is_short: bool) -> tuple[dict[str, Any], int, int]:
-    """What both versions of the attention kernel are compiled for: constants, warps, stages."""
+    """Return what both versions of the attention kernel are compiled for: constants, warps,
+    stages."""
     num_rows, num_keys, num_warps = choose_tile(shape, is_short)
     num_shared = shape.num_shared
     tile_tokens = max(1, num_rows // num_shared)
@@ -268,7 +269,8 @@ def write_kv_triton(
     value_cache: torch.Tensor,  # the same
     slot_mapping: torch.Tensor,  # [num_tokens] int64, -1: not written
 ) -> None:
-    """Raises `ValueError` if the two caches lie differently in memory."""
+    """Write keys and values to their slots. Raises `ValueError` if the two caches have different
+    memory layouts."""
     block_size, num_kv_heads, head_dim = key_cache.shape[1:]
     check_caches(key_cache, value_cache)
     key, value = with_heads_end_to_end(key), with_heads_end_to_end(value)
@@ -286,7 +288,7 @@ def write_kv_triton(
 
 
 class TritonPlan:
-    """A step for the kernels above: where everything lies, and what they are compiled for."""
+    """A step for the kernels above: all metadata, and the launches."""
 
     def __init__(self, metadata: AttentionMetadata, shape: AttentionShape) -> None:
         self.metadata, self.shape = metadata, shape
@@ -310,7 +312,7 @@ class TritonPlan:
         scale: float,
     ) -> torch.Tensor:  # [num_tokens, num_heads, head_dim], overwritten by the next layer's
         check_caches(key_cache, value_cache)
-        if self.output is None:  # zeros once a step: no kernel writes the rows of padding
+        if self.output is None:  # zeros once per step: no kernel writes padding rows
             self.output = query.new_zeros(query.shape)
         self.launch(self.output, query.contiguous(), key_cache, value_cache, scale)
         return self.output
@@ -345,9 +347,9 @@ class TritonPlan:
 class TritonAttentionBackend:
     """An `AttentionBackend` of the kernels above, for float16, bfloat16 and float32.
 
-    Products of float32 are computed without tensor cores ("ieee"), or from three products of
-    tensor cores ("tf32x3"), nearly as exactly. Raises `RuntimeError` if Triton is missing, or if
-    there is neither a GPU nor the interpreter, and `ValueError` for another precision.
+    Products of float32 are computed without tensor cores ("ieee"), or from three products of tensor
+    cores ("tf32x3"), almost as exactly. Raises `RuntimeError` if Triton is missing, or if there is
+    neither a GPU nor the interpreter, and `ValueError` for another precision.
     """
 
     plan_type = TritonPlan
@@ -373,7 +375,7 @@ class TritonAttentionBackend:
 
     @staticmethod
     def check(dtype: torch.dtype, head_dim: int) -> None:
-        """Raises `ValueError` for float64, which the kernels would round, and for a head_dim above
+        """Raise `ValueError` for float64, which the kernels would round, and for a head_dim above
         256."""
         if dtype == torch.float64 or head_dim > MAX_HEAD_DIM:
             raise ValueError(
@@ -391,7 +393,8 @@ class TritonAttentionBackend:
 
 
 def with_heads_end_to_end(tensor: torch.Tensor) -> torch.Tensor:
-    """A slice of a fused projection stays one: only its tokens lie apart."""
+    """Return the tensor, or a copy if a token's heads are not contiguous. A slice of a fused
+    projection is not copied: only its tokens are apart."""
     return tensor if tensor.stride()[1:] == (tensor.shape[2], 1) else tensor.contiguous()
 
 

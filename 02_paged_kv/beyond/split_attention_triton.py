@@ -3,8 +3,8 @@
 Version 1 (`paged_attention_triton.py`) launches a rectangle and walks all keys of a sequence in one
 program. Neither fits a real batch: with one chunk of 512 tokens among 256 decodes almost all of the
 rectangle is empty, and one sequence of 100,000 keys keeps one program busy long after the others
-are done. Here a sequence is cut twice, its queries in tiles and its keys in splits of a fixed
-number of keys, and the pieces of all sequences lie end to end:
+are done. Here a sequence is divided twice, its queries into tiles and its keys into splits of a
+fixed number of keys, and the work items of all sequences are concatenated:
 
     sequence       A: 1 token, 700 keys   B: 1, 90   C: 9 tokens in tiles of 8, 300 keys
     tiles, splits  1 x 3                  1 x 1      2 x 2
@@ -12,27 +12,27 @@ number of keys, and the pieces of all sequences lie end to end:
     first_item     0                      3          4                                  8
     keys           0-255  -511   -699     0-89       0-255   -299    0-255   -299
 
-No piece is larger than the others, however the lengths are distributed: the longest sequence has
-the most pieces. Whose an item is, is looked up: `first_item` is a prefix sum over the sequences,
-`item_seq` its inverse. Both are computed on the device, by one kernel a step for all layers, and
-nothing waits for them: the grid needs only a bound, and programs beyond the last item end at once.
-Where the bound may be far off, in decodes whose lengths the host does not know, there are as many
-programs as keep the GPU busy, and each takes every so many items. A graph of a step
-(`common/runner/graphs.py`) has to hold for the longest sequences that could come: without the loop,
-256 of up to 40,960 tokens are 40,960 programs for each KV head and layer, nearly all for nothing.
-Programs that are neighbours take the KV heads of one item, whose keys are neighbours in a block.
+No item is larger than the others, however the lengths are distributed: the longest sequence has the
+most items. The sequence of an item is looked up: `first_item` is a prefix sum over the sequences,
+`item_seq` its inverse. Both are computed on the device, by one kernel per step for all layers, and
+nothing waits for them: the grid needs only an upper bound, and programs after the last item end
+immediately. If the bound may be far too high, in decodes whose lengths the host does not know,
+there are as many programs as keep the GPU busy, and each loops over several items. A graph of a
+step (`common/runner/graphs.py`) has to work for the longest possible sequences: without the loop,
+256 of up to 40,960 tokens are 40,960 programs for each KV head and layer, nearly all without work.
+Adjacent programs take the KV heads of one item, whose keys are adjacent in a block.
 
 A split yields a *partial* result: attention to its own keys alone, and the log of the sum of
-exp(score), in scratch memory. A second kernel merges those of a row, each with the weight exp(its
-log-sum-exp). A sequence of one split writes its output at once and is not merged.
+exp(score), in scratch memory. A second kernel merges the results of a row, each with the weight
+exp(its log-sum-exp). A sequence of one split writes its output directly and is not merged.
 
-Queries of one tile, decodes above all, have splits of a constant length, not of a share of what
-the GPU has left. So among decodes the numbers of one do not depend on who the others are. For
-longer queries splits serve only to keep the GPU busy when there are few tiles, or one history is
-much longer than the others, and are as long as that allows.
+Queries of one tile, decodes above all, have splits of a constant length, not of a share of the
+GPU's free capacity. So the result of a decode does not depend on the other decodes. For longer
+queries splits serve only to keep the GPU busy when there are few tiles, or one history is much
+longer than the others, and are as long as that allows.
 
 Keys that every row of a tile sees need no mask; only the tiles on the diagonal, at the end, have
-one. Invariants: keys beyond what a tile may see are never loaded; scratch that no program has
+one. Invariants: keys that a tile must not see are never loaded; scratch memory that no program has
 written reaches no output; nothing here waits for the device.
 
 Sources: FlashDecoding; FlashInfer plans such items on the host (arXiv 2501.01005); vLLM's unified
@@ -58,9 +58,9 @@ from paged_attention_triton import (
 )
 from triton_or_none import jit_for_any, tl
 
-NUM_MULTIPROCESSORS = 132  # that should have work: asking the device is not worth it
-SPLITS_AT_ONCE = 16  # that the merging kernel loads
-PLANNED_AT_ONCE = 1024  # sequences, items and tokens in a program of the planning kernel
+NUM_MULTIPROCESSORS = 132  # that should have work; querying the device is not worth it
+SPLITS_AT_ONCE = 16  # loaded by the merging kernel at a time
+PLANNED_AT_ONCE = 1024  # sequences, items and tokens in one program of the planning kernel
 
 
 @jit_for_any()
@@ -100,7 +100,7 @@ def _attend_item(
     PRECISION: tl.constexpr,
     UPCAST: tl.constexpr,
 ):
-    """One split of the keys of one tile of queries, of one KV head."""
+    """Compute one split of the keys of one tile of queries, for one KV head."""
     row = tl.arange(0, BLOCK_M)
     dim = tl.arange(0, BLOCK_D)
     own_seq = tl.load(item_seq + item)
@@ -129,7 +129,8 @@ def _attend_item(
     whole_stop = (history + tile_start + 1) // BLOCK_N * BLOCK_N
     split_start = split * split_tiles * BLOCK_N
     split_stop = tl.minimum(split_start + split_tiles * BLOCK_N, num_keys)
-    if WINDOW:  # all tiles of keys have a mask: there are few, and the first is that of a key seen
+    # All tiles of keys have a mask: there are few, and the first one contains a visible key.
+    if WINDOW:
         whole_stop = 0
         first_tile = tl.maximum(history + tile_start - WINDOW + 1, 0) // BLOCK_N * BLOCK_N
 
@@ -390,7 +391,8 @@ def _plan_items_kernel(
     split_len,
     WIDTH: tl.constexpr,
 ):
-    """One sequence, or the padding after the last one. Each adds up the sequences before it."""
+    """Plan one sequence, or the padding after the last one. Each program adds up the sequences
+    before it."""
     own, lane = tl.program_id(0), tl.arange(0, WIDTH)
     starts, lens = query_start_loc + first_seq, seq_lens + first_seq
     item = tl.zeros([], tl.int32)
@@ -450,8 +452,7 @@ def plan_launch() -> Launch:
 
 
 class SequenceRange(NamedTuple):
-    """Sequences of a batch that one launch attends to, and what the host knows of them: bounds
-    are enough."""
+    """Sequences of a batch that one launch attends to, with the host's bounds of their lengths."""
 
     first_seq: int
     num_seqs: int
@@ -459,7 +460,7 @@ class SequenceRange(NamedTuple):
     num_tokens: int
     max_query_len: int
     max_seq_len: int
-    # Each [num_seqs], or None: they are known on the device only.
+    # Each [num_seqs], or None if known only on the device.
     query_lens: Sequence[int] | None = None
     seq_lens: Sequence[int] | None = None
 
@@ -473,10 +474,10 @@ class WorkItems:
     merge: Launch | None  # None: every sequence is one split
     split_tiles: int
     tile_rows: int
-    num_items: int  # or more
-    num_programs: int  # for each KV head
+    num_items: int  # upper bound
+    num_programs: int  # per KV head
     first_item: torch.Tensor  # [num_seqs + 1] int32
-    item_seq: torch.Tensor  # [num_items] int32, anything after the last item
+    item_seq: torch.Tensor  # [num_items] int32, arbitrary after the last item
     token_seq: torch.Tensor  # [num_tokens] int32, num_seqs: padding
     partial: torch.Tensor  # scratch of all layers
     partial_lse: torch.Tensor
@@ -571,7 +572,7 @@ class WorkItems:
 
 
 def bound_tiles(rows: SequenceRange, tile_tokens: int) -> int:
-    """Tiles of queries: so many, or more."""
+    """Upper bound of the number of tiles of queries."""
     if rows.query_lens is not None:
         return sum(-(-n // tile_tokens) for n in rows.query_lens)
     from_tokens = (rows.num_tokens + rows.num_seqs * (tile_tokens - 1)) // tile_tokens
@@ -586,9 +587,9 @@ def bound_items(rows: SequenceRange, num_tiles: int, tile_tokens: int, split_len
 
 
 def choose_split_len(num_keys: int, max_seq_len: int, shortest: int) -> int:
-    """Keys to a split of long queries, which together walk `num_keys`, each tile its own. No split
-    is more than a multiprocessor's share of that, and those of the longest sequence are equal;
-    none is shorter than `shortest`, which is worth merging."""
+    """Keys per split of long queries, whose tiles walk `num_keys` keys in total. No split is larger
+    than a multiprocessor's share of that, and the splits of the longest sequence are equal; none is
+    shorter than `shortest`, the least that is worth merging."""
     share = max(shortest, -(-num_keys // NUM_MULTIPROCESSORS))
     num_splits = -(-max_seq_len // share)
     return max(shortest, -(-max_seq_len // num_splits))
@@ -599,7 +600,7 @@ def plan_items(
     metadata: AttentionMetadata,
     tile_tokens: int,
     split_len: int,
-    num_items: int,  # or more
+    num_items: int,  # upper bound
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:  # first_item, item_seq, token_seq: as above
     starts, seq_lens = metadata.query_start_loc, metadata.seq_lens
     first_item = starts.new_empty(rows.num_seqs + 1, dtype=torch.int32)
@@ -616,7 +617,7 @@ def plan_items_in_torch(
     split_len: int,
     num_items: int,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """The same; `num_seqs` after the last item."""
+    """The same arrays; `num_seqs` after the last item."""
     last_seq = rows.first_seq + rows.num_seqs
     starts = metadata.query_start_loc[rows.first_seq : last_seq + 1]
     tiles = (starts.diff() + (tile_tokens - 1)) // tile_tokens
@@ -633,7 +634,7 @@ def plan_items_in_torch(
 
 
 class SplitPlan(TritonPlan):
-    """What all layers of a step share, work items included."""
+    """The plan that all layers of a step share, work items included."""
 
     def __init__(self, metadata: AttentionMetadata, shape: AttentionShape) -> None:
         super().__init__(metadata, shape)
@@ -644,7 +645,7 @@ class SplitPlan(TritonPlan):
         ]
 
     def launches(self, metadata: AttentionMetadata) -> list[SequenceRange]:
-        """One launch for all."""
+        """Return one launch for all sequences."""
         longest = metadata.max_query_len, metadata.max_seq_len
         num_tokens = len(metadata.slot_mapping)
         return [SequenceRange(0, len(metadata.seq_lens), 0, num_tokens, *longest)]

@@ -1,16 +1,16 @@
-"""Decode attention written with tensors only: nothing of it depends on what a host knows.
+"""Decode attention written with tensors only: it depends on nothing that a host knows.
 
-`paged_attention.py` plans on the host: who is attended with whom, how long the longest one is. A
-graph of a step (`common/runner/graphs.py`) keeps such decisions as they were when it was captured,
+`paged_attention.py` plans on the host: which sequences are attended together, how long the longest
+one is. A graph of a step (`common/runner/graphs.py`) keeps such decisions as they were at capture,
 for every step that replays it. Here every sequence is as wide as its table, and lengths are masks:
 
-    table of 3 blocks of 4     | 7       | 2       | 0       |     0: any block's, the null block's
+    table of 3 blocks of 4     | 7       | 2       | 0       |     0: unused, the null block
     keys that are gathered     x x x x   x x . .   . . . .         seq_len 6: the rest is hidden
     a padding row              . . . .   . . . .   . . . .         seq_len 0: all is hidden
 
-So it reads far more than it needs, and computes in float64: it is what replays are tested with, and
-no way to serve. Invariants: what is hidden reaches no output, not even NaN; a slot of -1 is written
-to the null block, which is nobody's.
+So it reads far more than it needs, and computes in float64: it is for testing replays, not for
+serving. Invariants: hidden keys reach no output, not even NaN; a slot of -1 is written to the null
+block, which no request uses.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ from window_attention import WindowMetadata
 
 
 class TensorPlan:
-    """Of a step in which no sequence has more than one query token. It reads no number of the
-    metadata, and waits for no device."""
+    """The plan of a step in which no sequence has more than one query token. It reads no number of
+    the metadata, and waits for no device."""
 
     def __init__(
         self, metadata: AttentionMetadata, num_heads: int, key_cache: torch.Tensor
@@ -50,12 +50,12 @@ class TensorPlan:
         key_cache: torch.Tensor,  # [num_blocks, block_size, num_kv_heads, head_dim]
         value_cache: torch.Tensor,  # the same
         scale: float,
-    ) -> torch.Tensor:  # [num_tokens, num_heads, head_dim], of padding zero
+    ) -> torch.Tensor:  # [num_tokens, num_heads, head_dim], zero for padding
         metadata = self.metadata
         tables, starts = metadata.block_tables, metadata.query_start_loc
         num_tokens, num_heads, head_dim = query.shape
         block_size, num_kv_heads, _ = key_cache.shape[1:]
-        # Whose a token is; behind the last one it is padding.
+        # The sequence of each token; tokens after the last sequence are padding.
         token = torch.arange(num_tokens, dtype=starts.dtype, device=query.device)
         seq = torch.searchsorted(starts[1:], token, right=True)
         is_real = seq < tables.shape[0]

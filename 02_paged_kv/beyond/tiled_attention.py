@@ -1,18 +1,17 @@
-"""Attention of a long query on a CPU, in bfloat16: two multiplications and a softmax, by tiles.
+"""Attention of a long query on a CPU, in bfloat16: two matrix products and a softmax, by tiles.
 
 PyTorch's fused attention does not use the processor's bfloat16 multiplication well; its batched
-matrix product does. So the scores of a tile of queries are written down, which a GPU would avoid:
+matrix product does. So the scores of a tile of queries are stored, which a GPU would avoid:
 
     query tile     keys seen by it
      0-95          |  0 ... 95 |                             the last square of a tile is masked,
-    96-191         |  0 ............ 191 |                   what lies behind it is not multiplied
+    96-191         |  0 ............ 191 |                   later keys are not multiplied
     192-250        |  0 ...................... 250 |
 
 Query heads that share keys are rows of one product. Scores, and weights after the softmax, are
-rounded to bfloat16, as in the "eager" attention of `transformers`; sums are in float32.
-
-Invariant: nothing beyond a query's own position reaches its output, if a sequence's keys and values
-are finite."""
+rounded to bfloat16, as in the "eager" attention of `transformers`; sums are in float32. Invariant:
+nothing after a query's own position reaches its output, if a sequence's keys and values are finite.
+"""
 
 from __future__ import annotations
 
@@ -22,7 +21,7 @@ import torch
 
 QUERY_TILE = 96
 MAX_KEYS = 4096  # the scores of a tile and 8 KV heads are then 12 MiB
-# Multiplied in bfloat16; elsewhere PyTorch's fused attention is as fast.
+# The dtype of the products; for others, PyTorch's fused attention is as fast.
 DTYPE = torch.bfloat16
 
 
@@ -36,7 +35,7 @@ def attend_in_tiles(
     values: torch.Tensor,  # the same
     scale: float,
 ) -> torch.Tensor:  # like query
-    """The query's tokens are the last ones of the sequence."""
+    """Attend a query whose tokens are the last ones of the sequence."""
     num_kv_heads, num_shared, query_len, head_dim = query.shape
     history = len(keys) - query_len
     keys, values = keys.transpose(0, 1), values.transpose(0, 1)

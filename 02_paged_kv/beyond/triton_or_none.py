@@ -1,5 +1,5 @@
-"""Triton where it is installed. Where it is not, modules that hold kernels can be imported anyway;
-whoever asks for a kernel checks `HAS_TRITON` first and says what is missing."""
+"""Triton, if it is installed. Without it, modules with kernels can still be imported; callers of a
+kernel check `HAS_TRITON` first and report what is missing."""
 
 from __future__ import annotations
 
@@ -21,14 +21,14 @@ else:
 
 
 def jit(kernel: Any) -> Any:
-    """`triton.jit`, or the function as it is."""
+    """`triton.jit`, or the function unchanged."""
     return triton.jit(kernel) if HAS_TRITON else kernel
 
 
 def jit_for_any(*integers: str, unaligned: Sequence[str] = ()) -> Callable[[Any], Any]:
-    """`jit` of a kernel that is the same machine code for any value of these integers: lengths
-    and counts, which differ from step to step. Triton would otherwise compile it anew for 1 and for
-    multiples of 16. The tensors in `unaligned` may begin anywhere."""
+    """`jit` for a kernel that compiles to the same machine code for any value of these integers:
+    lengths and counts, which differ from step to step. Triton would otherwise compile it again for
+    1 and for multiples of 16. The tensors in `unaligned` need not be aligned."""
     if not HAS_TRITON:
         return lambda kernel: kernel
     return triton.jit(

@@ -1,24 +1,24 @@
-"""Attention that sees a window: each query its own key and the `window - 1` before it.
+"""Attention with a window: each query sees its own key and the `window - 1` before it.
 
     window 4, blocks of 2      keys  | 0 1 | 2 3 | 4 5 | 6 7 |
     query 5 (a decode at 5)            . .   x x   x x            sees 2 to 5
     queries 5 to 7 (a chunk)           . .   x x   x x   x x      the first 2 to 5, the last 4 to 7
 
-Blocks in front of the first query's window are read by nobody, and whoever owns the memory may have
-given them up. So a sequence is laid out as if it began with the first block that is seen: a shorter
-table, a shorter sequence, and a mask at its left end. What attention costs follows the window, not
-the length.
+Blocks before the first query's window are not read, and the KV memory may have freed them. So a
+sequence is laid out as if it began with the first visible block: a shorter table, a shorter
+sequence, and a mask at its left end. The cost of attention follows the window, not the length.
 
-There is one layout, whatever computes the rest, and in PyTorch one rule: decodes in chapter 2's
-groups, long queries tile by tile. The Triton kernels have the window as a constant; compiled
-decodes hide slots of their first block.
+There is one layout for all backends, and in PyTorch one rule: decodes in chapter 2's groups, long
+queries tile by tile. The Triton kernels have the window as a constant; compiled decodes hide slots
+of their first block.
 
-Invariant: no block in front of the first query's window is read, not even into a product with zero:
-what is there may be anybody's, or NaN. Slots in front of it in the first block are the sequence's
-own, and hidden by a mask.
+Invariant: no block before the first query's window is read, not even into a product with zero,
+because it may hold another request's KV, or NaN. Earlier slots in the first visible block are the
+sequence's own, and hidden by a mask.
 
 vLLM and FlashAttention have the window as an argument of the kernel. Sources: Longformer, arXiv
-2004.05150; Mistral 7B, arXiv 2310.06825."""
+2004.05150; Mistral 7B, arXiv 2310.06825.
+"""
 
 from __future__ import annotations
 
@@ -47,12 +47,13 @@ from paged_attention import (
 
 @dataclass(slots=True, eq=False)
 class WindowMetadata(AttentionMetadata):
-    """Of layers with a window. Each sequence begins with the first block that a query sees."""
+    """Metadata of layers with a window. Each sequence begins with the first block that a query
+    sees."""
 
     window: int = 0
     query_starts: Sequence[int] = ()  # query_start_loc, on the host
     host_seq_lens: Sequence[int] = ()  # seq_lens
-    skipped: Sequence[int] = ()  # positions of each sequence in front of its first block
+    skipped: Sequence[int] = ()  # positions of each sequence before its first block
 
 
 Compose = Callable[[PagedRunnerState, Queries, int], StepLayout]
@@ -65,15 +66,15 @@ def compose_windows(
     queries: Queries,
     block_size: int,
 ) -> StepLayout:
-    """As `compose` lays a step out, with `WindowMetadata` for the groups of layers that have one of
-    `windows`."""
+    """Lay out a step as `compose` does, with `WindowMetadata` for the groups of layers that have
+    one of `windows`."""
     layout = compose(state, queries, block_size)
     rows, starts, lens, _ = (column[layout.order] for column in queries)
     query_starts = np.append(0, lens.cumsum()).tolist()
     arrays, made = [*layout.arrays], []
     for number, window in enumerate(windows):
         if window is not None:
-            first = np.maximum(starts - window + 1, 0) // block_size  # the block that is seen
+            first = np.maximum(starts - window + 1, 0) // block_size  # the first visible block
             seq_lens = starts + lens - first * block_size
             columns = first[:, None] + np.arange(-(-seq_lens.max() // block_size))
             tables = state.groups[number].block_tables
@@ -105,9 +106,9 @@ def compose_windows(
 
 
 def window_of_decodes(metadata: AttentionMetadata, window: int, block_size: int) -> WindowMetadata:
-    """The window of a step of decodes, by tensors alone: it is part of a graph, and asks no host.
-    `metadata` has whole tables and lengths."""
-    first = (metadata.seq_lens - window).clamp(min=0) // block_size  # the block that is seen
+    """The window of a step of decodes, by tensors alone: it is part of a graph, and reads nothing
+    on the host. `metadata` has whole tables and lengths."""
+    first = (metadata.seq_lens - window).clamp(min=0) // block_size  # the first visible block
     tables, longest = metadata.block_tables, min(metadata.max_seq_len, window + block_size - 1)
     columns = torch.arange(-(-longest // block_size), device=tables.device) + first[:, None]
     return WindowMetadata(
@@ -122,7 +123,7 @@ def window_of_decodes(metadata: AttentionMetadata, window: int, block_size: int)
 
 
 class WindowDecodeGroup(DecodeGroup):
-    """Chapter 2's group, whose mask hides what lies in front of the window, too."""
+    """Chapter 2's group, with a mask that also hides keys before the window."""
 
     def __init__(
         self,
@@ -137,7 +138,7 @@ class WindowDecodeGroup(DecodeGroup):
         super().__init__(rows, starts, seq_lens, block_tables, num_heads, key_cache)
         own = np.stack([starts[rows + 1] - starts[rows], seq_lens[rows]])
         num_queries, seq_len = torch.from_numpy(own)[:, :, None]  # each [n, 1]
-        query_len = len(self.tokens) // len(rows)  # who has fewer repeats its first
+        query_len = len(self.tokens) // len(rows)  # a sequence with fewer repeats its first
         positions = seq_len - torch.arange(query_len, 0, -1).minimum(num_queries)
         hidden = torch.arange(self.num_keys) <= positions[:, :, None] - window
         if hidden.any():
@@ -190,7 +191,7 @@ class WindowPlan(PagedPlan):
 
 
 class WindowBackend:
-    """An `AttentionBackend`: windows here, and all else by `others`."""
+    """An `AttentionBackend`: windows are handled here, everything else by `others`."""
 
     def __init__(self, others: AttentionBackend) -> None:
         self.others = others

@@ -10,7 +10,7 @@ FCFS, no threshold, nothing asynchronous. No model ran: every sampled token was 
     preempted    in this step
 
 The pool's size there leaves out the null block. Eviction and preemption are vLLM's of this
-configuration: no watermark, no bound on preemptions, nobody pinned."""
+configuration: no watermark, no bound on preemptions, no pinned requests."""
 
 from __future__ import annotations
 

@@ -35,9 +35,9 @@ from kernel_launch import TRITON_TYPES, Launch
 from rejection_sampler import PADDING, VerifiedTokens
 from triton_or_none import HAS_TRITON, jit, jit_for_any, tl, triton
 
-# Tokens that a program loads at a time: 32 KB of float32 p and q. An SM must have about that much in
-# flight for its share of an H200's memory (4.8 TB/s / 132 SMs * 0.7 us of latency: 25 KB). With 8
-# warps a thread holds 16 of them, in fewer than 80 registers.
+# Tokens that a program loads at a time: 32 KB of float32 p and q. An SM must have about that much
+# in flight for its share of an H200's memory (4.8 TB/s / 132 SMs * 0.7 us of latency: 25 KB). With
+# 8 warps a thread holds 16 of them, in fewer than 80 registers.
 TILE = 4096
 NUM_WARPS = 8
 # Small tensors that came to the GPU in one copy with others.
