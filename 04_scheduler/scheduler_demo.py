@@ -150,7 +150,7 @@ print(scheduler.get_stats())
 # %%
 scheduler, runner = make(12, reserve_all=True)
 also_said = draw(scheduler, runner, four_requests(scheduler), "reserving: two at a time")
-assert said == also_said, "a scheduler changes when, and never what"
+assert said == also_said, "schedulers must not change tokens"
 assert said["d"] == continuation([ord("d"), *range(5)], 14)
 
 # %% [markdown]
