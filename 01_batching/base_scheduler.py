@@ -1,15 +1,15 @@
-"""The books of a scheduler: everything but the decision. A plan goes to the runner as a delta, and
-what it sampled comes back:
+"""The state of a scheduler: everything except the decision. Each step sends a plan to the runner as
+a delta, and gets the sampled tokens back:
 
         add_request         a plan admits it            last token, or abort
     (new) ------> waiting ------------------> running ----------------------> (gone)
 
-A scheduler of this book adds `schedule`: *which* requests a step computes.
+A scheduler derives from this class and adds `schedule`, which decides *which* requests a step
+computes. A feature that is independent of the kind of scheduler is a `SchedulerPlugin` in the list.
 
-A feature that is no scheduler's own is a `SchedulerPlugin` in the books' list.
-
-Invariants: every unfinished request is either waiting or running; what is planned counts as
-computed from then on; after each plan the runner's copy of a scheduled request is the scheduler's.
+Invariants: every unfinished request is either waiting or running; scheduled tokens count as
+computed from then on; after each plan, the runner's copy of a scheduled request equals the
+scheduler's.
 """
 
 from __future__ import annotations
@@ -22,11 +22,12 @@ from request import Request, RequestStatus, check_integers, require
 from request_queue import RequestQueue
 from scheduler_interface import EngineCoreOutput, NewRequestData, SchedulerOutput, StepOutput
 
-_FINISHED = RequestStatus.FINISHED_STOPPED  # and everything behind it
+_FINISHED = RequestStatus.FINISHED_STOPPED  # and every later status
 
 
 class RunnerDelta:
-    """What the runner knows of each request, so that it is sent only what is new:
+    """Encodes plans as deltas: tracks what the runner knows of each request, and sends only
+    changes.
 
     never sent   -> NewRequestData: the prompt, once
     sent before  -> CachedRequestData: the tokens that became known since
@@ -35,24 +36,26 @@ class RunnerDelta:
     def __init__(self) -> None:
         self._num_sent: dict[str, int] = {}  # tokens
         self._finished_req_ids: set[str] = set()  # since the last plan
-        self._sent: deque[SchedulerOutput] = deque()  # plans whose output nobody has seen
+        self._sent: deque[SchedulerOutput] = deque()  # plans whose output has not been processed
 
     def knows(self, request_id: str) -> bool:
         return request_id in self._num_sent
 
     def forget(self, request_id: str) -> None:
-        if request_id in self._num_sent:  # the runner has state of it
+        if request_id in self._num_sent:  # the runner has state for it
             self._finished_req_ids.add(request_id)
             del self._num_sent[request_id]
 
     def taken(self, plan: SchedulerOutput | None) -> None:
-        """The runner has computed it, and all plans before it. None: nothing is waited for."""
+        """Acknowledge that the runner has computed this plan and all plans before it. None:
+        acknowledge all."""
         while self._sent and self._sent.popleft() is not plan:
             pass
 
     def plans_lost(self) -> list[Request]:
-        """The others may never have come to the runner. It is told again who has ended, and knows
-        nobody whom they admitted. Returns whom they computed."""
+        """Roll back the plans that were not acknowledged, which may never have reached the runner.
+        It will receive their finished requests again, and requests that they admitted count as
+        never sent. Returns the requests that they scheduled."""
         for plan in self._sent:
             self._finished_req_ids |= plan.finished_req_ids
             for new in plan.scheduled_new_reqs:
@@ -60,7 +63,7 @@ class RunnerDelta:
         return [request for plan in self._sent for request in plan.scheduled_requests]
 
     def encode(self, plan: SchedulerOutput) -> None:
-        """Put what is new about the scheduled requests into the plan's message."""
+        """Write the changes of the scheduled requests into the plan's message."""
         self._sent.append(plan)
         plan.finished_req_ids, self._finished_req_ids = self._finished_req_ids, set()
         cached, num_sent = plan.scheduled_cached_reqs, self._num_sent
@@ -83,50 +86,53 @@ class RunnerDelta:
 
 
 class SchedulerPlugin:
-    """A feature. It is asked about single requests only where its class defines the question; it is
-    told of everything else once. An empty list costs nothing."""
+    """A feature of a scheduler. Hooks about a single request are called only if its class overrides
+    them; all other hooks are called once per event. Without plugins there is no cost."""
 
-    # Chapter 4: False where each step of a request is to be decided on, as `sits_out` mostly wants.
+    # Chapter 4: False if no step of any request may take the fast path, as most plugins with
+    # `sits_out` need.
     allows_routine = True
 
     def attach(self, books: SchedulerBooks) -> None:
-        """It stands in the list of these."""
+        """Called when the plugin is added to a scheduler."""
 
     def begin_step(self) -> None:
-        """A step is going to be planned."""
+        """Called before a step is planned."""
 
     def may_start(self, request: Request) -> bool:
-        """May a request that waits be admitted now? Another call would answer the same."""
+        """Whether a waiting request can be admitted now. Must not change state: another call
+        returns the same."""
         return True
 
     def sits_out(self, request: Request) -> bool:
-        """Is nothing of a running request to be planned in this step?"""
+        """Whether a running request skips this step."""
         return False
 
     def started(self, request: Request) -> None:
-        """It has been admitted, and runs."""
+        """Called when a request was admitted and runs."""
 
     def planned(self, plan: SchedulerOutput) -> None:
-        """A plan is made; its message may still be added to."""
+        """Called when a plan is complete. The plugin can still add to its message."""
 
     def judged(self, plan: SchedulerOutput, output: StepOutput) -> None:
-        """What came of a plan is known. No request has got its tokens yet."""
+        """Called with the output for a plan, before any request gets its tokens."""
 
     def ended(self, request: Request) -> None:
-        """At any moment; once, unless it was interrupted. The books still hold it."""
+        """Called when a request finishes, at any time; once, unless the call was interrupted. The
+        scheduler still holds the request."""
 
     def check(self) -> None:
-        """Asserts what must hold between two steps."""
+        """Assert what must hold between two steps."""
 
 
 def defines(plugin: object, declared: Callable[..., object]) -> bool:
-    """Does its class define this method, which its base only declares?"""
+    """Whether the plugin's class overrides this method of its base."""
     return getattr(type(plugin), declared.__name__) is not declared
 
 
 class SchedulerBooks:
-    """Owns the requests. `max_num_seqs` of them run at once, a step computes
-    `max_num_batched_tokens` tokens, and `max_model_len` bounds prompt plus outputs."""
+    """Owns the requests. Runs up to `max_num_seqs` of them at a time, with `max_num_batched_tokens`
+    tokens per step; `max_model_len` limits prompt plus outputs."""
 
     def __init__(
         self,
@@ -150,7 +156,7 @@ class SchedulerBooks:
         self.set_plugins(plugins)
 
     def set_plugins(self, plugins: Sequence[SchedulerPlugin]) -> None:
-        """In the order in which they are asked and told."""
+        """Set the plugins, in the order in which their hooks are called."""
         new = [plugin for plugin in plugins if plugin not in self.plugins]
         self.plugins, base = tuple(plugins), SchedulerPlugin
         for plugin in new:
@@ -165,7 +171,8 @@ class SchedulerBooks:
         return any(sits_out(request) for sits_out in self._asked_to_sit)
 
     def going_on(self) -> list[str]:
-        """A step begins. Who runs and does not sit it out, in order of admission."""
+        """Begin a step. Returns the ids of running requests that do not skip it, in order of
+        admission."""
         for plugin in self.plugins:
             plugin.begin_step()
         names = list(self.running)
@@ -174,9 +181,9 @@ class SchedulerBooks:
         return names
 
     def add_request(self, request: Request) -> None:
-        """Queue a request. Raises `ValueError`, and changes nothing, if it is a duplicate or could
-        never run. If a limit leaves room for fewer outputs than `max_tokens`, that is lowered, and
-        `request.length_limit` says why."""
+        """Queue a request. Raises `ValueError`, and changes nothing, if its id is in use or it
+        could never run. If a limit allows fewer outputs than `max_tokens`, that is lowered, and
+        `request.length_limit` names the limit."""
         require(isinstance(request, Request), "request", request, "a Request")
         if request.request_id in self.requests:
             raise ValueError(
@@ -196,7 +203,7 @@ class SchedulerBooks:
         self.waiting.add_request(request)
 
     def check_prompt(self, request: Request) -> None:
-        """Raises `ValueError` for a prompt that no step can compute."""
+        """Raise `ValueError` for a prompt that no step can compute."""
         if request.num_prompt_tokens > self.max_num_batched_tokens:
             raise ValueError(
                 f"{describe_prompt(request)}: a whole prompt must fit one step, "
@@ -204,14 +211,14 @@ class SchedulerBooks:
             )
 
     def length_limits(self, request: Request) -> dict[str, int]:
-        """`{why: number of outputs that fit}`, for limits other than `max_tokens`."""
+        """`{limit: number of outputs that fit}`, for limits other than `max_tokens`."""
         if self.max_model_len is None:
             return {}
         room = self.max_model_len - request.num_prompt_tokens
         return {f"max_model_len={self.max_model_len}": room}
 
     def finish_requests(self, request_ids: str | Iterable[str], status: RequestStatus) -> None:
-        """End requests from outside, at any moment. Unknown and finished ones are ignored."""
+        """Finish requests from outside, at any time. Unknown and finished ids are ignored."""
         for request_id in [request_ids] if isinstance(request_ids, str) else list(request_ids):
             if request := self.requests.get(request_id):
                 request.status = status
@@ -221,18 +228,19 @@ class SchedulerBooks:
         self.finish_requests(request_id, RequestStatus.FINISHED_ABORTED)
 
     def forget(self, request: Request) -> None:
-        """It has ended: nothing is left of it here, and the next plan tells the runner."""
+        """Remove a finished request from the scheduler; the next plan tells the runner."""
         for plugin in self.plugins:
             plugin.ended(request)
         self.running.pop(request.request_id, None)
-        with suppress(KeyError):  # a running one does not wait, unless `schedule` raised half-way
+        # A running request is not queued, unless `schedule` was interrupted.
+        with suppress(KeyError):
             self.waiting.remove_request(request)
         self.delta.forget(request.request_id)
-        del self.requests[request.request_id]  # last: if it is interrupted, it can be done again
+        del self.requests[request.request_id]  # last, so that an interrupted call can be repeated
 
     def begin_anew(self) -> None:
-        """A step was cut short: how far have its requests come? They are aborted, and who else
-        runs. Who waits goes on waiting. May be cut short itself, and done again."""
+        """Recover from an interrupted step. Aborts all running requests, whose state is unknown,
+        and leaves waiting requests in the queue. Safe to interrupt and call again."""
         going = {*self.running.values(), *self.delta.plans_lost()}
         for request in list(self.requests.values()):
             if request in self.waiting and request not in going and not request.is_finished:
@@ -245,7 +253,8 @@ class SchedulerBooks:
     def make_plan(
         self, num_tokens: dict[str, int], plan: SchedulerOutput | None = None
     ) -> SchedulerOutput:
-        """The plan, put into `plan`, that computes the next `num_tokens[id]` tokens of these."""
+        """Fill in `plan` (or a new plan) to compute the next `num_tokens[id]` tokens of these
+        requests."""
         plan = plan or SchedulerOutput()
         requests = [self.requests[request_id] for request_id in num_tokens]
         plan.num_scheduled_tokens, plan.scheduled_requests = num_tokens, requests
@@ -260,8 +269,8 @@ class SchedulerBooks:
     def update_from_output(
         self, plan: SchedulerOutput, output: StepOutput
     ) -> Sequence[EngineCoreOutput]:
-        """Take what was sampled, and release the requests that have finished. Raises `ValueError`
-        for what is no `StepOutput`."""
+        """Append the sampled tokens, and remove the requests that finished. Raises `ValueError` if
+        `output` is not a `StepOutput`."""
         allowed = "a StepOutput; StepOutput(tokens_by_id) makes one"
         require(isinstance(output, StepOutput), "output", output, allowed)
         for plugin in self.plugins:
@@ -280,8 +289,8 @@ class SchedulerBooks:
     def take_tokens(
         self, request: Request, start: int, end: int, output: StepOutput
     ) -> EngineCoreOutput:
-        """What the step, which has written positions `[start, end)`, did for one request: it gets
-        its sampled tokens, up to the one that finishes it."""
+        """Process the output of one request, whose positions `[start, end)` the step has written.
+        Appends its sampled tokens, up to the one that finishes it."""
         request_id = request.request_id
         sampled = output.token_ids.get(request_id, [])
         num_new = 0
@@ -289,7 +298,7 @@ class SchedulerBooks:
             request.append_output_token(token_id)
             num_new += 1
             if request.status >= _FINISHED:
-                break  # what was sampled behind it is nobody's
+                break  # tokens sampled after the last one are discarded
         result = EngineCoreOutput(request_id, sampled[:num_new])
         if request_id in output.logprobs:
             result.logprobs = output.logprobs[request_id][:num_new]
@@ -306,12 +315,12 @@ class SchedulerBooks:
         return result
 
     def positions_written(self, request: Request, start: int, end: int) -> None:
-        """The KV of positions `[start, end)` can be used from now on."""
+        """Called when the KV of positions `[start, end)` can be used."""
 
     def has_unfinished_requests(self) -> bool:
         return bool(self.requests)
 
-    has_requests = has_unfinished_requests  # the posts' name
+    has_requests = has_unfinished_requests  # the name in the Chinese blog posts
 
     def get_num_unfinished_requests(self) -> int:
         return len(self.requests)
@@ -321,7 +330,8 @@ class SchedulerBooks:
         return len(self.running), len(self.waiting)
 
     def check_invariants(self) -> None:
-        """Between two steps. O(everything)."""
+        """Raise `AssertionError` if the state is inconsistent between two steps. O(all
+        requests)."""
         assert len(self.running) <= self.max_num_seqs, f"{len(self.running)} requests run"
         waiting = {request.request_id: request for request in self.waiting}
         assert len(waiting) == len(self.waiting), "somebody waits twice"

@@ -11,11 +11,11 @@
 # %% [markdown]
 # # Static and continuous batching, step by step
 #
-# This notebook runs the code of chapter 1. It defines nothing of its own beyond a few lines that
-# print and draw. The model is a small random one: its text is noise, its steps are real.
+# This notebook runs the code of chapter 1. It defines only a few lines that print and draw. The
+# model is a small random one: its text is noise, its steps are real.
 #
 # **中文提要**：六个请求，先按静态批跑，再按连续批跑，画出两者的时间轴：静态批要等最长的一个，
-# 连续批有人结束就有人补上。然后打开一步的计划（plan），看 runner 收到的只是增量（delta）；
+# 连续批一有请求结束就补上新的。然后打开一步的计划（plan），看 runner 收到的只是增量（delta）；
 # 再看 padding 让一个批多算了什么。最后是引擎自己录下的影片。模型是随机的小模型，文字没有意义，
 # 步骤是真的。
 
@@ -23,8 +23,8 @@
 # ruff: noqa: E402
 import warnings
 
-warnings.filterwarnings("ignore", message="IProgress not found")  # of tqdm, without ipywidgets
-# transformers 5.24 has a new name for an argument that older versions know by this one alone.
+warnings.filterwarnings("ignore", message="IProgress not found")  # from tqdm, without ipywidgets
+# transformers 5.24 has a new name for an argument; older versions know only this one.
 warnings.filterwarnings("ignore", message="`past_key_values` is deprecated")
 
 import matplotlib.pyplot as plt
@@ -67,7 +67,7 @@ model = Qwen3ForCausalLM(config).to(torch.float64).eval()
 # %% [markdown]
 # ## Six requests
 #
-# Their outputs have very different lengths. Nothing but its length stops a request here.
+# Their outputs have very different lengths. Here only its length stops a request.
 
 # %%
 output_lens = {"a": 3, "b": 12, "c": 2, "d": 7, "e": 4, "f": 5}
@@ -85,8 +85,8 @@ print(f"{len(output_lens)} requests, {sum(output_lens.values())} tokens to gener
 # %% [markdown]
 # ## A static batch
 #
-# Three slots. The batch steps until its longest request has ended. `P` is a prefill, `u` a token
-# that a user gets, `.` a slot that is computed for nobody.
+# The batch has three slots. It steps until its longest request has finished. `P` is a prefill, `u`
+# a token that a user gets, `.` a slot that is computed for no request.
 
 # %%
 report = generate_static(model, make_requests(), batch_size=3)
@@ -100,9 +100,9 @@ print(f"{report.slot_utilisation:.0%} in {report.num_steps} steps")
 # %% [markdown]
 # ## Continuous batching
 #
-# The same requests and the same model, but the scheduler decides before every step.
-# `RecordedScheduler` looks at it: after each step, a record. Watch the column "joins":
-# a request joins in the step after another one left.
+# Now run the same requests with the same model, but let the scheduler decide before every step.
+# `RecordedScheduler` writes a record after each step. Watch the column "joins": a request joins in
+# the step after another one left.
 
 # %%
 records = []
@@ -126,7 +126,7 @@ print(f"{used} of {3 * len(records)} slot-steps used: {used / (3 * len(records))
 print(f"in {len(records)} steps instead of {report.num_steps}")
 
 # %% [markdown]
-# Not one token differs. Batching is invisible in the output.
+# All tokens are the same. You cannot see batching in the output.
 
 # %%
 continuous = {request.request_id: request.output_token_ids for request in requests}
@@ -137,7 +137,7 @@ print("the same tokens:", continuous == report.token_ids)
 # ## A timeline of both
 #
 # A row is a slot, a column is a step. In the continuous run a request keeps the slot that it was
-# admitted to. Its slots are empty at the end because nobody waits any more, and an empty slot is
+# admitted to. Slots are empty at the end because no request waits any longer, and an empty slot is
 # not computed.
 
 # %%
@@ -170,16 +170,16 @@ for axis, rows, title in zip(axes, (static_map, continuous_map), ("static", "con
 axes[1].set_xticks([step + 0.5 for step in range(width)], range(width))
 _ = axes[1].set_xlabel("step")
 # %% [markdown]
-# ## What a plan says
+# ## What a plan contains
 #
-# Now the worked example of the chapter. Two requests are running: `c` has prompt `[9, 10]` and two
-# outputs, `d` has prompt `[13, 14, 15, 16]` and one. Two wait: `a` with `[1..5]` and `b` with
-# `[6, 7, 8]`. The scheduler is alone here, and we play the model: we tell it which tokens were
-# sampled.
+# This is the worked example of the chapter. Two requests are running: `c` has prompt `[9, 10]` and
+# two outputs, `d` has prompt `[13, 14, 15, 16]` and one. Two wait: `a` with `[1..5]` and `b` with
+# `[6, 7, 8]`. There is only the scheduler here, and we play the model: we pass in the sampled
+# tokens.
 
 # %%
 scheduler = FCFSScheduler(max_num_seqs=4, max_num_batched_tokens=20)
-state = RunnerState()  # what a runner knows of the requests
+state = RunnerState()  # the runner's copies of the requests
 for new, sampled in [
     (Request.from_tokens("c", [9, 10]), {"c": [11]}),
     (Request.from_tokens("d", [13, 14, 15, 16]), {"d": [17], "c": [12]}),
@@ -207,9 +207,9 @@ print("num_scheduled_tokens", plan.num_scheduled_tokens)
 print("total", plan.total_num_scheduled_tokens, "of", scheduler.max_num_batched_tokens)
 
 # %% [markdown]
-# A prompt crosses once. A running request costs one token id. From the plans alone the runner knows
-# every token, and lays out the padded batch. The token that `c` feeds back is its fourth: it stands
-# at position 3.
+# A prompt is sent once. A running request costs one token id. From the plans alone the runner knows
+# every token, and lays out the padded batch. The token that `c` feeds back is its fourth, so its
+# position is 3.
 
 # %%
 batch = prepare_inputs_from_scheduler_output(plan, state)
@@ -224,7 +224,7 @@ print(positions)
 # ## What the padded batch copies
 #
 # One tensor must hold the keys and values of all rows, so the runner stacks them in every step and
-# appends the new ones afterwards. It counts the bytes it writes.
+# appends the new ones afterwards. It counts the bytes that it writes.
 
 # %%
 runner = HFModelRunner(model, batched=True)

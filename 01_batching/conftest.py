@@ -1,4 +1,4 @@
-"""A tiny random model for this chapter's tests: no checkpoint, float64, and lively output."""
+"""A tiny random model for this chapter's tests: no checkpoint, float64, and varied output."""
 
 from __future__ import annotations
 
@@ -8,7 +8,8 @@ from collections.abc import Sequence
 import pytest
 import torch
 
-# transformers imports Triton, which decides then whether later chapters' kernels are interpreted.
+# transformers imports Triton, which decides at that moment whether later chapters' kernels are
+# interpreted.
 if not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")
 
@@ -26,7 +27,8 @@ SIZES = {
     "num_attention_heads": 4,
     "num_key_value_heads": 2,
     "max_position_embeddings": 128,
-    "initializer_range": 0.6,  # a smaller one makes outputs constant: positions would not matter
+    # With a smaller range, outputs are constant and positions would not matter.
+    "initializer_range": 0.6,
     "tie_word_embeddings": False,
     "bos_token_id": None,
     "eos_token_id": None,
@@ -51,7 +53,7 @@ def llama() -> PreTrainedModel:
 @pytest.fixture(scope="session")
 def oracle():
     """`oracle(model, prompt, num_tokens)`: the greedy continuation by transformers' own `generate`,
-    end of text ignored. Greedy output is prefix-consistent, so one run answers for all lengths."""
+    ignoring end of text. Greedy output is prefix-consistent, so one run answers for all lengths."""
     known: dict[tuple, list[int]] = {}
     longest = 24
 

@@ -1,11 +1,12 @@
-"""The loop. Everything else in this book is a better version of one of its lines.
+"""The engine loop. Everything else in this book is a better version of one of its lines.
 
-    plan    = scheduler.schedule()                        who computes how many tokens
-    handle  = runner.execute(plan)                        lay out, forward, sample: begun
-    results = scheduler.update_from_output(plan, handle.wait())     what became final
+    plan    = scheduler.schedule()                        which requests compute how many tokens
+    handle  = runner.execute(plan)                        lay out, forward, sample: started
+    results = scheduler.update_from_output(plan, handle.wait())     final tokens
 
-Chapter 1 puts in `FCFSScheduler` and `HFModelRunner`, the engine in `common` others, and this file
-stays as it is. (nano-vllm's loop has the same three lines, vLLM's `EngineCore.step` too.)"""
+Chapter 1 uses `FCFSScheduler` and `HFModelRunner`, the engine in `common` uses others, and this
+file stays unchanged. (nano-vllm's loop has the same three lines, vLLM's `EngineCore.step` too.)
+"""
 
 from __future__ import annotations
 
@@ -16,14 +17,15 @@ from scheduler_interface import EngineCoreOutput, ModelRunner, SchedulerInterfac
 
 
 class EngineCore:
-    """Runs requests to their end, one step at a time."""
+    """Runs requests until they finish, one step at a time."""
 
     def __init__(self, scheduler: SchedulerInterface, runner: ModelRunner) -> None:
         self.scheduler = scheduler
         self.runner = runner
 
     def step(self) -> Sequence[EngineCoreOutput]:
-        """One iteration for everybody. Returns what became final for each scheduled request."""
+        """Run one step for all running requests. Returns the new tokens of each scheduled request,
+        which are final."""
         plan = self.scheduler.schedule()
         handle = self.runner.execute(plan)
         return self.scheduler.update_from_output(plan, handle.wait())

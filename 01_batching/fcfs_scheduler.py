@@ -1,11 +1,12 @@
-"""First come, first served, decided anew at every iteration: a slot that falls free is taken in the
-very next step (Orca, OSDI 2022). One step has a budget of `max_num_batched_tokens`:
+"""First come, first served, decided again in every iteration: a free slot of the batch is filled in
+the next step (Orca, OSDI 2022). One step has a budget of `max_num_batched_tokens`:
 
     | one token for each running request | whole prompts from the front of the queue | unused |
     0                           len(running)                              max_num_batched_tokens
 
-Invariants: `len(running) <= max_num_seqs`; no plan exceeds the budget; a running request is exactly
-one token behind between two steps."""
+Invariants: `len(running) <= max_num_seqs`; no plan exceeds the budget; between two steps, a running
+request has exactly one uncomputed token.
+"""
 
 from __future__ import annotations
 
@@ -32,14 +33,15 @@ class FCFSScheduler(SchedulerBooks):
         super().__init__(create_request_queue("fcfs"), delta or RunnerDelta(), *limits, plugins)
 
     def schedule(self) -> SchedulerOutput:
-        """Plan a step: new requests first, then a token for everyone who was running before."""
+        """Plan a step: new requests first, then one token for each request that was already
+        running."""
         were_running = self.going_on()
         admitted = self._admit(self.max_num_batched_tokens - len(self.running))
         return self.make_plan(admitted | dict.fromkeys(were_running, 1))
 
     def _admit(self, budget: int) -> dict[str, int]:
-        """Take requests from the front of the queue into `running` for as long as they fit. Their
-        tokens to compute, by id."""
+        """Move requests from the front of the queue to `running` for as long as they fit. Returns
+        their numbers of tokens to compute, by id."""
         admitted: dict[str, int] = {}
         while self.waiting and len(self.running) < self.max_num_seqs:
             request = self.waiting.peek_request()
@@ -52,7 +54,8 @@ class FCFSScheduler(SchedulerBooks):
         return admitted
 
     def _has_room(self, request: Request) -> bool:
-        """Asked last: who says yes may have set it aside. Chapter 1 has no memory to run out of."""
+        """Reserve memory for a request, or return False. Called last, because a subclass may
+        reserve. Chapter 1 has no limited memory."""
         return True
 
     def _seat(self, request: Request) -> None:

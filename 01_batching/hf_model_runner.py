@@ -3,7 +3,7 @@
 One at a time (`batched=False`): a step calls the model, and so reads its weights, once per request.
 
 Batched (`batched=True`): one call per step. Keys and values of requests with different pasts must
-become one tensor, so every step stacks them, padded to the longest, and leaves room for the new:
+become one tensor, so every step stacks them, padded to the longest, with slots for the new ones:
 
                      past, padded to the longest   | new, padded to the longest
     A (prefill, 3)   . . . . . .                   | a0 a1 a2
@@ -11,10 +11,11 @@ become one tensor, so every step stacks them, padded to the longest, and leaves 
     C (decode)       c0 c1 c2 c3 c4 c5             | c6 .  .
 
 After the call the new keys and values are cut out and appended to each request's own. All KV is
-copied, twice over, to add one token per request; chapter 2 lets attention read it where it lies.
+copied twice to add one token per request; in chapter 2, attention reads KV without copying.
 
 Invariants: between two steps the runner holds KV for exactly the positions that the scheduler
-counts as computed; padding is zero, never uninitialised (a masked NaN is still a NaN: 0 * NaN)."""
+counts as computed; padding is zero, never uninitialised (a masked NaN is still a NaN: 0 * NaN).
+"""
 
 from __future__ import annotations
 
@@ -31,17 +32,17 @@ from scheduler_interface import NO_FINITE_LOGITS, FinishedStep, Laps, PlanMessag
 
 
 class TokenSampler(Protocol):
-    """Gives each request a token of its row of `logits` `[len(req_ids), vocab_size]`."""
+    """Samples a token for each request from its row of `logits` `[len(req_ids), vocab_size]`."""
 
     def sample(self, logits: torch.Tensor, req_ids: Sequence[str]) -> StepOutput: ...
 
 
 class GreedySampler:
-    """The most likely token; of equals, the lowest id."""
+    """Picks the most likely token; of equals, the lowest id."""
 
     def sample(self, logits: torch.Tensor, req_ids: Sequence[str]) -> StepOutput:
-        highest, tokens = logits.max(dim=-1)  # NaN is higher than any number
-        # In `tolist`, and nowhere else, the host waits for the device.
+        highest, tokens = logits.max(dim=-1)  # NaN counts as the highest
+        # The host waits for the device only in `tolist`.
         tokens = torch.where(highest.isfinite(), tokens, -1).tolist()
         chosen = dict(zip(req_ids, tokens, strict=True))
         return StepOutput(
@@ -51,8 +52,8 @@ class GreedySampler:
 
 
 class StackedKV(DynamicCache):
-    """The pasts of all rows as one `past_key_values`, for one call of the model, which hands the
-    new keys and values of each layer to `update`: `new[layer]`."""
+    """The pasts of all rows as one `past_key_values`, for one call of the model. The model passes
+    the new keys and values of each layer to `update`, which stores them in `new[layer]`."""
 
     def __init__(self, caches: list[DynamicCache], max_past: int) -> None:
         super().__init__()
@@ -72,7 +73,8 @@ class StackedKV(DynamicCache):
         return self.max_past
 
     def _stack(self, pasts: Sequence[torch.Tensor | None], new: torch.Tensor) -> torch.Tensor:
-        """`[batch_size, num_kv_heads, max_past + max_new, head_dim]`. None: a row without past."""
+        """Stack pasts and new keys or values, `[batch_size, num_kv_heads, max_past + max_new,
+        head_dim]`. A past of None is a row without past."""
         if self.max_past == 0:
             return new
         batch_size, num_kv_heads, max_new, head_dim = new.shape
@@ -87,8 +89,8 @@ class StackedKV(DynamicCache):
 
 class HFModelRunner:
     """A `ModelRunner` for `model`, on its device and in its dtype; greedy without a `sampler`.
-    `batched` cannot stack what some layers keep instead of all keys and values (sliding windows,
-    recurrent state): `ValueError`."""
+    Raises `ValueError` if `batched` and some layers keep something other than all keys and values
+    (sliding windows, recurrent state), which cannot be stacked."""
 
     def __init__(
         self, model: PreTrainedModel, batched: bool = True, sampler: TokenSampler | None = None
@@ -104,8 +106,8 @@ class HFModelRunner:
         self.sampler = sampler or GreedySampler()
         self.state = RunnerState()
         self.num_model_calls = 0
-        self.num_bytes_copied = 0  # KV written by stacking and appending, the new ones included
-        self.num_bytes_new = 0  # KV of the tokens that were computed: what had to be written
+        self.num_bytes_copied = 0  # KV written by stacking and appending, new KV included
+        self.num_bytes_new = 0  # KV of the computed tokens: the minimum to write
         self._caches = defaultdict[str, DynamicCache](lambda: DynamicCache(config=model.config))
 
     def execute(self, plan: PlanMessage) -> FinishedStep:
@@ -121,15 +123,15 @@ class HFModelRunner:
         return FinishedStep(output)
 
     def prepare(self, plan: PlanMessage) -> InputBatch:
-        """Forget the KV of finished requests, and lay out the tokens."""
+        """Drop the KV of finished requests, and lay out the tokens."""
         for req_id in plan.finished_req_ids:
             self.free_request_cache(req_id)
         return prepare_inputs_from_scheduler_output(plan, self.state)
 
     @torch.inference_mode()
     def forward(self, batch: InputBatch) -> torch.Tensor:
-        """The logits behind each row's last token, `[batch_size, vocab_size]`; the rows' KV is
-        kept. Raises `ValueError` if a row does not start where the KV of its request ends."""
+        """Compute the logits after each row's last token, `[batch_size, vocab_size]`, and keep the
+        rows' KV. Raises `ValueError` if a row does not start where the KV of its request ends."""
         for req_id, start in zip(batch.req_ids, batch.start_positions, strict=True):
             if start != (num_held := self.num_computed_tokens(req_id)):
                 raise ValueError(
@@ -140,7 +142,7 @@ class HFModelRunner:
         run = self._forward_batched if self.batched else self._forward_one_by_one
         logits = run(batch, caches)
         for cache, row in zip(caches, batch.token_ids, strict=True):
-            # A DynamicCache grows by concatenation: it has just written all of its KV anew.
+            # A DynamicCache grows by concatenation, so it has just rewritten all of its KV.
             kv = [tensor for layer in cache.layers for tensor in _kv_of(layer)]
             num_bytes = sum(tensor.nbytes for tensor in kv if tensor is not None)
             self.num_bytes_copied += num_bytes
@@ -162,7 +164,7 @@ class HFModelRunner:
         return torch.stack(logits)
 
     def _forward_batched(self, batch: InputBatch, caches: list[DynamicCache]) -> torch.Tensor:
-        """One call of the model for all rows: stack, compute, cut out and append."""
+        """Call the model once for all rows: stack, compute, cut out and append."""
         device, past_lens = self.model.device, batch.start_positions
         token_ids, _, positions = batch.to_tensors(device)
         new_lens = [len(row) for row in batch.token_ids]
@@ -175,7 +177,7 @@ class HFModelRunner:
             position_ids=positions,
             past_key_values=stacked,
             use_cache=True,
-            logits_to_keep=columns,  # not of every prompt token: a vocabulary is wide
+            logits_to_keep=columns,  # not for every prompt token, because the vocabulary is large
         )
         self.num_model_calls += 1
         self.num_bytes_copied += stacked.num_bytes_stacked
@@ -186,16 +188,16 @@ class HFModelRunner:
         return output.logits[torch.arange(batch.batch_size, device=device), column_of_row]
 
     def execute_model_batch(self, input_batch: InputBatch) -> dict[str, torch.Tensor]:
-        """`forward`, as `{req_id: logits [vocab_size]}`."""
+        """Like `forward`, as `{req_id: logits [vocab_size]}`."""
         logits = self.forward(input_batch) if input_batch.req_ids else ()
         return dict(zip(input_batch.req_ids, logits, strict=True))
 
     def free_request_cache(self, req_id: str) -> None:
-        """Drop a request's KV. An id without any is ignored."""
+        """Drop a request's KV. Unknown ids are ignored."""
         self._caches.pop(req_id, None)
 
     def num_computed_tokens(self, req_id: str) -> int:
-        """Positions of the request whose KV is held."""
+        """Number of positions of the request whose KV is held."""
         return self._caches[req_id].get_seq_length() if req_id in self._caches else 0
 
     @property
@@ -206,9 +208,9 @@ class HFModelRunner:
 def make_mask(
     past_lens: Sequence[int], max_new: int, dtype: torch.dtype, device: torch.device
 ) -> torch.Tensor:
-    """To be added to attention scores: 0 for what a new token may see, else the lowest number.
-    `[batch_size, 1, max_new, max_past + max_new]`. A token sees the past of its row and the new
-    ones up to itself. A padding token does too, so that no softmax runs over nothing."""
+    """The mask to add to attention scores: 0 where a new token may attend, else the lowest number.
+    `[batch_size, 1, max_new, max_past + max_new]`. A token attends to the past of its row and the
+    new tokens up to itself. A padding token does too, so that no softmax runs over nothing."""
     past = torch.tensor(past_lens, device=device)[:, None]
     sees_past = torch.arange(max(past_lens), device=device) < past  # [batch_size, max_past]
     sees_new = torch.ones(max_new, max_new, dtype=torch.bool, device=device).tril()

@@ -1,15 +1,16 @@
-"""From a plan to tensors: what a runner remembers, and the padded batch.
+"""From a plan to tensors: the runner's copies of the requests, and the padded batch.
 
-`RunnerState` is the other end of the plan's delta: the runner's own copy of every request. A model
-wants a rectangle, so rows are padded on the right to the longest one:
+`RunnerState` receives the plan's delta: it is the runner's own copy of every request. A model needs
+a rectangle, so rows are padded on the right to the longest one:
 
     token ids       attention mask   positions
     6  7  8         1 1 1            0 1 2      a new request with 3 prompt tokens
     12 .  .         1 0 0            3 . .      running: 4 tokens known, 3 computed
 
-Invariants: a row holds exactly the tokens that the plan gives its request; padding holds
-`pad_token_id` and position 0, never what happened to be in memory. (vLLM and SGLang lay the tokens
-of all requests end to end and pad nothing, as chapter 2 does.)"""
+Invariants: a row holds exactly the tokens that the plan schedules for its request; padding holds
+`pad_token_id` and position 0, never what happened to be in memory. (vLLM and SGLang concatenate the
+tokens of all requests without padding, as chapter 2 does.)
+"""
 
 from __future__ import annotations
 
@@ -19,7 +20,7 @@ from typing import TYPE_CHECKING
 from request import SamplingParams
 from scheduler_interface import CachedRequestData, NewRequestData, PlanMessage
 
-if TYPE_CHECKING:  # a scheduler's tests read plans without loading it
+if TYPE_CHECKING:  # tests of a scheduler read plans without loading PyTorch
     import torch
 
 
@@ -51,19 +52,20 @@ class RunnerRequest:
 
 
 class RunnerState:
-    """What a runner knows of the requests, from plans alone. A subclass that keeps more of one than
-    its tokens adds to `admit`, `append` and `release`."""
+    """The runner's copies of the requests, made from plans alone. A subclass that stores more than
+    a request's tokens extends `admit`, `append` and `release`."""
 
     def __init__(self) -> None:
         self.requests: dict[str, RunnerRequest] = {}
 
     def apply(self, plan: PlanMessage) -> None:
-        """Take over what changed. Every plan passes through here, once and in order."""
-        for req_id in sorted(plan.finished_req_ids):  # rows are a function of the plans
-            if req_id in self.requests:  # else the step that was to admit it failed before this
+        """Apply the changes of a plan. Every plan passes through here, once and in order."""
+        # Sorted, so that rows are a function of the plans.
+        for req_id in sorted(plan.finished_req_ids):
+            if req_id in self.requests:  # else the step that admitted it failed before this
                 self.release(req_id)
         for new in plan.scheduled_new_reqs:
-            if new.req_id in self.requests:  # the plan that said it was finished never came here
+            if new.req_id in self.requests:  # the plan that finished it never arrived
                 self.release(new.req_id)
             self.admit(new)
         self.append(plan.scheduled_cached_reqs)
@@ -73,12 +75,12 @@ class RunnerState:
         self.requests[new.req_id] = copy
 
     def append(self, changes: CachedRequestData) -> None:
-        """Take over what is new of the requests that are known."""
+        """Append the new tokens of known requests."""
         columns = changes.req_ids, changes.new_token_ids, changes.num_output_tokens
         for req_id, new, num_outputs in zip(*columns, strict=True):
             outputs = self.requests[req_id].output_token_ids
-            first = num_outputs - len(new)  # of the new ones, among the outputs
-            # Chapter 4 sends one again from an earlier token on; below 0, from within the prompt.
+            first = num_outputs - len(new)  # index of the first new token among the outputs
+            # Chapter 4 sends tokens again, from an earlier one on; below 0, from within the prompt.
             outputs[max(first, 0) :] = new[max(-first, 0) :]
 
     def release(self, req_id: str) -> None:
@@ -87,13 +89,14 @@ class RunnerState:
 
 @dataclass(slots=True)
 class InputBatch:
-    """The tokens of one step, one row for each request. All lists run parallel to `req_ids`."""
+    """The tokens of one step, one row for each request. All lists are parallel to `req_ids`."""
 
     req_ids: list[str]
-    token_ids: list[list[int]]  # what each request computes in this step
+    token_ids: list[list[int]]  # tokens that each request computes in this step
     start_positions: list[int]  # the position of each row's first token
-    is_prefill: list[bool]  # the posts' name: whether the row computes positions of the prompt
-    prompt_lens: list[int]  # the posts' name
+    # The name in the Chinese blog posts: whether the row computes positions of the prompt.
+    is_prefill: list[bool]
+    prompt_lens: list[int]  # the name in the Chinese blog posts
 
     @property
     def batch_size(self) -> int:
@@ -101,7 +104,7 @@ class InputBatch:
 
     @property
     def num_tokens(self) -> int:
-        """Without padding."""
+        """Number of tokens without padding."""
         return sum(map(len, self.token_ids))
 
     def to_tensors(
@@ -124,9 +127,9 @@ class InputBatch:
 
 
 def prepare_inputs_from_scheduler_output(plan: PlanMessage, state: RunnerState) -> InputBatch:
-    """Bring `state` up to date and cut out the rows of the plan: new requests first, then known
-    ones. Raises `ValueError` for a row that does not end with its request's last known token, and
-    so yields no logits to sample from: chapter 1 computes whole prompts."""
+    """Bring `state` up to date and lay out the rows of the plan: new requests first, then known
+    ones. Raises `ValueError` for a row that does not end with its request's last known token, which
+    would yield no logits to sample from: chapter 1 computes whole prompts."""
     state.apply(plan)
     batch = InputBatch([], [], [], [], [])
     for req_id, start in plan.starts().items():

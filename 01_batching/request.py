@@ -1,8 +1,8 @@
-"""A request, what its user asked for, and the two counters that everything follows from:
+"""A request, its sampling parameters, and the two counters that everything follows from:
 
     num_tokens            token ids known so far: the prompt, then one more for every sampled token
     num_computed_tokens   positions whose keys and values are in the KV cache, or will be when the
-                          step that is planned is over
+                          scheduled step has finished
 
             prompt_token_ids            output_token_ids
         +----------------------------+---------------------+
@@ -11,12 +11,14 @@
                        ^ num_computed_tokens
 
 A step computes some of the positions between the two; there is no "prefill" or "decode" state. A
-loop that plans a step before it has read the last one's tokens counts these too, as
-`num_pending_tokens`; in any other it is 0.
+loop that plans a step before it has read the last step's tokens counts those as well, in
+`num_pending_tokens`; in any other loop that is 0.
+
 Invariants: `0 <= num_computed_tokens <= num_tokens + num_pending_tokens`; `all_token_ids` is the
 prompt followed by the outputs; a finished request never changes again. (vLLM V1 has the same two
-counters. SGLang keeps extend and decode batches apart, nano-vllm tells the phases apart by an
-argument.)"""
+counters. SGLang keeps extend and decode batches apart, nano-vllm distinguishes the phases by an
+argument.)
+"""
 
 from __future__ import annotations
 
@@ -30,13 +32,13 @@ from functools import partial
 from numbers import Integral, Real
 from typing import Any, TypeGuard
 
-# What `SamplingParams` allows: the lowest integer; the interval of numbers, its lowest and highest.
+# Limits of `SamplingParams`: the lowest integer; the interval of numbers, its lowest and highest.
 _INTEGERS = {"n": 1, "top_k": 0, "max_tokens": 1, "min_tokens": 0, "logprobs": -1, "seed": None}
 _NUMBERS = {
     "temperature": ("[0.0, inf)", 0.0, sys.float_info.max),
     "top_p": ("(0.0, 1.0]", math.ulp(0.0), 1.0),
     "min_p": ("[0.0, 1.0]", 0.0, 1.0),
-    "repetition_penalty": ("[1e-6, 1e6]", 1e-6, 1e6),  # logits divided by less are infinite
+    "repetition_penalty": ("[1e-6, 1e6]", 1e-6, 1e6),  # dividing logits by less gives infinity
     "presence_penalty": ("[-2.0, 2.0]", -2.0, 2.0),
     "frequency_penalty": ("[-2.0, 2.0]", -2.0, 2.0),
 }
@@ -44,15 +46,17 @@ _NUMBERS = {
 
 @dataclass(frozen=True, slots=True)
 class SamplingParams:
-    """How tokens are chosen and when to stop. Order of application: `allowed_token_ids`,
-    `bad_words`, `min_tokens`, `logit_bias`, penalties, temperature, min-p, top-k, top-p; raw
-    log-probabilities come before all. `temperature=0` is greedy and ignores what follows it.
-    `top_k=0` keeps all tokens, and so does -1, as in vLLM. `seed` makes every random choice a
-    function of the request alone, and so the output in float64; in bfloat16 a batch rounds
-    differently than a request alone. Requests with equal seeds draw the same noise, whatever their
-    prompts: give each prompt a seed of its own. Of `n` samples, the first one has the seed itself.
-    `max_tokens=None` is as long as there is room. `stop` strings are cut from the text;
-    `stop_token_ids` end the output as EOS does."""
+    """How tokens are sampled and when to stop.
+
+    Order of application: `allowed_token_ids`, `bad_words`, `min_tokens`, `logit_bias`, penalties,
+    temperature, min-p, top-k, top-p; raw log-probabilities come before all. `temperature=0` is
+    greedy and ignores what follows it. `top_k=0` keeps all tokens, and so does -1, as in vLLM.
+    `seed` makes every random choice a function of the request alone, and so the output in float64;
+    in bfloat16 a batch rounds differently than a request alone. Requests with equal seeds draw the
+    same noise, whatever their prompts, so give each prompt a different seed. Of `n` samples, the
+    first one has the seed itself. `max_tokens=None` means as many as fit. `stop` strings are cut
+    from the text; `stop_token_ids` end the output as EOS does.
+    """
 
     n: int = 1
     temperature: float = 1.0
@@ -63,14 +67,14 @@ class SamplingParams:
     presence_penalty: float = 0.0
     frequency_penalty: float = 0.0
     seed: int | None = None
-    max_tokens: int | None = 16  # None: as long as there is room (the engine makes a number)
+    max_tokens: int | None = 16  # None: as many as fit (the engine sets a number)
     min_tokens: int = 0
     stop: str | Sequence[str] = ()
     stop_token_ids: Sequence[int] = ()
     ignore_eos: bool = False
     logprobs: int | None = None
     skip_special_tokens: bool = True
-    logit_bias: Mapping[int, float] | None = None  # from here on: checked where it has a meaning
+    logit_bias: Mapping[int, float] | None = None  # from here on: checked where it is used
     allowed_token_ids: Sequence[int] | None = None
     bad_words: Sequence[Any] | None = None  # texts, or sequences of token ids
     include_stop_str_in_output: bool = False
@@ -82,7 +86,7 @@ class SamplingParams:
     structured_outputs: Any = None  # vLLM's name for `grammar`, which gets the value
 
     def __post_init__(self) -> None:
-        put = partial(object.__setattr__, self)  # it is frozen to everybody else
+        put = partial(object.__setattr__, self)  # the dataclass is frozen
         if isinstance(self.stop, str):
             put("stop", (self.stop,))
         if self.structured_outputs is not None:
@@ -94,7 +98,8 @@ class SamplingParams:
             put("top_k", 0)
         for name in ("stop", "stop_token_ids"):
             values = () if getattr(self, name) is None else getattr(self, name)
-            is_other = isinstance(values, bytes | bytearray | Mapping)  # items are numbers, keys
+            # Iterating these gives numbers or keys.
+            is_other = isinstance(values, bytes | bytearray | Mapping)
             require(isinstance(values, Iterable) and not is_other, name, values, "a sequence")
             put(name, tuple(values))
         stop, ids = self.stop, self.stop_token_ids
@@ -110,7 +115,7 @@ class SamplingParams:
         for name, (interval, low, high) in _NUMBERS.items():
             value = getattr(self, name)
             if isinstance(value, Real) and not isinstance(value, int):
-                value = float(value)  # NumPy compares in a precision of its own
+                value = float(value)  # NumPy compares in another precision
             is_number = isinstance(value, int | float) and not isinstance(value, bool)
             is_allowed = is_number and low <= value <= high
             require(is_allowed, name, value, f"a finite number in {interval}")
@@ -129,13 +134,14 @@ class SamplingParams:
 
 
 def require(is_allowed: bool, name: str, value: object, allowed: str) -> None:
-    """Raises `ValueError` that names the field, its value and what is allowed."""
+    """Raise `ValueError` that names the field, its value and what is allowed, unless
+    `is_allowed`."""
     if not is_allowed:
         raise ValueError(f"{name} is {value!r}: it must be {allowed}")
 
 
 def check_integers(lowest: int | None = None, **fields: object) -> None:
-    """Raises `ValueError` for a field that is not an integer, or below `lowest`."""
+    """Raise `ValueError` for a field that is not an integer, or below `lowest`."""
     for name, value in fields.items():
         if not _is_integer(value) or (lowest is not None and value < lowest):
             require(
@@ -148,11 +154,11 @@ def _is_integer(value: object) -> TypeGuard[int]:
 
 
 class RequestStatus(IntEnum):
-    """Ordered: everything from `FINISHED_STOPPED` on is finished."""
+    """The state of a request, in order: `FINISHED_STOPPED` and later ones are finished."""
 
     WAITING = 0
-    WAITING_FOR_REMOTE_KVS = 1  # chapter 3: its KV comes from outside
-    WAITING_FOR_GRAMMAR = 2  # chapter 4: what it may say is being compiled
+    WAITING_FOR_REMOTE_KVS = 1  # chapter 3: its KV is being loaded from outside
+    WAITING_FOR_GRAMMAR = 2  # chapter 4: its grammar is being compiled
     RUNNING = 3
     PREEMPTED = 4  # chapter 4
     FINISHED_STOPPED = 5
@@ -171,8 +177,8 @@ _FINISH_REASONS = {
 
 class Request:
     """One sequence to be continued, as the scheduler sees it. `priority` (chapter 4): a lower
-    number is more urgent. `features`: what the runner's plugins are told of it, plain data by the
-    plugin's name. Times are seconds of `time.monotonic()`."""
+    number is more urgent. `features`: plain data for the runner's plugins, by the plugin's name.
+    Times are seconds of `time.monotonic()`."""
 
     def __init__(
         self,
@@ -197,15 +203,15 @@ class Request:
         self.arrival_time = time.monotonic() if arrival_time is None else arrival_time
         self.priority = priority
         self.features = {} if features is None else features
-        # A scheduler lowers it where the model ends sooner, and says so in `length_limit`.
+        # A scheduler lowers it if a limit ends the output sooner, and names that in `length_limit`.
         self.max_tokens = sampling_params.max_tokens
         self.output_token_ids: list[int] = []
         self.all_token_ids = list(prompt_token_ids)
         self.num_computed_tokens = 0
-        self.num_pending_tokens = 0  # sampled by steps that are under way, and not known here yet
-        self.num_cached_tokens = 0  # chapter 3: of them, those that were found in a cache
+        self.num_pending_tokens = 0  # to be sampled by steps in flight; not known here yet
+        self.num_cached_tokens = 0  # chapter 3: computed tokens that were found in a cache
         self.num_preemptions = 0  # chapter 4
-        self.routine_until = -1  # chapter 4: steps up to this position are routine
+        self.routine_until = -1  # chapter 4: positions up to this one take the fast path
         self.status = RequestStatus.WAITING
         self.stop_reason: int | str | None = None
         self.length_limit: str | None = None
@@ -221,7 +227,7 @@ class Request:
         priority: int = 0,
         arrival_time: float | None = None,
     ) -> Request:
-        """A greedy request that nothing but its length stops: for tests and notebooks."""
+        """A greedy request that stops only by its length: for tests and notebooks."""
         params = SamplingParams(temperature=0, max_tokens=max_new_tokens, ignore_eos=True)
         return cls(request_id, token_ids, params, arrival_time=arrival_time, priority=priority)
 
@@ -237,13 +243,15 @@ class Request:
     def num_tokens(self) -> int:
         return len(self.all_token_ids)
 
-    seq_len = num_tokens  # the posts' name
-    remaining_tokens = property(lambda r: r.num_tokens - r.num_computed_tokens)  # the posts' name
-    num_blocks_needed = property(lambda r: -(-r.num_tokens // 16))  # the posts' name
+    seq_len = num_tokens  # the name in the Chinese blog posts
+    # The name in the posts.
+    remaining_tokens = property(lambda r: r.num_tokens - r.num_computed_tokens)
+    num_blocks_needed = property(lambda r: -(-r.num_tokens // 16))  # the name in the posts
 
     @property
     def max_num_tokens(self) -> int:
-        """Tokens it can ever hold. The last of them is never fed back, so it needs no KV slot."""
+        """Tokens that the request can ever have. The last one is never fed back, so it needs no KV
+        slot."""
         return self.num_prompt_tokens + self.max_tokens
 
     @property
@@ -256,14 +264,14 @@ class Request:
         return _FINISH_REASONS.get(self.status)
 
     def append_output_token(self, token_id: int) -> None:
-        """Take one sampled token, and finish if it is a stop token or the last one allowed."""
+        """Append one sampled token, and finish if it is a stop token or the last one allowed."""
         assert self.status < RequestStatus.FINISHED_STOPPED, f"{self.request_id} is finished"
         self.output_token_ids.append(token_id)
         self.all_token_ids.append(token_id)
         num_outputs = len(self.output_token_ids)
         if token_id in self.end_ids and num_outputs >= self.sampling_params.min_tokens:
             self.status = RequestStatus.FINISHED_STOPPED
-            # As in vLLM: EOS is the ordinary end and gives no reason; a stop token names itself.
+            # As in vLLM: EOS is the normal end and gives no reason; a stop token gives its id.
             is_stop_token = token_id in self.sampling_params.stop_token_ids
             self.stop_reason = token_id if is_stop_token else None
         elif num_outputs == self.max_tokens:

@@ -1,11 +1,12 @@
-"""The waiting queue: who is next.
+"""The waiting queue, in order of service.
 
-Everything that a queue is asked is O(1) here. A list's `pop(0)` shifts everything and its `remove`
-searches: with 100,000 requests waiting that is the whole step time. An `OrderedDict` by request id
-takes an entry out of the middle without touching the rest.
+Every operation is O(1) here. A list's `pop(0)` shifts all entries and its `remove` searches: with
+100,000 waiting requests that takes as long as the step. An `OrderedDict` by request id removes an
+entry from the middle without touching the others.
 
 Invariants: a request is in the queue at most once; iteration order is the order of service. (vLLM
-and nano-vllm use a deque, SGLang sorts a list every step.)"""
+and nano-vllm use a deque, SGLang sorts a list every step.)
+"""
 
 from __future__ import annotations
 
@@ -22,13 +23,13 @@ class SchedulingPolicy(str, Enum):
 
 
 class RequestQueue(ABC):
-    """Iterating changes nothing.
+    """The interface of a waiting queue. Iterating changes nothing.
 
-    add_request(r)      put it at its place         ValueError: its id is in the queue
+    add_request(r)      add it in order of service  ValueError: its id is in the queue
     prepend_request(r)  put it at the front         the same
-    peek_request()      the next one, left there    IndexError: nobody waits
-    pop_request()       take out the next one       the same
-    remove_request(r)   take it out of the middle   KeyError: it is not in the queue
+    peek_request()      return the next one         IndexError: the queue is empty
+    pop_request()       remove the next one         the same
+    remove_request(r)   remove it from the middle   KeyError: it is not in the queue
     """
 
     @abstractmethod
@@ -47,7 +48,8 @@ class RequestQueue(ABC):
     def __contains__(self, request: object) -> bool: ...
 
     def in_order(self) -> Iterator[Request]:
-        """In the order of service, whatever order a debug switch gives to an iteration."""
+        """Iterate in the order of service, even if a debug switch changes the order of
+        `__iter__`."""
         return iter(self)
 
     def peek_request(self) -> Request:
@@ -93,7 +95,7 @@ class FCFSRequestQueue(RequestQueue):
 
 
 def create_request_queue(policy: SchedulingPolicy | str) -> RequestQueue:
-    """The queue for a policy. Raises `ValueError` for one that does not exist."""
+    """The queue for a policy. Raises `ValueError` for an unknown policy."""
     if policy != SchedulingPolicy.FCFS:
         raise ValueError(f"policy is {policy!r}: it must be {SchedulingPolicy.FCFS.value!r}")
     return FCFSRequestQueue()

@@ -1,13 +1,14 @@
-"""What a scheduler decides and what a runner answers, in every engine of this book.
+"""The messages between scheduler and runner, in every engine of this book.
 
 A `SchedulerOutput` is a plan for one step: which requests compute how many tokens. It is also a
-*delta*: a prompt crosses once (`NewRequestData`), afterwards only what changed
-(`CachedRequestData`), since the runner, which may be another process, keeps its own copy of every
-request. A `StepOutput` is the answer: the sampled tokens.
+*delta*: a prompt is sent once (`NewRequestData`), afterwards only changes (`CachedRequestData`),
+since the runner, which may be another process, keeps its own copy of every request. A `StepOutput`
+is the answer: the sampled tokens.
 
 Invariants: a request is new at most once; every scheduled request has at least one token; the batch
-order is new requests first, then known ones; `finished_req_ids` names each finished request once,
-on the first plan after it ended. (vLLM sends the same classes to its workers.)"""
+order is new requests first, then known ones; `finished_req_ids` has each finished request once, in
+the first plan after it finished. (vLLM sends the same classes to its workers.)
+"""
 
 from __future__ import annotations
 
@@ -18,32 +19,33 @@ from typing import Any, Protocol
 
 from request import Request, RequestStatus, SamplingParams
 
-PENDING = -1  # a token that a step under way samples (`beyond/overlap_plugin.py`)
+PENDING = -1  # a token to be sampled by a step in flight (`beyond/overlap_plugin.py`)
 
 
 @dataclass(slots=True)
 class NewRequestData:
-    """Everything about a request, sent once: when it is admitted."""
+    """All data of a request, sent once, when it is admitted."""
 
     req_id: str
     prompt_token_ids: list[int]
     sampling_params: SamplingParams
     num_computed_tokens: int = 0
-    block_ids: tuple[list[int], ...] = ()  # chapter 2: its block tables, whole
+    block_ids: tuple[list[int], ...] = ()  # chapter 2: its whole block tables
     features: dict[str, Any] = field(default_factory=dict)  # for the runner's plugins, by name
 
 
 @dataclass(slots=True)
 class CachedRequestData:
-    """What changed about requests that the runner knows. All lists run parallel to `req_ids`."""
+    """Changes of requests that the runner knows. All lists are parallel to `req_ids`."""
 
     req_ids: list[str] = field(default_factory=list)
     new_token_ids: list[list[int]] = field(default_factory=list)  # since last sent: mostly 1
     num_computed_tokens: list[int] = field(default_factory=list)  # before this step
     num_output_tokens: list[int] = field(default_factory=list)
-    new_block_ids: list[tuple[list[int], ...]] = field(default_factory=list)  # chapter 2; (): none
-    resumed_req_ids: set[str] = field(default_factory=set)  # chapter 4: these are sent whole
-    # Whose last new token is `PENDING`: the runner has sampled it itself.
+    # Chapter 2; (): no new blocks.
+    new_block_ids: list[tuple[list[int], ...]] = field(default_factory=list)
+    resumed_req_ids: set[str] = field(default_factory=set)  # chapter 4: sent in full
+    # Requests whose last new token is `PENDING`: the runner sampled it itself.
     pending_req_ids: list[str] = field(default_factory=list)
 
     @classmethod
@@ -57,17 +59,17 @@ class CachedRequestData:
 
 @dataclass(frozen=True, slots=True)
 class BlockMove:
-    """Chapter 3: entry `block_index` of a request's block table now is `block_id`."""
+    """Chapter 3: entry `block_index` of a request's block table is now `block_id`."""
 
     req_id: str
     block_index: int
     block_id: int
-    group: int = 0  # which of its tables
+    group: int = 0  # which of its block tables
 
 
 @dataclass(slots=True)
 class PlanMessage:
-    """The plan, as a runner gets it: its message, which may cross processes."""
+    """A plan as the runner gets it: the message, which can cross process boundaries."""
 
     scheduled_new_reqs: list[NewRequestData] = field(default_factory=list)
     scheduled_cached_reqs: CachedRequestData = field(default_factory=CachedRequestData)
@@ -80,40 +82,45 @@ class PlanMessage:
     def total_num_scheduled_tokens(self) -> int:
         return sum(self.num_scheduled_tokens.values())
 
-    total_tokens = total_num_scheduled_tokens  # the posts' name
+    total_tokens = total_num_scheduled_tokens  # the name in the Chinese blog posts
 
     def starts(self) -> dict[str, int]:
-        """From the message alone: the first position that each request computes, new ones first."""
+        """The first position that each request computes, from the message alone; new requests
+        first."""
         cached = self.scheduled_cached_reqs
         starts = {new.req_id: new.num_computed_tokens for new in self.scheduled_new_reqs}
         return starts | dict(zip(cached.req_ids, cached.num_computed_tokens, strict=True))
 
     @property
     def is_empty(self) -> bool:
-        """Nobody computes anything. There may still be finished requests to forget."""
+        """Whether no request is scheduled. There may still be finished requests to remove."""
         return not self.num_scheduled_tokens
 
 
 @dataclass(slots=True)
 class SchedulerOutput(PlanMessage):
-    """And as its scheduler sees it. The lists run parallel to `num_scheduled_tokens`."""
+    """A plan with the fields that only its scheduler uses. The lists are parallel to
+    `num_scheduled_tokens`."""
 
     scheduled_requests: list[Request] = field(default_factory=list)
-    start_positions: list[int] = field(default_factory=list)  # first position that each computes
+    # First position that each request computes.
+    start_positions: list[int] = field(default_factory=list)
     num_kv_blocks_in_use: int = 0  # chapter 2
 
 
 @dataclass(slots=True)
 class StepOutput:
-    """What came of a plan, by request id. A request whose last known token is not reached (chapter
-    6) has no tokens. Nor has one in `errors`, where a sentence says why it cannot go on."""
+    """The results of a step, by request id. A request whose last known token was not computed
+    (chapter 6) has no tokens; neither has a request in `errors`, which holds the reason why it
+    cannot continue."""
 
     token_ids: dict[str, list[int]] = field(default_factory=dict)
-    logprobs: dict[str, list] = field(default_factory=dict)  # where they were asked for
+    logprobs: dict[str, list] = field(default_factory=dict)  # if they were requested
     errors: dict[str, str] = field(default_factory=dict)
     draft_token_ids: dict[str, list[int]] = field(default_factory=dict)  # chapter 5
     times: dict[str, float] = field(default_factory=dict)  # `{part}_ms` of each part of the step
-    prompt_logprobs: dict[str, list] = field(default_factory=dict)  # of what was computed of it
+    # For the prompt positions that this step computed.
+    prompt_logprobs: dict[str, list] = field(default_factory=dict)
 
 
 NO_FINITE_LOGITS = (
@@ -122,14 +129,14 @@ NO_FINITE_LOGITS = (
 
 
 class StepHandle(Protocol):
-    """A step that has begun. `wait`, called once, says what came of it when it is over."""
+    """A step in flight. `wait`, called once, returns its results when it has finished."""
 
     def wait(self) -> StepOutput: ...
 
 
 @dataclass(frozen=True, slots=True)
 class FinishedStep:
-    """The `StepHandle` of a runner that returns when it is done."""
+    """The `StepHandle` of a runner that returns only when the step has finished."""
 
     output: StepOutput
 
@@ -139,7 +146,8 @@ class FinishedStep:
 
 class ModelRunner(Protocol):
     """Owns the model, keys and values, and a copy of every running request. `execute` is called
-    once for every plan, empty ones too: takes over what changed, lays out, computes, samples."""
+    once for every plan, empty ones included: it applies the changes, lays out the batch, computes,
+    samples."""
 
     def execute(self, plan: PlanMessage) -> StepHandle: ...
 
@@ -159,28 +167,31 @@ class Laps:
 
 @dataclass(slots=True)
 class EngineCoreOutput:
-    """What one step did for one request."""
+    """The results of one step for one request."""
 
     request_id: str
-    new_token_ids: list[int]  # final: nothing takes them back
+    new_token_ids: list[int]  # final: never rolled back
     finish_reason: str | None = None
     stop_reason: int | str | None = None
     logprobs: list | None = None
-    finish_detail: str | None = None  # what ended it: a limit other than its own, or an error
+    finish_detail: str | None = None  # the cause: a limit other than its own, or an error
 
 
 class SchedulerInterface(Protocol):
-    """A step is one `schedule`, whose planned tokens count as computed from then on, and one
-    `update_from_output`, which skips requests that were aborted meanwhile. `add_request` raises
-    `ValueError`, and changes nothing, if a request can never be served. `finish_requests` ends some
-    from outside, at any moment, and ignores unknown ids; `abort_request` ends one so. After a call
-    that did not return, whatever raised, `begin_anew` aborts all who run, and leaves who waits."""
+    """A step is one call of `schedule`, whose scheduled tokens count as computed from then on, and
+    one of `update_from_output`, which skips requests that were aborted in between.
+
+    `add_request` raises `ValueError`, and changes nothing, if a request can never be served.
+    `finish_requests` finishes requests from outside, at any time, and ignores unknown ids;
+    `abort_request` aborts one. After a call that raised or was interrupted, `begin_anew` aborts all
+    running requests, and leaves waiting requests in the queue.
+    """
 
     requests: dict[str, Request]  # every unfinished request
-    running: dict[str, Request]  # who has been admitted; in order of admission
+    running: dict[str, Request]  # admitted requests, in order of admission
 
     @property
-    def waiting(self) -> Iterable[Request]: ...  # the others, in the order of being asked
+    def waiting(self) -> Iterable[Request]: ...  # the others, in the order in which they are tried
     def add_request(self, request: Request) -> None: ...
     def schedule(self) -> SchedulerOutput: ...
     def update_from_output(

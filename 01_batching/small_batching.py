@@ -13,16 +13,16 @@ MAX_TOKENS = {"a": 4, "b": 2, "c": 1, "d": 3, "e": 2}  # how many tokens each ma
 NUM_SEATS = 2
 
 
-def model(tokens):  # stands for a model: which token comes next
+def model(tokens):  # stands for a model: returns the next token
     return (5 * tokens[-1] + len(tokens)) % 10
 
 
 waiting, running = deque(PROMPTS), []
 tokens = {name: list(prompt) for name, prompt in PROMPTS.items()}  # known: prompt, then outputs
 num_computed = dict.fromkeys(PROMPTS, 0)  # how many of them the model has seen
-steps = []  # who computed how many tokens
+steps = []  # number of tokens computed per request
 while waiting or running:
-    while waiting and len(running) < NUM_SEATS:  # a free seat is taken at once
+    while waiting and len(running) < NUM_SEATS:  # a free slot is filled immediately
         running.append(waiting.popleft())
     batch = {name: tokens[name][num_computed[name] :] for name in running}
     print(f"step {len(steps)}: computes {batch}")
@@ -33,7 +33,7 @@ while waiting or running:
     running = [n for n in running if len(tokens[n]) < len(PROMPTS[n]) + MAX_TOKENS[n]]
 
 
-# The same by the chapter's classes.
+# Compare with the chapter's classes.
 class SmallRunner(RunnerState):
     def execute(self, plan):
         real_steps.append(plan.num_scheduled_tokens)

@@ -1,9 +1,9 @@
 """Short queries, attended together in groups.
 
-Attention on a CPU gathers keys and values before it attends to them. Which blocks, for whom, with
-which mask: that depends on lengths and tables alone, so it is worked out on the host, once a step.
-Sequences with one query token, or with a few (guesses to be verified, chapter 5), go together with
-others of similar length:
+Attention on a CPU gathers keys and values before it attends to them. Which blocks to gather, and
+which mask to use, depends only on lengths and tables, so it is computed on the host, once per step.
+Sequences with one query token, or with a few (draft tokens to be verified, chapter 5), are grouped
+with others of similar length:
 
     lengths 100 60 51 50 | 49 | 7 | 3 | 1      no more than twice the shortest, within a budget of
                                                bytes that stays in the processor's cache
@@ -21,7 +21,8 @@ import numpy as np
 import torch
 from torch.nn.functional import scaled_dot_product_attention
 
-# Keys gathered at a time in decoding: on a CPU what stays in its cache (measured), else plenty.
+# Bytes of keys gathered at a time in decoding: as many as stay in a CPU's cache (measured), or
+# many.
 GROUP_KEY_BYTES = {"cpu": 4 << 20, "cuda": 256 << 20}
 # Query lengths that are attended in groups: up to each of these together, longer ones alone.
 SHORT_QUERIES = (1, 8, 16)
@@ -36,13 +37,14 @@ def max_group_slots(key_cache: torch.Tensor) -> int:
 
 
 def group_short_queries(
-    rows: np.ndarray,  # of the two columns
+    rows: np.ndarray,  # indices into the two arrays below
     query_lens: np.ndarray,
     seq_lens: np.ndarray,
     max_slots: int,
 ) -> list[np.ndarray]:
-    """`rows` in groups. Sequences with 1, 2 to 8, or 9 to 16 query tokens stay apart."""
-    rounded = query_lens[rows]  # up, to one of `SHORT_QUERIES`
+    """Split `rows` into groups. Sequences with 1, 2 to 8, and 9 to 16 query tokens are kept
+    apart."""
+    rounded = query_lens[rows]  # rounded up to one of `SHORT_QUERIES`
     for below, size in pairwise((0, *SHORT_QUERIES)):
         rounded[(below < rounded) & (rounded <= size)] = size
     alike = [rows[rounded == size] for size in np.unique(rounded)]
@@ -50,8 +52,9 @@ def group_short_queries(
 
 
 def split_by_length(rows: np.ndarray, seq_lens: np.ndarray, max_slots: int) -> list[np.ndarray]:
-    """Longest first, into groups of at most `max_slots` slots, padding included, unless it is one
-    sequence, and without sequences shorter than half the group's longest."""
+    """Sort by length, longest first, and split into groups of at most `max_slots` slots, padding
+    included (one sequence may exceed that). No sequence is shorter than half of its group's
+    longest."""
     rows = rows[np.argsort(-seq_lens[rows], kind="stable")]
     shorter_by = -seq_lens[rows]  # ascending, for the binary search
     groups, start = [], 0
@@ -65,9 +68,10 @@ def split_by_length(rows: np.ndarray, seq_lens: np.ndarray, max_slots: int) -> l
 
 
 class DecodeGroup:
-    """Sequences of similar length with a few query tokens each, attended in one call. It wants
-    `query_len` of each, the most that one has: who has fewer repeats its first, with the same
-    result each time. Worked out on the host: nobody waits for the device."""
+    """Sequences of similar length with a few query tokens each, attended in one call. The call
+    needs `query_len` tokens of each, the maximum in the group, so a sequence with fewer repeats its
+    first one, which gives the same result each time. Computed on the host, without waiting for the
+    device."""
 
     def __init__(
         self,
@@ -87,8 +91,8 @@ class DecodeGroup:
         num_blocks = -(-self.num_keys // block_size)
         slots = torch.arange(num_blocks * block_size)
         unused = (slots >= seq_len).flatten().nonzero().flatten()
-        # [n, query_len], rows of the query: with `query_len` 4, those of a sequence that has rows 5
-        # and 6 are 5 5 5 6.
+        # [n, query_len], rows of the query: with `query_len` 4, a sequence that has rows 5 and 6
+        # gets 5 5 5 6.
         tokens = (stop - torch.arange(query_len, 0, -1)).maximum(first)
         positions = tokens - stop + seq_len
         hidden = slots[: self.num_keys] > positions[:, :, None]  # [n, query_len, num_keys]
@@ -97,15 +101,15 @@ class DecodeGroup:
             hidden = hidden.repeat(1, num_shared, 1)[:, None]
             mask = torch.zeros(hidden.shape, dtype=key_cache.dtype).masked_fill_(hidden, -math.inf)
             self.mask = to_device(mask)
-        # [n * query_len] int64, rows of the query; [num_unused] int64, slots of what is gathered
+        # [n * query_len] int64, rows of the query; [num_unused] int64, slots of the gathered keys
         self.tokens, self.unused = to_device(tokens.flatten()), to_device(unused)
-        # [n * num_blocks] int, any block's beyond a sequence's own
+        # [n * num_blocks] int; after a sequence's own blocks, any block's id
         self.block_ids = block_tables[to_device(torch.from_numpy(rows)), :num_blocks].flatten()
 
     def attend(
         self,
         query: torch.Tensor,  # [n * query_len, num_heads, head_dim]
-        keys: torch.Tensor,  # [n * slots, num_kv_heads, head_dim], unused ones are overwritten
+        keys: torch.Tensor,  # [n * slots, num_kv_heads, head_dim], unused slots are overwritten
         values: torch.Tensor,  # the same
         scale: float,
     ) -> torch.Tensor:  # [n * query_len, num_heads, head_dim]
@@ -113,7 +117,7 @@ class DecodeGroup:
         keys = keys.index_fill_(0, self.unused, 0).view(n, -1, num_kv_heads, head_dim)
         values = values.index_fill_(0, self.unused, 0).view(n, -1, num_kv_heads, head_dim)
         keys, values = (t[:, : self.num_keys].transpose(1, 2) for t in (keys, values))
-        # Query heads that share a KV head become query rows of that head: keys are read once.
+        # Query heads that share a KV head become query rows of that head, so keys are read once.
         rows = query.view(n, -1, num_kv_heads, query.shape[1] // num_kv_heads, head_dim)
         rows = rows.permute(0, 2, 3, 1, 4)
         seen = rows.flatten(2, 3), keys, values

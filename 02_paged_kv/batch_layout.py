@@ -1,14 +1,15 @@
-"""From block tables to the tensors of a step: where each token stands, and where its KV goes.
+"""From block tables to the tensors of a step: the position of each token, and the slot for its KV.
 
-The tokens of all requests lie end to end, each request's at its own positions:
+The tokens of all requests are concatenated, each request's at its own positions:
 
     tokens            | request A: 5 tokens | B: 1 | C: 1 | D: 3 tokens |
     query_start_loc   0                     5      6      7            10
     positions         | 0  1  2  3  4       | 17   | 9    | 4  5  6     |
     slot_mapping      table[position // block_size] * block_size + position % block_size
 
-A `ComposedBatch` is all that a model is told of a step, besides the cache. Tokens and tables are
-gathers from the columns in which the runner keeps them (`block_delta.py`); no list is walked.
+A `ComposedBatch` is the only input of the model in a step, besides the cache. Tokens and tables are
+gathered from the columns in which the runner keeps them (`block_delta.py`), without looping over
+lists.
 """
 
 from __future__ import annotations
@@ -25,10 +26,11 @@ from paged_attention import AttentionBackend, AttentionMetadata, AttentionPlan, 
 
 
 class Queries(NamedTuple):
-    """What requests compute in a step: positions `[start, start + num_tokens)` of each, at least
-    one. Logits are wanted of the last `num_logit_rows` of them. All [num_queries] int64."""
+    """The positions that each request computes in a step: `[start, start + num_tokens)`, at least
+    one. Logits are needed for the last `num_logit_rows` of them. All arrays are [num_queries]
+    int64."""
 
-    rows: np.ndarray  # in the runner's state
+    rows: np.ndarray  # rows of the runner's state
     starts: np.ndarray
     num_tokens: np.ndarray
     num_logit_rows: np.ndarray
@@ -36,32 +38,35 @@ class Queries(NamedTuple):
 
 @dataclass(slots=True)
 class ComposedBatch:
-    """A step on the device: what goes into the model. Layers that share block tables are a group;
-    most models have one."""
+    """A step on the device: the input of the model. Layers that share block tables are a group;
+    most models have one group."""
 
     input_ids: torch.Tensor  # [num_tokens] int64
     positions: torch.Tensor  # [num_tokens] int64
-    attention: tuple[AttentionMetadata, ...]  # of each group of layers
+    attention: tuple[AttentionMetadata, ...]  # for each group of layers
     logit_indices: torch.Tensor  # [num_logit_rows] int64, into the tokens
-    plans: tuple[AttentionPlan, ...] = ()  # of each group
-    # [num_tokens, hidden_size], where other layers, in another process, computed before these.
+    plans: tuple[AttentionPlan, ...] = ()  # for each group
+    # [num_tokens, hidden_size], if earlier layers were computed in another process.
     hidden: torch.Tensor | None = None
-    staged: dict[str, Any] = field(default_factory=dict)  # by plugins of the runner, by name
+    # Data of the runner's plugins, by plugin name.
+    staged: dict[str, Any] = field(default_factory=dict)
 
     def plan_attention(
         self, backend: AttentionBackend, num_heads: int, kv_cache: PagedKVCache
     ) -> None:
-        """Once a step, before the model computes. Its caches are alike in all layers."""
+        """Plan attention once per step, before the model computes. All layers have caches of the
+        same shape."""
         key_cache = kv_cache.key_cache[0]
         self.plans = tuple(backend.plan(group, num_heads, key_cache) for group in self.attention)
 
 
 class StepLayout(NamedTuple):
-    """A step on the host: `arrays` that go to the device, and what they become there."""
+    """A step on the host: `arrays` to copy to the device, and `compose`, which turns the copies
+    into a batch."""
 
-    order: np.ndarray  # [num_queries] the queries as they were given, in the order of the batch
+    order: np.ndarray  # [num_queries] the given queries, in the order of the batch
     arrays: Sequence[np.ndarray]
-    compose: Callable[..., ComposedBatch]  # of a tensor for each array
+    compose: Callable[..., ComposedBatch]  # takes a tensor for each array
 
     def on(self, device: torch.device) -> ComposedBatch:
         return self.compose(*all_to_device(device, *self.arrays))
@@ -72,15 +77,15 @@ def compose_in_order(state: PagedRunnerState, queries: Queries, block_size: int)
     row, start, lens, num_logit_rows = queries
     stop = start + lens
     order, query_start_loc = np.arange(len(row)), np.append(0, lens.cumsum())
-    owner = np.repeat(order, lens)  # of each token
+    owner = np.repeat(order, lens)  # index of the query of each token
     positions = np.arange(query_start_loc[-1]) - query_start_loc[owner] + start[owner]
-    entries = row[owner], positions // block_size  # in the block tables of any group
+    entries = row[owner], positions // block_size  # indices into the block tables of any group
     max_query_len, max_seq_len = int(lens.max()), int(stop.max())
     arrays = [
         state.token_ids[row[owner], positions].astype(np.int64),
         positions,
         np.flatnonzero(positions >= (stop - num_logit_rows)[owner]),
-        # As AttentionMetadata has them.
+        # In the order of AttentionMetadata's fields.
         query_start_loc,
         stop,
     ]
@@ -101,14 +106,15 @@ def compose_in_order(state: PagedRunnerState, queries: Queries, block_size: int)
 
 
 def to_device(array: np.ndarray, device: torch.device) -> torch.Tensor:
-    """A copy in fresh staging memory each time: a reused one could be overwritten while an
-    asynchronous copy still reads it."""
+    """Copy an array to the device, through fresh staging memory each time: reused memory could be
+    overwritten while an asynchronous copy still reads it."""
     tensor = torch.from_numpy(array)
     return tensor.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else tensor
 
 
 def all_to_device(device: torch.device, *arrays: np.ndarray) -> list[torch.Tensor]:
-    """In one copy, end to end. 16 divides the addresses, as kernels on a GPU like it best."""
+    """Copy several arrays to the device at once, concatenated. Each starts at a multiple of 16
+    bytes, the alignment that GPU kernels prefer."""
     if device.type != "cuda":
         return [to_device(array, device) for array in arrays]
     parts = [part for a in arrays for part in (a.tobytes(), bytes(-a.nbytes % 16))]

@@ -7,14 +7,12 @@
           0     7 1 4 4 9 9 2 .   4                   7            5 2 . .        2
           1     3 8 6 . . . . .   2                   3            9 . . .        1
 
-Layers may come in groups with a table each; here there is one. So the message has a tuple of tables
-for a request, and the last two columns are a group's own (`TableColumns`).
+Layers can be in groups with a block table each; here there is one group. So the message has a tuple
+of tables per request, and the last two columns exist per group (`TableColumns`). Neither side needs
+a tensor, so a scheduler can be imported, and tested, without PyTorch.
 
-Neither needs a tensor: a scheduler can be imported, and tested, without PyTorch.
-
-Invariant: after each plan the runner's tokens and table of a scheduled request are the scheduler's.
-
-vLLM keeps such arrays on the host, in `InputBatch`, and copies of some on the device.
+Invariant: after each plan, the runner's tokens and tables of a scheduled request equal the
+scheduler's. vLLM keeps such arrays on the host, in `InputBatch`, and copies of some on the device.
 """
 
 from __future__ import annotations
@@ -35,7 +33,8 @@ class BlockDelta(RunnerDelta):
     def __init__(self, kv_memory: BlockMemory) -> None:
         super().__init__()
         self._kv_memory = kv_memory
-        self._num_blocks: dict[str, list[int]] = {}  # of each table, that the runner knows
+        # Number of blocks that the runner knows, for each table.
+        self._num_blocks: dict[str, list[int]] = {}
 
     def forget(self, request_id: str) -> None:
         super().forget(request_id)
@@ -55,7 +54,8 @@ class BlockDelta(RunnerDelta):
         return data
 
     def new_block_ids(self, request_id: str) -> tuple[list[int], ...]:
-        """What the runner does not know yet of each of its tables."""
+        """The blocks of each of the request's tables that the runner does not know yet. Marks them
+        as sent."""
         self._kv_memory.grown.discard(request_id)
         tables = self._kv_memory.get_tables(request_id)
         known = self._num_blocks.get(request_id) or [0] * len(tables)
@@ -64,7 +64,7 @@ class BlockDelta(RunnerDelta):
 
 
 class RequestRow(RunnerRequest):
-    """Chapter 1's copy of a request, read out of the columns when somebody asks."""
+    """Chapter 1's copy of a request, read from the columns on access."""
 
     def __init__(self, state: PagedRunnerState, row: int, new: NewRequestData) -> None:
         self.req_id, self.params = new.req_id, new.sampling_params
@@ -87,7 +87,7 @@ class RequestRow(RunnerRequest):
 
 
 class TableColumns:
-    """The block tables of one group of layers, a row for each request."""
+    """The block tables of one group of layers, with a row for each request."""
 
     def __init__(self, max_blocks_per_request: int) -> None:
         self.block_tables = np.zeros((0, max_blocks_per_request), dtype=np.int32)  # 0: null block
@@ -100,8 +100,9 @@ class TableColumns:
     def append(
         self, rows: np.ndarray, is_new: Sequence[bool], block_ids: Sequence[Sequence[int]]
     ) -> None:
-        """`block_ids[i]` go behind the table of row `rows[i]`, or are all of it."""
-        firsts = self.num_blocks[rows] * is_new  # else the whole table is sent
+        """Append `block_ids[i]` to the table of row `rows[i]`, or replace the whole table if
+        `is_new[i]` is false."""
+        firsts = self.num_blocks[rows] * is_new  # 0 if the whole table was sent
         self.num_blocks[rows] = _write(self.block_tables, rows, firsts, block_ids)
 
     def grow(self, num_rows: int) -> None:
@@ -110,8 +111,8 @@ class TableColumns:
 
 
 class PagedRunnerState(RunnerState):
-    """What chapter 1's keeps in lists, and the block tables, in columns: the news of a plan are
-    written all at once. A request has an object only for those who ask about a single one."""
+    """Chapter 1's state with block tables, stored in columns, so that all changes of a plan are
+    written together. A request has an object only for callers that access a single request."""
 
     def __init__(self, max_num_seqs: int, max_blocks_per_request: int, num_groups: int = 1) -> None:
         super().__init__()
@@ -131,7 +132,7 @@ class PagedRunnerState(RunnerState):
         return columns.block_tables[row, first : columns.num_blocks[row]].tolist()
 
     def admit(self, new: NewRequestData) -> None:
-        if not self._free_rows:  # more requests remembered than run at once: some were preempted
+        if not self._free_rows:  # more requests than run at a time: some were preempted
             self.grow(2 * len(self.num_tokens))
         row = self.row_of[new.req_id] = self._free_rows.pop()
         self.requests[new.req_id] = RequestRow(self, row, new)
@@ -146,7 +147,7 @@ class PagedRunnerState(RunnerState):
     def append(self, changes: CachedRequestData) -> None:
         rows, tokens = self.rows_of(changes.req_ids), changes.new_token_ids
         stops = self.num_prompt_tokens[rows] + np.array(changes.num_output_tokens, dtype=np.int64)
-        firsts = stops - _lengths(tokens)  # it may be known, and is sent again
+        firsts = stops - _lengths(tokens)  # some tokens may be known already and sent again
         self.num_tokens[rows] = self.write_tokens(rows, firsts, tokens)
         grown = [i for i, tables in enumerate(changes.new_block_ids) if tables]
         if grown:
@@ -162,12 +163,12 @@ class PagedRunnerState(RunnerState):
     def write_tokens(
         self, rows: np.ndarray, firsts: np.ndarray, token_ids: Sequence[Sequence[int]]
     ) -> np.ndarray:
-        """Put `token_ids[i]` into row `rows[i]` from position `firsts[i]` on. Returns the ends."""
+        """Write `token_ids[i]` to row `rows[i]` from position `firsts[i]` on. Returns the ends."""
         self.widen((firsts + _lengths(token_ids)).max(initial=0))
         return _write(self.token_ids, rows, firsts, token_ids)
 
     def grow(self, num_rows: int) -> None:
-        """To `num_rows`, as many as now or more. The rows that there are stay."""
+        """Grow to `num_rows` rows, at least as many as now. Existing rows stay."""
         num_before = len(self.num_tokens)
         self._free_rows += range(num_rows - 1, num_before - 1, -1)
         self.num_tokens = _longer(self.num_tokens, num_rows)
@@ -177,13 +178,13 @@ class PagedRunnerState(RunnerState):
         self.widen(self.token_ids.shape[1])
 
     def widen(self, num_tokens: int) -> None:
-        """Make room for tokens at positions below `num_tokens`."""
+        """Widen the token columns to hold positions below `num_tokens`."""
         num_rows, width = len(self.num_tokens), self.token_ids.shape[1]
         if num_tokens > width:
             width = max(num_tokens, 2 * width)
         if (num_rows, width) != self.token_ids.shape:
             known, self.token_ids = self.token_ids, np.zeros((num_rows, width), dtype=np.int32)
-            for row in self.row_of.values():  # memory that nobody has written to costs nothing
+            for row in self.row_of.values():  # memory that was never written to costs nothing
                 self.token_ids[row, : self.num_tokens[row]] = known[row, : self.num_tokens[row]]
 
 
@@ -200,7 +201,7 @@ def _lengths(lists: Sequence[Sequence[int]]) -> np.ndarray:
 def _write(
     table: np.ndarray, rows: np.ndarray, firsts: np.ndarray, lists: Sequence[Sequence[int]]
 ) -> np.ndarray:
-    """`table[rows[i]]` gets `lists[i]` from column `firsts[i]` on. Returns the columns behind."""
+    """Write `lists[i]` to `table[rows[i]]` from column `firsts[i]` on. Returns the next columns."""
     lens = _lengths(lists)
     values = np.fromiter(chain.from_iterable(lists), table.dtype, lens.sum())
     columns = np.arange(len(values)) + np.repeat(firsts + lens - lens.cumsum(), lens)

@@ -1,20 +1,21 @@
-"""The pool of KV blocks: who holds which block, and in which order free ones are reused.
+"""The pool of KV blocks: reference counts, and the order in which free blocks are reused.
 
-KV memory is cut once, at start, into `num_blocks` equal blocks. Nothing is ever moved: a request
-that needs room takes any free block, and its block table says where that is.
+KV memory is divided once, at start, into `num_blocks` equal blocks. No block is ever moved: a
+request that needs memory takes any free block, and its block table records the block's id.
 
-    block 0   the null block: never handed out, where padding points
-    ref_cnt   number of holders: each table that names it, and a cache that keeps it (chapter 3)
+    block 0   the null block: never allocated; padding points to it
+    ref_cnt   number of references: each table that has the block, and a cache (chapter 3)
     free      ref_cnt == 0; reused in the order in which they were freed
 
-The free order is part of the contract. A caller that names the deepest block of a request first has
-its tail reused before its head, and a prefix stays useful for as long as possible.
+The free order is part of the interface. A caller that frees a request's deepest block first has its
+tail reused before its head, so a prefix stays useful for as long as possible.
 
 Invariants: free + held = `num_blocks - 1`; a block is in the free order exactly if its `ref_cnt` is
-0. A call that raises or returns None has changed nothing.
+0. A call that raises or returns None leaves the state unchanged.
 
-vLLM's `BlockPool` also keeps the hashes of cached blocks; here a cache holds a reference to what it
-keeps. SGLang and FlashInfer say page instead of block. Source: PagedAttention, arXiv 2309.06180.
+vLLM's `BlockPool` also keeps the hashes of cached blocks; here a cache holds a reference to each
+block that it keeps. SGLang and FlashInfer say page instead of block. Source: PagedAttention, arXiv
+2309.06180.
 """
 
 from __future__ import annotations
@@ -35,7 +36,7 @@ class Block:
 
 
 class BlockPool:
-    """Reference-counted blocks `1 .. num_blocks - 1`. Every operation is O(1) a block."""
+    """Reference-counted blocks `1 .. num_blocks - 1`. Every operation is O(1) per block."""
 
     def __init__(self, num_blocks: int) -> None:
         if num_blocks < 2:
@@ -55,9 +56,10 @@ class BlockPool:
         return len(self._free)
 
     def allocate(self, num_blocks: int) -> list[Block] | None:
-        """The `num_blocks` blocks that have been free for longest, each with one reference.
+        """Allocate the `num_blocks` blocks that have been free for longest, each with one
+        reference.
 
-        None, and nothing has changed, if fewer are free. Raises `ValueError` below 1.
+        Returns None, and changes nothing, if fewer are free. Raises `ValueError` below 1.
         """
         if num_blocks < 1:
             raise ValueError(f"num_blocks is {num_blocks}: it must be >= 1")
@@ -69,19 +71,19 @@ class BlockPool:
         return blocks
 
     def touch(self, blocks: Sequence[Block]) -> None:
-        """Add a reference to blocks that somebody holds.
+        """Add a reference to each of these blocks, which must be held.
 
-        Raises `ValueError` for a free block: its next tenant may overwrite it at any moment.
+        Raises `ValueError` for a free block: it can be allocated and overwritten at any time.
         """
         self._check(blocks, "touch", are_held=True)
         for block in blocks:
             block.ref_cnt += 1
 
     def free(self, blocks: Sequence[Block]) -> None:
-        """Drop a reference to each block. Those without any left become free, in this order: name
-        the deepest block of a request first.
+        """Drop a reference to each block. Blocks without references become free, in this order:
+        pass the deepest block of a request first.
 
-        Raises `ValueError` for a block that is free already or named twice.
+        Raises `ValueError` for a block that is free already, or that occurs twice.
         """
         self._check(blocks, "free", are_held=True)
         for block in blocks:
@@ -90,15 +92,15 @@ class BlockPool:
                 self._free[block.block_id] = block
 
     def reclaim(self, blocks: Sequence[Block]) -> None:
-        """Take these very blocks out of the free order, wherever they stand in it, with one
-        reference each. Raises `ValueError` for a block that is not free or named twice."""
+        """Take exactly these blocks out of the free order, wherever they are in it, with one
+        reference each. Raises `ValueError` for a block that is not free, or that occurs twice."""
         self._check(blocks, "reclaim", are_held=False)
         for block in blocks:
             del self._free[block.block_id]
             block.ref_cnt = 1
 
     def begin_anew(self) -> None:
-        """Nobody holds a block any more, whatever a call that was interrupted has left."""
+        """Free all blocks, after a call that was interrupted."""
         for block in self.blocks[1:]:
             block.ref_cnt = 0
             self._free.setdefault(block.block_id, block)
@@ -108,7 +110,7 @@ class BlockPool:
         return iter(self._free.values())
 
     def check_invariants(self) -> None:
-        """Raise `AssertionError` if free order and reference counts contradict each other."""
+        """Raise `AssertionError` if free order and reference counts are inconsistent."""
         for block_id, block in enumerate(self.blocks):
             assert block.block_id == block_id, f"{block} stands in place {block_id}"
             assert block.ref_cnt >= 0, f"{block} has fewer than no holders"

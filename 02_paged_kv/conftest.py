@@ -1,4 +1,4 @@
-"""Where kernels are tested."""
+"""The device on which kernels are tested."""
 
 from common.tests.kernel_device import device
 

@@ -7,14 +7,14 @@
     0                     ^ computed    ^           ^ end    the table must reach `end`
     | block 7 | block 2 | block 5 |        ...
 
-Before a step the scheduler asks for slots for the positions that it writes. Only that, and what is
-computed, decide about a new block, never `len % block_size`: a sampled token is known before its
-keys and values are written.
+Before a step the scheduler allocates slots for the positions that the step writes. Only these
+positions and the computed ones decide whether a new block is needed, never `len % block_size`: a
+sampled token is known before its keys and values are written.
 
-Invariants: a refusal changes nothing; a block is in one table only; `ref_cnt` is the number of
-holders.
+Invariants: a refused allocation changes nothing; a block is in one table only; `ref_cnt` is the
+number of references.
 
-vLLM's `KVCacheManager` does the same. SGLang keeps a table of slots, one entry a token.
+vLLM's `KVCacheManager` does the same. SGLang keeps a table of slots, one entry per token.
 """
 
 from __future__ import annotations
@@ -29,41 +29,45 @@ from request import Request, check_integers
 
 
 class BlockMemory(Protocol):
-    """What a scheduler asks of the owner of the KV memory."""
+    """The interface of the KV memory for a scheduler."""
 
-    block_size: int  # positions that are handed out together
-    grown: set[str]  # whose tables have got blocks; who has passed these on takes the id out
+    block_size: int  # positions per block
+    # Requests with new blocks; the code that sends these to the runner removes the id.
+    grown: set[str]
 
     @property
     def capacity(self) -> int: ...  # positions that the whole memory holds
     @property
-    def usage(self) -> float: ...  # the share of the memory that requests hold, 0 to 1
+    def usage(self) -> float: ...  # share of the memory that requests hold, 0 to 1
     @property
     def num_blocks_in_use(self) -> int: ...
 
     def allocate_slots(
         self, request: Request, num_new_tokens: int, num_reserved_tokens: int = 0
     ) -> bool:
-        """Give the request slots for `num_new_tokens` behind the computed positions, and for
-        `num_reserved_tokens` behind those.
+        """Allocate slots for `num_new_tokens` after the computed positions, and for
+        `num_reserved_tokens` after those.
 
-        False: refused, and nothing has changed. Raises `ValueError` for negative counts.
+        Returns False, and changes nothing, if the memory is too small. Raises `ValueError` for
+        negative counts.
         """
         ...
 
     def free(self, request: Request) -> None:
-        """Give up the request's memory. Nothing happens if it has none."""
+        """Free the request's memory. Does nothing if it has none."""
 
     def get_block_ids(self, request_id: str) -> Sequence[int]:
-        """The request's block table, empty if it has none. It is alive: copy it to keep it."""
+        """The request's block table, empty if it has none. It is a live view: copy it to keep
+        it."""
         ...
 
-    def get_tables(self, request_id: str) -> tuple[Sequence[int], ...]: ...  # of its layers' groups
+    # One per group of layers.
+    def get_tables(self, request_id: str) -> tuple[Sequence[int], ...]: ...
 
 
 @dataclass(slots=True)
 class BlockTable:
-    """`block_ids[i]` is `blocks[i].block_id`."""
+    """A request's blocks and their ids: `block_ids[i]` is `blocks[i].block_id`."""
 
     blocks: list[Block] = field(default_factory=list)
     block_ids: list[int] = field(default_factory=list)
@@ -81,7 +85,8 @@ class BlockTable:
 class KVCacheManager:
     """Block tables of all requests over one `BlockPool`. A `BlockMemory`.
 
-    Of a request only `request_id` and `num_computed_tokens` are read, and nothing is changed."""
+    Reads only `request_id` and `num_computed_tokens` of a request, and changes nothing in it.
+    """
 
     def __init__(self, pool: BlockPool, block_size: int) -> None:
         check_integers(1, block_size=block_size)
@@ -89,7 +94,7 @@ class KVCacheManager:
         self.block_size = block_size
         self._tables: dict[str, BlockTable] = {}
         self.grown: set[str] = set()
-        self.acts_for: str | None = None  # whose call uses the pool now, for who looks on
+        self.acts_for: str | None = None  # request of the current call, for observers of the pool
 
     def num_blocks_needed(self, num_tokens: int) -> int:
         return -(-num_tokens // self.block_size)
@@ -141,20 +146,22 @@ class KVCacheManager:
             self._release(table.blocks)
 
     def begin_anew(self) -> None:
-        """A call was interrupted half-way, and what it has left may contradict itself: nobody has a
-        table any more, and all blocks are free. O(pool)."""
+        """Drop all tables and free all blocks, after a call that was interrupted and may have left
+        them inconsistent. O(pool)."""
         self._tables.clear()
         self.grown.clear()
         self.pool.begin_anew()
 
     def num_written(self, starts: Collection[int], num_tokens: int) -> int:
-        """Slots with KV, of who computes `num_tokens` together in a step, from `starts` on."""
+        """Slots with KV of requests that compute `num_tokens` together in a step, each from its
+        position in `starts` on."""
         return sum(starts) + num_tokens
 
-    # -- inside
+    # -- internal
 
     def _reach(self, request_id: str, end: int) -> bool:
-        """Make the table reach position `end`. False: refused, and nothing has changed."""
+        """Extend the table to position `end`. Returns False, and changes nothing, if the memory is
+        too small."""
         num_missing = self.num_blocks_needed(end) - len(self.get_block_ids(request_id))
         if num_missing <= 0:
             return True  # most decode steps
@@ -171,19 +178,20 @@ class KVCacheManager:
         return self.pool.allocate(num_blocks)
 
     def _release(self, blocks: Sequence[Block]) -> None:
-        """One holder less for blocks of one table, head first. The deepest is freed first."""
+        """Drop one reference to the blocks of one table, given head first. The deepest is freed
+        first."""
         self.pool.free(blocks[::-1])
 
-    def _count_holders(self) -> Counter[int]:  # of each block id
+    def _count_holders(self) -> Counter[int]:  # by block id
         return Counter(block_id for table in self._tables.values() for block_id in table.block_ids)
 
     def _check_sharing(self) -> None:
-        """Nobody's block is in two tables, or twice in one."""
+        """Check that no block is in two tables, or twice in one."""
         for block_id, num_holders in self._count_holders().items():
             assert num_holders == 1, f"block {block_id} stands in {num_holders} places"
 
     def check_invariants(self, requests: Iterable[Request] = ()) -> None:
-        """Raise `AssertionError` if tables and pool contradict each other, or the table of one of
+        """Raise `AssertionError` if tables and pool are inconsistent, or if the table of one of
         `requests` does not reach its computed positions. O(pool)."""
         self.pool.check_invariants()
         holders = self._count_holders()

@@ -11,11 +11,10 @@ whether one or many:
                                              query 6   x x x x x x x     everything
 
 This is the specification that kernels are tested against, and the fast path on a CPU. It gathers
-whole blocks. Short queries are attended together (`attention_plan.py`), longer ones one by one.
+whole blocks. Short queries are attended together (`attention_plan.py`), longer ones one by one. A
+backend plans a step once, and all layers write and attend with that plan.
 
-A backend plans a step once, when it is asked to, and all layers write and attend with that plan.
-
-Invariants: nothing beyond a sequence's length reaches the output, not even NaN (a masked score is
+Invariants: nothing after a sequence's length reaches the output, not even NaN (a masked score is
 not enough: 0 * NaN is NaN); a slot of -1 is not written; a plan is used only for queries and caches
 of the dtype and shape that it was made for.
 
@@ -41,7 +40,7 @@ from attention_plan import DecodeGroup, group_short_queries, is_short_query, max
 # Query rows attended at a time in a long query that has history, so that a mask is [QUERY_TILE,
 # seq_len] and not [query_len, seq_len].
 QUERY_TILE = 256
-ALIGNMENT = 64  # bytes: a line of the processor's cache, and PyTorch's own
+ALIGNMENT = 64  # bytes: a line of the processor's cache, and PyTorch's own alignment
 
 
 class PagedKVCache:
@@ -61,7 +60,7 @@ class PagedKVCache:
         shape = (num_blocks, block_size, num_kv_heads, head_dim)
         self.key_cache = [reserve_zeros(shape, dtype, device) for _ in range(num_layers)]
         self.value_cache = [reserve_zeros(shape, dtype, device) for _ in range(num_layers)]
-        # Keys and values, in all layers.
+        # Keys and values of all layers.
         num_bytes = dtype.itemsize * block_size * num_kv_heads * head_dim
         self.kv_bytes_per_block = 2 * num_layers * num_bytes
 
@@ -69,8 +68,8 @@ class PagedKVCache:
 def reserve_zeros(
     shape: Sequence[int], dtype: torch.dtype, device: torch.device | str
 ) -> Tensor:  # [*shape], contiguous
-    """On a CPU, of memory that the system commits when it is first written, a page at a time: KV
-    memory costs what it has held, and not what it could hold."""
+    """Allocate zeros. On a CPU the system commits each page of memory when it is first written, so
+    KV memory costs only the slots that were used, not its capacity."""
     if torch.device(device).type != "cpu":
         return torch.zeros(*shape, dtype=dtype, device=device)
     num_bytes = math.prod(shape) * dtype.itemsize
@@ -81,14 +80,14 @@ def reserve_zeros(
 
 @dataclass(slots=True, eq=False)
 class AttentionMetadata:
-    """Where a batch's queries, keys and new slots lie. Not changed once a step is planned with it.
+    """Where a batch's queries, keys and new slots are. Not changed once a step is planned with it.
 
-    Tokens past `query_start_loc[-1]` are padding; so is a sequence without query tokens.
+    Tokens past `query_start_loc[-1]` are padding; a sequence without query tokens is padding too.
     """
 
     query_start_loc: Tensor  # [num_seqs + 1] int, first token of each sequence
-    seq_lens: Tensor  # [num_seqs] int, keys of each sequence, this step's included
-    block_tables: Tensor  # [num_seqs, max_blocks] int, any block's beyond a sequence's own
+    seq_lens: Tensor  # [num_seqs] int, keys of each sequence, including this step's
+    block_tables: Tensor  # [num_seqs, max_blocks] int; unused entries: any block's id
     slot_mapping: Tensor  # [num_tokens] int64, -1: padding
     max_query_len: int
     max_seq_len: int
@@ -101,7 +100,7 @@ def write_kv(
     value_cache: Tensor,  # the same
     slot_mapping: Tensor,  # [num_tokens] int64, -1: not written
 ) -> None:
-    """Put each token's key and value in its slot."""
+    """Write each token's key and value to its slot."""
     is_real = slot_mapping >= 0
     if not is_real.all():
         key, value, slot_mapping = key[is_real], value[is_real], slot_mapping[is_real]
@@ -109,27 +108,28 @@ def write_kv(
         cache.view(-1, *cache.shape[2:]).index_copy_(0, slot_mapping, new)
 
 
-# Block ids -> the keys and the values in them, each [num_slots, num_kv_heads, head_dim].
+# Block ids -> the keys and values in these blocks, each [num_slots, num_kv_heads, head_dim].
 Gather = Callable[[Tensor], tuple[Tensor, Tensor]]
 
 
 class LongQuery(NamedTuple):
     query_len: int
     seq_len: int
-    rows: slice  # of the query, the last tokens of one sequence
+    rows: slice  # rows of the query: the last tokens of one sequence
     block_ids: Tensor  # [blocks of the sequence] int
 
 
 class PagedPlan:
-    """What all layers of a step share: who is attended together, and a buffer for what is gathered.
+    """The plan that all layers of a step share: which sequences are attended together, and buffers
+    for gathered keys and values.
 
-    Every group, every long query and every layer reuses that buffer: fresh memory for each layer
+    Every group, every long query and every layer reuses these buffers: fresh memory for each layer
     costs more than the attention does.
     """
 
     def __init__(self, metadata: AttentionMetadata, num_heads: int, key_cache: Tensor) -> None:
-        """For queries of `num_heads` heads, and caches like `key_cache`. Raises `ValueError` if
-        lengths and tables contradict each other."""
+        """Plan for queries of `num_heads` heads, and caches like `key_cache`. Raises `ValueError`
+        if lengths and tables are inconsistent."""
         self.num_heads, self.slot_mapping = num_heads, metadata.slot_mapping
         starts, seq_lens, is_short = self.lengths(metadata, key_cache)
         query_lens, is_real = np.diff(starts), starts[:-1] != starts[1:]
@@ -148,7 +148,7 @@ class PagedPlan:
             self.long_queries.append(LongQuery(stop - start, seq_len, *own))
         short = np.flatnonzero(is_real & is_short)
         self.groups = self.make_groups(short, query_lens, starts, seq_lens, tables, key_cache)
-        # The largest first: the buffer is made anew when it is too small.
+        # The largest first: the buffer is reallocated when it is too small.
         self.groups.sort(key=lambda group: -len(group.block_ids))
         self.long_queries.sort(key=lambda long: -long.seq_len)
         self.key_buffer = self.value_buffer = key_cache[:0]
@@ -156,14 +156,14 @@ class PagedPlan:
     def lengths(
         self, metadata: AttentionMetadata, key_cache: Tensor
     ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        """On the host: query_start_loc, seq_lens, and of each sequence whether its queries are
-        attended in a group."""
+        """Return, on the host: query_start_loc, seq_lens, and for each sequence whether its queries
+        are attended in a group."""
         starts = metadata.query_start_loc.cpu().numpy()
         return starts, metadata.seq_lens.cpu().numpy(), is_short_query(np.diff(starts))
 
     def make_groups(
         self,
-        short: np.ndarray,  # rows of the next columns
+        short: np.ndarray,  # indices into the arrays below
         query_lens: np.ndarray,
         starts: np.ndarray,
         seq_lens: np.ndarray,
@@ -201,7 +201,8 @@ class PagedPlan:
         return output
 
     def attend_long(self, query: Tensor, long: LongQuery, gather: Gather, scale: float) -> Tensor:
-        """Query and output are `[num_kv_heads, heads that share keys, query_len, head_dim]`."""
+        """Attend one long query. Query and output are `[num_kv_heads, heads that share keys,
+        query_len, head_dim]`."""
         keys, values = (repeat_for(query, t[: long.seq_len]) for t in gather(long.block_ids))
         query_len = query.shape[2]
         if query_len == long.seq_len:
@@ -217,8 +218,8 @@ class PagedPlan:
 
     @cached_property
     def causal_mask(self) -> Tensor:
-        """`[tile, num_keys]`, the last row sees everything. Its lower right corner `[t, k]` is the
-        mask of t query tokens that are the last of k keys, for any smaller t and k."""
+        """`[tile, num_keys]`, where the last row sees everything. The lower right corner `[t, k]`
+        is the mask of t query tokens that are the last of k keys, for any smaller t and k."""
         with_history = [long for long in self.long_queries if long.query_len < long.seq_len]
         tile = min(max(long.query_len for long in with_history), QUERY_TILE)
         num_keys = max(long.seq_len for long in with_history)
@@ -234,7 +235,7 @@ def by_kv_head(tensor: Tensor, num_kv_heads: int) -> Tensor:
 
 def repeat_for(query: Tensor, keys: Tensor) -> Tensor:
     """Keys `[num_keys, num_kv_heads, head_dim]` as a view with the first two dimensions of such a
-    query: with KV heads in front, repeating keys for the heads that share them copies nothing."""
+    query: with KV heads first, repeating keys for the heads that share them copies nothing."""
     return keys.transpose(0, 1)[:, None].expand(-1, query.shape[1], -1, -1)
 
 
@@ -249,16 +250,15 @@ def paged_attention(
     """Causal attention of every query token to its own sequence, itself included.
 
     The step's keys and values must have been written. `num_heads` is a multiple of `num_kv_heads`;
-    neighbouring query heads share one. Rows of padding tokens are zero. Raises `ValueError` if the
-    metadata contradicts itself.
+    adjacent query heads share one. Rows of padding tokens are zero. Raises `ValueError` if the
+    metadata is inconsistent.
     """
     plan = plan_type(metadata, query.shape[1], key_cache)
     return plan.attend(query, key_cache, value_cache, scale)
 
 
 class AttentionPlan(Protocol):
-    """How layers write and read their KV in one step: as a `PagedPlan` does, or the same in another
-    way."""
+    """How layers write and read their KV in one step: the interface of `PagedPlan`."""
 
     slot_mapping: Tensor  # [num_tokens] int64, -1: not written
 
@@ -273,14 +273,14 @@ class AttentionPlan(Protocol):
 
 @runtime_checkable
 class AttentionBackend(Protocol):
-    """Who plans. A plan is for one step and one number of query heads, and for all layers whose
-    caches have the shape, the strides and the dtype of the one that is given."""
+    """Makes plans. A plan is for one step and one number of query heads, and for all layers whose
+    caches have the shape, strides and dtype of the given one."""
 
     @property
     def plan(self) -> Callable[[AttentionMetadata, int, Tensor], AttentionPlan]: ...
 
 
 class TorchAttentionBackend:
-    """PyTorch on any device."""
+    """The PyTorch backend, for any device."""
 
     plan = staticmethod(PagedPlan)

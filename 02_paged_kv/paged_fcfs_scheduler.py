@@ -1,14 +1,14 @@
-"""Chapter 1's scheduler over blocks: nobody is admitted before there is memory.
+"""Chapter 1's scheduler over blocks: a request is admitted only if there is memory for it.
 
-A request reserves at admission everything it may ever need: its prompt, and all that it may still
-generate. That is safe, because a running request can never run out, and wasteful, because most
-requests stop early: chapter 4 replaces it.
+A request reserves at admission all memory that it may ever need: for its prompt, and for all tokens
+that it may still generate. That is safe, because a running request can never run out, and wasteful,
+because most requests stop early. Chapter 4 replaces it.
 
     prompt 10, max_tokens 30, block_size 16     reserved: 39 positions = 3 blocks
 
-The last token is sampled and never fed back, so it needs no slot.
-
-Invariant: a running request's table reaches every position that it may still write."""
+The last token is sampled and never fed back, so it needs no slot. Invariant: a running request's
+table reaches every position that it may still write.
+"""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from scheduler_interface import SchedulerOutput
 
 
 class PagedFCFSScheduler(FCFSScheduler):
-    """An `FCFSScheduler` that asks `kv_memory` before it admits."""
+    """An `FCFSScheduler` that allocates from `kv_memory` before it admits a request."""
 
     def __init__(
         self,

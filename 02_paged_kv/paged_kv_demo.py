@@ -11,11 +11,11 @@
 # %% [markdown]
 # # Blocks, tables, slots
 #
-# This notebook plays with the code of chapter 2. It defines nothing of its own beyond a few lines
-# that print and draw. It needs no model: the keys and values are random numbers.
+# This notebook uses the code of chapter 2. It defines only a few lines that print and draw. It
+# needs no model: the keys and values are random numbers.
 #
-# **中文提要**：块池怎样取块、还块；一个 token 的位置怎样经过块表（block table）变成槽位（slot）；
-# 什么时候才需要新块；注意力怎样隔着块表读 KV，结果和连续存放时相同；最后画出一张内存图。
+# **中文提要**：块池怎样分配和释放块；一个 token 的位置怎样经过块表（block table）变成槽位（slot）；
+# 什么时候才需要新块；注意力怎样通过块表读 KV，结果和连续存放时相同；最后画出一张内存图。
 # 不需要模型，key 和 value 是随机数。
 
 # %%
@@ -40,7 +40,8 @@ torch.set_num_threads(1)
 # %% [markdown]
 # ## A pool of blocks
 #
-# Nine blocks of four slots. Block 0 is the null block: padding points there and nobody gets it.
+# There are nine blocks of four slots. Block 0 is the null block: padding points to it, and it is
+# never allocated.
 
 # %%
 pool = BlockPool(num_blocks=9)
@@ -62,8 +63,8 @@ def show(*requests):
 # %% [markdown]
 # ## Positions become slots
 #
-# Request `a` has a prompt of six tokens. It asks for six slots and gets two blocks. `slot_mapping`
-# says where the keys and values of each position go: `block_id * block_size + offset`.
+# Request `a` has a prompt of six tokens. It needs six slots and gets two blocks. `slot_mapping`
+# returns the slot of each position's keys and values: `block_id * block_size + offset`.
 
 # %%
 a = Request.from_tokens("a", [1, 2, 3, 4, 5, 6])
@@ -78,9 +79,10 @@ print("slots of b:", manager.slot_mapping("b", 0, 3))
 # %% [markdown]
 # ## When is a new block needed?
 #
-# Watch the two counters while `a` decodes. A sampled token is *known* at once. Its keys and values
-# are *computed* one step later, and only then need a slot. So in the step that asks for a block
-# `num_tokens % block_size == 1`: the ninth token is known, eight are computed, two blocks are full.
+# Watch the two counters while `a` decodes. A sampled token is *known* immediately. Its keys and
+# values are *computed* one step later, and only then need a slot. So in the step that allocates a
+# block `num_tokens % block_size == 1`: the ninth token is known, eight are computed, two blocks are
+# full.
 
 # %%
 for token_id in (50, 51, 52, 53):
@@ -93,7 +95,8 @@ for token_id in (50, 51, 52, 53):
     a.num_computed_tokens += 1  # the step writes it
 
 # %% [markdown]
-# A refusal changes nothing. Request `c` wants 40 positions; that is ten blocks and four are free.
+# A refused allocation changes nothing. Request `c` needs 40 positions; that is ten blocks, but only
+# four are free.
 
 # %%
 c = Request.from_tokens("c", list(range(40)))
@@ -102,8 +105,8 @@ print("could an empty pool ever hold it:", manager.capacity >= 40)
 show(a, b)
 
 # %% [markdown]
-# Freeing drops one reference of each block, the deepest first. Here nobody else holds one, so all
-# three become free, and wait behind those that have been free for longer.
+# Freeing drops one reference of each block, the deepest first. No other request holds one here, so
+# all three become free. They will be reused after the blocks that have been free for longer.
 
 # %%
 manager.free(a)
@@ -113,8 +116,8 @@ manager.check_invariants([b])
 # %% [markdown]
 # ## Attention reads through the table
 #
-# Now the tensors. Three sequences of 7, 3 and 5 tokens lie in blocks that are neither in order nor
-# next to each other. Every slot that belongs to nobody holds NaN.
+# Now the tensors. Three sequences of 7, 3 and 5 tokens are stored in blocks that are neither in
+# order nor adjacent. Every unused slot holds NaN.
 
 # %%
 num_heads, num_kv_heads, head_dim, block_size = 4, 2, 8, 4
@@ -135,8 +138,8 @@ keys, values = torch.randn(2, *shape, dtype=torch.float64)
 write_kv(keys, values, key_cache, value_cache, torch.tensor(slots))
 
 # %% [markdown]
-# One decode step: each sequence has one query token, its last. The answer must be that of plain
-# attention over contiguous keys and values, whatever the table says.
+# Run one decode step: each sequence has one query token, its last. The result must equal plain
+# attention over contiguous keys and values, whatever the table is.
 
 # %%
 query = torch.randn(3, num_heads, head_dim, dtype=torch.float64)
@@ -163,8 +166,8 @@ assert torch.allclose(paged, torch.stack(contiguous), rtol=0, atol=1e-12)
 # %% [markdown]
 # ## A memory map
 #
-# The same keys, drawn where they lie: a row is a block, a box a slot, and the colour says whose it
-# is. White is empty. The last slots of each last block are the only ones that paging wastes.
+# The same keys are drawn where they are stored: a row is a block, a box a slot, and the color shows
+# the sequence. White is empty. Paging wastes only the last slots of each sequence's last block.
 
 # %%
 owner = torch.full((kv.num_blocks * block_size,), torch.nan)

@@ -8,8 +8,8 @@ from request import Request
 
 BLOCK_SIZE, NUM_BLOCKS = 4, 6
 memory = ["--"] * (NUM_BLOCKS * BLOCK_SIZE)  # a slot holds the keys and values of one token
-free = deque(range(1, NUM_BLOCKS))  # block 0 is nobody's
-tables = {}  # of each request, the blocks that hold its positions, in order
+free = deque(range(1, NUM_BLOCKS))  # block 0 is the null block
+tables = {}  # by request: the blocks that hold its positions, in order
 
 
 def slot(name, position):
@@ -17,19 +17,19 @@ def slot(name, position):
 
 
 def write(name, start, stop):
-    """Keep what positions [start, stop) of a request have computed."""
+    """Store the keys and values that positions [start, stop) of a request computed."""
     table = tables.setdefault(name, [])
-    while len(table) * BLOCK_SIZE < stop:  # only a full last block asks for another one
+    while len(table) * BLOCK_SIZE < stop:  # a new block only when the last one is full
         table.append(free.popleft())
     for position in range(start, stop):
         memory[slot(name, position)] = f"{name}{position}"
 
 
 def end(name):
-    free.extend(reversed(tables.pop(name)))  # nothing is erased: the next owner overwrites it
+    free.extend(reversed(tables.pop(name)))  # not erased: the next request overwrites them
 
 
-# a has 5 tokens and b has 3; both grow; b ends, and c takes one of its blocks.
+# a has 5 tokens and b has 3; both grow; b finishes, and c takes one of its blocks.
 EVENTS = [("a", 0, 5), ("b", 0, 3), ("a", 5, 8), ("b", 3, 5), ("b", None, None), ("c", 0, 6)]
 for name, start, stop in EVENTS:
     if stop is None:
@@ -44,7 +44,7 @@ print("\n".join(f"block {block_id}  {'  '.join(row)}" for block_id, row in enume
 for name, length in (("a", 8), ("c", 6)):  # each reads its own tokens through its table
     assert [memory[slot(name, p)] for p in range(length)] == [f"{name}{p}" for p in range(length)]
 
-# The same by the chapter's classes.
+# Compare with the chapter's classes.
 manager, requests = KVCacheManager(BlockPool(NUM_BLOCKS), BLOCK_SIZE), {}
 for name, start, stop in EVENTS:
     if stop is None:

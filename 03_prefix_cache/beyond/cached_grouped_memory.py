@@ -1,19 +1,20 @@
-"""KV memory of layers in groups, with a prefix cache: a hit holds in all groups, or is none.
+"""KV memory of layers in groups, with a prefix cache: a hit must hold in all groups.
 
     window 5, blocks of 2       positions     0 1   2 3   4 5   6 7   8 ..
     found in group 0                           5     9     3     8
-    found in group 1                           0     0     4    11            0: nobody reads it
+    found in group 1                           0     0     4    11            0: not read
     computed next                                                     8 and on
 
-What is written is published when its forward pass is over, in each group by itself; what a window
-leaves behind is given up after that, so it can be found until its block is handed out anew. For
-who waits for a block that another computes, and whose blocks are not to be trusted, the rules are
-those of `cached_kv_cache_manager.py`. Blocks of a window are not shared by who has a reservation,
-or has been preempted and may get one: what it gives up has to be free then.
+Written blocks are published after their forward pass, in each group separately. Blocks that a
+window leaves are freed after that, so they stay findable until they are reallocated. The rules for
+waiting for a block that another request computes, and for blocks that are not trusted, are those of
+`cached_kv_cache_manager.py`. A request that has a reservation, or was preempted and may get one,
+does not share blocks of a window: a block that it frees must become free at that moment.
 
-Invariants: those of `GroupedKVMemory`; what a table has published is known by the cache under its
-own prefix, or has been withdrawn; a block stands in several tables only if it is or was known, at
-one place of one group. vLLM's coordinator of several managers does this."""
+Invariants: those of `GroupedKVMemory`; the published blocks of a table are known to the cache under
+their own prefix, or have been withdrawn; a block is in several tables only if it is or was known,
+at one index of one group. vLLM's coordinator of several managers does this.
+"""
 
 from __future__ import annotations
 
@@ -30,16 +31,16 @@ from request_chain import Link, RequestChains
 
 @dataclass(slots=True)
 class _InTables:
-    """Of a request that has tables."""
+    """State of a request that has tables."""
 
     request: Request
-    num_blocks: int  # at the front, in each group
-    in_flight: bytes = b""  # hash of the block that it is the first to compute
-    num_withdrawn: int = 0  # blocks at the front; it publishes nothing any more
+    num_blocks: int  # published blocks at the front, in each group
+    in_flight: bytes = b""  # hash of the block that it was the first to compute
+    num_withdrawn: int = 0  # withdrawn blocks at the front; it publishes nothing more
 
 
 class CachedGroupedMemory(GroupedKVMemory):
-    """A `GroupedKVMemory` whose requests share what any of them has computed."""
+    """A `GroupedKVMemory` whose requests share the prefixes that any of them has computed."""
 
     cache: GroupedPrefixCache  # pyright: ignore[reportIncompatibleVariableOverride]
 
@@ -59,7 +60,8 @@ class CachedGroupedMemory(GroupedKVMemory):
     def get_computed_blocks(
         self, request: Request, wait_for_others: bool = True
     ) -> ComputedBlocks | NotReady:
-        """As without groups. Which blocks these are is asked again when they are held."""
+        """Like the method without groups. The blocks themselves are looked up again when they are
+        pinned."""
         if request.request_id in self._published:
             raise ValueError(f"request {request.request_id!r} has a block table already")
         self.acts_for = request.request_id
@@ -76,12 +78,14 @@ class CachedGroupedMemory(GroupedKVMemory):
         return NotReady.COMPUTED_NOW if self.waits_for else found
 
     def _minds_sharing(self, request: Request) -> bool:
-        """Has somebody a reservation, or may this one get one? What such a request gives up at the
-        left has to come back to it at the right, and what another one holds does not."""
+        """Whether sharing blocks of a window is not allowed, because a request has a reservation or
+        this one may get one. Blocks that such a request frees at the left must be available to it
+        at the right, but a block that another request holds does not become free."""
         return bool(request.num_preemptions or self._reserved_ends)
 
     def _is_window_held(self, request: Request, chain: list[Link], num_blocks: int) -> bool:
-        """Are blocks of a window that are found held by those with whom they may not be shared?"""
+        """Whether found blocks of a window are held by requests with which they may not be
+        shared."""
         found = self.cache.find(chain, num_blocks)
         held = {block for g in self._windows for block in found[g.group] if block.ref_cnt}
         if not held or request.num_preemptions:
@@ -90,7 +94,8 @@ class CachedGroupedMemory(GroupedKVMemory):
         return any(block in held for group, name in owners for block in group.held(name))
 
     def find_cached_blocks(self, request: Request) -> Sequence[int]:
-        """Numbers that stand for the blocks' contents: a block may be gone in one of the groups."""
+        """Numbers that represent the blocks' contents, because a block may be missing in one
+        group."""
         chain = self._chains.chain(request, (request.num_tokens - 1) // self.block_size)
         if request.sampling_params.skip_reading_prefix_cache:
             return ()
@@ -136,18 +141,19 @@ class CachedGroupedMemory(GroupedKVMemory):
         return True
 
     def _note_in_flight(self, request: Request, end: int) -> None:
-        """The block that the request publishes next is being computed, if it will be full."""
+        """Record the block that the request publishes next as being computed, if the step fills
+        it."""
         state = self._published[request.request_id]
         num_blocks = state.num_blocks + 1
-        is_next_known = state.in_flight or state.num_withdrawn  # or is never published
+        is_next_known = state.in_flight or state.num_withdrawn  # or it never publishes again
         if not is_next_known and num_blocks * self.block_size <= end:
             block_hash = self._chains.known(request, num_blocks)[num_blocks - 1][0]
             if self._in_flight.setdefault(block_hash, request.request_id) == request.request_id:
                 state.in_flight = block_hash
 
     def _may_be_given_up(self, request: Request) -> int:
-        """Not before it is published. Where steps are under way that is later than it is computed,
-        and a step more of tokens is held."""
+        """Entries that can be freed, once they are published. With steps in flight, that is later
+        than they are computed, so tokens of one more step are held."""
         state = self._published.get(request.request_id)
         if state is None or state.num_withdrawn:
             return super()._may_be_given_up(request)
@@ -178,12 +184,12 @@ class CachedGroupedMemory(GroupedKVMemory):
         self._nobody_waits(state)
 
     def _nobody_waits(self, state: _InTables) -> None:
-        """For the block that it computes: it is published, or never will be."""
+        """Stop other requests from waiting for its block: it is published, or never will be."""
         self._in_flight.pop(state.in_flight, None)
         state.in_flight = b""
 
     def free(self, request: Request) -> None:
-        """Give up the request's blocks. What is published can be found until it is handed out,
+        """Free the request's blocks. Published blocks stay findable until they are reallocated,
         unless the request has ended in an error."""
         state = self._published.pop(request.request_id, None)
         if state is not None:
@@ -196,7 +202,8 @@ class CachedGroupedMemory(GroupedKVMemory):
         super().free(request)
 
     def _withdraw(self, chain: Sequence[Link]) -> None:
-        """Who else has such blocks goes on with them, and publishes nothing any more."""
+        """Withdraw blocks of a chain. Other requests with such blocks keep running, but publish
+        nothing more."""
         start = self.cache.withdraw(chain)
         for state in self._published.values():
             own = self._chains.chain(state.request, state.num_blocks)
@@ -206,7 +213,7 @@ class CachedGroupedMemory(GroupedKVMemory):
                 self._nobody_waits(state)
 
     def begin_anew(self) -> None:
-        """And nothing is cached."""
+        """Clear the tables and the cache."""
         self._published.clear()
         self._in_flight.clear()
         self.cache.begin_anew()

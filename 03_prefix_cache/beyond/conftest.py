@@ -1,4 +1,4 @@
-"""The real Mooncake store, started while other tests run: to start it mostly sleeps."""
+"""The real Mooncake store, started while other tests run, because starting is mostly waiting."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ import pytest
 from mooncake_master import MooncakeMaster, MooncakeUnavailableError
 from mooncake_pool import MooncakePool
 
-WAIT_S = 30.0  # never waited for, unless a test fails
+WAIT_S = 30.0  # reached only if a test fails
 Started = TypeVar("Started")
 
 
 @dataclass
 class MooncakeStore:
-    """A master to use, with two clients and one that nobody has used, and a master to kill. All of
-    them are on their way."""
+    """A master to use, with two clients and an unused one, and a master to kill. All are being
+    started."""
 
     master: Future[MooncakeMaster]
     doomed: Future[MooncakeMaster]
@@ -30,14 +30,14 @@ class MooncakeStore:
 
 
 def drop(pool: MooncakePool) -> None:
-    """Close it without the second that leaving a store in good order takes."""
+    """Close a pool without the second that an orderly exit from a store takes."""
     pool._client.process.kill()
     pool.close()
 
 
 @pytest.fixture(scope="session", autouse=True)
 def mooncake_store(request: pytest.FixtureRequest) -> Iterator[MooncakeStore | None]:
-    """One for all tests, if one of them wants it. Begun with the first test of the room."""
+    """One store for all tests, if any test needs it. Started with the first test of this folder."""
     wanted = {"master", "doomed", "near", "far", "cold"}
     if not any(wanted & set(getattr(item, "fixturenames", ())) for item in request.session.items):
         yield None
@@ -50,7 +50,8 @@ def mooncake_store(request: pytest.FixtureRequest) -> Iterator[MooncakeStore | N
                 master.result().address, segment_nbytes, "127.0.0.1", WAIT_S, WAIT_S
             )
 
-        # All memory of the store is the near one's, so what `far` reads has crossed processes.
+        # All memory of the store is the near client's, so data that `far` reads has crossed
+        # processes.
         near, far, cold = [threads.submit(join, nbytes) for nbytes in (64 << 20, 0, 0)]
         store = MooncakeStore(master, doomed, near, far, cold)
         yield store
@@ -65,7 +66,7 @@ def mooncake_store(request: pytest.FixtureRequest) -> Iterator[MooncakeStore | N
 
 @pytest.fixture
 def real_clients_started(mooncake_store: MooncakeStore | None) -> None:
-    """For a test that changes the environment: who starts later would find its library."""
+    """For a test that changes the environment: a client started later would find its library."""
     if mooncake_store is not None:
         wait([mooncake_store.near, mooncake_store.far, mooncake_store.cold])
 
@@ -101,5 +102,5 @@ def far(mooncake_store: MooncakeStore) -> MooncakePool:
 
 @pytest.fixture
 def cold(mooncake_store: MooncakeStore) -> MooncakePool:
-    """For one test alone, which may close it."""
+    """A client for one test alone, which may close it."""
     return started(mooncake_store.cold)

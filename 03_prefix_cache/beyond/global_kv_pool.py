@@ -1,7 +1,7 @@
-"""A pool of KV blocks that several engines share: what one has computed, another copies.
+"""A pool of KV blocks that several engines share: blocks that one computed can be copied by others.
 
-A block hash names a whole prefix, so it means the same on every machine. Each node (an engine's
-machine) keeps some blocks; the pool knows which:
+A block hash identifies a whole prefix, so it means the same on every machine. Each node (an
+engine's machine) keeps some blocks; the pool knows which:
 
     chain of a prompt   | h0      | h1      | h2      | h3      |
     node "a"            | block   | block   |         |         |
@@ -9,12 +9,12 @@ machine) keeps some blocks; the pool knows which:
     query               | on "a"  | on "a"  | on "b"  | miss: the match ends here, 3 blocks
 
 A request's missing blocks are copied to its own node in the background. A copy may fail, hang or
-bring wrong bytes: each block carries a checksum, each transfer has a deadline, and a transfer that
-goes wrong is reported with the blocks that did arrive, from the front. The rest is computed.
+bring wrong bytes: each block carries a checksum, each transfer has a deadline, and a failed
+transfer is reported with the blocks that did arrive, from the front. The rest is computed.
 
-Invariants: a node holds at most `max_blocks_per_node` blocks and drops the one whose last use is
-the longest ago; all copies of a hash have the same tokens; a transfer keeps the blocks it reads, so
-none is lost under way; a transfer ends exactly once; no callback runs under the pool's lock.
+Invariants: a node holds at most `max_blocks_per_node` blocks and drops the least recently used one;
+all copies of a hash have the same tokens; a transfer pins the blocks it reads, so none is lost in
+flight; a transfer ends exactly once; no callback runs under the pool's lock.
 
 Mooncake keeps this index in a master process and moves bytes by RDMA or TCP (`mooncake_pool.py`).
 vLLM's LMCache and SGLang's HiCache use such stores as a last tier. Source: Mooncake, arXiv
@@ -49,10 +49,10 @@ class _Node:
 class GlobalKVPool(TransferringPool):
     """A `KVPool` within one process.
 
-    A use of a block is its publication, a query that names the node, or a transfer that reads it or
-    brings it. Of the blocks of one call the first count as used last: a full node loses a chain's
-    tail before its head. `transport` brings bytes from node to node; `transfer_timeout_s` is each
-    transfer's deadline. Raises `ValueError` for a number that is not positive.
+    A block is used when it is published, when a query returns its node, or when a transfer reads or
+    writes it. Among the blocks of one call the first count as used last, so a full node loses a
+    chain's tail before its head. `transport` copies bytes from node to node; `transfer_timeout_s`
+    is each transfer's deadline. Raises `ValueError` for a number that is not positive.
     """
 
     def __init__(
@@ -75,7 +75,7 @@ class GlobalKVPool(TransferringPool):
     # -- the index
 
     def query(self, block_hashes: Sequence[bytes]) -> tuple[int, list[str]]:
-        """Stays on one node as long as it can; at first on the one that published first."""
+        """Stays on one node for as long as possible, starting with the one that published first."""
         matched: list[KVBlock] = []
         with self._lock:
             for block_hash in block_hashes:
@@ -108,8 +108,8 @@ class GlobalKVPool(TransferringPool):
                     del self._nodes[node_id].blocks[block_hash]
 
     def remove_node(self, node_id: str) -> int:
-        """The machine is gone: forget its blocks, and fail the copies from it that are under way.
-        Returns how many blocks it had. It may come back, empty, under the same name."""
+        """Remove the blocks of a machine that is gone, and fail the copies from it that are in
+        flight. Returns how many blocks it had. It can rejoin, empty, under the same name."""
         with self._lock:
             node = self._nodes.pop(node_id, None)
             if node is None:
@@ -175,7 +175,7 @@ class GlobalKVPool(TransferringPool):
         )
 
     def _sources(self, block_hash: bytes, target: _Node) -> list[tuple[_Node, KVBlock]]:
-        """Every copy with its node, the target's own first. They stay readable when evicted."""
+        """Every copy with its node, the target's own first. Copies stay readable when evicted."""
         copies = self._copies.get(block_hash, {}).values()
         own_first = sorted(copies, key=lambda block: block.node_id != target.node_id)
         return [(self._nodes[block.node_id], block) for block in own_first]
@@ -190,7 +190,7 @@ class GlobalKVPool(TransferringPool):
             yield self._fetch(copies, target)
 
     def _fetch(self, copies: Sequence[tuple[_Node, KVBlock]], target: _Node) -> KVBlock:
-        """The first copy that arrives intact."""
+        """Return the first copy that arrives intact."""
         errors = []
         for node, block in copies:
             try:
@@ -224,7 +224,7 @@ class GlobalKVPool(TransferringPool):
             self._copies.clear()
 
     def check_invariants(self) -> None:
-        """Raise `AssertionError` if the pool contradicts itself. O(bytes held)."""
+        """Raise `AssertionError` if the pool is inconsistent. O(bytes held)."""
         self._transfers.check_invariants()
         with self._lock:
             num_copies = 0

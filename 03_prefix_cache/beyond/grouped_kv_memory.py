@@ -2,25 +2,27 @@
 
     window 5, blocks of 2       positions     0 1   2 3   4 5   6 7   8 9
     group 0    every position                  5     9     3     8     7
-    group 1    what a window sees              0     0     4    11     2      0: given up
+    group 1    what a window sees              0     0     4    11     2      0: freed
 
-Token 9 is computed next: it sees 5 to 9, and no token to come sees 0 to 4. A block is given up when
-all that is in it lies in front of what the next token sees, at the request's own next step: counted
-from what is computed, never from what is planned next. (Where a step is under way, its tokens count
-as computed: it reads its blocks before the next one, which may get them, writes.) Its entry becomes
-the null block, and the runner is told.
+Token 9 is computed next: it sees 5 to 9, and no later token sees 0 to 4. A block is freed when all
+its positions are before the ones that the next token sees. That happens at the request's own next
+step, and depends on computed tokens, never on the next plan. (With a step in flight, its tokens
+count as computed: it reads its blocks before the next step, which may get them, writes.) The entry
+becomes the null block, and the runner is notified.
 
 So a request holds at most `ceil((window - 1 + step) / block_size) + 1` blocks in a group with a
-window, whatever its length, if a step computes up to `step` of its tokens. Room that is reserved
-for a whole request, when it is admitted, is no more than that: what it gives up at the left it gets
-again at the right, before anybody else can. (Slots asked for later are no reservation: guesses.)
+window, whatever its length, if a step computes up to `step` of its tokens. A reservation for a
+whole request, at admission, is not larger than that: the request gets the blocks that it frees at
+the left again at the right, before any other request can. (Slots allocated later, for draft tokens,
+are not a reservation.)
 
-Invariants: a request has room in all groups, or in none; what stands at position p of a group's
-table is held, or no token to come sees it. A refusal leaves every table as it was, but for blocks
-that nobody sees any more.
+Invariants: a request has memory in all groups, or in none; the entry at position p of a group's
+table is held, or no later token sees it. A refused allocation leaves every table unchanged, except
+for blocks that no token sees any longer.
 
 No prefix is kept here: `cached_grouped_memory.py` does that. vLLM's coordinator of several managers
-does both."""
+does both.
+"""
 
 from __future__ import annotations
 
@@ -37,20 +39,20 @@ from scheduler_interface import BlockMove
 
 
 class OneGroup(KVMemory):
-    """The tables of group number `group`. Its layers see everything."""
+    """The tables of group number `group`. Its layers see every position."""
 
     def __init__(self, pool: BlockPool, block_size: int, group: int) -> None:
         super().__init__(pool, block_size)
         self.group = group
         self.moves: list[BlockMove] = []
-        self.num_given_up: Counter[str] = Counter()  # entries at the left of a table
+        self.num_given_up: Counter[str] = Counter()  # freed entries at the left of a table
 
     def most_reserved(self, num_given_up: int, end: int) -> int:
-        """How long a table is to be for who has reserved up to `end`."""
+        """Length of the table for a request that has reserved up to `end`."""
         return self.num_blocks_needed(end)
 
     def begin_with(self, request_id: str, found: Sequence[Block], num_blocks: int) -> None:
-        """Its table is to begin with `num_blocks`, of which the last are `found`."""
+        """Begin the request's table with `num_blocks` entries, the last of which are `found`."""
         self.num_given_up[request_id] = num_blocks - len(found)
         table = self._tables[request_id] = BlockTable()
         table.append([self.pool.blocks[NULL_BLOCK_ID]] * (num_blocks - len(found)))
@@ -60,12 +62,12 @@ class OneGroup(KVMemory):
         return self._reach(request.request_id, num_blocks * self.block_size)
 
     def replace(self, request_id: str, index: int, block: Block) -> None:
-        """The runner is to be told."""
+        """Replace an entry, and record the change for the runner."""
         self._tables[request_id].replace(index, block)
         self.moves.append(BlockMove(request_id, index, block.block_id, self.group))
 
     def take_off(self, request_id: str) -> Sequence[Block | None]:
-        """Forget its table. Returns what it holds, None in the place of what was given up."""
+        """Remove a request's table. Returns its blocks, with None for freed entries."""
         self.moves = [move for move in self.moves if move.req_id != request_id]
         self.grown.discard(request_id)
         num_given_up = self.num_given_up.pop(request_id, 0)
@@ -73,7 +75,7 @@ class OneGroup(KVMemory):
         return [] if table is None else [None] * num_given_up + table.blocks[num_given_up:]
 
     def requests(self) -> Set[str]:
-        """Who has a table."""
+        """Ids of requests that have a table."""
         return self._tables.keys()
 
     def tail(self, request_id: str, first: int) -> list[Block]:
@@ -105,7 +107,7 @@ class WindowGroup(OneGroup):
         return min(self.num_blocks_needed(end), num_given_up + self.most)
 
     def give_up(self, request: Request, most: int) -> None:
-        """O(blocks that are given up)."""
+        """O(freed blocks)."""
         name = request.request_id
         num_unseen = max(0, request.num_computed_tokens - self.window + 1) // self.block_size
         first, end = self.num_given_up[name], min(num_unseen, most)
@@ -117,8 +119,8 @@ class WindowGroup(OneGroup):
 
 
 class GroupedKVMemory(KVMemory):
-    """A `KVMemory` with a table for each of `windows`; None is a group that sees everything. A step
-    computes at most `max_step_tokens` of a request."""
+    """A `KVMemory` with a table for each of `windows`; None is a group that sees every position. A
+    step computes at most `max_step_tokens` of a request."""
 
     def __init__(
         self,
@@ -142,18 +144,18 @@ class GroupedKVMemory(KVMemory):
         self._reserved_ends: dict[str, int] = {}
 
     def num_blocks_needed(self, num_tokens: int) -> int:
-        """That a request of so many positions holds at once, in all groups."""
+        """Blocks that a request of `num_tokens` positions holds at a time, in all groups."""
         return most_blocks(num_tokens, self.block_size, self.windows, self.max_step_tokens)
 
     @property
     def capacity(self) -> int:
-        """The longest request that the whole memory holds, if it is alone. With windows alone that
-        may be any."""
+        """The longest request that the whole memory can hold alone. If all groups have windows,
+        there is no limit."""
         lengths, num_usable = range(1, 1 << 40), self.pool.num_usable_blocks
         return bisect_right(lengths, num_usable, key=self.num_blocks_needed)
 
     def get_block_ids(self, request_id: str) -> Sequence[int]:
-        """Of the first group."""
+        """The table of the first group."""
         return self.groups[0].get_block_ids(request_id)
 
     def get_tables(self, request_id: str) -> tuple[Sequence[int], ...]:
@@ -179,12 +181,13 @@ class GroupedKVMemory(KVMemory):
             num_new += max(0, wanted[-1] - len(group.get_block_ids(name)))
         if num_new > self.pool.num_free_blocks:
             return False
-        if num_reserved_tokens and not request.num_computed_tokens:  # when it is admitted
+        if num_reserved_tokens and not request.num_computed_tokens:  # at admission
             self._reserved_ends[name] = reserved_end
         return all([g.lengthen(request, n) for g, n in zip(self.groups, wanted, strict=True)])
 
     def _may_be_given_up(self, request: Request) -> int:
-        """Entries at the left of its tables, if no token to come sees them."""
+        """Entries at the left of the request's tables that can be freed, if no later token sees
+        them."""
         return request.num_computed_tokens // self.block_size
 
     def can_allocate(
@@ -202,24 +205,25 @@ class GroupedKVMemory(KVMemory):
             num_new += group.most_reserved(num_found - len(blocks), end) - num_found
         released = [] if gone is None else [b for g in self.groups for b in g.held(gone.request_id)]
         num_free = self.pool.num_free_blocks + sum(block.ref_cnt == 1 for block in released)
-        # What is found and has no other holder is free now, and no more when it is held.
+        # Found blocks that no request uses are free now, but no longer when they are pinned.
         taken = (b.ref_cnt == (b in released) for blocks in found for b in blocks)
         return num_new + sum(taken) <= num_free
 
     def _find(self, request: Request, computed: ComputedBlocks) -> list[list[Block]]:
-        """The blocks of `computed`, by groups."""
+        """The blocks of `computed`, by group."""
         return [[] for _ in self.groups]
 
     def num_written(self, starts: Collection[int], num_tokens: int) -> int:
-        """In all groups, less what no token sees. A decode gives up where it begins a block; who
-        computes more may have given up a block that is counted here, or one less."""
+        """Slots in all groups, without those that no token sees. Exact for decodes, which free a
+        block when they begin one; with more tokens in a step, the count can be off by one block."""
         borders, size = [start // self.block_size for start in starts], self.block_size
         unseen = (n - -(-(g.window - 1) // size) for g in self._windows for n in borders)
         num_given_up = sum(n for n in unseen if n > 0) * size
         return len(self.groups) * super().num_written(starts, num_tokens) - num_given_up
 
     def free(self, request: Request) -> None:
-        """The deepest of all groups come first: a prefix holds in all of them, or is of no use."""
+        """Frees the deepest blocks of all groups first, because a prefix is useful only if all
+        groups have it."""
         self.acts_for = request.request_id
         self._reserved_ends.pop(request.request_id, None)
         tables = [group.take_off(request.request_id) for group in self.groups]
@@ -242,7 +246,7 @@ class GroupedKVMemory(KVMemory):
         return sum((group._count_holders() for group in self.groups), Counter())
 
     def check_invariants(self, requests: Iterable[Request] = ()) -> None:
-        """And that nothing which is seen was given up."""
+        """Also check that no block that is seen was freed."""
         requests = list(requests)
         super().check_invariants(requests)
         names = [group.requests() for group in self.groups]
@@ -260,8 +264,8 @@ class GroupedKVMemory(KVMemory):
 def most_blocks(
     num_tokens: int, block_size: int, windows: Sequence[int | None], max_step_tokens: int
 ) -> int:
-    """That a request of `num_tokens` positions holds at once in groups with `windows`, if a step
-    computes at most `max_step_tokens`."""
+    """Blocks that a request of `num_tokens` positions holds at a time in groups with `windows`, if
+    a step computes at most `max_step_tokens`."""
     whole = -(-num_tokens // block_size)
     return sum(
         whole if w is None else min(whole, most_of_window(w, block_size, max_step_tokens))
@@ -270,5 +274,5 @@ def most_blocks(
 
 
 def most_of_window(window: int, block_size: int, max_step_tokens: int) -> int:
-    """Blocks of `window - 1` positions and a step behind them, wherever they begin."""
+    """Blocks that hold `window - 1` positions and a step after them, wherever they begin."""
     return -(-(window - 1 + max_step_tokens) // block_size) + 1

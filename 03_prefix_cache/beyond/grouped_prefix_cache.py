@@ -1,23 +1,24 @@
-"""A hit that holds for every group of layers: chapter 3's hash chain, with keys (group, hash).
+"""A prefix cache for layers in groups: chapter 3's hash chain, with keys (group, hash).
 
     window 6, blocks of 4          tokens   0-3   4-7  8-11 12-15   next: token 16
     group 0   every position                 x     x     x     x
     group 1   what a window sees             x     -     -     x       12-15, but not 11
     the longest prefix that holds            4 tokens
 
-A prefix holds in a group that sees everything if all its blocks are there, and in one with a window
-if its last `window - 1` tokens are: nobody reads what is in front of them, so it may be gone. Both
-must hold at one length. Shortened for one group, a prefix may no longer hold in another, so they
-are asked in turn until all agree: no longer prefix holds, as each only ever refuses what does not.
+A prefix holds in a group that sees every position if all its blocks are cached, and in one with a
+window if its last `window - 1` tokens are: earlier tokens are not read, so they may be missing.
+Both must hold at one length. If a prefix is shortened for one group, it may no longer hold in
+another, so the groups are checked in turn until all agree. The result is the longest prefix,
+because each group rejects only lengths that do not hold.
 
-So here a parent may leave before its child, which chapter 3's caches forbid. And the cache is no
-holder: a block that nobody has keeps what is in it until the pool hands it out anew, and the pool's
-free order is the order of eviction.
+So here a parent can be evicted before its child, which chapter 3's caches forbid. The cache has no
+references: a block that no request holds keeps its content until the pool allocates it again, and
+the pool's free order is the order of eviction.
 
-Invariants: of one (group, hash) at most one block is known; a block is known by one key at most;
-what it holds has not changed since it was published.
-
-vLLM's pool is such a cache, and its coordinator of several managers asks them in turn."""
+Invariants: for one (group, hash) at most one block is known; a block is known by at most one key;
+its content has not changed since it was published. vLLM's pool is such a cache, and its coordinator
+of several managers checks them in turn.
+"""
 
 from __future__ import annotations
 
@@ -32,13 +33,14 @@ from request_chain import Link
 
 @dataclass(slots=True, eq=False)
 class GroupedBlock:
-    """What is in `block`: KV of `group`'s layers of the last tokens of `chain[: index + 1]`."""
+    """The content of `block`: KV of `group`'s layers for the last tokens of `chain[: index +
+    1]`."""
 
     block: Block
     group: int
-    chain: list[Link]  # of who published it
+    chain: list[Link]  # of the request that published it
     index: int
-    is_trusted: bool = False  # somebody has sampled a token with this prefix
+    is_trusted: bool = False  # some request has sampled a token with this prefix
 
     @property
     def key(self) -> tuple[int, bytes]:
@@ -46,7 +48,7 @@ class GroupedBlock:
 
     @property
     def token_ids(self) -> tuple[int, ...]:
-        """Of the whole prefix. For checks; O(depth)."""
+        """The tokens of the whole prefix. For checks; O(depth)."""
         return tuple(token for _, tokens in self.chain[: self.index + 1] for token in tokens)
 
     @property
@@ -55,12 +57,13 @@ class GroupedBlock:
 
 
 class GroupedPrefixCache:
-    """Known prefixes in blocks of `pool`. `windows`: of each group, in tokens; None sees all."""
+    """Known prefixes in blocks of `pool`. `windows`: the window of each group in tokens; None sees
+    every position."""
 
     def __init__(self, pool: BlockPool, block_size: int, windows: Sequence[int | None]) -> None:
         self.pool, self.block_size = pool, block_size
         self.stats = CacheStats()
-        # Whole blocks in front of a block's end that the next token sees.
+        # Whole blocks before a block's end that the next token sees.
         self._num_seen = [None if w is None else -(-(w - 1) // block_size) for w in windows]
         self._by_key: dict[tuple[int, bytes], GroupedBlock] = {}
         self._by_block_id: dict[int, GroupedBlock] = {}
@@ -79,7 +82,8 @@ class GroupedPrefixCache:
         if num_seen is None:
             missing = (i for i, name in enumerate(hashes) if (group, name) not in self._by_key)
             return next(missing, len(hashes))
-        length = index = len(hashes)  # from the right: is all there that is seen behind `length`?
+        # From the right: are all blocks cached that a token after `length` sees?
+        length = index = len(hashes)
         while index > max(0, length - num_seen):
             index -= 1
             if (group, hashes[index]) not in self._by_key:
@@ -87,7 +91,8 @@ class GroupedPrefixCache:
         return length
 
     def find(self, chain: Sequence[Link], num_blocks: int) -> list[list[Block]]:
-        """What each group needs for the prefix of `num_blocks`, which holds: its last blocks."""
+        """The blocks that each group needs for a prefix of `num_blocks` that holds: its last
+        blocks."""
         found = []
         for group, num_seen in enumerate(self._num_seen):
             first = 0 if num_seen is None else max(0, num_blocks - num_seen)
@@ -96,7 +101,7 @@ class GroupedPrefixCache:
         return found
 
     def share_links(self, chain: list[Link], found: Sequence[Sequence[Block]]) -> None:
-        """`chain` begins with what is known in `found`: it may keep the same objects."""
+        """Let `chain`, which begins with the content of `found`, share the same objects."""
         if (last := next((blocks[-1] for blocks in found if blocks), None)) is not None:
             known = self._by_block_id[last.block_id]
             chain[: known.index + 1] = known.chain[: known.index + 1]
@@ -106,14 +111,14 @@ class GroupedPrefixCache:
         return known is not None and known.block.ref_cnt > 0
 
     def hold(self, blocks: Sequence[Block]) -> None:
-        """One holder more for known blocks, whether they have any or not."""
+        """Add a reference to known blocks, whether they have any or not."""
         free = [block for block in blocks if block.ref_cnt == 0]
         self.pool.touch([block for block in blocks if block.ref_cnt])
         self.pool.reclaim(free)
 
     def publish(self, group: int, chain: list[Link], index: int, block: Block) -> Block:
-        """`block` is full of what `chain` says. Returns the block that is known for it: this one,
-        or one that was known before and takes over its holder."""
+        """Publish `block`, which holds block `index` of `chain`. Returns the block that is known
+        for that content: this one, or an earlier one, which takes over its reference."""
         new = GroupedBlock(block, group, chain, index)
         known = self._by_key.setdefault(new.key, new)
         if known is new:
@@ -124,7 +129,7 @@ class GroupedPrefixCache:
         return known.block
 
     def forget(self, blocks: Sequence[Block]) -> None:
-        """They are handed out anew, or not to be trusted."""
+        """Remove blocks that are being reallocated, or are not trusted."""
         for block in blocks:
             known = self._by_block_id.pop(block.block_id, None)
             if known is not None:
@@ -136,8 +141,8 @@ class GroupedPrefixCache:
                 known.is_trusted = True
 
     def withdraw(self, chain: Sequence[Link]) -> int | None:
-        """Forget the first block of `chain` that nobody has sampled a token with, in all groups,
-        and all that was computed behind it. Returns its index, if there is one."""
+        """Remove, in all groups, the first block of `chain` with which no request has sampled a
+        token, and all that was computed after it. Returns its index, if there is one."""
         for index, link in enumerate(chain):
             if not all(known.is_trusted for known in self._known(link)):
                 behind = (k for k in self._by_block_id.values() if k.index >= index)
@@ -160,7 +165,7 @@ class GroupedPrefixCache:
         return len(self._by_block_id)
 
     def reset(self) -> bool:
-        """Forget everything. False, and nothing has changed, while any of it is in use."""
+        """Clear the cache. Returns False, and changes nothing, while any of it is in use."""
         if any(known.block.ref_cnt for known in self._by_block_id.values()):
             return False
         self.begin_anew()
@@ -171,7 +176,7 @@ class GroupedPrefixCache:
         self._by_block_id.clear()
 
     def cached_prefixes(self) -> Iterator[GroupedBlock]:
-        """For checks, in no order."""
+        """All known blocks in no order, for checks."""
         return iter(self._by_block_id.values())
 
     def check_invariants(self) -> None:

@@ -1,11 +1,10 @@
-"""The bytes of a KV block, so that it can leave the engine's memory and come back.
+"""Reading and writing the bytes of a KV block, so that it can leave the engine's memory and return.
 
     keys of layer 0 | values of layer 0 | keys of layer 1 | ...   [block_size, kv_heads, head_dim]
 
-Bytes are comparable, storable and checkable whatever the dtype is. They mean something only beside
-the same model, dtype and block size: that is what a connector's namespace says.
-
-Invariant: `write_block(b, read_block(a))` makes block b equal to block a, bit for bit.
+Bytes can be compared, stored and checked whatever the dtype is. They are valid only for the same
+model, dtype and block size, which a connector's namespace identifies. Invariant: `write_block(b,
+read_block(a))` makes block b bitwise equal to block a.
 """
 
 from __future__ import annotations
@@ -29,15 +28,15 @@ class PagedBlockIO:
 
     @torch.inference_mode()
     def read_block(self, block_id: int) -> bytes:
-        """`block_nbytes` bytes. Raises `ValueError` for a block that is not there."""
+        """Return `block_nbytes` bytes. Raises `ValueError` for a block that does not exist."""
         self._check_block(block_id)
         block = torch.stack([tensor[block_id] for tensor in self._tensors])
         return block.contiguous().view(torch.uint8).cpu().numpy().tobytes()
 
     @torch.inference_mode()
     def write_block(self, block_id: int, data: bytes | memoryview) -> None:
-        """Raises `ValueError`, and writes nothing, if the block is not there or `data` has another
-        length."""
+        """Overwrite a block. Raises `ValueError`, and writes nothing, if the block does not exist
+        or `data` has another length."""
         self._check_block(block_id)
         if len(data) != self.block_nbytes:
             raise ValueError(f"data has {len(data)} bytes: a block has {self.block_nbytes}")

@@ -1,21 +1,22 @@
-"""The seam through which KV comes from elsewhere: a lower memory tier, a store, another machine.
+"""The interface through which KV is loaded from elsewhere: a lower tier, a store, another machine.
 
-What the local cache has lost, or never had, may be cheaper to fetch than to compute. The manager
-asks a connector before a request is admitted:
+Fetching KV that the local cache does not have can be cheaper than computing it. The manager calls a
+connector before a request is admitted:
 
     local cache     | hit: num_computed_tokens |
     connector       |                          | get_num_new_matched_tokens |
     to be computed  |                                                       | the rest: >= 1 token |
 
-If something can be loaded, the manager takes blocks for it, says where they are, and the request
-waits in a status of its own (`WAITING_FOR_REMOTE_KVS`); others go on. What has arrived enters the
-local prefix cache, and the request is looked up again like any other. What has not, is computed: a
-load that fails, lasts too long or brings wrong bytes costs time and never changes a token.
+If something can be loaded, the manager allocates blocks for it and passes their ids, and the
+request waits with its own status (`WAITING_FOR_REMOTE_KVS`) while others run. Blocks that arrived
+enter the local prefix cache, and the request is looked up again like any other. The rest is
+computed: a load that fails, takes too long or brings wrong bytes costs time and never changes a
+token.
 
-Invariants: after `cancel_load` or a finished load nothing is written to the load's blocks any more;
-each request loads at most once; a connector that fails costs nothing but its help.
+Invariants: after `cancel_load` or a finished load nothing more is written to the load's blocks;
+each request loads at most once at a time; a failing connector costs only its benefit.
 
-vLLM's `KVConnectorBase_V1` has these three hooks; there a load writes straight into the request's
+vLLM's `KVConnectorBase_V1` has these three hooks; there a load writes directly into the request's
 own blocks.
 """
 
@@ -37,16 +38,17 @@ class KVBlockIO(Protocol):
     def read_block(self, block_id: int) -> bytes: ...
 
     def write_block(self, block_id: int, data: bytes | memoryview) -> None:
-        """Raises `ValueError` if `data` is not `block_nbytes` long."""
+        """Overwrite a block. Raises `ValueError` if `data` is not `block_nbytes` long."""
 
 
 class KVConnector(ABC):
-    """Called from the engine's thread only. What takes long happens elsewhere and is polled for."""
+    """The interface of a connector. Called only from the engine's thread; slow work happens in
+    other threads and is polled."""
 
     def bind(self, io: KVBlockIO, block_size: int, namespace: Sequence[tuple[str, str]]) -> None:
-        """Called once, by the engine. `namespace` names model, dtype and layout: KV of another
-        namespace is not ours, however equal the tokens are. Raises `ValueError` the second time:
-        what the first engine loads and saves would be the second one's."""
+        """Called once, by the engine. `namespace` identifies model, dtype and layout: KV of another
+        namespace does not match, even for equal tokens. Raises `ValueError` the second time,
+        because two engines would mix their loads and saves."""
         if self.is_bound:
             raise ValueError(
                 f"kv_connector is {self!r}: it belongs to another engine; make one for each engine"
@@ -63,43 +65,44 @@ class KVConnector(ABC):
     def get_num_new_matched_tokens(
         self, request: Request, num_computed_tokens: int
     ) -> tuple[int, bool]:
-        """Tokens behind the first `num_computed_tokens` (a multiple of `block_size`) that can be
-        loaded, in whole blocks and short of the request's last token; and whether the load takes
-        place in the background. `(0, False)` if there are none. Starts nothing."""
+        """Return how many tokens after the first `num_computed_tokens` (a multiple of `block_size`)
+        can be loaded, in whole blocks and short of the request's last token, and whether the load
+        runs in the background. `(0, False)` if there are none. Starts nothing."""
 
     @abstractmethod
     def update_state_after_alloc(
         self, request: Request, block_ids: Sequence[int], num_external_tokens: int
     ) -> None:
-        """`block_ids` are taken for these tokens: start the load."""
+        """Start the load. `block_ids` were allocated for these tokens."""
 
     @abstractmethod
     def get_finished_load(self, request_id: str) -> int | None:
-        """None: still under way. Otherwise, once: the number of tokens whose KV now is in the
-        load's blocks, in whole blocks from the front; 0 if it failed."""
+        """Return None while the load is in flight. Otherwise, once: the number of tokens whose KV
+        is now in the load's blocks, in whole blocks from the front; 0 if it failed."""
 
     @abstractmethod
     def cancel_load(self, request_id: str) -> None:
-        """Nothing may be written to the load's blocks once this returns. Also called for a request
-        that was asked about and has ended, loaded or not: nothing is kept of it. Unknown ids are
-        ignored."""
+        """Cancel a load. When this returns, nothing more may be written to the load's blocks. Also
+        called for a finished request that was only looked up; no state may be kept for it. Unknown
+        ids are ignored."""
 
     def begin_anew(self) -> None:  # noqa: B027
-        """A call was interrupted, perhaps one of these. All requests have been cancelled; whoever
-        keeps books of something else puts them right."""
+        """Recover from an interrupted call, maybe of this connector. All requests have been
+        cancelled; a connector with other state repairs it."""
 
     @abstractmethod
     def request_finished(self, request: Request, block_ids: Sequence[int]) -> None:
-        """The request gives up its blocks. `block_ids` hold its first full blocks, published and
-        final: they may be read until this returns."""
+        """Called when a request frees its blocks. `block_ids` hold its first full blocks, published
+        and final; they may be read until this returns."""
 
     def withdraw(self, request: Request, start: int, end: int) -> None:  # noqa: B027
-        """A request has ended in an error, and nothing of it is offered. Its blocks [start, end)
-        may be the reason: whoever keeps some forgets them, so that the next one with this prefix
-        computes it. (Tiers have heard it from the cache: they keep nothing else.)"""
+        """Called when a request has ended in an error, instead of offering its blocks. Blocks
+        [start, end) may be the cause, so a connector that keeps copies removes them, and the next
+        request with this prefix computes it. (Tiers were notified by the cache and keep nothing
+        else.)"""
 
     def num_loaded_blocks(self) -> Mapping[str, int]:
-        """Blocks that its loads have brought so far, by tier; empty if it has no tiers."""
+        """Blocks loaded so far, by tier; empty if the connector has no tiers."""
         return {}
 
     @abstractmethod
@@ -108,11 +111,12 @@ class KVConnector(ABC):
 
     @abstractmethod
     def close(self) -> None:
-        """Stop threads and let go of files and connections."""
+        """Stop threads and close files and connections."""
 
 
 class ConnectorChain(KVConnector):
-    """Several connectors as one: the first that has the most tokens loads, all of them save."""
+    """Several connectors as one: the first of those with the most tokens loads, all of them
+    save."""
 
     def __init__(self, connectors: Sequence[KVConnector]) -> None:
         self.connectors = list(connectors)
@@ -152,7 +156,7 @@ class ConnectorChain(KVConnector):
         return num_tokens
 
     def cancel_load(self, request_id: str) -> None:
-        """All are told, because all were asked."""
+        """Cancels in all connectors, because all were called in the lookup."""
         self._chosen.pop(request_id, None)
         for connector in self.connectors:
             connector.cancel_load(request_id)

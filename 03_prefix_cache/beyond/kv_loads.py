@@ -1,18 +1,19 @@
-"""KV that comes from outside for requests that still wait.
+"""Loads of external KV for requests that still wait.
 
-What a connector can fetch (tiers, a global pool) goes into the cache too, before its request is
-admitted. A load takes blocks for it and holds the prefix that it continues:
+KV that a connector can fetch (from tiers, a global pool) is put into the cache before its request
+is admitted. A load allocates blocks for it and pins the prefix that it extends:
 
-    | cached: held, so that it stays | taken from the pool: the connector writes here |
-    0                                ^ cached here                                    ^ found there
+    | cached: pinned | allocated from the pool: the connector writes here |
+    0                ^ cached here                                        ^ found there
 
-What has arrived is cached, and kept for the request until it is admitted, unless memory runs
-short: then those who wait give way to those who run, and what they lose they compute.
+Blocks that arrived are cached, and pinned for the request until it is admitted, unless memory runs
+short: then waiting requests give way to running ones, and recompute the blocks that they lose.
 
 Invariants: a block that is being loaded is in no table and not in the cache; all loads together
-hold at most half of the blocks, or there is but one; a load waits only for loads that are under
-way; who was refused a load and has seen `MAX_OVERTAKES` begin for others who came to it later waits
-no more, and computes; a request is asked about again only if the cache has lost something since.
+hold at most half of the blocks, unless there is only one load; a load waits only for loads in
+flight; a request whose load was refused, and that has since seen `MAX_OVERTAKES` loads begin for
+later requests, stops waiting and computes; a request is looked up again only if the cache has lost
+something since.
 """
 
 from __future__ import annotations
@@ -38,39 +39,39 @@ MAX_OVERTAKES = 32  # loads that begin before one that was refused earlier
 @dataclass(slots=True)
 class Load:
     request: Request
-    prefix: list[Block]  # cached, and used by the load so that they stay
-    blocks: list[Block]  # where the loaded KV goes; cached and used too when it has arrived
+    prefix: list[Block]  # cached blocks that the load pins
+    blocks: list[Block]  # destination of the loaded KV; cached and pinned too when it has arrived
     has_arrived: bool = False
 
 
 class LoadListener:
-    """Told of every load. What is done between `acting_for` and its end is done for that request,
-    in the middle, it may be, of a call for another one."""
+    """Notified of every load. Everything between `acting_for` and its end is done for that request,
+    possibly within a call for another request."""
 
     def acting_for(self, request_id: str) -> AbstractContextManager[None]:
         return nullcontext()
 
     def load_begun(self, load: Load) -> None:
-        """Its blocks are taken, and its prefix is held."""
+        """Called when a load has its blocks, and its prefix is pinned."""
 
     def load_arrived(self, load: Load) -> None:
-        """`load.blocks` are cached."""
+        """Called when `load.blocks` are cached."""
 
     def load_ended(self, request_id: str) -> None:
-        """Nothing is held for it any more."""
+        """Called when nothing is held for the request any longer."""
 
 
 @dataclass(slots=True)
 class _Offer:
-    """What the connector said of one request when it was asked."""
+    """The connector's answer to the lookup of one request."""
 
     num_local_when_asked: int | None = None  # tokens cached when a load was last decided on
-    num_external_tokens: int = 0  # what the connector then had behind them
+    num_external_tokens: int = 0  # tokens that the connector had after these
 
 
 class KVLoads:
-    """The loads of one `LoadingKVCacheManager`. `take_blocks` gives blocks that may be written at
-    once, or None."""
+    """The loads of one `LoadingKVCacheManager`. `take_blocks` allocates blocks that can be written
+    immediately, or returns None."""
 
     def __init__(
         self,
@@ -84,7 +85,7 @@ class KVLoads:
         self._take_blocks = take_blocks
         self._loads: dict[str, Load] = {}
         self._offers: dict[str, _Offer] = {}
-        self._overtakes: dict[str, int] = {}  # of the refused ones, the first of them in front
+        self._overtakes: dict[str, int] = {}  # of refused requests, the first refused first
 
     def __contains__(self, request_id: str) -> bool:
         return request_id in self._loads
@@ -94,7 +95,7 @@ class KVLoads:
         return load is not None and not self._has_arrived(load)
 
     def wants_load(self, request: Request, computed: ComputedBlocks) -> bool:
-        """Is there more than the cache has, that was not asked for before?"""
+        """Whether the connector has more than the cache, which was not requested before."""
         offer = self._offers.setdefault(request.request_id, _Offer())
         asked = offer.num_local_when_asked
         if asked is not None and computed.num_tokens >= asked:
@@ -106,7 +107,8 @@ class KVLoads:
         return num_tokens > 0
 
     def start(self, request: Request, computed: ComputedBlocks) -> bool:
-        """Take blocks for what the connector has. True: there is nothing to wait for."""
+        """Allocate blocks for the connector's KV, and start the load. Returns True if the request
+        need not wait."""
         offer = self._offers[request.request_id]
         num_blocks = offer.num_external_tokens // self.cache.block_size
         held = sum(len(load.prefix) + len(load.blocks) for load in self._loads.values())
@@ -114,8 +116,8 @@ class KVLoads:
         most = self.cache.pool.num_usable_blocks * MAX_SHARE_OF_LOADS
         if held and held + num_wanted > most:
             if not all([self._has_arrived(load) for load in self._loads.values()]):
-                return self._refuse(request.request_id)  # not now: others are ahead
-            self.give_way()  # whoever waits for an admission may stand behind this request
+                return self._refuse(request.request_id)  # not now: others are first
+            self.give_way()  # loads of requests that wait for admission may come after this one
         offer.num_local_when_asked = computed.num_tokens
         self.cache.touch(computed.blocks)
         blocks = self._take_blocks(num_blocks)
@@ -130,15 +132,16 @@ class KVLoads:
         return self._has_arrived(load)
 
     def _refuse(self, request_id: str) -> bool:
-        """It waits for its turn. True: not any more, others have had theirs too often."""
+        """Refuse a load for now, so that the request waits. Returns True if it was overtaken too
+        often to wait any longer."""
         if self._overtakes.setdefault(request_id, 0) < MAX_OVERTAKES:
             return False
-        self._offers[request_id].num_local_when_asked = 0  # it is never asked about again
+        self._offers[request_id].num_local_when_asked = 0  # it is never looked up again
         del self._overtakes[request_id]
         return True
 
     def _overtake(self, request_id: str) -> None:
-        """A load begins, before those who were refused earlier."""
+        """Count a load that begins before those that were refused earlier."""
         for refused in self._overtakes:
             if refused == request_id:
                 break
@@ -146,7 +149,8 @@ class KVLoads:
         self._overtakes.pop(request_id, None)
 
     def _has_arrived(self, load: Load) -> bool:
-        """Cache what has arrived, as used by the load. False: it is still under way."""
+        """Cache the blocks that arrived, pinned by the load. Returns False while it is in
+        flight."""
         if load.has_arrived:
             return True
         num_tokens = self.connector.get_finished_load(load.request.request_id)
@@ -168,7 +172,7 @@ class KVLoads:
         load.blocks, load.has_arrived = result.blocks, True
 
     def drop(self, request_id: str) -> None:
-        """What has arrived stays cached; what is under way never comes."""
+        """Drop a request's load. Blocks that arrived stay cached; the rest is cancelled."""
         load = self._loads.pop(request_id, None)
         if load is None:
             return
@@ -182,39 +186,40 @@ class KVLoads:
         self.listener.load_ended(request_id)
 
     def withdraw(self, first: Block) -> None:
-        """This cached block and all behind it are about to leave the cache: drop what has arrived
-        there, and what is on its way to a place behind it."""
+        """Drop loads that depend on this cached block, before it and all blocks that extend it
+        leave the cache: blocks that arrived there, and loads in flight to positions after it."""
         for request_id, load in list(self._loads.items()):
             if first in load.prefix + load.blocks:
                 self.drop(request_id)
 
     def forget(self, request_id: str) -> None:
-        """The request gives up its memory: drop its load. The connector, if it was asked about the
-        request, forgets what it found, or that it found nothing."""
+        """Drop the load of a request that frees its memory. The connector discards the result of
+        its lookup for this request."""
         self.drop(request_id)
         self._overtakes.pop(request_id, None)
         if self._offers.pop(request_id, None) is not None:
             self.connector.cancel_load(request_id)
 
     def give_way(self) -> None:
-        """Memory is short: what has been loaded for requests that still wait may be evicted."""
+        """Unpin blocks that were loaded for waiting requests, because memory is short."""
         for request_id, load in list(self._loads.items()):
             if self._has_arrived(load):
                 self.drop(request_id)
 
     def begin_anew(self) -> None:
-        """After a call that was interrupted: nothing is on its way, and nobody was asked."""
+        """Reset after a call that was interrupted: no load is in flight, no lookup is
+        remembered."""
         try:
             for request_id in {*self._loads, *self._offers}:
                 self.connector.cancel_load(request_id)
             self.connector.begin_anew()
-        except Exception:  # it would be raised again whatever is called next
+        except Exception:  # it would be raised again by every later call
             logger.exception("the connector failed when it was to begin anew")
         for books in (self._loads, self._offers, self._overtakes):
             books.clear()
 
     def wait(self) -> None:
-        """Until something arrives, but not long."""
+        """Wait until a load arrives, for a short time."""
         if any(not load.has_arrived for load in self._loads.values()):
             self.connector.wait_for_load(LOAD_WAIT_S)
 

@@ -1,20 +1,19 @@
-"""Two places below the engine's KV memory: host memory, and a file.
+"""Two tiers below the engine's KV memory: host memory, and a file.
 
 Both keep whole blocks under their chain hash, drop the least recently used one when they are full,
-and forget nothing else. The file is cut into records of one size, mapped into memory:
+and lose nothing else. The file is divided into records of one size, mapped into memory:
 
     | file header | record 0                                             | record 1 | ...
                   | magic | chain hash | length | checksum | block bytes |
                     8       32           8        32         block_nbytes
 
-A file outlives its process, a disk lies and a process dies in the middle of a write. So nothing is
-believed: a record counts only if the checksum over its hash, length and bytes is right, when it is
-read, every time. A record is made invalid before its bytes change and valid after.
+A file outlives its process, a disk can return wrong data, and a process can die in the middle of a
+write. So nothing is trusted: a record is valid only if the checksum over its hash, length and bytes
+is right, at every read. A record is made invalid before its bytes change and valid after.
 
-Both tell, if somebody wants to hear it, which hash has come (True) and which has gone (False).
-
-Invariants: never more than `max_blocks`; a hash is in at most one record; what `read` returns is
-what `put` was given under that hash, or None.
+Both tiers report, to a listener if there is one, which hash was added (True) and removed (False).
+Invariants: never more than `max_blocks`; a hash is in at most one record; `read` returns the data
+that `put` was given under that hash, or None.
 """
 
 from __future__ import annotations
@@ -35,7 +34,7 @@ _MAGIC = b"KVBLOCK\0"
 
 
 class HostTier:
-    """Chain hash -> bytes, in memory."""
+    """A tier in memory: chain hash -> bytes."""
 
     def __init__(self, max_blocks: int) -> None:
         self.max_blocks = max_blocks
@@ -49,7 +48,7 @@ class HostTier:
         return block_hash in self._blocks
 
     def get(self, block_hash: bytes) -> bytes | None:
-        """A use of the block."""
+        """Return a block's bytes, and mark it as used."""
         data = self._blocks.get(block_hash)
         if data is not None:
             self._blocks.move_to_end(block_hash)
@@ -60,8 +59,8 @@ class HostTier:
             self.told(block_hash, False)
 
     def put(self, block_hash: bytes, data: bytes) -> list[tuple[bytes, bytes]]:
-        """Returns what had to leave: at most one block, the given one if there is no room at
-        all."""
+        """Store a block. Returns the evicted blocks: at most one, which is the given one if the
+        tier has size 0."""
         if self.max_blocks == 0:
             return [(block_hash, data)]
         is_full = len(self._blocks) == self.max_blocks and block_hash not in self._blocks
@@ -75,10 +74,10 @@ class HostTier:
 
 
 class DiskTier:
-    """Chain hash -> bytes, in a memory-mapped file that is taken over if it is there and fits.
+    """A tier in a memory-mapped file: chain hash -> bytes. An existing file is reused if it fits.
 
-    `put` and `read` may be called from different threads; `told` is called in theirs. Raises
-    `ValueError` for sizes below 1, and `OSError` if the file can not be made.
+    `put` and `read` can be called from different threads; `told` is called in theirs. Raises
+    `ValueError` for sizes below 1, and `OSError` if the file cannot be made.
     """
 
     def __init__(self, path: str | Path, max_blocks: int, block_nbytes: int) -> None:
@@ -106,8 +105,8 @@ class DiskTier:
             self._file.write(header)
             self._file.flush()
         size = _FILE_HEADER.size + self.max_blocks * self._record_nbytes
-        os.truncate(self._file.fileno(), size)  # what is added reads as zeros: no magic, no record
-        if hasattr(os, "posix_fallocate"):  # else a disk that is full later ends the process
+        os.truncate(self._file.fileno(), size)  # added bytes read as zeros: no magic, no record
+        if hasattr(os, "posix_fallocate"):  # else a disk that fills up later ends the process
             os.posix_fallocate(self._file.fileno(), 0, size)
         self._map = mmap.mmap(self._file.fileno(), size)
         for slot in range(self.max_blocks):
@@ -125,13 +124,13 @@ class DiskTier:
         return block_hash in self._slots
 
     def use(self, block_hash: bytes) -> None:
-        """Count as used now, if it is here."""
+        """Mark a block as used, if it is here."""
         with self._lock:
             if block_hash in self._slots:
                 self._slots.move_to_end(block_hash)
 
     def put(self, block_hash: bytes, data: bytes) -> None:
-        """Raises `ValueError` unless `data` is `block_nbytes` long."""
+        """Store a block. Raises `ValueError` unless `data` is `block_nbytes` long."""
         if len(data) != self.block_nbytes:
             raise ValueError(f"data has {len(data)} bytes: a block has {self.block_nbytes}")
         with self._lock:
@@ -154,8 +153,8 @@ class DiskTier:
         return slot
 
     def read(self, block_hash: bytes) -> bytes | None:
-        """The block's bytes, verified. None if it is not here; a record that is not what it claims
-        to be is dropped. A use of the block."""
+        """Return the block's bytes, verified, and mark it as used. None if it is not here; a record
+        that fails the check is dropped."""
         with self._lock:
             slot = self._slots.get(block_hash)
             if slot is None:
@@ -172,7 +171,7 @@ class DiskTier:
         return None
 
     def drop(self, block_hash: bytes) -> None:
-        """Forget it, if it is here. The file is no place for it either."""
+        """Remove a block, if it is here, from the file as well."""
         with self._lock:
             slot = self._slots.pop(block_hash, None)
             if slot is not None:
@@ -183,34 +182,34 @@ class DiskTier:
 
     def _drop(self, block_hash: bytes, slot: int) -> None:
         with self._lock:
-            if self._slots.get(block_hash) == slot:  # not written anew meanwhile
+            if self._slots.get(block_hash) == slot:  # not rewritten in the meantime
                 del self._slots[block_hash]
                 self._free.append(slot)
                 self.num_corrupt += 1
                 self.told(block_hash, False)
 
     def begin_anew(self) -> None:
-        """A slot whose `put` was interrupted is free: its record is not valid."""
+        """Free the slots whose `put` was interrupted: their records are not valid."""
         with self._lock:
             used = set(self._slots.values())
             self._free = [slot for slot in range(self.max_blocks) if slot not in used]
 
     def close(self) -> None:
-        """Write back and let go of the file. May be called again."""
+        """Write back and close the file. Can be called again."""
         if not self._file.closed:
             self._map.flush()
             self._map.close()
             self._file.close()
 
     def check_invariants(self) -> None:
-        """Raise `AssertionError` if slots and index contradict each other."""
+        """Raise `AssertionError` if slots and index are inconsistent."""
         with self._lock:
             slots = [*self._slots.values(), *self._free]
             assert sorted(slots) == list(range(self.max_blocks)), "a slot is lost or used twice"
 
 
 def nobody_listens(block_hash: bytes, is_here: bool) -> None:
-    """`told` of a tier, unless somebody wants to hear."""
+    """The default listener of a tier, which does nothing."""
 
 
 def _checksum(block_hash: bytes, data: bytes) -> bytes:

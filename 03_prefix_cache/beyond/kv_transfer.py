@@ -1,21 +1,21 @@
 """Copies of KV blocks that run in the background, each with a deadline.
 
-A transfer is an iterator of blocks: a thread takes one after the other until there are no more, the
-iterator raises, the deadline passes, or somebody cancels. What has come until then is its result.
+A transfer is an iterator of blocks. A thread takes one block after the other until there are no
+more, the iterator raises, the deadline passes, or a caller cancels. The blocks that arrived until
+then are its result.
 
-    start -> under way -+-> complete ------> result taken: forgotten
-                        +-> timed out ----> (what came in time, and an error)
-                        +-> raised -------> (what came before, and an error)
-                        +-> cancelled: forgotten at once
+    start -> in flight -+-> complete ------> result taken: dropped
+                        +-> timed out ----> (blocks that arrived in time, and an error)
+                        +-> raised -------> (blocks that arrived before, and an error)
+                        +-> cancelled: dropped immediately
 
-A thread cannot be stopped from outside: one that hangs in a copy is left alone, and what it brings
-later is thrown away. Until then it serves nobody else, so a store that hangs makes others wait, and
-time out, but not the engine.
+A thread cannot be stopped from outside: one that hangs in a copy is left alone, and its later
+blocks are discarded. Until then it serves no other transfer, so a store that hangs makes other
+transfers wait, and time out, but not the engine.
 
-Invariants: a transfer ends exactly once; after its end, or after `cancel` returns, nothing of it
-takes effect any more; deadlines are in the order of the starts; callbacks run without any lock.
-
-vLLM's connectors poll the same way (`get_finished` once a step).
+Invariants: a transfer ends exactly once; after its end, or after `cancel` returns, it has no
+further effect; deadlines are in the order of the starts; callbacks run without any lock. vLLM's
+connectors poll in the same way (`get_finished` once a step).
 """
 
 from __future__ import annotations
@@ -38,15 +38,15 @@ class _Transfer:
     blocks: Iterator[KVBlock]
     callback: TransferCallback | None
     on_arrival: Callable[[Sequence[KVBlock]], None] | None
-    deadline: float  # of time.monotonic()
+    deadline: float  # as time.monotonic()
     arrived: list[KVBlock] = field(default_factory=list)
     is_over: bool = False
 
 
 class BackgroundTransfers:
-    """Up to `num_threads` transfers at a time, begun in the order in which they were started.
+    """Up to `num_threads` transfers at a time, started in the order of the calls.
 
-    `timeout_s` counts from `start`, waiting for a thread included. Threads begin with the first
+    `timeout_s` counts from `start`, including the wait for a thread. Threads begin with the first
     transfer. Raises `ValueError` for a number or a time that is not positive.
     """
 
@@ -57,7 +57,7 @@ class BackgroundTransfers:
         self.num_threads = num_threads
         self.timeout_s = timeout_s
         self._changed = threading.Condition()
-        self._transfers: dict[str, _Transfer] = {}  # under way; the oldest first
+        self._transfers: dict[str, _Transfer] = {}  # in flight; the oldest first
         self._results: dict[str, TransferResult] = {}  # complete, and not taken yet
         self._jobs: SimpleQueue[_Transfer | None] = SimpleQueue()
         self._threads: list[threading.Thread] = []
@@ -72,8 +72,9 @@ class BackgroundTransfers:
         callback: TransferCallback | None = None,
         on_arrival: Callable[[Sequence[KVBlock]], None] | None = None,
     ) -> None:
-        """Take `blocks` in the background. `on_arrival(blocks)` runs before anybody can see the
-        result, under this object's lock; `callback(request_id, result)` after it, without.
+        """Transfer `blocks` in the background. `on_arrival(blocks)` runs before the result is
+        visible, under this object's lock; `callback(request_id, result)` after it, without the
+        lock.
 
         Raises `ValueError` if `request_id` is known, `RuntimeError` after `close`.
         """
@@ -109,7 +110,7 @@ class BackgroundTransfers:
                 transfer.is_over = True
 
     def close(self) -> None:
-        """Every transfer under way ends with an error. Threads stop; hanging ones are left."""
+        """End every transfer in flight with an error. Threads stop; hanging ones are left."""
         with self._changed:
             self._is_closed = True
             under_way = list(self._transfers.values())
@@ -144,10 +145,10 @@ class BackgroundTransfers:
             block = next(transfer.blocks, None)
             if block is None:
                 return
-            transfer.arrived.append(block)  # what comes after the end is in no result
+            transfer.arrived.append(block)  # blocks that come after the end are in no result
 
     def _watch(self) -> None:
-        """End whatever has passed its deadline: the oldest transfer is always the next to."""
+        """End transfers that have passed their deadline; the oldest one is always the next."""
         while True:
             with self._changed:
                 if self._is_closed:

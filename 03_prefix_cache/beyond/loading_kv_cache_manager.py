@@ -1,19 +1,21 @@
-"""The manager with a cache, and with a way for KV to come from elsewhere.
+"""The manager with a cache that can also load KV from elsewhere.
 
-    get_computed_blocks   first starts a load of what the connector has (`kv_loads.py`), and says
-                          "not ready" until that has ended
-    allocate_slots        what a load brought is in the table now, and needs no other holder
-    can_allocate          where memory is short, what was loaded for those who wait gives way
-    free                  the connector is told, while the blocks still hold what was published;
-                          of a request that ended in an error, which of them are of no use
+    get_computed_blocks   first starts a load of the connector's KV (`kv_loads.py`), and returns
+                          `NotReady` until the load has ended
+    allocate_slots        loaded blocks are in the table now, so the load unpins them
+    can_allocate          if memory is short, blocks loaded for waiting requests are unpinned
+    free                  the connector is notified while the blocks still hold the published KV;
+                          after an error, it learns which blocks are not trusted
 
-A scheduler sees one more reason to wait and nothing else. An engine whose step computes nothing
-while requests wait calls `wait_for_loads` instead of turning round at once.
+A scheduler sees one more reason to wait and nothing else. If a step computes nothing while requests
+wait, the engine calls `wait_for_loads` instead of stepping again immediately.
 
-Where steps run while others are planned, blocks that were just given up may still be written to by
-one of them. A step of their next owner comes later, a load does not: `wait_for_steps`.
+If steps run while others are planned, a step can still write to blocks that were just freed. A step
+of the next request with these blocks comes later, but a load may not, so it waits:
+`wait_for_steps`.
 
-Invariants: those of `CachedKVCacheManager` and of `kv_loads.py`; no request has a load and a table.
+Invariants: those of `CachedKVCacheManager` and of `kv_loads.py`; no request has both a load and a
+table.
 """
 
 from __future__ import annotations
@@ -35,7 +37,8 @@ logger = logging.getLogger(__name__)
 
 
 class LoadingKVCacheManager(CachedKVCacheManager):
-    """A `KVMemory` that asks `connector`, which is bound already, for what its cache has not."""
+    """A `KVMemory` that loads prefixes from `connector`, which is bound already, if its cache does
+    not have them."""
 
     def __init__(
         self,
@@ -60,7 +63,8 @@ class LoadingKVCacheManager(CachedKVCacheManager):
         return super().get_computed_blocks(request, wait_for_others)
 
     def _is_loading(self, request: Request) -> bool:
-        """And a load is started, if there is something to load."""
+        """Whether KV of the request is being loaded. Starts a load, if there is something to
+        load."""
         if request.request_id in self.loads:
             return self.loads.is_under_way(request.request_id)
         computed = self._look_up(request)
@@ -93,7 +97,7 @@ class LoadingKVCacheManager(CachedKVCacheManager):
             block_ids = self.get_block_ids(request.request_id)[: state.num_published]
             try:
                 self.connector.request_finished(request, block_ids)
-            except Exception:  # it costs its help and nothing else
+            except Exception:  # a failing connector costs only its benefit
                 logger.exception("the connector failed when %r ended", request.request_id)
         super().free(request)
 
@@ -110,7 +114,7 @@ class LoadingKVCacheManager(CachedKVCacheManager):
         super().begin_anew()
 
     def wait_for_loads(self) -> None:
-        """Until something arrives, but not long. Returns at once if nothing is under way."""
+        """Wait until a load arrives, for a short time. Returns immediately if none is in flight."""
         self.loads.wait()
 
     def _count_holders(self) -> Counter[int]:

@@ -1,4 +1,4 @@
-"""A client of the Mooncake store that cannot hurt its caller.
+"""A client of the Mooncake store that cannot harm its caller.
 
     engine's process           client's process              elsewhere
     +----------------+ socket  +---------------------+  TCP  +--------------------------------+
@@ -6,14 +6,14 @@
     | (with a limit) |<--------| lent to the store   |<----->| other clients: the bytes       |
     +----------------+         +---------------------+       +--------------------------------+
 
-The library is made for a store that is there. When the master is gone, a call takes 4 s, closing
-takes 10 s with Python's global lock held, and a process that ends with a call under way may crash.
-So the library lives in a process of its own, which is asked with a time limit and killed if it is
+The library assumes that the store is available. When the master is gone, a call takes 4 s, closing
+takes 10 s with Python's global lock held, and a process that ends with a call in flight may crash.
+So the library runs in a separate process, which is called with a time limit and killed if it is
 late: no store, however broken, costs its caller more than that, once. From then on the client is
-down and answers at once. The price is one more copy of the bytes.
+down and answers immediately. The price is one more copy of the bytes.
 
 Invariants: a call ends within `timeout_s` of its turn; a client that is down stays down; keys and
-values are the caller's, unchanged; importing this module needs nothing but the standard library.
+values are the caller's, unchanged; importing this module needs only the standard library.
 
 vLLM and SGLang have the library in the engine's process, which lets RDMA read the KV memory without
 any copy. Source: Mooncake, arXiv 2407.00079.
@@ -49,16 +49,16 @@ _FRAME = struct.Struct("<IQ")  # bytes of the JSON head, bytes of the payload
 
 
 class StoreDownError(RuntimeError):
-    """The store has failed; nothing is asked of it any more."""
+    """The store has failed and is not called any longer."""
 
 
 class MooncakeClient:
-    """This machine's way to the store, from any thread, one call at a time.
+    """This machine's client of the store, usable from any thread, one call at a time.
 
-    Lends `segment_nbytes` of memory to the store (0: none, and then somebody else must lend some);
+    Lends `segment_nbytes` of memory to the store (0: none, and then another client must lend some);
     `buffer_nbytes` limits the size of a value. `host` is this machine's name for other clients. The
     first call that fails, or is not answered after `timeout_s`, is the last: this call and all
-    later ones raise `StoreDownError`, at once. Raises `MooncakeUnavailableError` if there is no
+    later ones raise `StoreDownError` immediately. Raises `MooncakeUnavailableError` if there is no
     store at `address`, or no library.
     """
 
@@ -96,12 +96,13 @@ class MooncakeClient:
         return found
 
     def put(self, key: str, *parts: bytes) -> bool:
-        """Store the parts as one value, in the memory that this client lends if it has room there.
-        False: there is no room. A key that exists stays as it is."""
+        """Store the parts as one value, in the memory that this client lends if there is space.
+        Returns False if there is no space. An existing key stays unchanged."""
         return self._call("put", key, parts=parts)[0] == 0
 
     def get(self, key: str) -> bytearray | None:
-        """None: the key is not there, or whoever had the value is gone."""
+        """Return the value; None if the key does not exist, or the client with the value is
+        gone."""
         value = self._call("get", key)[1]
         return value or None
 
@@ -111,7 +112,7 @@ class MooncakeClient:
     def _call(
         self, operation: str, argument: object, parts: Sequence[bytes] = (), timeout_s: float = 0.0
     ) -> tuple[object, bytearray]:
-        """One question and its answer. Whatever goes wrong brings the client down."""
+        """Send one call and return its answer. Any failure brings the client down."""
         with self._lock:
             if self.down_reason is not None:
                 raise StoreDownError(self.down_reason)
@@ -134,7 +135,7 @@ class MooncakeClient:
         self.process.wait()
 
     def close(self) -> None:
-        """Take the lent memory back, or leave that to the master if it is slow. May be called
+        """Take the lent memory back, or leave that to the master if it is slow. Can be called
         again."""
         with self._lock:
             if self.down_reason is None:
@@ -162,7 +163,7 @@ def _send(
 
 
 def _receive(channel: socket.socket, deadline: float | None) -> tuple[list, bytearray]:
-    """Raises `OSError` at the deadline, and if the other side is gone."""
+    """Receive one message. Raises `OSError` at the deadline, and if the other side is gone."""
     head_nbytes, payload_nbytes = _FRAME.unpack(_receive_bytes(channel, _FRAME.size, deadline))
     head = json.loads(_receive_bytes(channel, head_nbytes, deadline))
     return head, _receive_bytes(channel, payload_nbytes, deadline)
@@ -210,7 +211,7 @@ def _start_client_process(log: IO[bytes]) -> tuple[socket.socket, subprocess.Pop
 
 
 class _StoreCalls:
-    """What the client's process does. Each returns `(error, answer, payload)`."""
+    """The calls of the client's process. Each returns `(error, answer, payload)`."""
 
     def setup(self, arguments: list, _: bytearray) -> tuple[str | None, object, bytes]:
         try:
@@ -256,7 +257,7 @@ def _error_of(code: int) -> str | None:
 
 
 def _serve(channel: socket.socket) -> None:
-    """Until the engine's process closes its end, or ends in whatever way."""
+    """Serve calls until the engine's process closes its end, or ends in any way."""
     calls = _StoreCalls()
     while True:
         (operation, argument), payload = _receive(channel, None)

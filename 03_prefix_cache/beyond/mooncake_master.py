@@ -1,15 +1,15 @@
-"""The master of a Mooncake store on this machine: where a store is, and how one is started.
+"""The master of a Mooncake store on this machine: the address of a store, and how to start one.
 
 The master keeps the index (which key is where) and an HTTP server that knows the clients'
-addresses; the bytes are in memory that clients lend. It is a program of its own, started here on
-free ports and stopped again, for tests, notebooks and single machines. A real store is started by
-whoever runs the machines, and only its address is wanted.
+addresses; the bytes are in memory that clients lend. It is a separate program, started here on free
+ports and stopped again, for tests, notebooks and single machines. In production an operator starts
+the store, and only its address is needed.
 
-Version 0.3.13 listens on all interfaces, whatever it is told, with part of its ports: for networks
-that are trusted.
+Version 0.3.13 listens on all interfaces, whatever its options, with some of its ports, so use it
+only in trusted networks.
 
 Invariants: a master that was returned is ready; one that was stopped is gone; importing this module
-needs nothing but the standard library.
+needs only the standard library.
 """
 
 from __future__ import annotations
@@ -31,12 +31,13 @@ HOW_TO_INSTALL = (
 
 
 class MooncakeUnavailableError(RuntimeError):
-    """The store cannot be started or reached; the text says what to do."""
+    """The store cannot be started or reached; the message says what to do."""
 
 
 @dataclass(frozen=True, slots=True)
 class MooncakeAddress:
-    """Where a store is: `host:port` of the master, of its metadata server, and of its counters."""
+    """The addresses of a store: `host:port` of the master, of its metadata server, and of its
+    counters."""
 
     master: str
     metadata: str
@@ -60,14 +61,14 @@ def end_of_log(log: IO[bytes]) -> str:
 class MooncakeMaster:
     """`mooncake_master` on free ports of this machine, from construction until `stop`.
 
-    A context manager. `options` are command-line options of its own (`-default_kv_lease_ttl=500`).
+    A context manager. `options` are its own command-line options (`-default_kv_lease_ttl=500`).
     Raises `MooncakeUnavailableError` if it is not installed or does not start.
     """
 
     def __init__(self, options: Sequence[str] = (), start_timeout_s: float = 30.0) -> None:
         program = _find_program()
         self._log = tempfile.TemporaryFile(prefix="mooncake_master_")  # noqa: SIM115
-        for _ in range(3):  # somebody may take a free port before the master does
+        for _ in range(3):  # another process may take a free port first
             self.address = MooncakeAddress(*_free_addresses(3))
             self.process = self._start(program, options)
             if self._is_ready(time.monotonic() + start_timeout_s):
@@ -93,7 +94,7 @@ class MooncakeMaster:
             stdin=subprocess.DEVNULL,
             stdout=self._log,
             stderr=self._log,
-            start_new_session=True,  # Ctrl-C is for us, who then stop it
+            start_new_session=True,  # Ctrl-C reaches only this process, which stops it
         )
 
     def _is_ready(self, deadline: float) -> bool:
@@ -105,7 +106,7 @@ class MooncakeMaster:
         return not waiting
 
     def stop(self) -> None:
-        """May be called again."""
+        """Stop the master. Can be called again."""
         self.process.terminate()
         try:
             self.process.wait(5.0)

@@ -1,25 +1,24 @@
 """The pool of KV blocks on a real store: Mooncake, over TCP.
 
-Engines in different processes, on different machines, see one pool; none of them is its home:
+Engines in different processes, on different machines, share one pool; it belongs to none of them:
 
     key     vfs-kv1/<hash of the prefix, in hex>
     value   | magic, number of tokens, number of KV bytes, checksum | token ids | KV bytes |
 
-A hash names a prefix, so a value never changes and nobody has to be told about changes. The
-checksum covers hash, tokens and bytes: a value that was damaged, cut or put under a wrong key is a
-miss, and is taken out so that a good one can come. The store itself evicts what is long unused.
+A hash identifies a prefix, so a value never changes and no engine has to be notified. The checksum
+covers hash, tokens and bytes: a value that was damaged, cut or stored under a wrong key is a miss,
+and is removed so that a good one can replace it. The store itself evicts values that are long
+unused.
 
-Invariants: those of `kv_pool.py`; a store that fails, at any moment, is an empty one from then on:
+Invariants: those of `kv_pool.py`; a store that fails, at any time, is an empty one from then on:
 `query` finds nothing, `publish` returns False, a transfer ends with an error, each within the
-client's time limit (`mooncake_client.py`), and a warning says so once.
+client's time limit (`mooncake_client.py`), and a warning reports it once.
 
-What differs from `GlobalKVPool`: `node_ids` are the store's own names of clients; a block has one
-copy, in the memory that its publisher lends if there is room, else in another's; `publish` does not
-compare its tokens with those in the store, which would cost as much as the block;
-`total_cached_blocks` counts every key of the store.
-
-vLLM's and SGLang's Mooncake stores use the hash as the key as well. Source: Mooncake, arXiv
-2407.00079.
+Differences from `GlobalKVPool`: `node_ids` are the store's own names of clients; a block has one
+copy, in the memory that its publisher lends if there is space, else in another's; `publish` does
+not compare its tokens with those in the store, which would cost as much as the block;
+`total_cached_blocks` counts every key of the store. vLLM's and SGLang's Mooncake stores use the
+hash as the key as well. Source: Mooncake, arXiv 2407.00079.
 """
 
 from __future__ import annotations
@@ -44,7 +43,7 @@ def store_key(block_hash: bytes) -> str:
 
 
 def encode_block(block: KVBlock) -> tuple[bytes, bytes]:
-    """Header and KV bytes: the value is one behind the other."""
+    """Header and KV bytes; the value is their concatenation."""
     num_tokens = len(block.token_ids)
     head = _HEADER.pack(MAGIC, num_tokens, len(block.kv_data), block.checksum)
     return head + struct.pack(f"<{num_tokens}q", *block.token_ids), block.kv_data
@@ -71,9 +70,9 @@ class MooncakePool(TransferringPool):
     """A `KVPool` on the store at `address`. All blocks of one pool object have the same number of
     tokens.
 
-    It is this process's client of the store: it lends `segment_nbytes` of memory, which is taken
-    back by `close`, with the blocks in it. `host` is this machine's name for the other clients. No
-    call takes longer than `timeout_s`, and no transfer longer than `transfer_timeout_s`. Raises
+    The object is this process's client of the store: it lends `segment_nbytes` of memory, which
+    `close` takes back, with the blocks in it. `host` is this machine's name for the other clients.
+    No call takes longer than `timeout_s`, and no transfer longer than `transfer_timeout_s`. Raises
     `MooncakeUnavailableError` if there is no store or no library, `ValueError` for a time that is
     not positive.
     """
@@ -94,7 +93,7 @@ class MooncakePool(TransferringPool):
 
     @property
     def down_reason(self) -> str | None:
-        """Why the store is not asked any more. None: it is."""
+        """Why the store is no longer called; None while it is in use."""
         return self._client.down_reason
 
     # -- the index
@@ -111,8 +110,8 @@ class MooncakePool(TransferringPool):
     def publish(
         self, block_hash: bytes, node_id: str, token_ids: Sequence[int], kv_data: bytes
     ) -> bool:
-        """False as well if the store has failed or has no room. Raises `ValueError` if `token_ids`
-        is not as long as in the pool's other blocks."""
+        """Also returns False if the store has failed or has no space. Raises `ValueError` if
+        `token_ids` is not as long as in the pool's other blocks."""
         if not token_ids or len(token_ids) != (self._block_size or len(token_ids)):
             raise ValueError(f"token_ids is {token_ids}: a block here has {self._block_size}")
         key = store_key(block_hash)
@@ -135,7 +134,8 @@ class MooncakePool(TransferringPool):
 
     @property
     def total_cached_blocks(self) -> int:
-        """Keys in the whole store, asked of the master's counters; 0 if they cannot be had."""
+        """Keys in the whole store, read from the master's counters; 0 if these are not
+        available."""
         if self.address.admin is None or self.down_reason is not None:
             return 0
         connection = http.client.HTTPConnection(self.address.admin, timeout=self._client.timeout_s)
@@ -157,12 +157,12 @@ class MooncakePool(TransferringPool):
         target_node_id: str,
         callback: TransferCallback | None = None,
     ) -> None:
-        """Into this process's memory: the result's blocks are the copy on `target_node_id`."""
+        """Copies into this process's memory; `target_node_id` only labels the result's blocks."""
         blocks = (self._fetch(each, target_node_id) for each in list(block_hashes))
         self._transfers.start(request_id, blocks, callback)  # runs in the transfers' thread
 
     def _fetch(self, block_hash: bytes, node_id: str) -> KVBlock:
-        """Raises `LookupError` for a block that is not there, `ValueError` for one that is not
+        """Fetch one block. Raises `LookupError` if it does not exist, `ValueError` if it is not
         intact."""
         key = store_key(block_hash)
         value = self._client.get(key)
@@ -175,6 +175,6 @@ class MooncakePool(TransferringPool):
             raise ValueError(f"{key}: {failure}") from failure
 
     def close(self) -> None:
-        """What this process lent to the store is lost to the others."""
+        """Close the pool. Memory that this process lent to the store is lost to the others."""
         self._transfers.close()
         self._client.close()

@@ -1,23 +1,23 @@
-"""An engine's way to a pool of KV blocks: look up, load, save.
+"""A connector from an engine to a pool of KV blocks: look up, load, save.
 
     request    | local cache    | in the pool          | computed here      |
                0                ^ num_computed_tokens  ^                    ^ last token: computed
-    admission    query of the hashes behind the local hit
+    admission    query of the hashes after the local hit
     load         a transfer in the background; its bytes are checked, then written to the blocks
-    end          publish the full blocks that the pool has not got
+    end          publish the full blocks that the pool does not have
 
-The name of a block is the chained hash of the local cache, over the engine's namespace (model,
-dtype, layout) and the request's extra keys as well (`request_chain.py`): what another model or
-another tenant has put into the pool is not even found.
+A block is identified by the chained hash of the local cache, extended by the engine's namespace
+(model, dtype, layout) and the request's extra keys (`request_chain.py`). So blocks that another
+model or another tenant published are not even found.
 
 Only the engine's thread writes to the engine's memory: the transfer's thread brings bytes, and
-`get_finished_load` writes them. So a cancelled load writes nothing, however late its bytes come.
+`get_finished_load` writes them. So a cancelled load writes nothing, however late its bytes arrive.
 
-Invariants: those of `kv_connector.py`; a block is written only if it has the hash and the tokens
-that were asked for and as many bytes as a block of ours; an exception of the pool ends here.
+Invariants: those of `kv_connector.py`; a block is written only if it has the requested hash and
+tokens and as many bytes as a block of this engine; an exception of the pool is caught here.
 
-vLLM's connectors to LMCache and Mooncake write from their own threads straight into GPU memory:
-faster, and the reason why cancelling is hard there.
+vLLM's connectors to LMCache and Mooncake write from their own threads straight into GPU memory,
+which is faster, and the reason why cancelling is hard there.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ logger = logging.getLogger(__name__)
 
 @dataclass(slots=True)
 class PoolConnectorStats:
-    """`num_failed_loads`: those that brought fewer tokens than asked for, or none."""
+    """`num_failed_loads`: those that brought fewer tokens than requested, or none."""
 
     num_loads: int = 0
     num_failed_loads: int = 0
@@ -60,8 +60,8 @@ class _PoolLoad:
 class PoolConnector(KVConnector):
     """A `KVConnector` to `pool` for the engine on `node_id`.
 
-    A load that has not arrived after `load_timeout_s` has failed. The pool is shared: whoever made
-    it closes it. Raises `ValueError` if `load_timeout_s` is not positive.
+    A load that has not arrived after `load_timeout_s` has failed. The pool is shared, so its
+    creator closes it. Raises `ValueError` if `load_timeout_s` is not positive.
     """
 
     def __init__(
@@ -78,7 +78,8 @@ class PoolConnector(KVConnector):
         self.load_timeout_s = load_timeout_s
         self.stats = PoolConnectorStats()
         self._clock = clock
-        self._starts: WeakKeyDictionary[Request, int] = WeakKeyDictionary()  # in blocks; last asked
+        # In blocks, at the last lookup.
+        self._starts: WeakKeyDictionary[Request, int] = WeakKeyDictionary()
         self._loads: dict[str, _PoolLoad] = {}  # by request id
         self._ended = threading.Condition()
 
@@ -101,7 +102,7 @@ class PoolConnector(KVConnector):
         except Exception as failure:
             logger.warning("query of the KV pool failed: %r", failure)
             return 0, False
-        if num_tokens != len(node_ids) * self.block_size:  # not blocks of ours
+        if num_tokens != len(node_ids) * self.block_size:  # blocks of another size
             return 0, False
         self._starts[request] = start
         return num_tokens, num_tokens > 0
@@ -110,14 +111,14 @@ class PoolConnector(KVConnector):
         self, request: Request, block_ids: Sequence[int], num_external_tokens: int
     ) -> None:
         """Raises `ValueError` if the blocks do not hold exactly these tokens, or while a load of
-        this request is under way."""
+        this request is in flight."""
         if len(block_ids) * self.block_size != num_external_tokens:
             raise ValueError(f"{len(block_ids)} block_ids for {num_external_tokens} tokens")
         if request.request_id in self._loads:
             raise ValueError(f"request {request.request_id!r} is being loaded")
         start = self._starts[request]
         expected = self._chains.chain(request, start + len(block_ids))[start:]
-        # Other engines count their requests from 0 too: the request's id would not be unique.
+        # Other engines number their requests from 0 too: the request's id would not be unique.
         transfer_id = f"{self.node_id}/{uuid.uuid4().hex}"
         deadline = self._clock() + self.load_timeout_s
         load = _PoolLoad(transfer_id, tuple(block_ids), expected, deadline)
@@ -133,7 +134,7 @@ class PoolConnector(KVConnector):
             self._set_ended(load)
 
     def _set_ended(self, load: _PoolLoad) -> None:
-        """On the transfer's thread."""
+        """Called on the transfer's thread."""
         with self._ended:
             load.has_ended = True
             self._ended.notify_all()
@@ -152,7 +153,7 @@ class PoolConnector(KVConnector):
         return num_tokens
 
     def _take_result(self, load: _PoolLoad) -> TransferResult | None:
-        """None: still under way."""
+        """The result of a load; None while it is in flight."""
         try:
             if self.pool.is_transfer_complete(load.transfer_id):
                 return self.pool.transfer_result(load.transfer_id)
@@ -165,7 +166,7 @@ class PoolConnector(KVConnector):
         return TransferResult((), error)
 
     def _write(self, load: _PoolLoad, result: TransferResult) -> int:
-        """Blocks written, from the front, until one is not what was asked for."""
+        """Write blocks from the front, up to the first that does not match. Returns how many."""
         num_written = 0
         for block_id, link, block in zip(
             load.block_ids, load.expected, result.blocks, strict=False
@@ -189,7 +190,7 @@ class PoolConnector(KVConnector):
             logger.warning("transfer from the KV pool was not cancelled: %r", failure)
 
     def wait_for_load(self, timeout_s: float) -> None:
-        """Returns at once if nothing is being loaded."""
+        """Returns immediately if nothing is being loaded."""
         loads = list(self._loads.values())
         if loads:
             timeout_s = min(timeout_s, min(load.deadline for load in loads) - self._clock())
@@ -199,8 +200,8 @@ class PoolConnector(KVConnector):
     # -- save
 
     def request_finished(self, request: Request, block_ids: Sequence[int]) -> None:
-        """The deepest block first, and the whole chain counts as used afterwards: the pool drops a
-        tail before its head, without which it could not be found."""
+        """Publishes the deepest block first, and marks the whole chain as used afterwards: the pool
+        drops a tail before its head, without which the tail could not be found."""
         try:
             chain = self._chains.chain(request, len(block_ids))
             hashes = [block_hash for block_hash, _ in chain]
@@ -223,6 +224,6 @@ class PoolConnector(KVConnector):
             logger.warning("the KV pool keeps blocks of %r: %r", request.request_id, failure)
 
     def close(self) -> None:
-        """Cancel what is being loaded. The pool stays open."""
+        """Cancel all loads. The pool stays open."""
         for request_id in list(self._loads):
             self.cancel_load(request_id)

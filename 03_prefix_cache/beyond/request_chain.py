@@ -1,8 +1,8 @@
-"""The names of a request's blocks outside its engine: chained hashes under a namespace.
+"""Hashes of a request's blocks outside its engine: chained hashes under a namespace.
 
 The chain is the local cache's (`prefix_cache_local.py`), but its root also mixes in the engine's
 namespace: model, dtype, layout. So KV of another model is not even found. The tags of engine and
-request are set apart, so that no request can spell a namespace.
+request are kept apart, so no request can imitate a namespace.
 """
 
 from __future__ import annotations
@@ -39,7 +39,8 @@ class RequestChains:
         return self.known(request, num_blocks)[:num_blocks]
 
     def known(self, request: Request, num_blocks: int) -> list[Link]:
-        """The same list each time, of at least `num_blocks`. It grows: who keeps it keeps all."""
+        """The same list each time, of at least `num_blocks`. It grows later: a caller that keeps it
+        keeps all."""
         chain = self._chains.setdefault(request, [])
         tokens, size = request.all_token_ids, self.block_size
         if not chain and num_blocks:

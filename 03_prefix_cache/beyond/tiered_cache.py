@@ -1,21 +1,21 @@
-"""KV that does not fit the engine's memory: down to host memory and disk, and back in time.
+"""KV that does not fit into the engine's memory: copied to host memory and disk, and loaded back.
 
     device   a PrefixCache; evicts a block     |                     ^ loaded before admission
     host     HostTier                          v copied down         |
     disk     DiskTier, a checked file          v pushed out of host  | read in the background
 
-A `TieredCache` listens to the device's prefix cache. What is evicted there is copied to the host
-first (write-back), or has been since it was published (write-through: an eviction costs nothing
-then, and every block is copied once, hit or not). What the host has no room for goes to disk; what
-the disk has no room for is gone.
+A `TieredCache` listens to the device's prefix cache. Blocks that are evicted there are copied to
+the host first (write-back), or were copied when they were published (write-through: then an
+eviction costs nothing, and every block is copied once, hit or not). Blocks that do not fit into the
+host go to disk; blocks that do not fit on disk are lost.
 
-It is a `KVConnector` for the way back: a request whose prefix goes on below waits for it, others
-pass. Host blocks are there at once. Disk blocks are read and verified by one thread into memory of
-their own; the engine's thread writes them to the device. Copies below stay where they are, so a
-block that is evicted again costs no second copy.
+The way back is a `KVConnector`: a request whose prefix continues in a lower tier waits for it,
+while others pass. Host blocks are available immediately. Disk blocks are read and verified by one
+thread into separate memory; the engine's thread writes them to the device. Copies in lower tiers
+stay, so a block that is evicted again needs no second copy.
 
-Invariants: those of `kv_connector.py`; no tier grows beyond its bound; a block that is corrupt, or
-does not come in time, ends the load in front of it: it is computed.
+Invariants: those of `kv_connector.py`; no tier exceeds its limit; a block that is corrupt, or does
+not arrive in time, ends the load before it, and is computed.
 
 SGLang's HiCache and vLLM's offloading connectors do this with pinned memory and copy streams, and
 overlap the copies with the layers of the forward pass.
@@ -45,9 +45,10 @@ logger = logging.getLogger(__name__)
 class KVTierConfig:
     """Sizes of the tiers below the device, in blocks; 0 leaves one out.
 
-    `disk_path` names a file, which outlives the engine and serves the next one; None: a temporary
-    one. `write_policy` is `"write_back"` or `"write_through"`. A load that takes longer than
-    `load_timeout_s` ends with what has arrived. Raises `ValueError` that names field and value.
+    `disk_path` is the path of a file, which outlives the engine and serves the next one; None: a
+    temporary file. `write_policy` is `"write_back"` or `"write_through"`. A load that takes longer
+    than `load_timeout_s` ends with the blocks that have arrived. Raises `ValueError` that names
+    field and value.
     """
 
     host_blocks: int
@@ -90,7 +91,7 @@ class _TierLoad:
     hashes: list[bytes]
     block_ids: list[int]
     data: list[bytes | None]  # the disk's entries are filled by the reader, from the front
-    from_disk: list[int]  # their places
+    from_disk: list[int]  # their indices
     deadline: float
     reading: ThreadJob[None] | None = None
     is_cancelled: bool = False
@@ -98,7 +99,7 @@ class _TierLoad:
 
 @dataclass(slots=True)
 class _Below:
-    """What `bind` makes: it takes the size of a block to know."""
+    """State that `bind` makes, because it depends on the size of a block."""
 
     chains: RequestChains
     disk: DiskTier | None
@@ -112,15 +113,15 @@ class TieredCache(KVConnector):
         self.config = config
         self.stats = TierStats()
         self.host = HostTier(config.host_blocks)
-        self._hash_of: dict[int, bytes] = {}  # of every block on the device that is cached
-        # By request, what the last look-up promised: hashes, and the bytes if they are in the host.
-        # Held, because making room for a load evicts blocks, and pushes others out of the host.
+        self._hash_of: dict[int, bytes] = {}  # of every cached block on the device
+        # By request, the result of the last lookup: hashes, and the bytes if they are in the host.
+        # Kept here, because allocating for a load evicts blocks, and pushes others out of the host.
         self._found: dict[str, list[tuple[bytes, bytes | None]]] = {}
         self._loads: dict[str, _TierLoad] = {}
         self._reader = WorkerThread("kv-tier-reader")
 
     def bind(self, io: KVBlockIO, block_size: int, namespace: Sequence[tuple[str, str]]) -> None:
-        """Raises `OSError` if the file can not be made."""
+        """Raises `OSError` if the file cannot be made."""
         super().bind(io, block_size, namespace)
         folder, path = None, self.config.disk_path
         if self.config.disk_blocks and path is None:
@@ -135,7 +136,7 @@ class TieredCache(KVConnector):
     def disk(self) -> DiskTier | None:
         return self._below.disk
 
-    # -- down: the device's cache tells
+    # -- down: notifications of the device's cache
 
     def block_cached(
         self,
@@ -155,12 +156,13 @@ class TieredCache(KVConnector):
             self._save(block_hash, block)
 
     def blocks_evicted(self, blocks: Sequence[Block]) -> None:
-        """Children come first, so below they are older than their parents, and leave first too."""
+        """Children come first, so in the lower tiers they are older than their parents, and leave
+        first too."""
         for block in blocks:
             self._save(self._hash_of.pop(block.block_id), block)
 
     def blocks_withdrawn(self, blocks: Sequence[Block]) -> None:
-        """Of no use here either, and least of all in a file that serves the next engine."""
+        """Remove the blocks here too, above all from a file that serves the next engine."""
         for block in blocks:
             block_hash = self._hash_of.pop(block.block_id, None)
             if block_hash is None:
@@ -179,7 +181,7 @@ class TieredCache(KVConnector):
         self._put(block_hash, self.io.read_block(block.block_id))
 
     def _put(self, block_hash: bytes, data: bytes) -> None:
-        """To the host; what has to leave it goes to disk, unless it is there."""
+        """Copy a block to the host; blocks evicted from there go to disk, unless they are there."""
         for old_hash, old_data in self.host.put(block_hash, data):
             if self.disk is None:
                 continue
@@ -188,7 +190,7 @@ class TieredCache(KVConnector):
             else:
                 self.disk.put(old_hash, old_data)
 
-    # -- up: the manager asks
+    # -- up: calls of the manager
 
     def get_num_new_matched_tokens(
         self, request: Request, num_computed_tokens: int
@@ -217,7 +219,8 @@ class TieredCache(KVConnector):
         self._loads[request.request_id] = load
 
     def _read(self, load: _TierLoad) -> None:
-        """On the reader's thread. Touches the load's own list, never the device."""
+        """Read a load's blocks on the reader's thread. Writes to the load's own list, never to the
+        device."""
         disk = self.disk
         assert disk is not None
         for place in load.from_disk:
@@ -225,7 +228,7 @@ class TieredCache(KVConnector):
                 return
             load.data[place] = disk.read(load.hashes[place])
             if load.data[place] is None:
-                return  # nothing behind it is of use
+                return  # later blocks are of no use
 
     def get_finished_load(self, request_id: str) -> int | None:
         load = self._loads[request_id]
@@ -245,7 +248,8 @@ class TieredCache(KVConnector):
         return len(arrived) * self.block_size
 
     def _count(self, load: _TierLoad, arrived: list[bytes]) -> None:
-        """And what came from disk is in the host from now on, the deepest as the oldest."""
+        """Count hits. Blocks read from disk are kept in the host as well, the deepest as the
+        oldest."""
         num_arrived = len(arrived)
         from_disk = [place for place in load.from_disk if place < num_arrived]
         self.stats.num_disk_hits += len(from_disk)
@@ -282,11 +286,11 @@ class TieredCache(KVConnector):
             reading[0].wait(timeout_s)  # they are read in this order
 
     def request_finished(self, request: Request, block_ids: Sequence[int]) -> None:
-        """Nothing to do: its blocks come down when the device evicts them."""
+        """Nothing to do: blocks are copied down when the device evicts them."""
         self._found.pop(request.request_id, None)
 
     def close(self) -> None:
-        """Stop the reader; a file with a name stays, for the next engine. May be called again."""
+        """Stop the reader; a named file stays, for the next engine. Can be called again."""
         for request_id in list(self._loads):
             self.cancel_load(request_id)
         self._reader.close()

@@ -1,4 +1,5 @@
-"""What KV that several engines share goes by, besides tokens: the model that computed it."""
+"""A digest of a model's weights, which identifies KV that several engines share, besides the
+tokens."""
 
 from __future__ import annotations
 
@@ -12,11 +13,13 @@ _DIGEST_BYTES = 2 << 20  # hashed at a time by a thread, copied from a GPU at a 
 
 
 def weights_digest(weights: Iterable[tuple[str, torch.Tensor]]) -> str:
-    """A name for everything a model computes with: names, dtypes, shapes and every byte of its
-    parameters and buffers. Equal in every process that loads the same checkpoint, in any order.
+    """A digest of everything a model computes with: names, dtypes, shapes and every byte of its
+    parameters and buffers.
 
-    Every byte, because KV goes by this name between engines: of two checkpoints that differ in one
-    number, each would be served the other's (Trap 59). Threads help: hashing lets go of the GIL.
+    Equal in every process that loads the same checkpoint, in any order. It covers every byte,
+    because KV is shared under this digest: if two checkpoints differed in one number that is not
+    covered, each would be served the other's KV (Trap 59). Threads help, because hashing releases
+    the GIL.
     """
     parts = []
     with ThreadPoolExecutor() as threads:

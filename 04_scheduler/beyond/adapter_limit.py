@@ -1,11 +1,12 @@
-"""A batch may hold only so many different LoRA adapters: there is room for so many on the device.
+"""A limit on the number of different LoRA adapters in a batch, because the device holds only that
+many.
 
-A request whose adapter is not among those of the batch waits for one of them to go, and is passed
-over meanwhile; when too many have left the queue since it came, the line waits for it
-(`policy_queue.py`). So of two adapters each is served: who comes for the one that runs can not
-overtake for ever. Chapter 1's scheduler passes over nobody: there the line waits at once.
-
-SGLang groups by adapter when it picks from the queue; vLLM passes over, as here."""
+A request whose adapter is not in the batch is skipped until an adapter leaves the batch; when the
+request has aged, admission stops at it (`policy_queue.py`). So requests for a running adapter
+cannot overtake it forever, and every adapter is served. Chapter 1's scheduler never skips a
+request: there admission stops immediately. SGLang groups by adapter when it picks from the queue;
+vLLM skips requests, as here.
+"""
 
 from __future__ import annotations
 
@@ -18,15 +19,16 @@ from request import Request, check_integers
 
 
 class MaxLoRAs(SchedulerPlugin):
-    """At most `max_loras` different adapters run at once. A request names its adapter in its extra
-    keys, `("lora", id)`; those without one are not held back here. Raises `ValueError` below 1."""
+    """At most `max_loras` different adapters run at the same time. A request names its adapter in
+    its extra keys, `("lora", id)`; requests without one are not limited. Raises `ValueError` below
+    1."""
 
     books: SchedulerBooks
 
     def __init__(self, max_loras: int) -> None:
         check_integers(1, max_loras=max_loras)
         self.max_loras = max_loras
-        self._adapters: dict[str, str | int] = {}  # of those who run, by request id
+        self._adapters: dict[str, str | int] = {}  # of running requests, by request id
 
     def attach(self, books: SchedulerBooks) -> None:
         self.books = cast("SchedulerBooks", proxy(books))
@@ -36,7 +38,7 @@ class MaxLoRAs(SchedulerPlugin):
         return dict(extra_keys_of(request)).get("lora")
 
     def begin_step(self) -> None:
-        """Who has ended or was preempted holds nothing any more."""
+        """Drop the adapters of requests that finished or were preempted."""
         if self._adapters:
             running = self.books.running
             self._adapters = {r: a for r, a in self._adapters.items() if r in running}

@@ -1,7 +1,8 @@
-"""A debug switch: somebody is preempted every so many steps, whether there is memory or not.
+"""A debug switch: preempt a request every N steps, whether memory is short or not.
 
-Preemption comes rarely and at bad moments. A run in which it comes at every moment must say what an
-undisturbed one says (`common/tests/test_scheduler_engine.py`)."""
+Preemption is rare and happens at bad moments. A run that preempts at every possible moment must
+generate the same tokens as an undisturbed one (`common/tests/test_scheduler_engine.py`).
+"""
 
 from __future__ import annotations
 
@@ -10,9 +11,9 @@ from request import Request, check_integers
 
 
 class ForcedPreemption(PreemptionPlugin):
-    """Every `preempt_every`-th step preempts the last admitted of those whom it may: who has got a
-    token since it was last forced, or with `spares_pinned` whoever is not pinned. So all of them
-    end. Raises `ValueError` below 1."""
+    """Preempts the last admitted eligible request in every `preempt_every`-th step. Eligible are
+    requests that got a token since they were last preempted here, or with `spares_pinned` all
+    requests that are not pinned, so every request finishes. Raises `ValueError` below 1."""
 
     def __init__(self, preempt_every: int, spares_pinned: bool = False) -> None:
         check_integers(1, preempt_every=preempt_every)

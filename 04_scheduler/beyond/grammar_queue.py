@@ -1,14 +1,15 @@
-"""A request with a grammar waits until that is compiled, and holds up nobody.
+"""A request with a grammar waits until the grammar is compiled, without blocking other requests.
 
-    arrives     its grammar is compiled elsewhere, once for all that bring the same
-    waits       WAITING_FOR_GRAMMAR: passed over, like one whose KV is on its way; when too many
-                have left the queue since it came, the line waits for it (`policy_queue.py`)
-    starts      what was compiled goes to the runner with the prompt
-    can not     its grammar is wrong, or takes too long: it ends with an error, and no other does
+    arrives     its grammar is compiled in a thread, once for all requests with an equal one
+    waits       WAITING_FOR_GRAMMAR: skipped, like a request whose KV is being loaded; when it has
+                aged, admission stops at it (`policy_queue.py`)
+    starts      the compiled grammar goes to the runner with the prompt
+    cannot      its grammar is wrong, or takes too long: it ends with an error, others do not
 
-Compiling takes milliseconds for most and seconds for a few, which nobody knows before. So it is
-not done in a step. vLLM and SGLang keep such requests apart, too
-(`WAITING_FOR_STRUCTURED_OUTPUT_GRAMMAR`, `grammar_queue`)."""
+Compiling takes milliseconds for most grammars and seconds for a few, which is not known in advance.
+So it does not happen inside a step. vLLM and SGLang keep such requests apart, too
+(`WAITING_FOR_STRUCTURED_OUTPUT_GRAMMAR`, `grammar_queue`).
+"""
 
 from __future__ import annotations
 
@@ -21,18 +22,20 @@ from worker_thread import ThreadJob
 
 
 class GrammarsCompiled(SchedulerPlugin):
-    """`compile` begins to compile, or finds what it has compiled; equal sources may get one job.
-    A request brings its source as `features["grammar"]`."""
+    """Delays requests until their grammars are compiled. `compile` starts to compile, or finds a
+    compiled grammar; equal sources may get one job. A request has its source in
+    `features["grammar"]`."""
 
     name = "grammar"
 
     def __init__(self, compile: Callable[[str], ThreadJob[str]]) -> None:
         self._compile = compile
-        self._jobs: dict[str, ThreadJob[str]] = {}  # of unfinished requests
-        self._waits: dict[str, Request] = {}  # those that were not compiled when the step began
+        self._jobs: dict[str, ThreadJob[str]] = {}  # by id of an unfinished request
+        # Requests whose grammar was not compiled when the step began.
+        self._waits: dict[str, Request] = {}
 
     def arrived(self, request: Request) -> None:
-        """It is in the books. Nothing happens if it brings no grammar."""
+        """Called when the scheduler has a new request. Does nothing without a grammar."""
         source = request.features.get(self.name)
         if source is not None:
             self._jobs[request.request_id] = self._compile(source)
@@ -40,13 +43,13 @@ class GrammarsCompiled(SchedulerPlugin):
             request.status = RequestStatus.WAITING_FOR_GRAMMAR
 
     def begin_step(self) -> None:
-        """Whatever is compiled from here on counts in the next step."""
+        """Release requests whose grammar is compiled by now; later ones wait for the next step."""
         for name in [name for name in self._waits if _is_compiled(self._jobs[name])]:
             self._waits.pop(name).status = RequestStatus.WAITING
 
     def may_start(self, request: Request) -> bool:
         if self.name in request.features and request.request_id not in self._jobs:
-            self.arrived(request)  # its arrival was interrupted
+            self.arrived(request)  # `arrived` was interrupted
         return request.request_id not in self._waits
 
     def planned(self, plan: SchedulerOutput) -> None:
@@ -60,21 +63,22 @@ class GrammarsCompiled(SchedulerPlugin):
         if job is None or job.done():
             return
         if all(other is not job for other in self._jobs.values()):
-            job.cancel()  # begun or not: no other grammar waits for it
+            job.cancel()  # running or not: no other request needs it
 
     def failed(self) -> dict[str, str]:
-        """Who can never start, and why: `grammar: ...`, so that a server can tell whose fault it
-        is."""
+        """Requests that can never start, with the reason: `grammar: ...`, so that a server can tell
+        whose fault it is."""
         errors = {name: _error_of(self._jobs[name]) for name in self._waits}
         return {
             name: f"{self.name}: {error}" for name, error in errors.items() if error is not None
         }
 
     def wait(self, seconds: float) -> bool:
-        """Until something is compiled, or for so long. False if nobody waits for that."""
+        """Wait until a grammar is compiled, or for `seconds`. Returns False if no request waits for
+        one."""
         jobs = [self._jobs[name] for name in self._waits]
         if jobs and not any(job.done() for job in jobs):
-            jobs[0].wait(seconds)  # it came first, so it is mostly compiled first
+            jobs[0].wait(seconds)  # started first, so usually finished first
         return bool(jobs)
 
     def check(self) -> None:

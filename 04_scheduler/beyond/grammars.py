@@ -1,18 +1,19 @@
-"""What an output must look like: JSON that fits a schema, a regular expression, one of some texts,
-or a grammar.
+"""Grammars that an output must follow: JSON for a schema, a regular expression, a choice of texts,
+or EBNF rules.
 
     SamplingParams(grammar=Json({"type": "object", "properties": {"age": {"type": "integer"}}}))
     SamplingParams(grammar=Regex(r"[0-9]{4}-[0-9]{2}-[0-9]{2}"))
     SamplingParams(grammar=Choice(["yes", "no"]))
     SamplingParams(grammar=Ebnf('root ::= "a" root "b" | "ab"'))
 
-Each says which texts are whole. From that follows, after every token, which tokens may come next:
-those with which the text can still become a whole one; and EOS, when it is one. What is compiled
-for this and how it is matched is in `common/features/grammars`; how long a request waits for it, in
-`grammar_queue.py`.
+A grammar defines which texts are complete. From that follows, after every token, which tokens can
+come next: those with which the text can still become complete, and EOS if it is complete.
+`common/features/grammars` compiles and matches grammars; `grammar_queue.py` decides how long a
+request waits for that.
 
-A dictionary of vLLM's `structured_outputs` says the same: `json`, `json_object`, `regex`, `choice`,
-`grammar`."""
+A dictionary as in vLLM's `structured_outputs` is accepted too: `json`, `json_object`, `regex`,
+`choice`, `grammar`.
+"""
 
 from __future__ import annotations
 
@@ -23,19 +24,21 @@ from typing import Any
 
 from request import SamplingParams, check_integers, require
 
-# What is compiled takes hundreds of bytes for each, and a parser calls itself for what is nested.
-MOST_CHARACTERS = 200_000  # a list of texts, which nests nothing, may have ten times as many
+# A compiled grammar takes hundreds of bytes per character, and parsers recurse into nested rules.
+MOST_CHARACTERS = 200_000  # a list of texts, which nests nothing, can have ten times as many
 
 
 @dataclass(frozen=True, slots=True)
 class Json:
-    """`schema` is a JSON schema, as an object or as text; None: any object. Say
-    `"additionalProperties": false` where you can: else a name that you give a type to may come once
-    more, written with escapes, and is held to no type then. What is not known of a schema
-    (`not`, `uniqueItems`, `oneOf` of schemas that a value could fit both) is refused; an unknown
-    `format` is a remark, and left out. Between two
-    elements stand at most `max_whitespace` blanks, so that no model writes legal blanks to the end;
-    0: one line, with one blank behind each comma and colon."""
+    """JSON that fits `schema`, a JSON schema as an object or as text; None: any object.
+
+    Set `"additionalProperties": false` where you can: otherwise a name with a type can occur once
+    more, written with escapes, and is then not held to a type. Unsupported parts of a schema
+    (`not`, `uniqueItems`, `oneOf` of schemas that a value could fit both) are rejected; an unknown
+    `format` is reported, and ignored. At most `max_whitespace` blanks are allowed between two
+    elements, so that no model writes legal blanks to the end; 0 means one line, with one blank
+    after each comma and colon.
+    """
 
     schema: Mapping[str, Any] | str | bool | None = None
     max_whitespace: int = 2
@@ -43,8 +46,8 @@ class Json:
 
 @dataclass(frozen=True, slots=True)
 class Regex:
-    """All of the text matches, in the dialect of Rust's `regex`: without look-around and references
-    back."""
+    """The whole text matches, in the dialect of Rust's `regex`: without look-around and
+    back-references."""
 
     pattern: str
 
@@ -54,13 +57,13 @@ class Choice:
     choices: Sequence[str]
 
     def __post_init__(self) -> None:
-        if isinstance(self.choices, Iterator):  # it can be read once, and is read more often
+        if isinstance(self.choices, Iterator):  # an iterator can be read only once
             object.__setattr__(self, "choices", tuple(self.choices))
 
 
 @dataclass(frozen=True, slots=True)
 class Ebnf:
-    """Rules `name ::= ...`, as llama.cpp writes them. The text is a `root`."""
+    """Rules `name ::= ...`, as llama.cpp writes them. The text matches `root`."""
 
     rules: str
 
@@ -69,8 +72,8 @@ Grammar = Json | Regex | Choice | Ebnf
 
 
 def source_of(grammar: object) -> str:
-    """The content, as one text: equal grammars have equal ones. Raises `ValueError` that says what
-    is allowed. Whether it can be compiled shows later."""
+    """Return the content as one text; equal grammars have equal texts. Raises `ValueError` that
+    names the allowed types. Errors in the content are found when it is compiled."""
     if isinstance(grammar, Mapping):
         grammar = _of_vllm(grammar)
     if isinstance(grammar, Json):
@@ -93,8 +96,8 @@ def _bounded(source: str, most: int = MOST_CHARACTERS) -> str:
 
 
 def check_params(params: SamplingParams, eos_token_ids: Sequence[int]) -> None:
-    """Raises `ValueError` for what a grammar contradicts: where a text ends is its affair, and EOS
-    is how the model says so."""
+    """Raise `ValueError` for parameters that contradict a grammar: the grammar decides where a text
+    ends, and the model ends it with EOS."""
     ends = {"ignore_eos": False, "min_tokens": 0, "stop": (), "stop_token_ids": ()}
     for name, allowed in ends.items():
         value = getattr(params, name)
@@ -104,7 +107,7 @@ def check_params(params: SamplingParams, eos_token_ids: Sequence[int]) -> None:
 
 
 def _of_vllm(wanted: Mapping[str, Any]) -> Grammar:
-    """Of entries that are None or False nothing is wanted, as there."""
+    """Convert vLLM's dictionary. Entries that are None or False are ignored, as in vLLM."""
     makers = {
         "json": Json,
         "json_object": lambda _: Json(),

@@ -1,7 +1,7 @@
 """A policy of your own, in twenty lines: tenants take turns.
 
-A tenant's n-th request is served after everybody's (n - 1)-th, however many it sends at once.
-`OWN_POLICY.md` walks through it.
+A tenant's n-th request is served after the (n - 1)-th of every other tenant, however many it sends
+at the same time. `OWN_POLICY.md` explains it step by step.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from request import Request
 
 
 class TakeTurns(SchedulePolicy):
-    """`key` is asked once, when a request arrives: that is where to count."""
+    """Serve tenants in turn. `key` is called once, when a request arrives, so it can count."""
 
     name = "take-turns"
 

@@ -1,34 +1,34 @@
-"""A scheduler whose steps pass through several stages, one behind the other.
+"""A plugin for pipelined steps: each plan passes through several stages, one after the other.
 
-The layers of a model are spread over stages, and each stage computes another plan at one time:
+The layers of a model are spread over stages, and each stage computes another plan at the same time:
 
     stage 0   | A | B | A' | B' |          A, B    plans for different requests
     stage 1       | A | B  | A' | B'       A'      for those of A, when their tokens are known
 
-So several plans are under way. Whoever has a token under way is not behind: the next one cannot be
-computed before that is known, since the first stage starts from its id. Nothing else is held back:
+So several plans are in flight. A request with a token in flight has no uncomputed token: its next
+step starts from that token's id, which the first stage does not know yet. Only such requests wait:
 
-    known tokens that are not computed     planned, though a step before is under way: chunks of a
-                                           prompt follow each other from stage to stage
-    a token under way                      the request sits out; the scheduler takes others
-    a token has come                       the request is ready, behind those who were so before
+    known tokens that are not computed     scheduled, though an earlier step is in flight: chunks
+                                           of a prompt follow each other from stage to stage
+    a token in flight                      the request skips this step; others are scheduled
+    a token arrived                        the request is ready, after those that already were
 
-If the first plan took everybody, nobody would be left for the other stages. So decodes are split: a
-plan takes `ceil(decodes / num_micro_batches)` of those who are ready, the longest ready first.
-Prompts are not counted: the budget of a step bounds them.
+If the first plan took all requests, none would be left for the other stages. So decodes are split:
+a plan takes `ceil(decodes / num_micro_batches)` of the ready requests, the longest ready first.
+Prompts are not counted, because the budget of a step bounds them.
 
-Why nobody starves: who is ready is overtaken by nobody, and a plan takes at least one of the ready,
-if the budget and the memory allow it. Where every plan has room for its share, everybody is in one
-of `num_micro_batches` plans in a row.
+No request starves: a ready request is never overtaken, and a plan takes at least one ready request
+if budget and memory allow it. If every plan has budget for its share, each request is in one of
+`num_micro_batches` consecutive plans.
 
-Whoever ends, is aborted or is preempted while steps of it are under way gives up its memory at
-once, and only once: each stage computes the plans in order, so the next owner's step comes after
-these. A token that is under way is kept. A preempted one runs again when no step of it is under
-way: what such a step has written is not in its new blocks.
+A request that finishes, is aborted or is preempted while its steps are in flight frees its memory
+immediately, and only once: each stage computes the plans in order, so the step of the next request
+to use that memory comes later. A token in flight is kept. A preempted request runs again only when
+no step of it is in flight, because such a step does not write to its new blocks.
 
-Invariants: a request has at most one step under way that samples; whoever runs is in a prompt, is
-ready, or is in flight; nothing that the runner is sent is pending. (vLLM's scheduler passes over
-requests in flight too, and takes all the others; SGLang keeps a running batch for each stage.)
+Invariants: a request has at most one step in flight that samples; a running request is in its
+prompt, ready, or in flight; no token sent to the runner is pending. (vLLM's scheduler skips
+requests in flight too, and takes all others; SGLang keeps a running batch for each stage.)
 """
 
 from __future__ import annotations
@@ -48,32 +48,34 @@ from scheduler_interface import SchedulerOutput, StepOutput
 @dataclass(frozen=True, slots=True)
 class _Step:
     plan: SchedulerOutput
-    sampling: list[Request]  # whom it brings tokens
+    sampling: list[Request]  # requests that get tokens from it
 
 
 class PipelinePlugin(PreemptionPlugin):
-    """Of any scheduler, with preemption or without. `update_from_output` is called for each plan in
-    turn; any number may be under way. `num_discarded_tokens` were computed for requests that had
-    ended."""
+    """Schedules pipelined steps, in any scheduler, with or without preemption. `update_from_output`
+    is called for each plan in order; any number can be in flight. `num_discarded_tokens` counts
+    tokens computed for requests that had finished."""
 
-    allows_routine = False  # a routine step comes right behind the last one: here none does
+    allows_routine = False  # the fast path needs consecutive steps; here there are none
 
     def __init__(self, num_micro_batches: int) -> None:
         check_integers(1, num_micro_batches=num_micro_batches)
         self.num_micro_batches = num_micro_batches
         self._under_way: deque[_Step] = deque()
-        # Of those who run; the others are in a prompt.
+        # Running requests with a token in flight; the other running ones are ready or in a prompt.
         self._in_flight: dict[str, Request] = {}
-        self._ready: dict[str, Request] = {}  # whose token came first is first
-        self._chosen: set[str] = set()  # of the ready, for this plan
+        self._ready: dict[str, Request] = {}  # in the order in which their tokens arrived
+        self._chosen: set[str] = set()  # ready requests that this plan takes
         self.num_discarded_tokens = 0
 
     def attach(self, books: SchedulerBooks) -> None:
-        self._books = cast("SchedulerBooks", proxy(books))  # not held: no circle
+        # Weak, so that there is no reference cycle.
+        self._books = cast("SchedulerBooks", proxy(books))
 
     @property
     def has_work(self) -> bool:
-        """Somebody could be planned now. (A plan may still be empty: the memory decides.)"""
+        """Whether a request could be scheduled now. (The plan can still be empty if memory is
+        short.)"""
         books = self._books
         if len(self._in_flight) < len(books.running):
             return True
@@ -91,7 +93,7 @@ class PipelinePlugin(PreemptionPlugin):
         )
 
     def sits_out(self, request: Request) -> bool:
-        """It is in flight, or its turn comes later."""
+        """Whether the request is in flight, or ready but not in this plan."""
         if request.num_pending_tokens:
             return True
         return request.request_id in self._ready and request.request_id not in self._chosen
@@ -100,7 +102,7 @@ class PipelinePlugin(PreemptionPlugin):
         sampling: list[Request] = []
         for request in plan.scheduled_requests:
             self._ready.pop(request.request_id, None)
-            # As many as are computed behind the last known one (chapter 5), and one more.
+            # One token for each position after the last known one (chapter 5), and one more.
             num_sampled = request.num_computed_tokens - len(request.all_token_ids) + 1
             if num_sampled > 0:
                 request.num_pending_tokens = num_sampled
@@ -114,7 +116,7 @@ class PipelinePlugin(PreemptionPlugin):
         for request in step.sampling:
             request.num_pending_tokens = 0
             request_id = request.request_id
-            if self._in_flight.get(request_id) is request:  # else it has ended or was preempted
+            if self._in_flight.get(request_id) is request:  # else it finished or was preempted
                 self._ready[request_id] = self._in_flight.pop(request_id)
         for request, num_tokens in zip(plan.scheduled_requests, plan.num_scheduled_tokens.values()):
             if request.is_finished:
@@ -128,8 +130,8 @@ class PipelinePlugin(PreemptionPlugin):
         self.preempted(request)
 
     def forget_plans(self) -> None:
-        """The steps under way have failed, and what they sampled never comes. Whoever runs has lost
-        some of it: abort them."""
+        """Drop all plans in flight, which have failed and whose tokens never arrive. Running
+        requests have lost some tokens, so abort them."""
         for step in self._under_way:
             for request in step.sampling:
                 request.num_pending_tokens = 0
@@ -141,7 +143,7 @@ class PipelinePlugin(PreemptionPlugin):
         in_flight, ready = self._in_flight.keys(), self._ready.keys()
         assert in_flight.isdisjoint(ready) and in_flight | ready <= self._books.running.keys()
         for request_id, request in self._books.requests.items():
-            # Of two with one name, the first has ended.
+            # If two requests had this id, the first one has finished.
             pending = [r for step in self._under_way for r in step.sampling if r is request]
             assert len(pending) == (request.num_pending_tokens > 0), repr(request)
             assert sampling.count(request_id) >= len(pending)

@@ -1,29 +1,29 @@
-"""Who joins the next prefill batch, and with how many tokens.
+"""`PrefillAdder`: which requests join the next prefill batch, and with how many tokens.
 
 A prefill-first scheduler fills a batch from the waiting queue until something runs out. Three
-things can, and each has a counter, in tokens:
+resources can, and each has a counter, in tokens:
 
-    rem_input_tokens    what this step may still compute
-    rem_chunk_tokens    the same for cut prompts, usually smaller; None: prompts are not cut
-    rem_total_tokens    KV memory that nobody has and nobody is expected to ask for
+    rem_input_tokens    how many this step can still compute
+    rem_chunk_tokens    the same for chunked prompts, usually smaller; None: no chunking
+    rem_total_tokens    KV memory that is free and not expected to be needed by running requests
 
-The first two count tokens as they are. The third counts memory, which is handed out in pages (a
-page is a block), so whatever is compared with it is rounded up to whole pages first. A count of
-pages is never compared with a count of tokens.
+The first two count tokens exactly. The third counts memory, which is allocated in pages (a page is
+a block), so an amount is rounded up to whole pages before it is compared. A count of pages is never
+compared with a count of tokens.
 
-The expectation is the point of this school. A request that runs may still generate
-`max_tokens - generated` tokens, and most stop earlier, so only a share is set aside:
+The expectation is the point of this approach. A running request may still generate `max_tokens -
+generated` tokens, and most stop earlier, so only a share is set aside:
 
     decode budget = sum of min(max_tokens - generated, CLIP_MAX_NEW_TOKENS) * new_token_ratio
 
-A newcomer counts in full, once. If the share was too small, somebody is retracted; if it was too
-large, memory lies idle. So the ratio falls while all goes well, and is raised after a retraction.
+A new request counts in full, once. If the share was too small, a request is retracted; if it was
+too large, memory is idle. So the ratio falls while all goes well, and is raised after a retraction.
 
     | in use | pages for the prompt | own outputs, in full | decode budget of the others |
     0        ^ here allocation begins                                            capacity
 
-A prompt that is cut gets one chunk a step. A chunk ends at a page boundary, so that all of it can
-be cached, and nothing is set aside for outputs that are still far away.
+A chunked prompt gets one chunk per step. A chunk ends at a page boundary, so that all of it can be
+cached, and nothing is set aside for outputs that are still far away.
 
 Names and rules are those of SGLang's `PrefillAdder`, which rounds all three counters to pages.
 """
@@ -37,13 +37,13 @@ from kv_memory import ComputedBlocks, KVMemory
 from request import Request, check_integers
 from unchunked import ChunkPolicy, CutPrompts, WholePrompts
 
-CLIP_MAX_NEW_TOKENS = 4096  # more than that is never expected of anybody
-RETRACT_DECODE_STEPS = 20  # so many steps should go well after a retraction
+CLIP_MAX_NEW_TOKENS = 4096  # upper limit of the expected outputs of a request
+RETRACT_DECODE_STEPS = 20  # steps that should succeed after a retraction
 
 
 class AddReqResult(Enum):
-    CONTINUE = auto()  # it is in, and the next one may be asked
-    NO_TOKEN = auto()  # the memory is full, now or as far as anybody can tell
+    CONTINUE = auto()  # added, and the next one can be tried
+    NO_TOKEN = auto()  # the memory is full, now or by the expectation
     OTHER = auto()  # this batch is full
 
 
@@ -56,8 +56,9 @@ def num_expected_outputs(request: Request) -> int:
 class NewTokenRatio:
     """The share of their possible outputs that running requests are expected to generate.
 
-    It falls from `initial` to `minimum` in `decay_steps` decode batches, evenly. Raises
-    `ValueError` that names the field."""
+    Falls linearly from `initial` to `minimum` in `decay_steps` decode batches. Raises `ValueError`
+    that names the field.
+    """
 
     def __init__(self, initial: float, minimum: float, decay_steps: int) -> None:
         if not 0 <= initial <= 1:
@@ -71,32 +72,35 @@ class NewTokenRatio:
         self._decay = (initial - minimum) / decay_steps
 
     def decay(self) -> None:
-        """A decode batch had its memory."""
+        """Lower the ratio after a decode batch that had enough memory."""
         if self.value > self.minimum:
             self.value = max(self.minimum, self.value - self._decay)
 
     def raise_for(self, remaining: Collection[Request]) -> None:
-        """Too little was set aside, and these are left: they have generated so much of what they
-        may, and should go on for `RETRACT_DECODE_STEPS` more. Never lowered by that."""
+        """Raise the ratio after a retraction, from the outputs of the remaining requests, which
+        should continue for `RETRACT_DECODE_STEPS` more steps. Never lowers it."""
         num_possible = sum(request.max_tokens for request in remaining)
         if num_possible:
             num_expected = sum(r.num_output_tokens + RETRACT_DECODE_STEPS for r in remaining)
             self.value = min(1.0, max(self.value, num_expected / num_possible))
-            # From wherever it is now it falls in as many steps: one bad moment is not for ever.
+            # Falls in as many steps from its present value, so one bad moment does not last
+            # forever.
             self._decay = max(self._decay, (self.value - self.minimum) / self._decay_steps)
 
     def reset(self) -> None:
-        """Nobody decodes: what was learnt is of a load that is gone."""
+        """Return to the initial ratio when no request decodes, because the load has changed."""
         self.value = self.initial
 
 
 class PrefillAdder:
     """One batch while it is filled.
 
-    `running` are those who decode, `num_next_decode_tokens` the memory that their next step takes
-    for certain. `max_input_tokens` is what the largest step may compute: work beyond that is cut
-    even where prompts are not. `chunk_policy` says how much of a prompt, and the adder where that
-    ends. `allocate(request, computed, num_new_tokens)` seats a request whose memory is there."""
+    `running` are the decoding requests, `num_next_decode_tokens` the memory that their next step
+    will certainly take. `max_input_tokens` is what the largest step can compute: a larger prompt is
+    split even without chunking. `chunk_policy` decides the size of a chunk, and the adder where the
+    chunk ends. `allocate(request, computed, num_new_tokens)` starts a request whose memory is
+    available.
+    """
 
     def __init__(
         self,
@@ -115,7 +119,7 @@ class PrefillAdder:
         self.rem_input_tokens = rem_input_tokens
         self.rem_chunk_tokens = rem_chunk_tokens
         self.can_run_list: list[Request] = []
-        self.num_tokens: dict[str, int] = {}  # by request id: how many this step computes
+        self.num_tokens: dict[str, int] = {}  # by request id: tokens to compute in this step
         self.new_chunked_req: Request | None = None
         self.log_hit_tokens = 0  # found in the cache
         self.log_input_tokens = 0  # to be computed
@@ -126,7 +130,7 @@ class PrefillAdder:
             WholePrompts() if rem_chunk_tokens is None else CutPrompts()
         )
         self._nobody_runs = not running
-        # An average over many steps may be less than what the very next one takes.
+        # An average over many steps can be less than what the next step takes.
         expected = sum(map(num_expected_outputs, running)) * new_token_ratio
         self._num_expected_tokens = max(expected, num_next_decode_tokens)
 
@@ -142,15 +146,16 @@ class PrefillAdder:
     def add_one_req(
         self, req: Request, has_chunked_req: bool, computed: ComputedBlocks | None = None
     ) -> AddReqResult:
-        """Take a request that waits, whole or cut, if it fits; `computed` is what the look-up
-        found. It is in if it stands in `can_run_list`, whatever the result: that is for the next.
+        """Add a waiting request, whole or as a chunk, if it fits; `computed` is its cached prefix.
 
-        A request that would be alone needs no room but its own: the memory itself is asked, and
-        it can hold any request (`add_request` sees to that)."""
+        The request was added if it is in `can_run_list`, whatever the result: the result is about
+        the next request. A request that would be alone needs no memory beyond its own: then the
+        memory itself decides, and it can hold any request (`add_request` makes sure of that).
+        """
         computed = computed or ComputedBlocks()
         is_alone = self._nobody_runs and not self.can_run_list
         num_behind = req.num_tokens - computed.num_tokens
-        # Cached pages that nobody uses count as free, until this request uses them.
+        # Cached pages without users count as free until this request uses them.
         num_idle_pages = sum(block.ref_cnt == 1 for block in computed.blocks)
         num_needed = self._whole_pages(num_behind + num_expected_outputs(req))
         num_needed += num_idle_pages * self.page_size
@@ -172,8 +177,9 @@ class PrefillAdder:
         return self._budget_state()
 
     def add_chunked_req(self, req: Request) -> Request | None:
-        """The next chunk of a prompt that was cut before. Returns the request if it still needs the
-        chunked slot: its prompt has not ended, or there was no room for more of it now."""
+        """Add the next chunk of a prompt that was split before. Returns the request if it still
+        needs the chunked slot, because its prompt has not ended, or there was no memory for more of
+        it now."""
         num_behind = req.num_tokens - req.num_computed_tokens
         num_tokens = self._num_tokens_now(req, num_behind)
         if num_tokens == 0 or not self._kv_memory.allocate_slots(req, num_tokens):
@@ -185,7 +191,8 @@ class PrefillAdder:
         return None
 
     def _num_tokens_now(self, req: Request, num_behind: int) -> int:
-        """How much of the request's `num_behind` tokens goes into this batch. 0: none."""
+        """How many of the request's `num_behind` uncomputed tokens go into this batch; 0 for
+        none."""
         budget = self.rem_input_tokens
         if self.rem_chunk_tokens is not None:
             budget = min(budget, self.rem_chunk_tokens)
@@ -196,10 +203,10 @@ class PrefillAdder:
         if num_tokens in (0, num_behind):
             return num_tokens
         start = req.num_tokens - num_behind
-        end = (start + num_tokens) // self.page_size * self.page_size  # down: the rest is for later
+        end = (start + num_tokens) // self.page_size * self.page_size  # rounded down to whole pages
         if end > start:
             return end - start
-        return 0 if self.can_run_list else num_tokens  # pages may be larger than steps
+        return 0 if self.can_run_list else num_tokens  # if pages are larger than steps
 
     def _add(self, req: Request, num_tokens: int) -> None:
         self.can_run_list.append(req)

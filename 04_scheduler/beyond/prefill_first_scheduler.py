@@ -1,37 +1,41 @@
-"""The other school: a batch is either a prefill or a decode, and prefills go first.
+"""The prefill-first scheduler, as in SGLang: a batch is either a prefill or a decode, and prefills
+go first.
 
-Chapter 1 and `scheduler.py` put everybody who runs into every step. Here a step is one of
+Chapter 1 and `scheduler.py` schedule all running requests in every step. Here a step is one of
 
-    EXTEND    prompts from the queue, as many as fit; those who decode wait
-    DECODE    one token for everybody who runs
-    MIXED     prompts, and one token for everybody who runs (`mixing=True`)
+    EXTEND    prompts from the queue, as many as fit; decoding requests wait
+    DECODE    one token for each running request
+    MIXED     prompts, and one token for each running request (`mixing=True`)
 
 and `get_next_batch_to_run` chooses: a prefill batch if one can be made, else a decode batch. A
-prompt that has been computed joins those who decode one step later.
+request whose prompt has been computed decodes from the next step on.
 
     waiting --PrefillAdder--> last_batch --merge_batch--> running_batch --> (gone)
-       ^                        |    ^ chunked_req: one prompt, cut, between two of its chunks
+       ^                        |    ^ chunked_req: one prompt, between two of its chunks
        +------ retraction ------+-----------------------------+
 
-New requests get their first token soon and batches are large. The price is paid by those who
-decode: while prompts keep arriving, they stand still. So after `max_consecutive_prefills` prefill
-batches in a row that let somebody wait, one decode batch runs. Whoever decodes gets a token at
+New requests get their first token soon and batches are large. Decoding requests pay for that,
+because they stand still while prompts keep arriving. So after `max_consecutive_prefills` prefill
+batches in a row that made requests wait, one decode batch runs. A decoding request gets a token at
 least every `max_consecutive_prefills + 1` steps, unless it is retracted.
 
 Memory is neither reserved nor simply filled: the adder sets aside a share, `new_token_ratio`, of
-what those who run may still generate. The share shrinks with every decode batch, so that admission
-grows bolder. If that goes wrong and the next tokens find no pages, `retract_decode` takes the KV of
-who has the fewest outputs (of those, the longest input), because the least work is lost with it,
-and the share is raised to what the others have shown to need.
+the tokens that running requests may still generate. The share shrinks with every decode batch, so
+that more requests are admitted. If that goes wrong and the next tokens find no pages,
+`retract_decode` frees the KV of the request with the fewest outputs (among equals, the longest
+input), because that loses the least work. Then the share is raised to what the remaining requests
+have shown to need.
 
-A lone request never fails for want of memory: `add_request` has lowered its `max_tokens` to what
-the whole pool holds, and it ends there with the reason "length". Only KV that is being loaded for
-somebody who waits can stand in its way: it sits out a step, and loads make way when they have
-arrived. Why nobody is retracted for ever: `preemptive_scheduler.py`, on pinned requests.
+A request that runs alone never fails for lack of memory: `add_request` has lowered its `max_tokens`
+to what the whole pool holds, and it ends there with the reason "length". Only KV that is being
+loaded for a waiting request can block it: then it skips a step, and loads are evicted when they
+have arrived. For why no request is retracted forever, see pinned requests in
+`preemptive_scheduler.py`.
 
 With `policy="fcfs"`, `mixing` off and `max_consecutive_prefills=None` this is nano-vllm's rule:
-prefill whenever something that waits fits, else decode. (nano-vllm sets nothing aside, and preempts
-the last admitted.) The names are SGLang's. Priorities order the queue, and take nobody's seat.
+prefill whenever a waiting request fits, else decode. (nano-vllm sets nothing aside, and preempts
+the last admitted request.) The names are SGLang's. Priorities order the queue, but never preempt a
+running request.
 """
 
 from __future__ import annotations
@@ -56,15 +60,15 @@ __all__ = ["ForwardMode", "PrefillFirstScheduler", "ScheduleBatch"]
 
 
 class PrefillFirstScheduler(SchedulerBase):
-    """A `SchedulerInterface`. The other parameters are those of `SchedulerBase`, as
-    `Scheduler` has them.
+    """A `SchedulerInterface`. The other parameters are those of `SchedulerBase`, as in `Scheduler`.
 
-    `chunked_prefill_size`: prompts are cut into chunks of at most so many tokens; None: they are
-    computed whole, and refused if they are longer than a step. `chunk_policy` may give a prompt
-    less of that, never more. `mixing` puts decodes into prefill
-    batches; where prompts are whole, one waits until it fits beside the decodes. The share set
-    aside falls from `init_new_token_ratio` to `min_new_token_ratio` in
-    `new_token_ratio_decay_steps` decode batches. Raises `ValueError` that names the field."""
+    `chunked_prefill_size`: prompts are split into chunks of at most this many tokens; None: they
+    are computed whole, and rejected if they are longer than a step. `chunk_policy` can give a
+    prompt fewer tokens, never more. `mixing` puts decodes into prefill batches; a whole prompt then
+    waits until it fits next to the decodes. The share set aside falls from `init_new_token_ratio`
+    to `min_new_token_ratio` in `new_token_ratio_decay_steps` decode batches. Raises `ValueError`
+    that names the field.
+    """
 
     def __init__(
         self,
@@ -96,12 +100,12 @@ class PrefillFirstScheduler(SchedulerBase):
             init_new_token_ratio, min_new_token_ratio, new_token_ratio_decay_steps
         )
         self._clear_batches()
-        # Everybody who runs gets a token in a decode batch, so they must not be more than that.
+        # Each running request gets a token in a decode batch, so the token budget limits them too.
         self._num_seats = min(self.max_num_seqs, self.max_num_batched_tokens)
-        self._num_prefills_in_a_row = 0  # that let somebody wait
+        self._num_prefills_in_a_row = 0  # consecutive prefill batches that made requests wait
 
     def _clear_batches(self) -> None:
-        self.running_batch = ScheduleBatch(self.kv_memory)  # those who decode
+        self.running_batch = ScheduleBatch(self.kv_memory)  # decoding requests
         self.last_batch = ScheduleBatch(self.kv_memory)
         self.chunked_req: Request | None = None
 
@@ -111,7 +115,7 @@ class PrefillFirstScheduler(SchedulerBase):
 
     @property
     def new_token_ratio(self) -> float:
-        """The share of their possible outputs that those who decode are expected to generate."""
+        """The share of their possible outputs that decoding requests are expected to generate."""
         return self._new_token_ratio.value
 
     def schedule(self) -> PreemptingPlan:
@@ -128,15 +132,15 @@ class PrefillFirstScheduler(SchedulerBase):
     # -- which batch
 
     def get_next_batch_to_run(self, step: StepPlan) -> ScheduleBatch:
-        """The batch of this step, put into `step`. Requests retracted for it stand there too, and
-        then nobody is admitted: it would be for the memory that was just missing."""
+        """Choose the batch of this step, and schedule it in `step`. If requests were retracted for
+        it, none is admitted, because that would use the memory that was just missing."""
         self._merge_last_batch()
         have_waited = self._num_prefills_in_a_row == self.max_consecutive_prefills
         is_turn_of_decodes = have_waited and bool(self.running_batch.reqs)
         if is_turn_of_decodes and not self.mixing:
             step.stop = ("turn", "")
         if self.mixing or step.preempted or is_turn_of_decodes:
-            decodes = self.update_running_batch(step)  # in a mixed batch they come first
+            decodes = self.update_running_batch(step)  # decodes come first in a mixed batch
             if not self.mixing or step.preempted:
                 return decodes
         new_batch = self.get_new_batch_prefill(step)
@@ -149,7 +153,7 @@ class PrefillFirstScheduler(SchedulerBase):
         return new_batch
 
     def _merge_last_batch(self) -> None:
-        """Whoever has its whole prompt computed decodes from now on."""
+        """Move requests whose prompt is computed to the decode batch."""
         if self.chunked_req is not None and self.chunked_req.is_finished:
             self.chunked_req = None  # aborted
         self.running_batch.filter_batch()
@@ -160,8 +164,8 @@ class PrefillFirstScheduler(SchedulerBase):
     # -- prefill
 
     def get_new_batch_prefill(self, step: StepPlan) -> ScheduleBatch | None:
-        """Put prompts into `step`, as many as fit: first the one that was cut, then those who
-        wait. None: none did."""
+        """Schedule as many prompts in `step` as fit: first the chunked one, then waiting ones.
+        Returns None if none fits."""
         if self.chunked_req is None and (not self.waiting or len(self.running) >= self._num_seats):
             step.stop = ("seat", "") if self.waiting else None
             return None
@@ -170,7 +174,7 @@ class PrefillFirstScheduler(SchedulerBase):
             self.chunked_req = adder.add_chunked_req(self.chunked_req)
             if not adder.can_run_list:
                 step.stop = ("blocks" if adder.rem_input_tokens > 0 else "budget", "")
-                return None  # it found no room, and nobody takes what it is waiting for
+                return None  # it found no memory, and no other request may take what it waits for
         self._admit(adder, step)
         if not adder.can_run_list:
             return None
@@ -184,11 +188,12 @@ class PrefillFirstScheduler(SchedulerBase):
     def _make_adder(self, step: StepPlan) -> PrefillAdder:
         decodes = self.running_batch
         chunk = self.chunked_prefill_size
-        if chunk is not None:  # of the chunk, too, a mixed batch gives its decodes their share,
-            # but a page is left however many they are: or a prompt would wait for all of them
+        if chunk is not None:  # in a mixed batch, decodes reduce the chunk too,
+            # but one page is left however many they are: otherwise a prompt would wait for all of
+            # them
             num_planned = self.max_num_batched_tokens - step.budget
             chunk = max(chunk - num_planned, min(chunk, self.kv_memory.block_size))
-        # In a mixed batch those who decode have their next pages already.
+        # In a mixed batch, decodes already have their next pages.
         num_next_pages = 0 if self.mixing else decodes.new_page_count_next_decode()
         return PrefillAdder(
             self.kv_memory,
@@ -210,8 +215,9 @@ class PrefillFirstScheduler(SchedulerBase):
         return self.seat(request, computed, num_new_tokens, num_reserved)
 
     def _admit(self, adder: PrefillAdder, step: StepPlan) -> None:
-        """Ask those who wait, in order, until one does not fit. One that is not ready is passed
-        over; so is one that a constraint holds back, unless it has waited too long."""
+        """Try waiting requests in order, until one does not fit. A request that is not ready is
+        skipped; a request that a plugin or the chunk policy rejects is skipped too, unless it has
+        aged."""
         num_passed_over = 0
         num_running = len(adder.can_run_list)
         for request in self.waiting:
@@ -241,7 +247,8 @@ class PrefillFirstScheduler(SchedulerBase):
             result = adder.add_one_req(request, has_chunked_req, computed)
             if result is not AddReqResult.CONTINUE:
                 reason = "blocks" if result is AddReqResult.NO_TOKEN else "budget"
-                is_in = request_id in adder.num_tokens  # then it is for the next in line
+                # If so, the result is about the next request.
+                is_in = request_id in adder.num_tokens
                 step.stop = (reason, "" if is_in else request_id)
                 break
         for request in adder.can_run_list[num_running:]:
@@ -250,8 +257,8 @@ class PrefillFirstScheduler(SchedulerBase):
     # -- decode
 
     def update_running_batch(self, step: StepPlan) -> ScheduleBatch:
-        """Put a token for everybody who decodes into `step`, and retract some if there is no memory
-        for it."""
+        """Schedule one token for each decoding request in `step`, retracting some if memory is
+        short."""
         batch = self.running_batch
         self._num_prefills_in_a_row = 0
         if not batch.reqs:
@@ -264,16 +271,17 @@ class PrefillFirstScheduler(SchedulerBase):
             step.preempted += batch.retract_decode(self.preempt, self.is_pinned, self.chunked_req)
             self._new_token_ratio.raise_for(batch.reqs)
             if not batch.check_decode_mem():
-                return ScheduleBatch(self.kv_memory)  # alone, with a load in its way
+                return ScheduleBatch(self.kv_memory)  # it is alone, and a load blocks it
         for request in batch.reqs:
             if num_tokens := self.num_behind(request):
                 step.add(request, num_tokens + num_optional.get(request.request_id, 0))
         return batch
 
     def _get_optional_room(self, step: StepPlan) -> dict[str, int]:
-        """Optional tokens of those who decode. A second token for anybody comes after a first for
-        all, and in a mixed batch after a page for a prompt. None, if there is not memory for all of
-        them: nobody is retracted for these. Whoever got some keeps it."""
+        """Allocate optional tokens for decoding requests, and return their numbers. A second token
+        for a request comes after the first for all and, in a mixed batch, after a page for a
+        prompt. Returns none if memory does not suffice for all of them, because no request is
+        retracted for optional tokens. Requests keep the memory that they got."""
         decodes = [r for r in self.running_batch.reqs if self.num_behind(r) == 1]
         num_spare = step.budget - len(self.running_batch.reqs)
         if self.mixing and (self.waiting or self.chunked_req is not None):
@@ -299,7 +307,8 @@ class PrefillFirstScheduler(SchedulerBase):
         super().preempt(request)
 
     def check_invariants(self) -> None:
-        """Between two steps. O(everything)."""
+        """Raise `AssertionError` if the state is inconsistent between two steps. O(all requests and
+        blocks)."""
         super().check_invariants()
         holders = [] if self.chunked_req is None else [self.chunked_req]
         holders += self.running_batch.reqs

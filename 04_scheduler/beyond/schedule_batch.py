@@ -1,7 +1,7 @@
 """A batch of the prefill-first scheduler: requests that take the same kind of step together.
 
-Requests come and go, so a batch is a list that is merged with others and filtered. What it knows
-better than anybody is what its own next decode needs, and who should make way if that is not there.
+Requests come and go, so a batch is a list that is merged with others and filtered. It knows how
+many pages its next decode needs, and which requests to retract if they are not available.
 
     next decode of a request, pages of 4:      | 0 1 2 3 | 4 5 6 . |     position 7: nothing
                                                | 0 1 2 3 | 4 5 6 7 |     position 8: a page
@@ -20,8 +20,8 @@ from request import Request, RequestStatus
 
 
 class ForwardMode(Enum):
-    EXTEND = auto()  # prompts, or pieces of them
-    DECODE = auto()  # a token each
+    EXTEND = auto()  # prompts, or chunks of them
+    DECODE = auto()  # one token per request
     MIXED = auto()  # both
 
 
@@ -32,7 +32,7 @@ class ScheduleBatch:
     forward_mode: ForwardMode = ForwardMode.DECODE
 
     def filter_batch(self, chunked_req_to_exclude: Request | None = None) -> None:
-        """Keep those who still run."""
+        """Keep only running requests."""
         self.reqs = [
             req
             for req in self.reqs
@@ -45,7 +45,7 @@ class ScheduleBatch:
         other.reqs = []
 
     def mix_with_running(self, running_batch: ScheduleBatch) -> None:
-        """Those who decode take part in this prefill."""
+        """Add the decoding requests to this prefill batch."""
         if running_batch.reqs:
             self.merge_batch(running_batch)
             self.forward_mode = ForwardMode.MIXED
@@ -53,19 +53,20 @@ class ScheduleBatch:
     # -- the next decode
 
     def new_page_count_next_decode(self) -> int:
-        """Pages that the next decode opens, for all together: what is computed is in pages that
-        they have, so a new one is opened where a page begins."""
+        """Number of pages that the next decode opens, for all requests. Computed positions are in
+        pages that a request has, so it opens a new page only at a page boundary."""
         return sum(map(self._opens_page, self.reqs))
 
     def check_decode_mem(self) -> bool:
-        """Get everybody the page of its next token. False: the memory has not that many. Whoever
-        got one keeps it, so asking again is cheap."""
+        """Allocate the page of each request's next token. Returns False if the memory has too few;
+        pages that were allocated are kept, so calling again is cheap."""
         return all(
             not self._opens_page(req) or self.kv_memory.allocate_slots(req, 1) for req in self.reqs
         )
 
     def _opens_page(self, req: Request) -> bool:
-        """If there is a next decode: the last token is never fed back, though it may be pending."""
+        """Whether the next decode opens a page. The last token is never fed back, though it may be
+        pending."""
         start = req.num_computed_tokens
         return start % self.kv_memory.block_size == 0 and start < req.max_num_tokens - 1
 
@@ -75,9 +76,9 @@ class ScheduleBatch:
         is_pinned: Callable[[Request], bool],
         chunked_req: Request | None = None,
     ) -> list[Request]:
-        """Take the KV of some, by `retract`, until there is enough for the others; who went, in
-        that order. Fewest outputs first, of those the longest input. A prompt between two chunks
-        has KV too. Somebody always keeps it."""
+        """Retract requests (with `retract`) until there is enough memory for the others. Returns
+        them in that order: fewest outputs first, among equals the longest input. A prompt between
+        two chunks has KV too. At least one request always keeps its KV."""
         holders = self.reqs if chunked_req is None else [*self.reqs, chunked_req]
         candidates = sorted(
             (req for req in holders if not is_pinned(req)),

@@ -1,22 +1,22 @@
 """SGLang's policies, and every policy of this book by its name.
 
-    policy       first is                            because
-    fcfs         who came first                      fair, and nobody is surprised
-    priority     the lowest `priority` number        somebody said so
+    policy       serves first                        because
+    fcfs         the earliest arrival                fair and predictable
+    priority     the lowest `priority` number        the caller decided so
     lof          the longest output to come          long ones overlap with more others
-    random       the lowest draw of a seeded lot     what the others are compared with
+    random       the lowest seeded random number     a baseline for the others
     lpm          the longest cached prefix           least to compute, before it is evicted
-    dfs-weight   the most wanted cached prefix,      who shares a prefix is served together, and
-                 depth first                         it is evicted once, afterwards
+    dfs-weight   the most wanted cached prefix,      requests with one prefix are served together,
+                 depth first                         and it is evicted once, afterwards
 
-The first two are the chapter's own (`policies.py`). The last two look at the cache, anew at every
-step.
+The first two are the chapter's own (`policies.py`). The last two look up the cache at every step.
 
-Two requests with one prefix that nobody has computed yet should not be computed in one step: a step
-later, the second would find it in the cache. The cache-aware policies put it off, behind all others
-of this round. It waits for one that came earlier, so newcomers cannot put it off again and again.
+Two requests with the same uncomputed prefix should not be computed in one step: a step later, the
+second would find it in the cache. The cache-aware policies move the second one to the end of this
+step's order. It waits for a request that came earlier, so new requests cannot defer it again and
+again.
 
-SGLang sorts its list at every step; it puts off duplicates, and gives up above 128 waiting
+SGLang sorts its list at every step; it defers duplicates, and stops doing so above 128 waiting
 requests, for `lpm` but not for `dfs-weight`. Source: SGLang, arXiv 2312.07104 (for a batch known in
 advance, depth first is the best order, and longest prefix first is equivalent to it).
 """
@@ -40,7 +40,7 @@ CachedBlocks = Mapping[str, Sequence[int]]  # request id -> ids of its cached bl
 
 
 class LongestOutputFirst(SchedulePolicy):
-    """Most tokens left to generate first. It is a guess: most requests stop before `max_tokens`."""
+    """Most tokens left to generate first. An estimate: most requests stop before `max_tokens`."""
 
     name = "lof"
 
@@ -49,7 +49,7 @@ class LongestOutputFirst(SchedulePolicy):
 
 
 class RandomPolicy(SchedulePolicy):
-    """Each request draws a number that depends on `seed` and its id alone."""
+    """Each request has a random number that depends only on `seed` and its id."""
 
     name = "random"
 
@@ -61,15 +61,15 @@ class RandomPolicy(SchedulePolicy):
 
 
 class CacheAwarePolicy(SchedulePolicy):
-    """Looks up what the cache has of each waiting request, then asks `arrange`.
+    """Looks up the cached prefix of each waiting request, then calls `arrange`.
 
-    `find_cached_blocks` gives the ids of the blocks that hold a request's longest cached prefix. It
-    is called once for each waiting request at every step, so with more than `max_requests_to_sort`
-    of them the order of arrival has to do.
+    `find_cached_blocks` returns the ids of the blocks that hold a request's longest cached prefix.
+    It is called once per waiting request and step, so with more than `max_requests_to_sort`
+    requests the order of arrival is used.
 
-    A request with fewer than `min_cached` cached tokens is put off for this round if one before it
-    computes at least `min_shared` tokens, in whole blocks, that it could use. `min_cached=0` puts
-    off nobody. Raises `ValueError` for sizes that are too small.
+    A request with fewer than `min_cached` cached tokens is deferred for this step if a request
+    before it computes at least `min_shared` tokens, in whole blocks, that it could use.
+    `min_cached=0` defers none. Raises `ValueError` for sizes that are too small.
     """
 
     looks_at_cache = True
@@ -96,7 +96,7 @@ class CacheAwarePolicy(SchedulePolicy):
 
     @abstractmethod
     def arrange(self, requests: Sequence[Request], cached: CachedBlocks) -> list[Request]:
-        """The requests, given in order of arrival, in the order of service."""
+        """Return the requests, given in order of arrival, in the order of service."""
 
     def order(self, requests: Sequence[Request]) -> list[Request]:
         cached = {request.request_id: self.find_cached_blocks(request) for request in requests}
@@ -105,9 +105,9 @@ class CacheAwarePolicy(SchedulePolicy):
     def _put_off_duplicates(
         self, requests: Sequence[Request], cached: CachedBlocks
     ) -> list[Request]:
-        """Requests that share `num_shared_blocks` blocks or more behind what is cached agree in the
-        first that many of them, and in the cached block before. That is a key: nobody has to be
-        compared with everybody."""
+        """Move duplicates to the end. Requests that share `num_shared_blocks` uncomputed blocks or
+        more have the same cached block before them and the same tokens in the first that many.
+        These form a key, so requests need not be compared in pairs."""
         to_be_computed: set[tuple] = set()
         now: list[Request] = []
         later: list[Request] = []
@@ -120,7 +120,8 @@ class CacheAwarePolicy(SchedulePolicy):
             is_duplicate = (
                 key in to_be_computed
                 and start < self.min_cached
-                and end < request.num_tokens  # the block of its last token is no use: see chapter 3
+                # The block of the last token cannot be used: see chapter 3.
+                and end < request.num_tokens
             )
             to_be_computed.add(key)
             (later if is_duplicate else now).append(request)
@@ -139,21 +140,22 @@ class LongestPrefixMatch(CacheAwarePolicy):
 class DFSWeight(CacheAwarePolicy):
     """Walks the tree of cached prefixes depth first, the child with the most requests first.
 
-    A block stands for one prefix, so blocks are the nodes and a request's blocks its way down. A
-    node's weight is the number of requests whose way goes through it:
+    A block is a node of the tree, since it represents one prefix, and a request's blocks are its
+    path. A node's weight is the number of requests whose path contains it:
 
-        A 3 --+-- B 2 ----- C 1      ways: ABC, AB, A, D, D    (weights behind the names)
+        A 3 --+-- B 2 ----- C 1      paths: ABC, AB, A, D, D   (weights after the names)
         D 2                          order: ABC, AB, A, then both D
 
-    Sorting the ways by the weights on them is that walk. A way goes on longer than another that is
-    its beginning, so it is the larger of the two, and the larger is first.
+    Sorting the paths by their weights gives that walk. A path that extends another one compares as
+    larger, and the larger is first.
     """
 
     name = "dfs-weight"
 
     def arrange(self, requests: Sequence[Request], cached: CachedBlocks) -> list[Request]:
         weights: Counter[int] = Counter()
-        ranks: dict[int, int] = {}  # the earlier its first request came, the higher a block's rank
+        # The earlier its first request arrived, the higher a block's rank.
+        ranks: dict[int, int] = {}
         for rank, request in enumerate(reversed(requests)):
             blocks = cached[request.request_id]
             weights.update(blocks)
@@ -179,9 +181,9 @@ def make_policy(
     block_size: int = 16,
     seed: int = 0,
 ) -> SchedulePolicy:
-    """The policy of this name. `find_cached_blocks` and `block_size` are for those that look at the
-    cache, `seed` for `"random"`. Raises `ValueError` for a name that nobody has, and for a policy
-    that looks at the cache without `find_cached_blocks`."""
+    """The policy of this name. `find_cached_blocks` and `block_size` are for cache-aware policies,
+    `seed` for `"random"`. Raises `ValueError` for an unknown name, and for a cache-aware policy
+    without `find_cached_blocks`."""
     kind = policy_named(name, POLICIES)
     if issubclass(kind, CacheAwarePolicy):
         if find_cached_blocks is None:

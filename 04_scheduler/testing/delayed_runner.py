@@ -1,8 +1,9 @@
-"""A runner whose tokens are seen late: what a device does, where there is none.
+"""A runner that delivers its tokens late, as a device does, for tests without a device.
 
-A step is computed at once and its output kept back until somebody waits for it. Meanwhile other
-plans may come, which name its tokens by `PENDING`. Nobody but this runner knows them, as nobody but
-the device would."""
+A step is computed immediately, but its output is withheld until a caller waits for it. In the
+meantime other plans can arrive that refer to its tokens by `PENDING`. Only this runner knows these
+tokens, as only the device would.
+"""
 
 from __future__ import annotations
 
@@ -18,7 +19,7 @@ class DelayedRunner:
     def __init__(self, runner: Any) -> None:
         self.runner = runner
         self._sampled: dict[str, list[int]] = {}  # by the last step
-        self.num_pending = 0  # that it was asked to know, in all steps
+        self.num_pending = 0  # pending tokens that plans referred to, over all steps
 
     @property
     def state(self) -> Any:

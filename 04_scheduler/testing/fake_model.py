@@ -1,15 +1,15 @@
-"""A model of one line, and a runner for it: everything of an engine but the arithmetic.
+"""A one-line model, and a runner for it: a whole engine except for the arithmetic.
 
-A scheduler can be right about counters and still ruin an answer: by a block that two requests
-write, a table that the runner was not told of, a history that was cut. So the fake model has a KV
-memory, and its next token is a function of what it *reads* there, through the block table, as
-attention does:
+A scheduler can have correct counters and still ruin an answer: by a block that two requests write,
+a table that was not sent to the runner, a history that was cut. So the fake model has a KV memory,
+and its next token is a function of what it *reads* there, through the block table, as attention
+does:
 
     kv[slot of position p] = mix(kv read at 0 .. p-1, token p)
     next token             = mix(kv read at 0 .. p)
 
-One wrong slot changes every later token, and `continuation` says what is right. Integers instead of
-tensors make a step microseconds long, so tests can afford thousands of them.
+One wrong slot changes every later token, and `continuation` computes the correct ones. Integers
+instead of tensors make a step take microseconds, so tests can run thousands of them.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ def _mix(values: Sequence[int], token_id: int) -> int:
 def continuation(
     prompt_token_ids: Sequence[int], num_tokens: int, vocab_size: int = 50
 ) -> list[int]:
-    """What the model says after a prompt: computed without blocks, tables or steps."""
+    """The model's output after a prompt, computed without blocks, tables or steps."""
     kv: list[int] = []
     for token_id in prompt_token_ids:
         kv.append(_mix(kv, token_id))
@@ -42,9 +42,8 @@ def continuation(
 
 class FakeModelRunner:
     """Executes plans from their deltas alone, as a runner in another process would. A
-    `ModelRunner`. `state` is chapter 3's copies of the requests, for whoever shares them.
-
-    Raises `AssertionError` if a plan names a request, a position or a slot that it cannot."""
+    `ModelRunner`. `state` is chapter 3's copies of the requests, for callers that share them.
+    Raises `AssertionError` if a plan has a request, a position or a slot that it cannot have."""
 
     def __init__(
         self, block_size: int, vocab_size: int = 50, state: SharingRunnerState | None = None
@@ -52,10 +51,10 @@ class FakeModelRunner:
         self.block_size = block_size
         self.vocab_size = vocab_size
         self.state = state or SharingRunnerState(max_num_seqs=4, max_blocks_per_request=1024)
-        self._kv: dict[int, int] = {}  # by slot; what was never written is not there
+        self._kv: dict[int, int] = {}  # by slot; slots that were never written are missing
 
     def execute(self, plan: PlanMessage) -> FinishedStep:
-        """One step: the tokens sampled for each request whose last known token was in it."""
+        """Run one step: sample tokens for each request whose last known token was in it."""
         self._apply(plan)
         cached = plan.scheduled_cached_reqs
         starts = {new.req_id: new.num_computed_tokens for new in plan.scheduled_new_reqs}
@@ -107,7 +106,8 @@ class FakeModelRunner:
 
     @staticmethod
     def _verify(drafts: list[int], predicted: list[int]) -> list[int]:
-        """Drafts as far as the model says the same, and one token of its own."""
+        """The draft tokens up to the first that differs from the model's, and one token of the
+        model."""
         num_accepted = 0
         while num_accepted < len(drafts) and drafts[num_accepted] == predicted[num_accepted]:
             num_accepted += 1

@@ -1,7 +1,7 @@
-"""Runs of the prefill-first scheduler that its page and its pictures tell of.
+"""Runs of the prefill-first scheduler that its page and its pictures describe.
 
-Small enough for a pencil: pages of 4, and the fake model. What a page or a picture says of a run is
-read from here when it is drawn, and `test_prefill_first_runs.py` checks what the text says.
+They are small enough for a pencil: pages of 4, and the fake model. The page and the pictures read
+their values from here when they are rendered, and `test_prefill_first_runs.py` checks the text.
 """
 
 from __future__ import annotations
@@ -30,8 +30,9 @@ def make_loop(num_pages: int, **options: Any) -> tuple[SchedulerLoop, PrefillFir
 
 @dataclass(frozen=True, slots=True)
 class Iteration:
-    """`last_batch` as `get_next_batch_to_run` finds it (empty: it is the running batch itself),
-    those of it that join `running_batch`, and what is planned; `ended`: with the step's tokens."""
+    """One iteration: `last_batch` as `get_next_batch_to_run` finds it (empty if it is the running
+    batch itself), the requests of it that join `running_batch`, and the plan; `ended`: requests
+    that finished with the step's tokens."""
 
     last_batch: list[str]
     joined: list[str]
@@ -44,7 +45,8 @@ class Iteration:
 
 
 def six_iterations(mixing: bool = False, num_iterations: int = 6) -> list[Iteration]:
-    """a and b are there. c comes before the third iteration, too long for a chunk of 8."""
+    """Requests a and b are there first. c arrives before the third iteration, too long for a chunk
+    of 8."""
     loop, scheduler = make_loop(
         100, max_num_batched_tokens=16, chunked_prefill_size=8, mixing=mixing
     )
@@ -100,13 +102,13 @@ def _names(requests: list[Request]) -> list[str]:
 
 @dataclass(frozen=True, slots=True)
 class BudgetLine:
-    """The memory before a request is asked, in tokens, and what it would take."""
+    """The memory before a request is tried, in tokens, and the amount that it needs."""
 
     in_use: int
     expected: float
     free: float  # rem_total_tokens
     asked: str
-    needs: int  # of both, in whole pages
+    needs: int  # prompt and outputs, in whole pages
     result: str
 
 
@@ -118,7 +120,7 @@ class Budget:
 
 
 def worked_budget(new_token_ratio: float) -> Budget:
-    """a and b have decoded once. c and d wait, and are asked in that order."""
+    """Requests a and b have decoded once. c and d wait, and are tried in that order."""
     loop, scheduler = make_loop(
         12, init_new_token_ratio=new_token_ratio, min_new_token_ratio=new_token_ratio
     )
@@ -168,9 +170,9 @@ class RatioRun:
 
 
 def ratio_run(num_requests: int = 30, seed: int = 1) -> RatioRun:
-    """Most answers stop early, some go on to their `max_tokens`: the share that was expected is too
-    small now and then. The token that ends an answer comes by chance, so the model has 50 of them
-    and a request stops at a few or at none."""
+    """Run requests most of which stop early, while some continue to their `max_tokens`, so the
+    expected share is too small now and then. The token that ends an answer comes by chance: the
+    model has 50 tokens, and a request stops at a few of them or at none."""
     loop, scheduler = make_loop(
         120, max_num_seqs=16, max_num_batched_tokens=64, new_token_ratio_decay_steps=100
     )
@@ -222,7 +224,7 @@ class Retraction:
 
 
 def one_retraction() -> Retraction:
-    """A tenth was set aside for outputs, and the three of them need more soon."""
+    """A tenth was set aside for outputs, and the three requests need more soon."""
     loop, scheduler = make_loop(
         10, max_num_batched_tokens=11, init_new_token_ratio=0.1, min_new_token_ratio=0.1
     )
@@ -264,8 +266,7 @@ def _holders(scheduler: PrefillFirstScheduler) -> list[Holder]:
 
 
 def mode_transitions(mixing: bool, num_runs: int = 60) -> set[tuple[str, str]]:
-    """Kinds of two steps that followed each other, over random runs. "" is a step in which there
-    was nothing to compute."""
+    """Pairs of modes of two consecutive steps, over random runs. "" is a step without work."""
     seen: set[tuple[str, str]] = set()
     for seed in range(num_runs):
         rng = random.Random(seed)
@@ -292,7 +293,7 @@ def mode_transitions(mixing: bool, num_runs: int = 60) -> set[tuple[str, str]]:
 
 
 def parts() -> dict[str, str]:
-    """What stands on the page between `<!-- run:NAME -->` and `<!-- /run:NAME -->`."""
+    """The page's text between `<!-- run:NAME -->` and `<!-- /run:NAME -->`."""
     budgets = {ratio: worked_budget(ratio) for ratio in (0.5, 0.1)}
     return {
         "six": _iterations_table(six_iterations(), is_mixed=False),

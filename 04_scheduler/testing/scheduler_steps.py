@@ -1,4 +1,4 @@
-"""What the tests of every scheduler need: a memory, a loop, a step that preempts, a look at a
+"""Helpers for the tests of every scheduler: a memory, a loop, a step that preempts, views of a
 plan."""
 
 from __future__ import annotations
@@ -30,7 +30,8 @@ def make_memory(
     uncached: Callable[..., KVMemory] = UncachedKVCacheManager,
     cached: Callable[..., KVMemory] = CachedKVCacheManager,
 ) -> KVMemory:
-    """`num_blocks` besides the null block; `cache` is a name in `PREFIX_CACHES`, or None."""
+    """A memory of `num_blocks` besides the null block; `cache` is a name in `PREFIX_CACHES`, or
+    None."""
     pool = BlockPool(num_blocks + 1)
     if cache is None:
         return uncached(pool, block_size)
@@ -38,19 +39,19 @@ def make_memory(
 
 
 class SchedulerLoop:
-    """A scheduler and a fake model; everything is checked after every step."""
+    """A scheduler and a fake model; all invariants are checked after every step."""
 
     def __init__(self, scheduler: Scheduler | PrefillFirstScheduler, vocab_size: int = 50) -> None:
         self.scheduler = scheduler
-        self.memory: Any = scheduler.kv_memory  # one that can check itself
+        self.memory: Any = scheduler.kv_memory  # must have `check_invariants`
         self.runner = FakeModelRunner(scheduler.block_size, vocab_size)
         self.requests: dict[str, Request] = {}
         self.outputs: dict[str, list[int]] = {}
         self.reasons: dict[str, str] = {}
 
     def add(self, name: str, num_prompt: int, max_new_tokens: int = 8, **more: Any) -> Request:
-        """Its prompt begins with its name, so that no two have a prefix in common. `more` are
-        fields that are set afterwards."""
+        """Add a request whose prompt begins with its name, so that no two share a prefix. `more`
+        are attributes that are set afterwards."""
         prompt = [ord(c) for c in name] + list(range(num_prompt - len(name)))
         request = KeyedRequest.from_tokens(name, prompt, max_new_tokens)
         for field, value in more.items():
@@ -94,7 +95,7 @@ class SchedulerLoop:
 
 @contextmanager
 def preempting(scheduler: SchedulerBase) -> Iterator[None]:
-    """Steps in here preempt who was admitted last and is not pinned."""
+    """Within this context, each step preempts the last admitted request that is not pinned."""
     plugins = scheduler.plugins
     scheduler.set_plugins([*plugins, ForcedPreemption(1, spares_pinned=True)])
     yield
@@ -107,7 +108,7 @@ def make_scheduler(
     plugins: Sequence[SchedulerPlugin] = (),
     **options: Any,
 ) -> Any:
-    """With everybody preempted now and then."""
+    """Make a scheduler; with `preempt_every`, requests are preempted now and then."""
     forced: list[SchedulerPlugin] = []
     if preempt_every is not None:
         forced = [ForcedPreemption(preempt_every, kind is PrefillFirstScheduler)]

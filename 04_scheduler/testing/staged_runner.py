@@ -1,10 +1,11 @@
-"""A runner whose stages are apart in time: what a pipeline does, where there is none.
+"""A runner whose stages compute at different times, as a pipeline does, for tests without one.
 
-The first stage computes a plan at once, and stage s when s more plans have begun, or when somebody
-waits for the output: as late as it ever can. Each stage is a whole model with a KV memory and with
-copies of the requests of its own, so a block that is given away, or a message that comes, while a
-stage still has to compute an older plan shows as a wrong token there. All stages must say the same;
-the last one's output counts."""
+The first stage computes a plan immediately. Stage s computes it when s more plans have begun, or
+when a caller waits for the output, which is as late as possible. Each stage is a whole model with
+its own KV memory and copies of the requests. So a block that is reused, or a message that arrives,
+while a stage still has to compute an older plan causes a wrong token there. All stages must return
+the same tokens; the last one's output counts.
+"""
 
 from __future__ import annotations
 
@@ -24,7 +25,7 @@ class StagedRunner:
 
     @property
     def state(self) -> Any:
-        """The first stage's: it has seen every plan."""
+        """The first stage's state, which has seen every plan."""
         return self.stages[0].state
 
     def execute(self, plan: SchedulerOutput) -> StagedStep:
@@ -47,11 +48,11 @@ class StagedRunner:
 class StagedStep:
     def __init__(self, runner: StagedRunner, plan: SchedulerOutput) -> None:
         self.runner, self.plan = runner, plan
-        self.num_stages = 0  # that it has gone through
+        self.num_stages = 0  # stages that it has passed
         self.output: StepOutput
 
     def go_through(self, num_stages: int) -> None:
-        """The first `num_stages`; the steps before it have gone further."""
+        """Compute in the first `num_stages` stages; earlier steps have progressed further."""
         for stage in self.runner.stages[self.num_stages : num_stages]:
             output = stage.execute(self.plan).wait()
             assert self.num_stages == 0 or output.token_ids == self.output.token_ids

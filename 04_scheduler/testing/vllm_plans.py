@@ -1,4 +1,4 @@
-"""What vLLM's own scheduler planned, step by step, beside what chapter 4's plans for the same.
+"""Recorded plans of vLLM's own scheduler, step by step, to compare with chapter 4's plans.
 
 `records/vllm_plans/` holds seventeen random workloads and the plans that vLLM 0.32.0 made for them:
 `vllm.v1.core.sched.scheduler.Scheduler` of its CPU build, with prefix caching and chunked prefill,
@@ -56,7 +56,7 @@ class RecordedRun:
         return cls(**record, plans=plans)
 
     def scheduler(self, **options: Any) -> Scheduler:
-        """Chapter 4's, with this run's limits. `options` are its rules."""
+        """Chapter 4's scheduler, with this run's limits. `options` are its other arguments."""
         return Scheduler(
             self.max_num_seqs,
             self.max_num_batched_tokens,
@@ -75,7 +75,7 @@ def recorded_names() -> list[str]:
 
 
 def replay(run: RecordedRun, scheduler: Scheduler) -> Iterator[PlannedStep]:
-    """What `scheduler` plans, for as many steps as vLLM needed."""
+    """Yield the plans of `scheduler`, for as many steps as vLLM needed."""
     for step in range(len(run.plans)):
         for r in run.requests:
             if r["arrival_step"] == step:
@@ -103,7 +103,7 @@ def _sampled(plan: SchedulerOutput) -> StepOutput:
 
 
 def first_difference(run: RecordedRun, scheduler: Scheduler) -> int | None:
-    """The first step that is planned otherwise than by vLLM."""
+    """The first step in which the plan differs from vLLM's."""
     for step, (ours, theirs) in enumerate(zip(replay(run, scheduler), run.plans, strict=True)):
         if ours != theirs:
             return step
@@ -111,7 +111,7 @@ def first_difference(run: RecordedRun, scheduler: Scheduler) -> int | None:
 
 
 def table_of_steps(name: str, first: int, last: int) -> str:
-    """Those steps of a workload, in each of three ways, as Markdown."""
+    """These steps of a workload, planned in each of three ways, as Markdown."""
     run = RecordedRun.read(name)
     ways = {
         "vLLM": run.plans,
