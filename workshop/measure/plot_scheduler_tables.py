@@ -42,7 +42,7 @@ def tables_of_lab(record: dict) -> dict[str, str]:
     note = (
         f"Simulated: {config['num_requests']} requests ({rates} a second), "
         f"{config['num_blocks'] - 1} blocks of {config['block_size']}, "
-        f"{config['max_num_seqs']} seats, a budget of {config['max_num_batched_tokens']} tokens. "
+        f"{config['max_num_seqs']} slots, a budget of {config['max_num_batched_tokens']} tokens. "
         "Goodput: the share of requests with a first token within "
         f"{config['max_ttft_s']:g} s and {1e3 * config['max_itl_s']:g} ms a token after it. "
         f"Cost model in µs, fitted to {fit['num_steps']} steps of the shipped checkpoint, median "

@@ -147,14 +147,15 @@ def table_of(record: dict) -> str:
         return [number * sizes[what] / found[what] for found in seconds[name]]
 
     def row(name: str) -> list[str]:
-        cells = [name if name != "peft" else "`peft`, one request at a time"]
+        shown = name.replace(NOBODY, "none").replace("everybody", "all")
+        cells = [shown if name != "peft" else "`peft`, one request at a time"]
         for what in ("answers", "prompts"):
             own, base = per_second(name, what), per_second(NOBODY, what)
             shares = [one / other for one, other in zip(own, base, strict=True)]
             cells += [f"{statistics.median(own):,.0f}", spread(shares)]
         return cells
 
-    head = ["who has an adapter", "answers, tok/s", "of nobody's", "prompts, tok/s", "of nobody's"]
+    head = ["with an adapter", "answers, tok/s", "of none's", "prompts, tok/s", "of none's"]
     return markdown_table(head, [row(name) for name in seconds])
 
 
