@@ -187,13 +187,13 @@ class SchedulerBooks:
         require(isinstance(request, Request), "request", request, "a Request")
         if request.request_id in self.requests:
             raise ValueError(
-                f"request_id is {request.request_id!r}: a request with this id is unfinished"
+                f"request_id must be unique, got {request.request_id!r}, which is in use"
             )
         limits = self.length_limits(request)
         for reason, room in limits.items():
             if room < 1:
                 raise ValueError(
-                    f"{describe_prompt(request)}, and {reason}: there must be room for one more"
+                    f"{describe_prompt(request)}, but {reason} leaves no room for an output token"
                 )
         self.check_prompt(request)
         for reason, room in limits.items():
@@ -206,7 +206,7 @@ class SchedulerBooks:
         """Raise `ValueError` for a prompt that no step can compute."""
         if request.num_prompt_tokens > self.max_num_batched_tokens:
             raise ValueError(
-                f"{describe_prompt(request)}: a whole prompt must fit one step, "
+                f"{describe_prompt(request)}, but a whole prompt must fit in one step, "
                 f"max_num_batched_tokens={self.max_num_batched_tokens}"
             )
 
@@ -332,10 +332,10 @@ class SchedulerBooks:
     def check_invariants(self) -> None:
         """Raise `AssertionError` if the state is inconsistent between two steps. O(all
         requests)."""
-        assert len(self.running) <= self.max_num_seqs, f"{len(self.running)} requests run"
+        assert len(self.running) <= self.max_num_seqs, f"{len(self.running)} are running"
         waiting = {request.request_id: request for request in self.waiting}
-        assert len(waiting) == len(self.waiting), "somebody waits twice"
-        assert waiting.keys().isdisjoint(self.running), "running, and waiting"
+        assert len(waiting) == len(self.waiting), "a request is in the waiting queue twice"
+        assert waiting.keys().isdisjoint(self.running), "a request is both running and waiting"
         assert waiting.keys() | self.running.keys() == self.requests.keys()
         for request in self.requests.values():
             request.check_invariants()
@@ -343,7 +343,7 @@ class SchedulerBooks:
         for request in self.running.values():
             assert request.status == RequestStatus.RUNNING, repr(request)
             num_known = request.num_tokens + request.num_pending_tokens
-            assert request.num_computed_tokens < num_known, f"nothing to do: {request!r}"
+            assert request.num_computed_tokens < num_known, f"no uncomputed tokens: {request!r}"
             assert self.delta.knows(request.request_id), repr(request)
         for request in waiting.values():
             assert request.status != RequestStatus.RUNNING, repr(request)
@@ -353,4 +353,4 @@ class SchedulerBooks:
 
 
 def describe_prompt(request: Request) -> str:
-    return f"request {request.request_id!r}: the prompt has {request.num_prompt_tokens} tokens"
+    return f"request {request.request_id!r}: prompt has {request.num_prompt_tokens} tokens"

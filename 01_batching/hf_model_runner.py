@@ -64,7 +64,7 @@ class StackedKV(DynamicCache):
     def update(
         self, key_states: torch.Tensor, value_states: torch.Tensor, layer_idx: int, *args, **kwargs
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        assert layer_idx == len(self.new), "layers come in order, each once"
+        assert layer_idx == len(self.new), "layers must be updated in order, each once"
         self.new.append((key_states, value_states))  # [batch_size, num_kv_heads, max_new, head_dim]
         keys, values = zip(*(_kv_of(cache.layers[layer_idx]) for cache in self.caches), strict=True)
         return self._stack(keys, key_states), self._stack(values, value_states)
@@ -98,9 +98,9 @@ class HFModelRunner:
         for layer in DynamicCache(config=model.config).layers if batched else ():
             if type(layer) is not DynamicLayer:
                 raise ValueError(
-                    f"batched is True: {type(model).__name__} has a layer that keeps a "
-                    f"{type(layer).__name__}, and only a plain DynamicLayer can be stacked; "
-                    "use batched=False"
+                    f"batched must be False for {type(model).__name__}, got True: one of its "
+                    f"layers keeps a {type(layer).__name__}, and only a plain DynamicLayer can be "
+                    "stacked"
                 )
         self.model, self.batched = model.eval(), batched
         self.sampler = sampler or GreedySampler()
@@ -135,8 +135,8 @@ class HFModelRunner:
         for req_id, start in zip(batch.req_ids, batch.start_positions, strict=True):
             if start != (num_held := self.num_computed_tokens(req_id)):
                 raise ValueError(
-                    f"request {req_id!r}: the row starts at position {start}, "
-                    f"but KV is held for {num_held} positions"
+                    f"request {req_id!r}: row starts at position {start}, but KV is held for "
+                    f"{num_held} positions"
                 )
         caches = [self._caches[req_id] for req_id in batch.req_ids]
         run = self._forward_batched if self.batched else self._forward_one_by_one

@@ -39,7 +39,7 @@ class RunnerRequest:
 
     @property
     def max_tokens(self) -> int:
-        assert self.params.max_tokens is not None, "a Request has a number"
+        assert self.params.max_tokens is not None, "max_tokens of a Request must be a number"
         return self.params.max_tokens
 
     def tokens(self, start: int, stop: int) -> list[int]:
@@ -137,8 +137,8 @@ def prepare_inputs_from_scheduler_output(plan: PlanMessage, state: RunnerState) 
         stop = start + plan.num_scheduled_tokens[req_id]
         if stop != request.num_tokens:
             raise ValueError(
-                f"request {req_id!r}: positions [{start}, {stop}) are scheduled, "
-                f"and {request.num_tokens} tokens are known"
+                f"request {req_id!r}: positions [{start}, {stop}) are scheduled, but only "
+                f"{request.num_tokens} tokens are known"
             )
         num_prompt = len(request.prompt_token_ids)
         batch.req_ids.append(req_id)

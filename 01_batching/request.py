@@ -90,7 +90,7 @@ class SamplingParams:
         if isinstance(self.stop, str):
             put("stop", (self.stop,))
         if self.structured_outputs is not None:
-            other = "None, or grammar must be: both are names of one thing"
+            other = "None if grammar is set (both name the same thing)"
             require(self.grammar is None, "structured_outputs", self.structured_outputs, other)
             put("grammar", self.structured_outputs)
             put("structured_outputs", None)
@@ -103,7 +103,7 @@ class SamplingParams:
             require(isinstance(values, Iterable) and not is_other, name, values, "a sequence")
             put(name, tuple(values))
         stop, ids = self.stop, self.stop_token_ids
-        require(all(isinstance(s, str) and s for s in stop), "stop", stop, "non-empty str")
+        require(all(isinstance(s, str) and s for s in stop), "stop", stop, "non-empty strings")
         require(all(_is_integer(t) and t >= 0 for t in ids), "stop_token_ids", ids, "integers >= 0")
         put("stop_token_ids", tuple(map(int, ids)))
         for name, lowest in _INTEGERS.items():
@@ -124,9 +124,9 @@ class SamplingParams:
             value = getattr(self, name)
             require(isinstance(value, bool), name, value, "True or False")
         least, most, seed = self.min_tokens, self.max_tokens, self.seed
-        require(most is None or least <= most, "min_tokens", least, f"<= max_tokens, {most}")
+        require(most is None or least <= most, "min_tokens", least, f"<= max_tokens ({most})")
         fits = seed is None or -(2**63) <= seed < 2**63
-        require(fits, "seed", seed, "a signed integer of 64 bits")
+        require(fits, "seed", seed, "a signed 64-bit integer")
 
     @property
     def is_greedy(self) -> bool:
@@ -137,7 +137,7 @@ def require(is_allowed: bool, name: str, value: object, allowed: str) -> None:
     """Raise `ValueError` that names the field, its value and what is allowed, unless
     `is_allowed`."""
     if not is_allowed:
-        raise ValueError(f"{name} is {value!r}: it must be {allowed}")
+        raise ValueError(f"{name} must be {allowed}, got {value!r}")
 
 
 def check_integers(lowest: int | None = None, **fields: object) -> None:
@@ -194,9 +194,9 @@ class Request:
         is_right = isinstance(sampling_params, SamplingParams)
         require(is_right, "sampling_params", sampling_params, allowed)
         if sampling_params.max_tokens is None:
-            raise ValueError("max_tokens is None: a Request needs a number; an engine makes one")
+            raise ValueError("max_tokens must be an integer, got None; an engine sets a default")
         if not prompt_token_ids:
-            raise ValueError(f"request {request_id!r}: prompt_token_ids is empty: it must not be")
+            raise ValueError(f"request {request_id!r}: prompt_token_ids must not be empty")
         self.request_id = request_id
         self.prompt_token_ids = list(prompt_token_ids)
         self.sampling_params = sampling_params
@@ -265,7 +265,7 @@ class Request:
 
     def append_output_token(self, token_id: int) -> None:
         """Append one sampled token, and finish if it is a stop token or the last one allowed."""
-        assert self.status < RequestStatus.FINISHED_STOPPED, f"{self.request_id} is finished"
+        assert self.status < RequestStatus.FINISHED_STOPPED, f"{self.request_id} has finished"
         self.output_token_ids.append(token_id)
         self.all_token_ids.append(token_id)
         num_outputs = len(self.output_token_ids)

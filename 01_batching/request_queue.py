@@ -55,7 +55,7 @@ class RequestQueue(ABC):
     def peek_request(self) -> Request:
         for request in self:
             return request
-        raise IndexError("the queue is empty")
+        raise IndexError("cannot take a request: the queue is empty")
 
     def __bool__(self) -> bool:
         return len(self) > 0
@@ -67,7 +67,7 @@ class FCFSRequestQueue(RequestQueue):
 
     def add_request(self, request: Request) -> None:
         if request.request_id in self._requests:
-            raise ValueError(f"request {request.request_id!r} is already in the queue")
+            raise ValueError(f"cannot add request {request.request_id!r}: already in the queue")
         self._requests[request.request_id] = request
 
     def prepend_request(self, request: Request) -> None:
@@ -76,7 +76,7 @@ class FCFSRequestQueue(RequestQueue):
 
     def pop_request(self) -> Request:
         if not self._requests:
-            raise IndexError("the queue is empty")
+            raise IndexError("cannot take a request: the queue is empty")
         return self._requests.popitem(last=False)[1]
 
     def remove_request(self, request: Request) -> None:
@@ -97,5 +97,5 @@ class FCFSRequestQueue(RequestQueue):
 def create_request_queue(policy: SchedulingPolicy | str) -> RequestQueue:
     """The queue for a policy. Raises `ValueError` for an unknown policy."""
     if policy != SchedulingPolicy.FCFS:
-        raise ValueError(f"policy is {policy!r}: it must be {SchedulingPolicy.FCFS.value!r}")
+        raise ValueError(f"policy must be {SchedulingPolicy.FCFS.value!r}, got {policy!r}")
     return FCFSRequestQueue()

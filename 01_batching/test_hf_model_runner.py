@@ -318,7 +318,7 @@ def convolving() -> PreTrainedModel:
 def test_a_past_of_another_kind_is_refused_batched_and_right_one_by_one(oracle, make_model, layer):
     torch.manual_seed(2)
     model = make_model().to(torch.float64).eval()
-    with pytest.raises(ValueError, match=rf"batched is True.*{layer}"):
+    with pytest.raises(ValueError, match=rf"batched must be False.*{layer}"):
         HFModelRunner(model)
     requests = [Request.from_tokens("a", [1, 2, 3], 12), Request.from_tokens("b", [4] * 7, 12)]
     engine = EngineCore(FCFSScheduler(), HFModelRunner(model, batched=False))

@@ -41,7 +41,7 @@ class BlockPool:
     def __init__(self, num_blocks: int) -> None:
         if num_blocks < 2:
             raise ValueError(
-                f"num_blocks is {num_blocks}: it must be >= 2, the null block and one to use"
+                f"num_blocks must be >= 2 (the null block and one to use), got {num_blocks}"
             )
         self.num_blocks, self.num_usable_blocks = num_blocks, num_blocks - 1
         self.blocks = tuple(Block(block_id) for block_id in range(num_blocks))
@@ -62,7 +62,7 @@ class BlockPool:
         Returns None, and changes nothing, if fewer are free. Raises `ValueError` below 1.
         """
         if num_blocks < 1:
-            raise ValueError(f"num_blocks is {num_blocks}: it must be >= 1")
+            raise ValueError(f"num_blocks must be >= 1, got {num_blocks}")
         if num_blocks > len(self._free):
             return None
         blocks = [self._free.popitem(last=False)[1] for _ in range(num_blocks)]
@@ -112,24 +112,24 @@ class BlockPool:
     def check_invariants(self) -> None:
         """Raise `AssertionError` if free order and reference counts are inconsistent."""
         for block_id, block in enumerate(self.blocks):
-            assert block.block_id == block_id, f"{block} stands in place {block_id}"
-            assert block.ref_cnt >= 0, f"{block} has fewer than no holders"
+            assert block.block_id == block_id, f"{block} is at index {block_id}"
+            assert block.ref_cnt >= 0, f"{block} has a negative ref_cnt"
             is_usable = block_id != NULL_BLOCK_ID
             assert is_usable or block.ref_cnt == 0, "the null block is in use"
             is_listed, is_free = self._free.get(block_id) is block, block.ref_cnt == 0
-            assert is_listed == (is_usable and is_free), f"{block}, in the free order: {is_listed}"
+            assert is_listed == (is_usable and is_free), f"{block} in the free order: {is_listed}"
         num_held = sum(block.ref_cnt > 0 for block in self.blocks)
-        assert num_held + self.num_free_blocks == self.num_usable_blocks, "strangers are free"
+        assert num_held + self.num_free_blocks == self.num_usable_blocks, "foreign blocks are free"
 
     def _check(self, blocks: Sequence[Block], verb: str, are_held: bool) -> None:
         if len({block.block_id for block in blocks}) != len(blocks):
             block_ids = [block.block_id for block in blocks]
-            raise ValueError(f"{verb} of blocks {block_ids}: each may be named once a call")
+            raise ValueError(f"cannot {verb} blocks {block_ids}: ids must be unique within a call")
         for block in blocks:
             if block.block_id == NULL_BLOCK_ID:
-                raise ValueError(f"{verb} of block 0: the null block belongs to nobody")
+                raise ValueError(f"cannot {verb} block 0: the null block is never allocated")
             if not (0 < block.block_id < len(self.blocks) and self.blocks[block.block_id] is block):
-                raise ValueError(f"{verb} of {block}: it is not a block of this pool")
+                raise ValueError(f"cannot {verb} {block}: not a block of this pool")
             if (block.ref_cnt > 0) != are_held:
                 state = "free already" if are_held else "held, not free"
-                raise ValueError(f"{verb} of block {block.block_id}: it is {state}")
+                raise ValueError(f"cannot {verb} block {block.block_id}: the block is {state}")

@@ -124,8 +124,8 @@ class KVCacheManager:
         end = len(block_ids) * size
         if not 0 <= start <= stop <= end:
             raise ValueError(
-                f"positions [{start}, {stop}) of request {request_id!r}: its table reaches "
-                f"[0, {end})"
+                f"cannot look up positions [{start}, {stop}) of request {request_id!r}: its block "
+                f"table covers [0, {end})"
             )
         return [block_ids[pos // size] * size + pos % size for pos in range(start, stop)]
 
@@ -188,7 +188,7 @@ class KVCacheManager:
     def _check_sharing(self) -> None:
         """Check that no block is in two tables, or twice in one."""
         for block_id, num_holders in self._count_holders().items():
-            assert num_holders == 1, f"block {block_id} stands in {num_holders} places"
+            assert num_holders == 1, f"block {block_id} is held {num_holders} times"
 
     def check_invariants(self, requests: Iterable[Request] = ()) -> None:
         """Raise `AssertionError` if tables and pool are inconsistent, or if the table of one of
@@ -197,10 +197,10 @@ class KVCacheManager:
         holders = self._count_holders()
         for block in self.pool.blocks:
             num_holders = holders[block.block_id]
-            assert block.ref_cnt == num_holders, f"{block} has {num_holders} holders"
+            assert block.ref_cnt == num_holders, f"{block} is held {num_holders} times"
         for request_id, table in self._tables.items():
             assert table.block_ids == [block.block_id for block in table.blocks], request_id
-            assert table.blocks, f"request {request_id!r} has an empty table"
+            assert table.blocks, f"request {request_id!r} has an empty block table"
         self._check_sharing()
         for request in requests:
             num_slots = len(self.get_block_ids(request.request_id)) * self.block_size

@@ -138,8 +138,8 @@ class PagedPlan:
         fits &= seq_lens <= tables.shape[1] * block_size
         for row in np.flatnonzero(is_real & ~fits):
             raise ValueError(
-                f"sequence {row}: query_len is {query_lens[row]}, seq_len {seq_lens[row]}, "
-                f"block_tables {tuple(tables.shape)} of {block_size}: they contradict each other"
+                f"sequence {row}: query_len {query_lens[row]}, seq_len {seq_lens[row]} and "
+                f"block_tables {tuple(tables.shape)} of {block_size} contradict each other"
             )
         self.long_queries: list[LongQuery] = []
         for row in np.flatnonzero(is_real & ~is_short):

@@ -43,8 +43,8 @@ class PagedFCFSScheduler(FCFSScheduler):
         num_positions = request.num_prompt_tokens + max_tokens - 1
         if num_positions > self.kv_memory.capacity:
             raise ValueError(
-                f"{describe_prompt(request)} and max_tokens is {max_tokens}: {num_positions} "
-                "positions do not fit the KV memory even when it is empty; lower max_tokens or "
+                f"{describe_prompt(request)} and max_tokens is {max_tokens}, but {num_positions} "
+                "positions do not fit the KV cache even when it is empty; lower max_tokens or "
                 "raise num_blocks"
             )
 

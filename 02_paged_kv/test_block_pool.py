@@ -54,7 +54,7 @@ def test_allocating_fewer_than_one_block_is_an_error(num_blocks):
 
 @pytest.mark.parametrize("num_blocks", [1, 0, -3])
 def test_a_pool_without_a_usable_block_is_an_error(num_blocks):
-    with pytest.raises(ValueError, match=f"num_blocks is {num_blocks}"):
+    with pytest.raises(ValueError, match="num_blocks must"):
         BlockPool(num_blocks)
 
 
@@ -91,8 +91,8 @@ def test_a_block_named_twice_in_one_call_is_an_error():
     (block,) = pool.allocate(1)
     for num_holders in (1, 2, 3):
         assert block.ref_cnt == num_holders
-        refused(pool, "named once", pool.free, [block, block])
-        refused(pool, "named once", pool.touch, [block, block])
+        refused(pool, "must be unique", pool.free, [block, block])
+        refused(pool, "must be unique", pool.touch, [block, block])
         pool.touch([block])
 
 
@@ -100,8 +100,8 @@ def test_a_free_block_is_refused_with_a_sentence():
     pool = BlockPool(4)
     held, freed = pool.allocate(2)
     pool.free([freed])
-    refused(pool, "free of block 2: it is free already", pool.free, [held, freed])
-    refused(pool, "touch of block 2: it is free", pool.touch, [held, freed])
+    refused(pool, "cannot free block 2: .*free", pool.free, [held, freed])
+    refused(pool, "cannot touch block 2: .*free", pool.touch, [held, freed])
 
 
 def test_the_null_block_and_foreign_blocks_are_refused():
@@ -120,8 +120,8 @@ def test_a_free_block_is_reclaimed_from_the_middle_of_the_free_order():
     pool.reclaim([blocks[3], blocks[1]])
     assert ids(pool.free_order()) == [2, 4, 5]
     assert blocks[3].ref_cnt == blocks[1].ref_cnt == 1
-    refused(pool, "reclaim of block 3: it is held", pool.reclaim, [blocks[2], blocks[3]])
-    refused(pool, "named once", pool.reclaim, [blocks[2], blocks[2]])
+    refused(pool, "cannot reclaim block 3: .*held", pool.reclaim, [blocks[2], blocks[3]])
+    refused(pool, "must be unique", pool.reclaim, [blocks[2], blocks[2]])
 
 
 def test_removal_from_either_end_and_the_middle_does_not_scan():

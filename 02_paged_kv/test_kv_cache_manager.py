@@ -58,7 +58,7 @@ def test_positions_become_slots():
 def test_a_position_outside_of_its_table_is_refused_with_a_sentence():
     manager = make(8, block_size=4)
     manager.allocate_slots(make_request("a"), 11)
-    with pytest.raises(ValueError, match=r"\[0, 13\) of request 'a': its table reaches \[0, 12\)"):
+    with pytest.raises(ValueError, match=r"\[0, 13\) of request 'a': .*\[0, 12\)"):
         manager.slot_mapping("a", 0, 13)
 
 
@@ -168,16 +168,16 @@ def test_bad_arguments_are_errors_that_change_nothing():
     assert manager.allocate_slots(request, 8)
     before = snapshot(manager)
     calls = {
-        "num_new_tokens is -1": lambda: manager.allocate_slots(request, -1),
-        "num_reserved_tokens is -2": lambda: manager.allocate_slots(request, 1, -2),
-        "num_new_tokens is 1.5": lambda: manager.allocate_slots(request, 1.5),
+        "num_new_tokens must be .*-1": lambda: manager.allocate_slots(request, -1),
+        "num_reserved_tokens must": lambda: manager.allocate_slots(request, 1, -2),
+        "num_new_tokens must be .*1.5": lambda: manager.allocate_slots(request, 1.5),
     }
     for match, call in calls.items():
         with pytest.raises(ValueError, match=match):
             call()
         assert snapshot(manager) == before
     for block_size in (0, True, 2.0):
-        with pytest.raises(ValueError, match=f"block_size is {block_size!r}"):
+        with pytest.raises(ValueError, match="block_size must"):
             KVCacheManager(BlockPool(4), block_size)
 
 

@@ -267,9 +267,7 @@ def test_metadata_that_contradicts_itself_is_an_error(query_len, seq_len, num_co
     case.metadata.query_start_loc = torch.tensor([0, query_len])
     case.metadata.seq_lens = torch.tensor([seq_len])
     case.metadata.block_tables = torch.ones(1, num_columns, dtype=torch.int32)
-    with pytest.raises(
-        ValueError, match=f"sequence 0: query_len is {query_len}, seq_len {seq_len}"
-    ):
+    with pytest.raises(ValueError, match=f"sequence 0: query_len {query_len}, seq_len {seq_len}"):
         case.attend()
 
 

@@ -57,8 +57,8 @@ class CachedKVCacheManager(KVMemory):
         super().__init__(pool, block_size)
         if cache.pool is not pool or cache.block_size != block_size:
             raise ValueError(
-                f"block_size is {block_size}: the cache has {cache.block_size}, and must be on the "
-                "manager's own pool"
+                f"block_size must be that of the cache ({cache.block_size}), on the same pool, "
+                f"got {block_size}"
             )
         self.cache: PrefixCache = cache
         self._states: dict[str, _CacheState] = {}
@@ -78,7 +78,7 @@ class CachedKVCacheManager(KVMemory):
         its logits are needed. Returns `NotReady` if a running request is computing the next block.
         Raises `ValueError` if the request has a block table."""
         if request.request_id in self._tables:
-            raise ValueError(f"request {request.request_id!r} has a block table already")
+            raise ValueError(f"request {request.request_id!r} already has a block table")
         computed = self._look_up(request)
         if not wait_for_others or request.sampling_params.skip_reading_prefix_cache:
             return computed
@@ -127,7 +127,7 @@ class CachedKVCacheManager(KVMemory):
         computed = computed or _NOTHING_COMPUTED
         if computed.blocks:
             if not is_admission:
-                raise ValueError(f"request {request.request_id!r} has a block table already")
+                raise ValueError(f"request {request.request_id!r} already has a block table")
             # Touched before anything is allocated, so that the allocation cannot evict them.
             self.cache.touch(computed.blocks)
             table = self._tables[request.request_id] = BlockTable()
@@ -280,7 +280,7 @@ class CachedKVCacheManager(KVMemory):
     def check_invariants(self, requests: Iterable[Request] = ()) -> None:
         """Check the tables and the cache. O(pool x depth)."""
         requests = list(requests)
-        assert set(self._tables) <= set(self._states), "a table without a state"
+        assert set(self._tables) <= set(self._states), "a request has a block table but no state"
         super().check_invariants(requests)
         self.cache.check_invariants()
         for key, request_id in self._in_flight.items():

@@ -44,10 +44,10 @@ def check_extra_keys(extra_keys: ExtraKeys | None) -> tuple[tuple[str, str | int
         is_pair = isinstance(key, tuple) and len(key) == 2 and isinstance(key[0], str)
         if not is_pair or type(key[1]) not in (str, int):
             raise ValueError(
-                f"extra key is {key!r}: it must be (tag, value), a str and a str or int"
+                f"extra_keys must be pairs (tag, value) of a str and a str or int, got {key!r}"
             )
     if len({tag for tag, _ in keys}) != len(keys):
-        raise ValueError(f"extra keys are {extra_keys!r}: each tag may be used once")
+        raise ValueError(f"extra_keys must use each tag once, got {extra_keys!r}")
     return keys
 
 
@@ -223,9 +223,9 @@ class PrefixCache(ABC):
         found = self._find(walk, max(start - 1, 0), start + len(blocks))
         if start and not found:
             missing = len(self._find(walk, 0, start))
-            raise ValueError(f"insert behind {start} blocks: block {missing} is not cached")
+            raise ValueError(f"cannot insert after {start} blocks: block {missing} is not cached")
         if start and blocks and self.num_users(found[0]) == 0:
-            raise ValueError(f"insert behind {start} blocks: block {start - 1} has no user")
+            raise ValueError(f"cannot insert after {start} blocks: block {start - 1} is unused")
         known = [self.pool.blocks[block.block_id] for block in found[1 if start else 0 :]]
         duplicates, owned = list(blocks[: len(known)]), list(blocks[len(known) :])
         if known:
@@ -369,12 +369,10 @@ class PrefixCache(ABC):
         """Raise `ValueError` for arguments of `insert` that are invalid whatever is cached."""
         needed = (start + len(blocks)) * self.block_size
         if len(token_ids) < needed:
-            raise ValueError(
-                f"{len(token_ids)} token_ids: {start} + {len(blocks)} blocks hold {needed}"
-            )
+            raise ValueError(f"token_ids must have {needed} ids, got {len(token_ids)}")
         if len({block.block_id for block in blocks}) != len(blocks):
-            raise ValueError("insert: each block may be named once")
+            raise ValueError("cannot insert blocks: block ids must be unique within a call")
         for block in blocks:
             if block.ref_cnt < 1 or block.block_id in self._by_block_id:
                 state = "free" if block.ref_cnt < 1 else "cached already"
-                raise ValueError(f"insert of block {block.block_id}: it is {state}")
+                raise ValueError(f"cannot insert block {block.block_id}: the block is {state}")

@@ -58,8 +58,8 @@ def compute_block_hash(
     parent_hash = b"" if parent_hash is None or parent_hash == 0 else parent_hash
     if not isinstance(parent_hash, bytes) or len(parent_hash) not in (0, HASH_BYTES):
         raise ValueError(
-            f"parent_hash is {parent_hash!r}: it must be the {HASH_BYTES} bytes of a block's hash, "
-            "or None for a first block"
+            f"parent_hash must be the hash of a block ({HASH_BYTES} bytes), or None for a first "
+            f"block, got {parent_hash!r}"
         )
     if not parent_hash or extra_keys:
         parent_hash = _mix_in(parent_hash, normalise_extra_keys(extra_keys))
@@ -117,7 +117,7 @@ class PrefixCacheLocal(PrefixCache):
     ) -> None:
         if (max_cached_blocks is None) == (pool is None):
             raise ValueError(
-                f"max_cached_blocks is {max_cached_blocks} and pool is {pool}: give one of them"
+                f"give max_cached_blocks or pool, not both, got {max_cached_blocks} and {pool}"
             )
         if max_cached_blocks is not None:
             check_integers(1, max_cached_blocks=max_cached_blocks)
@@ -171,7 +171,7 @@ class PrefixCacheLocal(PrefixCache):
         cached_blocks = self._cached(blocks, "release")
         for cached in cached_blocks:
             if cached.block.ref_cnt == 1:
-                raise ValueError(f"release of block {cached.block_id}: nobody uses it")
+                raise ValueError(f"cannot release block {cached.block_id}: no request uses it")
         self.pool.free([cached.block for cached in cached_blocks])
         # Deepest first, so that it is evicted before its parent.
         for cached in reversed(cached_blocks):
@@ -182,7 +182,7 @@ class PrefixCacheLocal(PrefixCache):
         try:
             return [self._by_block_id[block.block_id] for block in blocks]
         except KeyError as error:
-            raise ValueError(f"{verb} of block {error}: it is not cached") from None
+            raise ValueError(f"cannot {verb} block {error}: not cached") from None
 
     def _pop_oldest(self, num_blocks: int) -> list[Block]:
         victims = [self._evictable.popitem(last=False)[1] for _ in range(num_blocks)]
@@ -234,10 +234,10 @@ class PrefixCacheLocal(PrefixCache):
                 parent_hash = _mix_in(b"", cached.extra_keys)
             else:
                 parent_hash = parent.block_hash
-                assert self._by_hash.get(parent_hash) is parent, f"{cached} lost its parent"
-                assert parent.num_users >= cached.num_users, f"{cached} is used without its parent"
+                assert self._by_hash.get(parent_hash) is parent, f"{cached} has no parent"
+                assert parent.num_users >= cached.num_users, f"{cached} is used, its parent is not"
             assert block_hash == compute_block_hash(parent_hash, cached.token_ids), cached
-            assert cached.num_users >= 0, f"{cached} is not held by the cache"
+            assert cached.num_users >= 0, f"{cached} has no reference from the cache"
             assert (cached.num_users == 0) == (cached.block_id in places), cached
             if parent is not None and parent.num_users == 0:
-                assert places[cached.block_id] < places[parent.block_id], f"{cached} goes too late"
+                assert places[cached.block_id] < places[parent.block_id], f"wrong order: {cached}"

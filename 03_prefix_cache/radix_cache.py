@@ -44,7 +44,7 @@ class RadixCache(PrefixCache):
         listener: CacheListener | None = None,
     ) -> None:
         if pool is not None and num_pages is not None:
-            raise ValueError(f"num_pages is {num_pages} and pool is {pool}: give one of them")
+            raise ValueError(f"give num_pages or pool, not both, got {num_pages} and {pool}")
         num_pages = NUM_PAGES if num_pages is None else num_pages
         check_integers(1, page_size=page_size, num_pages=num_pages)
         super().__init__(pool or BlockPool(num_pages + 1), page_size, listener)
@@ -93,7 +93,7 @@ class RadixCache(PrefixCache):
     def release(self, blocks: Sequence[HasBlockId]) -> None:
         for block in blocks:
             if self.owns(block) and self.num_users(block) == 0:
-                raise ValueError(f"release of block {block.block_id}: nobody uses it")
+                raise ValueError(f"cannot release block {block.block_id}: no request uses it")
         nodes = self.tree.cut_out([block.block_id for block in blocks])
         self._clock += 1
         for node in nodes:
@@ -170,17 +170,17 @@ class RadixCache(PrefixCache):
         for node in nodes:
             num_used += len(node.blocks) if node.lock_ref else 0
             for block in node.blocks:
-                assert block is self.pool.blocks[block.block_id], f"{block} is not the pool's"
-                assert block.ref_cnt == node.lock_ref + 1, f"{block} in {node}"
+                assert block is self.pool.blocks[block.block_id], f"{block} is not in the pool"
+                assert block.ref_cnt == node.lock_ref + 1, f"ref_cnt of {block} contradicts {node}"
             for child in node.children.values():
-                assert node.is_root or child.lock_ref <= node.lock_ref, f"{child} without {node}"
+                assert node.is_root or child.lock_ref <= node.lock_ref, f"{child} used, {node} not"
                 is_newer = child.last_access > node.last_access
-                assert node.is_root or node.lock_ref or not is_newer, f"{child} is after {node}"
+                assert node.is_root or node.lock_ref or not is_newer, f"{child} newer than {node}"
         assert num_used == self._num_used, f"{num_used} blocks are used, not {self._num_used}"
         queued = {node for _, _, node in self._heap}
-        assert len(queued) == len(self._heap), "a node is queued twice"
+        assert len(queued) == len(self._heap), "a node is in the eviction heap twice"
         assert queued == {node for node in nodes if node.is_queued}, "queued, but not in the tree"
         for time, _, node in self._heap:
-            assert time <= node.last_access, f"{node} is queued too late"
+            assert time <= node.last_access, f"{node} would be evicted too late"
         for node in nodes - queued:
-            assert node.is_root or node.children or node.lock_ref, f"{node} can not be evicted"
+            assert node.is_root or node.children or node.lock_ref, f"{node} is not queued"

@@ -168,7 +168,7 @@ class RadixTree:
         path."""
         for block_id in block_ids:
             if block_id not in self.node_of:
-                raise ValueError(f"block {block_id} is not cached")
+                raise ValueError(f"cannot remove block {block_id}: not cached")
         if not block_ids:
             return []
         node = self.node_of[block_ids[-1]]
@@ -179,7 +179,7 @@ class RadixTree:
         held = self.blocks_up_to(node, max(begin, 0))[: len(block_ids)]
         if [block.block_id for block in held] != list(block_ids):
             raise ValueError(
-                f"blocks {block_ids}: each may be named once, in the order of one path"
+                f"cannot remove blocks {block_ids}: ids must be unique and in order of a path"
             )
         nodes = [self.split(node, end)]
         while nodes[-1].start > begin:
@@ -257,8 +257,8 @@ class RadixTree:
             assert len(node.key) == len(node.blocks) * self.page_size, node
             for first_page, child in node.children.items():
                 assert child.parent is node and child.blocks, child
-                assert child.start == node.end, f"{child} does not begin where its parent ends"
+                assert child.start == node.end, f"{child} does not start at its parent's end"
                 assert first_page == tuple(child.key[: self.page_size]), child
             for block in node.blocks:
-                assert self.node_of.get(block.block_id) is node, f"{block} is not where it is"
-        assert num_pages == len(self.node_of), f"{num_pages} pages, {len(self.node_of)} known"
+                assert self.node_of.get(block.block_id) is node, f"{block} is in another node"
+        assert num_pages == len(self.node_of), f"{num_pages} pages, {len(self.node_of)} in node_of"

@@ -104,7 +104,7 @@ def test_a_block_is_hashed_as_the_posts_call_it():
     assert first != compute_block_hash(0, (1, 2, 3)) == compute_block_hash(None, [1, 2, 3])
     assert compute_block_hash(first, (4, 5, 6), ("lora", 1)) != compute_block_hash(first, (4, 5, 6))
     for parent in (1, first.hex(), first[1:], hash((0, (1, 2, 3)))):
-        with pytest.raises(ValueError, match=r"parent_hash is .* it must be the 32 bytes"):
+        with pytest.raises(ValueError, match="parent_hash must"):
             compute_block_hash(parent, (4, 5, 6))
 
 
@@ -150,7 +150,7 @@ def test_a_full_cache_stays_full_and_keeps_what_is_used():
 
 def test_its_own_pool_or_a_given_one():
     for too_many_or_few in ({}, {"max_cached_blocks": 3, "pool": BlockPool(4)}):
-        with pytest.raises(ValueError, match="give one of them"):
+        with pytest.raises(ValueError, match="give max_cached_blocks or pool"):
             PrefixCacheLocal(**too_many_or_few)
     for max_cached_blocks in (0, -1):
         with pytest.raises(ValueError, match="must be an integer >= 1"):

@@ -254,13 +254,13 @@ def test_pages_are_found_and_cut_out_at_both_ends():
 @pytest.mark.parametrize(
     ("block_ids", "match"),
     [
-        ([99], "99 is not cached"),
-        ([1, 99, 2], "99 is not cached"),
-        ([1, 1], "once"),
-        ([2, 1], "in the order of one path"),
-        ([1, 3], "in the order of one path"),
-        ([1, 2, 3, 5], "in the order of one path"),  # 5 is on the other branch
-        ([4, 1, 2], "in the order of one path"),  # more than there is before 2
+        ([99], "99: not cached"),
+        ([1, 99, 2], "99: not cached"),
+        ([1, 1], "must be unique"),
+        ([2, 1], "in order of a path"),
+        ([1, 3], "in order of a path"),
+        ([1, 2, 3, 5], "in order of a path"),  # 5 is on the other branch
+        ([4, 1, 2], "in order of a path"),  # more than there is before 2
     ],
 )
 def test_pages_that_are_no_stretch_of_a_path_are_refused(block_ids, match):

@@ -43,7 +43,7 @@ class SchedulePolicy:
     def key(self, request: Request) -> Any:
         """The sort key of a request: the smallest is served first. All keys of one policy have one
         type."""
-        raise NotImplementedError(f"{type(self).__name__} must define key, or order")
+        raise NotImplementedError(f"{type(self).__name__} must define key or order")
 
     def order(self, requests: Sequence[Request]) -> list[Request]:
         """Return all of `requests`, which are in order of arrival, in the order of service."""
@@ -82,5 +82,5 @@ def policy_named(
     if not isinstance(name, str) or name not in known:
         allowed = ", ".join(repr(name) for name in known)
         instance = "an instance of SchedulePolicy"
-        raise ValueError(f"policy is {name!r}: it must be {instance} or one of {allowed}")
+        raise ValueError(f"policy must be {instance} or one of {allowed}, got {name!r}")
     return known[name]

@@ -64,7 +64,7 @@ class PolicyQueue(RequestQueue):
     def __init__(self, policy: SchedulePolicy, max_overtakes: int | None = 1000) -> None:
         is_integer = isinstance(max_overtakes, int) and not isinstance(max_overtakes, bool)
         if max_overtakes is not None and not (is_integer and max_overtakes >= 0):
-            raise ValueError(f"max_overtakes is {max_overtakes!r}: it must be None or >= 0")
+            raise ValueError(f"max_overtakes must be None or >= 0, got {max_overtakes!r}")
         self.policy = policy
         self.max_overtakes = max_overtakes
         # Preempted requests. The last one is served first.
@@ -89,7 +89,7 @@ class PolicyQueue(RequestQueue):
 
     def _check_is_new(self, request: Request) -> None:
         if request.request_id in self._front or request.request_id in self._places:
-            raise ValueError(f"request {request.request_id!r} is already in the queue")
+            raise ValueError(f"cannot add request {request.request_id!r}: already in the queue")
 
     def _put_at_its_place(self, request: Request, number: int) -> None:
         # A cache-aware policy has no keys. With equal keys, the order of arrival remains.
@@ -153,7 +153,7 @@ class PolicyQueue(RequestQueue):
         for request in self.in_order():
             yield request
             if (self._num_left, len(self)) != before:
-                raise RuntimeError("the queue changed during iteration")
+                raise RuntimeError("cannot iterate: the queue has changed")
 
     def in_order(self) -> Iterator[Request]:
         yield from reversed(self._front.values())
@@ -184,11 +184,11 @@ class PolicyQueue(RequestQueue):
 
     def check_invariants(self) -> None:
         """Raise `AssertionError` if the queue is inconsistent. O(n log n)."""
-        assert self._front.keys().isdisjoint(self._places), "in front, and at a place"
-        assert sorted(self._places.values()) == list(self._sorted), "two orders, two contents"
+        assert self._front.keys().isdisjoint(self._places), "preempted, and sorted"
+        assert sorted(self._places.values()) == list(self._sorted), "the two orders differ"
         ages = [place.num_left for place in self._places.values()]
-        assert ages == sorted(ages), "places are not in order of arrival"
-        assert not ages or ages[-1] <= self._num_left, "came after more had left than have"
+        assert ages == sorted(ages), "entries are not in order of arrival"
+        assert not ages or ages[-1] <= self._num_left, "an entry counts too many departures"
         for request_id, place in self._places.items():
             assert place.request.request_id == request_id, place
 

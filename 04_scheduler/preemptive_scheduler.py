@@ -73,7 +73,7 @@ class PreemptionPlugin(SchedulerPlugin):
 
     def attach(self, books: SchedulerBooks) -> None:
         if not isinstance(books, SchedulerBase):
-            raise ValueError(f"{type(self).__name__} needs a scheduler that preempts")
+            raise ValueError(f"{type(self).__name__} needs a preemptive scheduler")
         # A weak reference: in a reference cycle, an engine's memory would be freed only by Python's
         # garbage collector.
         self.books = cast("SchedulerBase", proxy(books))
@@ -167,7 +167,7 @@ class SchedulerBase(SchedulerBooks):
         longest = self.chunk_policy.longest_prompt(self.max_num_batched_tokens)
         if request.num_prompt_tokens > longest:
             raise ValueError(
-                f"{describe_prompt(request)}: it must fit one step whole, "
+                f"{describe_prompt(request)}, but a whole prompt must fit in one step, "
                 f"max_num_batched_tokens={longest}"
             )
 

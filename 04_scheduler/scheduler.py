@@ -88,7 +88,7 @@ class Scheduler(SchedulerBase):
         **options: Unpack[SchedulerOptions],
     ) -> None:
         if not 0 <= watermark < 1:
-            raise ValueError(f"watermark is {watermark!r}: it must be in [0, 1)")
+            raise ValueError(f"watermark must be in [0, 1), got {watermark!r}")
         is_known = keep_for_prompts in ("every", "own")
         require(is_known, "keep_for_prompts", keep_for_prompts, "'every' or 'own'")
         super().__init__(max_num_seqs, max_num_batched_tokens, num_gpu_blocks, policy, **options)
@@ -187,7 +187,7 @@ class Scheduler(SchedulerBase):
             return with_more
         while not self.kv_memory.allocate_slots(request, num_tokens):
             victim = self._choose_victim()
-            assert victim is not None, "a pinned request has what it needs, and this one asks"
+            assert victim is not None, "no victim left, but a pinned request never allocates"
             self._preempt(victim, step)
             if victim is request:
                 return 0
@@ -283,7 +283,7 @@ class Scheduler(SchedulerBase):
         if displaced is not None:
             self._preempt(displaced, step)
         has_room = self.seat(request, computed, num_tokens, num_reserved)
-        assert has_room, "the memory has changed its mind"
+        assert has_room, "`can_allocate` succeeded but `allocate_slots` failed"
         step.add(request, num_tokens, num_left)
         step.admitted.append(request)
         return _Admission.ADMITTED

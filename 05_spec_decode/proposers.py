@@ -84,7 +84,7 @@ class NgramProposer:
 
     def __post_init__(self) -> None:
         require(self.num_spec_tokens >= 1, "num_spec_tokens", self.num_spec_tokens, ">= 1")
-        allowed = f">= 1 and <= max_ngram, which is {self.max_ngram!r}"
+        allowed = f"in [1, max_ngram], with max_ngram={self.max_ngram!r}"
         require(1 <= self.min_ngram <= self.max_ngram, "min_ngram", self.min_ngram, allowed)
 
     def propose(

@@ -84,7 +84,7 @@ class SimpleLM:
         embedding, query, key, value, lm_head = self.weights
         ids = torch.as_tensor(token_ids, dtype=torch.int64)
         if outside := ids[(ids < 0) | (ids >= self.vocab_size)].tolist():
-            raise ValueError(f"token_ids has {outside[0]}: it must be in [0, {self.vocab_size})")
+            raise ValueError(f"token_ids must be in [0, {self.vocab_size}), got {outside[0]}")
         is_seen = torch.ones(len(ids), len(ids), dtype=torch.bool).tril()
         x = embedding[ids] + torch.cos(torch.arange(len(ids))[:, None] * self._frequencies)
         # With random entries of size 1, the product of two vectors is about sqrt(hidden_size).
@@ -219,4 +219,4 @@ def _uniform(size: int, generator: torch.Generator | None) -> torch.Tensor:
 
 
 def check_context(context_ids: Sequence[int]) -> None:
-    require(len(context_ids) > 0, "context_ids", [], "at least one token, to predict from")
+    require(len(context_ids) > 0, "context_ids", [], "at least one token")

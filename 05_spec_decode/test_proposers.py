@@ -233,5 +233,5 @@ def test_a_step_indexes_new_tokens_only(num_old):
     ],
 )
 def test_options_that_make_no_sense_are_named(options, name):
-    with pytest.raises(ValueError, match=f"^{name} is "):
+    with pytest.raises(ValueError, match=f"^{name} must be "):
         BulkNgramProposer(**options)

@@ -49,8 +49,8 @@ class ChunkedPrefill(CutPrompts):
             check_integers(1, max_long_partial_prefills=max_long_partial_prefills)
             if long_prefill_token_threshold is None:
                 raise ValueError(
-                    f"max_long_partial_prefills is {max_long_partial_prefills}: it needs a "
-                    "long_prefill_token_threshold, which says what is long"
+                    "max_long_partial_prefills must be None without a "
+                    f"long_prefill_token_threshold, got {max_long_partial_prefills}"
                 )
         self.long_prefill_token_threshold = long_prefill_token_threshold
         self.max_long_partial_prefills = max_long_partial_prefills

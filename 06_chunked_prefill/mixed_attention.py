@@ -70,8 +70,8 @@ class MixedPlan(PagedPlan):
             starts, seq_lens = map(np.asarray, (metadata.query_starts, metadata.host_seq_lens))
             if (len(starts), len(seq_lens)) != (num_seqs + 1, num_seqs):
                 raise ValueError(
-                    f"seq_lens has {num_seqs} sequences, host_seq_lens {len(seq_lens)} and "
-                    f"query_starts {len(starts)} borders: they contradict each other"
+                    f"seq_lens ({num_seqs} sequences), host_seq_lens ({len(seq_lens)}) and "
+                    f"query_starts ({len(starts)} boundaries) contradict each other"
                 )
             is_short = np.arange(num_seqs) < metadata.num_short
         else:

@@ -298,9 +298,7 @@ def test_metadata_that_contradicts_itself_is_an_error(query_len, seq_len, num_co
     case.metadata.block_tables = torch.ones(1, num_columns, dtype=torch.int32)
     if is_mixed:
         case.metadata = mixed_metadata(case)
-    with pytest.raises(
-        ValueError, match=f"sequence 0: query_len is {query_len}, seq_len {seq_len}"
-    ):
+    with pytest.raises(ValueError, match=f"sequence 0: query_len {query_len}, seq_len {seq_len}"):
         attend(case)
 
 
@@ -309,7 +307,7 @@ def test_mixed_metadata_without_its_host_lists_is_an_error(name):
     case = make_case([(1, 4), (3, 5)], 4)
     metadata = mixed_metadata(case)
     setattr(metadata, name, getattr(metadata, name)[:-1])
-    with pytest.raises(ValueError, match="seq_lens has 2 sequences"):
+    with pytest.raises(ValueError, match=r"seq_lens .*contradict"):
         attend(case, metadata)
 
 

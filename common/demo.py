@@ -168,15 +168,15 @@ def load_prompts(args: argparse.Namespace) -> list[str]:
     prompts = list(args.prompt or [])
     if args.prompts_file is not None:
         if not args.prompts_file.is_file():
-            raise FileNotFoundError(f"--prompts-file {args.prompts_file}: there is no such file")
+            raise FileNotFoundError(f"--prompts-file must be a file, got {args.prompts_file}")
         text = args.prompts_file.read_text(encoding="utf-8")
         prompts += [line for line in text.splitlines() if line.strip()]
         if not prompts:
-            raise ValueError(f"--prompts-file {args.prompts_file}: it holds no prompt")
+            raise ValueError(f"--prompts-file must hold a prompt, got {args.prompts_file}")
     prompts = prompts or list(HEADS if args.adapters else PROMPTS)
     if args.num_prompts is not None:
         if args.num_prompts < 1:
-            raise ValueError(f"--num-prompts is {args.num_prompts}: it must be >= 1")
+            raise ValueError(f"--num-prompts must be >= 1, got {args.num_prompts}")
         prompts = list(islice(cycle(prompts), args.num_prompts))
     return [prompt for prompt in prompts for _ in range(1 + args.adapters)]
 

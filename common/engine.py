@@ -330,8 +330,8 @@ class LLMEngine:
         if self._num_idle_steps >= MAX_IDLE_STEPS:
             waiting = ", ".join(map(repr, self.scheduler.requests))
             raise RuntimeError(
-                f"the engine hangs: nothing runs, all memory is free, and for "
-                f"{self._num_idle_steps} steps the scheduler has admitted none of {waiting}"
+                f"no progress for {self._num_idle_steps} steps: no request is running, the KV "
+                f"cache is empty, and the scheduler admitted none of {waiting}"
             )
 
     @contextmanager
@@ -486,7 +486,7 @@ class LLMEngine:
         self._check_is_open()
         self._mend()
         if self._adapters is None:
-            raise ValueError("this engine takes no adapters: make it with max_loras or adapters")
+            raise ValueError("cannot use adapters: the engine has no max_loras or adapters")
         return self._adapters
 
     # -- grammars
@@ -663,13 +663,13 @@ class LLMEngine:
 
     def _check_is_open(self) -> None:
         if self._is_closed:
-            raise RuntimeError("this engine is closed: it computes nothing more; make another one")
+            raise RuntimeError("the engine is closed; create a new one")
 
     def _check_id(self, request_id: str) -> None:
         if not isinstance(request_id, str) or not request_id:
-            raise ValueError(f"request_id is {request_id!r}: it must be a non-empty str")
+            raise ValueError(f"request_id must be a non-empty str, got {request_id!r}")
         if request_id in self._groups or request_id in self._members:
-            raise ValueError(f"request_id is {request_id!r}: a request with this id is unfinished")
+            raise ValueError(f"request_id must be unique, got {request_id!r}, which is in use")
 
     def _end(self, group: RequestGroup) -> None:
         """May be interrupted, and done again."""
@@ -735,5 +735,5 @@ def _make_remote_parts(
     from common.parallel.remote import assemble_remote
 
     if loaded is not None or draft is not None:
-        raise ValueError("a loaded model can not be handed to other processes: name its directory")
+        raise ValueError("cannot send a loaded model to other processes; name its directory")
     return assemble_remote(config, tokenizer, members)

@@ -76,15 +76,15 @@ COMPILE_FROM_PARAMETERS = 100_000_000
 # models as much there, but for those one thread is slow when nothing else runs, too:
 # measured there.
 THREADS_FROM_PARAMETERS = 100_000_000
-NO_CLOCK = "in a pipeline the time of a step is not known: other steps are under way"
+NO_CLOCK = "not depend on step durations in a pipeline, where other steps are in flight"
 MAX_THREADS = max(64, 4 * (os.cpu_count() or 1))  # whoever cannot have them ends the process
 
 
 def _check(config: object, *rules: tuple[str, object, str]) -> None:
-    """Raises `ValueError` for the first of `(field, is it right?, what is allowed)` that is not."""
-    for name, is_right, allowed in rules:
+    """Raise `ValueError` for the first `(field, is_right, rule)` whose `is_right` is false."""
+    for name, is_right, rule in rules:
         if not is_right:
-            raise ValueError(f"{name} is {getattr(config, name)!r}: {allowed}")
+            raise ValueError(f"{name} must {rule}, got {getattr(config, name)!r}")
 
 
 def _is_number(value: object) -> TypeGuard[float]:
@@ -110,7 +110,7 @@ def _check_policy(value: Any) -> None:
         has_order = getattr(value.order, "__func__", None) is not SchedulePolicy.order
         if not has_key and not (has_order and value.looks_at_cache):
             needed = "must define key, or set looks_at_cache and define order"
-            raise ValueError(f"policy is {value!r}: its class {needed}")
+            raise ValueError(f"policy {needed}, got {value!r}")
         return
     if isinstance(value, str) and value in POLICIES:
         return
@@ -128,8 +128,8 @@ def _check_chunked_prefill(value: object) -> None:
     is_size = isinstance(value, int) and (isinstance(value, bool) or value >= 1)
     if not is_size and not _is_made(value, ChunkPolicy):
         raise ValueError(
-            f"chunked_prefill is {value!r}: it must be True, False, an integer >= 1 or an "
-            "instance of ChunkPolicy"
+            "chunked_prefill must be True, False, an integer >= 1 or an instance of ChunkPolicy, "
+            f"got {value!r}"
         )
 
 
@@ -163,7 +163,7 @@ def _check_name(
         is_one = value in tuple(names)
     if not is_one:
         shown = ", ".join(map(repr, names))
-        raise ValueError(f"{field} is {value!r}: it must be {instead}, or one of {shown}")
+        raise ValueError(f"{field} must be {instead}, or one of {shown}, got {value!r}")
 
 
 def _is_made(value: object, protocol: type) -> bool:
@@ -191,12 +191,12 @@ class SpeculativeConfig:
             speculative = {"method": speculative}
         if not isinstance(speculative, dict) or "method" not in speculative:
             raise ValueError(
-                f"speculative is {speculative!r}: it must be None, an instance of Proposer or a "
-                "dict with a method"
+                "speculative must be None, an instance of Proposer or a dict with a method, got "
+                f"{speculative!r}"
             )
         known = list(cls.__dataclass_fields__)
         if unknown := [name for name in speculative if name not in known]:
-            raise ValueError(f"speculative has {unknown[0]!r}: it may have {', '.join(known)}")
+            raise ValueError(f"speculative must have only {', '.join(known)}, got {unknown[0]!r}")
         if is_proposer(method := speculative["method"]):
             speculative = {"num_spec_tokens": method.num_spec_tokens} | speculative
         return cls(**speculative)
@@ -209,9 +209,9 @@ class SpeculativeConfig:
         _check_method(self.method)
         _check(
             self,
-            ("min_ngram", self.min_ngram <= self.max_ngram, "it must be <= max_ngram"),
-            ("adaptive", isinstance(self.adaptive, bool), "it must be True or False"),
-            ("model", is_model, "it must be a directory or hub id, for method 'draft'"),
+            ("min_ngram", self.min_ngram <= self.max_ngram, "be <= max_ngram"),
+            ("adaptive", isinstance(self.adaptive, bool), "be True or False"),
+            ("model", is_model, "be a directory or hub id, for method 'draft'"),
         )
 
 
@@ -300,9 +300,9 @@ class EngineConfig:
             if value is not None or name not in optional:
                 check_integers(low, **{name: value})
         check_integers(seed=self.seed)
-        _check(self, ("max_num_seqs", self.max_num_seqs <= 1 << 20, "it must be from 1 to 2**20"))
+        _check(self, ("max_num_seqs", self.max_num_seqs <= 1 << 20, "be from 1 to 2**20"))
         few = self.num_threads is None or self.num_threads <= MAX_THREADS
-        _check(self, ("num_threads", few, f"it must be None or from 1 to {MAX_THREADS}"))
+        _check(self, ("num_threads", few, f"be None or from 1 to {MAX_THREADS}"))
         choices = {
             "mixing": (False, True),
             "compile": ("auto", False, True),
@@ -319,7 +319,7 @@ class EngineConfig:
             value = getattr(self, name)
             is_one = any(value is a or (type(value) is type(a) and value == a) for a in allowed)
             shown = ", ".join(map(repr, allowed))
-            _check(self, (name, is_one, f"this version of the book allows {shown}"))
+            _check(self, (name, is_one, f"be one of {shown}"))
         _check_scheduler(self.scheduler)
         _check_policy(self.policy)
         _check_prefix_cache(self.prefix_cache)
@@ -339,13 +339,13 @@ class EngineConfig:
         is_patience = _is_number(patience) and 0 < patience < math.inf
         _check(
             self,
-            ("model", is_model, "it must be a directory, a hub id or None"),
-            ("events", is_file, "it must be a file to be written, or None"),
-            ("adapters", are_paths, "it must be None or {name: directory}"),
-            ("watermark", _is_number(left) and 0 <= left < 1, "it must be in [0, 1)"),
-            ("gpu_memory_utilization", is_share, "it must be in (0, 1]"),
-            ("target_step_ms", is_time, "it must be None or > 0, and finite"),
-            ("worker_timeout_s", is_patience, "it must be > 0, and finite"),
+            ("model", is_model, "be a directory, a hub id or None"),
+            ("events", is_file, "be a file to be written, or None"),
+            ("adapters", are_paths, "be None or {name: directory}"),
+            ("watermark", _is_number(left) and 0 <= left < 1, "be in [0, 1)"),
+            ("gpu_memory_utilization", is_share, "be in (0, 1]"),
+            ("target_step_ms", is_time, "be None or > 0, and finite"),
+            ("worker_timeout_s", is_patience, "be > 0, and finite"),
         )
         self._check_own_parts()
         self._check_what_goes_together()
@@ -354,32 +354,38 @@ class EngineConfig:
         kind, may_preempt = self.scheduler, self.may_preempt
         has_size = self.chunk_size is not None
         name = f"scheduler {kind!r}"
-        no_cut = f"{name} with chunked_prefill={self.chunked_prefill!r} does not cut prompts"
+        no_cut = f"be None if prompts are not cut ({name}, {self.chunked_prefill!r})"
         has_stages = self.pipeline_parallel_size > 1
         no_clock = NO_CLOCK if has_stages else no_cut
-        no_long = "it needs scheduler 'two_phase' and a number as chunked_prefill: what is long"
-        no_cache = "it needs a prefix_cache, which is None"
-        is_fixed, tiles = self.batch_invariant, "batch_invariant=True computes in tiles of its own"
-        no_adapters = f"{tiles}, and adapters' products have others"
+        no_long = "be None unless scheduler is 'two_phase' and chunked_prefill a number"
+        no_cache = "be None without a prefix_cache"
+        is_fixed, tiles = self.batch_invariant, "batch_invariant=True, which has its own tiles"
+        no_adapters = f"be None with {tiles}"
         is_summed = is_fixed and self.tensor_parallel_size > 1
-        order = "batch_invariant=True: in which order ranks are added depends on the batch"
+        order = "be 1 with batch_invariant=True, as the order of summation depends on the batch"
         refused = {  # where it is given
-            "preempt_every": (not may_preempt, f"{name} never preempts"),
-            "speculative": (self.speculation and not may_preempt, f"{name} does not speculate"),
-            "policy": (self.policy != "fcfs" and not may_preempt, f"{name} has no other order"),
-            "chunked_prefill": (has_size and kind == "fcfs", f"{name} computes prompts whole"),
-            "mixing": (self.mixing and kind != "prefill_first", f"{name} has no other batches"),
+            "preempt_every": (not may_preempt, f"be None with {name}"),
+            "speculative": (self.speculation and not may_preempt, f"be None with {name}"),
+            "policy": (self.policy != "fcfs" and not may_preempt, f"be 'fcfs' with {name}"),
+            "chunked_prefill": (has_size and kind == "fcfs", f"not be a number with {name}"),
+            "mixing": (self.mixing and kind != "prefill_first", f"be False with {name}"),
             "target_step_ms": (not self.cuts_prompts or has_stages, no_clock),
             "max_long_partial_prefills": (kind != "two_phase" or not has_size, no_long),
             "kv_tiers": (self.prefix_cache is None, no_cache),
             "kv_connector": (self.prefix_cache is None, no_cache),
-            "attention_backend": (is_fixed and self.attention_backend == "triton", tiles),
+            "attention_backend": (
+                is_fixed and self.attention_backend == "triton",
+                f"be 'torch' with {tiles}",
+            ),
             "tensor_parallel_size": (is_summed, order),
-            "compile": (is_fixed and self.compile is True, tiles),
+            "compile": (is_fixed and self.compile is True, f"be False with {tiles}"),
             "adapters": (is_fixed, no_adapters),
             "max_loras": (is_fixed, no_adapters),
-            "pack_weights": (is_fixed and not self.pack_weights, f"{tiles}, of packed weights"),
-            "emulate_graphs": (self.emulate_graphs and self.enforce_eager, "enforce_eager is True"),
+            "pack_weights": (is_fixed and not self.pack_weights, f"be True with {tiles}"),
+            "emulate_graphs": (
+                self.emulate_graphs and self.enforce_eager,
+                "be False with enforce_eager",
+            ),
         }
         for field_name, (is_wrong, why) in refused.items():
             _check(self, (field_name, getattr(self, field_name) is None or not is_wrong, why))
@@ -391,8 +397,8 @@ class EngineConfig:
             is_connector = isinstance(self.kv_connector, KVConnector | None)
             _check(
                 self,
-                ("kv_tiers", is_tiers, "it must be None or an instance of KVTierConfig"),
-                ("kv_connector", is_connector, "it must be None or an instance of KVConnector"),
+                ("kv_tiers", is_tiers, "be None or an instance of KVTierConfig"),
+                ("kv_connector", is_connector, "be None or an instance of KVConnector"),
             )
 
     def _check_own_parts(self) -> None:
@@ -400,11 +406,11 @@ class EngineConfig:
         has_policy = is_own(self.chunked_prefill)
         has_backend = is_own(self.attention_backend)
         has_proposer = "speculative" in self.parts_with_state
-        far = "the model is in other processes, where nothing made here can go: give a name"
-        tiles = "batch_invariant=True computes in tiles of its own"
+        far = "be a name, because the model is in other processes"
+        tiles = "be a name with batch_invariant=True, which has its own tiles"
         learns = self.learns_durations and self.pipeline_parallel_size > 1
-        target = "chunked_prefill is a ChunkPolicy, and has its own"
-        whole = f"scheduler {self.scheduler!r} computes prompts whole"
+        target = "be None if chunked_prefill is a ChunkPolicy, which has a target of its own"
+        whole = f"be True or False with scheduler {self.scheduler!r}"
         _check(
             self,
             ("attention_backend", not has_backend or not self.has_workers, far),
@@ -513,9 +519,9 @@ class EngineConfig:
         except (RuntimeError, TypeError):
             device = None
         if device is None or device.type not in ("cpu", "cuda"):
-            raise ValueError(f"device is {self.device!r}: it must be 'auto', 'cpu' or 'cuda[:N]'")
+            raise ValueError(f"device must be 'auto', 'cpu' or 'cuda[:N]', got {self.device!r}")
         if device.type == "cuda" and not torch.cuda.is_available():
-            raise ValueError(f"device is {self.device!r}: this build of torch sees no CUDA device")
+            raise ValueError(f"device must be 'cpu' without a CUDA device, got {self.device!r}")
         if device.type == "cuda" and (device.index or 0) >= (known := torch.cuda.device_count()):
             raise ValueError(f"device must be below 'cuda:{known}', got {self.device!r}")
         return device

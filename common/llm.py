@@ -46,7 +46,7 @@ class LLM:
 
         known = set(EngineConfig.__dataclass_fields__)
         if unknown := sorted(set(config) - known):
-            raise ValueError(f"unknown argument {unknown[0]!r}: LLM takes {sorted(known)}")
+            raise ValueError(f"arguments of LLM must be among {sorted(known)}, got {unknown[0]!r}")
         if "TORCHELASTIC_RUN_ID" in os.environ:  # started by torchrun: its processes are the ranks
             from common.parallel import remote_launch
 
@@ -94,7 +94,7 @@ class LLM:
         Leaving the loop early aborts the request."""
         params = SamplingParams() if sampling_params is None else sampling_params
         if isinstance(params, SamplingParams) and params.n != 1:
-            raise ValueError(f"n is {params.n}: a stream has one continuation; use generate")
+            raise ValueError(f"n must be 1 for a stream, got {params.n}; use generate")
         yield from self.engine.stream(prompt, params, **options)
 
     def load_adapter(self, name: str, directory: str | Path) -> None:
@@ -121,7 +121,7 @@ def as_list_of_prompts(prompts: Any) -> list:
     prompts = plain(prompts)
     if not isinstance(prompts, Iterable) or isinstance(prompts, bytes | Mapping | Set):
         raise ValueError(
-            f"prompts is a {type(prompts).__name__}: it must be a str, token ids or a list of them"
+            f"prompts must be a str, token ids or a list of them, got {type(prompts).__name__}"
         )
     prompts = list(prompts)
     if prompts and all(issubclass(kind, Number) for kind in set(map(type, prompts))):

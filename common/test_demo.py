@@ -135,9 +135,9 @@ def test_prompts_come_from_a_file_and_are_repeated_to_the_number(tmp_path: Path)
     ("arguments", "named"),
     [
         (["--prompts-file", "no-such-file"], "no-such-file"),
-        (["--num-prompts", "0"], "--num-prompts is 0"),
-        (["--max-tokens", "0"], "max_tokens is 0"),
-        (["--chunked-prefill", "0"], "chunked_prefill is 0"),
+        (["--num-prompts", "0"], "--num-prompts must"),
+        (["--max-tokens", "0"], "max_tokens must"),
+        (["--chunked-prefill", "0"], "chunked_prefill must"),
         (["--model", "no/such/directory"], "no/such/directory"),
         (["--device", "cuda:99"], "cuda"),
         (["--dtype", "float12"], "float12"),

@@ -94,9 +94,9 @@ def generate_static(
     The requests are used up: their outputs and status are set as a scheduler would set them. Raises
     `ValueError` if `batch_size < 1` or two requests have one id, before anything is computed."""
     if batch_size < 1:
-        raise ValueError(f"batch_size is {batch_size}: it must be >= 1")
+        raise ValueError(f"batch_size must be >= 1, got {batch_size}")
     if len({request.request_id for request in requests}) < len(requests):
-        raise ValueError("requests: each request_id must be unique")
+        raise ValueError("request_id must be unique in requests")
     model.eval()
     report = StaticBatchingReport()
     in_order = sorted(requests, key=lambda request: request.arrival_time)

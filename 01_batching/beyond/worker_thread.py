@@ -116,7 +116,7 @@ class WorkerThread:
     def submit(self, work: Callable[..., T], *arguments: Any) -> ThreadJob[T]:
         """Raises `RuntimeError` after `close`."""
         if not self._end.alive:
-            raise RuntimeError("this thread has been closed")
+            raise RuntimeError("cannot run the call: the worker thread is closed")
         job = ThreadJob(partial(work, *arguments))
         self._jobs.put(job)
         return job

@@ -49,7 +49,7 @@ def load_library(source: Path, constants: Mapping[str, object]) -> ctypes.CDLL:
     """`source` in machine code. Raises `RuntimeError` without a C++ compiler, or if that fails."""
     compiler = next(filter(None, map(shutil.which, COMPILERS)), None)
     if compiler is None:
-        raise RuntimeError(f"no C++ compiler ({' or '.join(COMPILERS)}) was found")
+        raise RuntimeError(f"cannot compile: no C++ compiler ({' or '.join(COMPILERS)}) was found")
     defines = [f"-D{name}={value}" for name, value in constants.items()]
     command = [compiler, *FLAGS, f"-I{Path(__file__).parent}", *defines]
     headers = [source, *sorted(Path(__file__).parent.glob("*.h"))]
@@ -86,7 +86,7 @@ def _compile(command: list[str], source: Path, library: Path) -> None:
                 os.replace(made, library)
                 return
         says = next((line for line in done.stderr.splitlines() if "error" in line), "no reason")
-        raise RuntimeError(f"{Path(command[0]).name} fails: {says}")
+        raise RuntimeError(f"{Path(command[0]).name} failed: {says}")
     finally:
         Path(made).unlink(missing_ok=True)
 

@@ -190,10 +190,10 @@ def _op(
             places.add(value.device)
             if value.dtype != _DTYPES[kind[1:]]:
                 raise ValueError(
-                    f"{name}: {argument} is {value.dtype}, and the kernel is compiled for {kind}"
+                    f"{name}: {argument} must be {kind}, as compiled, got {value.dtype}"
                 )
         if len(places) > 1:
-            raise ValueError(f"{name}: its tensors are on {sorted(map(str, places))}")
+            raise ValueError(f"{name}: tensors must share a device, got {sorted(map(str, places))}")
 
     tensors = [argument for argument, kind in arguments if kind.startswith("*")]
     op = torch.library.custom_op(name, run, mutates_args=tensors, schema=_schema(arguments))

@@ -86,9 +86,9 @@ def size_kv_cache(
     num_blocks = min(num_affordable, num_useful)
     if num_blocks < blocks_per_request + 1:
         raise ValueError(
-            f"max_model_len is {max_model_len}: one such request needs {blocks_per_request} KV "
-            f"blocks of {kv_bytes_per_block:,} bytes, and there is room for "
-            f"{max(num_affordable - 1, 0)} ({available.explanation}); lower max_model_len"
+            f"max_model_len={max_model_len} needs {blocks_per_request} KV blocks of "
+            f"{kv_bytes_per_block:,} bytes for one request, but only {max(num_affordable - 1, 0)} "
+            f"fit ({available.explanation}); lower max_model_len"
         )
     explanation = (
         f"KV cache: {available.explanation} / {kv_bytes_per_block / 1024:.1f} KiB "

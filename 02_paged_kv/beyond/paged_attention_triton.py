@@ -356,17 +356,17 @@ class TritonAttentionBackend:
     def __init__(self, float32_precision: str = "ieee") -> None:
         if float32_precision not in FLOAT32_PRECISIONS:
             allowed = " or ".join(map(repr, FLOAT32_PRECISIONS))
-            raise ValueError(f"float32_precision is {float32_precision!r}: it must be {allowed}")
+            raise ValueError(f"float32_precision must be {allowed}, got {float32_precision!r}")
         self.float32_precision = float32_precision
         if not HAS_TRITON:
             raise RuntimeError(
-                "the Triton attention backend needs the package triton, which is not installed: "
+                "cannot use the Triton attention backend: the package triton is not installed; "
                 "run `pip install triton`, or choose attention_backend='torch'"
             )
         self.is_interpreted = not isinstance(_write_kv_kernel, triton.runtime.JITFunction)
         if not torch.cuda.is_available() and not self.is_interpreted:
             raise RuntimeError(
-                "the Triton attention backend needs a CUDA device, and there is none: choose "
+                "cannot use the Triton attention backend: no CUDA device was found; choose "
                 "attention_backend='torch', or, to try the kernels slowly on a CPU, set the "
                 "environment variable TRITON_INTERPRET=1 before Python starts"
             )
@@ -377,8 +377,8 @@ class TritonAttentionBackend:
         256."""
         if dtype == torch.float64 or head_dim > MAX_HEAD_DIM:
             raise ValueError(
-                f"KV is {dtype} with head_dim {head_dim}: the Triton backend takes 16 or 32 bits "
-                f"and head_dim <= {MAX_HEAD_DIM}; choose attention_backend='torch'"
+                f"KV must have 16 or 32 bits and head_dim <= {MAX_HEAD_DIM}, got {dtype} and "
+                f"head_dim {head_dim}; choose attention_backend='torch'"
             )
 
     def plan(
@@ -399,6 +399,6 @@ def check_caches(key_cache: torch.Tensor, value_cache: torch.Tensor) -> None:
     strides = key_cache.stride(), value_cache.stride()
     if strides[0] != strides[1] or strides[0][3] != 1:
         raise ValueError(
-            f"key_cache and value_cache have strides {strides[0]} and {strides[1]}: they must be "
-            "the same, and the channels of a head must be contiguous"
+            "key_cache and value_cache must have the same strides, with contiguous channels per "
+            f"head, got {strides[0]} and {strides[1]}"
         )

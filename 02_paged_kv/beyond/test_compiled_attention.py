@@ -144,7 +144,7 @@ def test_a_model_and_its_draft_share_metadata():
 def test_metadata_that_contradicts_itself_is_an_error():
     case = make_head_major_case([(1, 4)], 4)
     case.metadata.seq_lens = torch.tensor([99])
-    with pytest.raises(ValueError, match="sequence 0: query_len is 1, seq_len 99"):
+    with pytest.raises(ValueError, match="sequence 0: query_len 1, seq_len 99"):
         attend(case, make_backend(case))
 
 

@@ -60,7 +60,7 @@ def test_compiled_once_for_a_source_its_constants_and_a_processor(source, runs, 
 
 @needs_compiler
 def test_what_does_not_compile_says_why_and_leaves_nothing(source):
-    with pytest.raises(RuntimeError, match=r"fails: .*answer.cpp.*'?ANSWER"):
+    with pytest.raises(RuntimeError, match=r"failed: .*answer.cpp.*'?ANSWER"):
         load_library(source, {})
     assert not list(cache_folder().iterdir())
 

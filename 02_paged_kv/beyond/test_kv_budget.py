@@ -23,9 +23,9 @@ def test_never_more_than_the_requests_can_use() -> None:
 
 def test_memory_for_less_than_one_request_is_refused_and_says_why() -> None:
     # 160 tokens need 10 blocks and the null block; 21,000 bytes give 10.
-    with pytest.raises(ValueError, match="max_model_len is 160") as error:
+    with pytest.raises(ValueError, match="max_model_len=160") as error:
         size_kv_cache(1000, 16, 8, 160, share_of_free(21_000))
-    assert "needs 10 KV blocks" in str(error.value) and "room for 9" in str(error.value)
+    assert "needs 10 KV blocks" in str(error.value) and "only 9 fit" in str(error.value)
     assert size_kv_cache(1000, 16, 8, 160, share_of_free(22_000)).num_blocks == 11
 
 

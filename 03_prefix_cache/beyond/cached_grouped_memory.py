@@ -63,7 +63,7 @@ class CachedGroupedMemory(GroupedKVMemory):
         """Like the method without groups. The blocks themselves are looked up again when they are
         pinned."""
         if request.request_id in self._published:
-            raise ValueError(f"request {request.request_id!r} has a block table already")
+            raise ValueError(f"request {request.request_id!r} already has a block table")
         self.acts_for = request.request_id
         if request.sampling_params.skip_reading_prefix_cache:
             return ComputedBlocks()
@@ -118,7 +118,7 @@ class CachedGroupedMemory(GroupedKVMemory):
         num_found = computed.num_tokens // self.block_size
         if num_found:
             if not is_admission:
-                raise ValueError(f"request {name!r} has a block table already")
+                raise ValueError(f"request {name!r} already has a block table")
             found = self._find(request, computed)
             self.cache.hold([block for blocks in found for block in blocks])
             self.cache.share_links(self._chains.known(request, num_found), found)

@@ -63,7 +63,7 @@ class GlobalKVPool(TransferringPool):
         num_transfer_threads: int = 4,
     ) -> None:
         if max_blocks_per_node < 1:
-            raise ValueError(f"max_blocks_per_node is {max_blocks_per_node}: it must be >= 1")
+            raise ValueError(f"max_blocks_per_node must be >= 1, got {max_blocks_per_node}")
         self.max_blocks_per_node = max_blocks_per_node
         self._transport = transport
         self._transfers = BackgroundTransfers(num_transfer_threads, transfer_timeout_s)
@@ -126,11 +126,11 @@ class GlobalKVPool(TransferringPool):
 
     def _has(self, block_hash: bytes, node_id: str, token_ids: tuple[int, ...]) -> bool:
         if self._is_closed:
-            raise RuntimeError("the pool is closed")
+            raise RuntimeError("cannot use the pool: the pool is closed")
         copies = self._copies.get(block_hash, {})
         known = next(iter(copies.values())).token_ids if copies else token_ids
         if not token_ids or known != token_ids:
-            raise ValueError(f"token_ids is {token_ids}: the pool has {known} under this hash")
+            raise ValueError(f"token_ids must be {known or 'non-empty'} here, got {token_ids}")
         if node_id not in copies:
             return False
         self._use([copies[node_id]])
@@ -186,7 +186,7 @@ class GlobalKVPool(TransferringPool):
         """Runs in a transfer's thread, without the lock."""
         for index, copies in enumerate(sources):
             if not copies:
-                raise LookupError(f"block {index} of the transfer is not in the pool")
+                raise LookupError(f"cannot transfer block {index}: the block is not in the pool")
             yield self._fetch(copies, target)
 
     def _fetch(self, copies: Sequence[tuple[_Node, KVBlock]], target: _Node) -> KVBlock:
@@ -236,6 +236,6 @@ class GlobalKVPool(TransferringPool):
                     assert self._copies[block_hash][node_id] is block, block
                     assert block.is_intact, block
                 num_copies += len(node.blocks)
-            assert num_copies == sum(map(len, self._copies.values())), "a copy without a node"
+            assert num_copies == sum(map(len, self._copies.values())), "a copy is not on any node"
             for copies in self._copies.values():
                 assert len({block.token_ids for block in copies.values()}) == 1, copies

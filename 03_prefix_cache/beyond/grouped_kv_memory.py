@@ -250,14 +250,14 @@ class GroupedKVMemory(KVMemory):
         requests = list(requests)
         super().check_invariants(requests)
         names = [group.requests() for group in self.groups]
-        assert all(found == names[0] for found in names), "a table is missing in some group"
+        assert all(found == names[0] for found in names), "a block table is missing in a group"
         for group in self._windows:
             for request in requests:
                 ids = group.get_block_ids(request.request_id)
                 assert len(ids) * self.block_size >= request.num_computed_tokens, repr(request)
                 num_null = sum(block_id == NULL_BLOCK_ID for block_id in ids)
                 num_unseen = max(0, request.num_computed_tokens - group.window + 1)
-                assert num_null <= num_unseen // self.block_size, f"{request} lost what it sees"
+                assert num_null <= num_unseen // self.block_size, f"{request} lost visible blocks"
                 assert all(ids[num_null:]), f"{request} has a hole in group {group.group}"
 
 

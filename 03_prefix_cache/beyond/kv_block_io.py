@@ -39,7 +39,7 @@ class PagedBlockIO:
         or `data` has another length."""
         self._check_block(block_id)
         if len(data) != self.block_nbytes:
-            raise ValueError(f"data has {len(data)} bytes: a block has {self.block_nbytes}")
+            raise ValueError(f"data must have {self.block_nbytes} bytes, got {len(data)}")
         first = self._tensors[0]
         shape = (len(self._tensors), *first.shape[1:])
         block = torch.frombuffer(bytearray(data), dtype=torch.uint8).view(first.dtype).view(shape)
@@ -48,4 +48,4 @@ class PagedBlockIO:
 
     def _check_block(self, block_id: int) -> None:
         if not 0 < block_id < self._num_blocks:
-            raise ValueError(f"block_id is {block_id}: it must be in [1, {self._num_blocks})")
+            raise ValueError(f"block_id must be in [1, {self._num_blocks}), got {block_id}")

@@ -51,7 +51,7 @@ class KVConnector(ABC):
         because two engines would mix their loads and saves."""
         if self.is_bound:
             raise ValueError(
-                f"kv_connector is {self!r}: it belongs to another engine; make one for each engine"
+                f"kv_connector must belong to this engine, got {self!r}; make one for each engine"
             )
         self.io = io
         self.block_size = block_size

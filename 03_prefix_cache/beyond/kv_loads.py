@@ -236,4 +236,4 @@ class KVLoads:
     def check_invariants(self) -> None:
         most = self.cache.pool.num_usable_blocks * MAX_SHARE_OF_LOADS
         num_held = sum(1 for _ in self.held_blocks())
-        assert len(self._loads) <= 1 or num_held <= most, "loads hold more than their share"
+        assert len(self._loads) <= 1 or num_held <= most, "loads exceed MAX_SHARE_OF_LOADS"

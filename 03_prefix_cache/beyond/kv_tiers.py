@@ -83,7 +83,7 @@ class DiskTier:
     def __init__(self, path: str | Path, max_blocks: int, block_nbytes: int) -> None:
         for name, value in (("max_blocks", max_blocks), ("block_nbytes", block_nbytes)):
             if value < 1:
-                raise ValueError(f"{name} is {value}: it must be >= 1")
+                raise ValueError(f"{name} must be >= 1, got {value}")
         self.path = Path(path)
         self.max_blocks = max_blocks
         self.block_nbytes = block_nbytes
@@ -132,7 +132,7 @@ class DiskTier:
     def put(self, block_hash: bytes, data: bytes) -> None:
         """Store a block. Raises `ValueError` unless `data` is `block_nbytes` long."""
         if len(data) != self.block_nbytes:
-            raise ValueError(f"data has {len(data)} bytes: a block has {self.block_nbytes}")
+            raise ValueError(f"data must have {self.block_nbytes} bytes, got {len(data)}")
         with self._lock:
             slot = self._slots.pop(block_hash, None)
             if slot is None:
@@ -205,7 +205,7 @@ class DiskTier:
         """Raise `AssertionError` if slots and index are inconsistent."""
         with self._lock:
             slots = [*self._slots.values(), *self._free]
-            assert sorted(slots) == list(range(self.max_blocks)), "a slot is lost or used twice"
+            assert sorted(slots) == list(range(self.max_blocks)), "a slot is missing or used twice"
 
 
 def nobody_listens(block_hash: bytes, is_here: bool) -> None:

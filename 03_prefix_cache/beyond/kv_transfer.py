@@ -53,7 +53,7 @@ class BackgroundTransfers:
     def __init__(self, num_threads: int = 4, timeout_s: float = 10.0) -> None:
         for name, value in (("num_threads", num_threads), ("timeout_s", timeout_s)):
             if not value > 0:
-                raise ValueError(f"{name} is {value}: it must be > 0")
+                raise ValueError(f"{name} must be > 0, got {value}")
         self.num_threads = num_threads
         self.timeout_s = timeout_s
         self._changed = threading.Condition()
@@ -80,9 +80,9 @@ class BackgroundTransfers:
         """
         with self._changed:
             if self._is_closed:
-                raise RuntimeError("the pool is closed")
+                raise RuntimeError("cannot start a transfer: the pool is closed")
             if request_id in self._transfers or request_id in self._results:
-                raise ValueError(f"transfer {request_id!r} exists: take its result or cancel it")
+                raise ValueError(f"transfer {request_id!r} exists; take its result or cancel it")
             deadline = time.monotonic() + self.timeout_s
             transfer = _Transfer(request_id, blocks, callback, on_arrival, deadline)
             self._transfers[request_id] = transfer
@@ -93,13 +93,13 @@ class BackgroundTransfers:
     def is_complete(self, request_id: str) -> bool:
         with self._changed:
             if request_id not in self._results and request_id not in self._transfers:
-                raise ValueError(f"transfer {request_id!r} is not known, or its result was taken")
+                raise ValueError(f"transfer {request_id!r} is unknown, or its result was taken")
             return request_id in self._results
 
     def take_result(self, request_id: str) -> TransferResult:
         with self._changed:
             if not self.is_complete(request_id):
-                raise ValueError(f"transfer {request_id!r} is under way")
+                raise ValueError(f"cannot take transfer {request_id!r}: still in flight")
             return self._results.pop(request_id)
 
     def cancel(self, request_id: str) -> None:
@@ -182,10 +182,10 @@ class BackgroundTransfers:
     def check_invariants(self) -> None:
         with self._changed:
             under_way = list(self._transfers.values())
-            assert self._transfers.keys().isdisjoint(self._results), "complete, and under way"
-            assert not any(transfer.is_over for transfer in under_way), "over, and under way"
+            assert self._transfers.keys().isdisjoint(self._results), "complete, but in flight"
+            assert not any(transfer.is_over for transfer in under_way), "finished, but in flight"
             deadlines = [transfer.deadline for transfer in under_way]
-            assert deadlines == sorted(deadlines), "the oldest is not the first"
+            assert deadlines == sorted(deadlines), "transfers are not in order of deadline"
             assert not (self._is_closed and self._threads), "threads outlive the pool"
 
 

@@ -125,4 +125,4 @@ class LoadingKVCacheManager(CachedKVCacheManager):
     def check_invariants(self, requests: Iterable[Request] = ()) -> None:
         super().check_invariants(requests)
         self.loads.check_invariants()
-        assert self.loads.request_ids().isdisjoint(self._tables), "loading, and running"
+        assert self.loads.request_ids().isdisjoint(self._tables), "both loading and running"

@@ -72,10 +72,10 @@ class MooncakeClient:
         start_timeout_s: float = 30.0,
     ) -> None:
         if not timeout_s > 0:
-            raise ValueError(f"timeout_s is {timeout_s}: it must be > 0")
+            raise ValueError(f"timeout_s must be > 0, got {timeout_s}")
         for where in (address.master, address.metadata):
             if not can_connect(where):  # the library would try for 90 s
-                raise MooncakeUnavailableError(f"no Mooncake store answers at {where}")
+                raise MooncakeUnavailableError(f"cannot reach a Mooncake store at {where}")
         self.timeout_s = timeout_s
         self.down_reason: str | None = None
         self._lock = threading.Lock()
@@ -126,7 +126,7 @@ class MooncakeClient:
                 return answer, payload
             self.down_reason = error
             self._kill()
-        logger.warning("the Mooncake store is given up: %s", error)
+        logger.warning("the Mooncake store is not used any longer: %s", error)
         raise StoreDownError(error)
 
     def _kill(self) -> None:
@@ -176,7 +176,7 @@ def _receive_bytes(channel: socket.socket, nbytes: int, deadline: float | None) 
         channel.settimeout(_left_s(deadline))
         num_read = channel.recv_into(view)
         if num_read == 0:
-            raise ConnectionError("the process is gone")
+            raise ConnectionError("cannot reach the Mooncake client: its process has exited")
         view = view[num_read:]
     return data
 

@@ -75,7 +75,7 @@ class MooncakeMaster:
                 return
             self.stop()
         raise MooncakeUnavailableError(
-            f"{program} does not start. {HOW_TO_INSTALL}\nIts log ends: {end_of_log(self._log)}"
+            f"cannot start {program}. {HOW_TO_INSTALL}\nIts log ends: {end_of_log(self._log)}"
         )
 
     def _start(self, program: Path, options: Sequence[str]) -> subprocess.Popen[bytes]:

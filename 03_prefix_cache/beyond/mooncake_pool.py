@@ -53,16 +53,16 @@ def decode_block(value: bytes | bytearray, block_hash: bytes, node_id: str) -> K
     """The block of this hash, as a copy on `node_id`. Raises `ValueError` if the value is not
     exactly what was encoded."""
     if len(value) < _HEADER.size:
-        raise ValueError(f"the value has {len(value)} bytes: less than a header")
+        raise ValueError(f"value must be at least one header long, got {len(value)} bytes")
     magic, num_tokens, kv_nbytes, checksum = _HEADER.unpack_from(value)
     kv_start = _HEADER.size + 8 * num_tokens
     if magic != MAGIC or len(value) != kv_start + kv_nbytes:
-        raise ValueError("the value's header is wrong")
+        raise ValueError("cannot decode the value: wrong header")
     token_ids = struct.unpack_from(f"<{num_tokens}q", value, _HEADER.size)
     kv_data = bytes(memoryview(value)[kv_start:])
     block = KVBlock(block_hash, node_id, token_ids, kv_data, checksum)
     if not block.is_intact:
-        raise ValueError("the value's checksum is wrong")
+        raise ValueError("cannot decode the value: wrong checksum")
     return block
 
 
@@ -113,7 +113,7 @@ class MooncakePool(TransferringPool):
         """Also returns False if the store has failed or has no space. Raises `ValueError` if
         `token_ids` is not as long as in the pool's other blocks."""
         if not token_ids or len(token_ids) != (self._block_size or len(token_ids)):
-            raise ValueError(f"token_ids is {token_ids}: a block here has {self._block_size}")
+            raise ValueError(f"token_ids must be {self._block_size or 'some'} ids, got {token_ids}")
         key = store_key(block_hash)
         try:
             if self._client.locate([key]):
@@ -167,7 +167,7 @@ class MooncakePool(TransferringPool):
         key = store_key(block_hash)
         value = self._client.get(key)
         if value is None:
-            raise LookupError(f"{key} is not in the store, or whoever had it is gone")
+            raise LookupError(f"cannot fetch {key}: not in the store, or its owner has exited")
         try:
             return decode_block(value, block_hash, node_id)
         except ValueError as failure:

@@ -72,7 +72,7 @@ class PoolConnector(KVConnector):
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         if not load_timeout_s > 0:
-            raise ValueError(f"load_timeout_s is {load_timeout_s}: it must be > 0")
+            raise ValueError(f"load_timeout_s must be > 0, got {load_timeout_s}")
         self.pool = pool
         self.node_id = node_id
         self.load_timeout_s = load_timeout_s
@@ -100,7 +100,7 @@ class PoolConnector(KVConnector):
         try:
             num_tokens, node_ids = self.pool.query([block_hash for block_hash, _ in chain])
         except Exception as failure:
-            logger.warning("query of the KV pool failed: %r", failure)
+            logger.warning("cannot query the KV pool: %r", failure)
             return 0, False
         if num_tokens != len(node_ids) * self.block_size:  # blocks of another size
             return 0, False
@@ -113,9 +113,9 @@ class PoolConnector(KVConnector):
         """Raises `ValueError` if the blocks do not hold exactly these tokens, or while a load of
         this request is in flight."""
         if len(block_ids) * self.block_size != num_external_tokens:
-            raise ValueError(f"{len(block_ids)} block_ids for {num_external_tokens} tokens")
+            raise ValueError(f"{len(block_ids)} block_ids must hold {num_external_tokens} tokens")
         if request.request_id in self._loads:
-            raise ValueError(f"request {request.request_id!r} is being loaded")
+            raise ValueError(f"cannot load request {request.request_id!r}: a load is in flight")
         start = self._starts[request]
         expected = self._chains.chain(request, start + len(block_ids))[start:]
         # Other engines number their requests from 0 too: the request's id would not be unique.
@@ -130,7 +130,7 @@ class PoolConnector(KVConnector):
                 transfer_id, hashes, self.node_id, lambda *_: self._set_ended(load)
             )
         except Exception as failure:
-            logger.warning("transfer from the KV pool did not start: %r", failure)
+            logger.warning("cannot start a transfer from the KV pool: %r", failure)
             self._set_ended(load)
 
     def _set_ended(self, load: _PoolLoad) -> None:
@@ -149,7 +149,7 @@ class PoolConnector(KVConnector):
         self.stats.num_tokens_loaded += num_tokens
         if num_tokens < len(load.block_ids) * self.block_size:
             self.stats.num_failed_loads += 1
-            logger.warning("%s of a load arrived: %s", num_tokens, result.error)
+            logger.warning("only %s of a load arrived: %s", num_tokens, result.error)
         return num_tokens
 
     def _take_result(self, load: _PoolLoad) -> TransferResult | None:
@@ -187,7 +187,7 @@ class PoolConnector(KVConnector):
         try:
             self.pool.cancel_transfer(load.transfer_id)
         except Exception as failure:
-            logger.warning("transfer from the KV pool was not cancelled: %r", failure)
+            logger.warning("cannot cancel a transfer from the KV pool: %r", failure)
 
     def wait_for_load(self, timeout_s: float) -> None:
         """Returns immediately if nothing is being loaded."""
@@ -215,13 +215,13 @@ class PoolConnector(KVConnector):
             if 0 < num_known < len(hashes):
                 self.pool.query(hashes)
         except Exception as failure:
-            logger.warning("request %r is not in the KV pool: %r", request.request_id, failure)
+            logger.warning("cannot save %r to the KV pool: %r", request.request_id, failure)
 
     def withdraw(self, request: Request, start: int, end: int) -> None:
         try:
             self.pool.withdraw([name for name, _ in self._chains.chain(request, end)[start:]])
         except Exception as failure:
-            logger.warning("the KV pool keeps blocks of %r: %r", request.request_id, failure)
+            logger.warning("cannot withdraw blocks of %r: %r", request.request_id, failure)
 
     def close(self) -> None:
         """Cancel all loads. The pool stays open."""

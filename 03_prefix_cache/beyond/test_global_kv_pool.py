@@ -166,7 +166,7 @@ def test_other_tokens_under_a_known_hash_are_refused(tokens, node_id):
     "name", ["max_blocks_per_node", "transfer_timeout_s", "num_transfer_threads"]
 )
 def test_numbers_that_are_not_positive_are_refused(name):
-    with pytest.raises(ValueError, match="is 0: it must be >"):
+    with pytest.raises(ValueError, match="must be >"):
         GlobalKVPool(**{name: 0})
 
 
@@ -236,7 +236,7 @@ def test_a_transfer_is_complete_until_its_result_is_taken():
     with make_pool(transport=gate) as pool:
         ended = begin_transfer(pool, gate)
         assert not pool.is_transfer_complete("r")
-        with pytest.raises(ValueError, match="under way"):
+        with pytest.raises(ValueError, match="in flight"):
             pool.transfer_result("r")
         with pytest.raises(ValueError, match="'r' exists"):
             pool.async_transfer("r", HASHES[:1], "b")
@@ -247,7 +247,7 @@ def test_a_transfer_is_complete_until_its_result_is_taken():
             pool.async_transfer("r", HASHES[:1], "b")
         assert arrived(pool.transfer_result("r")) == [0]
         for call in (pool.is_transfer_complete, pool.transfer_result):
-            with pytest.raises(ValueError, match="'r' is not known"):
+            with pytest.raises(ValueError, match="'r' is unknown"):
                 call("r")
         assert arrived(transfer(pool, [0], "b", "r")) == [0]
 
@@ -373,7 +373,7 @@ def test_a_cancelled_transfer_stores_nothing_and_calls_nobody():
     with make_pool(transport=gate, num_transfer_threads=1) as pool:
         begin_transfer(pool, gate, callback=lambda *_: pytest.fail("called"))
         pool.cancel_transfer("r")
-        with pytest.raises(ValueError, match="not known"):
+        with pytest.raises(ValueError, match="unknown"):
             pool.is_transfer_complete("r")
         pool.check_invariants()
         gate.open.release()
@@ -389,7 +389,7 @@ def test_a_result_can_be_thrown_away():
         pool.async_transfer("r", HASHES[:1], "b", lambda *_: ended.set())
         assert ended.wait(WAIT_S)
         pool.cancel_transfer("r")
-        with pytest.raises(ValueError, match="not known"):
+        with pytest.raises(ValueError, match="unknown"):
             pool.transfer_result("r")
         assert on_node(pool, "b") == [0]
 

@@ -122,9 +122,9 @@ def test_a_block_that_is_not_there_is_an_error(block_id):
     cache = make_cache(LAYOUTS[1], torch.float32)
     io, before = PagedBlockIO(cache), bits(cache)
     data = io.read_block(4)
-    with pytest.raises(ValueError, match=rf"block_id is {block_id}: it must be in \[1, 5\)"):
+    with pytest.raises(ValueError, match="block_id must"):
         io.read_block(block_id)
-    with pytest.raises(ValueError, match=f"block_id is {block_id}"):
+    with pytest.raises(ValueError, match="block_id must"):
         io.write_block(block_id, data)
     assert all(map(torch.equal, bits(cache), before))
 
@@ -134,6 +134,6 @@ def test_data_of_another_length_is_an_error_and_writes_nothing(num_bytes):
     cache = make_cache(LAYOUTS[1], torch.float32)
     io, before = PagedBlockIO(cache), bits(cache)
     length = io.block_nbytes + num_bytes if num_bytes else 0
-    with pytest.raises(ValueError, match=f"data has {length} bytes: a block has {io.block_nbytes}"):
+    with pytest.raises(ValueError, match=f"data must have {io.block_nbytes} bytes, got {length}"):
         io.write_block(1, bytes(length))
     assert all(map(torch.equal, bits(cache), before))

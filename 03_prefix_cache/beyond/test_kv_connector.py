@@ -159,7 +159,7 @@ def test_nobody_is_bound_to_two_memories():
     tiers.bind(io := object(), 4, [])
     other.connectors[1] = members[1]
     for connector in (chain, *members, tiers, other):
-        with pytest.raises(ValueError, match="belongs to another engine"):
+        with pytest.raises(ValueError, match="must belong to this engine"):
             connector.bind(object(), 4, [])
     assert tiers.io is io and not free.is_bound, "all of a chain, or none"
 

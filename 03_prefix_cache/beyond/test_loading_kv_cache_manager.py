@@ -220,7 +220,7 @@ def test_for_a_request_that_runs_nothing_is_loaded(make_cache):
     world = LoadingWorld(make_cache, 20, 2)
     request = world.offer("a", [1, 2, 3, 4, 5], 2)
     assert world.manager.allocate_slots(request, 5)
-    with pytest.raises(ValueError, match="'a' has a block table already"):
+    with pytest.raises(ValueError, match="'a' already has a block table"):
         world.manager.get_computed_blocks(request)
     assert not world.connector.loads
 

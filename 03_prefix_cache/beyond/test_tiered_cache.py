@@ -22,7 +22,7 @@ NAMESPACE = (("model", "test"),)
 
 
 def test_a_folder_is_no_file(tmp_path):
-    with pytest.raises(ValueError, match=r"disk_path is .*: it must be a file"):
+    with pytest.raises(ValueError, match="disk_path must"):
         KVTierConfig(host_blocks=1, disk_path=tmp_path)
 
 

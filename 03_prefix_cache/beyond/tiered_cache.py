@@ -61,19 +61,19 @@ class KVTierConfig:
         for name in ("host_blocks", "disk_blocks"):
             value = getattr(self, name)
             if isinstance(value, bool) or not isinstance(value, int) or value < 0:
-                raise ValueError(f"{name} is {value!r}: it must be an integer >= 0")
+                raise ValueError(f"{name} must be an integer >= 0, got {value!r}")
         if self.host_blocks + self.disk_blocks == 0:
-            raise ValueError("host_blocks and disk_blocks are 0: one of them must be > 0")
+            raise ValueError("host_blocks or disk_blocks must be > 0, got 0 for both")
         if self.disk_path is not None and not isinstance(self.disk_path, str | Path):
-            raise ValueError(f"disk_path is {self.disk_path!r}: it must be a path or None")
+            raise ValueError(f"disk_path must be a path or None, got {self.disk_path!r}")
         if self.disk_path is not None and Path(self.disk_path).is_dir():
-            raise ValueError(f"disk_path is {self.disk_path!r}: it must be a file, not a folder")
+            raise ValueError(f"disk_path must be a file, not a folder, got {self.disk_path!r}")
         if self.write_policy not in ("write_back", "write_through"):
             raise ValueError(
-                f"write_policy is {self.write_policy!r}: it must be 'write_back' or 'write_through'"
+                f"write_policy must be 'write_back' or 'write_through', got {self.write_policy!r}"
             )
         if not self.load_timeout_s > 0:
-            raise ValueError(f"load_timeout_s is {self.load_timeout_s!r}: it must be > 0")
+            raise ValueError(f"load_timeout_s must be > 0, got {self.load_timeout_s!r}")
 
 
 @dataclass(slots=True)
@@ -263,7 +263,7 @@ class TieredCache(KVConnector):
                 "%d of %d blocks came back from the KV tiers: %s",
                 num_arrived,
                 len(load.hashes),
-                error or "the next one is corrupt, gone or late",
+                error or "the next block is corrupt, missing or late",
             )
 
     def cancel_load(self, request_id: str) -> None:

@@ -38,7 +38,7 @@ class World(Truth):
         found = self.longest(request, request.num_tokens - 1)
         is_computed = self.computing(request, len(found))
         if isinstance(computed, NotReady):
-            assert computed is NotReady.COMPUTED_NOW and is_computed, "nobody computes it"
+            assert computed is NotReady.COMPUTED_NOW and is_computed, "no request computes it"
         else:
             assert not is_computed or self.somebody_left, "computed twice"
             assert [block.block_id for block in computed.blocks] == found

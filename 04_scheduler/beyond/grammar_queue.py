@@ -82,7 +82,7 @@ class GrammarsCompiled(SchedulerPlugin):
         return bool(jobs)
 
     def check(self) -> None:
-        assert self._waits.keys() <= self._jobs.keys(), "waits for nothing"
+        assert self._waits.keys() <= self._jobs.keys(), "a request waits without a compile job"
 
 
 def _is_compiled(job: ThreadJob[str]) -> bool:

@@ -91,7 +91,7 @@ def source_of(grammar: object) -> str:
 
 def _bounded(source: str, most: int = MOST_CHARACTERS) -> str:
     if (num := len(source)) > most:
-        raise ValueError(f"grammar has {num:,} characters: it must have {most:,} at most")
+        raise ValueError(f"grammar must have at most {most:,} characters, got {num:,}")
     return source
 
 
@@ -101,9 +101,9 @@ def check_params(params: SamplingParams, eos_token_ids: Sequence[int]) -> None:
     ends = {"ignore_eos": False, "min_tokens": 0, "stop": (), "stop_token_ids": ()}
     for name, allowed in ends.items():
         value = getattr(params, name)
-        require(value == allowed, name, value, f"{allowed!r} with a grammar, which says the end")
+        require(value == allowed, name, value, f"{allowed!r} with a grammar")
     if not eos_token_ids:
-        raise ValueError("grammar: this model has no EOS token to end a text with")
+        raise ValueError("grammar must be None if the model has no EOS token")
 
 
 def _of_vllm(wanted: Mapping[str, Any]) -> Grammar:
@@ -117,9 +117,7 @@ def _of_vllm(wanted: Mapping[str, Any]) -> Grammar:
     }
     given = {name: value for name, value in wanted.items() if value is not None and value != False}  # noqa: E712
     if len(given) != 1 or not given.keys() <= makers.keys():
-        raise ValueError(
-            f"grammar has {sorted(map(str, given))}: a dictionary must have one of {[*makers]}"
-        )
+        raise ValueError(f"grammar must have one of {[*makers]}, got {sorted(map(str, given))}")
     name, value = next(iter(given.items()))
     return makers[name](value)
 
@@ -131,16 +129,16 @@ def _schema(schema: object) -> str:
         found = json.loads(schema) if isinstance(schema, str | bytes) else schema
         text = json.dumps(found, allow_nan=False)
     except (ValueError, TypeError, RecursionError) as error:
-        raise ValueError(f"schema is no JSON: {error}") from error
+        raise ValueError(f"schema must be JSON: {error}") from error
     text = "{}" if text == "true" else text
-    require(text[0] == "{", "schema", schema, "a JSON schema: an object")
+    require(text[0] == "{", "schema", schema, "a JSON schema (an object)")
     return text
 
 
 def _texts(choices: object) -> list[str]:
     is_list = isinstance(choices, Iterable) and not isinstance(choices, str | bytes | Mapping)
     texts = list(choices) if is_list else []  # pyright: ignore[reportArgumentType]
-    allowed = "a sequence of non-empty texts"
+    allowed = "a sequence of non-empty strings"
     require(
         bool(texts) and all(isinstance(t, str) and t for t in texts), "choice", choices, allowed
     )
@@ -148,8 +146,8 @@ def _texts(choices: object) -> list[str]:
 
 
 def _text(name: str, value: object) -> str:
-    require(isinstance(value, str) and bool(value), name, value, "a non-empty text")
+    require(isinstance(value, str) and bool(value), name, value, "a non-empty str")
     assert isinstance(value, str)
     is_text = not any("\ud800" <= c <= "\udfff" for c in value)
-    require(is_text, name, value, "a text without halves of surrogate pairs")
+    require(is_text, name, value, "text without unpaired surrogates")
     return value

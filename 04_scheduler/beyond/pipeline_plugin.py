@@ -112,7 +112,7 @@ class PipelinePlugin(PreemptionPlugin):
 
     def judged(self, plan: SchedulerOutput, output: StepOutput) -> None:
         step = self._under_way.popleft()
-        assert step.plan is plan, "plans end in order"
+        assert step.plan is plan, "plans must end in order"
         for request in step.sampling:
             request.num_pending_tokens = 0
             request_id = request.request_id

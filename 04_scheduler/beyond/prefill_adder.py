@@ -62,9 +62,9 @@ class NewTokenRatio:
 
     def __init__(self, initial: float, minimum: float, decay_steps: int) -> None:
         if not 0 <= initial <= 1:
-            raise ValueError(f"init_new_token_ratio is {initial!r}: it must be in [0, 1]")
+            raise ValueError(f"init_new_token_ratio must be in [0, 1], got {initial!r}")
         if not 0 <= minimum <= initial:
-            raise ValueError(f"min_new_token_ratio is {minimum!r}: it must be in [0, {initial}]")
+            raise ValueError(f"min_new_token_ratio must be in [0, {initial}], got {minimum!r}")
         check_integers(1, new_token_ratio_decay_steps=decay_steps)
         self.value = self.initial = initial
         self.minimum = minimum

@@ -179,7 +179,7 @@ class PrefillFirstScheduler(SchedulerBase):
         if not adder.can_run_list:
             return None
         if adder.new_chunked_req is not None:
-            assert self.chunked_req is None, "two prompts are cut at once"
+            assert self.chunked_req is None, "two prompts are chunked at the same time"
             self.chunked_req = adder.new_chunked_req
         for request in adder.can_run_list:
             step.add(request, adder.num_tokens[request.request_id])
@@ -315,7 +315,7 @@ class PrefillFirstScheduler(SchedulerBase):
         if self.last_batch is not self.running_batch:
             holders += (r for r in self.last_batch.reqs if r is not self.chunked_req)
         held = [r.request_id for r in holders if not r.is_finished]
-        assert sorted(held) == sorted(self.running), "in two batches, or in none"
+        assert sorted(held) == sorted(self.running), "a request is in two batches or in none"
         assert len(self.running) <= self._num_seats
         for request in self.running.values():
             if request is not self.chunked_req:

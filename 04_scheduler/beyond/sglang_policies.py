@@ -87,7 +87,7 @@ class CacheAwarePolicy(SchedulePolicy):
         sizes |= {"min_cached": (min_cached, 0), "max_requests_to_sort": (max_requests_to_sort, 0)}
         for field, (value, lowest) in sizes.items():
             if value < lowest:
-                raise ValueError(f"{field} is {value}: it must be >= {lowest}")
+                raise ValueError(f"{field} must be >= {lowest}, got {value}")
         self.find_cached_blocks = find_cached_blocks
         self.block_size = block_size
         self.max_requests_to_sort = max_requests_to_sort
@@ -188,8 +188,8 @@ def make_policy(
     if issubclass(kind, CacheAwarePolicy):
         if find_cached_blocks is None:
             raise ValueError(
-                f"find_cached_blocks is None: policy {name!r} looks at the cache, "
-                "and must be given a function from requests to block ids"
+                "find_cached_blocks must be a function from requests to block ids for the "
+                f"cache-aware policy {name!r}, got None"
             )
         return kind(find_cached_blocks, block_size)
     return RandomPolicy(seed) if kind is RandomPolicy else kind()

@@ -28,7 +28,7 @@ class DelayedRunner:
     def execute(self, plan: PlanMessage) -> FinishedStep:
         cached, new_token_ids = plan.scheduled_cached_reqs, []
         for req_id, tokens in zip(cached.req_ids, cached.new_token_ids, strict=True):
-            assert PENDING not in tokens[:-1], f"{req_id!r}: only the last one can be unknown"
+            assert PENDING not in tokens[:-1], f"{req_id!r}: only the last token can be unknown"
             if tokens and tokens[-1] == PENDING:
                 tokens = [*tokens[:-1], *self._sampled[req_id]]
                 self.num_pending += 1

@@ -75,16 +75,16 @@ class FakeModelRunner:
 
     def _apply(self, plan: PlanMessage) -> None:
         requests, cached = self.state.requests, plan.scheduled_cached_reqs
-        assert plan.finished_req_ids <= requests.keys(), "unknown, and finished"
+        assert plan.finished_req_ids <= requests.keys(), "an unknown request has finished"
         for new in plan.scheduled_new_reqs:
             is_known = new.req_id in requests and new.req_id not in plan.finished_req_ids
-            assert not is_known, f"{new.req_id!r} is new twice"
+            assert not is_known, f"{new.req_id!r} was sent as new twice"
         self.state.apply(plan)
         for index, req_id in enumerate(cached.req_ids):
             request, tokens = requests[req_id], cached.new_token_ids[index]
             assert len(request.output_token_ids) == cached.num_output_tokens[index], req_id
             if req_id in cached.resumed_req_ids:
-                assert tokens == request.tokens(0, request.num_tokens), "it is sent whole"
+                assert tokens == request.tokens(0, request.num_tokens), "must be sent in full"
 
     def _compute(
         self, req_id: str, tokens: list[int], start: int, stop: int, written: set[int]
@@ -96,7 +96,7 @@ class FakeModelRunner:
         predicted = []
         for position in range(start, stop):
             slot = slots[position]
-            assert slot >= size, "block 0 is nobody's"
+            assert slot >= size, "block 0 is the null block"
             assert slot not in written, f"slot {slot} is written twice in one step"
             written.add(slot)
             kv.append(_mix(kv, tokens[position]))

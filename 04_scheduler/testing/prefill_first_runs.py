@@ -245,7 +245,7 @@ def one_retraction() -> Retraction:
                 10,
             )
         loop.update(plan)
-    raise AssertionError("nobody was retracted")
+    raise AssertionError("no request was retracted")
 
 
 def _holders(scheduler: PrefillFirstScheduler) -> list[Holder]:

@@ -30,7 +30,7 @@ class StagedRunner:
 
     def execute(self, plan: SchedulerOutput) -> StagedStep:
         tokens = plan.scheduled_cached_reqs.new_token_ids
-        assert not any(PENDING in new for new in tokens), "the first stage needs its id"
+        assert not any(PENDING in new for new in tokens), "the first stage needs the token id"
         step = StagedStep(self, plan)
         self._under_way.append(step)
         num_younger = len(self._under_way)
@@ -40,7 +40,7 @@ class StagedRunner:
         return step
 
     def end(self, step: StagedStep) -> StepOutput:
-        assert self._under_way.popleft() is step, "steps end in order"
+        assert self._under_way.popleft() is step, "steps must end in order"
         step.go_through(len(self.stages))
         return step.output
 

@@ -338,23 +338,23 @@ def _empty(cu_num_logits: torch.Tensor, max_num_drafts: int) -> VerifiedTokens:
 def _check_available(device: torch.device) -> None:
     if not HAS_TRITON:
         raise RuntimeError(
-            "the Triton rejection sampler needs the package triton, which is not installed: run "
+            "cannot use the Triton rejection sampler: the package triton is not installed; run "
             "`pip install triton`, or call the PyTorch version in rejection_sampler.py"
         )
     is_interpreted = not isinstance(_rejection_kernel, triton.runtime.JITFunction)
     if device.type == "cpu" and not is_interpreted:
         raise RuntimeError(
-            "the Triton rejection sampler needs tensors on a CUDA device, and these are on the "
-            "CPU: call the PyTorch version in rejection_sampler.py, or, to try the kernels slowly "
-            "on a CPU, set the environment variable TRITON_INTERPRET=1 before Python starts"
+            "tensors for the Triton rejection sampler must be on a CUDA device, got the CPU; "
+            "call the PyTorch version in rejection_sampler.py, or, to try the kernels slowly on "
+            "a CPU, set TRITON_INTERPRET=1 in the environment before Python starts"
         )
 
 
 def _check_probs(name: str, probs: torch.Tensor) -> None:
     if probs.dtype not in (torch.float32, torch.float64):
-        raise ValueError(f"{name} is {probs.dtype}: it must be float32 or float64")
+        raise ValueError(f"{name} must be float32 or float64, got {probs.dtype}")
     if len(probs) and probs.shape[1] > 1 and probs.stride(1) != 1:
         raise ValueError(
-            f"{name} has strides {probs.stride()}: the numbers of a row must be neighbours, "
-            "stride(1) == 1; call .contiguous()"
+            f"{name} must have contiguous rows, stride(1) == 1, got strides {probs.stride()}; "
+            "call .contiguous()"
         )

@@ -51,7 +51,7 @@ def acceptance_probability(
         end = torch.minimum(ends_p, ends_q)
         start = torch.maximum(ends_p - p, ends_q - q)
         return (end - start).clamp(min=0).sum(dim=-1)
-    raise ValueError(f"rule is {rule!r}: it must be one of {', '.join(RULES)}")
+    raise ValueError(f"rule must be one of {', '.join(RULES)}, got {rule!r}")
 
 
 def expected_tokens_per_pass(acceptance: float, num_drafts: int) -> float:

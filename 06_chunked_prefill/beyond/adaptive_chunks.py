@@ -41,7 +41,7 @@ class AdaptiveChunks(ChunkedPrefill):
     ) -> None:
         super().__init__(long_prefill_token_threshold, max_long_partial_prefills)
         if isinstance(target_step_ms, bool) or not 0 < target_step_ms < math.inf:
-            raise ValueError(f"target_step_ms is {target_step_ms!r}: it must be > 0, and finite")
+            raise ValueError(f"target_step_ms must be > 0, and finite, got {target_step_ms!r}")
         check_integers(1, min_chunk=min_chunk)
         self.target_step_ms = target_step_ms
         self.min_chunk = min_chunk

@@ -102,8 +102,8 @@ def choose_tile(matrix: Matrix, dtype: torch.dtype, is_added: bool = True) -> No
         if keeps_bits(matrix, dtype, is_added):
             return
     raise ValueError(
-        "batch_invariant is True: on this processor a row of a product with a matrix of "
-        f"{tuple(matrix.shape)} in {dtype} has other bits in another place. Set "
+        f"batch_invariant=True is not supported on this CPU: a {dtype} product with a matrix of "
+        f"{tuple(matrix.shape)} depends on the row's position in the batch. Set "
         "ONEDNN_MAX_CPU_ISA=AVX512_CORE_BF16 (float32: AVX2) in the environment before Python "
         "starts, or batch_invariant=False"
     )
@@ -147,8 +147,8 @@ def check_attention(dtype: torch.dtype, head_dim: int) -> None:
             for tile, found in zip(batch.split(ROW_TILE, 1), many.split(ROW_TILE, 1)):
                 if not torch.equal(tile @ other[: len(tile)], found[: len(tile)]):
                     raise ValueError(
-                        f"batch_invariant is True: on this processor a row of {inner} numbers of "
-                        "attention has other bits in other company"
+                        "batch_invariant=True is not supported on this CPU: attention over "
+                        f"{inner} numbers depends on the other rows of the batch"
                     )
 
 

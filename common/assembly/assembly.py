@@ -326,7 +326,7 @@ def packing_of(config: EngineConfig, model: DecoderModel) -> Packing | None:
             return compiled
     reason = why_not_packed(dtype, device)
     if reason is not None and config.batch_invariant:
-        raise ValueError(f"batch_invariant is True: no weights are packed, {reason}")
+        raise ValueError(f"batch_invariant must be False, got True: no packing, {reason}")
     return ONEDNN if reason is None else None
 
 
@@ -447,7 +447,7 @@ def make_compiled_attention(
 ) -> Attention | None:
     """None, and a warning, where nothing can be compiled."""
     if loaded.model.embed_weight.device.type != "cpu":
-        logger.warning("compile=True has no effect: what is compiled is attention on a CPU")
+        logger.warning("compile=True has no effect: only attention on a CPU is compiled")
         return None
     from compiled_attention import HeadMajorKVCache
 
@@ -539,8 +539,8 @@ def make_draft_model(
     assert draft is not None
     if draft.config.vocab_size != loaded.config.vocab_size:
         raise ValueError(
-            f"model of speculative has a vocabulary of {draft.config.vocab_size} tokens: it "
-            f"must be the target's, {loaded.config.vocab_size}"
+            "model of speculative must have the target's vocabulary of "
+            f"{loaded.config.vocab_size} tokens, got {draft.config.vocab_size}"
         )
     sampler = Sampler(given.vocab_size, given.attention.rules)
     return DraftModelProposer(

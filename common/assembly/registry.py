@@ -60,7 +60,7 @@ def claim(field: str, part: object) -> None:
     key = id(part)
     if key in _claims:
         raise ValueError(
-            f"{field} is {part!r}: it belongs to another engine; make one for each engine"
+            f"{field} must belong to this engine, got {part!r}; make one for each engine"
         )
     try:
         _claims[key] = weakref.ref(part, lambda _: _claims.pop(key, None))

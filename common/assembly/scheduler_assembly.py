@@ -113,7 +113,7 @@ def find_max_model_len(config: EngineConfig, model: ModelConfig) -> int:
     max_model_len = config.max_model_len or longest
     if max_model_len > longest:
         raise ValueError(
-            f"max_model_len is {max_model_len}: the model was made for at most {longest}"
+            f"max_model_len must be <= {longest}, the model's maximum, got {max_model_len}"
         )
     return max_model_len
 
@@ -217,8 +217,7 @@ def make_scheduler(parts: SchedulerParts) -> SchedulerInterface:
     is_ours = getattr(scheduler, "kv_memory", None) is parts.kv_memory
     if not is_ours or not isinstance(scheduler, SchedulerBooks):
         raise ValueError(
-            f"scheduler made {scheduler!r}: it must make a SchedulerBooks over the kv_memory that "
-            "it is given"
+            f"scheduler must make a SchedulerBooks over the given kv_memory, got {scheduler!r}"
         )
     return scheduler
 
@@ -331,15 +330,15 @@ def is_overlapped(config: EngineConfig, device: torch.device) -> bool:
     if config.pipeline_parallel_size > 1:
         if config.overlap_scheduling is True:
             logger.warning(
-                "overlap_scheduling has no effect with pipeline_parallel_size: a step is under way "
-                "in each stage as it is, and none is planned behind a token that is not known"
+                "overlap_scheduling has no effect with pipeline_parallel_size: each stage has a "
+                "step in flight anyway, and no step is planned after a token that is not known"
             )
         return False
     if not config.wants_overlap(device):
         return False
     if (name := config.needs_ends_of_steps) is not None:
         logger.warning(
-            "overlap_scheduling has no effect with %s: each step is over before the next one is "
+            "overlap_scheduling has no effect with %s: each step ends before the next one is "
             "planned",
             name,
         )
@@ -406,8 +405,8 @@ def make_cache(
     is_ours = isinstance(cache, PrefixCache) and cache.pool is pool
     if not is_ours or cache.block_size != block_size or cache.listener is not listener:
         raise ValueError(
-            f"prefix_cache made {cache!r}: it must make a PrefixCache over the pool, block_size "
-            "and listener that it is given"
+            "prefix_cache must make a PrefixCache over the given pool, block_size and listener, "
+            f"got {cache!r}"
         )
     return cache
 

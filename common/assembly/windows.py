@@ -33,8 +33,8 @@ def check_windows(config: EngineConfig, groups: LayerGroups) -> None:
     for name, is_asked in refused.items():
         if is_asked:
             raise ValueError(
-                f"{name}: it is not built for layers that attend to a window; with "
-                f"max_model_len={window} no layer does"
+                f"{name} is not supported for layers with a window; set max_model_len={window}, "
+                "with which no layer has one"
             )
     logger.info(
         "%d groups of layers have block tables of their own; of %d places for a layer %d are "

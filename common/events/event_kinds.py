@@ -393,24 +393,24 @@ def from_line(line: str) -> Event:
     try:
         values = json.loads(line)
     except json.JSONDecodeError as error:
-        raise ValueError(f"is no JSON: {error}") from None
+        raise ValueError(f"must be JSON: {error}") from None
     if not isinstance(values, dict):
-        raise ValueError(f"is no JSON object: {line[:40]!r}")
+        raise ValueError(f"must be a JSON object, got {line[:40]!r}")
     name = values.pop("kind", None)
     kind = KINDS.get(name) if isinstance(name, str) else None
     if kind is None:
-        raise ValueError(f"has the kind {name!r}: this reader knows {', '.join(KINDS)}")
+        raise ValueError(f"must be of kind {', '.join(KINDS)}, got {name!r}")
     if kind is Run and values.get("version") != VERSION:
         version = values.get("version")
-        raise ValueError(f"is of version {version!r}: this reader knows version {VERSION} only")
+        raise ValueError(f"must be of version {VERSION}, got {version!r}")
     names, optional = _NAMES[kind], _OPTIONAL[kind]
     for missing in (n for n in names if n not in values and n not in optional):
-        raise ValueError(f"of kind {name!r} has no {missing!r}")
+        raise ValueError(f"of kind {name!r} must have {missing!r}")
     for field_name, value in values.items():
         if field_name not in names:
-            raise ValueError(f"of kind {name!r} has {field_name!r}: it may have {', '.join(names)}")
+            raise ValueError(f"of kind {name!r} may have {', '.join(names)}, got {field_name!r}")
         if not _fits(value, _HINTS[kind][field_name]):
-            raise ValueError(f"of kind {name!r}: {field_name} is {value!r}, of the wrong type")
+            raise ValueError(f"of kind {name!r}: {field_name} has the wrong type, got {value!r}")
     return kind(**values)
 
 
@@ -452,8 +452,8 @@ def parse_events(lines: Iterable[str], name: str = "events") -> Iterator[Event]:
         except ValueError as error:
             raise ValueError(f"{name}, line {number}: the event {error}") from None
         if isinstance(event, Run) != (number == 1):
-            raise ValueError(f"{name}, line {number}: the run line is the first, and the only one")
+            raise ValueError(f"{name}, line {number}: only the first line must be the run line")
         is_there = True
         yield event
     if not is_there:
-        raise ValueError(f"{name}: its first line, the run line, is not there")
+        raise ValueError(f"{name} must begin with the run line")

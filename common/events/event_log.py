@@ -114,9 +114,9 @@ def check_place(events: str | Path | TextIO) -> None:
         return
     path = Path(events)
     if path.is_dir():
-        raise ValueError(f"events is {str(path)!r}: it must be a file, and is a folder")
+        raise ValueError(f"events must be a file, not a folder, got {str(path)!r}")
     if not path.parent.is_dir():
-        raise FileNotFoundError(f"events is {str(path)!r}: its folder is not there")
+        raise FileNotFoundError(f"events must be in an existing folder, got {str(path)!r}")
 
 
 def open_file(path: Path) -> TextIO:

@@ -141,14 +141,14 @@ def test_the_run_line_says_what_ran_and_names_no_folder(random_loaded, tmp_path:
 
 @pytest.mark.parametrize("value", ["", 5, b"x"])
 def test_events_that_are_no_file_name_are_refused(value: object) -> None:
-    with pytest.raises(ValueError, match=r"events is .*: it must be a file"):
+    with pytest.raises(ValueError, match="events must"):
         EngineConfig(events=value)  # type: ignore[arg-type]
 
 
 def test_a_place_for_no_file_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match="it must be a file, and is a folder"):
+    with pytest.raises(ValueError, match="events must be"):
         EventLog(tmp_path)
-    with pytest.raises(FileNotFoundError, match="its folder is not there"):
+    with pytest.raises(FileNotFoundError, match="events must be in an existing folder"):
         EventLog(tmp_path / "none" / "run.jsonl")
 
 

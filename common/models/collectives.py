@@ -104,10 +104,10 @@ class Alone:
         return value
 
     def send(self, *tensors: torch.Tensor) -> None:
-        raise ValueError("send: there is no next stage")
+        raise ValueError("cannot send: there is no next stage")
 
     def receive(self, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
-        raise ValueError("receive: there is no stage before")
+        raise ValueError("cannot receive: there is no previous stage")
 
     def close(self) -> None:
         pass
@@ -180,7 +180,7 @@ class Connected:
 
     def send(self, *tensors: torch.Tensor) -> None:
         if self.ranks.is_last_stage:
-            raise ValueError("send: there is no next stage")
+            raise ValueError("cannot send: there is no next stage")
         with self._named("send"):
             for tensor in tensors:
                 self.counts.num_sends += 1
@@ -193,7 +193,7 @@ class Connected:
 
     def receive(self, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
         if self.ranks.is_first_stage:
-            raise ValueError("receive: there is no stage before")
+            raise ValueError("cannot receive: there is no previous stage")
         tensor = torch.empty(tuple(shape), dtype=dtype, device=self.device)
         with self._named("receive"):
             self._line.recv([tensor], self.ranks.stage - 1, 0).wait()
@@ -214,7 +214,7 @@ class Connected:
             reason = re.sub(r"\[\S+:\d+\] |This is typically.*", "", str(error)).strip()
             raise CollectiveError(
                 f"rank {self.ranks.rank} of {self.ranks.world_size}: {operation} failed, another "
-                f"rank is gone or late: {(reason.splitlines() or [type(error).__name__])[0]}"
+                f"rank exited or is late: {(reason.splitlines() or [type(error).__name__])[0]}"
             ) from error
 
 

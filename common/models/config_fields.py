@@ -23,13 +23,13 @@ def positive_float(fields: dict[str, Any], name: str, default: float | None = No
     value = fields.get(name)
     value = default if value is None else value
     if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < 1e30:
-        raise refused(name, value, "it must be a number > 0")
+        raise refused(name, value, "be a number > 0")
     return float(value)
 
 
 def refused(name: str, value: object, why: str) -> ValueError:
     text = repr(value)
-    return ValueError(f"{name} is {text if len(text) <= 200 else f'{text[:200]} ...'}: {why}")
+    return ValueError(f"{name} must {why}, got {text if len(text) <= 200 else f'{text[:200]} ...'}")
 
 
 def read_ropes(
@@ -42,7 +42,7 @@ def read_ropes(
     kinds = fields.get("rope_parameters") or {}
     names = "full_attention", "sliding_attention"
     if not isinstance(kinds, dict) or not set(kinds) <= set(names):
-        raise refused("rope_parameters", kinds, f"it must be an object of {' and '.join(names)}")
+        raise refused("rope_parameters", kinds, f"be an object of {' and '.join(names)}")
     others = {k: v for k, v in fields.items() if k != "original_max_position_embeddings"}
     full, sliding = (
         {**others, "rope_parameters": kinds.get(name), "rope_scaling": None} for name in names
@@ -58,10 +58,10 @@ def _rope(fields: dict[str, Any], max_positions: int) -> RopeParameters:
     source = "rope_scaling" if fields.get("rope_scaling") else "rope_parameters"
     rope = fields.get(source) or {}
     if not isinstance(rope, dict):
-        raise refused(source, rope, "it must be an object or null")
+        raise refused(source, rope, "be an object or null")
     for where in (fields, rope):
         if (share := where.get("partial_rotary_factor")) not in (None, 1):
-            raise refused("partial_rotary_factor", share, "it must be 1 or absent")
+            raise refused("partial_rotary_factor", share, "be 1 or absent")
     rope_type = rope.get("rope_type", rope.get("type", "default"))
     values: dict[str, Any] = {}
     if rope_type != "default":
@@ -77,4 +77,4 @@ def refuse_unknown(source: str, rope: dict[str, Any], own: set[str]) -> None:
     known = {"rope_type", "type", "rope_theta", "partial_rotary_factor"}
     known |= {"original_max_position_embeddings", *own}
     if unknown := sorted(set(rope) - known):
-        raise refused(f"{source}: {unknown[0]}", rope[unknown[0]], "not supported")
+        raise refused(f"{source}: {unknown[0]}", rope[unknown[0]], "be absent (not supported)")

@@ -74,12 +74,12 @@ def resolve_checkpoint(model: str | Path) -> Path:
     path = Path(model).expanduser()
     if path.is_dir():
         if not (path / "config.json").is_file():
-            raise FileNotFoundError(f"{path} has no config.json: it is not a model's directory")
+            raise FileNotFoundError(f"{path} must be a model directory, but has no config.json")
         return path
     if path.exists():
-        raise FileNotFoundError(f"{path} is a file: name the directory that contains it")
+        raise FileNotFoundError(f"model must be a directory, got the file {path}")
     if not isinstance(model, str) or not re.fullmatch(r"[\w-][\w.-]*(/[\w.-]+)?", model):
-        raise FileNotFoundError(f"{model} is not there: no such directory, and no hub id either")
+        raise FileNotFoundError(f"model must be a directory or a hub id, got {model}")
     from huggingface_hub import snapshot_download  # imported late: slow, and rarely needed
 
     try:
@@ -87,7 +87,7 @@ def resolve_checkpoint(model: str | Path) -> Path:
     except Exception as error:  # the hub's, the network's and the cache's errors share no base
         reason = str(error).strip().splitlines() or [type(error).__name__]
         raise FileNotFoundError(
-            f"{model} is neither a directory nor a hub id that can be downloaded: {reason[0]}"
+            f"model must be a directory or a hub id to download, got {model}: {reason[0]}"
         ) from error
     return resolve_checkpoint(downloaded)
 
@@ -107,11 +107,11 @@ def read_checkpoint(model: str | Path) -> Checkpoint:
     fields = read_json(path / "config.json")
     layers = fields.get("num_hidden_layers")
     if isinstance(layers, int) and layers > _MOST_LAYERS:  # a list of them would be memory, too
-        raise ValueError(f"num_hidden_layers is {layers}: it must be at most {_MOST_LAYERS}")
+        raise ValueError(f"num_hidden_layers must be at most {_MOST_LAYERS}, got {layers}")
     try:
         config = ModelConfig.from_hf(fields)
     except (TypeError, OverflowError) as error:
-        raise ValueError(f"config.json holds a value of a wrong kind: {error}") from error
+        raise ValueError(f"config.json has a value of the wrong type: {error}") from error
     return Checkpoint(path, config, _eos_token_ids(path, config))
 
 
@@ -163,9 +163,9 @@ def read_json(path: Path) -> dict[str, Any]:
     try:
         value = json.loads(path.read_text(encoding="utf-8"))
     except ValueError as error:  # not UTF-8, not JSON
-        raise ValueError(f"{path} is not readable as JSON: {error}") from error
+        raise ValueError(f"cannot read {path} as JSON: {error}") from error
     if not isinstance(value, dict):
-        raise ValueError(f"{path} must hold a JSON object, not {type(value).__name__}")
+        raise ValueError(f"{path} must hold a JSON object, got {type(value).__name__}")
     return value
 
 
@@ -196,9 +196,9 @@ def _open_weights(path: Path) -> dict[str, Any]:
 
 def _open_file(path: Path, file_name: str) -> Any:
     if Path(file_name).name != file_name:
-        raise ValueError(f"{path / _INDEX}: {file_name!r} is not the name of a file beside it")
+        raise ValueError(f"{path / _INDEX}: file names must not be paths, got {file_name!r}")
     if not (path / file_name).is_file():
-        raise FileNotFoundError(f"{path / file_name} is missing: the index names it")
+        raise FileNotFoundError(f"{path / file_name} is missing, although the index names the file")
     try:
         return safe_open(path / file_name, framework="pt")
     except (SafetensorError, OSError) as error:
@@ -227,7 +227,7 @@ def _resolve_dtype(
     if wanted is not None and wanted in _DTYPES.values():
         return wanted
     if dtype != "auto":
-        raise ValueError(f"dtype is {dtype!r}: it must be 'auto' or one of {', '.join(_DTYPES)}")
+        raise ValueError(f"dtype must be 'auto' or one of {', '.join(_DTYPES)}, got {dtype!r}")
     stored = _DTYPES.get(config.dtype or "")
     if stored is None:  # the configuration does not say
         file_dtypes = (file.get_slice(name).get_dtype() for name, file in files.items())
@@ -248,8 +248,8 @@ def _check_count(config: ModelConfig, files: dict[str, Any]) -> None:
     num_experts = 0 if config.experts is None else config.experts.num_experts
     for name, count in (("layers", config.num_hidden_layers), ("experts", num_experts)):
         if count > len(files):
-            sides = f"{count} by config.json, and the checkpoint has {len(files)} tensors"
-            raise ValueError(f"the number of {name} is {sides}")
+            limit = f"at most {len(files)}, the checkpoint's number of tensors"
+            raise ValueError(f"the number of {name} must be {limit}, got {count}")
 
 
 def _places(decoder: DecoderModel, files: dict[str, Any]) -> dict[str, CheckpointTensor]:
@@ -274,9 +274,9 @@ def _check_tensors(parts: dict[str, CheckpointTensor], files: dict[str, Any]) ->
         shape, dtype = tuple(stored.get_shape()), stored.get_dtype()
         if shape != part.shape:
             sides = f"{shape} in the checkpoint and {part.shape} by config.json"
-            raise ValueError(f"{name} has shape {sides}")
+            raise ValueError(f"{name} must have one shape, got {sides}")
         if dtype not in _FILE_DTYPES:
-            raise ValueError(f"{name} has dtype {dtype}: it must be {', '.join(_FILE_DTYPES)}")
+            raise ValueError(f"{name} must have dtype {', '.join(_FILE_DTYPES)}, got {dtype}")
 
 
 def _fill(decoder: DecoderModel, files: dict[str, Any], packing: Packing | None) -> None:
@@ -301,13 +301,13 @@ def _fill(decoder: DecoderModel, files: dict[str, Any], packing: Packing | None)
             target.add_(part.offset)
         num_filled += target.numel()
         if matrix is not None:
-            assert _is_in(target, matrix.plain_weight()), f"{name} comes before a matrix is packed"
+            assert _is_in(target, matrix.plain_weight()), f"{name} read before a matrix is packed"
             num_missing -= target.numel()
             if num_missing == 0:
                 assert packing is not None
                 matrix.pack(packing=packing)
                 matrix = None
-    assert num_filled == decoder.num_parameters, "a parameter has no tensor"
+    assert num_filled == decoder.num_parameters, "a parameter got no tensor"
     if packing is not None:  # those that are left: the embedding as the output's matrix
         decoder.pack_weights(packing)
 
@@ -330,8 +330,8 @@ def _check_tied(files: dict[str, Any], matrix: CheckpointTensor) -> None:
     embedding, head = (files[name].get_slice(name)[part] for name in (EMBEDDING, HEAD))
     if not torch.equal(embedding, head):
         raise ValueError(
-            f"tie_word_embeddings is true, but {EMBEDDING} and {HEAD} differ in the checkpoint: "
-            "set it to false if they are meant to"
+            f"tie_word_embeddings must be false if {EMBEDDING} and {HEAD} differ in the "
+            "checkpoint, got true"
         )
 
 

@@ -134,10 +134,10 @@ class ModelConfig:
         head_dim = positive_int(fields, "head_dim", family.head_dim or hidden_size // num_heads)
         max_positions = positive_int(fields, "max_position_embeddings")
         if num_heads % num_kv_heads:
-            why = f"it must divide num_attention_heads, {num_heads}"
+            why = f"divide num_attention_heads ({num_heads})"
             raise refused("num_key_value_heads", num_kv_heads, why)
         if head_dim % 2:
-            raise refused("head_dim", head_dim, "rotary embedding needs an even one")
+            raise refused("head_dim", head_dim, "be even for rotary embedding")
         attention_bias = bool(fields.get("attention_bias"))
         rope, window_rope = read_ropes(fields, family.window_theta, max_positions)
         if rope.rope_type == "yarn":  # as in vLLM: the file's length may be the one without it
@@ -182,7 +182,7 @@ def token_ids(name: str, value: Any) -> tuple[int, ...]:
         return ()
     ids = value if isinstance(value, list) else [value]
     if any(isinstance(i, bool) or not isinstance(i, int) for i in ids):
-        raise refused(name, value, "it must be an integer, a list of integers or null")
+        raise refused(name, value, "be an integer, a list of integers or null")
     return tuple(ids)
 
 
@@ -307,15 +307,15 @@ SUPPORTED_ARCHITECTURES = tuple(FAMILIES)
 # Architectures that are not served, and why: the first line whose pattern fits. What is not named
 # here, nor in the families, is refused, too, but without a reason: nobody here has looked at it. A
 # family that is added wins over a pattern.
-_STATES = "three of four layers keep a state in the place of keys and values"
+_STATES = "three of four layers keep a state instead of keys and values"
 WHY_REFUSED: dict[str, str] = {
     "GptOssForCausalLM": "its attention has a sink in each head, and its experts are in MXFP4",
     "Qwen3Next*": _STATES,
     "Qwen3_5*": _STATES,
-    "*Mamba*": "its layers, or most, keep a state in the place of keys and values",
+    "*Mamba*": "its layers, or most, keep a state instead of keys and values",
     "DeepseekV[23]*": "its keys and values are compressed (MLA), and experts come in groups",
     "Gemma2ForCausalLM": "scores and logits are capped (attn_logit_softcapping)",
-    "Olmo2ForCausalLM": "nobody here has compared it with anything; OLMo 3 is served",
+    "Olmo2ForCausalLM": "not compared with a reference; OLMo 3 is served",
     "*ForConditionalGeneration": "it reads pictures or sound, or has an encoder, too",
     "*ForMaskedLM": "it is an encoder, which has no next token",
     "*For*Classification": "it classifies, and has no next token",
@@ -352,12 +352,12 @@ def _architecture(fields: dict[str, Any]) -> str:
         name for name, family in FAMILIES.items() if family.model_type == model_type
     ]
     if not isinstance(names, list) or len(names) != 1 or names[0] not in FAMILIES:
-        shown = fields.get("architectures") or f"absent, and model_type is {model_type!r}"
-        why = f"{found}; " if (found := why_refused(names)) else ""
-        raise ValueError(f"architectures is {shown}: {why}supported are {', '.join(FAMILIES)}")
+        shown = fields.get("architectures") or f"none with model_type {model_type!r}"
+        why = f": {found}" if (found := why_refused(names)) else ""
+        raise ValueError(f"architectures must be one of {', '.join(FAMILIES)}, got {shown}{why}")
     expected = FAMILIES[names[0]].model_type
     if model_type not in (None, expected):
-        raise refused("model_type", model_type, f"with {names[0]} it must be {expected!r}")
+        raise refused("model_type", model_type, f"be {expected!r} with {names[0]}")
     return names[0]
 
 
@@ -367,29 +367,29 @@ def _is_unsupported(name: str) -> bool:
 
 def _refuse_unsupported(fields: dict[str, Any], family: _Family) -> None:
     if code := fields.get("auto_map"):
-        why = "the checkpoint brings code of its own, which is never run here; remove the field if "
+        why = "be absent, because a checkpoint's own code is never run here; remove the field if "
         raise refused("auto_map", code, f"{why}transformers' {family.model_type} is the same model")
     for name, value in fields.items():
         if name in family.own or not _is_unsupported(name):
             continue
         is_cap = "softcap" in name  # one of 1 caps
         if value is True or value not in (_NEUTRAL[:1] if is_cap else _NEUTRAL):
-            allowed = "its absence and null" if is_cap else "its absence, null, false, 0 and 1"
-            raise refused(name, value, f"this decoder has no such feature; allowed are {allowed}")
+            allowed = "absent or null" if is_cap else "absent, null, false, 0 or 1"
+            raise refused(name, value, f"be {allowed}, because this decoder has no such feature")
     name, only = family.activation
     if fields.get(name, only) != only:
-        raise refused(name, fields[name], f"it must be {only!r}")
+        raise refused(name, fields[name], f"be {only!r}")
     has_biases = {  # Qwen2's do not depend on the field
         "attention_bias": family.has_attention_bias or family.has_qkv_bias,
         "mlp_bias": family.has_mlp_bias,
     }
     for name, has in has_biases.items():
         if fields.get(name) and not has:
-            raise refused(name, fields[name], f"{family.model_type} has no such biases")
+            raise refused(name, fields[name], f"be false in {family.model_type}")
     known = _KNOWN | family.own | ({"use_qk_norm"} if family.has_qk_norm else set())
     names = [name for name in sorted(fields.keys() - known) if not name.startswith("_")]
     if unknown := [name for name in names if not _is_unsupported(name)]:
-        logger.warning("config.json: ignored, because unknown here: %s", ", ".join(unknown))
+        logger.warning("ignoring unknown fields of config.json: %s", ", ".join(unknown))
 
 
 def _layer_windows(fields: dict[str, Any], family: _Family) -> tuple[Window, ...]:
@@ -407,20 +407,20 @@ def _layer_windows(fields: dict[str, Any], family: _Family) -> tuple[Window, ...
         derived = [("sliding" if (i + 1) % every else "full") for i in range(num_layers)]
         derived = [f"{name}_attention" for name in derived]
     elif window is not None and kind == "never":
-        raise refused("sliding_window", window, f"{family.model_type} has none; it must be null")
+        raise refused("sliding_window", window, f"be null in {family.model_type}")
     else:
         derived = ["full_attention" if window is None else "sliding_attention"] * num_layers
     layer_types = fields.get("layer_types") or derived
     allowed = ("full_attention",) if window is None else ("full_attention", "sliding_attention")
     if not isinstance(layer_types, list):
-        raise refused("layer_types", layer_types, "it must be a list")
+        raise refused("layer_types", layer_types, "be a list")
     if unsupported := [kind for kind in layer_types if kind not in allowed]:
         raise ValueError(
-            f"layer_types contains {unsupported[:1]}, sliding_window is {window!r}: "
-            f"allowed then are {', '.join(allowed)}"
+            f"layer_types must be of {', '.join(allowed)} if sliding_window is {window!r}, got "
+            f"{unsupported[:1]}"
         )
     if layer_types and len(layer_types) != num_layers:
-        raise refused("layer_types", layer_types, f"there are {num_layers} layers")
+        raise refused("layer_types", layer_types, f"have {num_layers} entries, one for each layer")
     if window is None or (kind != "always" and "sliding_attention" not in layer_types):
         return ()
     window = positive_int({"sliding_window": window}, "sliding_window")

@@ -25,9 +25,9 @@ class Ranks:
     def __post_init__(self) -> None:
         for name in ("tensor_parallel_size", "pipeline_parallel_size"):
             if getattr(self, name) < 1:
-                raise ValueError(f"{name} is {getattr(self, name)}: it must be >= 1")
+                raise ValueError(f"{name} must be >= 1, got {getattr(self, name)}")
         if not 0 <= self.rank < self.world_size:
-            raise ValueError(f"rank is {self.rank}: it must be in [0, {self.world_size})")
+            raise ValueError(f"rank must be in [0, {self.world_size}), got {self.rank}")
 
     @property
     def world_size(self) -> int:
@@ -61,8 +61,8 @@ class Ranks:
         num_stages = self.pipeline_parallel_size
         if num_layers < num_stages:
             raise ValueError(
-                f"pipeline_parallel_size is {num_stages}: the model has {num_layers} layers, and "
-                "each stage needs one"
+                f"pipeline_parallel_size must be <= {num_layers}, the number of layers, got "
+                f"{num_stages}"
             )
         even, num_left = divmod(num_layers, num_stages)
         taken = [*range(1, num_stages - 1), 0][:num_left]

@@ -41,7 +41,7 @@ def read_scaling(
     """Fields of `RopeParameters`. Raises `ValueError` for another kind, and for what it lacks."""
     if not isinstance(rope_type, str) or rope_type not in READS:
         known = ", ".join(["default", *READS])
-        raise refused(f"{source}: rope_type", rope_type, f"it must be {known}")
+        raise refused(f"{source}: rope_type", rope_type, f"be {known}")
     needed, optional = READS[rope_type]
     refuse_unknown(source, rope, {*needed, *optional})
     values: dict[str, Any] = {name: positive_float(rope, name) for name in needed}
@@ -52,10 +52,10 @@ def read_scaling(
         low, high = _BOUNDS[rope_type]
         least, most = values.get(low, 1.0), values.get(high, 32.0)  # yarn's, if they are absent
         if most <= least:
-            raise refused(f"{source}: {high}", most, f"it must exceed {low}, {least}")
+            raise refused(f"{source}: {high}", most, f"exceed {low} ({least})")
     if rope_type == "yarn":
         if rope.get("rope_theta", fields.get("rope_theta")) == 1:
-            raise refused("rope_theta", 1, "with yarn it must be another number")
+            raise refused("rope_theta", 1, "be another number with yarn")
         scales = [values.pop(name, None) for name in ("mscale", "mscale_all_dim")]
         values.setdefault("attention_factor", _attention_factor(values["factor"], *scales))
     return values

@@ -166,10 +166,15 @@ QUERY_NORM = "model.layers.1.self_attn.q_norm.weight"
 @pytest.mark.parametrize(
     "case, name, wrong, said",
     [
-        ("mistral", VALUES, torch.zeros(32, 48), r"has shape \(32, 48\).* \(48, 32\) by"),
+        (
+            "mistral",
+            VALUES,
+            torch.zeros(32, 48),
+            r"must have one shape, got \(32, 48\).* \(48, 32\) by",
+        ),
         # One that would broadcast.
-        ("qwen3", QUERY_NORM, torch.zeros(1), r"has shape \(1,\).* \(16,\) by"),
-        ("mistral", NORM, torch.ones(32).char(), "has dtype I8: it must be F64, F32, BF16, F16"),
+        ("qwen3", QUERY_NORM, torch.zeros(1), r"must have one shape, got \(1,\).* \(16,\) by"),
+        ("mistral", NORM, torch.ones(32).char(), "must have dtype"),
     ],
 )
 def test_a_tensor_of_another_shape_or_kind_is_named(case, name, wrong, said, tmp_path):
@@ -215,7 +220,7 @@ def test_a_tied_matrix_may_have_either_name_or_both(how, tmp_path):
 def test_a_tied_matrix_stored_twice_with_different_values_is_refused(tmp_path):
     save_case("qwen2", tmp_path)
     edit_weights(tmp_path, lambda tensors: tensors.update({HEAD: tensors[EMBEDDING] + 1e-9}))
-    with pytest.raises(ValueError, match=r"tie_word_embeddings is true, but .* differ"):
+    with pytest.raises(ValueError, match="tie_word_embeddings must"):
         load_model(tmp_path)
 
 
@@ -281,7 +286,7 @@ def test_an_index_without_a_proper_weight_map_is_refused(weight_map, sharded):
 
 def test_an_index_cannot_point_outside_its_directory(sharded):
     edit_json(sharded / INDEX, weight_map={"a": "../whole/model.safetensors"})
-    with pytest.raises(ValueError, match="not the name of a file beside it"):
+    with pytest.raises(ValueError, match="file names must"):
         load_model(sharded)
 
 
@@ -315,11 +320,11 @@ def test_missing_things_are_file_not_found(checkpoint, tmp_path):
     """Trap 48: a wrong directory is refused, not served with whatever memory held."""
     (tmp_path / "empty").mkdir()
     for model, message in (
-        (tmp_path / "nothing", "no such directory"),
-        (str(tmp_path / "nothing"), "no such directory"),
+        (tmp_path / "nothing", "model must be a directory"),
+        (str(tmp_path / "nothing"), "model must be a directory"),
         (tmp_path / "empty", "no config.json"),
-        (checkpoint / "config.json", "is a file"),
-        ("", "no config.json|no such directory"),
+        (checkpoint / "config.json", "got the file"),
+        ("", "no config.json|model must"),
     ):
         with pytest.raises(FileNotFoundError, match=message):
             load_model(model)
@@ -350,7 +355,7 @@ def test_a_download_that_fails_says_what_was_tried(error, monkeypatch):
         raise error
 
     monkeypatch.setattr(huggingface_hub, "snapshot_download", download)
-    with pytest.raises(FileNotFoundError, match="neither a directory nor a hub id") as caught:
+    with pytest.raises(FileNotFoundError, match="model must be a directory or a hub id") as caught:
         resolve_checkpoint("some-org/some-model")
     assert "some-org/some-model" in str(caught.value) and "\n" not in str(caught.value)
     assert caught.value.__cause__ is error
@@ -359,7 +364,7 @@ def test_a_download_that_fails_says_what_was_tried(error, monkeypatch):
 def test_the_hub_is_not_asked_for_what_is_not_a_hub_id(monkeypatch):
     monkeypatch.setattr(huggingface_hub, "snapshot_download", None)
     for model in ("a/b/c", "./models/x", "some org/model", "/nowhere/at/all", Path("org/model")):
-        with pytest.raises(FileNotFoundError, match="no such directory"):
+        with pytest.raises(FileNotFoundError, match="model must be a directory"):
             resolve_checkpoint(model)
 
 
@@ -402,7 +407,7 @@ def test_a_dtype_can_be_asked_for(checkpoint):
         expected = getattr(torch, dtype) if isinstance(dtype, str) else dtype
         assert load_model(checkpoint, dtype).model.norm_weight.dtype == expected
     for dtype in ("int8", "fp16", torch.int64, None, 16):
-        with pytest.raises(ValueError, match="it must be 'auto' or one of float64"):
+        with pytest.raises(ValueError, match="dtype must be"):
             load_model(checkpoint, dtype)
 
 

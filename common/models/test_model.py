@@ -375,9 +375,9 @@ def test_qwen_has_a_window_only_where_it_is_switched_on(checkpoints):
     assert windows(**switched_on, layer_types=kinds) == (None, 16, None)
     theirs = AutoConfig.for_model(**fields)
     assert (theirs.layer_types, theirs.sliding_window) == (kinds, 16)
-    with pytest.raises(ValueError, match="there are 3 layers"):
+    with pytest.raises(ValueError, match="must have 3 entries"):
         windows(layer_types=kinds[:2])
-    with pytest.raises(ValueError, match="sliding_window is 0"):
+    with pytest.raises(ValueError, match="sliding_window must"):
         windows(layer_types=kinds, sliding_window=0)
 
 
@@ -401,51 +401,54 @@ REFUSED = {
     "quantization": ({"quantization_config": {"bits": 4}}, "quantization_config"),
     "moe": ({"num_experts": 8}, "num_experts"),
     "softcap": ({"attn_logit_softcapping": 50.0}, "attn_logit_softcapping"),
-    "true is not 1": ({"use_mrope": True}, "use_mrope is True"),
+    "true is not 1": ({"use_mrope": True}, "use_mrope must"),
     "own code": (
         {"auto_map": {"AutoConfig": "configuration_x.XConfig"}},
-        "auto_map is {'AutoConfig': 'configuration_x.XConfig'}: the checkpoint brings code of its",
+        "auto_map must",
     ),
     "vision": ({"vision_config": {"depth": 2}}, "vision_config"),
-    "partial rotary": ({"partial_rotary_factor": 0.5}, "partial_rotary_factor is 0.5"),
+    "partial rotary": ({"partial_rotary_factor": 0.5}, "partial_rotary_factor must"),
     "partial rotary inside": (
         {"rope_parameters": {"rope_type": "default", "partial_rotary_factor": 0.25}},
-        "partial_rotary_factor is 0.25",
+        "partial_rotary_factor must",
     ),
     "longrope": ({"rope_parameters": {"rope_type": "longrope", "factor": 4.0}}, "'longrope'"),
-    "yarn without factor": ({"rope_parameters": {"rope_type": "yarn"}}, "factor is None"),
-    "yarn reversed": ({"rope_parameters": {**YARN, "beta_fast": 0.5}}, "it must exceed beta_slow"),
+    "yarn without factor": ({"rope_parameters": {"rope_type": "yarn"}}, "factor must"),
+    "yarn reversed": (
+        {"rope_parameters": {**YARN, "beta_fast": 0.5}},
+        "beta_fast must exceed beta_slow",
+    ),
     "yarn reversed by what is absent": (
         {"rope_parameters": {**YARN, "beta_slow": 33}},
-        "beta_fast is 32.0: it must exceed beta_slow, 33.0",
+        "beta_fast must exceed beta_slow",
     ),
-    "yarn with a base of 1": ({"rope_parameters": {**YARN, "rope_theta": 1}}, "rope_theta is 1"),
-    "rope_type is a list": ({"rope_parameters": {"rope_type": ["yarn"]}}, "rope_type is ['yarn']"),
-    "yarn, truncate": ({"rope_parameters": {**YARN, "truncate": False}}, "truncate is False"),
+    "yarn with a base of 1": ({"rope_parameters": {**YARN, "rope_theta": 1}}, "rope_theta must"),
+    "rope_type is a list": ({"rope_parameters": {"rope_type": ["yarn"]}}, "rope_type must"),
+    "yarn, truncate": ({"rope_parameters": {**YARN, "truncate": False}}, "truncate must"),
     "dynamic, old": ({"rope_scaling": {"type": "dynamic", "factor": 4.0}}, "'dynamic'"),
     "mrope": ({"rope_scaling": {"type": "default", "mrope_section": [1, 2]}}, "mrope_section"),
     "nested rope": ({"rope_parameters": {"full_attention": {"rope_theta": 1.0}}}, "full_attention"),
-    "rope not an object": ({"rope_parameters": 7}, "rope_parameters is 7"),
-    "linear without factor": ({"rope_parameters": {"rope_type": "linear"}}, "factor is None"),
+    "rope not an object": ({"rope_parameters": 7}, "rope_parameters must"),
+    "linear without factor": ({"rope_parameters": {"rope_type": "linear"}}, "factor must"),
     "llama3 incomplete": (
         {"rope_parameters": {**LLAMA3, "low_freq_factor": None}},
-        "low_freq_factor is None",
+        "low_freq_factor must",
     ),
     "llama3 reversed": ({"rope_parameters": {**LLAMA3, "high_freq_factor": 0.5}}, "high_freq"),
-    "negative factor": ({"rope_parameters": {**LINEAR, "factor": -1.0}}, "factor is -1.0"),
+    "negative factor": ({"rope_parameters": {**LINEAR, "factor": -1.0}}, "factor must"),
     "layer_types": ({"layer_types": ["linear_attention"] * 3}, "linear_attention"),
     "layer_types in a list": ({"layer_types": [["full_attention"]] * 3}, "[['full_attention']]"),
-    "layer_types is a number": ({"layer_types": 3}, "layer_types is 3: it must be a list"),
+    "layer_types is a number": ({"layer_types": 3}, "layer_types must"),
     "window type without window": ({"layer_types": ["sliding_attention"] * 3}, "sliding_attention"),
-    "kv heads": ({"num_key_value_heads": 3}, "num_key_value_heads is 3"),
-    "odd head_dim": ({"head_dim": 15}, "head_dim is 15"),
-    "missing": ({"hidden_size": None}, "hidden_size is None"),
-    "text": ({"vocab_size": "89"}, "vocab_size is '89'"),
-    "boolean": ({"num_hidden_layers": True}, "num_hidden_layers is True"),
-    "zero": ({"intermediate_size": 0}, "intermediate_size is 0"),
+    "kv heads": ({"num_key_value_heads": 3}, "num_key_value_heads must"),
+    "odd head_dim": ({"head_dim": 15}, "head_dim must"),
+    "missing": ({"hidden_size": None}, "hidden_size must"),
+    "text": ({"vocab_size": "89"}, "vocab_size must"),
+    "boolean": ({"num_hidden_layers": True}, "num_hidden_layers must"),
+    "zero": ({"intermediate_size": 0}, "intermediate_size must"),
     "eps": ({"rms_norm_eps": -1e-6}, "rms_norm_eps"),
     "eos": ({"eos_token_id": "</s>"}, "eos_token_id"),
-    "mlp bias": ({"mlp_bias": True}, "mlp_bias is True"),
+    "mlp bias": ({"mlp_bias": True}, "mlp_bias must"),
 }
 
 
@@ -463,7 +466,7 @@ def test_what_is_not_supported_is_refused_by_name(case, checkpoints):
 
 def test_biases_and_windows_that_a_family_does_not_have_are_refused(checkpoints):
     mistral, llama = read_config(checkpoints["mistral"]), read_config(checkpoints["llama-biases"])
-    with pytest.raises(ValueError, match="attention_bias is True"):
+    with pytest.raises(ValueError, match="attention_bias must"):
         ModelConfig.from_hf({**mistral, "attention_bias": True})
-    with pytest.raises(ValueError, match="sliding_window is 16"):
+    with pytest.raises(ValueError, match="sliding_window must"):
         ModelConfig.from_hf({**llama, "sliding_window": 16})

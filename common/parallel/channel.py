@@ -122,7 +122,7 @@ class Channel:
         self._buffer += data
         self.is_torn = False
         if not data:
-            raise ChannelClosed("the other side has closed the connection")
+            raise ChannelClosed("cannot receive: the peer has closed the connection")
 
     def _next(self) -> bytes | None:
         if len(self._buffer) < _LENGTH.size:

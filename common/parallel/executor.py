@@ -219,11 +219,11 @@ class Executor:
 
     def _check(self) -> None:
         if (pid := os.getpid()) != self._pid:
-            raise RuntimeError(f"these workers are those of process {self._pid}: {pid} is a fork")
+            raise RuntimeError(f"cannot use workers of process {self._pid} in {pid}, a fork")
         if self.failure is not None:
-            raise WorkerError(f"the engine is dead: {self.failure}")
+            raise WorkerError(f"the engine has failed: {self.failure}")
         if self._is_closed:
-            raise WorkerError("the engine is closed")
+            raise WorkerError("the engine is closed; create a new one")
         if any(link.channel.is_torn for link in self.links):
             self._end("it was interrupted in the middle of a message")
 

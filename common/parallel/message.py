@@ -78,12 +78,12 @@ def unpack(data: bytes | bytearray | memoryview, kinds: Mapping[str, Any]) -> tu
             unicode_errors="surrogatepass",
         )
     except (ValueError, msgpack.UnpackException) as error:  # what msgpack raises is one of them
-        raise MessageError(f"no message: {error}") from error
+        raise MessageError(f"cannot decode the message: {error}") from error
     if not isinstance(message, dict) or message.pop("version", None) != VERSION:
-        raise MessageError(f"no message of version {VERSION}")
+        raise MessageError(f"message must be of version {VERSION}")
     kind = message.pop("kind", None)
     if kind not in kinds:
-        raise MessageError(f"a message is of kind {kind!r}: it must be one of {', '.join(kinds)}")
+        raise MessageError(f"message must be of kind {', '.join(kinds)}, got {kind!r}")
     _check_fields(kind, message, kinds[kind])
     return kind, message
 
@@ -94,24 +94,24 @@ def _refuse(value: Any) -> Any:
         return msgpack.ExtType(_BIG_INTEGER, value.to_bytes(size, "big", signed=True))
     if isinstance(value, str):  # a subclass, such as NumPy's
         return str(value)
-    raise TypeError(f"{value!r} is a {type(value).__name__}, which does not travel")
+    raise TypeError(f"cannot send {value!r}: a {type(value).__name__} cannot be encoded")
 
 
 def _extension(code: int, data: bytes) -> Any:
     if code != _BIG_INTEGER:
-        raise ValueError(f"extension {code} is unknown")
+        raise ValueError(f"unknown extension {code}")
     return int.from_bytes(data, "big", signed=True)
 
 
 def _check_fields(what: str, found: Any, expected: Any) -> None:
     if not isinstance(found, dict):
-        raise MessageError(f"{what} is no map")
+        raise MessageError(f"{what} must be a map")
     if found.keys() != set(expected):
         missing, unknown = (
             sorted(set(expected) - found.keys()),
             sorted(found.keys() - set(expected)),
         )
-        raise MessageError(f"{what} lacks {sorted(missing)}, and has unknown {sorted(unknown)}")
+        raise MessageError(f"{what} lacks {sorted(missing)} and has unknown {sorted(unknown)}")
 
 
 def _names(kind: type) -> tuple[str, ...]:
@@ -199,7 +199,7 @@ def plan_from_map(found: Any) -> PlanMessage:
 def _tables(found: Any) -> tuple[list[int], ...]:
     """A request's block tables: a list of block ids for each group of layers."""
     if not isinstance(found, list) or not all(isinstance(ids, list) for ids in found):
-        raise MessageError(f"block tables are {found!r}: they must be a list of lists of block ids")
+        raise MessageError(f"block tables must be a list of lists of block ids, got {found!r}")
     return tuple(found)
 
 

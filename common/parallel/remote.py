@@ -157,7 +157,7 @@ class RemoteBlockIO:
         there or `data` has another length."""
         self._check_block(block_id)
         if len(data) != self.block_nbytes:
-            raise ValueError(f"data has {len(data)} bytes: a block has {self.block_nbytes}")
+            raise ValueError(f"data must have {self.block_nbytes} bytes, got {len(data)}")
         first, messages = 0, []
         for num_bytes in self.kv_cache.bytes_of_ranks:
             part = bytes(data[first : first + num_bytes])
@@ -168,7 +168,7 @@ class RemoteBlockIO:
     def _check_block(self, block_id: int) -> None:
         num_blocks = self.kv_cache.num_blocks
         if not 0 < block_id < num_blocks:
-            raise ValueError(f"block_id is {block_id}: it must be in [1, {num_blocks})")
+            raise ValueError(f"block_id must be in [1, {num_blocks}), got {block_id}")
 
 
 class RemoteLoading:
@@ -201,7 +201,7 @@ class RemoteLoading:
                 raise OF_THE_USER[answer["kind_of_error"]](answer["sentence"])
         digest = answers[0]["digest"]
         if any(answer["digest"] != digest for answer in answers):
-            raise ValueError(f"{self._path} is not the same on all ranks: it was written meanwhile")
+            raise ValueError(f"{self._path} must be the same on all ranks: the file has changed")
         return digest
 
     def take(self) -> None:
@@ -254,7 +254,7 @@ def assemble_remote(
         rank_config(checkpoint.config, ranks)  # raises if there is no such part
     device = config.resolve_device()
     if device.index is not None and config.num_ranks > 1:
-        raise ValueError(f"device is {config.device!r}: every rank has its own, so name none")
+        raise ValueError(f"device must not name one, got {config.device!r}: each rank has its own")
     num_parameters = DecoderModel(checkpoint.config, device="meta").num_parameters  # no memory
     started = launch(config.num_ranks, device, num_parameters, config.num_threads)
     output_rank = next(ranks.rank for ranks in all_ranks if ranks.is_output_rank)
@@ -337,7 +337,7 @@ def _make_side(
     for name in ("checkpoint", "dtype", "num_blocks"):
         values = [fact[name] for fact in facts]
         if len(set(values)) > 1:
-            raise ValueError(f"the ranks do not have the same {name}: in order of rank, {values}")
+            raise ValueError(f"{name} must be the same on all ranks, got in order of rank {values}")
     bytes_of_ranks = tuple(fact["kv_bytes_per_block"] for fact in facts)
     kv_cache = KVSizeOfRanks(facts[0]["num_blocks"], config.block_size, bytes_of_ranks)
     runner: ModelRunner = RemoteRunner(executor, tells_times=config.speculation is not None)

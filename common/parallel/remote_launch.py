@@ -62,7 +62,7 @@ def launch(
         num_threads = num_threads or _torchrun_threads(num_parameters, device)
         return _launch_with_torchrun(num_ranks, num_threads)
     if device.type == "cuda" and (num_devices := torch.cuda.device_count()) < num_ranks:
-        raise ValueError(f"{num_ranks} ranks need a CUDA device each: there are {num_devices}")
+        raise ValueError(f"{num_ranks} ranks need a CUDA device each, got {num_devices}")
     links: list[Link] = []
     try:
         for rank in range(num_ranks):
@@ -119,8 +119,8 @@ def torchrun_size(pipeline_parallel_size: int = 1) -> int:
     world_size = int(os.environ["WORLD_SIZE"])
     if world_size % pipeline_parallel_size:
         raise ValueError(
-            f"pipeline_parallel_size is {pipeline_parallel_size}: it must divide the "
-            f"{world_size} processes that torchrun has started"
+            f"pipeline_parallel_size must divide the {world_size} processes that torchrun has "
+            f"started, got {pipeline_parallel_size}"
         )
     return world_size // pipeline_parallel_size
 
@@ -130,9 +130,9 @@ def check_torchrun(tensor_parallel_size: int, pipeline_parallel_size: int) -> No
     world_size = int(os.environ["WORLD_SIZE"])
     if tensor_parallel_size * pipeline_parallel_size != world_size:
         raise ValueError(
-            f"tensor_parallel_size x pipeline_parallel_size is {tensor_parallel_size} x "
-            f"{pipeline_parallel_size}: it must be {world_size}, the number of processes that "
-            "torchrun has started"
+            f"tensor_parallel_size x pipeline_parallel_size must be {world_size}, the number of "
+            f"processes that torchrun has started, got {tensor_parallel_size} x "
+            f"{pipeline_parallel_size}"
         )
 
 
@@ -154,7 +154,7 @@ def _torchrun_store() -> Any:
 def _launch_with_torchrun(num_ranks: int, num_threads: int) -> StartedWorkers:
     meeting = _torchrun_store()
     if meeting.add("engines", 1) > 1:
-        raise ValueError("torchrun's processes are one engine's workers: this would be a second")
+        raise ValueError("cannot start a second engine: torchrun's processes are workers of one")
     family, _, _, _, address = socket.getaddrinfo(
         os.environ["MASTER_ADDR"], 0, type=socket.SOCK_STREAM
     )[0]

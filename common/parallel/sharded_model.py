@@ -67,8 +67,8 @@ def rank_config(config: ModelConfig, ranks: Ranks) -> ModelConfig:
 def _check_divisible(config: ModelConfig, size: int) -> None:
     if size > 1 and config.blocks[0] == "post-norm attention":
         raise ValueError(
-            f"tensor_parallel_size is {size}: {config.architecture} norms the queries of all heads "
-            "as one vector, and no rank has them all; it must be 1"
+            f"tensor_parallel_size must be 1 for {config.architecture}, which normalizes the "
+            f"queries of all heads as one vector, got {size}"
         )
     heads, kv_heads = config.num_attention_heads, config.num_key_value_heads
     inner, vocab = math.gcd(*config.mlp_sizes), config.vocab_size
@@ -81,9 +81,9 @@ def _check_divisible(config: ModelConfig, size: int) -> None:
     if not is_possible(size):
         allowed = ", ".join(str(n) for n in range(1, heads + 1) if is_possible(n))
         raise ValueError(
-            f"tensor_parallel_size is {size}: of {heads} attention heads, {kv_heads} KV heads and "
-            f"an intermediate_size of {inner}, each rank must have the same part; a model with "
-            f"{vocab} tokens allows {allowed}"
+            f"tensor_parallel_size must be {allowed}, so that each rank has the same part of "
+            f"{heads} attention heads, {kv_heads} KV heads, an intermediate_size of {inner} and "
+            f"{vocab} tokens, got {size}"
         )
 
 

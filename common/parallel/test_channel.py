@@ -311,7 +311,7 @@ def test_the_rank_to_blame_is_named(name, monkeypatch):
         for number in range(3, 100):
             step(executor, number)
             time.sleep(0.1)  # until what the other rank has said of the first has come
-    with pytest.raises(WorkerError, match="the engine is dead: "):
+    with pytest.raises(WorkerError, match="the engine has failed: "):
         step(executor, 5)
     executor.close()
 
@@ -417,7 +417,7 @@ def test_the_workers_of_a_fork_are_not_its_own(monkeypatch):
     executor.links[0].channel.is_torn = True  # its parent's business, not a reason to end them
     monkeypatch.setattr(executor_module.os, "getpid", lambda: -1)
     for use in (lambda: executor.send(b"plan"), lambda: executor.collect("a block")):
-        with pytest.raises(RuntimeError, match="those of process"):
+        with pytest.raises(RuntimeError, match="cannot use workers of process"):
             use()
     executor.close()
     monkeypatch.undo()

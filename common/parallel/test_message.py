@@ -197,19 +197,19 @@ def test_what_is_the_schedulers_own_does_not_travel():
     ],
 )
 def test_numbers_of_numpy_tuples_sets_and_objects_do_not_slip_through(plan):
-    with pytest.raises(TypeError, match="does not travel"):
+    with pytest.raises(TypeError, match="cannot be encoded"):
         through(plan)
 
 
 @pytest.mark.parametrize("data", [(1, 2), {3}, np.int64(1), {"a": object()}, [{1: "a"}], 1j])
 def test_what_a_feature_brings_is_plain_or_its_plugin_is_named(data):
     new = NewRequestData("r", [1], SamplingParams(), features={"fine": [None], "odd": data})
-    with pytest.raises(TypeError, match=r"^features\['odd'\] of request 'r': .* (travel|allowed)"):
+    with pytest.raises(TypeError, match=r"^features\['odd'\] of request 'r': .* (encoded|allowed)"):
         through(PlanMessage([new]))
 
 
 def test_a_time_of_numpy_does_not_either():
-    with pytest.raises(TypeError, match="float64, which does not travel"):
+    with pytest.raises(TypeError, match="float64 cannot be encoded"):
         message.pack("output", output=message.output_to_map(StepOutput(times={"a": np.float64()})))
 
 
@@ -237,9 +237,9 @@ def change(change_plan=None, **changes) -> bytes:
 @pytest.mark.parametrize(
     ("data", "reason"),
     [
-        (change(version=message.VERSION + 1), f"no message of version {message.VERSION}"),
-        (change(version=...), f"no message of version {message.VERSION}"),
-        (change(kind="pickle"), "kind 'pickle': it must be one of plan"),
+        (change(version=message.VERSION + 1), f"must be of version {message.VERSION}"),
+        (change(version=...), f"must be of version {message.VERSION}"),
+        (change(kind="pickle"), "must be of kind"),
         (change(plan=...), "lacks .'plan'."),
         (change(more=1), "unknown .'more'."),
         (change(lambda plan: plan.pop("block_moves")), "a plan lacks .'block_moves'."),
@@ -251,21 +251,27 @@ def change(change_plan=None, **changes) -> bytes:
         ),
         (
             change(lambda plan: plan["scheduled_new_reqs"][0]["sampling_params"].update(n=0)),
-            "sampling_params: n is 0",
+            "sampling_params: n must",
         ),
         (change(lambda plan: plan.update(block_moves=[[1]])), "a plan: "),
-        (change(lambda plan: plan["scheduled_new_reqs"][0].update(block_ids=[5])), "tables are .5"),
-        (change(lambda plan: plan["scheduled_new_reqs"][0].update(block_ids=5)), "tables are 5"),
+        (
+            change(lambda plan: plan["scheduled_new_reqs"][0].update(block_ids=[5])),
+            "block tables must .*got .5",
+        ),
+        (
+            change(lambda plan: plan["scheduled_new_reqs"][0].update(block_ids=5)),
+            "block tables must .*got 5",
+        ),
         (
             change(lambda plan: plan["scheduled_cached_reqs"].update(new_block_ids=[[[3], 4]])),
-            r"block tables are \[\[3\], 4\]",
+            r"block tables must .*\[\[3\], 4\]",
         ),
-        (change(plan=[]), "a plan is no map"),
-        (msgpack.packb([1]), f"no message of version {message.VERSION}"),
-        (change()[:-1], "no message"),
-        (change() + b"\0", "no message"),
-        (msgpack.packb(msgpack.ExtType(7, b"")), "no message: extension 7"),
-        (b"", "no message"),
+        (change(plan=[]), "a plan must be a map"),
+        (msgpack.packb([1]), f"must be of version {message.VERSION}"),
+        (change()[:-1], "cannot decode the message"),
+        (change() + b"\0", "cannot decode the message"),
+        (msgpack.packb(msgpack.ExtType(7, b"")), "unknown extension 7"),
+        (b"", "cannot decode the message"),
     ],
 )
 def test_what_is_not_a_message_of_this_version_is_refused(data, reason):

@@ -199,10 +199,10 @@ def under_torchrun(monkeypatch) -> None:
 @pytest.mark.parametrize(
     ("sizes", "reason"),
     [
-        (dict(tensor_parallel_size=2), "2 x 1: it must be 6, the number of processes"),
-        (dict(tensor_parallel_size=4, pipeline_parallel_size=2), "4 x 2: it must be 6"),
-        (dict(pipeline_parallel_size=4), "pipeline_parallel_size is 4: it must divide the 6"),
-        (dict(block_size=0), "block_size is 0"),
+        (dict(tensor_parallel_size=2), "must be 6, .*got 2 x 1"),
+        (dict(tensor_parallel_size=4, pipeline_parallel_size=2), "must be 6, .*got 4 x 2"),
+        (dict(pipeline_parallel_size=4), "pipeline_parallel_size must"),
+        (dict(block_size=0), "block_size must"),
     ],
 )
 @pytest.mark.parametrize("rank", range(2))
@@ -219,7 +219,7 @@ def test_what_torchrun_has_started_is_made_use_of(under_torchrun) -> None:
     assert remote_launch.torchrun_size() == 6
     assert remote_launch.torchrun_size(pipeline_parallel_size=3) == 2
     for size in (0, "2"):
-        with pytest.raises(ValueError, match=f"pipeline_parallel_size is {size!r}"):
+        with pytest.raises(ValueError, match="pipeline_parallel_size must"):
             remote_launch.torchrun_size(pipeline_parallel_size=size)  # pyright: ignore
 
 
@@ -258,12 +258,16 @@ def test_who_does_not_know_the_secret_is_sent_away() -> None:
 @pytest.mark.parametrize(
     ("wrong", "error", "reason"),
     [
-        (dict(tensor_parallel_size=0), ValueError, "tensor_parallel_size is 0"),
-        (dict(worker_timeout_s=0), ValueError, "worker_timeout_s is 0: it must be > 0"),
-        (dict(tensor_parallel_size=2, model="/nowhere"), FileNotFoundError, "/nowhere is not"),
-        (dict(tensor_parallel_size=2, max_model_len=10**6), ValueError, "max_model_len is"),
-        (dict(tensor_parallel_size=3), ValueError, "tensor_parallel_size is 3: of "),
-        (dict(pipeline_parallel_size=99), ValueError, "pipeline_parallel_size is 99: the model"),
+        (dict(tensor_parallel_size=0), ValueError, "tensor_parallel_size must"),
+        (dict(worker_timeout_s=0), ValueError, "worker_timeout_s must"),
+        (
+            dict(tensor_parallel_size=2, model="/nowhere"),
+            FileNotFoundError,
+            "model must .*/nowhere",
+        ),
+        (dict(tensor_parallel_size=2, max_model_len=10**6), ValueError, "max_model_len must"),
+        (dict(tensor_parallel_size=3), ValueError, "tensor_parallel_size must"),
+        (dict(pipeline_parallel_size=99), ValueError, "pipeline_parallel_size must"),
     ],
 )
 def test_what_can_not_be_is_refused_before_any_process_starts(wrong, error, reason, monkeypatch):
@@ -296,21 +300,21 @@ def test_each_worker_gets_its_share_of_the_threads_unless_told(monkeypatch):
 
 def test_a_device_of_its_own_for_each_rank(monkeypatch):
     monkeypatch.setattr(EngineConfig, "resolve_device", lambda self: torch.device("cuda", 1))
-    with pytest.raises(ValueError, match="device is 'cuda:1': every rank has its own"):
+    with pytest.raises(ValueError, match="device must"):
         LLM(tensor_parallel_size=2, device="cuda:1")
     monkeypatch.setattr(remote_launch.torch.cuda, "device_count", lambda: 1)
-    with pytest.raises(ValueError, match="2 ranks need a CUDA device each: there are 1"):
+    with pytest.raises(ValueError, match="2 ranks need a CUDA device each, got 1"):
         remote_launch.launch(2, torch.device("cuda"), 1)
 
 
 def test_a_loaded_model_does_not_cross(shipped_loaded) -> None:
-    with pytest.raises(ValueError, match="can not be handed to other processes"):
+    with pytest.raises(ValueError, match="cannot send a loaded model"):
         LLMEngine(EngineConfig(tensor_parallel_size=2), loaded=shipped_loaded)
 
 
 def test_what_only_a_worker_can_find_wrong_is_raised_as_in_one_process(monkeypatch):
     monkeypatch.setattr(EngineConfig, "has_workers", True)
-    with pytest.raises(ValueError, match=r"^batch_invariant is True: no weights are packed"):
+    with pytest.raises(ValueError, match=r"^batch_invariant must .*no packing"):
         LLM(batch_invariant=True, dtype="float64", num_blocks=9)
 
 

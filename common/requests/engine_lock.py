@@ -31,8 +31,8 @@ class Turn:
         self.check_process()
         if not self.take():
             raise RuntimeError(
-                "this engine is used by another thread: one at a time may add requests and step; "
-                "others may abort requests, close it, or have an engine of their own"
+                "the engine is in use by another thread: add_request() and step() are not "
+                "thread-safe (abort_request() and close() are); create one engine per thread"
             )
 
     def __exit__(self, *_: object) -> None:
@@ -41,8 +41,8 @@ class Turn:
     def check_process(self) -> None:
         if (pid := os.getpid()) != self._pid:
             raise RuntimeError(
-                f"this engine belongs to process {self._pid}: process {pid} is a fork of it, and "
-                "has neither its threads nor its workers; make an engine after the fork"
+                f"cannot use the engine of process {self._pid} in process {pid}, a fork without "
+                "its threads and workers; create an engine after the fork"
             )
 
     def take(self, timeout_s: float = 0) -> bool:

@@ -74,10 +74,10 @@ class Intake:
         arrival_time = time.monotonic() if arrival_time is None else arrival_time
         is_number = isinstance(arrival_time, Real) and not isinstance(arrival_time, bool)
         if not is_number or not abs(arrival_time) <= sys.float_info.max:
-            raise ValueError(f"arrival_time is {arrival_time!r}: it must be a number of seconds")
+            raise ValueError(f"arrival_time must be a number of seconds, got {arrival_time!r}")
         check_integers(priority=priority)
         if cache_salt is not None and not (isinstance(cache_salt, str) and cache_salt):
-            raise ValueError(f"cache_salt is {cache_salt!r}: it must be None or a non-empty str")
+            raise ValueError(f"cache_salt must be None or a non-empty str, got {cache_salt!r}")
         text = prompt if isinstance(prompt, str) else None
         token_ids = _truncated(self._to_token_ids(prompt), params, self.max_model_len)
         if params.max_tokens is None:  # a scheduler lowers it to the room that there is
@@ -96,7 +96,7 @@ class Intake:
         require(is_right, "skip_reading_prefix_cache", skips, "None, True or False")
         if (num_top := params.prompt_logprobs) is not None:
             check_integers(-1, prompt_logprobs=num_top)
-            few = "None or True: what is cached has no prompt_logprobs"
+            few = "None or True if prompt_logprobs is set"
             require(skips is not False, "skip_reading_prefix_cache", skips, few)
             group.prompt_logprobs = [None]
         seed = params.seed
@@ -128,16 +128,16 @@ class Intake:
         from grammars import check_params, source_of
 
         if find_spec("llguidance") is None:
-            raise ValueError("grammar needs llguidance: pip install 'vllm-from-scratch[grammar]'")
+            raise ValueError("grammar needs llguidance; pip install 'vllm-from-scratch[grammar]'")
         if self.tokenizer is None:
-            raise ValueError("grammar is over text: this engine has no tokenizer")
+            raise ValueError("grammar must be None for an engine without a tokenizer")
         check_params(params, [i for i in self.eos_token_ids if i < self.vocab_size])
         return source_of(params.grammar)
 
     def _check_params(self, params: SamplingParams) -> dict[str, Any] | None:
         """What rules its tokens keep to, if any."""
         if not isinstance(params, SamplingParams):
-            raise ValueError(f"sampling_params is {params!r}: it must be a SamplingParams")
+            raise ValueError(f"sampling_params must be a SamplingParams, got {params!r}")
         require(params.n <= MOST_SAMPLES, "n", params.n, f"at most {MOST_SAMPLES:,}")
         self._check_token_ids("stop_token_ids", params.stop_token_ids)
         rules = None
@@ -150,23 +150,23 @@ class Intake:
             allowed = None if rules is None else rules["allowed"]
             if forbidden.issuperset(allowed or range(self.vocab_size)):
                 raise ValueError(
-                    f"min_tokens is {params.min_tokens}: it must be 0 if every token stops"
+                    f"min_tokens must be 0 if every token is a stop token, got {params.min_tokens}"
                 )
         return rules
 
     def _to_token_ids(self, prompt: Prompt) -> list[int]:
         if isinstance(prompt, str):
             if self.tokenizer is None:
-                raise ValueError("prompt is text: this engine has no tokenizer; give token ids")
+                raise ValueError("prompt must be token ids, got text: the engine has no tokenizer")
             if lone := [c for c in prompt if "\ud800" <= c <= "\udfff"]:
-                raise ValueError(f"prompt holds {lone[0]!r}: half of a surrogate pair is no text")
+                raise ValueError(f"prompt contains {lone[0]!r}, an unpaired surrogate")
             token_ids = self.tokenizer.encode(prompt)
         else:
             token_ids = plain(prompt)
         if not isinstance(token_ids, Sequence) or isinstance(token_ids, bytes | bytearray):
-            raise ValueError(f"prompt is a {type(prompt).__name__}: it must be a str or token ids")
+            raise ValueError(f"prompt must be a str or token ids, got {type(prompt).__name__}")
         if not token_ids:
-            raise ValueError(f"prompt is {prompt!r}: it must hold at least one token")
+            raise ValueError(f"prompt must have at least one token, got {prompt!r}")
         return self._check_token_ids("prompt", token_ids)
 
     def _check_sampled_ids(self, name: str, token_ids: Sequence[int]) -> list[int]:
@@ -182,7 +182,7 @@ class Intake:
         ids = list(map(int, token_ids)) if are_integers else []
         if not are_integers or (ids and not (min(ids) >= 0 and max(ids) < limit)):
             t = next(t for t in token_ids if not _is_integer_type(type(t)) or not 0 <= t < limit)
-            raise ValueError(f"{name} holds {t!r}: token ids are integers from 0 to {limit - 1}")
+            raise ValueError(f"{name} must be token ids from 0 to {limit - 1}, got {t!r}")
         return ids
 
 
@@ -196,9 +196,7 @@ def _truncated(token_ids: list[int], params: SamplingParams, max_model_len: int)
     require(is_right, "truncate_prompt_tokens", most, "None, -1 or an integer >= 1")
     if most == -1:
         most = max_model_len - (1 if max_tokens is None else max_tokens)
-        room = (
-            f"less than max_model_len={max_model_len} where truncate_prompt_tokens is -1, or None"
-        )
+        room = f"< max_model_len={max_model_len} if truncate_prompt_tokens is -1, or None"
         require(most >= 1, "max_tokens", max_tokens, room)
     return token_ids[-most:]
 

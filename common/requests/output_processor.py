@@ -131,7 +131,7 @@ class OutputProcessor:
         tokenizer = tokenizer if params.detokenize else None
         if tokenizer is None and params.stop:
             raise ValueError(
-                f"stop is {params.stop!r}: stop strings need a tokenizer, and detokenize=True"
+                f"stop must be empty without a tokenizer and detokenize=True, got {params.stop!r}"
             )
         self.request, self.request_id = request, request.request_id
         self.metrics = RequestMetrics(request.arrival_time)
@@ -280,12 +280,10 @@ def spread(
     if given is None or isinstance(given, kind):
         return [default if given is None else given] * num_prompts  # pyright: ignore[reportReturnType]
     if not isinstance(given, Sequence) or isinstance(given, str | bytes):
-        raise ValueError(
-            f"{name} is {given!r}: it must be a {kind.__name__}, or one for each prompt"
-        )
+        raise ValueError(f"{name} must be a {kind.__name__}, or one for each prompt, got {given!r}")
     if len(given) != num_prompts:
         raise ValueError(
-            f"{name} holds {len(given)} entries: give one, or one for each of the "
-            f"{num_prompts} prompts"
+            f"{name} must have one entry, or one for each of the {num_prompts} prompts, got "
+            f"{len(given)}"
         )
     return list(given)

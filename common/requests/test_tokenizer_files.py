@@ -142,5 +142,5 @@ def test_a_decoder_that_does_not_read_what_stands_for_a_space_is_refused_by_name
     backend = tokenizer_file(*FILES["llama"][writes])
     backend.decoder = tokenizer_file(*FILES["llama"][reads]).decoder
     save(backend, tmp_path, "llama")
-    with pytest.raises(ValueError, match=r"^tokenizer: .*pre_tokenizer \(.* the decoder \("):
+    with pytest.raises(ValueError, match=r"^tokenizer must .*pre_tokenizer \(.* the decoder \("):
         load_tokenizer(tmp_path)

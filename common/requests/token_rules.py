@@ -37,7 +37,7 @@ def token_rules_of(
     require(bias is None or isinstance(bias, Mapping), "logit_bias", bias, "None or {id: number}")
     some = "None or a sequence of at least one token id"
     require(allowed is None or _is_list(allowed), "allowed_token_ids", allowed, some)
-    require(words is None or _is_list(words), "bad_words", words, "a sequence of texts")
+    require(words is None or _is_list(words), "bad_words", words, "a sequence of str")
     allowed_ids = None
     if allowed is not None:
         allowed_ids = sorted(set(check_ids("allowed_token_ids", list(allowed))))
@@ -46,11 +46,11 @@ def token_rules_of(
     for value in biases.values():
         is_number = isinstance(value, Real) and not isinstance(value, bool)
         is_right = is_number and abs(value) <= MOST_BIAS
-        require(is_right, "logit_bias", value, f"numbers from -{MOST_BIAS} to {MOST_BIAS}")
+        require(is_right, "logit_bias", value, f"numbers in [-{MOST_BIAS}, {MOST_BIAS}]")
     bad = [_checked(ids, check_ids) for ids in without_texts(words or (), tokenizer, vocab_size)]
     ruled_out = {ids[0] for ids in bad if len(ids) == 1}
     is_left = allowed_ids is None or not ruled_out.issuperset(allowed_ids)
-    require(is_left, "allowed_token_ids", allowed, "more than what bad_words rule out")
+    require(is_left, "allowed_token_ids", allowed, "more than the tokens of bad_words")
     return {
         "allowed": allowed_ids,
         "biased": check_ids("logit_bias", list(biases)),
@@ -84,15 +84,15 @@ def without_texts(words: Iterable[Any], tokenizer: Tokenizer | None, vocab_size:
 def _spelled(word: str, tokenizer: Tokenizer | None) -> list[list[int]]:
     text = word.lstrip()
     is_text = bool(text) and not any("\ud800" <= c <= "\udfff" for c in text)
-    require(is_text, "bad_words", word, "texts, none of them empty")
+    require(is_text, "bad_words", word, "non-empty strings")
     if tokenizer is None:
-        raise ValueError(f"bad_words holds {word!r}: this engine has no tokenizer; give token ids")
+        raise ValueError(f"bad_words must be token ids, got {word!r}: the engine has no tokenizer")
     return [tokenizer.encode(t, add_special_tokens=False) for t in (text, f" {text}")]
 
 
 def _checked(word: Any, check_ids: CheckIds) -> list[int]:
     ids = list(word) if _is_list(word) else []
-    require(bool(ids), "bad_words", word, "texts, or sequences of token ids, none of them empty")
+    require(bool(ids), "bad_words", word, "non-empty strings or sequences of token ids")
     return check_ids("bad_words", ids)
 
 

@@ -104,8 +104,8 @@ class Tokenizer:
         text = self.decode([anchor_id, token_id], skip_special_tokens=False)
         if not text.startswith(anchor):
             raise ValueError(
-                f"tokenizer: token {token_id} ({token!r}) changes the text of the token before it; "
-                f"such a decoder cannot be streamed: {self.backend.decoder!r}"
+                f"cannot stream with this tokenizer: token {token_id} ({token!r}) changes the "
+                f"text of the token before it (decoder: {self.backend.decoder!r})"
             )
         return text[len(anchor) :].encode()
 
@@ -116,7 +116,7 @@ class Tokenizer:
             text = self.decode([token_id])
             if text.isalnum():
                 return token_id, text
-        raise ValueError("tokenizer: no token of its vocabulary is a letter or a digit")
+        raise ValueError("tokenizer must have a token that is a letter or a digit")
 
 
 def load_tokenizer(path: str | PathLike[str]) -> Tokenizer:
@@ -124,19 +124,19 @@ def load_tokenizer(path: str | PathLike[str]) -> Tokenizer:
     directory and `ValueError` if it holds no usable tokenizer."""
     path = Path(path)
     if not path.is_dir():
-        raise FileNotFoundError(f"tokenizer: {path} is not a directory")
+        raise FileNotFoundError(f"tokenizer must be in a directory, got {path}")
     from transformers import AutoTokenizer  # seconds to import: only when it is needed
 
     try:
         loaded = AutoTokenizer.from_pretrained(str(path), local_files_only=True)
     except Exception as error:  # whatever the many tokenizer classes raise
         reason = " ".join(str(error).split())
-        raise ValueError(f"tokenizer: cannot be loaded from {path}: {reason}") from error
+        raise ValueError(f"cannot load tokenizer from {path}: {reason}") from error
     backend = getattr(loaded, "backend_tokenizer", None)
     if backend is None:
         raise ValueError(
-            f"tokenizer: {type(loaded).__name__} of {path} is not a fast tokenizer; "
-            "save it with a tokenizer.json"
+            f"tokenizer must be a fast one, got {type(loaded).__name__} in {path}; save it with a "
+            "tokenizer.json"
         )
     if (path / _FILE).is_file():
         _restore_parts(backend, path / _FILE, type(loaded).__name__)
@@ -150,8 +150,8 @@ def _check_spaces(backend: tokenizers.Tokenizer) -> None:
     for mark, writes, reads in (("Ġ", "ByteLevel(", "ByteLevel("), ("▁", '="▁"', "▁")):
         if writes in written and reads not in decoder:
             raise ValueError(
-                f"tokenizer: normalizer and pre_tokenizer ({written}) write a space as {mark!r}, "
-                f"which the decoder ({decoder}) does not read, so texts would show {mark!r}"
+                f"tokenizer must read spaces as written: normalizer and pre_tokenizer ({written}) "
+                f"write a space as {mark!r}, which the decoder ({decoder}) does not read"
             )
 
 
@@ -200,7 +200,7 @@ class IncrementalDetokenizer:
         self._tokenizer = tokenizer
         self._stop = (stop,) if isinstance(stop, str) else tuple(stop)
         if not all(self._stop):
-            raise ValueError(f"stop is {self._stop!r}: each stop string must be a non-empty str")
+            raise ValueError(f"stop must be non-empty strings, got {self._stop!r}")
         self._min_tokens = min_tokens
         self._skipped = tokenizer.special_ids if skip_special_tokens else frozenset()
         self._is_first = not any(
@@ -224,7 +224,7 @@ class IncrementalDetokenizer:
         """Take one output token. On a match the text is cut before the stop string; of several
         that the token completes, the one that ends first, then the one that begins first, wins."""
         if self._is_finished:
-            raise RuntimeError("no token can follow a stop string or finish()")
+            raise RuntimeError("cannot add tokens after a stop string or finish()")
         self.num_tokens += 1
         if token_id in self._skipped:
             return None

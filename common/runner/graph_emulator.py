@@ -55,7 +55,7 @@ class NoReads(TorchFunctionMode):
     def __torch_function__(self, func, types, args=(), kwargs=None):
         name = getattr(func, "__name__", "")
         if name in _READS:
-            raise CannotCapture(f"{name} waits for the device")
+            raise CannotCapture(f"{name} synchronizes with the device")
         return func(*args, **(kwargs or {}))
 
 
@@ -88,7 +88,7 @@ def check_no_wait(func: Any, leaves: list[Any]) -> None:
     name = func.__name__.split(".")[0]
     masks = [x for x in leaves[1:] if isinstance(x, torch.Tensor) and x.dtype == torch.bool]
     if name in _WAITS or (masks and name in ("index", "index_put", "index_put_")):
-        raise CannotCapture(f"{func} waits for the device")
+        raise CannotCapture(f"{func} synchronizes with the device")
 
 
 class _Recording:
@@ -147,7 +147,7 @@ class EmulatedGraphs:
         if self._outputs is None:  # the largest
             self._outputs = recording.output
         if recording.output.data_ptr() != self._outputs.data_ptr():
-            raise GraphError(f"the output of bucket {bucket} is not where the largest one's is")
+            raise GraphError(f"the output of bucket {bucket} must be at the largest one's address")
         self._tensors[bucket] = tensors
         self._addresses[bucket] = _addresses(tensors())
         _poison_inputs(tensors())
@@ -179,7 +179,7 @@ def _addresses(tensors: GraphTensors) -> dict[str, int]:
 def _check_addresses(at_capture: dict[str, int], now: dict[str, int]) -> None:
     moved = [name for name in at_capture if now.get(name) != at_capture[name]]
     if moved:
-        raise GraphError(f"not where it was when the graph was captured: {', '.join(moved)}")
+        raise GraphError(f"address changed since the capture of the graph: {', '.join(moved)}")
 
 
 def _check_padding(tensors: GraphTensors, num_rows: int) -> None:
@@ -196,11 +196,11 @@ def _check_padding(tensors: GraphTensors, num_rows: int) -> None:
         of_groups = name in ("slot_mapping", "block_tables")
         found = x[name][:, num_rows:] if of_groups else x[name][num_rows:]
         if bool((found != padding).any()):
-            raise GraphError(f"{name} of padding is {found.tolist()}: it must be {padding}")
+            raise GraphError(f"{name} of padding must be {padding}, got {found.tolist()}")
     if x["query_start_loc"].tolist() != [
         min(i, num_rows) for i in range(len(x["query_start_loc"]))
     ]:
-        raise GraphError(f"query_start_loc is {x['query_start_loc'].tolist()} of {num_rows} rows")
+        raise GraphError(f"query_start_loc must be of {num_rows} rows, got {x['query_start_loc']}")
 
 
 def _poison_inputs(tensors: GraphTensors) -> None:
@@ -224,4 +224,4 @@ def _only_these_slots(tensors: GraphTensors, num_rows: int) -> Iterator[None]:
         is_other[0] = False
         slots = set(is_other.flatten().nonzero().flatten().tolist())
         if slots - allowed:
-            raise GraphError(f"slots {sorted(slots - allowed)} were written: {sorted(allowed)}")
+            raise GraphError(f"slots must be in {sorted(allowed)}, got {sorted(slots - allowed)}")

@@ -54,7 +54,7 @@ class GraphMaker:
             logger.warning("decode steps run without graphs: %s", why_not)
             return None
         if config.speculative is not None:
-            logger.warning("steps with guesses run without graphs: they are no decode steps")
+            logger.warning("steps with draft tokens run without graphs: they are not decode steps")
         unsplit_len = 0
         if not is_triton:
             from tensor_attention import TensorAttentionBackend

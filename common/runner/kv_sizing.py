@@ -137,8 +137,8 @@ def allocate_kv_cache(
     if weight.device.type == "cpu" and num_here * num_bytes > (free := free_memory_bytes()):
         ranks = f" on each of {num_here} ranks" if num_here > 1 else ""
         raise ValueError(
-            f"num_blocks is {num_blocks}, block_size {block_size}: KV of {num_bytes / 2**30:,.2f} "
-            f"GiB{ranks}, and {free / 2**30:,.2f} GiB are free"
+            f"num_blocks={num_blocks} with block_size={block_size} needs {num_bytes / 2**30:,.2f} "
+            f"GiB of KV cache{ranks}, but only {free / 2**30:,.2f} GiB are free"
         )
     return kind(
         num_layers=model.groups.num_tensors,

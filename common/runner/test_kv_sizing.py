@@ -256,5 +256,5 @@ def test_the_largest_step_leaves_the_numbers_of_a_short_one(loaded) -> None:
 
 @pytest.mark.parametrize("share", [0, -0.1, 1.01, True, "0.9", float("nan"), None])
 def test_a_share_that_is_none_is_named(share) -> None:
-    with pytest.raises(ValueError, match="gpu_memory_utilization is "):
+    with pytest.raises(ValueError, match="gpu_memory_utilization must"):
         EngineConfig(gpu_memory_utilization=share)

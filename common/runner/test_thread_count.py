@@ -60,7 +60,7 @@ def test_a_number_in_the_configuration_is_that_of_the_engine_s_life():
     assert torch.get_num_threads() == 2
     engine.close()
     assert torch.get_num_threads() == 4
-    with pytest.raises(ValueError, match="num_threads is 0"):
+    with pytest.raises(ValueError, match="num_threads must"):
         EngineConfig(num_threads=0)
 
 

@@ -124,9 +124,9 @@ class Server:
         answer.params = answer.body.within_entries(num_tokens, answer.params, room)
         most, n = self.llm.max_unfinished, answer.params.n
         if most is not None and len(prompts) * n > most:
-            says = f"{len(prompts) * n} sequences: this server takes at most {most} at a time"
+            says = f"at most {most}, got {len(prompts) * n}"
             name = "prompt" if n == 1 else "n"
-            raise bad(f"{name}: prompts x n are {says} (--max-waiting)", name)
+            raise bad(f"{name}: prompts x n must be {says} (--max-waiting)", name)
         options = answer.body.options()
         if answer.model != self.config.model_name:
             options["adapter"] = answer.model
@@ -215,7 +215,7 @@ class Server:
         """Raises `ApiError` if it is not here."""
         known = [self.config.model_name, *self.llm.adapters]
         if model not in known:
-            message = f"model is {model!r}: this server has {', '.join(known)}"
+            message = f"model must be one of {', '.join(known)}, got {model!r}"
             raise ApiError(404, message, "model", "model_not_found")
         return model
 
@@ -225,7 +225,7 @@ class Server:
         self._model(body)
         body.check_extra()
         if (body.prompt is None) == (body.messages is None):
-            raise bad("give prompt or messages, and not both")
+            raise bad("give either prompt or messages")
         text, adds = body.prompt, body.add_special_tokens is not False
         if text is None:
             text, adds = await self._chat_text(body), bool(body.add_special_tokens)
@@ -243,7 +243,7 @@ class Server:
     async def _decode(self, ids: list[int], field: str) -> str:
         vocab_size = self.llm.model_config.vocab_size
         if ids and max(ids) >= vocab_size:
-            raise bad(f"{field} holds {max(ids)}: ids are below {vocab_size}", field)
+            raise bad(f"{field} must be < {vocab_size}, got {max(ids)}", field)
         decode = self.llm.tokenizer.backend.decode_batch  # gives up Python's lock
         return (await asyncio.to_thread(decode, [ids], skip_special_tokens=False))[0]
 
@@ -285,17 +285,17 @@ class Server:
     async def load_adapter(self, body: LoadAdapterBody) -> Response:
         root = self.config.adapter_root
         if root is None:
-            raise ApiError(403, "adapters are not loaded over HTTP: see --adapter-root")
+            raise ApiError(403, "cannot load adapters over HTTP without --adapter-root")
         if body.lora_name == self.config.model_name:
-            raise bad("lora_name is the model's own name", "lora_name")
+            raise bad("lora_name must not be the name of the model", "lora_name")
         path = root
         try:
             path = (root / body.lora_path).resolve()
             if not path.is_relative_to(root.resolve()):
-                raise ApiError(403, "lora_path is not below the folder of adapters", "lora_path")
+                raise ApiError(403, "lora_path must be below the folder of adapters", "lora_path")
             await self.llm.load_adapter(body.lora_name, path)
         except OSError as error:
-            message = f"lora_path is {body.lora_path!r}: it is not there"
+            message = f"lora_path must exist, got {body.lora_path!r}"
             raise ApiError(404, message, "lora_path") from error
         except ValueError as error:  # a sentence about a file names its folder on the server
             says = str(error).replace(f"{path}", body.lora_path)
@@ -304,7 +304,7 @@ class Server:
 
     async def unload_adapter(self, body: UnloadAdapterBody) -> Response:
         if self.config.adapter_root is None:
-            raise ApiError(403, "adapters are not unloaded over HTTP: see --adapter-root")
+            raise ApiError(403, "cannot unload adapters over HTTP without --adapter-root")
         if body.lora_name not in self.llm.adapters:
             raise ApiError(404, f"adapter {body.lora_name!r} is not loaded", "lora_name")
         await self.llm.unload_adapter(body.lora_name)

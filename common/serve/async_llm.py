@@ -118,7 +118,7 @@ class AsyncLLM:
         self._bind()
         self._num_requests += 1
         if request_id in self._names:
-            raise ValueError(f"request_id is {request_id!r}: there is one with this id")
+            raise ValueError(f"request_id must be unique, got {request_id!r}, which is in use")
         name = f"{request_id or 'request'}-{self._num_requests}"
         request_id = request_id or name
         while request_id in self._names:  # somebody chose this name
@@ -171,8 +171,8 @@ class AsyncLLM:
     def _check_room(self, num_tokens: int, more: str = "") -> None:
         if num_tokens >= self.max_model_len:
             raise PromptTooLong(
-                f"the prompt has {num_tokens} tokens{more}: this model takes at most "
-                f"{self.max_model_len - 1}, since prompt and answer together may have "
+                f"the prompt has {num_tokens} tokens{more}, but this model takes at most "
+                f"{self.max_model_len - 1}, since prompt and output together may have "
                 f"{self.max_model_len}"
             )
 
@@ -184,7 +184,7 @@ class AsyncLLM:
         try:
             num_bytes = len(text.encode())
         except UnicodeEncodeError as error:
-            raise ValueError("prompt holds half of a surrogate pair: it is no text") from error
+            raise ValueError("prompt contains an unpaired surrogate") from error
         if num_bytes > counted:
             self._check_room(math.ceil(num_bytes / self._max_token_bytes), " or more")
         if len(text) < LONG_TEXT:
@@ -258,13 +258,13 @@ class AsyncLLM:
 
     def _bind(self) -> asyncio.AbstractEventLoop:
         if self._is_closed:
-            raise EngineError("the engine is closed")
+            raise EngineError("the engine is closed; create a new one")
         loop = asyncio.get_running_loop()
         if self._loop is None or self._loop.is_closed():
             self._loop = loop
             self._given.clear()  # for those who waited in the other one
         if self._loop is not loop:
-            raise RuntimeError("this AsyncLLM belongs to another event loop")
+            raise RuntimeError("cannot use this AsyncLLM: another event loop owns it")
         return loop
 
     def _deliver(self, hand_over: HandOver) -> None:
@@ -284,7 +284,7 @@ class AsyncLLM:
                 else:
                     future.set_result(answer)
         if hand_over.is_last:
-            why = EngineError(self.why_dead or "the engine is closed")
+            why = EngineError(self.why_dead or "the engine is closed; create a new one")
             hand_over.deltas += [
                 RequestDelta(name, finished=True, error=why) for name in self._mailboxes
             ]

@@ -35,9 +35,9 @@ class ChatPrompts:
         shown = self._shown_tool if tools.schemas else ""
         if tools.choice == "auto" and not re.search(CALL + r"\s*{", shown):  # and no other form
             raise bad(
-                "tools: the chat template does not ask this model for calls of the form "
-                f'{CALL}{{"name": ..., "arguments": ...}}, so tool_choice "auto" cannot find them. '
-                'Use "required" or name a function',
+                "tools: tool_choice must not be 'auto', because the chat template does not ask for "
+                f'calls of the form {CALL}{{"name": ..., "arguments": ...}}; '
+                'use "required" or name a function',
                 "tools",
             )
         template = self._template or getattr(self._source, "chat_template", None)
@@ -53,7 +53,7 @@ class ChatPrompts:
         with suppress(ApiError):
             text = self.text([{"role": "user", "content": "x"}], kwargs={"tools": tools})
         if _TRIED["name"] not in text:
-            logger.warning("the chat template ignores tools: the model sees none of them")
+            logger.warning("the chat template ignores tools, so the model sees none of them")
         return text
 
     def text(
@@ -68,8 +68,8 @@ class ChatPrompts:
         adds = not continues if add_generation_prompt is None else add_generation_prompt
         if self._template is None and getattr(self._source, "chat_template", None) is None:
             raise bad(
-                "this model has no chat template: start the server with --chat-template FILE, "
-                "such as common/serve/chat_template.jinja"
+                "cannot chat: the model has no chat template; start the server with "
+                "--chat-template FILE, such as common/serve/chat_template.jinja"
             )
         plain = [_plain(message, i) for i, message in enumerate(messages)]
         try:
@@ -82,21 +82,21 @@ class ChatPrompts:
                 **(kwargs or {}),
             )
         except Exception as error:  # a template is a program, and says what it does not take
-            raise bad(f"the chat template refuses these messages: {error}", "messages") from error
+            raise bad(f"cannot render these messages: {error}", "messages") from error
 
 
 def _plain(message: dict[str, Any], i: int) -> dict[str, Any]:
     """Its content as one text."""
     role, content = message.get("role"), message.get("content")
     if not isinstance(role, str) or not role:
-        raise bad(f"messages[{i}] has no role", "messages")
+        raise bad(f"messages[{i}].role must be a non-empty str", "messages")
     if isinstance(content, list):
         parts = [part.get("text") if isinstance(part, dict) else None for part in content]
         if not all(isinstance(part, str) for part in parts):
-            raise bad(f"messages[{i}]: content may have parts of type 'text' only", "messages")
+            raise bad(f"messages[{i}].content must have parts of type 'text' only", "messages")
         content = "\n".join(map(str, parts))
     if content is not None and not isinstance(content, str):
-        raise bad(f"messages[{i}]: content must be a text", "messages")
+        raise bad(f"messages[{i}].content must be a str", "messages")
     plain = {**message, "content": content or ""}
     if message.get("tool_calls"):
         plain["tool_calls"] = calls_of_history(message["tool_calls"], f"messages[{i}]")

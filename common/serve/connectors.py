@@ -20,7 +20,7 @@ def make_connector(fields: Mapping[str, Any]) -> KVConnector:
 
     others = dict(fields)
     if (kind := others.pop("kind", None)) != "mooncake":
-        raise ValueError(f"kv_connector has kind {kind!r}: it must be 'mooncake'")
+        raise ValueError(f"kv_connector must have kind 'mooncake', got {kind!r}")
     try:
         return _mooncake(**others)
     except (TypeError, MooncakeUnavailableError) as error:

@@ -206,7 +206,7 @@ class EngineLoop:
                 raise EngineError(self.why_dead, self._why_dead)
             num = self._num_sequences
             if most is not None and num + params.n > engine.config.max_num_seqs + most:
-                raise QueueFull(f"{num} sequences are under way or wait: no more than {most} wait")
+                raise QueueFull(f"the queue is full: {num} sequences run or wait, {most} may wait")
             group = engine.add_request(request_id, token_ids, params, **options)
         except Exception as error:
             self._deltas.append(RequestDelta(request_id, finished=True, error=error))

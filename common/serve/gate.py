@@ -136,7 +136,7 @@ class Gate:
             self._check_origin(headers)
         is_open = config.is_local and _host_name(headers) in (*LOOPBACK, config.host)
         if path == "/events" and config.api_key is None and not is_open:
-            raise ApiError(403, "events are shown on loopback only, or with --api-key")
+            raise ApiError(403, "cannot show events: only on loopback or with --api-key")
         if method != "POST":
             return
         if self.is_draining:
@@ -145,21 +145,21 @@ class Gate:
             return
         kind = headers.get("content-type", "").split(";")[0].strip().lower()
         if kind != "application/json":
-            raise ApiError(415, "the body must be JSON: say Content-Type: application/json")
+            raise ApiError(415, "Content-Type must be application/json")
 
     def _check_origin(self, headers: Headers) -> None:
         own, host = self.config.host, headers.get("host", "")
         names = (*LOOPBACK, own, *map(str.lower, self.config.allowed_hosts))
         if self.config.is_local and _host_name(headers) not in names:
-            raise ApiError(403, f"this server is at {own}, not at that host: see --allowed-host")
+            raise ApiError(403, f"Host must be {own} or one of --allowed-host")
         origin = headers.get("origin")
         if origin in (None, f"http://{host}", f"https://{host}") or self._is_allowed(origin):
             return
-        raise ApiError(403, "a page of another origin may not send requests: see --allowed-origin")
+        raise ApiError(403, "Origin must be this server or one of --allowed-origin")
 
     async def _body(self, receive: Receive, headers: Headers) -> bytes:
         most = self.config.max_body_bytes
-        too_large = ApiError(413, f"the body is larger than {most} bytes")
+        too_large = ApiError(413, f"the body must have at most {most} bytes")
         said = headers.get("content-length", "0")
         if not said.isdecimal() or int(said[:20]) > most:
             raise too_large
@@ -169,10 +169,10 @@ class Gate:
         except asyncio.TimeoutError as error:
             raise ApiError(408, "the body did not arrive in time") from error
         if body.count(b",") > most // BYTES_OF_A_VALUE:
-            raise ApiError(413, f"the body has more than {most // BYTES_OF_A_VALUE} commas")
+            raise ApiError(413, f"the body must have at most {most // BYTES_OF_A_VALUE} commas")
         num_escaped = body.replace(rb"\\", b"").count(b'\\"')  # without escaped backslashes
         if body.count(b'"') - num_escaped > 2 * MOST_STRINGS:
-            raise ApiError(413, f"the body has more than {MOST_STRINGS} strings")
+            raise ApiError(413, f"the body must have at most {MOST_STRINGS} strings")
         return body
 
 
@@ -192,7 +192,7 @@ async def _read(receive: Receive, most: int, too_large: ApiError) -> bytes:
     while is_more:
         message = await receive()
         if message["type"] == "http.disconnect":
-            raise ApiError(400, "the body ended before its end")
+            raise ApiError(400, "the body is incomplete: the client disconnected")
         body += message.get("body", b"")
         is_more = message.get("more_body", False)
         if len(body) > most:

@@ -95,7 +95,7 @@ class CacheChanges:
     def take_out(self) -> None:
         """What is cached is nobody's concern here from now on: it is said to be gone."""
         if self._cache.listener is not self:
-            raise RuntimeError("another listener has been put in since: take that one out first")
+            raise RuntimeError("cannot remove the listener: another was added; remove that first")
         self._cache.listener = self._inner
         for tier in self._below.values():
             tier.told = nobody_listens
@@ -247,9 +247,9 @@ class KVEvents(SchedulerPlugin):
         self, engine: LLMEngine, endpoint: str, replay_endpoint: str | None = None, topic: str = ""
     ) -> None:
         if engine.prefix_cache is None:
-            raise ValueError("kv_events: this engine has no prefix cache; there is nothing to tell")
+            raise ValueError("kv_events needs a prefix cache, which this engine does not have")
         if isinstance(engine.kv_manager, GroupedKVMemory):  # its cache may be watched
-            raise ValueError("kv_events: they are not built for layers that attend to a window")
+            raise ValueError("kv_events is not supported for layers with a window")
         owner = weakref.proxy(engine)  # which holds this
         self._changes = CacheChanges(engine.prefix_cache, lambda digest: owner.adapter_of(digest))
         self.publisher = EventPublisher(self._changes, endpoint, replay_endpoint, topic)

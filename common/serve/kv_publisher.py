@@ -117,7 +117,7 @@ class EventPublisher:
 
     def _replay(self, frames: list[bytes]) -> None:
         if len(frames) != 3 or frames[1] or len(frames[2]) != 8:
-            logger.warning("a request for a replay is no %r", "'' | 8 bytes")
+            logger.warning("ignoring a replay request that is not %r", "'' | 8 bytes")
             return
         reader, first = frames[0], int.from_bytes(frames[2], "big")
         for sequence, batch in self._kept:
@@ -139,5 +139,5 @@ def _bind(name: str, socket: Any, address: str) -> str:
     try:
         socket.bind(address)
     except zmq.ZMQError as error:
-        raise ValueError(f"{name} is {address!r}: {error}; such as 'tcp://*:5557'") from None
+        raise ValueError(f"{name} must be like 'tcp://*:5557', got {address!r}: {error}") from None
     return socket.last_endpoint.decode()

@@ -30,7 +30,7 @@ _THREAD = ThreadPoolExecutor(1, thread_name_prefix="large json")
 
 def _listed(values: Any) -> list:
     if not isinstance(values, Iterator):
-        raise TypeError(f"{type(values).__name__} has no JSON")
+        raise TypeError(f"cannot encode {type(values).__name__} as JSON")
     return list(values)
 
 
@@ -112,7 +112,7 @@ def _parsed(kind: type[B], data: bytes) -> B:
     try:
         content = json.loads(data)
     except (ValueError, RecursionError) as error:
-        raise bad(f"the body is no JSON: {error}") from None
+        raise bad(f"the body must be JSON: {error}") from None
     try:
         return kind.model_validate(content)
     except ValidationError as error:

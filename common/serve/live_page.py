@@ -162,10 +162,10 @@ class LivePage:
             raise ApiError(503, why)
         if self.llm.config.events is not None:
             raise ApiError(
-                409, "this engine's events are written elsewhere, and one film at a time"
+                409, "cannot show a live run: this engine already writes its events elsewhere"
             )
         if len(self.viewers) >= MAX_VIEWERS:
-            raise ApiError(429, f"{MAX_VIEWERS} look already")
+            raise ApiError(429, f"at most {MAX_VIEWERS} viewers can watch")
         events = self._events(None if sees_all else token or "")
         await anext(events)  # the viewer is counted before anybody else is let in
         return EventStream(events)

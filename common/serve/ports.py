@@ -9,7 +9,7 @@ def open_port(host: str, port: int) -> socket.socket:
     """Taken, but nobody is listened to yet. Raises `OSError`, and `ValueError` for a number that is
     no port."""
     if not 0 <= port <= 65535:
-        raise ValueError("ports are numbers from 0 to 65535")
+        raise ValueError("ports must be numbers from 0 to 65535")
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     # With a protocol, asyncio sets TCP_NODELAY for those who come: else pieces wait 40 ms for each
     # other.

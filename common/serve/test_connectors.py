@@ -16,10 +16,10 @@ STORE = {"kind": "mooncake", "master": "127.0.0.1:1", "metadata": "127.0.0.1:1"}
 @pytest.mark.parametrize(
     ("fields", "why"),
     [
-        (STORE | {"kind": "nixl"}, "kind 'nixl': it must be 'mooncake'"),
+        (STORE | {"kind": "nixl"}, "must have kind"),
         ({"kind": "mooncake", "master": "127.0.0.1:1"}, "'metadata'"),
         (STORE | {"port": 1}, "'port'"),
-        (STORE | {"master": f"127.0.0.1:{free_port()}"}, "no Mooncake store answers"),
+        (STORE | {"master": f"127.0.0.1:{free_port()}"}, "cannot reach a Mooncake store"),
     ],
 )
 def test_a_connector_that_cannot_be_made_is_a_sentence(fields: dict, why: str) -> None:

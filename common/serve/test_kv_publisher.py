@@ -246,7 +246,7 @@ def test_what_is_no_request_for_a_replay_is_not_answered(
         time.sleep(0.01)
     publisher.close()
     assert [record.message for record in caplog.records] == [
-        "a request for a replay is no \"'' | 8 bytes\""
+        "ignoring a replay request that is not \"'' | 8 bytes\""
     ]
     assert not reader.replays.poll(0)
     reader.close()
@@ -411,7 +411,7 @@ def test_an_address_that_cannot_be_had_changes_nothing(
     listener = engine.prefix_cache.listener
     for wrong in [(taken, None), (LOOPBACK, taken), ("nowhere", None)]:
         name = "kv_events_replay" if wrong[1] else "kv_events"
-        with pytest.raises(ValueError, match=f"^{name} is '"):
+        with pytest.raises(ValueError, match=f"^{name} must"):
             KVEvents(engine, *wrong)
     assert engine.scheduler.plugins == plugins and engine.prefix_cache.listener is listener
     with pytest.raises(ValueError) as caught:
@@ -424,7 +424,7 @@ def test_an_address_that_cannot_be_had_changes_nothing(
         KVEvents(engine, addresses[1])
     wait_until_free(addresses[1])
     assert engine.scheduler.plugins == plugins
-    with pytest.raises(ValueError, match="no prefix cache"):
+    with pytest.raises(ValueError, match="kv_events needs a prefix cache"):
         KVEvents(engine_of(loaded, None), LOOPBACK)
 
 

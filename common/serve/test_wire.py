@@ -197,5 +197,5 @@ def test_without_max_tokens_an_answer_has_as_many_logprobs_as_fit():
     assert body.within_entries([9], params, 4096) == params
     assert body.within_entries([9], params, 131_072).max_tokens == wire.MAX_ENTRIES // 20
     assert body.within_entries([9], replace(params, n=4), 131_072).max_tokens == 25_000
-    with pytest.raises(ApiError, match="2,621,260: an answer has at most 2,000,000"):
+    with pytest.raises(ApiError, match="at most 2,000,000, got 2,621,260"):
         body.within_entries([9], replace(params, max_tokens=131_063), 131_072)

@@ -116,13 +116,13 @@ def calls_of_history(calls: Any, where: str) -> list[dict[str, Any]]:
     for call in calls if isinstance(calls, list) else [{}]:
         function = call.get("function") if isinstance(call, dict) else None
         if not isinstance(function, dict) or not isinstance(function.get("name"), str):
-            raise bad(f"{where}: each of tool_calls must have a function with a name", "messages")
+            raise bad(f"{where}.tool_calls must have functions with names", "messages")
         arguments = function.get("arguments") or {}
         if isinstance(arguments, str):
             with suppress(ValueError, RecursionError):
                 arguments = json.loads(arguments)
         if not isinstance(arguments, dict):
-            raise bad(f"{where}: arguments of tool_calls must be the JSON of an object", "messages")
+            raise bad(f"{where}.tool_calls: arguments must be the JSON of an object", "messages")
         found.append(call | {"function": function | {"arguments": arguments}})
     return found
 

@@ -93,9 +93,7 @@ class Body(BaseModel):
             known = name in NOT_BUILT or name in PASSED_OVER or name[:MAX_NAME] in _named
             if not known and len(_named) < 1000:
                 _named.add(name[:MAX_NAME])
-                logger.warning(
-                    "field %.100r of a request is not known, and passed over", name[:MAX_NAME]
-                )
+                logger.warning("ignoring the unknown field %.100r of a request", name[:MAX_NAME])
         if self.model_extra is not None:
             self.model_extra.clear()  # the body lives as long as its request
 
@@ -177,13 +175,13 @@ class GenerateBody(Body):
 
     def _check(self) -> None:
         if self.stream_options is not None and not self.stream:
-            raise bad("stream_options: only with stream", "stream_options")
+            raise bad("stream_options must be null without stream", "stream_options")
         if self.prompt_logprobs is not None and self.stream:
-            raise bad("prompt_logprobs: not in a stream", "prompt_logprobs")
+            raise bad("prompt_logprobs must be null in a stream", "prompt_logprobs")
         for name, texts in ("bad_words", self.bad_words), ("stop", self.stop):
             texts = [texts] if isinstance(texts, str) else texts or ()
             if sum(len(text.encode(errors="replace")) for text in texts) > MAX_TEXT:
-                raise bad(f"{name}: all texts have at most {MAX_TEXT} bytes together", name)
+                raise bad(f"{name} must have at most {MAX_TEXT} bytes in all strings", name)
         self.check_extra()
 
     def within_entries(
@@ -206,8 +204,8 @@ class GenerateBody(Body):
             name = max(asked, key=lambda name: asked[name])
             name = "echo" if name == "prompt_logprobs" and self.prompt_logprobs is None else name
             raise bad(
-                f"{name}: prompts x n x tokens x logprobs are {found:,}: an answer has at most "
-                f"{MAX_ENTRIES:,}. Ask for fewer of them, or lower max_tokens",
+                f"{name}: prompts x n x tokens x logprobs must be at most {MAX_ENTRIES:,}, got "
+                f"{found:,}; ask for fewer of them, or lower max_tokens",
                 name,
             )
         return params
@@ -218,7 +216,7 @@ class GenerateBody(Body):
         try:
             return {int(token_id): bias for token_id, bias in self.logit_bias.items()}
         except ValueError as error:
-            raise bad("logit_bias: its keys must be token ids", "logit_bias") from error
+            raise bad("logit_bias must have token ids as keys", "logit_bias") from error
 
     def _grammar(self) -> Any:
         form, given = self.response_format, self.structured_outputs
@@ -227,13 +225,13 @@ class GenerateBody(Body):
                 return None  # vLLM's clients send what they do not ask for, too
             return {name: value for name, value in given.items() if value not in (None, False)}
         if given is not None:
-            raise bad("give response_format or structured_outputs, not both", "response_format")
+            raise bad("response_format must be null with structured_outputs", "response_format")
         if form.type == "json_object":
             return Json({"type": "object"})
         schema = (form.json_schema or {}).get("schema")
         if form.type != "json_schema" or not isinstance(schema, dict):
             allowed = "'text', 'json_object', or 'json_schema' with json_schema.schema"
-            raise bad(f"response_format: it must be {allowed}", "response_format")
+            raise bad(f"response_format must be {allowed}", "response_format")
         return Json(schema)
 
 
@@ -247,9 +245,9 @@ class CompletionBody(GenerateBody):
         many = not isinstance(prompt, str) and bool(prompt) and not isinstance(prompt[0], int)
         prompts = prompt if many else [prompt]
         if len(prompts) > MAX_PROMPTS or not all(prompts):
-            raise bad(f"prompt: 1 to {MAX_PROMPTS} of them, and none may be empty", "prompt")
+            raise bad(f"prompt must be 1 to {MAX_PROMPTS} non-empty prompts", "prompt")
         if len(prompts) * (self.n or 1) > MAX_PROMPTS:
-            raise bad(f"n is {self.n}: all prompts have at most {MAX_PROMPTS} together", "n")
+            raise bad(f"n must give all prompts at most {MAX_PROMPTS} outputs, got {self.n}", "n")
         return prompts  # pyright: ignore[reportReturnType]
 
     @property
@@ -258,7 +256,7 @@ class CompletionBody(GenerateBody):
 
     def params(self, defaults: dict[str, Any]) -> SamplingParams:
         if self.echo and self.truncate_prompt_tokens is not None:
-            raise bad("echo: not with truncate_prompt_tokens", "echo")
+            raise bad("echo must be false with truncate_prompt_tokens", "echo")
         scores = self.echo and self.logprobs is not None
         return self.sampling_params(
             defaults,
@@ -298,13 +296,13 @@ class ChatBody(GenerateBody):
         tools, grammar = self.tool_use(), super()._grammar()
         if grammar is not None and tools.choice != "none":
             name = super()._names_in_engine["grammar"]
-            raise bad(f"{name}: with tools, only if tool_choice is 'none'", name)
+            raise bad(f"{name} must be null with tools, unless tool_choice is 'none'", name)
         return grammar if grammar is not None else tools.grammar()
 
     def params(self, defaults: dict[str, Any]) -> SamplingParams:
         """Without `max_tokens`, an answer is as long as there is room."""
         if self.top_logprobs and not self.logprobs:  # clients send 0 for none
-            raise bad("top_logprobs: it needs logprobs to be true", "top_logprobs")
+            raise bad("top_logprobs must be 0 unless logprobs is true", "top_logprobs")
         most = self.max_completion_tokens
         most = self.max_tokens if most is None else most
         return self.sampling_params(

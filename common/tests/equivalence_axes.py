@@ -74,7 +74,7 @@ class Combination:
                 settings[name] = known[text]
             else:
                 allowed = ", ".join(known) if known else f"{', '.join(AXES)} or seed"
-                raise ValueError(f"argument is {argument!r}: it must be {allowed}")
+                raise ValueError(f"argument must be {allowed}, got {argument!r}")
         return cls.of(settings, seed)
 
     @property

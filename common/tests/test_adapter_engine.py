@@ -430,35 +430,35 @@ def narrower(tensors: dict) -> None:
 
 
 REFUSED = {
-    "rank": (dict(r=32), None, "has rank 32: max_lora_rank is 16"),
-    "rank 0": (dict(r=0), None, "rank of .* is 0"),
+    "rank": (dict(r=32), None, "must have rank"),
+    "rank 0": (dict(r=0), None, "rank of .* got 0"),
     "alpha": (dict(lora_alpha="much"), None, "lora_alpha of .* 'much'"),
-    "kind": (dict(peft_type="IA3"), None, "peft_type is 'IA3'"),
+    "kind": (dict(peft_type="IA3"), None, "peft_type must"),
     "dora": (dict(use_dora=True), None, "use_dora"),
-    "bias": (dict(bias="all"), None, "bias is 'all'"),
+    "bias": (dict(bias="all"), None, "bias must"),
     "modules": (dict(modules_to_save=["lm_head"]), None, "modules_to_save"),
     "activated": (dict(alora_invocation_tokens=[1]), None, "alora_invocation_tokens"),
-    "a named list": (dict(layers_pattern="layers"), None, "remove the field if .* is 'layers'"),
+    "a named list": (dict(layers_pattern="layers"), None, "layers_pattern .*got 'layers'"),
     "replicated": (dict(layer_replication=[[0, 1]]), None, "layer_replication"),
     "embedding": (dict(target_modules=["q_proj", "embed_tokens"]), None, "'embed_tokens'"),
     "head": (dict(target_modules=["lm_head"]), None, "'lm_head'"),
-    "nothing": (dict(target_modules=["fc1"]), None, "means no matrix"),
-    "no targets": (dict(target_modules=None), None, "target_modules is None"),
+    "nothing": (dict(target_modules=["fc1"]), None, "target_modules must"),
+    "no targets": (dict(target_modules=None), None, "target_modules must"),
     "half": (
         None,
         without("layers.1", "v_proj.lora_B"),
         "lacks .*layers.1.self_attn.v_proj.lora_B",
     ),
-    "too much": (None, extra, "also holds model.layers.7"),
-    "less is meant": (dict(target_modules=["v_proj"]), None, "also holds .*q_proj"),
-    "pattern": (dict(rank_pattern={"(": 2}), None, "no adapter that can be read"),
-    "expression": (dict(target_modules="*proj"), None, "no adapter that can be read"),
-    "excluded": (dict(exclude_modules=5), None, "no adapter that can be read"),
-    "too large": (dict(lora_alpha=10**400), None, "no adapter that can be read"),
-    "another beginning": (dict(init_lora_weights="pissa"), None, "init_lora_weights is 'pissa'"),
-    "another base": (None, narrower, r"lora_A.weight is \(4, \d+\).*not \(4, \d+\)"),
-    "NaN": (None, put(float("nan"), "lora_A"), "holds NaN"),
-    "infinity": (None, put(float("inf"), "lora_B"), "holds NaN, or infinity"),
+    "too much": (None, extra, "does not name: model.layers.7"),
+    "less is meant": (dict(target_modules=["v_proj"]), None, "does not name: .*q_proj"),
+    "pattern": (dict(rank_pattern={"(": 2}), None, "cannot read an adapter"),
+    "expression": (dict(target_modules="*proj"), None, "cannot read an adapter"),
+    "excluded": (dict(exclude_modules=5), None, "cannot read an adapter"),
+    "too large": (dict(lora_alpha=10**400), None, "cannot read an adapter"),
+    "another beginning": (dict(init_lora_weights="pissa"), None, "init_lora_weights must"),
+    "another base": (None, narrower, r"lora_A.weight must have shape \(4, \d+\), got \(4, \d+\)"),
+    "NaN": (None, put(float("nan"), "lora_A"), "must be finite"),
+    "infinity": (None, put(float("inf"), "lora_B"), "must be finite"),
 }
 
 
@@ -508,7 +508,7 @@ def test_an_expression_that_would_take_years_is_refused(
 
     monkeypatch.setattr(subprocess, "run", seen_run)
     engine = checked_engine(model, adapters={}, num_blocks=99)
-    with pytest.raises(ValueError, match=f"{field} is .*takes longer than 1 s"):
+    with pytest.raises(ValueError, match=f"{field} must match .*within 1 s"):
         engine.load_adapter("wrong", wrong)
     assert len(ticks) > 10 and engine.adapters == []
 
@@ -519,7 +519,7 @@ def test_a_directory_that_is_none(missing, model, directories, tmp_path) -> None
     (half / missing).unlink()
     engine = checked_engine(model, adapters={}, num_blocks=99)
     for path in (half, tmp_path / "nowhere"):
-        with pytest.raises(FileNotFoundError, match="no directory of a LoRA adapter"):
+        with pytest.raises(FileNotFoundError, match="LoRA adapter's directory"):
             engine.load_adapter("x", path)
     for content in (b"", b"{", b"[]", b"\xff"):
         (half / CONFIG).write_bytes(content)
@@ -535,48 +535,48 @@ def test_a_closed_engine_neither_loads_nor_unloads(model, directories) -> None:
     engine = checked_engine(model, adapters=directories, num_blocks=99)
     engine.close()
     for name in ("attention", "nobody"):  # whether it is there or not
-        with pytest.raises(RuntimeError, match="this engine is closed"):
+        with pytest.raises(RuntimeError, match="the engine is closed"):
             engine.unload_adapter(name)
-        with pytest.raises(RuntimeError, match="this engine is closed"):
+        with pytest.raises(RuntimeError, match="the engine is closed"):
             engine.load_adapter(name, directories["everything"])
     assert engine.adapters == list(directories)
 
 
 def test_names_that_are_none(model, directories, prompts) -> None:
     engine = checked_engine(model, adapters=directories, num_blocks=99)
-    with pytest.raises(ValueError, match=r"adapter is 'z'.*'everything', 'attention'"):
+    with pytest.raises(ValueError, match="adapter must"):
         engine.add_request("a", prompts[0], adapter="z")
-    with pytest.raises(ValueError, match="adapter is 'z'"):
+    with pytest.raises(ValueError, match="adapter must"):
         engine.generate_batch(prompts[:2], SamplingParams(), adapter=[None, "z"])
-    with pytest.raises(ValueError, match="adapter holds 1 entries"):
+    with pytest.raises(ValueError, match="adapter must"):
         engine.generate_batch(prompts[:2], SamplingParams(), adapter=[None])
-    with pytest.raises(ValueError, match="adapter is 5"):
+    with pytest.raises(ValueError, match="adapter must"):
         engine.generate_batch(prompts[:1], SamplingParams(), adapter=5)
-    with pytest.raises(ValueError, match=r"'attention'.*is loaded; unload it first"):
+    with pytest.raises(ValueError, match=r"name must be unused, got 'attention'"):
         engine.load_adapter("attention", directories["everything"])
-    with pytest.raises(ValueError, match="name is ''"):
+    with pytest.raises(ValueError, match="name must"):
         engine.load_adapter("", directories["everything"])
-    with pytest.raises(ValueError, match="directory is None"):
+    with pytest.raises(ValueError, match="directory must"):
         engine.load_adapter("new", None)
-    with pytest.raises(ValueError, match="adapter is 'z'"):
+    with pytest.raises(ValueError, match="adapter must"):
         engine.unload_adapter("z")
     assert not engine.has_unfinished_requests() and engine.adapters == list(directories)
     plain = checked_engine(model, num_blocks=99)
     for call in (lambda: plain.load_adapter("x", "y"), lambda: plain.unload_adapter("x")):
-        with pytest.raises(ValueError, match="this engine takes no adapters"):
+        with pytest.raises(ValueError, match="cannot use adapters"):
             call()
-    with pytest.raises(ValueError, match="this engine takes no adapters"):
+    with pytest.raises(ValueError, match="cannot use adapters"):
         plain.add_request("a", prompts[0], adapter="attention")
     for wrong in (dict(adapters=["x"]), dict(adapters={"x": 5}), dict(max_loras=0)):
         with pytest.raises(ValueError, match=next(iter(wrong))):
             EngineConfig(**wrong)
     for given in (dict(adapters={}), dict(max_loras=2)):
-        with pytest.raises(ValueError, match=r"batch_invariant=True .* adapters"):
+        with pytest.raises(ValueError, match=r"(adapters|max_loras) must .*batch_invariant"):
             EngineConfig(**given, batch_invariant=True, dtype="float32")
     for name in ("", ["attention"]):
-        with pytest.raises(ValueError, match="adapter is"):
+        with pytest.raises(ValueError, match="adapter must"):
             engine.add_request("a", prompts[0], adapter=name)
-    with pytest.raises(ValueError, match="adapter is ''"):
+    with pytest.raises(ValueError, match="adapter must"):
         engine.generate_batch(prompts[:1], SamplingParams(), adapter="")
     with pytest.raises(ValueError, match="shorter"):
         engine.add_requests([("a", prompts[0], PARAMS), ("b", prompts[1], PARAMS)], [None])

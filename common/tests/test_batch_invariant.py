@@ -175,11 +175,11 @@ def test_it_reaches_every_part_that_computes():
 @pytest.mark.parametrize(
     "options, sentence",
     [
-        ({"pack_weights": False}, "pack_weights is False: batch_invariant=True"),
-        ({"compile": True}, "compile is True: batch_invariant=True"),
-        ({"attention_backend": "triton"}, "attention_backend is 'triton': batch_invariant=True"),
-        ({"tensor_parallel_size": 2}, "tensor_parallel_size is 2: batch_invariant=True"),
-        ({"batch_invariant": 1}, "batch_invariant is 1: this version of the book allows"),
+        ({"pack_weights": False}, "pack_weights must"),
+        ({"compile": True}, "compile must"),
+        ({"attention_backend": "triton"}, "attention_backend must"),
+        ({"tensor_parallel_size": 2}, "tensor_parallel_size must"),
+        ({"batch_invariant": 1}, "batch_invariant must"),
     ],
 )
 def test_settings_that_contradict_it_are_refused(options, sentence):
@@ -194,7 +194,7 @@ def test_where_nothing_is_packed_it_is_refused(reason, monkeypatch):
     loaded = load_model(SHIPPED_CHECKPOINT, dtype, CPU)
     if dtype == torch.float32:
         monkeypatch.setattr("common.assembly.assembly.why_not_packed", lambda *where: reason)
-    with pytest.raises(ValueError, match=f"batch_invariant is True: .*{reason}"):
+    with pytest.raises(ValueError, match=f"batch_invariant must .*{reason}"):
         LLMEngine(EngineConfig(num_blocks=20, batch_invariant=True), loaded=loaded)
 
 

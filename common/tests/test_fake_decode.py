@@ -218,9 +218,13 @@ class WrongPlan(MixedSplitPlan):
 
 
 FAULTS = {
-    "item": (lambda q, m: m.seq_lens.max().item(), CannotCapture, "item waits"),
+    "item": (lambda q, m: m.seq_lens.max().item(), CannotCapture, "item synchronizes"),
     "to": (lambda q, m: m.seq_lens.to("cpu"), Moved, "from one device"),
-    "mask": (lambda q, m: m.seq_lens[m.seq_lens > 0], CannotCapture, "aten.index.Tensor waits"),
+    "mask": (
+        lambda q, m: m.seq_lens[m.seq_lens > 0],
+        CannotCapture,
+        "aten.index.Tensor synchronizes",
+    ),
     "upload": (lambda q, m: torch.arange(3).to(q.device), Moved, "from one device"),
     "mixed": (lambda q, m: q + torch.ones(q.shape), RuntimeError, "(same|different) device"),
     "host lengths": (lambda q, m: set_lengths(m, torch.arange(len(q))), Exception, "device|cpu"),
@@ -240,7 +244,10 @@ def test_what_would_wait_or_is_on_the_other_side(name: str, monkeypatch) -> None
 
 @pytest.mark.parametrize("kind", [TorchAttentionBackend, MixedAttentionBackend])
 def test_attention_that_is_planned_on_the_host_is_found(kind, monkeypatch) -> None:
-    with fake_gpu(monkeypatch) as gpu, pytest.raises(CannotCapture, match="waits for the device"):
+    with (
+        fake_gpu(monkeypatch) as gpu,
+        pytest.raises(CannotCapture, match="synchronizes with the device"),
+    ):
         make_graphs(gpu, kind)
 
 

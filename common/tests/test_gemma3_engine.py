@@ -174,7 +174,7 @@ def test_every_norm_of_olmo3_is_loaded_strictly(norm: str, tmp_path) -> None:
 
 def test_olmo3_on_several_ranks_is_refused_by_name(tmp_path) -> None:
     config = load_model(save_case("olmo3", tmp_path), torch.float64).config
-    with pytest.raises(ValueError, match="tensor_parallel_size is 2: Olmo3ForCausalLM norms"):
+    with pytest.raises(ValueError, match="tensor_parallel_size must"):
         rank_config(config, Ranks(2))
 
 
@@ -266,23 +266,23 @@ def test_a_configuration_as_transformers_writes_it_has_no_unknown_fields(tmp_pat
 
 
 REFUSED = {
-    "scores are capped": ({"attn_logit_softcapping": 50.0}, "attn_logit_softcapping is 50.0"),
-    "logits are capped": ({"final_logit_softcapping": 1.0}, "final_logit_softcapping is 1.0"),
-    "both ways": ({"use_bidirectional_attention": True}, "use_bidirectional_attention is True"),
+    "scores are capped": ({"attn_logit_softcapping": 50.0}, "attn_logit_softcapping must"),
+    "logits are capped": ({"final_logit_softcapping": 1.0}, "final_logit_softcapping must"),
+    "both ways": ({"use_bidirectional_attention": True}, "use_bidirectional_attention must"),
     "pictures": (
         {"architectures": ["Gemma3ForConditionalGeneration"], "model_type": "gemma3"},
-        "architectures is ['Gemma3ForConditionalGeneration']",
+        "got ['Gemma3ForConditionalGeneration']",
     ),
-    "activation": ({"hidden_activation": "gelu"}, "hidden_activation is 'gelu'"),
-    "scalar": ({"query_pre_attn_scalar": 0}, "query_pre_attn_scalar is 0"),
+    "activation": ({"hidden_activation": "gelu"}, "hidden_activation must"),
+    "scalar": ({"query_pre_attn_scalar": 0}, "query_pre_attn_scalar must"),
     "no window": ({"sliding_window": None}, "sliding_window is None"),
-    "window of 0": ({"sliding_window": 0}, "sliding_window is 0"),
+    "window of 0": ({"sliding_window": 0}, "sliding_window must"),
     "pattern of 0": ({"sliding_window_pattern": 0}, "sliding_window_pattern"),
-    "kinds too few": ({"layer_types": [W, F]}, "there are 8 layers"),
-    "one rope for all": ({"rope_parameters": LINEAR}, "it must be an object of full_attention and"),
+    "kinds too few": ({"layer_types": [W, F]}, "layer_types must have 8 entries"),
+    "one rope for all": ({"rope_parameters": LINEAR}, "rope_parameters must be"),
     "unknown rope": (
         {"rope_parameters": {F: {"rope_type": "dynamic", "factor": 2.0}}},
-        "rope_type is 'dynamic'",
+        "rope_type must",
     ),
 }
 

@@ -300,21 +300,21 @@ def test_who_can_say_nothing_more_ends_with_the_rules_that_are_to_blame(
 @pytest.mark.parametrize(
     ("how", "why"),
     [
-        (dict(ignore_eos=True), "ignore_eos is True: it must be False with a grammar"),
-        (dict(min_tokens=1), "min_tokens is 1: it must be 0 with a grammar"),
-        (dict(stop="x"), "stop is .*with a grammar"),
-        (dict(stop_token_ids=[7]), "stop_token_ids is .*with a grammar"),
-        (dict(grammar="a+"), "grammar is 'a\\+': it must be a Json, Regex, Choice or Ebnf"),
-        (dict(grammar=Regex("")), "grammar is '': it must be a non-empty text"),
-        (dict(grammar=Choice([])), "choice is"),
-        (dict(grammar=Choice("yes")), "choice is 'yes'"),
-        (dict(grammar=Choice(["\ud800"])), "halves of surrogate pairs"),
-        (dict(grammar=Json("{")), "schema is no JSON"),
-        (dict(grammar=Json([1])), "schema is \\[1\\]"),
+        (dict(ignore_eos=True), "ignore_eos must"),
+        (dict(min_tokens=1), "min_tokens must"),
+        (dict(stop="x"), "stop must"),
+        (dict(stop_token_ids=[7]), "stop_token_ids must"),
+        (dict(grammar="a+"), "grammar must"),
+        (dict(grammar=Regex("")), "grammar must"),
+        (dict(grammar=Choice([])), "choice must"),
+        (dict(grammar=Choice("yes")), "choice must"),
+        (dict(grammar=Choice(["\ud800"])), "unpaired surrogates"),
+        (dict(grammar=Json("{")), "schema must"),
+        (dict(grammar=Json([1])), "schema must"),
         (dict(grammar=Json({}, max_whitespace=-1)), "max_whitespace"),
-        (dict(grammar={"structural_tag": "x"}), "grammar has \\['structural_tag'\\]"),
-        (dict(grammar={"json": {}, "regex": "a"}), "grammar has \\['json', 'regex'\\]"),
-        (dict(grammar={}), "grammar has \\[\\]"),
+        (dict(grammar={"structural_tag": "x"}), "grammar must"),
+        (dict(grammar={"json": {}, "regex": "a"}), "grammar must"),
+        (dict(grammar={}), "grammar must"),
     ],
 )
 def test_what_can_not_be_meant_is_refused(how, why, loaded) -> None:
@@ -327,7 +327,7 @@ def test_what_can_not_be_meant_is_refused(how, why, loaded) -> None:
 def test_without_what_it_needs_it_is_refused(loaded, monkeypatch) -> None:
     params, config = SamplingParams(grammar=Regex("a")), EngineConfig(num_blocks=9)
     bare = LLMEngine(config, loaded=loaded)
-    with pytest.raises(ValueError, match="this engine has no tokenizer"):
+    with pytest.raises(ValueError, match="without a tokenizer"):
         bare.add_request("a", [5], params)
     listed = replace(loaded, generation_eos_token_ids=())
     endless = LLMEngine(config, loaded=listed, tokenizer=Tokenizer(TOKENIZER.backend))

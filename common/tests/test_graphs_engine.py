@@ -168,7 +168,7 @@ def test_steps_with_guesses_are_computed_without_a_graph(oracle, loaded, caplog)
     with caplog.at_level(logging.WARNING):
         how = {"method": "ngram", "min_ngram": 1, "adaptive": False}
         engine = graph_engine(loaded, speculative=how, max_num_seqs=2)
-    assert caplog.text.count("steps with guesses run without graphs") == 1
+    assert caplog.text.count("steps with draft tokens run without graphs") == 1
     runner, rows = paged_runner(engine), {True: set(), False: set()}
     forward = runner.forward
 
@@ -191,10 +191,10 @@ def test_who_wants_graphs() -> None:
     assert EngineConfig().wants_graphs(cuda) and not EngineConfig().wants_graphs(CPU)
     assert not EngineConfig(enforce_eager=True).wants_graphs(cuda)
     assert EngineConfig(emulate_graphs=True).wants_graphs(CPU)
-    with pytest.raises(ValueError, match="emulate_graphs is True: enforce_eager is True"):
+    with pytest.raises(ValueError, match="emulate_graphs must"):
         EngineConfig(emulate_graphs=True, enforce_eager=True)
     for name in ("enforce_eager", "emulate_graphs"):
-        with pytest.raises(ValueError, match=f"{name} is 1"):
+        with pytest.raises(ValueError, match=f"{name} must"):
             EngineConfig(**{name: 1})
 
 

@@ -220,7 +220,7 @@ def test_an_attention_backend_may_serve_two_engines(oracle, loaded) -> None:
 def test_a_part_with_state_is_one_engines(field, oracle, loaded) -> None:
     part = ROLES[field]()
     engine = engine_with(loaded, **{field: part})
-    with pytest.raises(ValueError, match=f"^{field} is .* belongs to another engine; make one"):
+    with pytest.raises(ValueError, match=f"^{field} must belong to this engine.*; make one"):
         engine_with(loaded, **{field: part})
     serve(engine, oracle, EVERYONE, MAX_TOKENS)
 
@@ -230,7 +230,7 @@ def test_a_part_is_free_if_its_engine_could_not_be_made_or_it_is_gone(oracle, lo
     with pytest.raises(ValueError, match="num_blocks"):
         engine_with(loaded, chunked_prefill=chunks, num_blocks=10**9)
     engine = engine_with(loaded, chunked_prefill=chunks)
-    with pytest.raises(ValueError, match="chunked_prefill is"):  # its guesses are free again
+    with pytest.raises(ValueError, match="chunked_prefill must"):  # its guesses are free again
         engine_with(loaded, speculative=guesses, chunked_prefill=chunks)
     serve(engine_with(loaded, speculative=guesses), oracle, EVERYONE, 4)
     del engine, chunks
@@ -247,13 +247,13 @@ def test_a_maker_that_gives_the_same_part_twice_is_refused(loaded) -> None:
         return made[-1]
 
     engine_with(loaded, prefix_cache=same_cache)
-    with pytest.raises(ValueError, match=r"prefix_cache made .* over the pool, block_size"):
+    with pytest.raises(ValueError, match="prefix_cache must"):
         engine_with(loaded, prefix_cache=same_cache)
-    with pytest.raises(ValueError, match="prefix_cache made"):
+    with pytest.raises(ValueError, match="prefix_cache must"):
         engine_with(loaded, prefix_cache=lambda pool, block_size, listener: RadixCache(8, pool))
-    with pytest.raises(ValueError, match=r"scheduler made .* over the kv_memory"):
+    with pytest.raises(ValueError, match="scheduler must"):
         engine_with(loaded, scheduler=lambda parts: Scheduler(*parts.limits))
-    with pytest.raises(ValueError, match="scheduler made None"):
+    with pytest.raises(ValueError, match=r"scheduler must .*None"):
         engine_with(loaded, scheduler=lambda parts: None)
 
 
@@ -288,7 +288,7 @@ def test_what_is_no_name_and_no_part_is_named(field, value, names) -> None:
         EngineConfig(**{field: value})
     sentence = str(error.value)
     shown, field = (value["method"], "method") if isinstance(value, dict) else (value, field)
-    assert sentence.startswith(f"{field} is {shown!r}: it must be ")
+    assert sentence.startswith(f"{field} must be ") and sentence.endswith(f", got {shown!r}")
     assert all(name in sentence for name in names) and "\n" not in sentence
     if isinstance(shown, type):
         assert "an instance of" in sentence
@@ -310,21 +310,21 @@ def test_a_policy_that_can_not_order_is_refused_before_any_request(policy) -> No
     [
         ("attention_backend", {"tensor_parallel_size": 2}, "in other processes"),
         ("speculative", {"tensor_parallel_size": 2}, "in other processes"),
-        ("speculative", {"scheduler": "fcfs"}, "does not speculate"),
-        ("attention_backend", {"batch_invariant": True}, "tiles of its own"),
-        ("chunked_prefill", {"scheduler": "fcfs"}, "computes prompts whole"),
-        ("policy", {"scheduler": "fcfs"}, "no other order"),
+        ("speculative", {"scheduler": "fcfs"}, "with scheduler"),
+        ("attention_backend", {"batch_invariant": True}, "batch_invariant"),
+        ("chunked_prefill", {"scheduler": "fcfs"}, "with scheduler"),
+        ("policy", {"scheduler": "fcfs"}, "with scheduler"),
         ("target_step_ms", {"chunked_prefill": FiveAtATime(), "target_step_ms": 5}, "its own"),
         (
             "chunked_prefill",
             {"chunked_prefill": TimedChunks(), "pipeline_parallel_size": 2},
-            "time",
+            "durations",
         ),
     ],
 )
 def test_what_does_not_go_with_an_own_part_is_refused(field, config, why) -> None:
     own = {field: ROLES[field]()} if field in ROLES else {}
-    with pytest.raises(ValueError, match=f"^{field} is .*{why}"):
+    with pytest.raises(ValueError, match=f"^{field} must .*{why}"):
         EngineConfig(**(own | config))
 
 

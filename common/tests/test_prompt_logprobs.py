@@ -121,13 +121,10 @@ def test_padding_of_the_vocabulary_is_impossible(oracle, loaded) -> None:
 @pytest.mark.parametrize(
     ("params", "said"),
     [
-        *(
-            ({"prompt_logprobs": v}, f"^prompt_logprobs is {v!r}: it must be an integer")
-            for v in (-2, 1.5, True, "1")
-        ),
+        *(({"prompt_logprobs": v}, "^prompt_logprobs must") for v in (-2, 1.5, True, "1")),
         (
             {"prompt_logprobs": 1, "skip_reading_prefix_cache": False},
-            "^skip_reading_prefix_cache is False: it must be None or True",
+            "^skip_reading_prefix_cache must",
         ),
     ],
 )

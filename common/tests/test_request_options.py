@@ -103,7 +103,7 @@ def test_only_who_has_the_same_salt_finds_a_prefix(
 def test_what_is_no_such_option_is_refused_in_a_sentence(
     way: Way, field: str, value: object, llm: LLM, oracle
 ) -> None:
-    with pytest.raises(ValueError, match=f"^{field} is {value!r}: it must be ") as error:
+    with pytest.raises(ValueError, match=f"^{field} must be .*, got {value!r}") as error:
         way(llm, oracle.prompts[0], **{field: value})
     assert "\n" not in str(error.value)
     assert not llm.engine.has_unfinished_requests()

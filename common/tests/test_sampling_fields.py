@@ -114,13 +114,11 @@ def test_without_max_tokens_an_output_is_as_long_as_there_is_room(oracle: Oracle
     assert output.prompt_token_ids == (prompt * 9)[-39:]
     assert len(output.outputs[0].token_ids) == 1
     for most in (40, 41, 10**6):
-        with pytest.raises(
-            ValueError, match=f"max_tokens is {most}: it must be less than max_model_len=40"
-        ):
+        with pytest.raises(ValueError, match="max_tokens must"):
             engine.add_request("a", prompt, replace(cut, max_tokens=most))
-    with pytest.raises(ValueError, match="min_tokens is 41: it must be <= max_tokens, 40"):
+    with pytest.raises(ValueError, match="min_tokens must"):
         engine.add_request("a", prompt, replace(params, min_tokens=41))
-    with pytest.raises(ValueError, match="max_tokens is None: a Request needs a number"):
+    with pytest.raises(ValueError, match="max_tokens must"):
         Request("a", [1], params)
 
 
@@ -166,15 +164,13 @@ def test_who_reads_no_cache_waits_for_nobody(oracle: Oracle, loaded) -> None:
 )
 def test_what_is_no_such_field_is_refused_in_a_sentence(field, value, loaded) -> None:
     engine = LLMEngine(loaded=loaded)
-    with pytest.raises(ValueError, match=f"^{field} is {value!r}: it must be ") as error:
+    with pytest.raises(ValueError, match=f"^{field} must be .*, got {value!r}") as error:
         engine.add_request("a", [1, 2], SamplingParams(**{field: value}))
     assert "\n" not in str(error.value) and not engine.has_unfinished_requests()
 
 
 def test_who_wants_no_text_has_no_stop_strings(llm: LLM) -> None:
-    with pytest.raises(
-        ValueError, match=r"^stop is \('x',\): stop strings need .* detokenize=True"
-    ):
+    with pytest.raises(ValueError, match=r"^stop must"):
         generate(llm, PROMPT, SamplingParams(stop="x", detokenize=False))
 
 
@@ -212,7 +208,5 @@ def test_structured_outputs_is_another_name_of_grammar() -> None:
     wanted = {"choice": ["yes", "no"]}
     params = SamplingParams(structured_outputs=wanted)
     assert params == SamplingParams(grammar=wanted) == replace(params)
-    with pytest.raises(
-        ValueError, match=r"structured_outputs is .*: it must be None, or grammar must be"
-    ):
+    with pytest.raises(ValueError, match="structured_outputs must"):
         SamplingParams(grammar=wanted, structured_outputs=wanted)

@@ -115,10 +115,10 @@ def test_who_has_no_token_left_ends_in_an_error_and_alone(
 @pytest.mark.parametrize(
     ("field", "value", "said"),
     [
-        ("allowed_token_ids", [97], r"^allowed_token_ids holds 97: token ids are integers from 0 "),
-        ("logit_bias", {-1: 2.0}, r"^logit_bias holds -1: token ids are integers from 0 to 96"),
-        ("bad_words", ["word"], r"^bad_words holds 'word': this engine has no tokenizer"),
-        ("bad_words", [[1.5]], r"^bad_words holds 1.5: token ids are integers"),
+        ("allowed_token_ids", [97], "^allowed_token_ids must"),
+        ("logit_bias", {-1: 2.0}, "^logit_bias must"),
+        ("bad_words", ["word"], "^bad_words must"),
+        ("bad_words", [[1.5]], "^bad_words must"),
     ],
 )
 def test_what_no_engine_could_keep_to_is_refused(field, value, said, loaded) -> None:
@@ -133,7 +133,7 @@ def test_padding_of_the_vocabulary_is_no_token() -> None:
     engine = llm.engine
     engine._intake.vocab_size -= 3
     for field in ("allowed_token_ids", "logit_bias"):
-        with pytest.raises(ValueError, match=f"^{field} holds {engine._intake.vocab_size}: "):
+        with pytest.raises(ValueError, match=f"^{field} must .*, got {engine._intake.vocab_size}"):
             ids = {engine._intake.vocab_size: 1.0}
             given = ids if field == "logit_bias" else list(ids)
             engine.add_request("a", [1], SamplingParams(**{field: given}))
@@ -141,7 +141,7 @@ def test_padding_of_the_vocabulary_is_no_token() -> None:
 
 def test_min_tokens_needs_an_allowed_token_that_does_not_stop(loaded) -> None:
     engine, stops = LLMEngine(loaded=loaded), {"stop_token_ids": [3, 4], "min_tokens": 2}
-    with pytest.raises(ValueError, match=r"^min_tokens is 2: it must be 0 if every token stops"):
+    with pytest.raises(ValueError, match=r"^min_tokens must"):
         engine.add_request("a", [1], SamplingParams(allowed_token_ids=[4, 3], **stops))
     engine.add_request("a", [1], SamplingParams(allowed_token_ids=[4, 5], **stops))
 
@@ -165,7 +165,7 @@ def test_a_bad_word_that_the_model_has_no_row_for_rules_nothing_out(
         return [output.outputs[0].token_ids for output in outputs.values()]
 
     assert tokens(bad, first, bad) == tokens(params, first, params)
-    with pytest.raises(ValueError, match=f"^bad_words holds {row}: token ids are integers from 0 "):
+    with pytest.raises(ValueError, match=r"^bad_words must"):
         engine.add_request("a", [1], SamplingParams(bad_words=[[row]]))
 
 

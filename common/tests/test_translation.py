@@ -189,7 +189,7 @@ def test_a_page_without_its_english_one_and_text_before_a_heading(tmp_path: Path
     page = tmp_path / "C.zh.md"
     page.write_text("# 丙\n", encoding="utf-8")
     assert differences(page, tmp_path) == ["C.zh.md renders C.md, which does not exist"]
-    with pytest.raises(ValueError, match="a page begins with a heading"):
+    with pytest.raises(ValueError, match="a page must begin with a heading"):
         sections("Words.\n\n# A\n")
 
 

@@ -394,7 +394,7 @@ def test_what_is_not_built_is_refused_by_name(settings, named, tmp_path) -> None
     config = EngineConfig(num_blocks=40, **settings)
     with pytest.raises(ValueError, match=re.escape(named)) as error:
         LLMEngine(config, loaded=loaded, draft=loaded if "speculative" in settings else None)
-    assert "with max_model_len=7 no layer does" in str(error.value)
+    assert "max_model_len=7" in str(error.value)
 
 
 def test_so_are_kv_events_of_an_engine_that_is_watched_too(windowed, tmp_path) -> None:
@@ -402,6 +402,6 @@ def test_so_are_kv_events_of_an_engine_that_is_watched_too(windowed, tmp_path) -
     for is_watched in (False, True):
         if is_watched:
             engine.watch(tmp_path / "run.jsonl")
-        with pytest.raises(ValueError, match="kv_events: they are not built for layers"):
+        with pytest.raises(ValueError, match="kv_events is not supported for layers"):
             KVEvents(engine, "nowhere")
     engine.close()

@@ -76,7 +76,7 @@ def derived(path: Path, words: Words) -> dict[Path, str]:
     try:
         styled, number = _STYLE.subn(lambda _: style_of(svg), svg)
         if number != 1:
-            raise ValueError(f"it has {number} of <style></style>: it needs one")
+            raise ValueError(f"the drawing must have one <style></style>, got {number}")
         return {path: styled, path.with_suffix(".zh.svg"): in_chinese(styled, words)}
     except ValueError as error:
         raise ValueError(f"{path.relative_to(ROOT)}: {error}") from None
@@ -120,6 +120,6 @@ def _colour(name: str) -> tuple[str, str]:
     found = _COLOUR.fullmatch(name)
     color = getattr(palette, found[2].upper(), None) if found else None
     if found is None or not isinstance(color, str) or not color.startswith("#"):
-        raise ValueError(f"the class {name!r} is neither a colour of the palette nor a look")
+        raise ValueError(f"class {name!r} must be a colour of the palette or a look")
     what = "stroke" if found[1] == "line-" else "fill"
     return what, palette.tint(color, int(found[3] or 100) / 100)

@@ -34,7 +34,7 @@ class Words:
         pairs: dict[str, str] = {}
         for english, chinese in zip(lines[::2], lines[1::2], strict=True):
             if english.startswith(" ") or not chinese.startswith("    "):
-                raise ValueError(f"{self.path.name}: {english!r} and {chinese!r} are no pair")
+                raise ValueError(f"{self.path.name}: {english!r} and {chinese!r} must be a pair")
             if english in pairs:
                 raise ValueError(f"{self.path.name} has {english!r} twice")
             pairs[english.replace("\\n", "\n")] = chinese.strip().replace("\\n", "\n")

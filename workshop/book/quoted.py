@@ -207,7 +207,7 @@ def _find(name: str, folder: Path) -> Path:
         if path.is_file():
             return path
     if (path := module_files().get(name.removesuffix(".py"))) is None:
-        raise KeyError(f"no file is called {name}")
+        raise KeyError(f"no file is named {name}")
     return path
 
 

@@ -33,7 +33,7 @@ def read_rows(text: str, words: str) -> Iterator[TextRow]:
         for line in lines[1:]:
             word, _, rest = line.partition(" ")
             if word not in words.split():
-                raise ValueError(f"{line!r} of {lines[0]!r} begins with no known word")
+                raise ValueError(f"{line!r} of {lines[0]!r} must begin with a known word")
             said[word].append(rest)
         yield TextRow(lines[0], said)
 

@@ -147,7 +147,7 @@ def sections(page: str) -> list[Section]:
             source = "\n".join(lines[starts[len(found)] : ends[len(found)]])
             found.append(Section(int(token.tag[1]), title, anchor, source))
         if not found:
-            raise ValueError(f"a page begins with a heading, and this one with {token.content!r}")
+            raise ValueError(f"a page must begin with a heading, got {token.content!r}")
         found[-1].tokens.append(token)
     return found
 

@@ -64,7 +64,7 @@ def serve(windows: Sequence[int | None], capacity: int, requests: list[PlannedRe
             while end < request.num_tokens:
                 num_new = min(STEP, request.num_tokens - end)
                 has_room = memory.allocate_slots(request, num_new, 0, found)
-                assert has_room, "the memory is too small for one"
+                assert has_room, "the KV cache must fit one request"
                 end, found = end + num_new, None
                 request.num_computed_tokens = end
                 memory.cache_blocks(request, end)

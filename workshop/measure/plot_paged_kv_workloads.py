@@ -78,7 +78,7 @@ class AskingScheduler(PagedFCFSScheduler):
         for request_id, num_new_tokens in num_tokens.items():
             request = self.requests[request_id]
             has_room = self.kv_memory.allocate_slots(request, num_new_tokens)
-            assert has_room, f"{request!r} is running, and the memory is full"
+            assert has_room, f"{request!r} is running, but the KV cache is full"
         return super().make_plan(num_tokens)
 
 

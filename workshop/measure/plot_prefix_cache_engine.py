@@ -69,9 +69,9 @@ def serve(engine: LLMEngine, request_id: str, prompt: list[int], output_len: int
     cpu_ms = (time.process_time() - start) * 1e3
     num_computed = len(prompt) - output.num_cached_tokens
     num_scheduled = engine.stats().scheduled_tokens - num_before
-    assert num_scheduled == num_computed + output_len - 1, "the engine computed something else"
+    assert num_scheduled == num_computed + output_len - 1, "the engine computed other tokens"
     ttft = output.metrics.time_to_first_token
-    assert ttft is not None and first_cpu_ms is not None, "nothing was said"
+    assert ttft is not None and first_cpu_ms is not None, "the engine returned nothing"
     answer = list(output.outputs[0].token_ids)
     return Served(answer, num_computed, ttft * 1e3, first_cpu_ms, cpu_ms)
 
@@ -181,7 +181,7 @@ def measure_loss(loaded: LoadedModel, num_prompts: int) -> dict:
             for name in in_turn(list(engines), place):
                 prompt = request.prompt({})
                 served = serve(engines[name], request.request_id, prompt, request.output_len)
-                assert served.num_computed == len(prompt), "a unique prompt was hit"
+                assert served.num_computed == len(prompt), "the cache hit a unique prompt"
                 if place >= 4:  # by then the memory is full
                     first[name].append(round(served.first_cpu_ms, 3))
                     whole[name].append(round(served.cpu_ms, 3))

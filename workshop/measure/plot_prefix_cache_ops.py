@@ -117,7 +117,7 @@ class FilledCache:
         self._prompts.append(np.array(new, dtype=np.int32))
         times["evict"], _ = cpu_us(lambda: cache.evict(PROMPT_BLOCKS))
         self._prompts.popleft()
-        assert cache.num_cached_blocks == self.num_blocks, "a round must leave it as full"
+        assert cache.num_cached_blocks == self.num_blocks, "a round must leave the cache as full"
         return times
 
 

@@ -51,7 +51,7 @@ PREFILL_FIRST = "prefill first"
 def fit_of(measurement: Measurement) -> dict:
     """The cost model that `--record lab` has fitted. Raises `ValueError` if there is none."""
     if "lab" not in measurement.records:
-        raise ValueError("it simulates on the cost model of --record lab: record that first")
+        raise ValueError("cannot simulate without the cost model; run --record lab first")
     return measurement.records["lab"]["fit"]
 
 

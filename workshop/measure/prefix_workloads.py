@@ -52,7 +52,9 @@ class PlannedRequest:
         token_ids: list[int] = []
         for turn in self.history:
             if turn.request_id not in answers:
-                raise ValueError(f"{self.request_id} follows {turn.request_id}: no answer yet")
+                raise ValueError(
+                    f"{self.request_id} follows {turn.request_id}, which has no answer"
+                )
             token_ids += turn.new_token_ids
             token_ids += answers[turn.request_id]
         return token_ids + list(self.new_token_ids)
@@ -70,7 +72,7 @@ class PrefixWorkload:
 
     def __init__(self, vocab_size: int, seed: int = 0) -> None:
         if vocab_size < 1:
-            raise ValueError(f"vocab_size is {vocab_size}: it must be >= 1")
+            raise ValueError(f"vocab_size must be >= 1, got {vocab_size}")
         self.vocab_size = vocab_size
         self._num_requests = 0
         self._random = random.Random(seed)
@@ -160,10 +162,10 @@ class PrefixWorkload:
 
     def _behind(self, firsts: Iterator[int], count: int, length: int) -> list[tuple[int, ...]]:
         if length < 1:
-            raise ValueError(f"a text has {length} tokens: it must have at least one")
+            raise ValueError(f"a text must have at least one token, got {length}")
         heads = list(islice(firsts, count))
         if len(heads) < count:
-            raise ValueError(f"vocab_size is {self.vocab_size}: too few different first tokens")
+            raise ValueError(f"vocab_size must give enough first tokens, got {self.vocab_size}")
         return [(head, *self._text(length - 1)) for head in heads]
 
 
@@ -199,12 +201,12 @@ def read_trace(path: str | Path) -> list[TraceRequest]:
                 request = _parse_line(line)
                 _check_parents(request, parents)
                 if requests and request.timestamp_ms < requests[-1].timestamp_ms:
-                    raise ValueError(f"timestamp is {request.timestamp_ms}: time goes backwards")
+                    raise ValueError(f"timestamp must not go backwards, got {request.timestamp_ms}")
             except ValueError as error:
                 raise ValueError(f"{Path(path).name}, line {number}: {error}") from None
             requests.append(request)
     if not requests:
-        raise ValueError(f"{Path(path).name}: it has no requests")
+        raise ValueError(f"{Path(path).name} must have requests")
     return requests
 
 
@@ -212,20 +214,20 @@ def _parse_line(line: str) -> TraceRequest:
     try:
         fields = json.loads(line)
     except json.JSONDecodeError as error:
-        raise ValueError(f"not JSON: {error.msg}") from None
+        raise ValueError(f"must be JSON: {error.msg}") from None
     if not isinstance(fields, dict):
-        raise ValueError(f"a {type(fields).__name__}: it must be a JSON object")
+        raise ValueError(f"must be a JSON object, got {type(fields).__name__}")
     lowest = {"timestamp": 0, "input_length": 1, "output_length": 0}
     for name, low in lowest.items():
         value = fields.get(name)
         if not _is_count(value) or value < low:
-            raise ValueError(f"{name} is {value!r}: it must be an integer >= {low}")
+            raise ValueError(f"{name} must be an integer >= {low}, got {value!r}")
     ids = fields.get("hash_ids")
     if not isinstance(ids, list) or not all(map(_is_count, ids)):
-        raise ValueError(f"hash_ids is {ids!r}: it must be a list of integers >= 0")
+        raise ValueError(f"hash_ids must be a list of integers >= 0, got {ids!r}")
     num_blocks = -(-fields["input_length"] // TRACE_BLOCK_SIZE)
     if len(ids) != num_blocks:
-        raise ValueError(f"{len(ids)} hash_ids: {fields['input_length']} tokens are {num_blocks}")
+        raise ValueError(f"hash_ids must have {num_blocks} ids for input_length, got {len(ids)}")
     timestamp_ms, input_length, output_length = (fields[name] for name in lowest)
     return TraceRequest(timestamp_ms, input_length, output_length, tuple(ids))
 
@@ -239,7 +241,7 @@ def _check_parents(request: TraceRequest, parents: dict[int, int | None]) -> Non
     before = None
     for hash_id in request.hash_ids:
         if parents.setdefault(hash_id, before) != before:
-            raise ValueError(f"hash id {hash_id} comes behind {before}, and {parents[hash_id]}")
+            raise ValueError(f"hash id {hash_id} follows both {before} and {parents[hash_id]}")
         before = hash_id
 
 

@@ -51,9 +51,9 @@ class ReplayResult:
 def make_cache(name: str, capacity: int) -> PrefixCache:
     """An empty cache for `capacity` blocks of one token. Raises `ValueError` for other names."""
     if name not in CACHES:
-        raise ValueError(f"cache is {name!r}: it must be one of {CACHES}")
+        raise ValueError(f"cache must be one of {CACHES}, got {name!r}")
     if capacity < 1:
-        raise ValueError(f"capacity is {capacity}: it must be >= 1 block")
+        raise ValueError(f"capacity must be >= 1 block, got {capacity}")
     return PREFIX_CACHES[name](BlockPool(capacity + 1), 1)  # and the null block
 
 
@@ -92,7 +92,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     try:
         trace = read_trace(options.trace)
         if min(options.capacity) < 1:
-            raise ValueError(f"capacity is {min(options.capacity)}: it must be >= 1 block")
+            raise ValueError(f"capacity must be >= 1 block, got {min(options.capacity)}")
     except (OSError, ValueError) as error:
         parser.error(str(error))
     limit = num_distinct_blocks(trace)

@@ -163,7 +163,7 @@ def compile_launch(launch: Launch, architecture: int, family: str, kind: str) ->
     names = list(kernel.arg_names)
     missing = set(names) ^ (set(launch.arguments) | set(launch.constants))
     if missing:
-        raise ValueError(f"{kernel.__name__}: {sorted(missing)} are not both its and the launch's")
+        raise ValueError(f"{kernel.__name__}: {sorted(missing)} must be in both kernel and launch")
     signature = {name: launch.arguments.get(name, "constexpr") for name in names}
     constants = {(names.index(name),): value for name, value in launch.constants.items()}
     # PyTorch's memory begins at multiples of 16 bytes and more.
@@ -204,7 +204,7 @@ def read_usage(cubin: bytes) -> tuple[int, int]:
         text = subprocess.run(command, capture_output=True, text=True, check=True).stdout
     found = re.search(r"REG:(\d+) STACK:(\d+)", text)
     if found is None:
-        raise RuntimeError(f"cuobjdump says nothing of registers: {text}")
+        raise RuntimeError(f"cuobjdump returned no registers: {text}")
     return int(found.group(1)), int(found.group(2))
 
 

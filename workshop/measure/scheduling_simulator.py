@@ -173,7 +173,7 @@ def simulate(
         last = result.steps[-NUM_IDLE_STEPS:]
         is_idle = all(step.num_tokens == step.num_preempted == 0 for step in last)
         if is_idle and len(last) == NUM_IDLE_STEPS:
-            raise RuntimeError(f"nothing happens: {scheduler.get_request_counts()}")
+            raise RuntimeError(f"no progress: {scheduler.get_request_counts()}")
     return result
 
 

@@ -130,10 +130,10 @@ def test_arrival_mixes_sessions_and_keeps_each_in_order() -> None:
 @pytest.mark.parametrize(
     ("make", "message"),
     [
-        (lambda: PrefixWorkload(0), "vocab_size is 0"),
-        (lambda: PrefixWorkload(4).unique_prompts(5, 2, 1), "too few different first tokens"),
-        (lambda: PrefixWorkload(4).shared_system_prompts(1, 5, 2, 2, 1), "too few different"),
-        (lambda: PrefixWorkload(4).unique_prompts(1, 0, 1), "0 tokens"),
+        (lambda: PrefixWorkload(0), "vocab_size must"),
+        (lambda: PrefixWorkload(4).unique_prompts(5, 2, 1), "vocab_size must"),
+        (lambda: PrefixWorkload(4).shared_system_prompts(1, 5, 2, 2, 1), "vocab_size must"),
+        (lambda: PrefixWorkload(4).unique_prompts(1, 0, 1), "got 0"),
     ],
 )
 def test_what_cannot_be_made_is_refused(make, message: str) -> None:
@@ -177,20 +177,20 @@ def test_the_last_block_of_a_prompt_counts_for_the_tokens_it_has() -> None:
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"timestamp": -1}, "timestamp is -1"),
-        ({"timestamp": 1.5}, "timestamp is 1.5"),
-        ({"timestamp": 4}, "timestamp is 4: time goes backwards"),
-        ({"input_length": 0}, "input_length is 0"),
-        ({"input_length": "9"}, "input_length is '9'"),
-        ({"input_length": True, "hash_ids": [12]}, "input_length is True"),
-        ({"output_length": None}, "output_length is None"),
-        ({"hash_ids": 5}, "hash_ids is 5"),
-        ({"hash_ids": [1, "2"]}, "hash_ids is"),
-        ({"hash_ids": [1]}, "1 hash_ids: 1024 tokens are 2"),
-        ({"hash_ids": [1, 2, 3]}, "3 hash_ids: 1024 tokens are 2"),
-        ({"hash_ids": [2, 1]}, "hash id 2 comes behind None, and 1"),
-        ({"hash_ids": [1, 1]}, "hash id 1 comes behind 1, and None"),
-        ({"hash_ids": [1, 12]}, "hash id 12 comes behind 1, and None"),
+        ({"timestamp": -1}, "timestamp must"),
+        ({"timestamp": 1.5}, "timestamp must"),
+        ({"timestamp": 4}, "timestamp must"),
+        ({"input_length": 0}, "input_length must"),
+        ({"input_length": "9"}, "input_length must"),
+        ({"input_length": True, "hash_ids": [12]}, "input_length must"),
+        ({"output_length": None}, "output_length must"),
+        ({"hash_ids": 5}, "hash_ids must"),
+        ({"hash_ids": [1, "2"]}, "hash_ids must"),
+        ({"hash_ids": [1]}, "hash_ids must have 2"),
+        ({"hash_ids": [1, 2, 3]}, "hash_ids must have 2"),
+        ({"hash_ids": [2, 1]}, "hash id 2 follows both"),
+        ({"hash_ids": [1, 1]}, "hash id 1 follows both"),
+        ({"hash_ids": [1, 12]}, "hash id 12 follows both"),
     ],
 )
 def test_a_bad_line_is_named_with_what_is_wrong(write, changes: dict, message: str) -> None:
@@ -201,7 +201,8 @@ def test_a_bad_line_is_named_with_what_is_wrong(write, changes: dict, message: s
 
 
 @pytest.mark.parametrize(
-    ("line", "message"), [("{", "not JSON"), ("[1]", "a list"), ("{}", "timestamp is None")]
+    ("line", "message"),
+    [("{", "must be JSON"), ("[1]", "must be a JSON object"), ("{}", "timestamp must")],
 )
 def test_a_line_that_is_no_request_is_named(write, line: str, message: str) -> None:
     with pytest.raises(ValueError, match=f"line 2: {message}"):
@@ -209,7 +210,7 @@ def test_a_line_that_is_no_request_is_named(write, line: str, message: str) -> N
 
 
 def test_an_empty_trace_and_a_missing_one_are_told_apart(write, tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match="no requests"):
+    with pytest.raises(ValueError, match="must have requests"):
         read_trace(write(""))
     with pytest.raises(FileNotFoundError):
         read_trace(tmp_path / "nowhere.jsonl")

@@ -82,7 +82,7 @@ def test_the_fit_finds_the_model_that_made_the_steps():
 def test_a_scheduler_that_stands_still_is_an_error():
     scheduler = Scheduler()
     scheduler._admit = lambda plan: None
-    with pytest.raises(RuntimeError, match="nothing happens"):
+    with pytest.raises(RuntimeError, match="no progress"):
         simulate(scheduler, [request(0.0, 4, 3)], COST)
 
 

@@ -39,7 +39,7 @@ def apart(work: Callable, arguments: tuple, limit_s: float) -> Any:
     theirs.close()
     try:
         if not ours.poll(START_S):
-            raise RuntimeError(f"no process has begun within {START_S} seconds")
+            raise RuntimeError(f"no process started within {START_S} seconds")
         ours.recv()  # it begins
         if not ours.poll(limit_s):
             return None
@@ -48,7 +48,7 @@ def apart(work: Callable, arguments: tuple, limit_s: float) -> Any:
         return answer
     except EOFError:
         process.join(1)
-        raise RuntimeError(f"the process ended with {process.exitcode}") from None
+        raise RuntimeError(f"the process exited with {process.exitcode}") from None
     finally:
         process.kill()
         process.join()

@@ -49,18 +49,18 @@ class ModuleSwap(MetaPathFinder):
         """From now on, once a process. Raises `RuntimeError` if somebody has the module already,
         and `ValueError` if there is no such file."""
         if not self.file.is_file():
-            raise ValueError(f"{VARIABLE} names {self.file}: it must be a file")
+            raise ValueError(f"{VARIABLE} must name a file, got {self.file}")
         if self in sys.meta_path:
             return
         if self.module in sys.modules:
-            raise RuntimeError(f"{self.module} was imported before it could be swapped")
+            raise RuntimeError(f"cannot swap {self.module}: already imported")
         sys.meta_path.insert(0, self)
 
     def check(self) -> None:
         """Import the module. Raises `RuntimeError` unless it is the other file's."""
         found = import_module(self.module).__file__
         if found != str(self.file):
-            raise RuntimeError(f"{self.module} comes from {found}, not from {self.file}")
+            raise RuntimeError(f"{self.module} must come from {self.file}, got {found}")
 
 
 def name_of(path: Path) -> str:
@@ -75,7 +75,7 @@ def swap_of(text: str) -> ModuleSwap:
     """`module=file`. Raises `ValueError` for anything else."""
     module, _, file = text.partition("=")
     if not (module and file):
-        raise ValueError(f"{VARIABLE} is {text!r}: it must be MODULE=FILE")
+        raise ValueError(f"{VARIABLE} must be MODULE=FILE, got {text!r}")
     return ModuleSwap(module, Path(file).resolve())
 
 

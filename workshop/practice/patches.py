@@ -60,7 +60,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = parser.parse_args(arguments)
     lines = broken_lines()
     if options.only is not None and not 1 <= options.only <= len(lines):
-        parser.error(f"--only is {options.only}: it must be in [1, {len(lines)}]")
+        parser.error(f"--only must be in [1, {len(lines)}], got {options.only}")
     os.environ.setdefault("OMP_NUM_THREADS", "1")
     chosen = all_bugs() if options.only is None else [lines[options.only - 1]]
     chosen = [bug for bug in chosen if all(word in bug.name for word in options.words)]

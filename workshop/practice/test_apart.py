@@ -28,7 +28,7 @@ def test_libraries_are_there_and_nothing_of_ours() -> None:
 
 
 def test_a_process_that_dies_is_an_error() -> None:
-    with pytest.raises(RuntimeError, match="ended with 3"):
+    with pytest.raises(RuntimeError, match="exited with 3"):
         apart(_die, (), 60)
 
 

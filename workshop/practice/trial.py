@@ -24,7 +24,7 @@ from workshop.practice.named_tests import TestRun, into, run_tests
 from workshop.practice.source_patch import Patch
 
 LIMIT_S = 60.0  # for a function, and for a test
-NEVER_ENDS = "(it does not end; stopped from outside)"
+NEVER_ENDS = "(the run does not end; stopped from outside)"
 # Python 3.11's `ast.parse` takes two threads for one that recurses, and raises SystemError
 # (python/cpython issue 106905).
 _PARSING = Lock()

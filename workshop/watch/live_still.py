@@ -55,7 +55,7 @@ def take_live(browser: Browser, language: str) -> Any:
             end = time.monotonic() + LIMIT_S
             while (step := page.evaluate(_PREEMPTED)) < 0:
                 if time.monotonic() > end:
-                    raise ValueError("nobody was preempted: the server has too much memory")
+                    raise ValueError("no request was preempted: the server has too much memory")
             page.evaluate(f"Watch.set({{step: {step}}})")
             page.wait_for_timeout(150)  # it is drawn with the next frame
             picture = Image.open(io.BytesIO(page.screenshot()))

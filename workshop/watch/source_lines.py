@@ -63,12 +63,12 @@ def find(place: SourcePlace, root: Path = ROOT) -> Excerpt:
     source, tree = _parse(_path_of(place.file, root))
     functions = [node for name, node in _functions(tree) if name == place.function]
     if len(functions) != 1:
-        raise LookupError(f"{place.file} has {len(functions)} functions {place.function}")
+        raise LookupError(f"{place.file} must have one {place.function}, got {len(functions)}")
     found = [node for node in ast.walk(functions[0]) if _is_it(node, place.statement)]
     if len(found) != 1:
         raise LookupError(
-            f"{place.function} of {place.file} has {len(found)} statements that begin with "
-            f"{place.statement!r}: there must be one"
+            f"{place.function} of {place.file} must have one statement that begins with "
+            f"{place.statement!r}, got {len(found)}"
         )
     return _excerpt(source, functions[0], found[0])
 

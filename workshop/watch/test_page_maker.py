@@ -158,7 +158,7 @@ def test_the_command_says_what_is_no_run(
     (tmp_path / "bad.jsonl").write_text(RUN + "what\n", encoding="utf-8")
     out = str(tmp_path / "page.html")
     assert main([str(tmp_path / "bad.jsonl"), "--out", out]) == 2
-    assert "bad.jsonl, line 3: the event is no JSON" in capsys.readouterr().err
+    assert "bad.jsonl, line 3: the event must be JSON" in capsys.readouterr().err
     assert main([str(tmp_path / "none.jsonl"), "--out", out]) == 2
     assert "none.jsonl" in capsys.readouterr().err
     assert not (tmp_path / "page.html").exists()
@@ -170,7 +170,7 @@ def test_what_is_performed_now_takes_no_run(
 ) -> None:
     with pytest.raises(SystemExit):
         main(["run.jsonl", option])
-    assert "wants no run" in capsys.readouterr().err
+    assert "give no run" in capsys.readouterr().err
 
 
 # -- the words

@@ -100,10 +100,13 @@ def test_what_the_page_gets_names_each_place_once_and_in_range() -> None:
 @pytest.mark.parametrize(
     ("place", "said"),
     [
-        (("m.py", "f", "return 3"), "f of m.py has 0 statements that begin with 'return 3'"),
-        (("m.py", "f", "x = "), "f of m.py has 2 statements"),
-        (("m.py", "g", "return"), "m.py has 0 functions g"),
-        (("m.py", "C.h", "pass"), "m.py has 2 functions C.h"),
+        (
+            ("m.py", "f", "return 3"),
+            "f of m.py must have one statement that begins with 'return 3', got 0",
+        ),
+        (("m.py", "f", "x = "), "f of m.py must have one statement"),
+        (("m.py", "g", "return"), "m.py must have one g, got 0"),
+        (("m.py", "C.h", "pass"), "m.py must have one C.h, got 2"),
     ],
 )
 def test_a_place_that_is_gone_or_not_the_only_one_is_refused(

@@ -38,11 +38,11 @@ def main(argv: list[str] | None = None, bench: Workbench | None = None) -> int:
     add_films(parser)
     args = parser.parse_args(argv)
     if args.beside is not None and args.run is None:
-        parser.error("--beside wants a run to stand beside")
+        parser.error("--beside needs a run to show it next to")
     if args.run is not None and is_about_films(args):
-        parser.error("a film is performed now: it wants no run")
+        parser.error("--film records a new run; give no run")
     if args.run is not None and args.mine:
-        parser.error("--mine wants no run: this one is over")
+        parser.error("--mine runs your code; give no run")
     try:
         with _installed(bench) if args.mine else nullcontext() as mine:
             if is_about_films(args):

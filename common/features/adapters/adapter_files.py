@@ -40,7 +40,7 @@ _REFUSED = {
     "trainable_token_indices": "rows of the embedding are replaced",
     "alora_invocation_tokens": "an activated adapter begins in the middle of a prompt",
     "layer_replication": "the model has other layers",
-    "target_parameters": "parameters that are no matrix of a layer are changed",
+    "target_parameters": "parameters outside of matrices are changed",
     "use_qalora": "its inputs are grouped",
     "use_bdlora": "its matrices are of diagonal blocks",
     "fan_in_fan_out": "its matrices are transposed",
@@ -92,7 +92,7 @@ def read_adapter(
     except FileNotFoundError:
         raise
     except (re.error, TypeError, OverflowError, OSError, RuntimeError) as error:
-        raise ValueError(f"{path} is no adapter that can be read: {error}") from error
+        raise ValueError(f"cannot read an adapter from {path}: {error}") from error
 
 
 def _read(
@@ -100,14 +100,16 @@ def _read(
 ) -> Adapter:
     for name in (CONFIG, WEIGHTS):
         if not (path / name).is_file():
-            raise FileNotFoundError(f"{path} has no {name}: it is no directory of a LoRA adapter")
+            raise FileNotFoundError(f"{path} must be a LoRA adapter's directory, but has no {name}")
     config = _read_config(path / CONFIG)
     wanted = _ranks_and_scales(config, _targets(config, shapes, path), path)
     if not wanted:
-        raise ValueError(f"{path}: target_modules means no matrix of this model's layers")
+        raise ValueError(f"{path}: target_modules must match a matrix of this model's layers")
     for name, (rank, _) in wanted.items():
         if rank > max_rank:
-            raise ValueError(f"{path}: {name} has rank {rank}: max_lora_rank is {max_rank}")
+            raise ValueError(
+                f"{path}: {name} must have rank <= max_lora_rank {max_rank}, got {rank}"
+            )
     tensors = _read_tensors(path / WEIGHTS)
     matrices, digest = {}, blake2b(digest_size=16)
     for name, (rank, scale) in sorted(wanted.items()):
@@ -119,12 +121,12 @@ def _read(
             digest.update(tensor.contiguous().view(torch.uint8).numpy().tobytes())
         a, scaled = a.to(dtype), (b.double() * scale).to(dtype)
         if not (bool(a.isfinite().all()) and bool(scaled.isfinite().all())):
-            raise ValueError(f"{path / WEIGHTS}: {name} holds NaN, or infinity in {dtype}")
+            raise ValueError(f"{path / WEIGHTS}: {name} must be finite in {dtype}")
         matrices[name] = LowRank(a, scaled)
     if tensors:
         left = ", ".join(sorted(tensors)[:3])
         raise ValueError(
-            f"{path / WEIGHTS} also holds {left}: {len(tensors)} tensors too many for {CONFIG}"
+            f"{path / WEIGHTS} has {len(tensors)} tensors that {CONFIG} does not name: {left}"
         )
     return Adapter(digest.hexdigest(), matrices)
 
@@ -135,20 +137,20 @@ def _read(
 def _read_config(path: Path) -> dict[str, Any]:
     config = read_json(path)
     if config.get("peft_type") != "LORA":
-        raise ValueError(f"{path}: peft_type is {config.get('peft_type')!r}: it must be 'LORA'")
+        raise ValueError(f"{path}: peft_type must be 'LORA', got {config.get('peft_type')!r}")
     for name, why in _REFUSED.items():
         if config.get(name):
-            raise ValueError(f"{path}: {name} is {config[name]!r}: {why}, which is not built here")
+            raise ValueError(f"{path}: {name} is not supported ({why}), got {config[name]!r}")
     if (how := config.get("init_lora_weights", True)) not in _KEEPS_THE_BASE:
         raise ValueError(
-            f"{path}: init_lora_weights is {how!r}: it changes the base model's weights, too; PEFT "
-            "converts such an adapter when it saves it"
+            f"{path}: init_lora_weights must keep the base model's weights, got {how!r}; PEFT "
+            "converts such an adapter when it saves the adapter"
         )
     if config.get("bias", "none") != "none":
-        raise ValueError(f"{path}: bias is {config['bias']!r}: it must be 'none'")
+        raise ValueError(f"{path}: bias must be 'none', got {config['bias']!r}")
     for name in ("rank_pattern", "alpha_pattern"):
         if not isinstance(config.get(name) or {}, dict):
-            raise ValueError(f"{path}: {name} is {config[name]!r}: it must be an object")
+            raise ValueError(f"{path}: {name} must be an object, got {config[name]!r}")
     return config
 
 
@@ -158,11 +160,11 @@ def _targets(config: dict[str, Any], shapes: Mapping[str, Any], path: Path) -> l
     layers = config.get("layers_to_transform")
     names = [wanted] if isinstance(wanted, str) else wanted
     if not isinstance(names, list) or not all(isinstance(name, str) for name in names):
-        raise ValueError(f"{path}: target_modules is {wanted!r}: it must be a text or a list")
+        raise ValueError(f"{path}: target_modules must be a str or a list, got {wanted!r}")
     for outside in ("embed_tokens", "lm_head"):
         if any(name == outside or name.endswith(f".{outside}") for name in names):
             raise ValueError(
-                f"{path}: target_modules has {outside!r}: only matrices of layers can be adapted"
+                f"{path}: target_modules must name matrices of layers only, got {outside!r}"
             )
     if isinstance(layers, int):
         layers = [layers]
@@ -207,10 +209,10 @@ def _rank_and_scale(
     config: dict[str, Any], name: str, rank: Any, alpha: Any, path: Path
 ) -> tuple[int, float]:
     if type(rank) is not int or rank < 1:
-        raise ValueError(f"{path}: the rank of {name} is {rank!r}: it must be an integer >= 1")
+        raise ValueError(f"{path}: the rank of {name} must be an integer >= 1, got {rank!r}")
     is_number = isinstance(alpha, int | float) and not isinstance(alpha, bool)
     if not is_number or not math.isfinite(alpha):
-        raise ValueError(f"{path}: lora_alpha of {name} is {alpha!r}: it must be a number")
+        raise ValueError(f"{path}: lora_alpha of {name} must be a number, got {alpha!r}")
     return rank, alpha / (math.sqrt(rank) if config.get("use_rslora") else rank)
 
 
@@ -238,7 +240,7 @@ def _read_tensors(path: Path) -> dict[str, torch.Tensor]:
     except (SafetensorError, OSError) as error:
         raise ValueError(f"{path} is corrupt or incomplete: {error}") from error
     if strange := [name for name in tensors if not name.startswith(_PREFIX)]:
-        raise ValueError(f"{path} holds {strange[0]!r}: names begin with {_PREFIX!r}")
+        raise ValueError(f"{path}: tensor names must begin with {_PREFIX!r}, got {strange[0]!r}")
     return {name.removeprefix(_PREFIX): tensor for name, tensor in tensors.items()}
 
 
@@ -251,11 +253,11 @@ def _take(
 ) -> torch.Tensor:
     tensor = tensors.pop(name, None)
     if tensor is None:
-        raise ValueError(f"{path / WEIGHTS} lacks {name}, which {CONFIG} means")
+        raise ValueError(f"{path / WEIGHTS} lacks {name}, which {CONFIG} names")
     if tuple(tensor.shape) != shape or not tensor.is_floating_point():
         base = Path(str(config.get("base_model_name_or_path"))).name  # of a folder no more
         raise ValueError(
-            f"{path / WEIGHTS}: {name} is {tuple(tensor.shape)} of {tensor.dtype}, not {shape}: "
-            f"the adapter was made for {base!r}"
+            f"{path / WEIGHTS}: {name} must have shape {shape}, got {tuple(tensor.shape)} of "
+            f"{tensor.dtype}: the adapter was made for {base!r}"
         )
     return tensor

@@ -62,7 +62,7 @@ class AdapterNames:
         """What `end_load` wants: steps may come between."""
         self._check_is_free(name)
         if not isinstance(directory, str | Path):
-            raise ValueError(f"directory is {directory!r}: it must be a path")
+            raise ValueError(f"directory must be a path, got {directory!r}")
         self._drop_unused()
         return self._loader.begin(directory)
 
@@ -79,10 +79,10 @@ class AdapterNames:
 
     def _check_is_free(self, name: str) -> None:
         if not isinstance(name, str) or not name:
-            raise ValueError(f"name is {name!r}: it must be a non-empty str")
+            raise ValueError(f"name must be a non-empty str, got {name!r}")
         if name in self._digests:
             raise ValueError(
-                f"name is {name!r}: an adapter of this name is loaded; unload it first"
+                f"name must be unused, got {name!r}; unload the adapter of this name first"
             )
 
     def unload(self, name: str) -> None:
@@ -94,7 +94,7 @@ class AdapterNames:
     def digest_of(self, name: str) -> str:
         if not isinstance(name, str) or name not in self._digests:
             there = ", ".join(map(repr, self._digests)) or "none"
-            raise ValueError(f"adapter is {name!r}: those that are loaded are {there}")
+            raise ValueError(f"adapter must be one of those loaded ({there}), got {name!r}")
         return self._digests[name]
 
     def name_of(self, digest: str) -> str | None:

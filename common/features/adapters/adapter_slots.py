@@ -207,7 +207,7 @@ class AdapterSlots:
     def bring_in(self, digests: Iterable[str]) -> dict[str, int]:
         """The slots of a step's adapters."""
         wanted = set(digests)
-        assert len(wanted) < self.num_slots, "more adapters in a step than max_loras"
+        assert len(wanted) < self.num_slots, "a step has more adapters than max_loras"
         # Those that are there go to the end of the line: nobody takes their place.
         for digest in sorted(wanted, key=lambda digest: (digest not in self.slot_of, digest)):
             slot = self.slot_of.pop(digest, None)

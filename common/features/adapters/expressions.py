@@ -50,8 +50,8 @@ def matched_by(
         has_ended = True
     if has_ended:
         shown = ", ".join(repr(p if len(p) <= 200 else f"{p[:200]} ...") for p in patterns[:3])
-        what = "matching the names of the model's matrices takes longer than"
-        raise ValueError(f"{where} is {shown}: {what} {MOST_SECONDS} s")
+        what = "must match the names of the model's matrices within"
+        raise ValueError(f"{where} {what} {MOST_SECONDS} s, got {shown}")
     if done.returncode:
         raise ValueError(f"{where} cannot be matched: {done.stderr.strip()[-200:]}")
     return json.loads(done.stdout)

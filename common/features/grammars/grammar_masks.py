@@ -206,6 +206,6 @@ class Given(Protocol):
 def make(given: Given) -> GrammarMasks:
     path = given.loaded.path
     tokenizer = given.tokenizer or (None if path is None else load_tokenizer(path))
-    assert tokenizer is not None, "a grammar without a tokenizer was let in"
+    assert tokenizer is not None, "a grammar needs a tokenizer"
     eos_token_ids = given.loaded.generation_eos_token_ids
     return GrammarMasks(Vocabulary.of(tokenizer, given.vocab_size, eos_token_ids))

@@ -72,7 +72,7 @@ def _is_remark(value: object) -> bool:
         return False
     if value not in _named and len(_named) < 1000:
         _named.add(value)
-        logger.warning("format %.100r of a schema is not known, and not enforced", value)
+        logger.warning("ignoring the unknown format %.100r of a schema", value)
     return True
 
 

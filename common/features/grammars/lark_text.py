@@ -86,14 +86,14 @@ def _rules(text: str) -> Iterator[str]:
     while at < len(text):
         found = _TOKEN.match(text, at)
         if found is None:
-            raise ValueError(f"at character {at}: {text[at : at + 20]!r} is no part of a rule")
+            raise ValueError(f"cannot parse {text[at : at + 20]!r} at character {at} of a rule")
         at = found.end()
         kind, part = found.lastgroup, found[found.lastgroup or 0]
         if kind in ("defined", "name"):
             name = names.setdefault(part, f"r{len(names)}")
             if kind == "defined":
                 if part in bodies:
-                    raise ValueError(f"there are two rules {part!r}")
+                    raise ValueError(f"rule {part!r} must be defined once")
                 body = bodies[part] = []
             else:
                 body.append(part)
@@ -108,9 +108,9 @@ def _rules(text: str) -> Iterator[str]:
             body.append(None if part == "." else part)
             yield "/(?s:.)/" if part == "." else part
     if unknown := [name for name in names if name not in bodies]:
-        raise ValueError(f"there is no rule {unknown[0]!r}")
+        raise ValueError(f"rule {unknown[0]!r} is not defined")
     if endless := _without_end(bodies):
-        raise ValueError(f"the rule {endless[0]!r} has no text that ends")
+        raise ValueError(f"rule {endless[0]!r} must match a text of finite length")
 
 
 def _without_end(bodies: dict[str, list[str | None]]) -> list[str]:
@@ -163,7 +163,7 @@ def _characters(escaped: str) -> Iterator[str]:
     for match in _CHARACTER.finditer(escaped):
         code = int(match[1] or match[2] or match[3] or "0", 16)
         if code > 0x10FFFF or 0xD800 <= code < 0xE000:
-            raise ValueError(f"{match[0]} is no character")
+            raise ValueError(f"{match[0]} is not a character")
         if match[4] is not None and match[4] not in _ESCAPES:
-            raise ValueError(f"{match[0]} is no escape: there are {' '.join(_ESCAPES)} x u U")
+            raise ValueError(f"escape must be one of {' '.join(_ESCAPES)} x u U, got {match[0]}")
         yield match[5] or _ESCAPES.get(match[4]) or chr(code)

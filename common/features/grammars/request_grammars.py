@@ -31,7 +31,7 @@ class RequestGrammars:
             theirs = load_tokenizer(resolve_checkpoint(elsewhere))
             if vocabulary != Vocabulary.of(theirs, vocab_size, eos_token_ids):
                 raise ValueError(
-                    "grammar: over several ranks it needs the tokenizer of the checkpoint"
+                    "grammar must be None over several ranks without the checkpoint's tokenizer"
                 )
         self.compiler = GrammarCompiler(vocabulary)
         self.queue, self.close = GrammarsCompiled(self.compiler.submit), self.compiler.close

@@ -50,13 +50,13 @@ def qwen3_moe(fields: dict[str, Any]) -> ExpertsConfig | None:
         name: fields[name] for name in ("num_experts", "num_local_experts") if name in fields
     }
     if len(set(map(repr, numbers.values()))) > 1:
-        raise ValueError(f"num_experts and num_local_experts differ: {numbers}")
+        raise ValueError(f"num_experts and num_local_experts must be equal, got {numbers}")
     every = _integers(fields, decoder_sparse_step=1)[0]
     dense = fields.get("mlp_only_layers") or []
     num_layers = fields["num_hidden_layers"]
     if not isinstance(dense, list) or not all(i in range(num_layers) for i in dense):
-        allowed = f"it must be a list of layers, 0 to {num_layers - 1}"
-        raise ValueError(f"mlp_only_layers is {dense!r}: {allowed}")
+        allowed = f"a list of layers in [0, {num_layers})"
+        raise ValueError(f"mlp_only_layers must be {allowed}, got {dense!r}")
     layers = [i for i in range(num_layers) if (i + 1) % every == 0 and i not in dense]
     if not layers:
         return None
@@ -99,6 +99,6 @@ def _integers(fields: dict[str, Any], **defaults: int | None) -> list[int]:
 
 def _checked(num_experts: int, num_active: int, size: int, **rest: Any) -> ExpertsConfig:
     if num_active > num_experts:
-        why = f"there are {num_experts} experts"
-        raise ValueError(f"num_experts_per_tok is {num_active}: {why}")
+        why = f"<= the {num_experts} experts"
+        raise ValueError(f"num_experts_per_tok must be {why}, got {num_active}")
     return ExpertsConfig(num_experts, num_active, size, **rest)

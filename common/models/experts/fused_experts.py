@@ -59,7 +59,7 @@ def per_expert(files: dict[str, Any], names: ExpertNames) -> dict[str, Any]:
 
     def put(own: str, file: Any) -> None:
         if own in found:
-            raise ValueError(f"the checkpoint has {own} twice: by itself, and as a part or renamed")
+            raise ValueError(f"the checkpoint has {own} twice: as such and as a part or renamed")
         found[own] = file
 
     for name, file in files.items():
@@ -70,7 +70,7 @@ def per_expert(files: dict[str, Any], names: ExpertNames) -> dict[str, Any]:
             kinds = [names.gate, names.up] if fused[2] == "gate_up_proj" else [names.down]
             if len(shape) != 3 or shape[1] % len(kinds):
                 wanted = "experts, twice the rows" if len(kinds) == 2 else "experts, rows"
-                raise ValueError(f"{name} has shape {shape}: it must be ({wanted}, columns)")
+                raise ValueError(f"{name} must have shape ({wanted}, columns), got {shape}")
             size = shape[1] // len(kinds)
             for expert in range(shape[0]):
                 for i, kind in enumerate(kinds):

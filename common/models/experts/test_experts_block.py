@@ -220,19 +220,19 @@ def test_absent_fields_mean_what_they_mean_to_transformers():
 
 
 REFUSED = {
-    "shared": ({"shared_expert_intermediate_size": 64}, "shared_expert_intermediate_size is 64"),
-    "shared, by number": ({"n_shared_experts": 2}, "n_shared_experts is 2"),
-    "groups": ({"n_group": 4}, "n_group is 4"),
-    "scores": ({"scoring_func": "sigmoid"}, "scoring_func is 'sigmoid'"),
-    "scale": ({"routed_scaling_factor": 2.5}, "routed_scaling_factor is 2.5"),
-    "none": ({"num_experts": 0}, "num_experts is 0"),
-    "absent": ({"num_experts": None}, "num_experts is None"),
-    "without a size": ({"moe_intermediate_size": None}, "moe_intermediate_size is None"),
-    "too many": ({"num_experts_per_tok": 6}, "num_experts_per_tok is 6: there are 5 experts"),
-    "two numbers": ({"num_local_experts": 4}, "num_experts and num_local_experts differ"),
-    "step": ({"decoder_sparse_step": 0}, "decoder_sparse_step is 0"),
-    "layers": ({"mlp_only_layers": [6]}, r"mlp_only_layers is [6]: it must be"),
-    "layers' kind": ({"mlp_only_layers": "0"}, "mlp_only_layers is '0': it must be"),
+    "shared": ({"shared_expert_intermediate_size": 64}, "shared_expert_intermediate_size must"),
+    "shared, by number": ({"n_shared_experts": 2}, "n_shared_experts must"),
+    "groups": ({"n_group": 4}, "n_group must"),
+    "scores": ({"scoring_func": "sigmoid"}, "scoring_func must"),
+    "scale": ({"routed_scaling_factor": 2.5}, "routed_scaling_factor must"),
+    "none": ({"num_experts": 0}, "num_experts must"),
+    "absent": ({"num_experts": None}, "num_experts must"),
+    "without a size": ({"moe_intermediate_size": None}, "moe_intermediate_size must"),
+    "too many": ({"num_experts_per_tok": 6}, "num_experts_per_tok must"),
+    "two numbers": ({"num_local_experts": 4}, "num_experts and num_local_experts must"),
+    "step": ({"decoder_sparse_step": 0}, "decoder_sparse_step must"),
+    "layers": ({"mlp_only_layers": [6]}, "mlp_only_layers must"),
+    "layers' kind": ({"mlp_only_layers": "0"}, "mlp_only_layers must"),
 }
 
 
@@ -246,9 +246,9 @@ def test_what_is_not_supported_is_refused_by_name(case):
 
 
 def test_fields_of_the_other_family_are_refused():
-    with pytest.raises(ValueError, match="moe_intermediate_size is 24"):
+    with pytest.raises(ValueError, match="moe_intermediate_size must"):
         ModelConfig.from_hf({**MIXTRAL, "moe_intermediate_size": 24})
-    with pytest.raises(ValueError, match=r"router_jitter_noise is 0\.1"):
+    with pytest.raises(ValueError, match="router_jitter_noise must"):
         ModelConfig.from_hf({**QWEN, "router_jitter_noise": 0.1})
 
 

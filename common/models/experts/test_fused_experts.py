@@ -58,7 +58,7 @@ def test_an_expert_missing_or_over_or_of_another_shape_is_named(name, tmp_path):
     for key, wrong, said in (
         (f"{prefix}.1.{gate}.weight", None, "lacks tensors that the model needs: "),
         (f"{prefix}.5.{down}.weight", torch.zeros(32, 24), "has tensors that the model lacks: "),
-        (f"{prefix}.0.{gate}.weight", torch.zeros(23, 32), r"has shape \(23, 32\)"),
+        (f"{prefix}.0.{gate}.weight", torch.zeros(23, 32), r"must have one shape, got \(23, 32\)"),
     ):
         save_case(name, tmp_path)
         edit(tmp_path, lambda t: t.pop(key) if wrong is None else t.update({key: wrong}))
@@ -77,7 +77,7 @@ FUSED = "model.layers.2.mlp.experts.gate_up_proj"
         (lambda t: t.update({FUSED: t[FUSED].repeat(2, 1, 1)}), r"lacks: .*experts\.5\.gate_proj"),
         (lambda t: t.update({FUSED: t[FUSED][:, :-2].clone()}), r"gate_proj.* \(23, 32\) in the"),
         (lambda t: t.update({FUSED: t[FUSED][:, :-1].clone()}), "twice the rows"),
-        (lambda t: t.update({FUSED: t[FUSED][0].clone()}), r"shape \(48, 32\): it must be"),
+        (lambda t: t.update({FUSED: t[FUSED][0].clone()}), "must have shape"),
         (
             lambda t: t.update({f"{FUSED[:-12]}0.up_proj.weight": t[FUSED][0, 24:].clone()}),
             "experts.0.up_proj.weight twice",

@@ -84,7 +84,7 @@ def add_rms_norm(
 ) -> torch.Tensor:
     """As above. `hidden` must be contiguous: it is written."""
     if not hidden.is_contiguous():
-        raise ValueError(f"hidden has strides {hidden.stride()}: it must be contiguous")
+        raise ValueError(f"hidden must be contiguous, got strides {hidden.stride()}")
     normed = torch.empty_like(hidden)
     if len(hidden):
         launch = add_rms_norm_launch(hidden.shape[1], hidden.dtype, weight.dtype)

@@ -63,7 +63,7 @@ def make_proxy(prefill: str, decode: str, prefill_seconds: float = 60.0) -> Star
             answer.raise_for_status()
             return answer.json().get("kv_transfer_params")
         except (httpx.HTTPError, ValueError) as error:
-            logger.warning("%s does not prefill (%r): the decode server does", prefill, error)
+            logger.warning("%s did not prefill (%r), so the decode server does", prefill, error)
             return None
 
     async def forward(request: Request) -> Response:

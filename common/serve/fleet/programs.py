@@ -58,7 +58,7 @@ class Program:
             except httpx.HTTPError:
                 pass
             if self.process.poll() is not None or time.monotonic() > end:
-                raise RuntimeError(f"{self.process.args} does not start:\n{self.output()[-2000:]}")
+                raise RuntimeError(f"cannot start {self.process.args}:\n{self.output()[-2000:]}")
             time.sleep(0.1)
 
     def metrics(self) -> dict[str, dict[str, float]]:

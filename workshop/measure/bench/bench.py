@@ -251,9 +251,9 @@ def model_names(text: str) -> list[str]:
 def _names(text: str, is_known: Callable[[str], bool], allowed: str) -> list[str]:
     names = [name for name in text.split(",") if name]
     if not names:
-        raise argparse.ArgumentTypeError("it needs at least one name")
+        raise argparse.ArgumentTypeError("give at least one name")
     if unknown := [name for name in names if not is_known(name)]:
-        raise argparse.ArgumentTypeError(f"{unknown[0]!r} is none of {allowed}")
+        raise argparse.ArgumentTypeError(f"must be one of {allowed}, got {unknown[0]!r}")
     return names
 
 

@@ -81,7 +81,7 @@ class Driver:
         args = parser.parse_args(argv)
         args.rounds = args.rounds if args.rounds is not None else 1 if args.smoke else 3
         if args.rounds < 1:
-            parser.error(f"{self.rounds} is {args.rounds}: it must be >= 1")
+            parser.error(f"{self.rounds} must be >= 1, got {args.rounds}")
         args.record = args.record or (self.smoke if args.smoke else self.committed)
         args.argv = list(argv)
         return args

@@ -57,7 +57,7 @@ def rows_ms(linear_ms: Mapping[str, Sequence[float]], num_rows: int) -> float:
     measured numbers of rows. Raises `ValueError` outside of what was measured."""
     points = sorted((int(rows), median(times)) for rows, times in linear_ms.items())
     if not points[0][0] <= num_rows <= points[-1][0]:
-        raise ValueError(f"num_rows is {num_rows}: measured from {points[0][0]} to {points[-1][0]}")
+        raise ValueError(f"num_rows must be from {points[0][0]} to {points[-1][0]}, got {num_rows}")
     below = max(point for point in points if point[0] <= num_rows)
     above = min(point for point in points if point[0] >= num_rows)
     if below == above:

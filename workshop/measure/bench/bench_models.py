@@ -62,8 +62,8 @@ def make_twin(loaded: LoadedModel) -> Qwen3ForCausalLM:
 def _hf_config(config: ModelConfig) -> Qwen3Config:
     if config.architecture != "Qwen3ForCausalLM" or config.rope.rope_type != "default":
         raise ValueError(
-            f"architecture is {config.architecture}, rope_type {config.rope.rope_type}: "
-            "the benchmark knows Qwen3ForCausalLM with default rotary embedding"
+            "architecture must be Qwen3ForCausalLM with default rotary embedding, got "
+            f"{config.architecture} with {config.rope.rope_type}"
         )
     return Qwen3Config(
         vocab_size=config.vocab_size,

@@ -72,7 +72,7 @@ def percentile(values: Sequence[float], percent: float) -> float | None:
 def percentiles(values: Sequence[float], percents: Sequence[float]) -> list[float]:
     """`percentile` of each of `percents`. Raises `ValueError` of nothing."""
     if not values:
-        raise ValueError("values is empty: nothing has no percentiles")
+        raise ValueError("values must not be empty")
     ordered, found = sorted(values), []
     for percent in percents:
         place = (len(ordered) - 1) * percent / 100
@@ -224,7 +224,7 @@ def replace_between_markers(text: str, name: str, content: str) -> str:
     Raises `ValueError` unless both markers are there exactly once and in order."""
     start, end = f"<!-- table:{name} -->", f"<!-- /table:{name} -->"
     if text.count(start) != 1 or text.count(end) != 1 or text.index(start) > text.index(end):
-        raise ValueError(f"markers: {start} and {end} must each be there once, in this order")
+        raise ValueError(f"markers {start} and {end} must each appear once, in this order")
     before, _, rest = text.partition(start)
     after = rest.partition(end)[2]
     return f"{before}{start}\n{content.strip()}\n{end}{after}"

@@ -28,7 +28,7 @@ def tables_of(folder: Path) -> Tables:
     are none."""
     paths = sorted(folder.glob("bench_*.json"))
     if not paths:
-        raise FileNotFoundError(f"{folder} has no bench_*.json: run python -m workshop.bench first")
+        raise FileNotFoundError(f"{folder} has no bench_*.json; run python -m workshop.bench first")
     records = sorted(map(read_record, paths), key=lambda r: r["config"]["num_parameters"])
     return Tables("\n\n".join(map(render, records)), render_short(records))
 

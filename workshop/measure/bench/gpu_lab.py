@@ -46,7 +46,7 @@ class Part:
         what, found, start = f"{section}, {step}", None, time.perf_counter()
         try:
             if self.deadline - time.monotonic() < needed_s:
-                raise TimeoutError("there is no time")
+                raise TimeoutError("no time is left")
             found = work()
             if torch.cuda.is_initialized():
                 torch.cuda.synchronize()  # an error of the device is this step's

@@ -177,7 +177,7 @@ def _short_row(name: str, rung: dict[str, Any]) -> list[str]:
 
 def _median(rung: dict[str, Any], name: str) -> float:
     found = summarise([run[name] for run in rung["runs"]])
-    assert found is not None, "a rung without a run"
+    assert found is not None, "a configuration has no run"
     return found.median
 
 

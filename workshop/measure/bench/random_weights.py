@@ -102,7 +102,7 @@ def write_random(family: str, path: Path, seed: int = 0) -> None:
     """A small checkpoint, with the shipped one's tokenizer. Raises `ValueError` for a family that
     is not one of `FAMILIES`."""
     if family not in FAMILIES:
-        raise ValueError(f"family is {family!r}: it must be {', '.join(FAMILIES)}")
+        raise ValueError(f"family must be {', '.join(FAMILIES)}, got {family!r}")
     shipped = read_json(SHIPPED_CHECKPOINT / "config.json")
     of_tokens = {k: shipped[k] for k in ("vocab_size", "eos_token_id", "max_position_embeddings")}
     fields = {**_SIZES, **_HEADS, **of_tokens, "dtype": "float32", **FAMILIES[family]}

@@ -260,7 +260,7 @@ def test_medians_extremes_and_percentiles() -> None:
     assert percentile([10, 20], 99) == pytest.approx(19.9)
     assert percentile([7], 99) == 7
     assert percentiles([40, 10, 30, 20], [0, 50, 100]) == [10, 25, 40]
-    with pytest.raises(ValueError, match="values is empty"):
+    with pytest.raises(ValueError, match="values must not be empty"):
         percentiles([], [50])
 
 

@@ -41,7 +41,7 @@ def test_malloc_is_tuned_by_starting_again_once(monkeypatch: pytest.MonkeyPatch)
     [
         (bench.DRIVER, ["--systems", "magic"], "magic"),
         (bench.DRIVER, ["--models", "gpt-9"], "gpt-9"),
-        (bench.DRIVER, ["--repeats", "0"], "--repeats is 0"),
+        (bench.DRIVER, ["--repeats", "0"], "--repeats must"),
         (bench.DRIVER, ["--systems", ","], "at least one name"),
         (bench.DRIVER, ["--models", ""], "at least one name"),
         (ladder_bench.DRIVER, ["--seeds", "0"], "--seeds"),

@@ -76,7 +76,7 @@ class VllmServer:
         work: Path = WORK,
     ) -> None:
         if not is_installed(environment):
-            raise CannotRunError("vLLM is not installed: `python -m workshop.bench --install-vllm`")
+            raise CannotRunError("vLLM is not installed; `python -m workshop.bench --install-vllm`")
         self.settings, self.variables, self.work = settings, variables, work
         work.mkdir(parents=True, exist_ok=True)
         write_json(work / "settings.json", settings)
@@ -105,9 +105,7 @@ class VllmServer:
             self._log.seek(0)
             told = [text for text in self._log.read().splitlines() if "Error" in text]
             self.close()
-            raise CannotRunError(
-                f"vLLM ended: {told[-1].strip() if told else 'it did not say why'}"
-            )
+            raise CannotRunError(f"vLLM ended: {told[-1].strip() if told else 'no reason given'}")
         return line
 
     def serve(self, requests: Sequence[BenchRequest]) -> dict[str, Any]:
@@ -172,7 +170,7 @@ def start(models: Any, limits: Limits, enforce_eager: bool) -> VllmServer:
     from workshop.measure.bench.bench_roofline import kv_bytes_per_token
 
     if not is_installed():
-        raise CannotRunError("vLLM is not installed: `python -m workshop.bench --install-vllm`")
+        raise CannotRunError("vLLM is not installed; `python -m workshop.bench --install-vllm`")
     work = WORK / ("eager" if enforce_eager else "compiled")
     checkpoint = WORK / "checkpoint"  # always the same place: the compiler's cache knows it by name
     logging.disable_progress_bar()

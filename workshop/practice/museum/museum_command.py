@@ -59,13 +59,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--open", action="store_true", help="with --watch: open it in the browser")
     options = parser.parse_args(arguments)
     if options.reveal and not options.find:
-        parser.error("--reveal goes with --find; without it, nothing is hidden")
+        parser.error("--reveal needs --find; otherwise nothing is hidden")
     if options.find and options.bug is None:
         parser.error("--find needs a bug: a number of the list")
     if options.watch and options.bug is None:
         parser.error("--watch needs a bug: a number of the list")
     if (options.out or options.open) and not options.watch:
-        parser.error("--out and --open go with --watch, which writes a page")
+        parser.error("--out and --open need --watch, which writes a page")
     if options.bug is not None and not 1 <= options.bug <= len(EXHIBITS):
         parser.error(f"bug must be in [1, {len(EXHIBITS)}], got {options.bug}")
     os.environ.setdefault("OMP_NUM_THREADS", "1")  # models here are tiny

@@ -117,10 +117,10 @@ def test_the_list_names_every_exhibit(capsys: pytest.CaptureFixture[str]) -> Non
         (["0"], "must be in [1, "),
         ([str(len(EXHIBITS) + 1)], "must be in [1, "),
         (["--find"], "needs a bug"),
-        (["1", "--reveal"], "goes with --find"),
+        (["1", "--reveal"], "needs --find"),
         (["--watch"], "needs a bug"),
-        (["1", "--out", "page.html"], "go with --watch"),
-        (["1", "--open"], "go with --watch"),
+        (["1", "--out", "page.html"], "need --watch"),
+        (["1", "--open"], "need --watch"),
     ],
 )
 def test_arguments_that_make_no_sense_are_refused(

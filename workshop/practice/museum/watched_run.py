@@ -212,4 +212,4 @@ def _with_a_limit(work: Any) -> None:
 
 
 def _stop(signal_number: int, frame: FrameType | None) -> None:
-    raise EndlessError("it does not end; stopped from outside")
+    raise EndlessError("the run does not end; stopped from outside")

@@ -55,13 +55,13 @@ def main(arguments: Sequence[str] | None = None, bench: Workbench | None = None)
         return 0
     asked = [name for name, value in vars(options).items() if value is True]
     if options.evening is not None and (options.number is not None or asked):
-        parser.error("--evening writes the files of a whole evening: nothing else beside it")
+        parser.error("--evening writes the files of a whole evening; give nothing else with it")
     if options.number is None and asked:
-        parser.error(f"--{asked[0]} wants a task: a number of the list, such as 3.2")
+        parser.error(f"--{asked[0]} must have a task: a number of the list, such as 3.2")
     task = None if options.number is None else task_numbered(options.number)
     if options.number is not None and task is None:
         known = ", ".join(task.number for task in TASKS)
-        parser.error(f"there is no task {options.number}; there are {known}")
+        parser.error(f"task must be one of {known}, got {options.number}")
     os.environ.setdefault("OMP_NUM_THREADS", "1")  # models here are tiny
     try:
         bench = bench or Workbench()

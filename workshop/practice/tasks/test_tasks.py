@@ -392,11 +392,11 @@ def test_again_begins_anew_and_keeps_the_old(
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
-        (["9.9"], "there is no task 9.9"),
-        (["--hint"], "--hint wants a task"),
+        (["9.9"], "got 9.9"),
+        (["--hint"], "--hint must have a task"),
         (["1.1", "--hint", "--demo"], "not allowed with"),
         (["--evening", "7"], "invalid choice"),
-        (["1.1", "--evening", "1"], "nothing else beside it"),
+        (["1.1", "--evening", "1"], "give nothing else with it"),
     ],
 )
 def test_arguments_that_make_no_sense_are_refused(
@@ -416,7 +416,7 @@ def test_progress_that_can_not_be_read_is_said(
     monkeypatch.setattr(task_command, "Workbench", lambda: Workbench(tmp_path / "my"))
     with pytest.raises(SystemExit):
         main(["1.1"])
-    assert "my/progress.json can not be read" in capsys.readouterr().err
+    assert "cannot read my/progress.json" in capsys.readouterr().err
 
 
 def test_nothing_is_run_where_there_is_no_answer(

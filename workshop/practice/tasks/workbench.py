@@ -41,7 +41,7 @@ class Workbench:
                 said = json.loads(self._path.read_text(encoding="utf-8"))
                 self.progress = Progress(**{f.name: dict(said[f.name]) for f in fields(Progress)})
             except (ValueError, TypeError, KeyError) as error:
-                raise ValueError(f"{self.name(self._path)} can not be read: {error}") from None
+                raise ValueError(f"cannot read {self.name(self._path)}: {error}") from None
 
     def save(self) -> None:
         self.folder.mkdir(exist_ok=True)

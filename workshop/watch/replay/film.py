@@ -444,7 +444,7 @@ class State:
                 self.under_way.append(Planned(time=event.time, schedule_ms=0.0, **row))
                 self._planned_for.append([self.requests[name] for name in row["requests"]])
         except (KeyError, TypeError) as error:
-            raise ValueError(f"a snapshot has rows of another kind: {error}") from None
+            raise ValueError(f"a snapshot must have rows of its kind: {error}") from None
         self.waiting, self.running = list(event.waiting), dict.fromkeys(event.running)
         self.node_heads, self.num_loaded = set(event.node_heads), dict(event.loaded)
         self.free = OrderedDict.fromkeys(event.free)
@@ -466,7 +466,7 @@ class State:
         self._use(block)
 
     def _on_run(self, event: Run) -> None:
-        raise ValueError("a second run line")
+        raise ValueError("the run line must be the only one")
 
     def _require(self, is_right: bool, otherwise: str) -> None:
         if not is_right:
@@ -493,7 +493,7 @@ class Film:
     def __init__(self, events: Iterable[Event]) -> None:
         first, *self.events = events
         if not isinstance(first, Run):
-            raise ValueError(f"the first event is {first!r}: it must be the run line")
+            raise ValueError(f"the first event must be the run line, got {first!r}")
         self.run = first
         self._state, self._position = State(first), 0
         self._ends = [
@@ -522,7 +522,7 @@ class Film:
         """When that many steps and one more had ended, counted from 0; -1: before the first. It is
         alive: the next call moves it on. Raises `ValueError` for a step that is not there."""
         if not -1 <= step < self.num_steps:
-            raise ValueError(f"step is {step}: the film has steps 0 to {self.num_steps - 1}")
+            raise ValueError(f"step must be from 0 to {self.num_steps - 1}, got {step}")
         return self.state_behind(self._ends[step] if step >= 0 else 0)
 
     def last_state(self) -> State:

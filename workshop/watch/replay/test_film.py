@@ -79,9 +79,9 @@ def test_the_command_describes_and_refuses(workshop: Workshop, tmp_path: Path, c
     told = capsys.readouterr().out
     assert "prompt" in told and "decode" in told and "waits: as many run as may" in told
     assert main([str(path), "--step", str(film.num_steps)]) == 2
-    assert f"the film has steps 0 to {film.num_steps - 1}" in capsys.readouterr().err
+    assert f"step must be from 0 to {film.num_steps - 1}" in capsys.readouterr().err
     assert main([str(tmp_path / "none.jsonl")]) == 2
     bad = tmp_path / "bad.jsonl"
     bad.write_text('{"kind":"run","version":99}\n')
     assert main([str(bad)]) == 2
-    assert "bad.jsonl, line 1: the event is of version 99" in capsys.readouterr().err
+    assert "bad.jsonl, line 1: the event must be of version" in capsys.readouterr().err
