@@ -203,8 +203,8 @@ for policy in ("fcfs", "priority", "lof", "random"):
 # ![Film 4: memory runs out: preemption and return](figures/film.png)
 #
 # In step 6 all 15 blocks are taken and c needs one more. d, which was admitted last, is preempted:
-# its 4 blocks are freed, its tokens are kept. It waits 7 steps. In step 13 it returns, computes the
-# 16 lost tokens again in one go, and goes on where it was.
+# its 4 blocks are freed, its tokens are kept. It waits 7 steps. In step 13 it returns, recomputes
+# the 16 lost tokens in one step, and continues where it was.
 #
 # The film itself takes seconds to make: `make watch ARGS="--film 4 --open"`
 # in the root of the repository. Step through it with the arrow keys.

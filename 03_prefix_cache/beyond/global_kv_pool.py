@@ -200,7 +200,7 @@ class GlobalKVPool(TransferringPool):
                 continue
             arrived = replace(block, node_id=target.node_id, kv_data=kv_data)
             if not node.is_alive:
-                errors.append(f"node {node.node_id!r} is gone")
+                errors.append(f"node {node.node_id!r} has left the pool")
             elif not arrived.is_intact:
                 errors.append(f"node {node.node_id!r}: wrong checksum")
             else:

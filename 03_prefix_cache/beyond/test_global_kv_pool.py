@@ -336,7 +336,7 @@ def test_a_node_that_dies_while_it_sends_or_receives_ends_the_transfer(node_id):
         assert ended.wait(WAIT_S)
         result = pool.transfer_result("r")
         if node_id == "a":
-            assert "'a' is gone" in result.error and not result.blocks
+            assert "'a' has left the pool" in result.error and not result.blocks
         assert on_node(pool, node_id) == [3]
 
 

@@ -259,7 +259,7 @@ class Executor:
     @staticmethod
     def _describe_gone(link: Link) -> str:
         if link.process is None:
-            return f"{link.name} is gone"
+            return f"{link.name} has exited"
         with suppress(subprocess.TimeoutExpired):
             code = link.process.wait(GRACE_S)
             if code < 0:

@@ -255,11 +255,11 @@ def test_two_that_talk_at_once_do_not_wait_for_each_other():
 
 WAITS, WORKS, IS_IDLE = where(True), where(False), where(False, None)
 FAILURES = {
-    "gone": ((right, WAITS), (lambda _: [b""], WAITS), "^rank 1 is gone$"),
+    "gone": ((right, WAITS), (lambda _: [b""], WAITS), "^rank 1 has exited$"),
     "gone, and another has noticed": (
         (broken("CollectiveError", True), WAITS),
         (lambda _: time.sleep(0.1) or [b""], WAITS),
-        "^rank 1 is gone$",
+        "^rank 1 has exited$",
     ),
     "raises": (
         (silent, WAITS),

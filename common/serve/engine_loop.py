@@ -21,7 +21,7 @@ from common.serve.deltas import DeltaSource, HandOver, RequestDelta
 from request import SamplingParams
 
 logger = logging.getLogger(__name__)
-UNCOMPILED = "grammar: it does not compile"
+UNCOMPILED = "grammar: cannot compile"
 MOST_GAP_S = 0.01  # between two requests that come together
 MOST_ADD_S = 0.02  # for new requests, before those that run get another step
 MAX_FAILURES = 3  # steps in a row that raise: then there is no engine any more

@@ -105,7 +105,7 @@ class EventPublisher:
                 while self._replay_socket.poll(0):
                     self._replay(self._replay_socket.recv_multipart())
             except Exception:
-                logger.exception("KV events could not be sent; they begin anew")
+                logger.exception("cannot send KV events; publishing starts again from scratch")
                 self._source.say_all()
         self._close_sockets()
 

@@ -169,7 +169,7 @@ def test_a_batch_that_cannot_be_packed_ends_nothing(
     reader.read_until(lambda: reader.next > 0)
     publisher.close()
     reader.close()
-    assert source.num_anew == 1 and "they begin anew" in caplog.text
+    assert source.num_anew == 1 and "starts again from scratch" in caplog.text
 
 
 def test_whoever_reads_nothing_for_a_while_misses_nothing(addresses: tuple[str, str]) -> None:

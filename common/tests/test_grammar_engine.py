@@ -262,7 +262,7 @@ def test_a_wrong_grammar_ends_its_request_and_no_other(loaded, family_oracle, ex
     assert outputs[-1].outputs[0].token_ids == expected[None][0]
     for output in outputs[1:-1]:
         assert {c.finish_reason for c in output.outputs} == {"error"}
-        assert output.metrics.finish_detail.startswith("grammar: it does not compile: ")
+        assert output.metrics.finish_detail.startswith("grammar: cannot compile: ")
     engine.check_invariants()
     assert not engine.has_unfinished_requests()
     engine.close()

@@ -76,7 +76,7 @@ def test_two_counters() -> None:
         cells[known:] = [(key["not known yet"], "?")] * (len(cells) - known)
         assert picture.shown(f"row-{row}") == cells
         counts = [f"num_tokens = {known}", f"num_computed_tokens = {computed}"]
-        assert picture.texts(f"row-{row}") == [what, *counts, f"{known - computed} behind"]
+        assert picture.texts(f"row-{row}") == [what, *counts, f"{known - computed} uncomputed"]
 
 
 # -- chapter 2

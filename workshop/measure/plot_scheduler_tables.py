@@ -13,25 +13,28 @@ def percentile_ms(values_s: Sequence[float], percent: float) -> float:
 
 
 def tables_of_lab(record: dict) -> dict[str, str]:
-    rows = []
+    names: dict[tuple[str, ...], list[str]] = {}  # equal rows of a workload are one row
     for workload, systems in record["workloads"].items():
         for name, run in systems.items():
             first = [percentile_ms(run["ttft_s"], p) / 1e3 for p in (50, 99)]
             between = [percentile_ms(run["itl_s"], p) for p in (50, 99)]
-            rows.append(
-                [
-                    f"{workload}: {name}",
-                    f"{run['throughput']:,.0f}",
-                    "{:.2f} / {:.2f}".format(*first),
-                    "{:.0f} / {:.0f}".format(*between),
-                    f"{run['goodput']:.0%}",
-                    f"{run['fairness']:.2f}",
-                    run["num_preemptions"],
-                    f"{run['num_recomputed_tokens']:,}",
-                    f"{run['num_cached_tokens']:,}",
-                    f"{run['kv_utilisation']:.0%}",
-                ]
+            cells = (
+                workload,
+                f"{run['throughput']:,.0f}",
+                "{:.2f} / {:.2f}".format(*first),
+                "{:.0f} / {:.0f}".format(*between),
+                f"{run['goodput']:.0%}",
+                f"{run['fairness']:.2f}",
+                f"{run['num_preemptions']}",
+                f"{run['num_recomputed_tokens']:,}",
+                f"{run['num_cached_tokens']:,}",
+                f"{run['kv_utilisation']:.0%}",
             )
+            same = names.setdefault(cells, [])
+            same.append(name.removeprefix("two phases, ") if same else name)
+    rows = [
+        [f"{workload}: {' = '.join(same)}", *cells] for (workload, *cells), same in names.items()
+    ]
     head = ["simulated", "tok/s", "TTFT s p50 / p99", "between ms p50 / p99", "goodput", "Jain"]
     head += ["preempted", "tokens again", "tokens cached", "KV used"]
     fit = record["fit"]

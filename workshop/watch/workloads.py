@@ -120,7 +120,7 @@ def perform(script: Script, path: str | Path, cast: Cast | None = None) -> dict[
 
 
 class StaticBatches(SchedulerPlugin):
-    """One rule more: nobody joins those who run."""
+    """One more rule: no request joins running ones."""
 
     is_open = True  # a batch is being put together
 

@@ -129,7 +129,7 @@ def _compile(
 
 
 def _refused(why: object) -> ValueError:
-    return ValueError(f"it does not compile: {why}")
+    return ValueError(f"cannot compile: {why}")
 
 
 def _close(jobs: Jobs, kept: OrderedDict[str, GrammarJob]) -> None:

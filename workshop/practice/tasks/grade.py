@@ -86,7 +86,7 @@ def grade(
 def _graded(trial: _Trial, tell: Callable[[str], None]) -> Verdict:
     tell(f"Importing {trial.name} ...")
     if problem := _in_the_import(trial):
-        return Verdict(False, f"{trial.name} can not be imported: {problem}.")
+        return Verdict(False, f"{trial.name} cannot be imported: {problem}.")
     num_tests = len(trial.task.tests)
     tell(f"Its tests ({num_tests}) ...")
     run = _tested(trial)
@@ -113,7 +113,7 @@ def _in_the_text(task: Task, file: Path) -> str:
     except SyntaxError as error:
         line = (error.text or "").strip()
         at = f"line {error.lineno} of {_name(file)}"
-        return f"Python can not read {at}: {error.msg}.\n\n    {line}"
+        return f"Python cannot read {at}: {error.msg}.\n\n    {line}"
     source = ast.parse(task.source())
     ours, yours = function_at(source, task.place), function_at(tree, task.place)
     assert ours is not None

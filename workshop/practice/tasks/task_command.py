@@ -204,7 +204,7 @@ def _demo(task: Task, bench: Workbench) -> int:
     try:
         answer = answer_to(text, [task], task.module)
     except (SyntaxError, ValueError) as error:
-        _say(f"Python can not read {bench.name(bench.file(task))}: {error}")
+        _say(f"Python cannot read {bench.name(bench.file(task))}: {error}")
         return 1
     command = [sys.executable, "-m", "workshop.tasks.demo_on_yours", task.number]
     try:

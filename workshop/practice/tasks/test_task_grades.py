@@ -198,7 +198,7 @@ def test_an_endless_loop_ends_by_the_time_limit(tmp_path: Path) -> None:
     [
         (lambda text: text.replace("def free(", "def free("), "It is still the blank"),
         (lambda text: text.replace("raise N", "pass\n        raise N"), "Error. Take it out"),
-        (lambda text: text.replace("raise NotImpl", "for in x: Impl"), "Python can not read line"),
+        (lambda text: text.replace("raise NotImpl", "for in x: Impl"), "Python cannot read line"),
         (lambda text: text.replace("def free(", "def fre("), "There is `fre`. Give it its name"),
         (lambda text: text.replace("def free(self, blocks", "def free(self"), "takes (self"),
     ],
@@ -253,7 +253,7 @@ def test_the_readers_line_is_shown_where_it_makes_our_code_raise() -> None:
 def test_what_is_wrong_at_its_import_is_said(line: str, words: str, tmp_path: Path) -> None:
     task = the("2.2")
     verdict = graded(task, f"{task.source()}\n{line}\n", tmp_path, limit_s=2)
-    assert "block_pool.py can not be imported" in verdict.text and words in verdict.text
+    assert "block_pool.py cannot be imported" in verdict.text and words in verdict.text
 
 
 def test_a_module_that_lacks_what_others_import_is_said(tmp_path: Path) -> None:
