@@ -25,7 +25,7 @@ from scheduler_interface import EngineCoreOutput, NewRequestData, SchedulerOutpu
 _FINISHED = RequestStatus.FINISHED_STOPPED  # and every later status
 
 
-class RunnerDelta:
+class DeltaEncoder:
     """Encodes plans as deltas: tracks what the runner knows of each request, and sends only
     changes.
 
@@ -38,7 +38,7 @@ class RunnerDelta:
         self._finished_req_ids: set[str] = set()  # since the last plan
         self._sent: deque[SchedulerOutput] = deque()  # plans whose output has not been processed
 
-    def knows(self, request_id: str) -> bool:
+    def is_tracked(self, request_id: str) -> bool:
         return request_id in self._num_sent
 
     def forget(self, request_id: str) -> None:
@@ -52,7 +52,7 @@ class RunnerDelta:
         while self._sent and self._sent.popleft() is not plan:
             pass
 
-    def plans_lost(self) -> list[Request]:
+    def rollback_unacked(self) -> list[Request]:
         """Roll back the plans that were not acknowledged, which may never have reached the runner.
         It will receive their finished requests again, and requests that they admitted count as
         never sent. Returns the requests that they scheduled."""
@@ -71,7 +71,7 @@ class RunnerDelta:
             request_id, tokens = request.request_id, request.all_token_ids
             num_known = num_sent.get(request_id)
             if num_known is None:
-                plan.scheduled_new_reqs.append(self.describe(request))
+                plan.scheduled_new_reqs.append(self.make_new_request_data(request))
             else:
                 cached.req_ids.append(request_id)
                 cached.new_token_ids.append(tokens[num_known:])
@@ -79,7 +79,7 @@ class RunnerDelta:
                 cached.num_output_tokens.append(len(request.output_token_ids))
             num_sent[request_id] = len(tokens)
 
-    def describe(self, request: Request) -> NewRequestData:
+    def make_new_request_data(self, request: Request) -> NewRequestData:
         prompt, params = request.prompt_token_ids, request.sampling_params
         computed, features = request.num_computed_tokens, request.features
         return NewRequestData(request.request_id, prompt, params, computed, features=features)
@@ -90,34 +90,34 @@ class SchedulerPlugin:
     them; all other hooks are called once per event. Without plugins there is no cost."""
 
     # Chapter 4: False if no step of any request may take the fast path, as most plugins with
-    # `sits_out` need.
-    allows_routine = True
+    # `skips_step` need.
+    allows_fast_path = True
 
-    def attach(self, books: SchedulerBooks) -> None:
+    def attach(self, scheduler: BaseScheduler) -> None:
         """Called when the plugin is added to a scheduler."""
 
     def begin_step(self) -> None:
         """Called before a step is planned."""
 
-    def may_start(self, request: Request) -> bool:
+    def can_start(self, request: Request) -> bool:
         """Whether a waiting request can be admitted now. Must not change state: another call
         returns the same."""
         return True
 
-    def sits_out(self, request: Request) -> bool:
+    def skips_step(self, request: Request) -> bool:
         """Whether a running request skips this step."""
         return False
 
-    def started(self, request: Request) -> None:
+    def on_start(self, request: Request) -> None:
         """Called when a request was admitted and runs."""
 
-    def planned(self, plan: SchedulerOutput) -> None:
+    def on_plan(self, plan: SchedulerOutput) -> None:
         """Called when a plan is complete. The plugin can still add to its message."""
 
-    def judged(self, plan: SchedulerOutput, output: StepOutput) -> None:
+    def on_output(self, plan: SchedulerOutput, output: StepOutput) -> None:
         """Called with the output for a plan, before any request gets its tokens."""
 
-    def ended(self, request: Request) -> None:
+    def on_finish(self, request: Request) -> None:
         """Called when a request finishes, at any time; once, unless the call was interrupted. The
         scheduler still holds the request."""
 
@@ -125,19 +125,19 @@ class SchedulerPlugin:
         """Assert what must hold between two steps."""
 
 
-def defines(plugin: object, declared: Callable[..., object]) -> bool:
+def overrides(plugin: object, declared: Callable[..., object]) -> bool:
     """Whether the plugin's class overrides this method of its base."""
     return getattr(type(plugin), declared.__name__) is not declared
 
 
-class SchedulerBooks:
+class BaseScheduler:
     """Owns the requests. Runs up to `max_num_seqs` of them at a time, with `max_num_batched_tokens`
     tokens per step; `max_model_len` limits prompt plus outputs."""
 
     def __init__(
         self,
         waiting: RequestQueue,
-        delta: RunnerDelta,
+        delta: DeltaEncoder,
         max_num_seqs: int,
         max_num_batched_tokens: int,
         max_model_len: int | None,
@@ -161,23 +161,23 @@ class SchedulerBooks:
         self.plugins, base = tuple(plugins), SchedulerPlugin
         for plugin in new:
             plugin.attach(self)
-        self._asked_to_start = [p.may_start for p in self.plugins if defines(p, base.may_start)]
-        self._asked_to_sit = [p.sits_out for p in self.plugins if defines(p, base.sits_out)]
+        self._admission_hooks = [p.can_start for p in self.plugins if overrides(p, base.can_start)]
+        self._skip_hooks = [p.skips_step for p in self.plugins if overrides(p, base.skips_step)]
 
-    def may_start(self, request: Request) -> bool:
-        return all(may_start(request) for may_start in self._asked_to_start)
+    def can_start(self, request: Request) -> bool:
+        return all(can_start(request) for can_start in self._admission_hooks)
 
-    def sits_out(self, request: Request) -> bool:
-        return any(sits_out(request) for sits_out in self._asked_to_sit)
+    def skips_step(self, request: Request) -> bool:
+        return any(skips_step(request) for skips_step in self._skip_hooks)
 
-    def going_on(self) -> list[str]:
+    def runnable_ids(self) -> list[str]:
         """Begin a step. Returns the ids of running requests that do not skip it, in order of
         admission."""
         for plugin in self.plugins:
             plugin.begin_step()
         names = list(self.running)
-        for sits_out in self._asked_to_sit:
-            names = [name for name in names if not sits_out(self.running[name])]
+        for skips_step in self._skip_hooks:
+            names = [name for name in names if not skips_step(self.running[name])]
         return names
 
     def add_request(self, request: Request) -> None:
@@ -230,7 +230,7 @@ class SchedulerBooks:
     def forget(self, request: Request) -> None:
         """Remove a finished request from the scheduler; the next plan tells the runner."""
         for plugin in self.plugins:
-            plugin.ended(request)
+            plugin.on_finish(request)
         self.running.pop(request.request_id, None)
         # A running request is not queued, unless `schedule` was interrupted.
         with suppress(KeyError):
@@ -238,13 +238,13 @@ class SchedulerBooks:
         self.delta.forget(request.request_id)
         del self.requests[request.request_id]  # last, so that an interrupted call can be repeated
 
-    def begin_anew(self) -> None:
+    def clear(self) -> None:
         """Recover from an interrupted step. Aborts all running requests, whose state is unknown,
         and leaves waiting requests in the queue. Safe to interrupt and call again."""
-        going = {*self.running.values(), *self.delta.plans_lost()}
+        going = {*self.running.values(), *self.delta.rollback_unacked()}
         for request in list(self.requests.values()):
             if request in self.waiting and request not in going and not request.is_finished:
-                request.num_computed_tokens = request.num_pending_tokens = 0
+                request.num_computed_tokens = request.num_output_placeholders = 0
                 request.status = RequestStatus.WAITING
             else:
                 self.abort_request(request.request_id)
@@ -263,7 +263,7 @@ class SchedulerBooks:
         for request, num in zip(requests, num_tokens.values(), strict=True):
             request.num_computed_tokens += num
         for plugin in self.plugins:
-            plugin.planned(plan)
+            plugin.on_plan(plan)
         return plan
 
     def update_from_output(
@@ -274,19 +274,19 @@ class SchedulerBooks:
         allowed = "a StepOutput; StepOutput(tokens_by_id) makes one"
         require(isinstance(output, StepOutput), "output", output, allowed)
         for plugin in self.plugins:
-            plugin.judged(plan, output)
+            plugin.on_output(plan, output)
         rows = zip(
             plan.scheduled_requests, plan.start_positions, plan.num_scheduled_tokens.values()
         )
         results = [
-            self.take_tokens(request, start, start + num_tokens, output)
+            self.append_sampled_tokens(request, start, start + num_tokens, output)
             for request, start, num_tokens in rows
             if request.status < _FINISHED  # else it was aborted between schedule and update
         ]
         self.delta.taken(plan)
         return results
 
-    def take_tokens(
+    def append_sampled_tokens(
         self, request: Request, start: int, end: int, output: StepOutput
     ) -> EngineCoreOutput:
         """Process the output of one request, whose positions `[start, end)` the step has written.
@@ -306,7 +306,7 @@ class SchedulerBooks:
             request.status = RequestStatus.FINISHED_ERROR
             result.finish_detail = output.errors[request_id]
         else:
-            self.positions_written(request, start, end)
+            self.on_positions_computed(request, start, end)
         if request.status >= _FINISHED:
             result.finish_reason, result.stop_reason = request.finish_reason, request.stop_reason
             if request.status == RequestStatus.FINISHED_LENGTH_CAPPED:
@@ -314,7 +314,7 @@ class SchedulerBooks:
             self.forget(request)
         return result
 
-    def positions_written(self, request: Request, start: int, end: int) -> None:
+    def on_positions_computed(self, request: Request, start: int, end: int) -> None:
         """Called when the KV of positions `[start, end)` can be used."""
 
     def has_unfinished_requests(self) -> bool:
@@ -342,9 +342,9 @@ class SchedulerBooks:
             assert not request.is_finished, repr(request)
         for request in self.running.values():
             assert request.status == RequestStatus.RUNNING, repr(request)
-            num_known = request.num_tokens + request.num_pending_tokens
+            num_known = request.num_tokens + request.num_output_placeholders
             assert request.num_computed_tokens < num_known, f"no uncomputed tokens: {request!r}"
-            assert self.delta.knows(request.request_id), repr(request)
+            assert self.delta.is_tracked(request.request_id), repr(request)
         for request in waiting.values():
             assert request.status != RequestStatus.RUNNING, repr(request)
             assert request.num_computed_tokens == 0, repr(request)

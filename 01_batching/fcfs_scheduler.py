@@ -12,13 +12,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from base_scheduler import RunnerDelta, SchedulerBooks, SchedulerPlugin
+from base_scheduler import BaseScheduler, DeltaEncoder, SchedulerPlugin
 from request import Request, RequestStatus
 from request_queue import create_request_queue
 from scheduler_interface import SchedulerOutput
 
 
-class FCFSScheduler(SchedulerBooks):
+class FCFSScheduler(BaseScheduler):
     """Iteration-level scheduling of whole prompts. A `SchedulerInterface`."""
 
     def __init__(
@@ -26,16 +26,16 @@ class FCFSScheduler(SchedulerBooks):
         max_num_seqs: int = 256,
         max_num_batched_tokens: int = 2048,
         max_model_len: int | None = None,
-        delta: RunnerDelta | None = None,
+        delta: DeltaEncoder | None = None,
         plugins: Sequence[SchedulerPlugin] = (),
     ) -> None:
         limits = (max_num_seqs, max_num_batched_tokens, max_model_len)
-        super().__init__(create_request_queue("fcfs"), delta or RunnerDelta(), *limits, plugins)
+        super().__init__(create_request_queue("fcfs"), delta or DeltaEncoder(), *limits, plugins)
 
     def schedule(self) -> SchedulerOutput:
         """Plan a step: new requests first, then one token for each request that was already
         running."""
-        were_running = self.going_on()
+        were_running = self.runnable_ids()
         admitted = self._admit(self.max_num_batched_tokens - len(self.running))
         return self.make_plan(admitted | dict.fromkeys(were_running, 1))
 
@@ -46,27 +46,27 @@ class FCFSScheduler(SchedulerBooks):
         while self.waiting and len(self.running) < self.max_num_seqs:
             request = self.waiting.peek_request()
             num_tokens = request.num_tokens
-            if num_tokens > budget or not self.may_start(request) or not self._has_room(request):
+            if num_tokens > budget or not self.can_start(request) or not self._allocate(request):
                 break
-            self._seat(self.waiting.pop_request())
+            self._start_running(self.waiting.pop_request())
             admitted[request.request_id] = num_tokens
             budget -= num_tokens
         return admitted
 
-    def _has_room(self, request: Request) -> bool:
+    def _allocate(self, request: Request) -> bool:
         """Reserve memory for a request, or return False. Called last, because a subclass may
         reserve. Chapter 1 has no limited memory."""
         return True
 
-    def _seat(self, request: Request) -> None:
+    def _start_running(self, request: Request) -> None:
         request.status = RequestStatus.RUNNING
         self.running[request.request_id] = request
         for plugin in self.plugins:
-            plugin.started(request)
+            plugin.on_start(request)
 
     def check_invariants(self) -> None:
         super().check_invariants()
         assert len(self.running) <= self.max_num_batched_tokens
         for request in self.running.values():
-            num_known = request.num_tokens + request.num_pending_tokens
+            num_known = request.num_tokens + request.num_output_placeholders
             assert num_known - request.num_computed_tokens == 1, repr(request)

@@ -28,7 +28,7 @@ from transformers import DynamicCache, PreTrainedModel
 from transformers.cache_utils import DynamicLayer
 
 from input_batch import InputBatch, RunnerState, prepare_inputs_from_scheduler_output
-from scheduler_interface import NO_FINITE_LOGITS, FinishedStep, Laps, PlanMessage, StepOutput
+from scheduler_interface import NO_FINITE_LOGITS, FinishedStep, RunnerInput, StepOutput, StepTimer
 
 
 class TokenSampler(Protocol):
@@ -110,8 +110,8 @@ class HFModelRunner:
         self.num_bytes_new = 0  # KV of the computed tokens: the minimum to write
         self._caches = defaultdict[str, DynamicCache](lambda: DynamicCache(config=model.config))
 
-    def execute(self, plan: PlanMessage) -> FinishedStep:
-        clock, output = Laps(), StepOutput()
+    def execute(self, plan: RunnerInput) -> FinishedStep:
+        clock, output = StepTimer(), StepOutput()
         batch = self.prepare(plan)
         clock.lap("prepare_ms")
         if batch.req_ids:
@@ -122,7 +122,7 @@ class HFModelRunner:
         output.times = clock.ms
         return FinishedStep(output)
 
-    def prepare(self, plan: PlanMessage) -> InputBatch:
+    def prepare(self, plan: RunnerInput) -> InputBatch:
         """Drop the KV of finished requests, and lay out the tokens."""
         for req_id in plan.finished_req_ids:
             self.free_request_cache(req_id)

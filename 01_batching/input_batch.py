@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from request import SamplingParams
-from scheduler_interface import CachedRequestData, NewRequestData, PlanMessage
+from scheduler_interface import CachedRequestData, NewRequestData, RunnerInput
 
 if TYPE_CHECKING:  # tests of a scheduler read plans without loading PyTorch
     import torch
@@ -58,7 +58,7 @@ class RunnerState:
     def __init__(self) -> None:
         self.requests: dict[str, RunnerRequest] = {}
 
-    def apply(self, plan: PlanMessage) -> None:
+    def apply(self, plan: RunnerInput) -> None:
         """Apply the changes of a plan. Every plan passes through here, once and in order."""
         # Sorted, so that rows are a function of the plans.
         for req_id in sorted(plan.finished_req_ids):
@@ -126,7 +126,7 @@ class InputBatch:
         return made[0], made[1], made[2]
 
 
-def prepare_inputs_from_scheduler_output(plan: PlanMessage, state: RunnerState) -> InputBatch:
+def prepare_inputs_from_scheduler_output(plan: RunnerInput, state: RunnerState) -> InputBatch:
     """Bring `state` up to date and lay out the rows of the plan: new requests first, then known
     ones. Raises `ValueError` for a row that does not end with its request's last known token, which
     would yield no logits to sample from: chapter 1 computes whole prompts."""

@@ -12,11 +12,11 @@
 
 A step computes some of the positions between the two; there is no "prefill" or "decode" state. A
 loop that plans a step before it has read the last step's tokens counts those as well, in
-`num_pending_tokens`; in any other loop that is 0.
+`num_output_placeholders`; in any other loop that is 0.
 
-Invariants: `0 <= num_computed_tokens <= num_tokens + num_pending_tokens`; `all_token_ids` is the
-prompt followed by the outputs; a finished request never changes again. (vLLM V1 has the same two
-counters. SGLang keeps extend and decode batches apart, nano-vllm distinguishes the phases by an
+Invariants: `0 <= num_computed_tokens <= num_tokens + num_output_placeholders`; `all_token_ids` is
+the prompt followed by the outputs; a finished request never changes again. (vLLM V1 has the same
+two counters. SGLang keeps extend and decode batches apart, nano-vllm distinguishes the phases by an
 argument.)
 """
 
@@ -208,10 +208,10 @@ class Request:
         self.output_token_ids: list[int] = []
         self.all_token_ids = list(prompt_token_ids)
         self.num_computed_tokens = 0
-        self.num_pending_tokens = 0  # to be sampled by steps in flight; not known here yet
+        self.num_output_placeholders = 0  # to be sampled by steps in flight; not known here yet
         self.num_cached_tokens = 0  # chapter 3: computed tokens that were found in a cache
         self.num_preemptions = 0  # chapter 4
-        self.routine_until = -1  # chapter 4: positions up to this one take the fast path
+        self.fast_path_until = -1  # chapter 4: positions up to this one take the fast path
         self.status = RequestStatus.WAITING
         self.stop_reason: int | str | None = None
         self.length_limit: str | None = None
@@ -279,7 +279,9 @@ class Request:
 
     def check_invariants(self) -> None:
         shown, max_tokens, wanted = repr(self), self.max_tokens, self.sampling_params.max_tokens
-        assert 0 <= self.num_computed_tokens <= self.num_tokens + self.num_pending_tokens, shown
+        assert 0 <= self.num_computed_tokens <= self.num_tokens + self.num_output_placeholders, (
+            shown
+        )
         assert self.all_token_ids == self.prompt_token_ids + self.output_token_ids, shown
         assert wanted is not None and self.num_output_tokens <= max_tokens <= wanted, shown
 

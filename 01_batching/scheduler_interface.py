@@ -58,7 +58,7 @@ class CachedRequestData:
 
 
 @dataclass(frozen=True, slots=True)
-class BlockMove:
+class BlockTableUpdate:
     """Chapter 3: entry `block_index` of a request's block table is now `block_id`."""
 
     req_id: str
@@ -68,14 +68,14 @@ class BlockMove:
 
 
 @dataclass(slots=True)
-class PlanMessage:
+class RunnerInput:
     """A plan as the runner gets it: the message, which can cross process boundaries."""
 
     scheduled_new_reqs: list[NewRequestData] = field(default_factory=list)
     scheduled_cached_reqs: CachedRequestData = field(default_factory=CachedRequestData)
     num_scheduled_tokens: dict[str, int] = field(default_factory=dict)
     finished_req_ids: set[str] = field(default_factory=set)
-    block_moves: list[BlockMove] = field(default_factory=list)  # chapter 3
+    block_moves: list[BlockTableUpdate] = field(default_factory=list)  # chapter 3
     scheduled_draft_token_ids: dict[str, list[int]] = field(default_factory=dict)  # chapter 5
 
     @property
@@ -98,7 +98,7 @@ class PlanMessage:
 
 
 @dataclass(slots=True)
-class SchedulerOutput(PlanMessage):
+class SchedulerOutput(RunnerInput):
     """A plan with the fields that only its scheduler uses. The lists are parallel to
     `num_scheduled_tokens`."""
 
@@ -149,10 +149,10 @@ class ModelRunner(Protocol):
     once for every plan, empty ones included: it applies the changes, lays out the batch, computes,
     samples."""
 
-    def execute(self, plan: PlanMessage) -> StepHandle: ...
+    def execute(self, plan: RunnerInput) -> StepHandle: ...
 
 
-class Laps:
+class StepTimer:
     """A stopwatch: each lap is the time since the last one, in milliseconds."""
 
     def __init__(self) -> None:
@@ -183,7 +183,7 @@ class SchedulerInterface(Protocol):
 
     `add_request` raises `ValueError`, and changes nothing, if a request can never be served.
     `finish_requests` finishes requests from outside, at any time, and ignores unknown ids;
-    `abort_request` aborts one. After a call that raised or was interrupted, `begin_anew` aborts all
+    `abort_request` aborts one. After a call that raised or was interrupted, `clear` aborts all
     running requests, and leaves waiting requests in the queue.
     """
 
@@ -199,7 +199,7 @@ class SchedulerInterface(Protocol):
     ) -> Sequence[EngineCoreOutput]: ...
     def finish_requests(self, request_ids: str | Iterable[str], status: RequestStatus) -> None: ...
     def abort_request(self, request_id: str) -> None: ...
-    def begin_anew(self) -> None: ...
+    def clear(self) -> None: ...
     def has_unfinished_requests(self) -> bool: ...
     def get_num_unfinished_requests(self) -> int: ...
     def get_request_counts(self) -> tuple[int, int]: ...  # running, waiting

@@ -10,7 +10,7 @@ from scheduler_interface import FinishedStep, StepOutput
 
 PROMPTS = {"a": [3, 1, 4], "b": [2], "c": [7, 1], "d": [8, 2, 8, 1], "e": [5]}
 MAX_TOKENS = {"a": 4, "b": 2, "c": 1, "d": 3, "e": 2}  # how many tokens each may generate
-NUM_SEATS = 2
+MAX_NUM_SEQS = 2
 
 
 def model(tokens):  # stands for a model: returns the next token
@@ -22,7 +22,7 @@ tokens = {name: list(prompt) for name, prompt in PROMPTS.items()}  # known: prom
 num_computed = dict.fromkeys(PROMPTS, 0)  # how many of them the model has seen
 steps = []  # number of tokens computed per request
 while waiting or running:
-    while waiting and len(running) < NUM_SEATS:  # a free slot is filled immediately
+    while waiting and len(running) < MAX_NUM_SEQS:  # a free slot is filled immediately
         running.append(waiting.popleft())
     batch = {name: tokens[name][num_computed[name] :] for name in running}
     print(f"step {len(steps)}: computes {batch}")
@@ -44,7 +44,7 @@ class SmallRunner(RunnerState):
 
 
 real_steps = []
-core = EngineCore(FCFSScheduler(max_num_seqs=NUM_SEATS), SmallRunner())
+core = EngineCore(FCFSScheduler(max_num_seqs=MAX_NUM_SEQS), SmallRunner())
 requests = [Request.from_tokens(n, PROMPTS[n], max_new_tokens=MAX_TOKENS[n]) for n in PROMPTS]
 for request in requests:
     core.add_request(request)

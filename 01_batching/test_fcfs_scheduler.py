@@ -21,7 +21,7 @@ from hypothesis.stateful import (
     rule,
 )
 
-from base_scheduler import RunnerDelta, SchedulerPlugin
+from base_scheduler import DeltaEncoder, SchedulerPlugin
 from fcfs_scheduler import FCFSScheduler
 from input_batch import RunnerState
 from request import Request, RequestStatus, SamplingParams
@@ -160,7 +160,7 @@ class FCFSMachine(RuleBasedStateMachine):
         request = Request(str(len(self.requests)), prompt, params, eos_token_ids=[EOS])
         room = (self.scheduler.max_model_len or 10**9) - len(prompt)
         if len(prompt) > self.scheduler.max_num_batched_tokens:
-            refused(self.scheduler, request, "must fit one step|max_model_len")
+            refused(self.scheduler, request, "must fit in one step|max_model_len")
         elif room < 1:
             refused(self.scheduler, request, "max_model_len")
         elif self.never_fits(len(prompt) + min(max_tokens, room) - 1):
@@ -176,7 +176,7 @@ class FCFSMachine(RuleBasedStateMachine):
     @rule(data=st.data())
     def a_duplicate_is_refused(self, data):
         req_id = data.draw(st.sampled_from(sorted(self.scheduler.requests)))
-        refused(self.scheduler, Request.from_tokens(req_id, [2], 1), "is unfinished")
+        refused(self.scheduler, Request.from_tokens(req_id, [2], 1), "request_id")
 
     @precondition(lambda self: self.requests)
     @rule(data=st.data())
@@ -358,14 +358,14 @@ def test_a_short_prompt_does_not_overtake_a_long_one():
 class HoldsBack(SchedulerPlugin):
     held = "held"
 
-    def may_start(self, request: Request) -> bool:
+    def can_start(self, request: Request) -> bool:
         return request.request_id != self.held
 
 
 class NarrowScheduler(FCFSScheduler):
     """Has room for prompts of one token."""
 
-    def _has_room(self, request: Request) -> bool:
+    def _allocate(self, request: Request) -> bool:
         return request.num_prompt_tokens == 1
 
 
@@ -376,7 +376,7 @@ class TakingScheduler(FCFSScheduler):
         super().__init__(**options)
         self.has_taken: list[str] = []
 
-    def _has_room(self, request: Request) -> bool:
+    def _allocate(self, request: Request) -> bool:
         self.has_taken.append(request.request_id)
         return True
 
@@ -405,7 +405,7 @@ def test_who_is_held_back_or_finds_no_room_waits_in_its_place():
 
 
 def test_the_runner_is_sent_each_token_that_it_lacks_once():
-    delta, request = RunnerDelta(), make("a", 3, 9)
+    delta, request = DeltaEncoder(), make("a", 3, 9)
 
     def lacked() -> list[list[int]]:
         delta.encode(plan := SchedulerOutput(scheduled_requests=[request]))
@@ -527,9 +527,9 @@ def test_positions_are_those_of_the_plan_and_not_of_counters_that_moved_on():
     seen = []
 
     class Watching(FCFSScheduler):
-        def take_tokens(self, request, start, end, output):
+        def append_sampled_tokens(self, request, start, end, output):
             seen.append((request.request_id, start, end))
-            return super().take_tokens(request, start, end, output)
+            return super().append_sampled_tokens(request, start, end, output)
 
     scheduler = Watching()
     scheduler.add_request(make("a", 3))
@@ -570,7 +570,7 @@ class Fails(SchedulerPlugin):
 
     is_on = False
 
-    def planned(self, plan: SchedulerOutput) -> None:
+    def on_plan(self, plan: SchedulerOutput) -> None:
         if self.is_on:
             raise MemoryError
 
@@ -589,7 +589,7 @@ def test_what_a_lost_plan_said_is_said_again(where):
     with pytest.raises(MemoryError) if plugin.is_on else nullcontext():
         scheduler.schedule()
     plugin.is_on = False
-    scheduler.begin_anew()
+    scheduler.clear()
     scheduler.check_invariants()
     assert not scheduler.requests
     scheduler.add_request(make("new", 4))  # another one of this name
@@ -605,7 +605,7 @@ def test_what_came_to_the_runner_is_not_said_again():
         plan = scheduler.schedule()
         scheduler.update_from_output(plan, StepOutput({name: [7] for name in plan.starts()}))
         scheduler.abort_request(name)
-    scheduler.begin_anew()
+    scheduler.clear()
     assert scheduler.schedule().finished_req_ids == {"b"}
 
 
@@ -614,6 +614,6 @@ def test_who_waits_goes_on_waiting_when_all_begins_anew():
     for name in "ab":
         scheduler.add_request(make(name, 3))
     scheduler.schedule()
-    scheduler.begin_anew()
+    scheduler.clear()
     scheduler.check_invariants()
     assert list(scheduler.requests) == ["b"] and scheduler.get_request_counts() == (0, 1)

@@ -11,16 +11,16 @@ from fcfs_scheduler import FCFSScheduler
 from hf_model_runner import HFModelRunner
 from request import SamplingParams
 from scheduler_interface import (
-    BlockMove,
+    BlockTableUpdate,
     CachedRequestData,
     FinishedStep,
-    Laps,
     ModelRunner,
     NewRequestData,
     SchedulerInterface,
     SchedulerOutput,
     StepHandle,
     StepOutput,
+    StepTimer,
 )
 
 
@@ -59,8 +59,8 @@ def test_cached_data_counts_its_requests():
 
 
 def test_a_block_move_is_a_value():
-    move = BlockMove("a", block_index=1, block_id=3)
-    assert move == BlockMove("a", 1, 3)
+    move = BlockTableUpdate("a", block_index=1, block_id=3)
+    assert move == BlockTableUpdate("a", 1, 3)
     with pytest.raises(dataclasses.FrozenInstanceError):
         move.block_id = 4
 
@@ -73,7 +73,7 @@ def test_a_finished_step_has_its_answer():
 def test_a_lap_is_the_time_since_the_last_one(monkeypatch):
     now = iter([10.0, 10.5, 10.75])
     monkeypatch.setattr("scheduler_interface.time.monotonic", lambda: next(now))
-    clock = Laps()
+    clock = StepTimer()
     clock.lap("a_ms")
     clock.lap("b_ms")
     assert (clock.start_time, clock.ms) == (10.0, {"a_ms": 500.0, "b_ms": 250.0})

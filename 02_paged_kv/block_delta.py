@@ -1,6 +1,6 @@
 """Block tables on their way to the runner: both ends of the message.
 
-    scheduler's side   BlockDelta         the whole table of a request once, then new blocks
+    scheduler's side   BlockDeltaEncoder         the whole table of a request once, then new blocks
     runner's side      PagedRunnerState   columns with a row for each request:
 
           row   token_ids         num_prompt_tokens   num_tokens   block_tables   num_blocks
@@ -22,15 +22,15 @@ from itertools import chain
 
 import numpy as np
 
-from base_scheduler import RunnerDelta
+from base_scheduler import DeltaEncoder
 from input_batch import RunnerRequest, RunnerState
-from kv_cache_manager import BlockMemory
+from kv_cache_manager import BlockAllocator
 from request import Request
 from scheduler_interface import CachedRequestData, NewRequestData, SchedulerOutput
 
 
-class BlockDelta(RunnerDelta):
-    def __init__(self, kv_memory: BlockMemory) -> None:
+class BlockDeltaEncoder(DeltaEncoder):
+    def __init__(self, kv_memory: BlockAllocator) -> None:
         super().__init__()
         self._kv_memory = kv_memory
         # Number of blocks that the runner knows, for each table.
@@ -42,21 +42,21 @@ class BlockDelta(RunnerDelta):
 
     def encode(self, plan: SchedulerOutput) -> None:
         super().encode(plan)
-        cached, grown = plan.scheduled_cached_reqs, self._kv_memory.grown
+        cached, grown = plan.scheduled_cached_reqs, self._kv_memory.req_ids_with_new_blocks
         cached.new_block_ids = [
             self.new_block_ids(request_id) if request_id in grown else ()
             for request_id in cached.req_ids
         ]
 
-    def describe(self, request: Request) -> NewRequestData:
-        data = super().describe(request)
+    def make_new_request_data(self, request: Request) -> NewRequestData:
+        data = super().make_new_request_data(request)
         data.block_ids = self.new_block_ids(request.request_id)
         return data
 
     def new_block_ids(self, request_id: str) -> tuple[list[int], ...]:
         """The blocks of each of the request's tables that the runner does not know yet. Marks them
         as sent."""
-        self._kv_memory.grown.discard(request_id)
+        self._kv_memory.req_ids_with_new_blocks.discard(request_id)
         tables = self._kv_memory.get_tables(request_id)
         known = self._num_blocks.get(request_id) or [0] * len(tables)
         self._num_blocks[request_id] = list(map(len, tables))

@@ -99,7 +99,7 @@ class BlockPool:
             del self._free[block.block_id]
             block.ref_cnt = 1
 
-    def begin_anew(self) -> None:
+    def clear(self) -> None:
         """Free all blocks, after a call that was interrupted."""
         for block in self.blocks[1:]:
             block.ref_cnt = 0

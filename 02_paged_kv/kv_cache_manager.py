@@ -28,12 +28,12 @@ from block_pool import Block, BlockPool
 from request import Request, check_integers
 
 
-class BlockMemory(Protocol):
+class BlockAllocator(Protocol):
     """The interface of the KV memory for a scheduler."""
 
     block_size: int  # positions per block
     # Requests with new blocks; the code that sends these to the runner removes the id.
-    grown: set[str]
+    req_ids_with_new_blocks: set[str]
 
     @property
     def capacity(self) -> int: ...  # positions that the whole memory holds
@@ -83,7 +83,7 @@ class BlockTable:
 
 
 class KVCacheManager:
-    """Block tables of all requests over one `BlockPool`. A `BlockMemory`.
+    """Block tables of all requests over one `BlockPool`. A `BlockAllocator`.
 
     Reads only `request_id` and `num_computed_tokens` of a request, and changes nothing in it.
     """
@@ -93,8 +93,10 @@ class KVCacheManager:
         self.pool = pool
         self.block_size = block_size
         self._tables: dict[str, BlockTable] = {}
-        self.grown: set[str] = set()
-        self.acts_for: str | None = None  # request of the current call, for observers of the pool
+        self.req_ids_with_new_blocks: set[str] = set()
+        self.current_req_id: str | None = (
+            None  # request of the current call, for observers of the pool
+        )
 
     def num_blocks_needed(self, num_tokens: int) -> int:
         return -(-num_tokens // self.block_size)
@@ -134,47 +136,47 @@ class KVCacheManager:
     ) -> bool:
         """O(new blocks)."""
         check_integers(0, num_new_tokens=num_new_tokens, num_reserved_tokens=num_reserved_tokens)
-        self.acts_for = request.request_id
+        self.current_req_id = request.request_id
         end = request.num_computed_tokens + num_new_tokens + num_reserved_tokens
-        return self._reach(request.request_id, end)
+        return self._grow_table_to(request.request_id, end)
 
     def free(self, request: Request) -> None:
-        self.acts_for = request.request_id
+        self.current_req_id = request.request_id
         table = self._tables.pop(request.request_id, None)
         if table is not None:
-            self.grown.discard(request.request_id)
+            self.req_ids_with_new_blocks.discard(request.request_id)
             self._release(table.blocks)
 
-    def begin_anew(self) -> None:
+    def clear(self) -> None:
         """Drop all tables and free all blocks, after a call that was interrupted and may have left
         them inconsistent. O(pool)."""
         self._tables.clear()
-        self.grown.clear()
-        self.pool.begin_anew()
+        self.req_ids_with_new_blocks.clear()
+        self.pool.clear()
 
-    def num_written(self, starts: Collection[int], num_tokens: int) -> int:
+    def num_written_slots(self, starts: Collection[int], num_tokens: int) -> int:
         """Slots with KV of requests that compute `num_tokens` together in a step, each from its
         position in `starts` on."""
         return sum(starts) + num_tokens
 
     # -- internal
 
-    def _reach(self, request_id: str, end: int) -> bool:
+    def _grow_table_to(self, request_id: str, end: int) -> bool:
         """Extend the table to position `end`. Returns False, and changes nothing, if the memory is
         too small."""
         num_missing = self.num_blocks_needed(end) - len(self.get_block_ids(request_id))
         if num_missing <= 0:
             return True  # most decode steps
-        blocks = self._take_blocks(num_missing)
+        blocks = self._allocate_blocks(num_missing)
         if blocks is None:
             return False
         if request_id not in self._tables:
             self._tables[request_id] = BlockTable()
         self._tables[request_id].append(blocks)
-        self.grown.add(request_id)
+        self.req_ids_with_new_blocks.add(request_id)
         return True
 
-    def _take_blocks(self, num_blocks: int) -> list[Block] | None:
+    def _allocate_blocks(self, num_blocks: int) -> list[Block] | None:
         return self.pool.allocate(num_blocks)
 
     def _release(self, blocks: Sequence[Block]) -> None:

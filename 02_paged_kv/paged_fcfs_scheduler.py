@@ -15,9 +15,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from base_scheduler import SchedulerPlugin, describe_prompt
-from block_delta import BlockDelta
+from block_delta import BlockDeltaEncoder
 from fcfs_scheduler import FCFSScheduler
-from kv_cache_manager import BlockMemory
+from kv_cache_manager import BlockAllocator
 from request import Request
 from scheduler_interface import SchedulerOutput
 
@@ -27,13 +27,13 @@ class PagedFCFSScheduler(FCFSScheduler):
 
     def __init__(
         self,
-        kv_memory: BlockMemory,
+        kv_memory: BlockAllocator,
         max_num_seqs: int = 256,
         max_num_batched_tokens: int = 2048,
         max_model_len: int | None = None,
         plugins: Sequence[SchedulerPlugin] = (),
     ) -> None:
-        delta = BlockDelta(kv_memory)
+        delta = BlockDeltaEncoder(kv_memory)
         super().__init__(max_num_seqs, max_num_batched_tokens, max_model_len, delta, plugins)
         self.kv_memory = kv_memory
 
@@ -48,7 +48,7 @@ class PagedFCFSScheduler(FCFSScheduler):
                 "raise num_blocks"
             )
 
-    def _has_room(self, request: Request) -> bool:
+    def _allocate(self, request: Request) -> bool:
         num_reserved = request.max_num_tokens - 1 - request.num_tokens
         return self.kv_memory.allocate_slots(request, request.num_tokens, num_reserved)
 

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
 from block_pool import BlockPool
-from kv_cache_manager import BlockMemory, KVCacheManager
+from kv_cache_manager import BlockAllocator, KVCacheManager
 from request import Request
 
 
@@ -88,11 +88,11 @@ def test_a_new_block_is_taken_when_a_position_crosses_into_it():
     assert manager.allocate_slots(request, 6)
     request.num_computed_tokens = 6
     for _ in range(7):
-        manager.grown.clear()
+        manager.req_ids_with_new_blocks.clear()
         assert manager.allocate_slots(request, 1)
         request.num_computed_tokens += 1
         num_blocks.append(len(manager.get_block_ids("a")))
-        grown.append(len(manager.grown))
+        grown.append(len(manager.req_ids_with_new_blocks))
     #   position      6  7  8  9 10 11 12
     assert num_blocks == [2, 2, 3, 3, 3, 3, 4]
     assert grown == [0, 0, 1, 0, 0, 0, 1]
@@ -125,10 +125,10 @@ def test_usage_counts_blocks_that_requests_hold():
 
 
 def test_the_manager_is_a_block_memory():
-    promised = [name for name in vars(BlockMemory) if not name.startswith("_")]
+    promised = [name for name in vars(BlockAllocator) if not name.startswith("_")]
     assert {"allocate_slots", "free", "get_block_ids", "capacity", "usage"} <= set(promised)
     for name in promised:
-        mine, theirs = getattr(KVCacheManager, name), getattr(BlockMemory, name)
+        mine, theirs = getattr(KVCacheManager, name), getattr(BlockAllocator, name)
         if isinstance(theirs, property):
             mine, theirs = mine.fget, theirs.fget
         assert get_type_hints(mine) == get_type_hints(theirs), name

@@ -29,10 +29,10 @@ from itertools import takewhile
 
 from block_pool import Block, BlockPool
 from kv_cache_manager import BlockTable
-from kv_memory import ComputedBlocks, KVMemory, NotReady
-from prefix_cache import PrefixCache, PrefixPath, extra_keys_of, normalise_extra_keys
+from kv_memory import ComputedBlocks, NotReady, UncachedKVCacheManager
+from prefix_cache import MatchCursor, PrefixCache, extra_keys_of, normalise_extra_keys
 from request import Request, RequestStatus, check_integers
-from scheduler_interface import BlockMove
+from scheduler_interface import BlockTableUpdate
 
 _BlockKey = tuple[object, ...]  # (id of the cached block before it, extra keys, its tokens)
 _NOTHING_COMPUTED = ComputedBlocks()
@@ -42,16 +42,16 @@ _NOTHING_COMPUTED = ComputedBlocks()
 class _CacheState:
     """The manager's state for one request, from its first lookup until its blocks are freed."""
 
-    path: PrefixPath = field(default_factory=PrefixPath)
+    path: MatchCursor = field(default_factory=MatchCursor)
     num_published: int = 0  # blocks at the front of its table that the cache owns
     in_flight: _BlockKey = ()  # the block that it was the first to compute
     # Blocks at the front that the cache removed because they are not trusted.
-    num_withdrawn: int = 0
+    num_invalidated: int = 0
 
 
-class CachedKVCacheManager(KVMemory):
-    """A `KVMemory` whose requests share the prefixes that any of them has computed. Raises
-    `ValueError` unless `cache` works on the same `pool` and block size."""
+class CachedKVCacheManager(UncachedKVCacheManager):
+    """A `UncachedKVCacheManager` whose requests share the prefixes that any of them has computed.
+    Raises `ValueError` unless `cache` works on the same `pool` and block size."""
 
     def __init__(self, pool: BlockPool, block_size: int, cache: PrefixCache) -> None:
         super().__init__(pool, block_size)
@@ -63,8 +63,10 @@ class CachedKVCacheManager(KVMemory):
         self.cache: PrefixCache = cache
         self._states: dict[str, _CacheState] = {}
         self._in_flight: dict[_BlockKey, str] = {}  # block being computed -> request
-        self._moves: list[BlockMove] = []  # not yet sent to the runner
-        self._trusted: set[int] = set()  # cached blocks with which some request has sampled a token
+        self._moves: list[BlockTableUpdate] = []  # not yet sent to the runner
+        self._verified_blocks: set[int] = (
+            set()
+        )  # cached blocks with which some request has sampled a token
 
     @property
     def num_blocks_in_use(self) -> int:
@@ -79,21 +81,21 @@ class CachedKVCacheManager(KVMemory):
         Raises `ValueError` if the request has a block table."""
         if request.request_id in self._tables:
             raise ValueError(f"request {request.request_id!r} already has a block table")
-        computed = self._look_up(request)
+        computed = self._get_computed_blocks(request)
         if not wait_for_others or request.sampling_params.skip_reading_prefix_cache:
             return computed
         key = self._key(request, computed.blocks, len(computed.blocks))
         has_next = computed.num_tokens + self.block_size < request.num_tokens
-        self.waits_for = self._in_flight.get(key) if has_next else None
-        return NotReady.COMPUTED_NOW if self.waits_for else computed
+        self.blocking_req_id = self._in_flight.get(key) if has_next else None
+        return NotReady.IN_FLIGHT if self.blocking_req_id else computed
 
     def find_cached_blocks(self, request: Request) -> Sequence[int]:
         """Ids of the longest cached prefix. The blocks are marked as used now, but are not
         pinned."""
-        return [block.block_id for block in self._look_up(request).blocks]
+        return [block.block_id for block in self._get_computed_blocks(request).blocks]
 
-    def _look_up(self, request: Request) -> ComputedBlocks:
-        self.acts_for = request.request_id
+    def _get_computed_blocks(self, request: Request) -> ComputedBlocks:
+        self.current_req_id = request.request_id
         if request.sampling_params.skip_reading_prefix_cache:
             return _NOTHING_COMPUTED
         state = self._states.setdefault(request.request_id, _CacheState())
@@ -122,7 +124,7 @@ class CachedKVCacheManager(KVMemory):
         `request.num_computed_tokens` does not include them yet. Raises `ValueError` for `computed`
         blocks if the request already has a table."""
         check_integers(0, num_new_tokens=num_new_tokens, num_reserved_tokens=num_reserved_tokens)
-        self.acts_for = request.request_id
+        self.current_req_id = request.request_id
         is_admission = request.request_id not in self._tables
         computed = computed or _NOTHING_COMPUTED
         if computed.blocks:
@@ -133,7 +135,7 @@ class CachedKVCacheManager(KVMemory):
             table = self._tables[request.request_id] = BlockTable()
             table.append(computed.blocks)
         end = request.num_computed_tokens + computed.num_tokens + num_new_tokens
-        if not self._reach(request.request_id, end + num_reserved_tokens):
+        if not self._grow_table_to(request.request_id, end + num_reserved_tokens):
             if computed.blocks:
                 super().free(request)
             return False
@@ -155,14 +157,14 @@ class CachedKVCacheManager(KVMemory):
         it."""
         state = self._states[request.request_id]
         end = (state.num_published + 1) * self.block_size
-        is_next_known = state.in_flight or state.num_withdrawn  # or it never publishes again
+        is_next_known = state.in_flight or state.num_invalidated  # or it never publishes again
         if not is_next_known and end <= min(num_planned, request.num_tokens):
             blocks = self._tables[request.request_id].blocks
             key = self._key(request, blocks, state.num_published)
             if self._in_flight.setdefault(key, request.request_id) == request.request_id:
                 state.in_flight = key
 
-    def _num_obtainable(self, num_wanted: int, found: list[Block], gone: list[Block]) -> int:
+    def _num_allocatable(self, num_wanted: int, found: list[Block], gone: list[Block]) -> int:
         freed = set(gone)
         num_free = self._num_free_or_evictable()
         num_free += sum(block.ref_cnt == 1 + self.cache.owns(block) for block in freed)
@@ -177,9 +179,9 @@ class CachedKVCacheManager(KVMemory):
         state = self._states[request.request_id]
         first = state.num_published
         num_full = min(num_computed_tokens, request.num_tokens) // self.block_size
-        if num_full <= first or state.num_withdrawn:
+        if num_full <= first or state.num_invalidated:
             return
-        self.acts_for = request.request_id
+        self.current_req_id = request.request_id
         given = table.blocks[first:num_full]
         result = self.cache.insert(
             request.all_token_ids, given, extra_keys_of(request), start=first, path=state.path
@@ -187,7 +189,7 @@ class CachedKVCacheManager(KVMemory):
         for index, kept in enumerate(result.blocks, first):
             if kept is not table.blocks[index]:
                 table.replace(index, kept)
-                self._moves.append(BlockMove(request.request_id, index, kept.block_id))
+                self._moves.append(BlockTableUpdate(request.request_id, index, kept.block_id))
         state.num_published = num_full
         self._in_flight.pop(state.in_flight, None)
         state.in_flight = ()
@@ -198,59 +200,59 @@ class CachedKVCacheManager(KVMemory):
         state = self._states.pop(request.request_id, None)
         if state is not None:
             self._in_flight.pop(state.in_flight, None)
-            self._trust_or_withdraw(request, state.num_published)
+            self._trust_or_invalidate(request, state.num_published)
         if self._moves:
             self._moves = [move for move in self._moves if move.req_id != request.request_id]
         super().free(request)
 
-    def _trust_or_withdraw(self, request: Request, num_published: int) -> None:
+    def _trust_or_invalidate(self, request: Request, num_published: int) -> None:
         """Mark the published blocks of a request that leaves as trusted, if it has sampled with all
-        of them. If it ended in an error, withdraw those that are not trusted."""
+        of them. If it ended in an error, invalidate those that are not trusted."""
         published = self.get_block_ids(request.request_id)[:num_published]
         if request.status == RequestStatus.FINISHED_ERROR:
-            start = sum(1 for _ in takewhile(self._trusted.__contains__, published))
+            start = sum(1 for _ in takewhile(self._verified_blocks.__contains__, published))
             if start < num_published:
-                self._withdraw(request, start, num_published)
+                self._invalidate(request, start, num_published)
         elif request.output_token_ids and request.num_computed_tokens >= request.num_tokens - 1:
-            self._trusted.update(published)
+            self._verified_blocks.update(published)
 
-    def _withdraw(self, request: Request, start: int, end: int) -> None:
+    def _invalidate(self, request: Request, start: int, end: int) -> None:
         """Withdraw blocks [start, end) of the request's table, and all cached blocks that extend
         them."""
-        self.cache.withdraw(self._tables[request.request_id].blocks[start])
+        self.cache.invalidate(self._tables[request.request_id].blocks[start])
         for request_id, state in self._states.items():
             if state.num_published:
                 published = self._tables[request_id].blocks[: state.num_published]
                 num_kept = sum(map(self.cache.owns, published))
                 if num_kept < state.num_published:
-                    state.num_withdrawn = max(state.num_withdrawn, state.num_published)
+                    state.num_invalidated = max(state.num_invalidated, state.num_published)
                     state.num_published = num_kept
                     self._in_flight.pop(state.in_flight, None)
                     state.in_flight = ()
 
-    def begin_anew(self) -> None:
+    def clear(self) -> None:
         """Clear the tables and the cache."""
-        for books in (self._states, self._in_flight, self._moves, self._trusted):
+        for books in (self._states, self._in_flight, self._moves, self._verified_blocks):
             books.clear()
-        self.cache.begin_anew()
-        super().begin_anew()
+        self.cache.clear()
+        super().clear()
 
-    def take_block_moves(self) -> list[BlockMove]:
+    def pop_table_updates(self) -> list[BlockTableUpdate]:
         moves, self._moves = self._moves, []
         return moves
 
     def _num_free_or_evictable(self) -> int:
         return self.pool.num_free_blocks + self.cache.num_evictable_blocks
 
-    def _take_blocks(self, num_blocks: int) -> list[Block] | None:
+    def _allocate_blocks(self, num_blocks: int) -> list[Block] | None:
         num_missing = num_blocks - self.pool.num_free_blocks
         if num_missing > self.cache.num_evictable_blocks:
             return None  # before anything is evicted, so that a refusal changes nothing
         if num_missing > 0:
             self.cache.evict(num_missing)
-        blocks = super()._take_blocks(num_blocks)
+        blocks = super()._allocate_blocks(num_blocks)
         if blocks is not None:
-            self._trusted.difference_update(block.block_id for block in blocks)
+            self._verified_blocks.difference_update(block.block_id for block in blocks)
         return blocks
 
     def _release(self, blocks: Sequence[Block]) -> None:
@@ -273,7 +275,7 @@ class CachedKVCacheManager(KVMemory):
             for index, block in enumerate(table.blocks):
                 is_cached = self.cache.owns(block)
                 assert is_cached or index >= state.num_published, f"{request_id!r} lost {block}"
-                is_shared = is_cached or index < state.num_withdrawn
+                is_shared = is_cached or index < state.num_invalidated
                 place = ("shared" if is_shared else request_id, index)
                 assert places.setdefault(block.block_id, place) == place, (request_id, place)
 

@@ -9,13 +9,13 @@ A request can be overtaken in this queue, but only while its KV is being compute
 
 from __future__ import annotations
 
-from kv_memory import KVMemory, NotReady
+from kv_memory import NotReady, UncachedKVCacheManager
 from paged_fcfs_scheduler import PagedFCFSScheduler
 from request import Request, RequestStatus
 from scheduler_interface import SchedulerOutput
 
 _WAITING_STATUS = {
-    NotReady.COMPUTED_NOW: RequestStatus.WAITING,
+    NotReady.IN_FLIGHT: RequestStatus.WAITING,
     NotReady.LOADING: RequestStatus.WAITING_FOR_REMOTE_KVS,
 }
 
@@ -23,12 +23,12 @@ _WAITING_STATUS = {
 class CachingFCFSScheduler(PagedFCFSScheduler):
     """A `PagedFCFSScheduler` that shares prefixes through `kv_memory`."""
 
-    kv_memory: KVMemory
+    kv_memory: UncachedKVCacheManager
 
     def _admit(self, budget: int) -> dict[str, int]:
         admitted: dict[str, int] = {}
         for request in self.waiting:
-            if len(self.running) == self.max_num_seqs or not self.may_start(request):
+            if len(self.running) == self.max_num_seqs or not self.can_start(request):
                 break
             computed = self.kv_memory.get_computed_blocks(request)
             if isinstance(computed, NotReady):
@@ -41,7 +41,7 @@ class CachingFCFSScheduler(PagedFCFSScheduler):
             ):
                 break
             request.num_computed_tokens = request.num_cached_tokens = computed.num_tokens
-            self._seat(request)
+            self._start_running(request)
             admitted[request.request_id] = num_tokens
             budget -= num_tokens
         for request_id in admitted:
@@ -52,9 +52,9 @@ class CachingFCFSScheduler(PagedFCFSScheduler):
         self, num_tokens: dict[str, int], plan: SchedulerOutput | None = None
     ) -> SchedulerOutput:
         plan = plan or SchedulerOutput()
-        plan.block_moves = self.kv_memory.take_block_moves()
+        plan.block_moves = self.kv_memory.pop_table_updates()
         return super().make_plan(num_tokens, plan)
 
-    def positions_written(self, request: Request, start: int, end: int) -> None:
+    def on_positions_computed(self, request: Request, start: int, end: int) -> None:
         if end % self.kv_memory.block_size < end - start:  # a block was filled
             self.kv_memory.cache_blocks(request, end)

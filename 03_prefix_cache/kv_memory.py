@@ -5,10 +5,10 @@ Chapter 2's manager allocates slots and frees them. A prefix cache adds:
     before admission   get_computed_blocks   the cached prefix, or why to wait for it
     at admission       allocate_slots        the cached blocks, and new slots after them
     after a step       cache_blocks          written blocks can be shared from now on
-                       take_block_moves      block table entries that now name another block
+                       pop_table_updates      block table entries that now name another block
 
-`KVMemory` implements the interface without a cache, so a scheduler need not know whether there is
-one. Choosing `KVMemory` turns this chapter off.
+`UncachedKVCacheManager` implements the interface without a cache, so a scheduler need not know
+whether there is one. Choosing `UncachedKVCacheManager` turns this chapter off.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from block_pool import Block
 from kv_cache_manager import KVCacheManager
 from prefix_cache import KeyedRequest, PrefixCache, extra_keys_of
 from request import Request
-from scheduler_interface import BlockMove, PlanMessage
+from scheduler_interface import BlockTableUpdate, RunnerInput
 
 __all__ = ["KeyedRequest", "extra_keys_of"]  # for chapters that need nothing else of a cache
 
@@ -39,17 +39,17 @@ class NotReady(Enum):
     """Why a request should wait: part of its prefix is about to become available, and admitting it
     now would compute that part twice."""
 
-    COMPUTED_NOW = auto()  # another request computes it in this step
+    IN_FLIGHT = auto()  # another request computes it in this step
     LOADING = auto()  # it is being loaded from an external pool
 
 
-class KVMemory(KVCacheManager):
+class UncachedKVCacheManager(KVCacheManager):
     """Chapter 2's manager: it finds no cached blocks and keeps none. Managers with a cache override
     these methods."""
 
     cache: PrefixCache | None = None
     # The request that computes the missing prefix, set by the last lookup.
-    waits_for: str | None = None
+    blocking_req_id: str | None = None
 
     def get_computed_blocks(
         self, request: Request, wait_for_others: bool = True
@@ -81,17 +81,20 @@ class KVMemory(KVCacheManager):
         request: Request,
         num_tokens: int,
         computed: ComputedBlocks,
-        num_kept_free: int = 0,
+        num_watermark_blocks: int = 0,
         gone: Request | None = None,
     ) -> bool:
         """Whether a new request could get `num_tokens` slots after `computed` and still leave
-        `num_kept_free` blocks free, assuming `gone` is freed first. Changes neither request."""
+        `num_watermark_blocks` blocks free, assuming `gone` is freed first. Changes neither
+        request."""
         num_blocks = self.num_blocks_needed(computed.num_tokens + num_tokens)
         num_new = num_blocks - len(computed.blocks)
         held = [] if gone is None else self._tables[gone.request_id].blocks
-        return num_new + num_kept_free <= self._num_obtainable(num_new, computed.blocks, held)
+        return num_new + num_watermark_blocks <= self._num_allocatable(
+            num_new, computed.blocks, held
+        )
 
-    def _num_obtainable(self, num_wanted: int, found: list[Block], gone: list[Block]) -> int:
+    def _num_allocatable(self, num_wanted: int, found: list[Block], gone: list[Block]) -> int:
         """How many blocks can be allocated once the table `gone` is freed and `found` is pinned. If
         there are fewer than `num_wanted`, a subclass can reclaim some first."""
         return self.pool.num_free_blocks + len(gone)
@@ -100,7 +103,7 @@ class KVMemory(KVCacheManager):
         """Called after the forward pass that wrote the first `num_computed_tokens` positions: they
         can be shared from now on."""
 
-    def take_block_moves(self) -> list[BlockMove]:
+    def pop_table_updates(self) -> list[BlockTableUpdate]:
         """Return block table entries that, since the last call, were changed from a duplicate to
         the cache's block."""
         return []
@@ -110,14 +113,11 @@ class KVMemory(KVCacheManager):
         return self.cache is None or self.cache.reset()
 
 
-UncachedKVCacheManager = KVMemory
-
-
 class SharingRunnerState(PagedRunnerState):
     """Chapter 2's runner-side copies of the requests, with updates to the middle of block
     tables."""
 
-    def apply(self, plan: PlanMessage) -> None:
+    def apply(self, plan: RunnerInput) -> None:
         super().apply(plan)
         for move in plan.block_moves:
             row, group = self.row_of[move.req_id], self.groups[move.group]

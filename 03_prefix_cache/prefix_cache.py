@@ -111,19 +111,19 @@ class CacheStats:
 
 
 @dataclass(slots=True)
-class PrefixPath:
+class MatchCursor:
     """Where in the cache's index a request's prefix ends, so that later calls can start there."""
 
     state: Any = None
 
 
-class Walk(NamedTuple):
+class PrefixKey(NamedTuple):
     """The prefix that one call of the cache works on."""
 
     token_ids: Sequence[int]
     block_size: int
     keys: NormalKeys
-    path: PrefixPath
+    path: MatchCursor
 
     def tokens(self, index: int) -> tuple[int, ...]:
         return tuple(self.token_ids[index * self.block_size : (index + 1) * self.block_size])
@@ -141,7 +141,7 @@ class CacheListener(Protocol):
         """Called while the blocks still hold their content, which is lost when this returns.
         Children come first."""
 
-    def blocks_withdrawn(self, blocks: Sequence[Block]) -> None:
+    def blocks_invalidated(self, blocks: Sequence[Block]) -> None:
         """The blocks leave the cache, if they are in it, because their content is not trusted.
         Children come first, unless the list is the whole pool."""
 
@@ -177,15 +177,15 @@ class PrefixCache(ABC):
         self,
         token_ids: Sequence[int],
         extra_keys: ExtraKeys | None = None,
-        path: PrefixPath | None = None,
+        path: MatchCursor | None = None,
     ) -> PrefixMatch:
         """Return the longest cached prefix under the same extra keys. The blocks are marked as used
         now, but are not pinned: `touch` them before anything can be evicted."""
         keys = normalise_extra_keys(extra_keys)
-        walk = Walk(token_ids, self.block_size, keys, path or PrefixPath())
-        blocks = self._find(walk, 0, len(token_ids) // self.block_size)
+        prefix = PrefixKey(token_ids, self.block_size, keys, path or MatchCursor())
+        blocks = self._match(prefix, 0, len(token_ids) // self.block_size)
         if blocks:
-            self._use(blocks)
+            self._mark_used(blocks)
         return PrefixMatch(blocks, len(blocks) * self.block_size)
 
     @abstractmethod
@@ -206,7 +206,7 @@ class PrefixCache(ABC):
         extra_keys: ExtraKeys | None = None,
         *,
         start: int = 0,
-        path: PrefixPath | None = None,
+        path: MatchCursor | None = None,
     ) -> InsertResult:
         """Publish computed blocks: `blocks[i]` holds block `start + i` of `token_ids`; the blocks
         before `start` are cached, and used by the caller.
@@ -218,11 +218,11 @@ class PrefixCache(ABC):
         """
         self._check_given(token_ids, blocks, start)
         keys = normalise_extra_keys(extra_keys)
-        walk = Walk(token_ids, self.block_size, keys, path or PrefixPath())
+        prefix = PrefixKey(token_ids, self.block_size, keys, path or MatchCursor())
         # The block before the new ones, and those of the new ones whose content is already cached.
-        found = self._find(walk, max(start - 1, 0), start + len(blocks))
+        found = self._match(prefix, max(start - 1, 0), start + len(blocks))
         if start and not found:
-            missing = len(self._find(walk, 0, start))
+            missing = len(self._match(prefix, 0, start))
             raise ValueError(f"cannot insert after {start} blocks: block {missing} is not cached")
         if start and blocks and self.num_users(found[0]) == 0:
             raise ValueError(f"cannot insert after {start} blocks: block {start - 1} is unused")
@@ -232,19 +232,19 @@ class PrefixCache(ABC):
             self.touch(known)
             self.pool.free(duplicates)
         first, parent = start + len(known), found[-1] if found else None
-        self._add(walk, first, parent, owned)
+        self._insert(prefix, first, parent, owned)
         self.pool.touch(owned)
         if self.listener is not None:
             before = None if parent is None else self.pool.blocks[parent.block_id]
             for index, block in enumerate(owned, first):
-                self.listener.block_cached(block, before, walk.tokens(index), walk.keys)
+                self.listener.block_cached(block, before, prefix.tokens(index), prefix.keys)
                 before = block
         return InsertResult(known + owned, owned, duplicates)
 
     def evict(self, num_blocks: int) -> int:
         """Return up to `num_blocks` unused blocks to the pool. Returns how many were evicted."""
         num_blocks = max(0, min(num_blocks, self.num_evictable_blocks))
-        blocks = self._pop_oldest(num_blocks)
+        blocks = self._pop_lru(num_blocks)
         try:
             if self.listener is not None and blocks:
                 self.listener.blocks_evicted(blocks)
@@ -254,25 +254,25 @@ class PrefixCache(ABC):
             self.pool.free(blocks)
         return num_blocks
 
-    def withdraw(self, block: HasBlockId) -> None:
+    def invalidate(self, block: HasBlockId) -> None:
         """Remove a cached block and all blocks that extend it. Requests that use them keep them as
         ordinary blocks, which return to the pool when they are freed. Raises `ValueError` for a
         block that is not cached."""
-        blocks = self._take_off(block)
+        blocks = self._remove_subtree(block)
         try:
             if self.listener is not None:
-                self.listener.blocks_withdrawn(blocks)
+                self.listener.blocks_invalidated(blocks)
         finally:
             for gone in blocks:
                 del self._by_block_id[gone.block_id]
             self.pool.free(blocks)
 
     @abstractmethod
-    def begin_anew(self) -> None:
+    def clear(self) -> None:
         """Clear the cache after a call that was interrupted and may have left it inconsistent. The
         caller tells the pool which references remain; each subclass also clears its own index."""
         if self.listener is not None:
-            self.listener.blocks_withdrawn(self.pool.blocks[1:])
+            self.listener.blocks_invalidated(self.pool.blocks[1:])
         self._by_block_id.clear()
 
     def reset(self) -> bool:
@@ -334,7 +334,7 @@ class PrefixCache(ABC):
         """Whether a cached block is the first of its node, if the index is a tree."""
         return False
 
-    def tell_of_cuts(self, told: Callable[[int], object] | None) -> None:  # noqa: B027
+    def on_split(self, told: Callable[[int], object] | None) -> None:  # noqa: B027
         """Set a callback for node splits, if the index is a tree. It receives the id of the block
         with which the lower part begins."""
 
@@ -343,25 +343,25 @@ class PrefixCache(ABC):
         """Raise `AssertionError` if the cache is inconsistent, or contradicts its pool."""
 
     @abstractmethod
-    def _find(self, walk: Walk, begin: int, end: int) -> list[Any]:
+    def _match(self, prefix: PrefixKey, begin: int, end: int) -> list[Any]:
         """Return the cached blocks among blocks `[begin, end)`, up to the first one that is not
         cached."""
 
     @abstractmethod
-    def _use(self, blocks: list[Any]) -> None:
-        """Mark blocks that `_find` returned, from the root on, as used now."""
+    def _mark_used(self, blocks: list[Any]) -> None:
+        """Mark blocks that `_match` returned, from the root on, as used now."""
 
     @abstractmethod
-    def _add(self, walk: Walk, first: int, parent: Any, blocks: list[Block]) -> None:
+    def _insert(self, prefix: PrefixKey, first: int, parent: Any, blocks: list[Block]) -> None:
         """Add new blocks to the index, the first with index `first`. They follow `parent`, the last
-        block that `_find` just returned; None: they start at the root."""
+        block that `_match` just returned; None: they start at the root."""
 
     @abstractmethod
-    def _pop_oldest(self, num_blocks: int) -> list[Block]:
+    def _pop_lru(self, num_blocks: int) -> list[Block]:
         """Remove the least recently used blocks without users from the index, and return them."""
 
     @abstractmethod
-    def _take_off(self, block: HasBlockId) -> list[Block]:
+    def _remove_subtree(self, block: HasBlockId) -> list[Block]:
         """Remove a block and all blocks that extend it from the index, used or not, and return
         them. Children come first."""
 

@@ -30,7 +30,7 @@ from prefix_cache import (
     HasBlockId,
     NormalKeys,
     PrefixCache,
-    Walk,
+    PrefixKey,
     normalise_extra_keys,
 )
 from request import check_integers
@@ -132,30 +132,32 @@ class PrefixCacheLocal(PrefixCache):
     ) -> list[tuple[bytes, tuple[int, ...]]]:
         return compute_hash_chain(token_ids, self.block_size, extra_keys)
 
-    def _find(self, walk: Walk, begin: int, end: int) -> list[CachedBlock]:
+    def _match(self, prefix: PrefixKey, begin: int, end: int) -> list[CachedBlock]:
         blocks: list[CachedBlock] = []
         for index in range(begin, end):
-            cached = self._by_hash.get(self._hash(walk, index))
+            cached = self._by_hash.get(self._hash(prefix, index))
             if cached is None:
                 break
             blocks.append(cached)
         return blocks
 
-    def _hash(self, walk: Walk, index: int) -> bytes:
+    def _hash(self, prefix: PrefixKey, index: int) -> bytes:
         """The hash of block `index`, in the same chain as `compute_hash_chain`. The path stores the
         hashes computed so far."""
-        hashes = walk.path.state = walk.path.state or [_mix_in(b"", walk.keys)]
+        hashes = prefix.path.state = prefix.path.state or [_mix_in(b"", prefix.keys)]
         while len(hashes) <= index + 1:
-            hashes.append(_link(hashes[-1], walk.tokens(len(hashes) - 1)))
+            hashes.append(_link(hashes[-1], prefix.tokens(len(hashes) - 1)))
         return hashes[index + 1]
 
-    def _add(self, walk: Walk, first: int, parent: CachedBlock | None, blocks: list[Block]) -> None:
+    def _insert(
+        self, prefix: PrefixKey, first: int, parent: CachedBlock | None, blocks: list[Block]
+    ) -> None:
         for index, block in enumerate(blocks, first):
-            name, tokens = self._hash(walk, index), walk.tokens(index)
-            parent = CachedBlock(block.block_id, block, name, tokens, parent, walk.keys)
+            name, tokens = self._hash(prefix, index), prefix.tokens(index)
+            parent = CachedBlock(block.block_id, block, name, tokens, parent, prefix.keys)
             self._by_hash[name] = self._by_block_id[block.block_id] = parent
 
-    def _use(self, blocks: list[CachedBlock]) -> None:
+    def _mark_used(self, blocks: list[CachedBlock]) -> None:
         for cached in reversed(blocks):
             if cached.block.ref_cnt == 1:  # only the cache holds it
                 self._evictable.move_to_end(cached.block_id)
@@ -184,14 +186,14 @@ class PrefixCacheLocal(PrefixCache):
         except KeyError as error:
             raise ValueError(f"cannot {verb} block {error}: not cached") from None
 
-    def _pop_oldest(self, num_blocks: int) -> list[Block]:
+    def _pop_lru(self, num_blocks: int) -> list[Block]:
         victims = [self._evictable.popitem(last=False)[1] for _ in range(num_blocks)]
         for cached in victims:
             del self._by_hash[cached.block_hash]
         return [cached.block for cached in victims]
 
-    def _take_off(self, block: HasBlockId) -> list[Block]:
-        gone = {block.block_id: self._cached([block], "withdraw")[0]}
+    def _remove_subtree(self, block: HasBlockId) -> list[Block]:
+        gone = {block.block_id: self._cached([block], "invalidate")[0]}
         for cached in self._by_hash.values():  # parents were cached before their children
             if cached.parent is not None and cached.parent.block_id in gone:
                 gone[cached.block_id] = cached
@@ -200,8 +202,8 @@ class PrefixCacheLocal(PrefixCache):
             self._evictable.pop(cached.block_id, None)
         return [cached.block for cached in reversed(gone.values())]
 
-    def begin_anew(self) -> None:
-        super().begin_anew()
+    def clear(self) -> None:
+        super().clear()
         self._by_hash.clear()
         self._evictable.clear()
 

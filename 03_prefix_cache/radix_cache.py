@@ -23,7 +23,7 @@ from itertools import count, groupby
 from operator import attrgetter
 
 from block_pool import Block, BlockPool
-from prefix_cache import CachedPrefix, CacheListener, HasBlockId, PrefixCache, Walk
+from prefix_cache import CachedPrefix, CacheListener, HasBlockId, PrefixCache, PrefixKey
 from radix_tree import RadixTree, TreeNode
 from request import check_integers
 
@@ -56,22 +56,24 @@ class RadixCache(PrefixCache):
         self._heap: list[tuple[int, int, TreeNode]] = []
         self._serial = count()  # breaks ties between equal times, because nodes have no order
 
-    def _find(self, walk: Walk, begin: int, end: int) -> list[Block]:
+    def _match(self, prefix: PrefixKey, begin: int, end: int) -> list[Block]:
         """O(depth of the tree + tokens compared + pages found). Splits the node in which the match
         ends, so that its front gets a last use separate from its end."""
-        node = self.tree.resume(walk.path.state, self.tree.root(walk.keys), end)
-        node = self.tree.split(*self.tree.descend(node, walk.token_ids, end))
-        walk.path.state = self.tree.bookmark(node)
+        node = self.tree.resume(prefix.path.state, self.tree.root(prefix.keys), end)
+        node = self.tree.split(*self.tree.descend(node, prefix.token_ids, end))
+        prefix.path.state = self.tree.bookmark(node)
         return self.tree.blocks_up_to(node, begin)
 
-    def _add(self, walk: Walk, first: int, parent: Block | None, blocks: list[Block]) -> None:
-        node = walk.path.state[0] if walk.path.state else self.tree.root(walk.keys)
+    def _insert(
+        self, prefix: PrefixKey, first: int, parent: Block | None, blocks: list[Block]
+    ) -> None:
+        node = prefix.path.state[0] if prefix.path.state else self.tree.root(prefix.keys)
         for ref_cnt, run in groupby(blocks, key=attrgetter("ref_cnt")):
-            node = self.tree.append(node, walk.token_ids, list(run), lock_ref=ref_cnt)
+            node = self.tree.append(node, prefix.token_ids, list(run), lock_ref=ref_cnt)
         self._num_used += len(blocks)
-        walk.path.state = self.tree.bookmark(node)
+        prefix.path.state = self.tree.bookmark(node)
 
-    def _use(self, blocks: list[Block]) -> None:
+    def _mark_used(self, blocks: list[Block]) -> None:
         """Locked nodes, and all nodes above them, get their time when they are released."""
         self._clock += 1
         node = self.tree.node_of[blocks[-1].block_id]
@@ -122,7 +124,7 @@ class RadixCache(PrefixCache):
                 return node
             self._queue(node)
 
-    def _pop_oldest(self, num_blocks: int) -> list[Block]:
+    def _pop_lru(self, num_blocks: int) -> list[Block]:
         victims: list[Block] = []
         while len(victims) < num_blocks:
             leaf = self._pop_oldest_leaf()
@@ -130,7 +132,7 @@ class RadixCache(PrefixCache):
             self._queue(leaf if leaf.blocks else leaf.above)
         return victims
 
-    def _take_off(self, block: HasBlockId) -> list[Block]:
+    def _remove_subtree(self, block: HasBlockId) -> list[Block]:
         nodes = self.tree.prune(self.tree.cut_out([block.block_id])[0])
         gone = set(nodes)
         self._heap = [entry for entry in self._heap if entry[2] not in gone]
@@ -139,8 +141,8 @@ class RadixCache(PrefixCache):
         self._queue(nodes[0].above)
         return [block for node in reversed(nodes) for block in reversed(node.blocks)]
 
-    def begin_anew(self) -> None:
-        super().begin_anew()
+    def clear(self) -> None:
+        super().clear()
         self.tree.roots.clear()
         self._heap.clear()
         self._num_used = 0
@@ -160,8 +162,8 @@ class RadixCache(PrefixCache):
     def begins_node(self, block: HasBlockId) -> bool:
         return self.tree.node_of[block.block_id].blocks[0].block_id == block.block_id
 
-    def tell_of_cuts(self, told: Callable[[int], object] | None) -> None:
-        self.tree.told_of_cuts = told
+    def on_split(self, told: Callable[[int], object] | None) -> None:
+        self.tree.on_split = told
 
     def check_invariants(self) -> None:
         self.tree.check_invariants()

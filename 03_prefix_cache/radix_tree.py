@@ -64,7 +64,7 @@ class RadixTree:
         self.page_size = page_size
         self.node_of: dict[int, TreeNode] = {}  # by block id
         self.roots: dict[NormalKeys, TreeNode] = {}
-        self.told_of_cuts: Callable[[int], object] | None = None
+        self.on_split: Callable[[int], object] | None = None
 
     def root(self, extra_keys: NormalKeys) -> TreeNode:
         """The root for these extra keys. A new root joins the forest with its first child."""
@@ -131,7 +131,7 @@ class RadixTree:
             yield node
             stack += node.children.values()
 
-    def cut(self, node: TreeNode, page: int) -> TreeNode:
+    def split_node(self, node: TreeNode, page: int) -> TreeNode:
         """Split `node` at `page`, which is inside it or its end. Returns the node that ends at
         `page`. O(pages before the split)."""
         if page == node.end:
@@ -140,24 +140,24 @@ class RadixTree:
         key, blocks = node.key[: num_pages * self.page_size], node.blocks[:num_pages]
         upper = TreeNode(node.parent, key, blocks, page, node.lock_ref, node.last_access)
         del node.key[: len(key)], node.blocks[:num_pages]
-        self._hang(upper)
+        self._attach(upper)
         node.parent = upper
-        self._hang(node)
+        self._attach(node)
         for block in blocks:
             self.node_of[block.block_id] = upper
         return upper
 
     def split(self, node: TreeNode, page: int) -> TreeNode:
-        """Like `cut`, and notify the listener."""
-        upper = self.cut(node, page)
-        if upper is not node and self.told_of_cuts is not None:
-            self.told_of_cuts(node.blocks[0].block_id)
+        """Like `split_node`, and notify the listener."""
+        upper = self.split_node(node, page)
+        if upper is not node and self.on_split is not None:
+            self.on_split(node.blocks[0].block_id)
         return upper
 
-    def _hang(self, node: TreeNode) -> None:
+    def _attach(self, node: TreeNode) -> None:
         node.above.children[tuple(node.key[: self.page_size])] = node
 
-    def _unhang(self, node: TreeNode) -> None:
+    def _detach(self, node: TreeNode) -> None:
         del node.above.children[tuple(node.key[: self.page_size])]
         if node.above.is_root and not node.above.children:
             del self.roots[node.above.extra_keys]
@@ -198,7 +198,7 @@ class RadixTree:
             if node.is_root:
                 self.roots[node.extra_keys] = node
             node = TreeNode(node, key, list(blocks), node.end + len(blocks), lock_ref)
-            self._hang(node)
+            self._attach(node)
         else:
             node.key += key
             node.blocks += blocks
@@ -213,7 +213,7 @@ class RadixTree:
         them."""
         taken = leaf.blocks[-num_pages:][::-1]
         if len(taken) == len(leaf.blocks):
-            self._unhang(leaf)
+            self._detach(leaf)
         leaf.generation += 1
         leaf.end -= len(taken)
         del leaf.blocks[-num_pages:], leaf.key[-num_pages * self.page_size :]
@@ -222,7 +222,7 @@ class RadixTree:
     def prune(self, node: TreeNode) -> list[TreeNode]:
         """Remove a node and all its descendants from the tree. Returns these nodes, each before its
         children. Their blocks stay in `node_of` until the caller frees them."""
-        self._unhang(node)
+        self._detach(node)
         nodes = [node]
         for above in nodes:
             above.generation += 1

@@ -17,7 +17,7 @@ from kv_memory import ComputedBlocks, NotReady
 from kv_orders import BLOCK_SIZES, check_any_order, check_long_run
 from kv_slots import make_request
 from kv_world import World
-from scheduler_interface import BlockMove
+from scheduler_interface import BlockTableUpdate
 
 # -- worked examples
 
@@ -71,9 +71,9 @@ def test_a_duplicate_is_given_back_and_the_runner_is_told(make_world):
     own = world.runner.tables["b"][0]
     kept = world.tables()["a"][0]
     assert world.tables()["b"][0] == kept != own and world.pool.blocks[own].ref_cnt == 0
-    assert world.manager.take_block_moves() == [BlockMove("b", 0, kept)]
-    assert world.manager.take_block_moves() == [], "taken once"
-    world.manager._moves.append(BlockMove("b", 0, kept))  # put back
+    assert world.manager.pop_table_updates() == [BlockTableUpdate("b", 0, kept)]
+    assert world.manager.pop_table_updates() == [], "taken once"
+    world.manager._moves.append(BlockTableUpdate("b", 0, kept))  # put back
     assert world.advance("b")
     world.step()
 
@@ -87,7 +87,7 @@ def test_a_move_dies_with_its_request(make_world):
     assert all(world.advance(request_id) for request_id in "abc")
     world.step()
     world.free("b")
-    assert [move.req_id for move in world.manager.take_block_moves()] == ["c"]
+    assert [move.req_id for move in world.manager.pop_table_updates()] == ["c"]
 
 
 def test_blocks_are_freed_deepest_first(make_world):
@@ -116,12 +116,12 @@ def test_a_request_waits_one_step_for_the_block_that_another_computes(make_world
     world.submit("d", [1, 1])
     world.submit("e", [2, 2, 2, 2])
     assert world.admit("a")
-    assert world.look_up(world.waiting["b"]) is NotReady.COMPUTED_NOW
+    assert world.get_computed_blocks(world.waiting["b"]) is NotReady.IN_FLIGHT
     assert world.admit("c"), "another tenant"
     assert world.admit("d"), "its last token is computed anyway"
     assert world.admit("e"), "another prefix"
     world.step()
-    assert world.look_up(world.waiting["b"]).num_tokens == 4
+    assert world.get_computed_blocks(world.waiting["b"]).num_tokens == 4
 
 
 @pytest.mark.parametrize("leave", ["free", "preempt"])
@@ -141,12 +141,12 @@ def test_the_block_that_a_decoding_request_fills_is_waited_for_too(make_world):
     world.serve("a", [1] * 6)
     world.submit("b", [1] * 6 + [0, 0, 2])
     world.advance("a")  # position 6: the block is not full yet, and nobody waits
-    assert world.look_up(world.waiting["b"]).num_tokens == 4
+    assert world.get_computed_blocks(world.waiting["b"]).num_tokens == 4
     world.step()
     world.advance("a")
-    assert world.look_up(world.waiting["b"]) is NotReady.COMPUTED_NOW
+    assert world.get_computed_blocks(world.waiting["b"]) is NotReady.IN_FLIGHT
     world.step()
-    assert world.look_up(world.waiting["b"]).num_tokens == 8
+    assert world.get_computed_blocks(world.waiting["b"]).num_tokens == 8
 
 
 def test_the_order_of_extra_keys_does_not_matter(make_world):
@@ -155,9 +155,9 @@ def test_the_order_of_extra_keys_does_not_matter(make_world):
     for request_id, extra_keys in (("a", keys), ("b", keys[::-1])):
         world.submit(request_id, [1, 2, 3]).extra_keys = extra_keys
     assert world.admit("a")
-    assert world.look_up(world.waiting["b"]) is NotReady.COMPUTED_NOW
+    assert world.get_computed_blocks(world.waiting["b"]) is NotReady.IN_FLIGHT
     world.step()
-    assert world.look_up(world.waiting["b"]).num_tokens == 2
+    assert world.get_computed_blocks(world.waiting["b"]).num_tokens == 2
 
 
 def test_a_block_with_draft_tokens_is_neither_published_nor_waited_for(make_cache):
@@ -172,7 +172,7 @@ def test_a_block_with_draft_tokens_is_neither_published_nor_waited_for(make_cach
     request.append_output_token(1)
     assert world.manager.allocate_slots(request, 1)
     other = make_request("b", [1] * 5)
-    assert world.manager.get_computed_blocks(other) is NotReady.COMPUTED_NOW
+    assert world.manager.get_computed_blocks(other) is NotReady.IN_FLIGHT
     world.manager.cache_blocks(request, 4)
     assert world.cache.num_cached_blocks == 1
     assert world.manager.get_computed_blocks(other).num_tokens == 4
@@ -296,14 +296,14 @@ def test_what_would_be_free_if_somebody_were_gone_is_known_before_anybody_goes(m
     world.serve("w", [8, 8] + [7] * 8)
     assert world.tables() == {"v": [1, 2, 3], "w": [1, 4, 5, 6, 7]}
     world.submit("y", [9] * 6)
-    victim, newcomer, nothing = world.running["v"], world.waiting["y"], ComputedBlocks()
+    victim, new_request, nothing = world.running["v"], world.waiting["y"], ComputedBlocks()
     before = world.snapshot()
-    assert world.manager.can_allocate(newcomer, 2, nothing)
-    assert not world.manager.can_allocate(newcomer, 3, nothing), "one block is free"
-    assert not world.manager.can_allocate(newcomer, 2, nothing, 1), "and would be kept"
-    assert world.manager.can_allocate(newcomer, 6, nothing, 0, victim), "two of v's three"
-    assert not world.manager.can_allocate(newcomer, 7, nothing, 0, victim)
-    assert not world.manager.can_allocate(newcomer, 6, nothing, 1, victim)
+    assert world.manager.can_allocate(new_request, 2, nothing)
+    assert not world.manager.can_allocate(new_request, 3, nothing), "one block is free"
+    assert not world.manager.can_allocate(new_request, 2, nothing, 1), "and would be kept"
+    assert world.manager.can_allocate(new_request, 6, nothing, 0, victim), "two of v's three"
+    assert not world.manager.can_allocate(new_request, 7, nothing, 0, victim)
+    assert not world.manager.can_allocate(new_request, 6, nothing, 1, victim)
     assert world.snapshot() == before
     world.preempt("v")
     assert world.admit("y")
@@ -314,23 +314,23 @@ def test_blocks_that_are_found_are_not_free_for_what_comes_behind_them(make_worl
     """They can be evicted as long as nobody uses them, and not when the newcomer does."""
     world = make_world(4, 2)
     world.warm("x", [1] * 5)
-    newcomer = world.submit("a", [1] * 8)
-    found = world.look_up(newcomer)
+    new_request = world.submit("a", [1] * 8)
+    found = world.get_computed_blocks(new_request)
     assert found.num_tokens == 4 and world.cache.num_evictable_blocks == 2
-    assert world.manager.can_allocate(newcomer, 4, found)
-    assert not world.manager.can_allocate(newcomer, 5, found)
-    assert not world.manager.can_allocate(newcomer, 4, found, 1)
+    assert world.manager.can_allocate(new_request, 4, found)
+    assert not world.manager.can_allocate(new_request, 5, found)
+    assert not world.manager.can_allocate(new_request, 4, found, 1)
 
 
 def test_blocks_that_the_victim_and_the_newcomer_share_are_counted_once(make_world):
     world = make_world(5, 2)
     world.serve("v", [1] * 9)
-    newcomer = world.submit("a", [1] * 4 + [2] * 6)
-    found = world.look_up(newcomer)
+    new_request = world.submit("a", [1] * 4 + [2] * 6)
+    found = world.get_computed_blocks(new_request)
     assert found.num_tokens == 4 and world.pool.num_free_blocks == 0
     victim = world.running["v"]
-    assert world.manager.can_allocate(newcomer, 6, found, 0, victim)
-    assert not world.manager.can_allocate(newcomer, 6, found, 1, victim)
+    assert world.manager.can_allocate(new_request, 6, found, 0, victim)
+    assert not world.manager.can_allocate(new_request, 6, found, 1, victim)
     world.preempt("v")
     assert world.admit("a")
     world.step()

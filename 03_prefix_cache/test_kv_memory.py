@@ -8,7 +8,7 @@ from block_pool import BlockPool
 from kv_memory import ComputedBlocks, SharingRunnerState, UncachedKVCacheManager
 from prefix_cache import KeyedRequest, extra_keys_of
 from request import Request, SamplingParams
-from scheduler_interface import BlockMove, CachedRequestData, NewRequestData, SchedulerOutput
+from scheduler_interface import BlockTableUpdate, CachedRequestData, NewRequestData, SchedulerOutput
 
 PARAMS = SamplingParams(temperature=0, max_tokens=4)
 
@@ -55,25 +55,25 @@ def test_without_a_cache_nothing_is_found_and_nothing_kept():
         manager.cache_blocks(request, 5)
         manager.check_invariants([request])
         manager.free(request)
-        assert manager.pool.num_free_blocks == 8 and manager.take_block_moves() == []
+        assert manager.pool.num_free_blocks == 8 and manager.pop_table_updates() == []
     assert manager.cache is None and manager.reset_prefix_cache()
 
 
 def test_without_a_cache_a_request_that_goes_leaves_all_its_blocks():
     """Trap 60. 8 blocks: v has 3. Nothing changes by asking."""
     manager = UncachedKVCacheManager(BlockPool(9), 2)
-    victim, newcomer, nothing = (
+    victim, new_request, nothing = (
         Request("v", [1], PARAMS),
         Request("y", [2], PARAMS),
         ComputedBlocks(),
     )
     assert manager.allocate_slots(victim, 5)
-    assert manager.can_allocate(newcomer, 10, nothing)
-    assert not manager.can_allocate(newcomer, 11, nothing)
-    assert not manager.can_allocate(newcomer, 10, nothing, 1)
-    assert manager.can_allocate(newcomer, 16, nothing, 0, victim)
-    assert not manager.can_allocate(newcomer, 16, nothing, 1, victim)
-    assert not manager.can_allocate(newcomer, 17, nothing, 0, victim)
+    assert manager.can_allocate(new_request, 10, nothing)
+    assert not manager.can_allocate(new_request, 11, nothing)
+    assert not manager.can_allocate(new_request, 10, nothing, 1)
+    assert manager.can_allocate(new_request, 16, nothing, 0, victim)
+    assert not manager.can_allocate(new_request, 16, nothing, 1, victim)
+    assert not manager.can_allocate(new_request, 17, nothing, 0, victim)
     assert len(manager.get_block_ids("v")) == 3 and manager.pool.num_free_blocks == 5
 
 
@@ -86,6 +86,6 @@ def test_a_moved_entry_replaces_one_and_leaves_the_rest():
     new = [NewRequestData(name, [1] * 5, PARAMS, block_ids=(ids,)) for name, ids in tables.items()]
     state.apply(SchedulerOutput(scheduled_new_reqs=new))
     changes = CachedRequestData(["a"], [[7]], [5], [1], [([9],)])
-    moves = [BlockMove("a", 1, 6), BlockMove("b", 0, 2)]
+    moves = [BlockTableUpdate("a", 1, 6), BlockTableUpdate("b", 0, 2)]
     state.apply(SchedulerOutput(scheduled_cached_reqs=changes, block_moves=moves))
     assert state.block_ids("a") == [2, 6, 9] and state.block_ids("b") == [2, 5]

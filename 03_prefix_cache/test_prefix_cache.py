@@ -28,9 +28,9 @@ from bounded_loops import as_long_as
 from kv_orders import run_machine
 from prefix_cache import (
     CacheStats,
+    MatchCursor,
     PrefixCache,
     PrefixMatch,
-    PrefixPath,
     normalise_extra_keys,
 )
 from prefix_cache_local import PrefixCacheLocal
@@ -170,7 +170,7 @@ class Tenant:
 
     tokens: list[int]
     keys: tuple = ()
-    path: PrefixPath | None = None
+    path: MatchCursor | None = None
     table: list[Block] = field(default_factory=list)
     num_published: int = 0
 
@@ -208,7 +208,7 @@ class World:
             assert self.pool.blocks[block.block_id] is block and block.ref_cnt == 1
         self.hear_of_leaving(blocks)
 
-    def blocks_withdrawn(self, blocks: Sequence[Block]) -> None:
+    def blocks_invalidated(self, blocks: Sequence[Block]) -> None:
         self.hear_of_leaving(blocks)
 
     def hear_of_leaving(self, blocks: Sequence[Block]) -> None:
@@ -290,7 +290,7 @@ class World:
         """A second request that holds the same blocks: the published ones and one behind them."""
         num_shared = min(tenant.num_full(self.block_size), tenant.num_published + 1)
         tokens = tenant.tokens[: num_shared * self.block_size]
-        child = Tenant(tokens, tenant.keys, PrefixPath() if tenant.path else None)
+        child = Tenant(tokens, tenant.keys, MatchCursor() if tenant.path else None)
         child.table = tenant.table[:num_shared]
         child.num_published = min(tenant.num_published, num_shared)
         cached, own = self.split(child.table)
@@ -336,9 +336,9 @@ class World:
         assert num_evicted == len(self.last_evicted)
         self.log.append(("evicted", self.last_evicted))
 
-    def withdraw(self, tenant: Tenant, index: int, everybody: Sequence[Tenant]) -> None:
+    def invalidate(self, tenant: Tenant, index: int, everybody: Sequence[Tenant]) -> None:
         self.last_evicted = []
-        self.cache.withdraw(tenant.table[index])
+        self.cache.invalidate(tenant.table[index])
         (_, tokens) = self.model.prefixes(tenant.tokens, tenant.keys, index + 1)[index]
         keys = normalise_extra_keys(tenant.keys)
         gone = {
@@ -563,7 +563,7 @@ def test_a_way_that_is_remembered_is_right_when_the_prompt_has_grown(rig):
     """Of a block that is not full yet nothing may be remembered: it will get other tokens."""
     rig.warm("AB")
     *tokens, last = rig.spell("AB")
-    path = PrefixPath()
+    path = MatchCursor()
     assert len(rig.cache.match_prefix(tokens, None, path).blocks) == 1
     assert path.state is not None
     assert len(rig.cache.match_prefix([*tokens, last], None, path).blocks) == 2
@@ -609,7 +609,7 @@ def test_extra_keys_separate_everything(make_cache):
 
 def test_an_index_says_what_it_calls_a_block_and_where_it_is_cut(rig):
     told: list[int] = []
-    rig.cache.tell_of_cuts(told.append)
+    rig.cache.on_split(told.append)
     held = [rig.cache.pool.blocks[block_id] for block_id in rig.warm("ABCD")]
     is_tree, has_hashes = rig.cache.begins_node(held[0]), bool(rig.cache.hash_of(held[0]))
     assert is_tree != has_hashes
@@ -618,7 +618,7 @@ def test_an_index_says_what_it_calls_a_block_and_where_it_is_cut(rig):
     begin = [rig.cache.begins_node(block) for block in held]
     assert begin == ([True, False, True, False] if is_tree else [False] * 4)
     assert len({rig.cache.hash_of(block) for block in held}) == (4 if has_hashes else 1)
-    rig.cache.tell_of_cuts(None)
+    rig.cache.on_split(None)
     rig.hits("ABC")
     assert len(told) == is_tree
 
@@ -774,7 +774,7 @@ def test_blocks_may_come_in_any_sequence(rig):
 def test_chunk_by_chunk_is_the_same_as_all_at_once(rig, chunk, with_path):
     """Trap 15: what a chunked request has computed may be shared while it computes the rest."""
     tokens, new = rig.spell("ABCDE"), rig.pool.allocate(5)
-    path = PrefixPath() if with_path else None
+    path = MatchCursor() if with_path else None
     for first in range(0, 5, chunk):
         part = new[first : first + chunk]
         known = tokens[: (first + len(part)) * rig.block_size]  # the rest is not sampled yet
@@ -788,7 +788,7 @@ def test_chunk_by_chunk_is_the_same_as_all_at_once(rig, chunk, with_path):
 def test_the_cache_keeps_a_copy_of_the_tokens(rig):
     """Trap 9: the caller's list lives on, and the next request in its row writes over it."""
     row = rig.spell("AB")
-    path = PrefixPath()
+    path = MatchCursor()
     rig.cache.match_prefix(row, None, path)
     blocks = rig.cache.insert(row, rig.pool.allocate(2), path=path).blocks
     rig.cache.release(blocks)
@@ -801,7 +801,7 @@ def test_the_cache_keeps_a_copy_of_the_tokens(rig):
 
 def test_a_path_may_be_older_than_the_cache_is(rig):
     """A waiting request is looked up again and again, while what it once hit is evicted."""
-    path = PrefixPath()
+    path = MatchCursor()
     rig.warm("ABCD")
     for letters, num_evicted in (("ABCD", 0), ("AB", 2), ("A", 1), ("", 1)):
         rig.cache.evict(num_evicted)
@@ -815,7 +815,7 @@ def test_a_path_may_be_older_than_the_cache_is(rig):
 
 def test_a_path_does_not_answer_for_the_tokens(rig):
     """The same request may ask for less than it did: its last token is always computed."""
-    path = PrefixPath()
+    path = MatchCursor()
     blocks = rig.warm("ABCD")
     for letters in ("ABCD", "AB", "ABC", ""):
         match = rig.cache.match_prefix(rig.spell(letters), None, path)
@@ -825,7 +825,7 @@ def test_a_path_does_not_answer_for_the_tokens(rig):
 @pytest.mark.parametrize("num_evicted", [0, 1])
 def test_a_path_does_not_vouch_for_what_others_put_behind_it(rig, num_evicted):
     """It ended at C, or at D, which is evicted since; now X stands there."""
-    path = PrefixPath()
+    path = MatchCursor()
     rig.warm("ABCD"[: 3 + num_evicted])
     rig.cache.match_prefix(rig.spell("ABCD"), None, path)
     rig.cache.evict(num_evicted)
@@ -854,7 +854,7 @@ def test_with_a_path_an_insertion_costs_what_is_new(make_cache):
     """Not the prompt: a request of 2,000 tokens does not read them all again in every step."""
     rig = Rig(make_cache, 600, 4)
     tokens = CountingList(range(2000))
-    path = PrefixPath()
+    path = MatchCursor()
     new = rig.pool.allocate(500)
     rig.cache.insert(tokens, new[:400], path=path)
     for index in range(400, 500):
@@ -1033,7 +1033,7 @@ def test_insert_refuses_a_start_behind_blocks_that_are_not_cached(rig):
     new = rig.pool.allocate(2)
     for letters, start in (("ABXY", 3), ("AXCD", 2), ("XBCD", 2), ("XYZ", 1), ("BCD", 1)):
         blocks = new[: len(letters) - start]
-        for path in (None, PrefixPath()):
+        for path in (None, MatchCursor()):
             rig.refused(
                 "not cached", rig.cache.insert, rig.spell(letters), blocks, start=start, path=path
             )
@@ -1105,7 +1105,7 @@ class Notes:
         assert all(block.ref_cnt == 1 for block in blocks), "they hold their content still"
         self.heard.append(("evicted", ids(blocks)))
 
-    def blocks_withdrawn(self, blocks) -> None:
+    def blocks_invalidated(self, blocks) -> None:
         assert all(block.ref_cnt >= 1 for block in blocks), "they hold their content still"
         self.heard.append(("withdrawn", ids(blocks)))
 
@@ -1141,7 +1141,7 @@ def test_withdrawn_blocks_leave_with_all_behind_them_and_stay_with_their_users(r
     (e,) = rig.warm("AE")[1:]
     other = rig.warm("F")
     notes = rig.cache.listener = Notes(rig.cache)
-    rig.cache.withdraw(rig.pool.blocks[b])
+    rig.cache.invalidate(rig.pool.blocks[b])
     ((kind, gone),) = notes.heard
     assert kind == "withdrawn" and sorted(gone) == sorted([b, c, d]) and gone[-1] == b
     assert rig.names() == {"A", "AE", "F"} and rig.hits("ABD") == [a]
@@ -1150,23 +1150,23 @@ def test_withdrawn_blocks_leave_with_all_behind_them_and_stay_with_their_users(r
     rig.check()
     rig.pool.free([rig.pool.blocks[i] for i in (d, b)])
     rig.cache.release([rig.pool.blocks[a]])
-    rig.cache.withdraw(rig.pool.blocks[a])
+    rig.cache.invalidate(rig.pool.blocks[a])
     assert rig.names() == {"F"} and not rig.cache.owns(rig.pool.blocks[e])
     assert rig.hits("ABC") == [] and rig.hits("F") == other
-    rig.refused("not cached", rig.cache.withdraw, rig.pool.blocks[a])
+    rig.refused("not cached", rig.cache.invalidate, rig.pool.blocks[a])
 
 
 def test_what_is_left_in_front_of_a_withdrawn_block_can_be_evicted(rig):
     _, b = rig.warm("AB")
-    rig.cache.withdraw(rig.pool.blocks[b])
+    rig.cache.invalidate(rig.pool.blocks[b])
     assert rig.cache.evict(9) == 1 and rig.names() == set()
 
 
 def test_a_path_does_not_lead_to_what_was_withdrawn(rig):
-    path = PrefixPath()
+    path = MatchCursor()
     blocks = rig.hold("AB")
     assert ids(rig.cache.match_prefix(rig.spell("ABC"), None, path).blocks) == ids(blocks)
-    rig.cache.withdraw(blocks[0])
+    rig.cache.invalidate(blocks[0])
     assert rig.cache.match_prefix(rig.spell("ABC"), None, path).blocks == []
     rig.pool.free(blocks[::-1])
     again = rig.hold("A")
@@ -1283,7 +1283,7 @@ class CacheMachine(RuleBasedStateMachine):
         publish=st.booleans(),
     )
     def new_request(self, tokens, keys, with_path, split, num_kept, publish):
-        tenant = Tenant(list(tokens), keys, PrefixPath() if with_path else None)
+        tenant = Tenant(list(tokens), keys, MatchCursor() if with_path else None)
         if not self.world.admit(tenant, split, num_kept):
             self.waiting.append(tenant)
             return
@@ -1329,10 +1329,10 @@ class CacheMachine(RuleBasedStateMachine):
 
     @precondition(lambda self: any(tenant.num_published for tenant in self.running))
     @rule(data=st.data())
-    def withdraw(self, data):
+    def invalidate(self, data):
         tenant = data.draw(st.sampled_from([t for t in self.running if t.num_published]))
         index = data.draw(st.integers(0, tenant.num_published - 1))
-        self.world.withdraw(tenant, index, self.running)
+        self.world.invalidate(tenant, index, self.running)
 
     @rule(num_blocks=st.integers(-1, 5))
     def evict(self, num_blocks):
@@ -1376,7 +1376,7 @@ def walk(make_cache, seed: int, num_steps: int, num_usable: int, block_size: int
     def new_tenant() -> Tenant:
         tokens = rng.choice(stems)[: rng.randrange(8 * block_size)]
         tokens = tokens + [rng.randrange(3) for _ in range(rng.randrange(block_size + 1))]
-        return Tenant(tokens, KEYS[rng.random() < 0.2], rng.choice([None, PrefixPath()]))
+        return Tenant(tokens, KEYS[rng.random() < 0.2], rng.choice([None, MatchCursor()]))
 
     for step in range(num_steps):
         action = rng.random()
@@ -1441,7 +1441,7 @@ def test_every_interleaving_of_three_requests_on_five_blocks(make_cache, share):
     for _ in as_long_as(lambda: pending, most=200_000):
         order = pending.pop()
         world = World(make_cache, 6, 2)
-        tenants = [Tenant(prompt[:], (), PrefixPath()) for prompt in prompts]
+        tenants = [Tenant(prompt[:], (), MatchCursor()) for prompt in prompts]
         tenants[2].path = None
         done, refused = [0, 0, 0], set()
         taken: list[int] = []

@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from block_pool import Block, BlockPool
-from prefix_cache import PrefixPath
+from prefix_cache import MatchCursor
 from prefix_cache_local import (
     BLOCK_SIZE,
     PrefixCacheLocal,
@@ -172,7 +172,7 @@ class CountingDict(dict):
 
 def test_with_a_path_an_insertion_looks_up_its_parent_and_what_is_new():
     cache = PrefixCacheLocal(50, block_size=2)
-    tokens, path, blocks = list(range(100)), PrefixPath(), cache.pool.allocate(50)
+    tokens, path, blocks = list(range(100)), MatchCursor(), cache.pool.allocate(50)
     cache._by_hash = CountingDict()
     for index, block in enumerate(blocks):
         CountingDict.num_gets = 0

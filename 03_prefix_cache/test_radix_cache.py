@@ -13,7 +13,7 @@ import pytest
 
 from block_pool import Block, BlockPool
 from bounded_loops import as_long_as
-from prefix_cache import PrefixPath
+from prefix_cache import MatchCursor
 from radix_cache import RadixCache
 from radix_words import Rig, ids
 
@@ -172,7 +172,7 @@ def test_a_release_of_what_nobody_uses_cuts_and_changes_nothing(rig):
 
 
 def test_decoding_grows_one_leaf_and_no_chain(rig):
-    path, blocks = PrefixPath(), []
+    path, blocks = MatchCursor(), []
     word = "ABCDEFGHIJKLMNOPQRST"
     for index in range(len(word)):
         new = rig.pool.allocate(1)
@@ -210,7 +210,7 @@ def test_pages_with_different_holders_become_separate_nodes(rig):
 def test_a_leaf_that_all_its_users_share_on_grows_in_place(rig):
     """Two forks hold every page: the leaf has two users, and so has what comes behind it. The way
     the second of them remembers still ends where it did."""
-    parent, child = PrefixPath(), PrefixPath()
+    parent, child = MatchCursor(), MatchCursor()
     blocks = rig.hold("AB", parent)
     rig.cache.touch(blocks)
     rig.cache.match_prefix(rig.spell("AB"), None, child)
@@ -238,7 +238,7 @@ def test_duplicates_lock_exactly_the_pages_they_stand_for(rig):
 
 
 def test_an_old_path_finds_its_way_after_cuts_and_evictions(rig):
-    path = PrefixPath()
+    path = MatchCursor()
     held = rig.hold("ABCD", path)
     rig.hits("AB"), rig.hits("A")
     (e,) = rig.pool.allocate(1)

@@ -30,7 +30,7 @@ class Grove:
         """Add what is missing of `word`, cutting where it parts."""
         tokens = spell(word, self.page_size)
         node, page = self.tree.descend(self.tree.root(()), tokens, len(word))
-        node = self.tree.cut(node, page)
+        node = self.tree.split_node(node, page)
         if page == len(word):
             return node
         first = self.num_blocks + 1
@@ -119,7 +119,7 @@ def test_a_cut_leaves_the_old_object_as_the_lower_part(page_size):
     node = grove.grow("ABCDEF")  # in place
     child = grove.grow("ABCDEFG", lock_ref=1)
     node.lock_ref, node.last_access = 3, 7
-    upper = grove.tree.cut(node, 2)
+    upper = grove.tree.split_node(node, 2)
     assert (grove.word(upper), grove.word(node)) == ("AB", "CDEF")
     assert (upper.start, upper.end, node.start, node.end) == (0, 2, 2, 6)
     assert (upper.lock_ref, upper.last_access) == (node.lock_ref, node.last_access) == (3, 7)
@@ -132,9 +132,9 @@ def test_a_cut_leaves_the_old_object_as_the_lower_part(page_size):
 def test_a_cut_at_the_end_of_a_node_is_none():
     grove = Grove("ABC")
     node = grove.end_of("ABC")
-    assert grove.tree.cut(node, 3) is node and grove.words() == [["ABC"]]
+    assert grove.tree.split_node(node, 3) is node and grove.words() == [["ABC"]]
     root = node.parent
-    assert grove.tree.cut(root, 0) is root
+    assert grove.tree.split_node(root, 0) is root
 
 
 # growth
@@ -199,7 +199,7 @@ def test_a_bookmark_leads_back_to_the_end_of_its_path():
     node, root = grove.end_of("ABCD"), grove.tree.root(())
     mark = grove.tree.bookmark(node)
     assert grove.tree.resume(mark, root, 4) is node
-    upper = grove.tree.cut(node, 2)  # somebody matched A B
+    upper = grove.tree.split_node(node, 2)  # somebody matched A B
     assert grove.tree.resume(mark, root, 4) is node
     assert grove.tree.resume(mark, root, 9) is node
     assert grove.tree.resume(mark, root, 3) is upper

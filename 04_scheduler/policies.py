@@ -5,7 +5,7 @@ A policy defines one of two methods:
     key(request)       a number or a tuple; the smallest is served first. Called once, when the
                        request arrives, so it suits properties that do not change while it waits.
     order(requests)    the requests, given in order of arrival, in the order of service. Called at
-                       every step (`looks_at_cache = True`): for what changes with the cache.
+                       every step (`is_cache_aware = True`): for what changes with the cache.
 
 Ties are broken by order of arrival. No policy can starve a request, because the queue
 (`policy_queue.py`) serves a request that has been overtaken too often.
@@ -30,11 +30,11 @@ from request import Request
 
 
 class SchedulePolicy:
-    """An order of service. Define `key`; or set `looks_at_cache` and define `order`."""
+    """An order of service. Define `key`; or set `is_cache_aware` and define `order`."""
 
     name: ClassVar[str]  # shown in events and errors; the name of the class by default
-    looks_at_cache: ClassVar[bool] = False
-    keeps_preempted_first: ClassVar[bool] = True  # False: sorted by its key again
+    is_cache_aware: ClassVar[bool] = False
+    preempted_first: ClassVar[bool] = True  # False: sorted by its key again
     max_requests_to_sort: int = 128  # `order` is not called if more requests wait
 
     def __init_subclass__(cls) -> None:
@@ -64,7 +64,7 @@ class PriorityPolicy(SchedulePolicy):
     `arrival_time`; a preempted request is sorted among them."""
 
     name = "priority"
-    keeps_preempted_first = False
+    preempted_first = False
 
     def key(self, request: Request) -> tuple[int, float]:
         return (request.priority, request.arrival_time)
@@ -75,7 +75,7 @@ POLICIES: dict[str, type[SchedulePolicy]] = {
 }
 
 
-def policy_named(
+def get_policy(
     name: str, known: Mapping[str, type[SchedulePolicy]] = POLICIES
 ) -> type[SchedulePolicy]:
     """The policy class with this name. Raises `ValueError` if there is none."""

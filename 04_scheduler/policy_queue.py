@@ -45,14 +45,14 @@ from request import Request
 from request_queue import RequestQueue
 
 
-class _Place(NamedTuple):
+class _QueueEntry(NamedTuple):
     """An entry of the queue. Entries compare by key, then by number. Numbers are unique, so the
     other fields are never compared."""
 
     key: Any
     # In order of arrival; negative for a preempted request, so that it precedes equal keys.
     number: int
-    num_left: int  # how many requests had left the queue when it arrived
+    num_dequeued: int  # how many requests had left the queue when it arrived
     request: Request
 
 
@@ -68,101 +68,104 @@ class PolicyQueue(RequestQueue):
         self.policy = policy
         self.max_overtakes = max_overtakes
         # Preempted requests. The last one is served first.
-        self._front: OrderedDict[str, Request] = OrderedDict()
-        self._places: OrderedDict[str, _Place] = OrderedDict()  # in order of arrival
+        self._preempted: OrderedDict[str, Request] = OrderedDict()
+        self._entries: OrderedDict[str, _QueueEntry] = OrderedDict()  # in order of arrival
         self._sorted = SortedList()  # the same entries, by key
         self._numbers = count(1)
-        self._num_left = 0
+        self._num_dequeued = 0
 
     # -- add and remove
 
     def add_request(self, request: Request) -> None:
         self._check_is_new(request)
-        self._put_at_its_place(request, next(self._numbers))
+        self._insert_in_order(request, next(self._numbers))
 
     def prepend_request(self, request: Request) -> None:
         self._check_is_new(request)
-        if self.policy.keeps_preempted_first:
-            self._front[request.request_id] = request
+        if self.policy.preempted_first:
+            self._preempted[request.request_id] = request
         else:
-            self._put_at_its_place(request, -next(self._numbers))
+            self._insert_in_order(request, -next(self._numbers))
 
     def _check_is_new(self, request: Request) -> None:
-        if request.request_id in self._front or request.request_id in self._places:
+        if request.request_id in self._preempted or request.request_id in self._entries:
             raise ValueError(f"cannot add request {request.request_id!r}: already in the queue")
 
-    def _put_at_its_place(self, request: Request, number: int) -> None:
+    def _insert_in_order(self, request: Request, number: int) -> None:
         # A cache-aware policy has no keys. With equal keys, the order of arrival remains.
-        key = 0 if self.policy.looks_at_cache else self.policy.key(request)
-        place = _Place(key, number, self._num_left, request)
-        self._sorted.add(place)
-        self._places[request.request_id] = place
+        key = 0 if self.policy.is_cache_aware else self.policy.key(request)
+        entry = _QueueEntry(key, number, self._num_dequeued, request)
+        self._sorted.add(entry)
+        self._entries[request.request_id] = entry
 
     def remove_request(self, request: Request) -> None:
         request_id = request.request_id
-        if self._front.get(request_id) is request:
-            del self._front[request_id]
-        elif request_id in self._places and self._places[request_id].request is request:
-            self._sorted.remove(self._places.pop(request_id))
+        if self._preempted.get(request_id) is request:
+            del self._preempted[request_id]
+        elif request_id in self._entries and self._entries[request_id].request is request:
+            self._sorted.remove(self._entries.pop(request_id))
         else:
             raise KeyError(request_id)
-        self._num_left += 1
+        self._num_dequeued += 1
 
     def pop_request(self) -> Request:
         request = self.peek_request()
         self.remove_request(request)
         return request
 
-    def begin_anew(self) -> None:
+    def clear(self) -> None:
         """Rebuild the sorted order from the entries, after a call that was interrupted."""
-        self._sorted = SortedList(self._places.values())
+        self._sorted = SortedList(self._entries.values())
 
     # -- order of service
 
     def key_of(self, request: Request) -> Any:
         """The key that the policy returned when the request arrived; None for a request that is not
         sorted by a key."""
-        place = self._places.get(request.request_id)
-        return None if place is None or self.policy.looks_at_cache else place.key
+        entry = self._entries.get(request.request_id)
+        return None if entry is None or self.policy.is_cache_aware else entry.key
 
     def is_aged(self, request: Request) -> bool:
         """Whether no other request may overtake this one any longer. True for preempted requests in
         front as well. Raises `KeyError` if the request is not in the queue."""
-        if request.request_id in self._front:
+        if request.request_id in self._preempted:
             return True
-        return self._has_aged(self._places[request.request_id], self._num_left)
+        return self._has_aged(self._entries[request.request_id], self._num_dequeued)
 
-    def _has_aged(self, place: _Place, num_left: int) -> bool:
-        return self.max_overtakes is not None and num_left - place.num_left >= self.max_overtakes
+    def _has_aged(self, entry: _QueueEntry, num_dequeued: int) -> bool:
+        return (
+            self.max_overtakes is not None
+            and num_dequeued - entry.num_dequeued >= self.max_overtakes
+        )
 
     def __len__(self) -> int:
-        return len(self._front) + len(self._places)
+        return len(self._preempted) + len(self._entries)
 
     def __contains__(self, request: object) -> bool:
         if not isinstance(request, Request):
             return False
-        place = self._places.get(request.request_id)
-        return self._front.get(request.request_id) is request or (
-            place is not None and place.request is request
+        entry = self._entries.get(request.request_id)
+        return self._preempted.get(request.request_id) is request or (
+            entry is not None and entry.request is request
         )
 
     def __iter__(self) -> Iterator[Request]:
         """Yield requests in the order of service. Raises `RuntimeError` if the queue is changed
         before the iteration ends."""
-        before = (self._num_left, len(self))
+        before = (self._num_dequeued, len(self))
         for request in self.in_order():
             yield request
-            if (self._num_left, len(self)) != before:
+            if (self._num_dequeued, len(self)) != before:
                 raise RuntimeError("cannot iterate: the queue has changed")
 
     def in_order(self) -> Iterator[Request]:
-        yield from reversed(self._front.values())
-        num_left = self._num_left + len(self._front)
+        yield from reversed(self._preempted.values())
+        num_dequeued = self._num_dequeued + len(self._preempted)
         by_policy = iter(self._policy_order())
         given: set[str] = set()
-        for oldest in self._places.values():
+        for oldest in self._entries.values():
             while oldest.request.request_id not in given:
-                has_aged = self._has_aged(oldest, num_left + len(given))
+                has_aged = self._has_aged(oldest, num_dequeued + len(given))
                 request = oldest.request if has_aged else next(by_policy)
                 if request.request_id not in given:
                     given.add(request.request_id)
@@ -170,13 +173,13 @@ class PolicyQueue(RequestQueue):
 
     def _policy_order(self) -> Iterable[Request]:
         """All requests with an entry, in the policy's order, aged ones included."""
-        if self.policy.looks_at_cache and len(self) <= self.policy.max_requests_to_sort:
-            return self._order_of_now()
-        return (place.request for place in self._sorted)
+        if self.policy.is_cache_aware and len(self) <= self.policy.max_requests_to_sort:
+            return self._cache_aware_order()
+        return (entry.request for entry in self._sorted)
 
-    def _order_of_now(self) -> Iterable[Request]:
-        ordered = self.policy.order([place.request for place in self._sorted])
-        if sorted(r.request_id for r in ordered) != sorted(self._places):
+    def _cache_aware_order(self) -> Iterable[Request]:
+        ordered = self.policy.order([entry.request for entry in self._sorted])
+        if sorted(r.request_id for r in ordered) != sorted(self._entries):
             raise ValueError(f"policy {self.policy.name!r}: order must return each request once")
         return ordered
 
@@ -184,13 +187,13 @@ class PolicyQueue(RequestQueue):
 
     def check_invariants(self) -> None:
         """Raise `AssertionError` if the queue is inconsistent. O(n log n)."""
-        assert self._front.keys().isdisjoint(self._places), "preempted, and sorted"
-        assert sorted(self._places.values()) == list(self._sorted), "the two orders differ"
-        ages = [place.num_left for place in self._places.values()]
+        assert self._preempted.keys().isdisjoint(self._entries), "preempted, and sorted"
+        assert sorted(self._entries.values()) == list(self._sorted), "the two orders differ"
+        ages = [entry.num_dequeued for entry in self._entries.values()]
         assert ages == sorted(ages), "entries are not in order of arrival"
-        assert not ages or ages[-1] <= self._num_left, "an entry counts too many departures"
-        for request_id, place in self._places.items():
-            assert place.request.request_id == request_id, place
+        assert not ages or ages[-1] <= self._num_dequeued, "an entry counts too many departures"
+        for request_id, entry in self._entries.items():
+            assert entry.request.request_id == request_id, entry
 
 
 class ShuffledQueue(PolicyQueue):

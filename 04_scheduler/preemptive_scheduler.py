@@ -25,17 +25,17 @@ from dataclasses import dataclass, replace
 from typing import TypedDict, cast
 from weakref import proxy
 
-from base_scheduler import SchedulerBooks, SchedulerPlugin, defines, describe_prompt
+from base_scheduler import BaseScheduler, SchedulerPlugin, describe_prompt, overrides
 from block_pool import BlockPool
 from cached_kv_cache_manager import CachedKVCacheManager
-from kv_memory import ComputedBlocks, KVMemory, NotReady
-from policies import SchedulePolicy, policy_named
+from kv_memory import ComputedBlocks, NotReady, UncachedKVCacheManager
+from policies import SchedulePolicy, get_policy
 from policy_queue import PolicyQueue, ShuffledQueue
 from prefix_cache_local import PrefixCacheLocal
 from request import Request, RequestStatus, check_integers
 from scheduler_interface import SchedulerOutput, StepOutput
-from step_plan import PreemptingPlan, PreemptionDelta, StepPlan, StepResults
-from unchunked import ChunkPolicy, WholePrompts
+from step_plan import PreemptionDeltaEncoder, PreemptiveSchedulerOutput, StepPlan, StepResults
+from unchunked import ChunkPolicy, Unchunked
 
 _FINISHED = RequestStatus.FINISHED_STOPPED  # and every later status
 
@@ -69,19 +69,19 @@ class PreemptionPlugin(SchedulerPlugin):
     last known token; they are scheduled if budget and memory are left after every request got what
     it needs."""
 
-    books: SchedulerBase
+    scheduler: PreemptiveScheduler
 
-    def attach(self, books: SchedulerBooks) -> None:
-        if not isinstance(books, SchedulerBase):
+    def attach(self, scheduler: BaseScheduler) -> None:
+        if not isinstance(scheduler, PreemptiveScheduler):
             raise ValueError(f"{type(self).__name__} needs a preemptive scheduler")
         # A weak reference: in a reference cycle, an engine's memory would be freed only by Python's
         # garbage collector.
-        self.books = cast("SchedulerBase", proxy(books))
+        self.scheduler = cast("PreemptiveScheduler", proxy(scheduler))
 
     def victim(self) -> Request | None:
         """Return a request to preempt before this step is planned, or None."""
 
-    def preempted(self, request: Request) -> None:
+    def on_preempt(self, request: Request) -> None:
         """Called before the request loses its KV."""
 
     def num_optional_tokens(self, request: Request) -> int:
@@ -96,9 +96,9 @@ class PreemptionPlugin(SchedulerPlugin):
 class SchedulerOptions(TypedDict, total=False):
     block_size: int
     max_model_len: int | None
-    kv_memory: KVMemory | None
+    kv_memory: UncachedKVCacheManager | None
     chunk_policy: ChunkPolicy | None
-    wait_for_prefix: bool
+    defer_on_shared_prefix: bool
     max_preemptions: int
     max_overtakes: int | None
     shuffle_waiting: bool
@@ -106,15 +106,15 @@ class SchedulerOptions(TypedDict, total=False):
     plugins: Sequence[SchedulerPlugin]
 
 
-class SchedulerBase(SchedulerBooks):
-    """A base class without `schedule`: a subclass builds it from `begin_step`, `look_up`, `seat`,
-    `preempt` and `finish_step`.
+class PreemptiveScheduler(BaseScheduler):
+    """A base class without `schedule`: a subclass builds it from `begin_step`,
+    `get_computed_blocks`, `start_running`, `preempt` and `finish_step`.
 
     Makes a pool of `num_gpu_blocks` blocks and a prefix cache; `kv_memory` replaces both. A request
     whose prefix is being computed by another request waits for it, or computes it again immediately
-    (`wait_for_prefix=False`, as in vLLM). At most `max_overtakes` requests leave the queue before
-    one that came earlier. `shuffle_waiting` (a debug switch) tries waiting requests in random
-    order. Raises `ValueError` that names the field.
+    (`defer_on_shared_prefix=False`, as in vLLM). At most `max_overtakes` requests leave the queue
+    before one that came earlier. `shuffle_waiting` (a debug switch) tries waiting requests in
+    random order. Raises `ValueError` that names the field.
     """
 
     def __init__(
@@ -126,9 +126,9 @@ class SchedulerBase(SchedulerBooks):
         *,
         block_size: int = 16,
         max_model_len: int | None = None,
-        kv_memory: KVMemory | None = None,
+        kv_memory: UncachedKVCacheManager | None = None,
         chunk_policy: ChunkPolicy | None = None,
-        wait_for_prefix: bool = True,
+        defer_on_shared_prefix: bool = True,
         max_preemptions: int = 3,
         max_overtakes: int | None = 1000,
         shuffle_waiting: bool = False,
@@ -137,34 +137,36 @@ class SchedulerBase(SchedulerBooks):
     ) -> None:
         check_integers(1, max_preemptions=max_preemptions)
         if not isinstance(policy, SchedulePolicy):
-            policy = policy_named(policy)()
+            policy = get_policy(policy)()
         waiting = PolicyQueue(policy, max_overtakes)
         if shuffle_waiting:
             waiting = ShuffledQueue(policy, max_overtakes, seed)
         kv_memory = kv_memory or make_kv_memory(num_gpu_blocks, block_size)
-        self.delta: PreemptionDelta
+        self.delta: PreemptionDeltaEncoder
         limits = (max_num_seqs, max_num_batched_tokens, max_model_len)
-        super().__init__(waiting, PreemptionDelta(kv_memory), *limits, plugins)
+        super().__init__(waiting, PreemptionDeltaEncoder(kv_memory), *limits, plugins)
         self.waiting: PolicyQueue = waiting
-        self.max_preemptions, self.wait_for_prefix = max_preemptions, wait_for_prefix
+        self.max_preemptions, self.defer_on_shared_prefix = max_preemptions, defer_on_shared_prefix
         self.kv_memory = kv_memory
         self.block_size = kv_memory.block_size
-        self.chunk_policy = chunk_policy or WholePrompts()
-        self._num_lost: dict[str, int] = {}  # computed tokens that each preempted request lost
+        self.chunk_policy = chunk_policy or Unchunked()
+        self._num_preempted_tokens: dict[
+            str, int
+        ] = {}  # computed tokens that each preempted request lost
         self._stats = SchedulerStats()
 
     def set_plugins(self, plugins: Sequence[SchedulerPlugin]) -> None:
         super().set_plugins(plugins)
         own = self._own_plugins = [p for p in self.plugins if isinstance(p, PreemptionPlugin)]
         tokens, slots = PreemptionPlugin.num_optional_tokens, PreemptionPlugin.num_optional_slots
-        self._asked_for_tokens = [p.num_optional_tokens for p in own if defines(p, tokens)]
-        self._asked_for_slots = [p.num_optional_slots for p in own if defines(p, slots)]
-        self._has_routine = all(plugin.allows_routine for plugin in self.plugins)
+        self._optional_token_hooks = [p.num_optional_tokens for p in own if overrides(p, tokens)]
+        self._optional_slot_hooks = [p.num_optional_slots for p in own if overrides(p, slots)]
+        self._has_fast_path = all(plugin.allows_fast_path for plugin in self.plugins)
 
     # -- adding and removing requests
 
     def check_prompt(self, request: Request) -> None:
-        longest = self.chunk_policy.longest_prompt(self.max_num_batched_tokens)
+        longest = self.chunk_policy.max_prompt_len(self.max_num_batched_tokens)
         if request.num_prompt_tokens > longest:
             raise ValueError(
                 f"{describe_prompt(request)}, but a whole prompt must fit in one step, "
@@ -178,18 +180,18 @@ class SchedulerBase(SchedulerBooks):
         return super().length_limits(request) | {f"the KV memory holds {capacity} positions": room}
 
     def forget(self, request: Request) -> None:
-        request.routine_until = -1
+        request.fast_path_until = -1
         self.kv_memory.free(request)
-        self._num_lost.pop(request.request_id, None)
+        self._num_preempted_tokens.pop(request.request_id, None)
         super().forget(request)
         if request.status == RequestStatus.FINISHED_ABORTED:
             self._stats.total_aborted += 1
         else:
             self._stats.total_finished += 1
 
-    def begin_anew(self) -> None:
-        self.waiting.begin_anew()
-        super().begin_anew()
+    def clear(self) -> None:
+        self.waiting.clear()
+        super().clear()
 
     # -- from waiting to running, and back
 
@@ -198,38 +200,38 @@ class SchedulerBase(SchedulerBooks):
         admission, and keeps it."""
         return request.num_preemptions >= self.max_preemptions
 
-    def num_behind(self, request: Request) -> int:
+    def num_uncomputed_tokens(self, request: Request) -> int:
         """Number of uncomputed tokens of a running request; 0 if a plugin skips it in this step."""
-        if self._asked_to_sit and self.sits_out(request):
+        if self._skip_hooks and self.skips_step(request):
             return 0
-        num_known = len(request.all_token_ids) + request.num_pending_tokens
+        num_known = len(request.all_token_ids) + request.num_output_placeholders
         return num_known - request.num_computed_tokens
 
     def num_optional_tokens(self, request: Request) -> int:
         """Number of optional tokens that could be computed after the last known token of a request
         with one uncomputed token."""
         num_optional = 0
-        for num_tokens in self._asked_for_tokens:
+        for num_tokens in self._optional_token_hooks:
             num_optional += num_tokens(request)
         return num_optional
 
     def num_optional_slots(self, request: Request, end: int) -> int:
         most = 0
-        for num_slots in self._asked_for_slots:
+        for num_slots in self._optional_slot_hooks:
             most = max(most, num_slots(request, end))
         return most
 
-    def take_back(self, request: Request, num_tokens: int) -> None:
+    def rollback_computed_tokens(self, request: Request, num_tokens: int) -> None:
         """Roll back the last `num_tokens` computed positions, whose tokens were rejected."""
         if self.running.get(request.request_id) is request:
             request.num_computed_tokens -= num_tokens
         else:  # preempted in the meantime: it lost all of them
-            self._num_lost[request.request_id] -= num_tokens
+            self._num_preempted_tokens[request.request_id] -= num_tokens
 
-    def look_up(self, request: Request) -> ComputedBlocks | NotReady:
+    def get_computed_blocks(self, request: Request) -> ComputedBlocks | NotReady:
         """Find the cached prefix of a waiting request. The blocks are not pinned and can be evicted
         at any time: look them up again before every attempt to admit the request."""
-        computed = self.kv_memory.get_computed_blocks(request, self.wait_for_prefix)
+        computed = self.kv_memory.get_computed_blocks(request, self.defer_on_shared_prefix)
         request.status = RequestStatus.WAITING
         if computed is NotReady.LOADING:
             request.status = RequestStatus.WAITING_FOR_REMOTE_KVS
@@ -237,7 +239,7 @@ class SchedulerBase(SchedulerBooks):
             request.status = RequestStatus.PREEMPTED
         return computed
 
-    def seat(
+    def start_running(
         self, request: Request, computed: ComputedBlocks, num_new_tokens: int, num_reserved: int
     ) -> bool:
         """Allocate KV for a waiting request (`num_new_tokens` + `num_reserved` slots after its
@@ -251,25 +253,25 @@ class SchedulerBase(SchedulerBooks):
             self._stats.total_admitted += 1
             self._stats.total_cached_tokens += computed.num_tokens
         else:
-            num_lost = self._num_lost.pop(request.request_id)
-            self._stats.total_recomputed_tokens += num_lost - computed.num_tokens
+            num_preempted_tokens = self._num_preempted_tokens.pop(request.request_id)
+            self._stats.total_recomputed_tokens += num_preempted_tokens - computed.num_tokens
         request.num_computed_tokens = computed.num_tokens
         request.status = RequestStatus.RUNNING
         for plugin in self.plugins:
-            plugin.started(request)
+            plugin.on_start(request)
         return True
 
     def preempt(self, request: Request) -> None:
         """Free a running request's KV and return it to the queue: to the front, or where the policy
         sorts it."""
         for plugin in self._own_plugins:
-            plugin.preempted(request)
+            plugin.on_preempt(request)
         self.kv_memory.free(request)
-        self._num_lost[request.request_id] = request.num_computed_tokens
+        self._num_preempted_tokens[request.request_id] = request.num_computed_tokens
         request.num_computed_tokens = 0
         request.num_preemptions += 1
         request.status = RequestStatus.PREEMPTED
-        request.routine_until = -1
+        request.fast_path_until = -1
         del self.running[request.request_id]
         self.delta.request_preempted(request.request_id)
         self.waiting.prepend_request(request)
@@ -277,7 +279,7 @@ class SchedulerBase(SchedulerBooks):
 
     # -- one step
 
-    def beside_chunks(self) -> Collection[Request]:
+    def running_with_chunks(self) -> Collection[Request]:
         """Running requests that can be scheduled in the same step as a prompt chunk."""
         return self.running.values()
 
@@ -285,36 +287,36 @@ class SchedulerBase(SchedulerBooks):
         for plugin in self.plugins:
             plugin.begin_step()
         self._num_recomputed_before = self._stats.total_recomputed_tokens
-        num_wanted = lambda r: self.num_behind(r) + self.num_optional_tokens(r)  # noqa: E731
-        self.chunk_policy.begin_step(self.beside_chunks(), num_wanted)
-        step = StepPlan(self.max_num_batched_tokens, self.num_behind)
+        num_wanted = lambda r: self.num_uncomputed_tokens(r) + self.num_optional_tokens(r)  # noqa: E731
+        self.chunk_policy.begin_step(self.running_with_chunks(), num_wanted)
+        step = StepPlan(self.max_num_batched_tokens, self.num_uncomputed_tokens)
         for plugin in self._own_plugins:
             if (victim := plugin.victim()) is not None:
                 step.preempted.append(victim)
                 self.preempt(victim)
         return step
 
-    def finish_step(self, step: StepPlan) -> PreemptingPlan:
+    def finish_step(self, step: StepPlan) -> PreemptiveSchedulerOutput:
         """Build the message for the runner. Scheduled tokens count as computed from here on."""
         num_recomputed = self._stats.total_recomputed_tokens - self._num_recomputed_before
-        plan = PreemptingPlan(
+        plan = PreemptiveSchedulerOutput(
             preempted_requests=step.preempted,
             admission_stop=step.stop,
-            decided_req_ids=step.decided,
+            slow_path_req_ids=step.slow_path,
             num_recomputed_tokens=num_recomputed,
             num_kv_blocks_in_use=self.kv_memory.num_blocks_in_use,
-            block_moves=self.kv_memory.take_block_moves(),
+            block_moves=self.kv_memory.pop_table_updates(),
         )
         self._stats.total_scheduled += len(step.num_tokens)
         self._stats.total_scheduled_tokens += self.max_num_batched_tokens - step.budget
         self.make_plan(step.num_tokens, plan)
         return plan
 
-    def routine_end(self, request: Request) -> int:
+    def fast_path_end(self, request: Request) -> int:
         """Last position that the fast path can handle for a request with one uncomputed token: the
         end of its current block, or the position before its last output token, whichever comes
         first."""
-        if not self._has_routine:
+        if not self._has_fast_path:
             return -1
         start_of_block = request.num_computed_tokens // self.block_size * self.block_size
         return min(start_of_block + self.block_size - 1, request.max_num_tokens - 3)
@@ -322,29 +324,31 @@ class SchedulerBase(SchedulerBooks):
     def update_from_output(self, plan: SchedulerOutput, output: StepOutput) -> StepResults:
         """Append the sampled tokens. A request on the fast path only gets its token; all others are
         processed one by one."""
-        assert isinstance(plan, PreemptingPlan)
+        assert isinstance(plan, PreemptiveSchedulerOutput)
         for plugin in self.plugins:
-            plugin.judged(plan, output)
+            plugin.on_output(plan, output)
         results = StepResults(list(plan.num_scheduled_tokens), output.token_ids)
         token_ids, noted = output.token_ids, {*output.logprobs, *output.errors}
-        noted.update(plan.decided_req_ids)
+        noted.update(plan.slow_path_req_ids)
         gone, block_size = set[str](), self.block_size
         rows = zip(
             plan.scheduled_requests, plan.start_positions, plan.num_scheduled_tokens.values()
         )
         for request, start, num_tokens in rows:
             request_id = request.request_id
-            if start <= request.routine_until and request_id not in noted:
+            if start <= request.fast_path_until and request_id not in noted:
                 sampled = token_ids.get(request_id, ())
                 if len(sampled) == 1 and sampled[0] not in request.end_ids:
                     request.output_token_ids.append(sampled[0])
                     request.all_token_ids.append(sampled[0])
                     if (start + 1) % block_size == 0:
-                        self.positions_written(request, start, start + 1)
+                        self.on_positions_computed(request, start, start + 1)
                     continue
             if request.status < _FINISHED:
                 end = start + num_tokens
-                results.decided[request_id] = self.take_tokens(request, start, end, output)
+                results.slow_path[request_id] = self.append_sampled_tokens(
+                    request, start, end, output
+                )
             else:  # finished between schedule and update
                 gone.add(request_id)
         if gone:
@@ -352,7 +356,7 @@ class SchedulerBase(SchedulerBooks):
         self.delta.taken(plan)
         return results
 
-    def positions_written(self, request: Request, start: int, end: int) -> None:
+    def on_positions_computed(self, request: Request, start: int, end: int) -> None:
         if end % self.block_size < end - start:  # a block was filled
             # Optional tokens that were rejected do not count.
             self.kv_memory.cache_blocks(request, min(end, request.num_tokens - 1))
@@ -366,7 +370,7 @@ class SchedulerBase(SchedulerBooks):
             self._stats,
             num_waiting=len(self.waiting),
             num_running=len(self.running),
-            num_preempted=len(self._num_lost),
+            num_preempted=len(self._num_preempted_tokens),
             kv_cache_usage=self.kv_memory.usage,
             prefix_cache_hit_rate=0.0 if cache is None else cache.stats.hit_rate,
         )
@@ -378,13 +382,15 @@ class SchedulerBase(SchedulerBooks):
         for request in self.waiting:
             request_id = request.request_id
             assert not self.kv_memory.get_block_ids(request_id), f"{request!r} holds blocks"
-            assert (request_id in self._num_lost) == (request.num_preemptions > 0), repr(request)
-        assert self._num_lost.keys() <= self.requests.keys() - self.running.keys()
+            assert (request_id in self._num_preempted_tokens) == (request.num_preemptions > 0), (
+                repr(request)
+            )
+        assert self._num_preempted_tokens.keys() <= self.requests.keys() - self.running.keys()
         for request in self.running.values():
             # The next step is on the fast path.
-            if request.num_computed_tokens <= request.routine_until:
+            if request.num_computed_tokens <= request.fast_path_until:
                 num_blocks = len(self.kv_memory.get_block_ids(request.request_id))
-                assert self.num_behind(request) == 1, repr(request)
+                assert self.num_uncomputed_tokens(request) == 1, repr(request)
                 assert request.num_computed_tokens < num_blocks * self.block_size, repr(request)
 
 

@@ -32,7 +32,7 @@ Under any policy, a request is preempted at most `max_preemptions` times
 (`policy_queue.py`; chapter 3's `kv_loads.py` for requests that wait for external KV).
 
 On a first reading, assume unchunked prompts and no priorities. Then `_num_tokens_for` returns all
-uncomputed tokens of a request, `num_left` is empty, and `displaced` is None.
+uncomputed tokens of a request, `num_deferred_tokens` is empty, and `preempted_for_it` is None.
 
 vLLM V1 has the same two phases. Preemption by recomputation: vLLM, arXiv 2309.06180.
 """
@@ -46,9 +46,9 @@ from typing import TYPE_CHECKING
 
 from kv_memory import ComputedBlocks, NotReady
 from policies import PriorityPolicy, SchedulePolicy
-from preemptive_scheduler import SchedulerBase, SchedulerOptions, make_kv_memory
+from preemptive_scheduler import PreemptiveScheduler, SchedulerOptions, make_kv_memory
 from request import Request, RequestStatus, require
-from step_plan import PreemptingPlan, StepPlan
+from step_plan import PreemptiveSchedulerOutput, StepPlan
 
 if TYPE_CHECKING:
     from typing import Unpack
@@ -56,20 +56,25 @@ if TYPE_CHECKING:
 __all__ = ["Request", "RequestStatus", "Scheduler", "SimpleBlockManager", "make_kv_memory"]
 
 # Per step: looking at each of a hundred thousand requests would take longer than the step.
-MAX_PASSED_OVER = 128
+MAX_SKIPPED = 128
 
 
 class _Admission(Enum):
     ADMITTED = "admitted"
-    PASSED_OVER = "passed over"  # not ready yet: try the next request
-    SEAT, CONSTRAINT, BUDGET, BLOCKS = "seat", "constraint", "budget", "blocks"  # admission stops
+    SKIPPED = "passed over"  # not ready yet: try the next request
+    BATCH_FULL, CONSTRAINT, BUDGET, BLOCKS = (
+        "seat",
+        "constraint",
+        "budget",
+        "blocks",
+    )  # admission stops
 
 
-class Scheduler(SchedulerBase):
-    """A `SchedulerInterface` with preemption. The other options are those of `SchedulerBase`.
+class Scheduler(PreemptiveScheduler):
+    """A `SchedulerInterface` with preemption. The other options are those of `PreemptiveScheduler`.
 
     `watermark` is the share of the blocks that an admission leaves free for running requests.
-    `keep_for_prompts` decides what else it leaves free: blocks for the rest of `"every"` chunked
+    `reserve_for_chunks` decides what else it leaves free: blocks for the rest of `"every"` chunked
     prompt, or only for the rest of the request's `"own"` prompt, as vLLM does
     (`scheduler_reserve_full_isl`). `reserve_all` allocates everything at admission, as chapter 2
     does. Raises `ValueError` that names the field.
@@ -83,21 +88,21 @@ class Scheduler(SchedulerBase):
         policy: str | SchedulePolicy = "fcfs",
         *,
         watermark: float = 0.01,
-        keep_for_prompts: str = "every",
+        reserve_for_chunks: str = "every",
         reserve_all: bool = False,
         **options: Unpack[SchedulerOptions],
     ) -> None:
         if not 0 <= watermark < 1:
             raise ValueError(f"watermark must be in [0, 1), got {watermark!r}")
-        is_known = keep_for_prompts in ("every", "own")
-        require(is_known, "keep_for_prompts", keep_for_prompts, "'every' or 'own'")
+        is_known = reserve_for_chunks in ("every", "own")
+        require(is_known, "reserve_for_chunks", reserve_for_chunks, "'every' or 'own'")
         super().__init__(max_num_seqs, max_num_batched_tokens, num_gpu_blocks, policy, **options)
-        self._keeps_for_every = keep_for_prompts == "every"
+        self._reserves_per_request = reserve_for_chunks == "every"
         self.reserve_all = reserve_all
         self._has_priorities = isinstance(self.waiting.policy, PriorityPolicy)
-        self._num_kept_free = int(watermark * self.kv_memory.pool.num_usable_blocks)
+        self._num_watermark_blocks = int(watermark * self.kv_memory.pool.num_usable_blocks)
 
-    def schedule(self) -> PreemptingPlan:
+    def schedule(self) -> PreemptiveSchedulerOutput:
         """Plan a step: schedule running requests first, then waiting ones."""
         step = self.begin_step()
         self._plan_running(step)
@@ -112,7 +117,7 @@ class Scheduler(SchedulerBase):
         for index, request in enumerate(running):
             if budget == 0:
                 break
-            if request.num_computed_tokens <= request.routine_until:
+            if request.num_computed_tokens <= request.fast_path_until:
                 planned[request.request_id] = 1
                 budget -= 1
             else:
@@ -126,18 +131,20 @@ class Scheduler(SchedulerBase):
     ) -> None:
         if step.preempted and request.request_id not in self.running:
             return  # preempted earlier in this step
-        num_behind = num_tokens = self.num_behind(request)
+        num_uncomputed_tokens = num_tokens = self.num_uncomputed_tokens(request)
         if num_tokens > 1:
             num_tokens = self._num_tokens_for(request, running, index, step)
-        num_more = 0
-        if num_behind == 1 and self._asked_for_tokens:
-            num_more = self._num_optional_for(request, running, index, step)
-        if num_tokens and (num_tokens := self._get_room(request, num_tokens, num_more, step)):
+        num_optional = 0
+        if num_uncomputed_tokens == 1 and self._optional_token_hooks:
+            num_optional = self._num_optional_for(request, running, index, step)
+        if num_tokens and (
+            num_tokens := self._allocate_or_preempt(request, num_tokens, num_optional, step)
+        ):
             step.add(request, num_tokens)
-            if num_behind == 1:
-                request.routine_until = self.routine_end(request)
-                if request.num_computed_tokens <= request.routine_until:
-                    step.decided.remove(request.request_id)
+            if num_uncomputed_tokens == 1:
+                request.fast_path_until = self.fast_path_end(request)
+                if request.num_computed_tokens <= request.fast_path_until:
+                    step.slow_path.remove(request.request_id)
 
     def _num_tokens_for(
         self, request: Request, running: Sequence[Request], index: int, step: StepPlan
@@ -147,14 +154,16 @@ class Scheduler(SchedulerBase):
         One token for each later decode takes precedence over a prompt chunk, but one chunk per step
         always makes progress.
         """
-        num_behind = request.num_tokens - request.num_computed_tokens
-        least = 0 if step.has_piece else 1
-        step.has_piece = True
-        budget = max(step.budget - step.num_decodes_behind(running, index), least)
+        num_uncomputed_tokens = request.num_tokens - request.num_computed_tokens
+        least = 0 if step.has_chunk else 1
+        step.has_chunk = True
+        budget = max(step.budget - step.num_decodes_after(running, index), least)
         most = self.max_num_batched_tokens
-        num_tokens = self.chunk_policy.num_tokens_now(request, num_behind, budget, most)
-        if num_tokens < num_behind:
-            step.num_left[request.request_id] = num_behind - num_tokens
+        num_tokens = self.chunk_policy.num_tokens_to_schedule(
+            request, num_uncomputed_tokens, budget, most
+        )
+        if num_tokens < num_uncomputed_tokens:
+            step.num_deferred_tokens[request.request_id] = num_uncomputed_tokens - num_tokens
         return num_tokens
 
     def _num_optional_for(
@@ -169,21 +178,25 @@ class Scheduler(SchedulerBase):
         num_spare = step.budget - 1 - num_others
         if num_optional <= num_spare - self.block_size:
             return num_optional  # whether or not a prompt needs a block
-        has_prompts = bool(self.waiting) or step.num_decodes_behind(running, index) < num_others
+        has_prompts = bool(self.waiting) or step.num_decodes_after(running, index) < num_others
         return max(0, min(num_optional, num_spare - (self.block_size if has_prompts else 0)))
 
-    def _get_room(self, request: Request, num_tokens: int, num_more: int, step: StepPlan) -> int:
-        """Allocate KV for `num_tokens`, plus `num_more` optional ones if all of them fit. Preempts
-        other requests to satisfy `num_tokens`, never for the optional tokens. Returns the number of
-        tokens that got memory; 0 if the request itself was preempted."""
-        block_size, with_more, num_slots = self.block_size, num_tokens + num_more, 0
-        if self._asked_for_slots:
+    def _allocate_or_preempt(
+        self, request: Request, num_tokens: int, num_optional: int, step: StepPlan
+    ) -> int:
+        """Allocate KV for `num_tokens`, plus `num_optional` optional ones if all of them fit.
+        Preempts other requests to satisfy `num_tokens`, never for the optional tokens. Returns the
+        number of tokens that got memory; 0 if the request itself was preempted."""
+        block_size, with_more, num_slots = self.block_size, num_tokens + num_optional, 0
+        if self._optional_slot_hooks:
             num_slots = self.num_optional_slots(request, request.num_computed_tokens + with_more)
         # Inside a block there is nothing to allocate: the request got the block when it wrote the
         # block's first slot.
         if 0 < request.num_computed_tokens % block_size <= block_size - with_more - num_slots:
             return with_more
-        if (num_more or num_slots) and self.kv_memory.allocate_slots(request, with_more, num_slots):
+        if (num_optional or num_slots) and self.kv_memory.allocate_slots(
+            request, with_more, num_slots
+        ):
             return with_more
         while not self.kv_memory.allocate_slots(request, num_tokens):
             victim = self._choose_victim()
@@ -193,11 +206,11 @@ class Scheduler(SchedulerBase):
                 return 0
         return num_tokens
 
-    def _choose_victim(self, spared: Sequence[Request] = ()) -> Request | None:
+    def _choose_victim(self, exclude: Sequence[Request] = ()) -> Request | None:
         """Return the most recently admitted request or, with priorities, the least urgent one.
-        Skips pinned requests and those in `spared`; None if no request is left."""
+        Skips pinned requests and those in `exclude`; None if no request is left."""
         running = reversed(self.running.values())
-        candidates = (r for r in running if not self.is_pinned(r) and r not in spared)
+        candidates = (r for r in running if not self.is_pinned(r) and r not in exclude)
         if self._has_priorities:
             return max(candidates, key=lambda r: (r.priority, r.arrival_time), default=None)
         return next(candidates, None)
@@ -213,11 +226,11 @@ class Scheduler(SchedulerBase):
         if len(self.running) >= self.max_num_seqs and not self._has_priorities:
             step.stop = ("seat", "")
             return  # before a cache-aware policy sorts the queue in vain
-        num_passed_over, goes_on = 0, (_Admission.ADMITTED, _Admission.PASSED_OVER)
+        num_skipped, goes_on = 0, (_Admission.ADMITTED, _Admission.SKIPPED)
         for request in self.waiting:
             outcome = self._try_to_admit(request, step)
-            num_passed_over += outcome is _Admission.PASSED_OVER
-            if outcome not in goes_on or step.preempted or num_passed_over == MAX_PASSED_OVER:
+            num_skipped += outcome is _Admission.SKIPPED
+            if outcome not in goes_on or step.preempted or num_skipped == MAX_SKIPPED:
                 step.stop = (outcome.value, request.request_id)
                 break  # after a preemption for priority, later requests wait for the next step
         for request in step.admitted:
@@ -228,70 +241,81 @@ class Scheduler(SchedulerBase):
         prefix, chunk policy, then budget and memory."""
         if step.budget == 0:
             return _Admission.BUDGET
-        displaced = None
+        preempted_for_it = None
         if len(self.running) >= self.max_num_seqs:
-            displaced = self._displaced_by(request, step)
-            if displaced is None:
-                return _Admission.SEAT
-        if not self.may_start(request):
-            return self._hold_back(request)
-        computed = self.look_up(request)
+            preempted_for_it = self._find_lower_priority(request, step)
+            if preempted_for_it is None:
+                return _Admission.BATCH_FULL
+        if not self.can_start(request):
+            return self._skip_unless_aged(request)
+        computed = self.get_computed_blocks(request)
         if isinstance(computed, NotReady):
-            return _Admission.PASSED_OVER
-        if not self.chunk_policy.may_start(request, request.num_tokens - computed.num_tokens):
-            return self._hold_back(request)
-        return self._fit_in(request, computed, displaced, step)
+            return _Admission.SKIPPED
+        if not self.chunk_policy.can_start(request, request.num_tokens - computed.num_tokens):
+            return self._skip_unless_aged(request)
+        return self._try_schedule_new(request, computed, preempted_for_it, step)
 
-    def _hold_back(self, request: Request) -> _Admission:
+    def _skip_unless_aged(self, request: Request) -> _Admission:
         """Skip a request that a plugin or the chunk policy rejects. If it has aged, stop
         admission."""
         is_aged = self.waiting.is_aged(request)
-        return _Admission.CONSTRAINT if is_aged else _Admission.PASSED_OVER
+        return _Admission.CONSTRAINT if is_aged else _Admission.SKIPPED
 
-    def _displaced_by(self, newcomer: Request, step: StepPlan) -> Request | None:
-        """Return the running request that `newcomer` may preempt: the least urgent one, if
-        `newcomer` is strictly more urgent."""
+    def _find_lower_priority(self, new_request: Request, step: StepPlan) -> Request | None:
+        """Return the running request that `new_request` may preempt: the least urgent one, if
+        `new_request` is strictly more urgent."""
         if not self._has_priorities:
             return None
-        lowest = self._choose_victim(spared=step.admitted)
-        return lowest if lowest is not None and lowest.priority > newcomer.priority else None
+        lowest = self._choose_victim(exclude=step.admitted)
+        return lowest if lowest is not None and lowest.priority > new_request.priority else None
 
-    def _fit_in(
-        self, request: Request, computed: ComputedBlocks, displaced: Request | None, step: StepPlan
+    def _try_schedule_new(
+        self,
+        request: Request,
+        computed: ComputedBlocks,
+        preempted_for_it: Request | None,
+        step: StepPlan,
     ) -> _Admission:
-        """Determine how many tokens to schedule and start the request, preempting `displaced` first
-        if there is one. Memory is checked before any state changes, so a request that does not fit
-        leaves everything unchanged."""
-        num_behind = request.num_tokens - computed.num_tokens
-        rest = step if displaced is None else step.without(displaced)
+        """Determine how many tokens to schedule and start the request, preempting
+        `preempted_for_it` first if there is one. Memory is checked before any state changes, so a
+        request that does not fit leaves everything unchanged."""
+        num_uncomputed_tokens = request.num_tokens - computed.num_tokens
+        rest = step if preempted_for_it is None else step.without(preempted_for_it)
         most = self.max_num_batched_tokens
-        num_tokens = self.chunk_policy.num_tokens_now(request, num_behind, rest.budget, most)
+        num_tokens = self.chunk_policy.num_tokens_to_schedule(
+            request, num_uncomputed_tokens, rest.budget, most
+        )
         if num_tokens == 0:
             return _Admission.BUDGET
-        num_left = num_behind - num_tokens
+        num_deferred_tokens = num_uncomputed_tokens - num_tokens
         num_reserved = 0
         if self.reserve_all or self.is_pinned(request):
-            num_reserved = request.max_num_tokens - 1 - request.num_tokens + num_left
-        num_slots, num_kept_free = num_tokens + num_reserved, 0
-        if len(self.running) > (0 if displaced is None else 1):
+            num_reserved = request.max_num_tokens - 1 - request.num_tokens + num_deferred_tokens
+        num_slots, num_watermark_blocks = num_tokens + num_reserved, 0
+        if len(self.running) > (0 if preempted_for_it is None else 1):
             # Slots for its whole prompt, and free blocks for the other running requests.
-            num_slots = max(num_slots, num_behind)
-            num_owed = sum(rest.num_left.values()) if self._keeps_for_every else 0
-            num_kept_free = self._num_kept_free + self.kv_memory.num_blocks_needed(num_owed)
-        if not self.kv_memory.can_allocate(request, num_slots, computed, num_kept_free, displaced):
+            num_slots = max(num_slots, num_uncomputed_tokens)
+            num_owed = sum(rest.num_deferred_tokens.values()) if self._reserves_per_request else 0
+            num_watermark_blocks = self._num_watermark_blocks + self.kv_memory.num_blocks_needed(
+                num_owed
+            )
+        if not self.kv_memory.can_allocate(
+            request, num_slots, computed, num_watermark_blocks, preempted_for_it
+        ):
             return _Admission.BLOCKS
-        if displaced is not None:
-            self._preempt(displaced, step)
-        has_room = self.seat(request, computed, num_tokens, num_reserved)
-        assert has_room, "`can_allocate` succeeded but `allocate_slots` failed"
-        step.add(request, num_tokens, num_left)
+        if preempted_for_it is not None:
+            self._preempt(preempted_for_it, step)
+        fits = self.start_running(request, computed, num_tokens, num_reserved)
+        assert fits, "`can_allocate` succeeded but `allocate_slots` failed"
+        step.add(request, num_tokens, num_deferred_tokens)
         step.admitted.append(request)
         return _Admission.ADMITTED
 
 
 class SimpleBlockManager:  # name used in the Chinese blog posts
     """A pool of `num_blocks` blocks of `block_size` positions that counts the blocks of each
-    request. The engine does not use it: its schedulers use a `KVMemory` (chapter 3)."""
+    request. The engine does not use it: its schedulers use a `UncachedKVCacheManager` (chapter
+    3)."""
 
     def __init__(self, num_blocks: int, block_size: int = 16) -> None:
         self.num_blocks = num_blocks

@@ -18,7 +18,7 @@ known, computed = dict(PROMPT_LENS), dict.fromkeys(PROMPT_LENS, 0)  # numbers of
 num_blocks = dict.fromkeys(PROMPT_LENS, 0)  # blocks that each request holds
 
 
-def take_blocks(name, num_tokens):
+def allocate_blocks(name, num_tokens):
     """Allocate slots for `num_tokens` more tokens. Returns False, and changes nothing, if too few
     blocks are free."""
     missing = -(-(computed[name] + num_tokens) // BLOCK_SIZE) - num_blocks[name]
@@ -32,7 +32,7 @@ steps = []
 while waiting or running:
     plan, victims, budget = {}, [], BUDGET
     for name in list(running):  # phase 1: running requests
-        while name in running and not take_blocks(name, known[name] - computed[name]):
+        while name in running and not allocate_blocks(name, known[name] - computed[name]):
             victim = running.pop()  # the most recently admitted request loses its KV
             num_blocks[victim] = computed[victim] = 0
             waiting.insert(0, victim)
@@ -42,7 +42,7 @@ while waiting or running:
             budget -= plan[name]
     while waiting:  # phase 2: waiting requests, in order
         num_tokens = known[waiting[0]]
-        if num_tokens > budget or not take_blocks(waiting[0], num_tokens):
+        if num_tokens > budget or not allocate_blocks(waiting[0], num_tokens):
             break  # stop at the first request that does not fit, so none overtakes it
         running.append(waiting.pop(0))
         plan[running[-1]] = num_tokens

@@ -11,8 +11,8 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
 
-from block_delta import BlockDelta
-from kv_cache_manager import BlockMemory
+from block_delta import BlockDeltaEncoder
+from kv_cache_manager import BlockAllocator
 from request import Request
 from scheduler_interface import EngineCoreOutput, SchedulerOutput
 
@@ -24,84 +24,86 @@ class StepPlan:
     a block that it already holds, below every limit."""
 
     budget: int
-    num_behind: Callable[[Request], int]
+    num_uncomputed_tokens: Callable[[Request], int]
     num_tokens: dict[str, int] = field(default_factory=dict)
-    decided: set[str] = field(default_factory=set)  # requests that do not take the fast path
+    slow_path: set[str] = field(default_factory=set)  # requests that do not take the fast path
     admitted: list[Request] = field(default_factory=list)
     preempted: list[Request] = field(default_factory=list)
-    num_left: dict[str, int] = field(default_factory=dict)  # by request that got less than it needs
-    has_piece: bool = False  # a chunk was scheduled or considered in this step
+    num_deferred_tokens: dict[str, int] = field(
+        default_factory=dict
+    )  # by request that got less than it needs
+    has_chunk: bool = False  # a chunk was scheduled or considered in this step
     # Why admission stopped, and the id of the request at which it did.
     stop: tuple[str, str] | None = None
     _num_decodes: list[int] = field(default_factory=list)
 
-    def add(self, request: Request, num_tokens: int, num_left: int = 0) -> None:
-        """Schedule `num_tokens` tokens of the request; `num_left` more are deferred to later
-        steps."""
+    def add(self, request: Request, num_tokens: int, num_deferred_tokens: int = 0) -> None:
+        """Schedule `num_tokens` tokens of the request; `num_deferred_tokens` more are deferred to
+        later steps."""
         self.num_tokens[request.request_id] = num_tokens
-        self.decided.add(request.request_id)
+        self.slow_path.add(request.request_id)
         self.budget -= num_tokens
-        if num_left:
-            self.num_left[request.request_id] = num_left
+        if num_deferred_tokens:
+            self.num_deferred_tokens[request.request_id] = num_deferred_tokens
 
     def remove(self, request: Request) -> None:
         self.budget += self.num_tokens.pop(request.request_id, 0)
-        self.num_left.pop(request.request_id, None)
+        self.num_deferred_tokens.pop(request.request_id, None)
 
     def without(self, request: Request) -> StepPlan:
         """A copy of this plan with the request removed. This plan stays unchanged."""
-        plan = StepPlan(self.budget, self.num_behind, {**self.num_tokens})
-        plan.num_left = {**self.num_left}
+        plan = StepPlan(self.budget, self.num_uncomputed_tokens, {**self.num_tokens})
+        plan.num_deferred_tokens = {**self.num_deferred_tokens}
         plan.remove(request)
         return plan
 
-    def num_decodes_behind(self, running: Sequence[Request], index: int) -> int:
+    def num_decodes_after(self, running: Sequence[Request], index: int) -> int:
         """How many requests after `running[index]` need only one token. Counted once per step."""
         if not self._num_decodes:
             counts = [0]
             for request in reversed(running[1:]):
-                counts.append(counts[-1] + (self.num_behind(request) == 1))
+                counts.append(counts[-1] + (self.num_uncomputed_tokens(request) == 1))
             self._num_decodes = counts[::-1]
         return self._num_decodes[index]
 
 
 @dataclass(slots=True)
-class PreemptingPlan(SchedulerOutput):
+class PreemptiveSchedulerOutput(SchedulerOutput):
     """The finished plan, with fields that only the scheduler's process uses. The runner
     gets those of the base class."""
 
     preempted_requests: list[Request] = field(default_factory=list)
     # Reason and request id (`""`: no particular request).
     admission_stop: tuple[str, str] | None = None
-    decided_req_ids: Collection[str] = ()  # all other requests take the fast path
+    slow_path_req_ids: Collection[str] = ()  # all other requests take the fast path
     num_recomputed_tokens: int = 0
 
 
 @dataclass(slots=True)
 class StepResults(Sequence[EngineCoreOutput]):
     """The result of a step for each request. A request that got one token and keeps running is not
-    in `decided`: its `EngineCoreOutput` is created when it is read."""
+    in `slow_path`: its `EngineCoreOutput` is created when it is read."""
 
     request_ids: list[str]
     token_ids: dict[str, list[int]]
-    decided: dict[str, EngineCoreOutput] = field(default_factory=dict)
+    slow_path: dict[str, EngineCoreOutput] = field(default_factory=dict)
 
     def __len__(self) -> int:
         return len(self.request_ids)
 
     def __getitem__(self, index: int) -> EngineCoreOutput:
         name = self.request_ids[index]
-        return self.decided.get(name) or EngineCoreOutput(name, self.token_ids[name])
+        return self.slow_path.get(name) or EngineCoreOutput(name, self.token_ids[name])
 
 
-class PreemptionDelta(BlockDelta):
-    def __init__(self, kv_memory: BlockMemory) -> None:
+class PreemptionDeltaEncoder(BlockDeltaEncoder):
+    def __init__(self, kv_memory: BlockAllocator) -> None:
         super().__init__(kv_memory)
         self._preempted: set[str] = set()
 
     def request_preempted(self, request_id: str) -> None:
         """Mark the runner's copy of the request as stale, so that it will be sent again in full."""
-        if self.knows(request_id):
+        if self.is_tracked(request_id):
             self._num_sent[request_id] = 0
             self._num_blocks.pop(request_id, None)
             self._preempted.add(request_id)

@@ -61,7 +61,7 @@ def test_a_lower_priority_number_is_served_first_and_then_who_came_first():
         for name, priority, time in [("a", 1, 0), ("b", 0, 9), ("c", -1, 7), ("d", 0, 8)]
     ]
     assert ids(PriorityPolicy().order(requests)) == ["c", "d", "b", "a"]
-    assert not PriorityPolicy.keeps_preempted_first
+    assert not PriorityPolicy.preempted_first
 
 
 def test_the_longest_output_is_what_is_left_of_it():
@@ -143,7 +143,7 @@ def test_a_policy_without_key_and_order_says_so():
 def test_every_policy_has_its_name():
     assert list(POLICIES) == ["fcfs", "priority", "lof", "random", "lpm", "dfs-weight"]
     assert all(name == policy.name for name, policy in POLICIES.items())
-    assert [name for name, policy in POLICIES.items() if policy.looks_at_cache] == [
+    assert [name for name, policy in POLICIES.items() if policy.is_cache_aware] == [
         "lpm",
         "dfs-weight",
     ]

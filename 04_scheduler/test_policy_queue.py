@@ -51,7 +51,7 @@ class LivePolicy(SchedulePolicy):
     """Ranks that change while requests wait, as cached prefixes do."""
 
     name = "live"
-    looks_at_cache = True
+    is_cache_aware = True
     max_requests_to_sort = 6
 
     def __init__(self) -> None:
@@ -66,7 +66,7 @@ class Entry:
     request: Request
     arrival: int
     tie: int  # between equal keys: order of arrival, but a preempted one stands before its equals
-    num_left: int
+    num_deferred_tokens: int
     is_in_front: bool
     num_overtakes: int = 0  # by those who came later and were served before it
 
@@ -77,18 +77,18 @@ class NaiveQueue:
     def __init__(self, policy: SchedulePolicy, max_overtakes: int | None) -> None:
         self.policy, self.max_overtakes = policy, max_overtakes
         self.entries: list[Entry] = []
-        self.num_left = self.num_arrived = 0
+        self.num_deferred_tokens = self.num_arrived = 0
 
     def put(self, request: Request, is_preempted: bool) -> None:
         self.num_arrived += 1
         n, front = self.num_arrived, is_preempted and self.policy.name != "priority"
-        entry = Entry(request, n, -n if is_preempted else n, self.num_left, front)
+        entry = Entry(request, n, -n if is_preempted else n, self.num_deferred_tokens, front)
         self.entries.append(entry)
 
     def remove(self, request: Request) -> Entry:
         (gone,) = [entry for entry in self.entries if entry.request is request]
         self.entries.remove(gone)
-        self.num_left += 1
+        self.num_deferred_tokens += 1
         return gone
 
     def key(self, request: Request, num_waiting: int) -> object:
@@ -105,22 +105,25 @@ class NaiveQueue:
                 is_asked = num_waiting <= self.policy.max_requests_to_sort
                 return self.policy.ranks.get(request.request_id, 0) if is_asked else 0
 
-    def has_aged(self, entry: Entry, num_left: int) -> bool:
-        return self.max_overtakes is not None and num_left - entry.num_left >= self.max_overtakes
+    def has_aged(self, entry: Entry, num_deferred_tokens: int) -> bool:
+        return (
+            self.max_overtakes is not None
+            and num_deferred_tokens - entry.num_deferred_tokens >= self.max_overtakes
+        )
 
-    def next(self, entries: list[Entry], num_left: int, num_waiting: int) -> Entry:
+    def next(self, entries: list[Entry], num_deferred_tokens: int, num_waiting: int) -> Entry:
         if front := [entry for entry in entries if entry.is_in_front]:
             return max(front, key=lambda entry: entry.arrival)
-        if aged := [entry for entry in entries if self.has_aged(entry, num_left)]:
+        if aged := [entry for entry in entries if self.has_aged(entry, num_deferred_tokens)]:
             return min(aged, key=lambda entry: entry.arrival)
         return min(entries, key=lambda entry: (self.key(entry.request, num_waiting), entry.tie))
 
     def in_order(self) -> list[Request]:
-        entries, num_left, result = list(self.entries), self.num_left, []
+        entries, num_deferred_tokens, result = list(self.entries), self.num_deferred_tokens, []
         while entries:
-            entry = self.next(entries, num_left, len(self.entries))
+            entry = self.next(entries, num_deferred_tokens, len(self.entries))
             entries.remove(entry)
-            num_left += 1
+            num_deferred_tokens += 1
             result.append(entry.request)
         return result
 
@@ -156,7 +159,7 @@ class QueueAgainstNaiveQueue(QueueMachine):
         is_preempted=st.booleans(),
         num=st.integers(1, 4),
     )
-    def newcomers(self, priority, time, num_new, is_preempted, num):
+    def new_requests(self, priority, time, num_new, is_preempted, num):
         for _ in range(num):
             self.num_made += 1
             request = make(str(self.num_made), priority, time, num_new)
@@ -231,7 +234,9 @@ class QueueAgainstNaiveQueue(QueueMachine):
         if expected:
             assert self.queue.peek_request() is expected[0]
         for entry in self.model.entries:
-            is_aged = entry.is_in_front or self.model.has_aged(entry, self.model.num_left)
+            is_aged = entry.is_in_front or self.model.has_aged(
+                entry, self.model.num_deferred_tokens
+            )
             assert self.queue.is_aged(entry.request) == is_aged
             bound = self.model.max_overtakes
             assert bound is None or entry.num_overtakes <= bound, "the bound of `nobody starves`"
@@ -605,8 +610,8 @@ def test_the_counters_count_a_search_and_a_rebuild(counted):
     fill(queue, [str(i) for i in range(1000)])
     assert cost_of(lambda: sorted(queue._sorted))[0] >= 999
     assert cost_of(lambda: list(queue._sorted))[1] == 1000
-    assert cost_of(lambda: list(queue._places))[1] == 1000
-    assert cost_of(lambda: list(queue._places.values()))[1] == 1000
+    assert cost_of(lambda: list(queue._entries))[1] == 1000
+    assert cost_of(lambda: list(queue._entries.values()))[1] == 1000
 
 
 # policies by name
@@ -617,7 +622,7 @@ def test_a_queue_is_created_by_name():
     for name, kind in POLICIES.items():
         queue = create_queue(name, find, block_size=8, seed=5, max_overtakes=7)
         assert type(queue.policy) is kind and queue.max_overtakes == 7
-        if queue.policy.looks_at_cache:
+        if queue.policy.is_cache_aware:
             assert queue.policy.find_cached_blocks is find and queue.policy.block_size == 8
     assert create_queue("random", seed=5).policy.seed == 5
     assert create_queue("fcfs").max_overtakes == 1000
@@ -665,11 +670,11 @@ def test_a_policy_that_fails_leaves_the_queue_as_it_was():
 @pytest.mark.parametrize(
     "damage",
     [
-        lambda queue: queue._front.update(a=queue.peek_request()),
+        lambda queue: queue._preempted.update(a=queue.peek_request()),
         lambda queue: queue._sorted.pop(),
-        lambda queue: queue._places.pop("a"),
-        lambda queue: queue._places.move_to_end("a"),
-        lambda queue: setattr(queue, "_num_left", -1),
+        lambda queue: queue._entries.pop("a"),
+        lambda queue: queue._entries.move_to_end("a"),
+        lambda queue: setattr(queue, "_num_dequeued", -1),
         lambda queue: setattr(queue.peek_request(), "request_id", "other"),
     ],
 )
@@ -688,7 +693,7 @@ def test_both_orders_have_one_content_after_a_call_that_was_interrupted():
     queue = PolicyQueue(FCFSPolicy())
     for name in "ab":
         queue.add_request(make(name))
-    queue._places.pop("a")  # where `remove_request` or `add_request` stops half-way
-    queue.begin_anew()
+    queue._entries.pop("a")  # where `remove_request` or `add_request` stops half-way
+    queue.clear()
     queue.check_invariants()
     assert [request.request_id for request in queue] == ["b"]

@@ -12,7 +12,7 @@ from kv_memory import KeyedRequest
 from preemptive_scheduler import PreemptionPlugin
 from prefill_first_scheduler import PrefillFirstScheduler
 from request import Request, RequestStatus
-from scheduler import MAX_PASSED_OVER, Scheduler, SimpleBlockManager, make_kv_memory
+from scheduler import MAX_SKIPPED, Scheduler, SimpleBlockManager, make_kv_memory
 from scheduler_interface import StepOutput
 from scheduler_steps import (
     SchedulerLoop,
@@ -24,7 +24,7 @@ from scheduler_steps import (
 )
 from sglang_policies import policy_over
 from step_plan import StepPlan
-from unchunked import CutPrompts
+from unchunked import ChunkToBudget
 
 SCHEDULERS = (Scheduler, PrefillFirstScheduler)
 
@@ -402,19 +402,21 @@ def test_the_watermark_is_left_free_for_those_who_run():
 def test_room_is_kept_for_the_rest_of_every_prompt_that_is_cut_or_of_its_own(rule, admitted):
     """a has 2 of 4 blocks, b 1 of 4; c wants 2 of the 9. For b and c there is room only as long as
     nobody counts what a and b still need."""
-    chunks = CutPrompts()
-    chunks.num_tokens_now = lambda request, num_behind, budget, most: min(num_behind, budget, 8)
-    loop = Loop(9, max_num_batched_tokens=20, chunk_policy=chunks, keep_for_prompts=rule)
+    chunks = ChunkToBudget()
+    chunks.num_tokens_to_schedule = lambda request, num_uncomputed_tokens, budget, most: min(
+        num_uncomputed_tokens, budget, 8
+    )
+    loop = Loop(9, max_num_batched_tokens=20, chunk_policy=chunks, reserve_for_chunks=rule)
     for name, length in (("a", 16), ("b", 16), ("c", 8)):
         loop.add(name, length)
     assert list(loop.schedule().num_scheduled_tokens) == admitted
-    with pytest.raises(ValueError, match="keep_for_prompts must"):
-        Scheduler(keep_for_prompts="all")
+    with pytest.raises(ValueError, match="reserve_for_chunks must"):
+        Scheduler(reserve_for_chunks="all")
 
 
 def test_a_prompt_that_is_cut_needs_no_more_blocks_than_it_has():
     """10 positions in 3 blocks of 4, 5 of them now: 2 blocks and 2 for the other 5 would be 4."""
-    loop = Loop(5, max_num_batched_tokens=6, chunk_policy=CutPrompts())
+    loop = Loop(5, max_num_batched_tokens=6, chunk_policy=ChunkToBudget())
     loop.add("a", 5)
     loop.step()
     loop.add("b", 10)
@@ -423,7 +425,7 @@ def test_a_prompt_that_is_cut_needs_no_more_blocks_than_it_has():
 
 @pytest.mark.parametrize("waits", [True, False])
 def test_a_prefix_that_is_being_computed_is_waited_for_or_computed_again(waits):
-    loop = Loop(20, cache="hash", wait_for_prefix=waits)
+    loop = Loop(20, cache="hash", defer_on_shared_prefix=waits)
     prompt = list(range(10))
     for name in "ab":
         loop.take(KeyedRequest.from_tokens(name, prompt, 4))
@@ -562,8 +564,8 @@ def test_what_the_newcomer_finds_cached_is_not_taken_for_it_as_well(num_prompt, 
     left for the rest of it."""
     loop = Loop(6, max_num_seqs=2, policy="priority", cache="hash")
     loop.add("a", 1, 4, priority=0)
-    for name, num_more, priority in (("b", 1, 5), ("u", num_prompt - 8, 1)):
-        loop.take(Request.from_tokens(name, [*range(8)] + [ord(name)] * num_more, 4, priority))
+    for name, num_optional, priority in (("b", 1, 5), ("u", num_prompt - 8, 1)):
+        loop.take(Request.from_tokens(name, [*range(8)] + [ord(name)] * num_optional, 4, priority))
         output = loop.step()
     assert preempted(output) == victims
     loop.run()
@@ -598,18 +600,18 @@ def test_requests_make_room_in_their_order_and_who_is_spared_does_not(policy, or
     for name, priority, time in (("a", 1, 0.0), ("b", 9, 5.0), ("c", 9, 2.0), ("d", 1, 1.0)):
         loop.add(name, 3, 20, priority=priority).arrival_time = time
         loop.step()
-    spared = []
+    exclude = []
     for _ in order:
-        spared.append(loop.scheduler._choose_victim(spared))
-    assert [request.request_id for request in spared] == list(order)
-    assert loop.scheduler._choose_victim(spared) is None
+        exclude.append(loop.scheduler._choose_victim(exclude))
+    assert [request.request_id for request in exclude] == list(order)
+    assert loop.scheduler._choose_victim(exclude) is None
 
 
 def test_as_many_positions_get_room_as_are_asked_for():
     loop = Loop(20)
     request = loop.add("a", 7, 20)
     loop.step()
-    assert loop.scheduler._get_room(request, 6, 0, StepPlan(6, lambda one: 6)) == 6
+    assert loop.scheduler._allocate_or_preempt(request, 6, 0, StepPlan(6, lambda one: 6)) == 6
     assert len(loop.scheduler.kv_memory.get_block_ids("a")) == 4  # of 4 positions, for 7 + 6
 
 
@@ -673,25 +675,27 @@ def test_so_many_are_passed_over_and_no_more():
     class NobodyMayRun(SchedulerPlugin):
         asked = 0
 
-        def may_start(self, request):
+        def can_start(self, request):
             self.asked += request.request_id.startswith("held")
             return not request.request_id.startswith("held")
 
     constraint = NobodyMayRun()
     loop = Loop(100, plugins=[constraint], max_overtakes=None)
-    for i in range(MAX_PASSED_OVER + 20):
+    for i in range(MAX_SKIPPED + 20):
         loop.add(f"held {i}", 8)
     loop.add("a", 3)
-    assert planned(loop.step()) == {} and constraint.asked == MAX_PASSED_OVER
-    num_equals = MAX_PASSED_OVER + 10
+    assert planned(loop.step()) == {} and constraint.asked == MAX_SKIPPED
+    num_equals = MAX_SKIPPED + 10
     loop = Loop(2000, cache="hash", max_num_seqs=num_equals)
     for i in range(num_equals):
         loop.take(Request.from_tokens(f"s{i}", list(range(10)), 2))
     asked = []
-    look_up = loop.scheduler.look_up
-    loop.scheduler.look_up = lambda request: asked.append(request.request_id) or look_up(request)
+    get_computed_blocks = loop.scheduler.get_computed_blocks
+    loop.scheduler.get_computed_blocks = lambda request: (
+        asked.append(request.request_id) or get_computed_blocks(request)
+    )
     assert planned(loop.step()) == {"s0": 10}
-    assert len(asked) == 1 + MAX_PASSED_OVER
+    assert len(asked) == 1 + MAX_SKIPPED
     loop.run()
 
 
@@ -757,8 +761,10 @@ def test_a_hundred_thousand_that_wait_cost_nothing():
     for i in range(2000):
         loop.add(f"r{i}", 4, 3)
     asked = []
-    look_up = loop.scheduler.look_up
-    loop.scheduler.look_up = lambda request: asked.append(request) or look_up(request)
+    get_computed_blocks = loop.scheduler.get_computed_blocks
+    loop.scheduler.get_computed_blocks = lambda request: (
+        asked.append(request) or get_computed_blocks(request)
+    )
     loop.step()
     loop.step()
     assert len(asked) == 2
@@ -770,13 +776,13 @@ def test_a_hundred_thousand_that_wait_cost_nothing():
 class Paused(SchedulerPlugin):
     """b sits out every second step."""
 
-    allows_routine = False
+    allows_fast_path = False
     num_steps = 0
 
     def begin_step(self) -> None:
         self.num_steps += 1
 
-    def sits_out(self, request: Request) -> bool:
+    def skips_step(self, request: Request) -> bool:
         return request.request_id == "b" and self.num_steps % 2 == 0
 
 
@@ -808,16 +814,16 @@ def test_a_plugin_may_ask_for_slots_alone():
     assert len(loop.memory.get_block_ids("a")) == 3, "7 tokens in 2 blocks of 4, and 3 slots more"
 
 
-@pytest.mark.parametrize("where", ["free", "ended", "delta"])
+@pytest.mark.parametrize("where", ["free", "on_finish", "delta"])
 def test_who_was_interrupted_in_forgetting_a_request_forgets_it_again(where, monkeypatch):
     class Ended(SchedulerPlugin):
-        def ended(self, request: Request) -> None:
+        def on_finish(self, request: Request) -> None:
             pass
 
     loop = Loop(20, plugins=[plugin := Ended()])
     loop.add("a", 6)
     loop.step()
-    owner = {"free": loop.memory, "ended": plugin, "delta": loop.scheduler.delta}[where]
+    owner = {"free": loop.memory, "on_finish": plugin, "delta": loop.scheduler.delta}[where]
     name = {"delta": "forget"}.get(where, where)
     with monkeypatch.context() as patch:
         patch.setattr(type(owner), name, interrupted)
@@ -836,7 +842,7 @@ def test_a_queue_that_an_interrupt_has_torn_is_one_again():
     scheduler = Loop(20).scheduler
     for name in "ab":
         scheduler.add_request(Request.from_tokens(name, [1, 2, 3], 2))
-    del scheduler.waiting._places["a"]
-    scheduler.begin_anew()
+    del scheduler.waiting._entries["a"]
+    scheduler.clear()
     scheduler.waiting.check_invariants()
     assert [request.request_id for request in scheduler.waiting] == ["b"]

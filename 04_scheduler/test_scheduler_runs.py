@@ -24,9 +24,9 @@ from bounded_loops import as_long_as
 from cached_kv_cache_manager import CachedKVCacheManager
 from caching_fcfs_scheduler import CachingFCFSScheduler
 from fake_model import FakeModelRunner, continuation
-from kv_memory import KeyedRequest, KVMemory, UncachedKVCacheManager
+from kv_memory import KeyedRequest, UncachedKVCacheManager
 from policies import PriorityPolicy
-from preemptive_scheduler import SchedulerBase
+from preemptive_scheduler import PreemptiveScheduler
 from prefill_first_scheduler import PrefillFirstScheduler
 from request import Request, RequestStatus, SamplingParams
 from scheduler import Scheduler
@@ -41,15 +41,15 @@ VOCAB = 4  # few tokens, so that prefixes are shared by chance
 class _AnswersAreChecked:
     """`can_allocate` says what freeing one and seating the other would come to, tried on a copy."""
 
-    def can_allocate(self, request, num_tokens, computed, num_kept_free=0, gone=None):
-        answer = super().can_allocate(request, num_tokens, computed, num_kept_free, gone)
+    def can_allocate(self, request, num_tokens, computed, num_watermark_blocks=0, gone=None):
+        answer = super().can_allocate(request, num_tokens, computed, num_watermark_blocks, gone)
         if gone is None:
             return answer  # the scheduler itself asserts that a yes is true
         memory, request, computed, gone = copy.deepcopy((self, request, computed, gone))
         memory.free(gone)
         is_room = memory.allocate_slots(request, num_tokens, 0, computed)
         num_free = memory.pool.num_usable_blocks - memory.num_blocks_in_use
-        assert answer == (is_room and num_free >= num_kept_free), (request, num_tokens, gone)
+        assert answer == (is_room and num_free >= num_watermark_blocks), (request, num_tokens, gone)
         return answer
 
 
@@ -69,7 +69,7 @@ make_memory = partial(
 class World:
     """A scheduler, a fake model, and what every request should have said so far."""
 
-    def __init__(self, memory: KVMemory, kind=Scheduler, **options):
+    def __init__(self, memory: UncachedKVCacheManager, kind=Scheduler, **options):
         if "policy" in options:
             options["policy"] = policy_over(memory, options["policy"], options.get("seed", 0))
         self.is_forced = options.get("preempt_every") is not None
@@ -116,7 +116,9 @@ class World:
             return output  # in a prefill, those who decode wait
         # Whoever runs and was not preempted gets something, as long as the budget lasts (Trap 20).
         skipped = self.scheduler.running.keys() - output.num_scheduled_tokens.keys()
-        skipped = [r for r in skipped if self.scheduler.num_behind(self.scheduler.running[r])]
+        skipped = [
+            r for r in skipped if self.scheduler.num_uncomputed_tokens(self.scheduler.running[r])
+        ]
         assert not skipped or output.total_tokens == self.scheduler.max_num_batched_tokens
         return output
 
@@ -154,7 +156,7 @@ class World:
             said = self.said[request.request_id]
             expected = continuation(request.prompt_token_ids, len(said), VOCAB)
             assert said == expected == request.output_token_ids, request
-            if isinstance(self.scheduler, SchedulerBase) and not self.is_forced:
+            if isinstance(self.scheduler, PreemptiveScheduler) and not self.is_forced:
                 assert request.num_preemptions <= self.scheduler.max_preemptions
 
     def check_end(self) -> None:
@@ -163,7 +165,7 @@ class World:
             expected = continuation(request.prompt_token_ids, request.max_tokens, VOCAB)
             assert self.said[request.request_id] == expected, request
         assert self.scheduler.kv_memory.num_blocks_in_use == 0
-        if not isinstance(self.scheduler, SchedulerBase):
+        if not isinstance(self.scheduler, PreemptiveScheduler):
             return
         stats = self.scheduler.get_stats()
         assert (stats.num_running, stats.num_waiting, stats.num_preempted) == (0, 0, 0)
@@ -185,9 +187,9 @@ class WorldUnderWay(World):
     plugin: Any  # of the scheduler, which plans ahead
     num_in_flight = 2
 
-    def __init__(self, memory: KVMemory, kind=Scheduler, **options):
+    def __init__(self, memory: UncachedKVCacheManager, kind=Scheduler, **options):
         super().__init__(memory, kind, plugins=[self.plugin], **options)
-        self.under_way: deque[tuple[SchedulerOutput, StepHandle]] = deque()
+        self.in_flight: deque[tuple[SchedulerOutput, StepHandle]] = deque()
 
     @property
     def num_discarded_tokens(self) -> int:
@@ -195,18 +197,18 @@ class WorldUnderWay(World):
 
     @property
     def plans(self) -> list[SchedulerOutput]:
-        return [plan for plan, _ in self.under_way]
+        return [plan for plan, _ in self.in_flight]
 
     @property
     def may_schedule(self) -> bool:
-        return len(self.under_way) < self.num_in_flight
+        return len(self.in_flight) < self.num_in_flight
 
     def schedule(self) -> None:
         plan = self.plan()
-        self.under_way.append((plan, self.runner.execute(plan)))
+        self.in_flight.append((plan, self.runner.execute(plan)))
 
     def update(self) -> None:
-        plan, handle = self.under_way.popleft()
+        plan, handle = self.in_flight.popleft()
         self.take(plan, handle.wait())
 
     def advance(self, meanwhile: Callable[[], None] = lambda: None) -> None:
@@ -217,10 +219,10 @@ class WorldUnderWay(World):
 
     def lose_plans(self) -> None:
         """As where a step has failed."""
-        for _, handle in self.under_way:
+        for _, handle in self.in_flight:
             handle.wait()
-        self.under_way.clear()
-        self.plugin.forget_plans()
+        self.in_flight.clear()
+        self.plugin.discard_plans()
 
     def run(self, most: int = 300) -> None:
         to_the_end(self, self.step, most)
@@ -257,7 +259,7 @@ def random_request(
 
 def random_load(
     rng: random.Random, cache: str | None, spare_blocks: Sequence[int] = (-2, -1, 0, 1)
-) -> tuple[KVMemory, list[KeyedRequest]]:
+) -> tuple[UncachedKVCacheManager, list[KeyedRequest]]:
     """A pool of hardly more than one request's blocks, and requests that share beginnings."""
     block_size = rng.choice([1, 2, 4, 7])
     families = [[rng.randrange(VOCAB) for _ in range(rng.randint(1, 10))] for _ in range(3)]
@@ -485,7 +487,7 @@ def fingerprint(world: World, num_added: int) -> tuple:
             request.status,
             request.num_computed_tokens,
             request.num_tokens,
-            request.num_pending_tokens,
+            request.num_output_placeholders,
             min(request.num_preemptions, getattr(scheduler, "max_preemptions", 0)),
             tuple(name(b) for ids in scheduler.kv_memory.get_tables(request_id) for b in ids),
         )
@@ -546,7 +548,7 @@ def successors(world: World, num_added: int, prompts: list[tuple[list[int], int,
 def _preempt(world: World) -> None:
     """Between two steps; in one, if the scheduler has batches to keep."""
     scheduler = world.scheduler
-    if not isinstance(scheduler, SchedulerBase):
+    if not isinstance(scheduler, PreemptiveScheduler):
         return world.schedule()
     if isinstance(scheduler, Scheduler):
         return scheduler.preempt(scheduler.running[next(reversed(scheduler.running))])
@@ -587,8 +589,8 @@ def test_every_interleaving_with_a_newcomer_that_would_take_a_seat(cache, monkey
     answers: Counter[bool] = Counter()
     checked = _AnswersAreChecked.can_allocate
 
-    def counted(self, request, num_tokens, computed, num_kept_free=0, gone=None) -> bool:
-        answer = checked(self, request, num_tokens, computed, num_kept_free, gone)
+    def counted(self, request, num_tokens, computed, num_watermark_blocks=0, gone=None) -> bool:
+        answer = checked(self, request, num_tokens, computed, num_watermark_blocks, gone)
         if gone is not None:
             answers[answer] += 1
         return answer
@@ -616,7 +618,7 @@ def _explore(world: World, prompts: list[tuple[list[int], int, int]], share: flo
             seen.add(state)
             if other.is_settled:
                 _check_without_bound(other)
-            if isinstance(world.scheduler, SchedulerBase):
+            if isinstance(world.scheduler, PreemptiveScheduler):
                 was_preempted = any(r.num_preemptions for r in other.scheduler.requests.values())
                 kinds["preempted"] += was_preempted
             kinds["planned"] += bool(other.plans)
@@ -641,7 +643,7 @@ def _run_to_the_end(world: World) -> None:
 
 
 class NothingIsRoutine(Scheduler):
-    def routine_end(self, request: Request) -> int:
+    def fast_path_end(self, request: Request) -> int:
         return -1
 
 
@@ -655,7 +657,7 @@ def test_a_routine_step_is_what_a_decision_would_have_made_of_it(seed):
     limits |= {"block_size": size, "num_gpu_blocks": 2 + rng.choice([40, 90, 300]) // size}
     limits |= {"policy": rng.choice(["fcfs", "priority"]), "preempt_every": rng.choice([None, 3])}
     both = make_scheduler(Scheduler, **limits), make_scheduler(NothingIsRoutine, **limits)
-    num_routine = 0
+    num_fast_path = 0
     for step in range(80):
         if rng.random() < 0.3:
             params = SamplingParams(
@@ -676,8 +678,8 @@ def test_a_routine_step_is_what_a_decision_would_have_made_of_it(seed):
         ]
         assert shown[0] == shown[1], (seed, step)
         plan = plans[0]
-        num_routine += sum(
-            r.num_computed_tokens <= r.routine_until + 1 for r in plan.scheduled_requests
+        num_fast_path += sum(
+            r.num_computed_tokens <= r.fast_path_until + 1 for r in plan.scheduled_requests
         )
         if plan.num_scheduled_tokens and rng.random() < 0.1:
             gone = rng.choice(list(plan.num_scheduled_tokens))
@@ -698,4 +700,4 @@ def test_a_routine_step_is_what_a_decision_would_have_made_of_it(seed):
             scheduler.check_invariants()
         assert results[0] == results[1], (seed, step)
     assert both[0].get_stats() == both[1].get_stats()
-    assert num_routine or size < 3
+    assert num_fast_path or size < 3

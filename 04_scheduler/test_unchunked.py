@@ -12,12 +12,12 @@ from prefill_first_scheduler import PrefillFirstScheduler
 from request import Request
 from scheduler import Scheduler, make_kv_memory
 from scheduler_interface import StepOutput
-from unchunked import WholePrompts
+from unchunked import Unchunked
 
 KINDS = (Scheduler, PrefillFirstScheduler)
 
 
-class AtMost(WholePrompts):
+class AtMost(Unchunked):
     """So many tokens of anybody's prompt in a step; those named are held back."""
 
     def __init__(self, most: int, held_back: Collection[str] = ()) -> None:
@@ -26,21 +26,25 @@ class AtMost(WholePrompts):
         self.begun: list[set[str]] = []
         self.asked: list[tuple[str, int]] = []
 
-    def longest_prompt(self, max_num_batched_tokens: int) -> int:
+    def max_prompt_len(self, max_num_batched_tokens: int) -> int:
         return sys.maxsize
 
     def begin_step(
-        self, running: Collection[Request], num_behind: Callable[[Request], int]
+        self, running: Collection[Request], num_uncomputed_tokens: Callable[[Request], int]
     ) -> None:
-        assert all(num_behind(r) == r.num_tokens - r.num_computed_tokens for r in running)
+        assert all(
+            num_uncomputed_tokens(r) == r.num_tokens - r.num_computed_tokens for r in running
+        )
         self.begun.append({request.request_id for request in running})
 
-    def may_start(self, request: Request, num_behind: int) -> bool:
-        self.asked.append((request.request_id, num_behind))
+    def can_start(self, request: Request, num_uncomputed_tokens: int) -> bool:
+        self.asked.append((request.request_id, num_uncomputed_tokens))
         return request.request_id not in self.held_back
 
-    def num_tokens_now(self, request: Request, num_behind: int, budget: int, most: int) -> int:
-        return min(num_behind, budget, self.most)
+    def num_tokens_to_schedule(
+        self, request: Request, num_uncomputed_tokens: int, budget: int, most: int
+    ) -> int:
+        return min(num_uncomputed_tokens, budget, self.most)
 
 
 def make(name: str, num_prompt: int, num_outputs: int = 5) -> Request:
@@ -59,21 +63,21 @@ def step(scheduler) -> dict[str, int]:
     return output.num_scheduled_tokens
 
 
-@pytest.mark.parametrize("num_behind", [1, 7, 8, 9, 20])
+@pytest.mark.parametrize("num_uncomputed_tokens", [1, 7, 8, 9, 20])
 @pytest.mark.parametrize("budget", [1, 7, 8])
 @pytest.mark.parametrize("has_begun", [False, True])
 def test_a_whole_prompt_waits_until_it_fits_unless_no_step_is_large_enough(
-    num_behind, budget, has_begun
+    num_uncomputed_tokens, budget, has_begun
 ):
     request = make("a", 30)
     request.num_computed_tokens = 3 if has_begun else 0
-    given = WholePrompts().num_tokens_now(request, num_behind, budget, most=8)
-    if num_behind <= budget:
-        assert given == num_behind
+    given = Unchunked().num_tokens_to_schedule(request, num_uncomputed_tokens, budget, most=8)
+    if num_uncomputed_tokens <= budget:
+        assert given == num_uncomputed_tokens
     else:
-        assert given == (budget if has_begun or num_behind > 8 else 0)
-    assert WholePrompts().longest_prompt(8) == 8
-    assert WholePrompts().may_start(request, 1000)
+        assert given == (budget if has_begun or num_uncomputed_tokens > 8 else 0)
+    assert Unchunked().max_prompt_len(8) == 8
+    assert Unchunked().can_start(request, 1000)
 
 
 @pytest.mark.parametrize(

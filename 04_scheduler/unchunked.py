@@ -19,55 +19,61 @@ from request import Request
 
 @runtime_checkable
 class ChunkPolicy(Protocol):
-    def longest_prompt(self, max_num_batched_tokens: int) -> int:
+    def max_prompt_len(self, max_num_batched_tokens: int) -> int:
         """The maximum prompt length in tokens; longer prompts are rejected."""
         ...
 
     def begin_step(
-        self, running: Collection[Request], num_behind: Callable[[Request], int]
+        self, running: Collection[Request], num_uncomputed_tokens: Callable[[Request], int]
     ) -> None:
         """Called before a step is planned. The requests in `running` have KV and can be scheduled
-        in the same step as prompt chunks; `num_behind` returns the number of uncomputed tokens of
-        each."""
+        in the same step as prompt chunks; `num_uncomputed_tokens` returns the number of uncomputed
+        tokens of each."""
 
-    def may_start(self, request: Request, num_behind: int) -> bool:
-        """Whether a waiting request with `num_behind` uncomputed tokens can be admitted in this
-        step. If not, the scheduler tries the next one. Called at most once per request and step; a
-        request for which it returns True counts against the policy's limits."""
+    def can_start(self, request: Request, num_uncomputed_tokens: int) -> bool:
+        """Whether a waiting request with `num_uncomputed_tokens` uncomputed tokens can be admitted
+        in this step. If not, the scheduler tries the next one. Called at most once per request and
+        step; a request for which it returns True counts against the policy's limits."""
         ...
 
-    def num_tokens_now(self, request: Request, num_behind: int, budget: int, most: int) -> int:
-        """Return how many of the `num_behind` uncomputed tokens to compute in this step, 0 for
-        none. `budget` tokens (maybe 0) are left in this step; `most` is the budget of a whole
+    def num_tokens_to_schedule(
+        self, request: Request, num_uncomputed_tokens: int, budget: int, most: int
+    ) -> int:
+        """Return how many of the `num_uncomputed_tokens` uncomputed tokens to compute in this step,
+        0 for none. `budget` tokens (maybe 0) are left in this step; `most` is the budget of a whole
         step."""
         ...
 
 
-class WholePrompts:
-    def longest_prompt(self, max_num_batched_tokens: int) -> int:
+class Unchunked:
+    def max_prompt_len(self, max_num_batched_tokens: int) -> int:
         return max_num_batched_tokens
 
     def begin_step(
-        self, running: Collection[Request], num_behind: Callable[[Request], int]
+        self, running: Collection[Request], num_uncomputed_tokens: Callable[[Request], int]
     ) -> None:
         pass
 
-    def may_start(self, request: Request, num_behind: int) -> bool:
+    def can_start(self, request: Request, num_uncomputed_tokens: int) -> bool:
         return True
 
-    def num_tokens_now(self, request: Request, num_behind: int, budget: int, most: int) -> int:
-        if num_behind <= budget:
-            return num_behind
-        is_larger_than_any_step = num_behind > most
+    def num_tokens_to_schedule(
+        self, request: Request, num_uncomputed_tokens: int, budget: int, most: int
+    ) -> int:
+        if num_uncomputed_tokens <= budget:
+            return num_uncomputed_tokens
+        is_larger_than_any_step = num_uncomputed_tokens > most
         has_begun = request.num_computed_tokens > 0  # it runs already, so it takes what is left
         return budget if is_larger_than_any_step or has_begun else 0
 
 
-class CutPrompts(WholePrompts):
+class ChunkToBudget(Unchunked):
     """Allow prompts longer than a step: each takes the remaining budget."""
 
-    def longest_prompt(self, max_num_batched_tokens: int) -> int:
+    def max_prompt_len(self, max_num_batched_tokens: int) -> int:
         return sys.maxsize
 
-    def num_tokens_now(self, request: Request, num_behind: int, budget: int, most: int) -> int:
-        return min(num_behind, budget)
+    def num_tokens_to_schedule(
+        self, request: Request, num_uncomputed_tokens: int, budget: int, most: int
+    ) -> int:
+        return min(num_uncomputed_tokens, budget)

@@ -28,7 +28,7 @@ class DraftPlugin(PreemptionPlugin):
     `num_lookahead_tokens` slots are allocated after each step's tokens, if they are free, for a
     proposer that writes its own KV."""
 
-    allows_routine = False  # every step may bring draft tokens
+    allows_fast_path = False  # every step may bring draft tokens
 
     def __init__(self, num_lookahead_tokens: int = 0) -> None:
         check_integers(0, num_lookahead_tokens=num_lookahead_tokens)
@@ -45,7 +45,7 @@ class DraftPlugin(PreemptionPlugin):
             return 0
         return max(0, min(self.num_lookahead_tokens, request.max_num_tokens - 1 - end))
 
-    def planned(self, plan: SchedulerOutput) -> None:
+    def on_plan(self, plan: SchedulerOutput) -> None:
         """Add the scheduled draft tokens to the message. Those that did not fit are dropped, and
         never enter the model."""
         if not self.drafts:
@@ -57,18 +57,18 @@ class DraftPlugin(PreemptionPlugin):
             if drafts and num_drafts > 0:
                 plan.scheduled_draft_token_ids[request_id] = drafts[:num_drafts]
 
-    def judged(self, plan: SchedulerOutput, output: StepOutput) -> None:
+    def on_output(self, plan: SchedulerOutput, output: StepOutput) -> None:
         """Roll back the KV of rejected draft tokens. Store the new draft tokens of running
         requests, but none beyond a request's last token."""
         sent, brought = plan.scheduled_draft_token_ids, output.draft_token_ids
-        running = self.books.running
+        running = self.scheduler.running
         for request in plan.scheduled_requests if sent or brought else ():
             request_id, is_running = request.request_id, running.get(request.request_id) is request
             if not is_running and request.is_finished:
                 continue  # its id may belong to another request now
             num_new = len(output.token_ids.get(request_id, ()))
             if request_id in sent and (num_rejected := len(sent[request_id]) + 1 - num_new):
-                self.books.take_back(request, num_rejected)
+                self.scheduler.rollback_computed_tokens(request, num_rejected)
                 self.num_rejected_drafts += num_rejected
             if is_running and (drafts := brought.get(request_id)):
                 num_tokens = len(request.all_token_ids) + num_new
@@ -76,14 +76,14 @@ class DraftPlugin(PreemptionPlugin):
                 if num_useful > 0 and num_tokens - request.num_computed_tokens == 1:
                     self.drafts[request_id] = drafts[:num_useful]
 
-    def preempted(self, request: Request) -> None:
+    def on_preempt(self, request: Request) -> None:
         self.drafts.pop(request.request_id, None)
 
-    def ended(self, request: Request) -> None:
+    def on_finish(self, request: Request) -> None:
         self.drafts.pop(request.request_id, None)
 
     def check(self) -> None:
-        assert self.drafts.keys() <= self.books.running.keys(), "drafts of a waiting request"
+        assert self.drafts.keys() <= self.scheduler.running.keys(), "drafts of a waiting request"
         for request_id, drafts in self.drafts.items():
-            request = self.books.running[request_id]
+            request = self.scheduler.running[request_id]
             assert drafts and request.num_tokens + len(drafts) < request.max_num_tokens, request

@@ -32,7 +32,7 @@ from request import require
 
 
 @dataclass(frozen=True, slots=True)
-class FollowedRequest:
+class ProposerInput:
     """A request that the last step computed tokens of, as its runner knows it."""
 
     request: RunnerRequest  # its tokens include those that the step sampled
@@ -46,9 +46,9 @@ class Proposer(Protocol):
     num_lookahead_tokens: int  # KV slots that it may write after the tokens that a step computes
 
     def propose(
-        self, followed: Sequence[FollowedRequest], num_drafts: Sequence[int]
+        self, inputs: Sequence[ProposerInput], num_drafts: Sequence[int]
     ) -> dict[str, list[int]]:
-        """Propose at most `num_drafts[i]` tokens to follow those of `followed[i]`; requests without
+        """Propose at most `num_drafts[i]` tokens to follow those of `inputs[i]`; requests without
         a proposal can be left out. The requests are those of the last step. Each lags by one
         uncomputed token or, in the middle of its prompt, by more, with 0 drafts."""
         ...
@@ -88,10 +88,10 @@ class NgramProposer:
         require(1 <= self.min_ngram <= self.max_ngram, "min_ngram", self.min_ngram, allowed)
 
     def propose(
-        self, followed: Sequence[FollowedRequest], num_drafts: Sequence[int]
+        self, inputs: Sequence[ProposerInput], num_drafts: Sequence[int]
     ) -> dict[str, list[int]]:
         drafts = {}
-        for request, num in zip((f.request for f in followed), num_drafts, strict=True):
+        for request, num in zip((f.request for f in inputs), num_drafts, strict=True):
             history = self._histories.get(request.req_id) or self._begin(request)
             # The new tokens, and as many before them as an n-gram that ends there can include.
             start = max(history.num_indexed - self.max_ngram, 0)

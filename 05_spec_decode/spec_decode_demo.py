@@ -24,7 +24,7 @@ import torch
 
 from acceptance import expected_tokens
 from input_batch import RunnerRequest
-from proposers import FollowedRequest, NgramProposer
+from proposers import NgramProposer, ProposerInput
 from rejection_sampler import rejection_sample, rejection_sampling_batched
 from request import SamplingParams
 
@@ -139,8 +139,8 @@ text = "the cat sat on the mat and the dog sat on"
 words = text.split()
 ids = {word: i for i, word in enumerate(dict.fromkeys(words))}
 request = RunnerRequest("a", SamplingParams(), [ids[word] for word in words], [])
-followed = [FollowedRequest(request, start=0, num_computed_tokens=len(words) - 1)]
-drafts = NgramProposer(num_spec_tokens=3, max_ngram=3, min_ngram=1).propose(followed, [3])
+inputs = [ProposerInput(request, start=0, num_computed_tokens=len(words) - 1)]
+drafts = NgramProposer(num_spec_tokens=3, max_ngram=3, min_ngram=1).propose(inputs, [3])
 names = list(ids)
 print(text, "->", " ".join(names[i] for i in drafts["a"]))
 assert [names[i] for i in drafts["a"]] == ["the", "mat", "and"]

@@ -23,8 +23,8 @@ from typing import Protocol
 
 from acceptance import SpecDecodeStats
 from block_delta import PagedRunnerState
-from proposers import FollowedRequest, Proposer
-from scheduler_interface import FinishedStep, Laps, ModelRunner, PlanMessage, StepOutput
+from proposers import Proposer, ProposerInput
+from scheduler_interface import FinishedStep, ModelRunner, RunnerInput, StepOutput, StepTimer
 
 
 class DraftLength(Protocol):
@@ -75,7 +75,7 @@ class SpeculatingRunner:
         self._num_rounds = 0  # rounds of proposing in the last step
         self._num_rounds_before = 0
 
-    def execute(self, plan: PlanMessage) -> FinishedStep:
+    def execute(self, plan: RunnerInput) -> FinishedStep:
         for req_id in plan.finished_req_ids:
             self.proposer.forget(req_id)
             self.draft_length.forget(req_id)
@@ -83,7 +83,7 @@ class SpeculatingRunner:
             self.proposer.forget(req_id)  # its block table is new
         output = self.runner.execute(plan).wait()
         verify_ms = sum(output.times.values())
-        clock = Laps()
+        clock = StepTimer()
         output.draft_token_ids = self._guess(self._judge(plan, output))
         clock.lap("propose_ms")
         output.times |= clock.ms
@@ -94,11 +94,11 @@ class SpeculatingRunner:
         """Reset all counters to zero."""
         self.stats = SpecDecodeStats()
 
-    def _judge(self, plan: PlanMessage, output: StepOutput) -> list[FollowedRequest]:
+    def _judge(self, plan: RunnerInput, output: StepOutput) -> list[ProposerInput]:
         """Count accepted draft tokens. Returns the requests that may continue, with this step's
         tokens."""
         self._append(output.token_ids)
-        followed, starts = [], plan.starts()
+        inputs, starts = [], plan.starts()
         for (req_id, start), num_outputs in zip(starts.items(), self._num_outputs(starts)):
             request, tokens = self.state.requests[req_id], output.token_ids.get(req_id, [])
             num_computed_tokens = start + plan.num_scheduled_tokens[req_id]
@@ -111,8 +111,8 @@ class SpeculatingRunner:
                 num_computed_tokens -= num_drafted - num_accepted
             has_ended = num_outputs >= request.max_tokens
             if not has_ended and req_id not in output.errors:
-                followed.append(FollowedRequest(request, start, num_computed_tokens))
-        return followed
+                inputs.append(ProposerInput(request, start, num_computed_tokens))
+        return inputs
 
     def _append(self, token_ids: dict[str, list[int]]) -> None:
         rows, num_tokens = self.state.rows_of(token_ids), self.state.num_tokens
@@ -123,8 +123,8 @@ class SpeculatingRunner:
         rows = self.state.rows_of(req_ids)
         return (self.state.num_tokens[rows] - self.state.num_prompt_tokens[rows]).tolist()
 
-    def _guess(self, followed: list[FollowedRequest]) -> dict[str, list[int]]:
-        ready = [f.request for f in followed if f.request.num_tokens - f.num_computed_tokens == 1]
+    def _guess(self, inputs: list[ProposerInput]) -> dict[str, list[int]]:
+        ready = [f.request for f in inputs if f.request.num_tokens - f.num_computed_tokens == 1]
         req_ids = [request.req_id for request in ready]
         lengths, num_outputs = self.draft_length.choose(req_ids), self._num_outputs(req_ids)
         wanted = {}
@@ -132,13 +132,13 @@ class SpeculatingRunner:
             # The token that follows the draft tokens is an output too.
             most = request.max_tokens - num - 1
             wanted[request.req_id] = max(0, min(length, most))
-        num_drafts = [wanted.get(f.request.req_id, 0) for f in followed]
+        num_drafts = [wanted.get(f.request.req_id, 0) for f in inputs]
         self._num_rounds_before, self._num_rounds = self._num_rounds, max(num_drafts, default=0)
         if self._num_rounds == 0:
             return {}  # a draft model lags, and catches up at its next proposal
-        return self.proposer.propose(followed, num_drafts)
+        return self.proposer.propose(inputs, num_drafts)
 
-    def _observe_times(self, plan: PlanMessage, verify_ms: float, propose_ms: float) -> None:
+    def _observe_times(self, plan: RunnerInput, verify_ms: float, propose_ms: float) -> None:
         num_tokens, drafts = plan.num_scheduled_tokens, plan.scheduled_draft_token_ids
         if num_tokens and all(n == 1 + len(drafts.get(r, ())) for r, n in num_tokens.items()):
             # After a pause, a draft model first catches up, which takes longer than proposing.

@@ -23,7 +23,7 @@ from request import Request
 from scheduler import Scheduler
 from scheduler_interface import FinishedStep, SchedulerOutput, StepOutput
 from scheduler_steps import SchedulerLoop, make_memory, planned, preempted
-from unchunked import CutPrompts
+from unchunked import ChunkToBudget
 
 SCHEDULERS = (Scheduler, PrefillFirstScheduler)
 Guesses = Mapping[str, Sequence[int]]
@@ -149,7 +149,7 @@ def test_in_a_decode_batch_drafts_share_what_everybodys_token_leaves():
 def test_a_prompt_that_waits_gets_a_block_before_anybody_gets_a_guess_verified():
     """6 tokens a step, blocks of 4: of what a's token leaves, 4 are the prompt's and 1 is a
     guess's. Under way, the prompt is one of the others too, who get a token first."""
-    loop = Loop(40, max_num_batched_tokens=6, chunk_policy=CutPrompts())
+    loop = Loop(40, max_num_batched_tokens=6, chunk_policy=ChunkToBudget())
     loop.add("a", 4, 20)
     loop.step({"a": [0] * 5})
     loop.add("b", 12, 2)
@@ -170,8 +170,8 @@ def test_in_a_mixed_batch_a_prompt_gets_a_page_before_anybody_gets_a_guess_verif
     loop.run()
 
 
-class OneToken(CutPrompts):
-    def num_tokens_now(self, request, num_behind, budget, most):
+class OneToken(ChunkToBudget):
+    def num_tokens_to_schedule(self, request, num_uncomputed_tokens, budget, most):
         return min(1, budget)
 
 
@@ -245,7 +245,7 @@ def test_slots_for_guesses_lie_behind_a_steps_tokens_if_there_are_any_to_spare(l
 @pytest.mark.parametrize("kind", SCHEDULERS)
 def test_guesses_for_who_has_ended_or_is_in_the_middle_of_its_prompt_are_dropped(kind):
     """The runner guesses before the scheduler knows who ends with this step."""
-    options = {"chunk_policy": CutPrompts()}
+    options = {"chunk_policy": ChunkToBudget()}
     if kind is PrefillFirstScheduler:
         options = {"chunked_prefill_size": 8}
     loop = Loop(40, kind, max_num_batched_tokens=8, **options)

@@ -10,7 +10,7 @@ from hypothesis import given, settings
 
 from input_batch import RunnerRequest
 from ngram_index import BulkNgramProposer
-from proposers import FollowedRequest, NgramProposer
+from proposers import NgramProposer, ProposerInput
 from request import Request
 
 
@@ -18,9 +18,9 @@ def make_request(tokens: list[int], request_id: str = "a") -> Request:
     return Request.from_tokens(request_id, tokens, max_new_tokens=1000)
 
 
-def follow(*requests: Request) -> list[FollowedRequest]:
+def follow(*requests: Request) -> list[ProposerInput]:
     return [
-        FollowedRequest(
+        ProposerInput(
             RunnerRequest(r.request_id, r.sampling_params, r.prompt_token_ids, r.output_token_ids),
             start=0,
             num_computed_tokens=r.num_tokens - 1,

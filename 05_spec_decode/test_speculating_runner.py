@@ -18,10 +18,10 @@ from draft_plugin import DraftPlugin
 from engine_core import EngineCore
 from fake_model import FakeModelRunner, continuation
 from input_batch import RunnerRequest
-from kv_memory import KVMemory, SharingRunnerState
+from kv_memory import SharingRunnerState, UncachedKVCacheManager
 from paged_attention import PagedKVCache
 from prefill_first_scheduler import PrefillFirstScheduler
-from proposers import FollowedRequest, NgramProposer, Proposer
+from proposers import NgramProposer, Proposer, ProposerInput
 from request import Request, SamplingParams
 from scheduler import Scheduler
 from scheduler_interface import (
@@ -53,11 +53,11 @@ class Recorder:
     num_spec_tokens: int = K
     num_lookahead_tokens: int = 0
     log: list[tuple] = field(default_factory=list)
-    followed: list[FollowedRequest] = field(default_factory=list)
+    inputs: list[ProposerInput] = field(default_factory=list)
 
-    def propose(self, followed: Sequence[FollowedRequest], num_drafts: Sequence[int]):
-        self.followed = list(followed)
-        ids = [f.request.req_id for f in followed]
+    def propose(self, inputs: Sequence[ProposerInput], num_drafts: Sequence[int]):
+        self.inputs = list(inputs)
+        ids = [f.request.req_id for f in inputs]
         self.log.append(("propose", dict(zip(ids, num_drafts, strict=True))))
         return {i: [1] * num for i, num in zip(ids, num_drafts) if num}
 
@@ -87,12 +87,13 @@ class Recorder:
 
 @dataclass(frozen=True)
 class Row:
-    """A request whose step computes the rest of 8 tokens, `num_behind` less, and samples."""
+    """A request whose step computes the rest of 8 tokens, `num_uncomputed_tokens` less, and
+    samples."""
 
     request_id: str
     sampled: Sequence[int] = (7,)
     drafts: Sequence[int] = ()
-    num_behind: int = 0  # then it samples nothing
+    num_uncomputed_tokens: int = 0  # then it samples nothing
     num_left: int = 20  # outputs that it may have after this step
     start: int = 0
     error: str | None = None
@@ -131,8 +132,8 @@ class Bench:
         plan = SchedulerOutput(finished_req_ids=set(finished))
         output = self.inner.output = StepOutput()
         for row in rows:
-            sampled = [] if row.num_behind or row.error else list(row.sampled)
-            num_tokens = 8 + len(row.drafts) - row.num_behind - row.start
+            sampled = [] if row.num_uncomputed_tokens or row.error else list(row.sampled)
+            num_tokens = 8 + len(row.drafts) - row.num_uncomputed_tokens - row.start
             plan.num_scheduled_tokens[row.request_id] = num_tokens
             if row.drafts:
                 plan.scheduled_draft_token_ids[row.request_id] = list(row.drafts)
@@ -156,7 +157,7 @@ def test_asked_are_those_who_go_on_and_guessed_on_those_who_lack_one_token():
     bench = Bench()
     output = bench.step(
         Row("1"),
-        Row("2", num_behind=3),  # in the middle of its prompt
+        Row("2", num_uncomputed_tokens=3),  # in the middle of its prompt
         Row("3", num_left=0),
         Row("4", error="its logits say nothing"),
         Row("5"),
@@ -173,11 +174,11 @@ def test_a_proposer_sees_the_tokens_of_the_step_and_no_rejected_one():
     bench.step(
         Row("1", sampled=[5], start=2),
         Row("2", sampled=[4, 9], drafts=[4, 4, 4], start=7),
-        Row("3", num_behind=3, start=1),
+        Row("3", num_uncomputed_tokens=3, start=1),
     )
     seen = [
         (f.request.tokens(0, f.request.num_tokens)[8:], f.start, f.num_computed_tokens)
-        for f in bench.recorder.followed
+        for f in bench.recorder.inputs
     ]
     assert seen == [([5], 2, 8), ([4, 9], 7, 9), ([], 1, 5)]
 
@@ -202,7 +203,7 @@ def test_nobody_is_asked_for_nothing():
     assert bench.step(Row("1")).draft_token_ids == {}
     assert bench.recorder.take("propose", "choose") == [("choose", ["1"])]
     bench.recorder.num_drafts = 1
-    assert bench.step(Row("1", num_behind=2)).draft_token_ids == {}
+    assert bench.step(Row("1", num_uncomputed_tokens=2)).draft_token_ids == {}
     assert bench.step().draft_token_ids == {}
     assert bench.recorder.take("propose") == []
 
@@ -255,7 +256,9 @@ def test_what_came_of_the_drafts():
     stats = bench.runner.stats
     assert (stats.num_passes, stats.num_tokens) == (4, 7)
     assert (stats.num_drafted, stats.num_accepted) == (6, 3)
-    bench.step(Row("5", num_behind=4), Row("6", drafts=[1], error="its logits say nothing"))
+    bench.step(
+        Row("5", num_uncomputed_tokens=4), Row("6", drafts=[1], error="its logits say nothing")
+    )
     assert stats.num_passes == 4, "a piece of a prompt yields nothing, and an error too"
 
 
@@ -267,7 +270,7 @@ def test_times_of_steps_in_which_nobody_computed_a_prompt(monkeypatch):
         def lap(self, name: str) -> None:
             pass
 
-    monkeypatch.setattr("speculating_runner.Laps", Clock)
+    monkeypatch.setattr("speculating_runner.StepTimer", Clock)
     bench = Bench()
     bench.inner.times = {"prepare_ms": 1.0, "forward_ms": 20.0, "sample_ms": 300.0}
     one, other = Row("1", start=7), Row("2", start=7, num_left=3)
@@ -278,7 +281,7 @@ def test_times_of_steps_in_which_nobody_computed_a_prompt(monkeypatch):
         (),
         (Row("1", start=6), other),
         (Row("1", start=7, drafts=[1, 1]), Row("2", start=6, drafts=[1])),
-        (Row("1", start=5, num_behind=1),),
+        (Row("1", start=5, num_uncomputed_tokens=1),),
     ):
         bench.step(*rows)
         assert bench.recorder.take("step") == [], rows
@@ -318,15 +321,15 @@ class Adversary:
         self.guess = guess
         self.known: set[str] = set()
 
-    def propose(self, followed: Sequence[FollowedRequest], num_drafts: Sequence[int]):
+    def propose(self, inputs: Sequence[ProposerInput], num_drafts: Sequence[int]):
         drafts = {"stranger": [1, 2, 3]}
-        for f, num in zip(followed, num_drafts, strict=True):
+        for f, num in zip(inputs, num_drafts, strict=True):
             request = f.request
             num_outputs = len(request.output_token_ids)
-            num_behind = request.num_tokens - f.num_computed_tokens
-            assert num_behind >= 1 and num >= 0 and f.start < f.num_computed_tokens
+            num_uncomputed_tokens = request.num_tokens - f.num_computed_tokens
+            assert num_uncomputed_tokens >= 1 and num >= 0 and f.start < f.num_computed_tokens
             if num:
-                assert num_behind == 1 and num_outputs >= 1
+                assert num_uncomputed_tokens == 1 and num_outputs >= 1
                 assert num <= request.max_tokens - num_outputs - 1
             self.known.add(request.req_id)
             drafts[request.req_id] = self.guess(request, num)
@@ -362,13 +365,15 @@ class EchoModel:
         return torch.nn.functional.one_hot(said, VOCAB).double()
 
 
-def make_draft_proposer(memory: KVMemory, state: SharingRunnerState) -> DraftModelProposer:
+def make_draft_proposer(
+    memory: UncachedKVCacheManager, state: SharingRunnerState
+) -> DraftModelProposer:
     kv_cache = PagedKVCache(1, memory.pool.num_blocks, memory.block_size, 1, 1)
     nothing: Any = SimpleNamespace(plan=lambda *where: None)
     return DraftModelProposer(EchoModel(), kv_cache, nothing, state, K, max_model_len=60)
 
 
-PROPOSERS: dict[str, Callable[[KVMemory, SharingRunnerState], Proposer]] = {
+PROPOSERS: dict[str, Callable[[UncachedKVCacheManager, SharingRunnerState], Proposer]] = {
     "ngram": lambda memory, state: NgramProposer(K, max_ngram=3, min_ngram=1),
     "draft": make_draft_proposer,
     "right": lambda memory, state: Adversary(right),
@@ -390,7 +395,7 @@ class Engine:
     def __init__(
         self,
         kind: type,
-        memory: KVMemory,
+        memory: UncachedKVCacheManager,
         proposer: str | None,
         draft_length: DraftLength | None = None,
         **options,

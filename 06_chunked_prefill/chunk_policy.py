@@ -32,10 +32,10 @@ from __future__ import annotations
 from collections.abc import Callable, Collection
 
 from request import Request, check_integers
-from unchunked import CutPrompts
+from unchunked import ChunkToBudget
 
 
-class ChunkedPrefill(CutPrompts):
+class ChunkedPrefill(ChunkToBudget):
     """A `ChunkPolicy` (chapter 4). Raises `ValueError` that names the field."""
 
     def __init__(
@@ -57,28 +57,30 @@ class ChunkedPrefill(CutPrompts):
         self._num_long = 0  # long prompts being prefilled
 
     def begin_step(
-        self, running: Collection[Request], num_behind: Callable[[Request], int]
+        self, running: Collection[Request], num_uncomputed_tokens: Callable[[Request], int]
     ) -> None:
         if self.max_long_partial_prefills is not None:
-            # `num_behind` is 0 for a request that skips this step, although its prompt is partly
-            # computed.
+            # `num_uncomputed_tokens` is 0 for a request that skips this step, although its prompt
+            # is partly computed.
             self._num_long = sum(
                 self._is_long(request.num_tokens - request.num_computed_tokens)
                 for request in running
             )
 
-    def may_start(self, request: Request, num_behind: int) -> bool:
-        if self.max_long_partial_prefills is None or not self._is_long(num_behind):
+    def can_start(self, request: Request, num_uncomputed_tokens: int) -> bool:
+        if self.max_long_partial_prefills is None or not self._is_long(num_uncomputed_tokens):
             return True
         if self._num_long >= self.max_long_partial_prefills:
             return False
         self._num_long += 1
         return True
 
-    def num_tokens_now(self, request: Request, num_behind: int, budget: int, most: int) -> int:
-        return min(num_behind, budget, self.long_prefill_token_threshold or budget)
+    def num_tokens_to_schedule(
+        self, request: Request, num_uncomputed_tokens: int, budget: int, most: int
+    ) -> int:
+        return min(num_uncomputed_tokens, budget, self.long_prefill_token_threshold or budget)
 
-    def _is_long(self, num_behind: int) -> bool:
+    def _is_long(self, num_uncomputed_tokens: int) -> bool:
         """Whether the prompt needs more than one step even without other requests."""
         threshold = self.long_prefill_token_threshold
-        return threshold is not None and num_behind > threshold
+        return threshold is not None and num_uncomputed_tokens > threshold

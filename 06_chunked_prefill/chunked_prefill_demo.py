@@ -32,7 +32,7 @@ from request import Request
 from scheduler import Scheduler
 from scheduler_interface import StepOutput
 from step_cost import ModelShape, StepCost, count_bytes_and_flops, count_work
-from unchunked import WholePrompts
+from unchunked import Unchunked
 
 # The book's colours.
 PROMPT = "#0072b2"
@@ -66,7 +66,7 @@ def timeline(policy, prompt_len=40, **options):
 
 
 print("whole prompts")
-timeline(WholePrompts())
+timeline(Unchunked())
 print("at most 16 tokens of a prompt in a step")
 timeline(ChunkedPrefill(16))
 
@@ -104,8 +104,8 @@ for name, starts, lens in (
 policy, start, sizes, times = AdaptiveChunks(target_step_ms=20.0), 0, [], []
 request = Request.from_tokens("long", [1] * 4000, max_new_tokens=1)
 while start < 4000:
-    policy.begin_step(running=[], num_behind=lambda request: 0)
-    size = policy.num_tokens_now(request, 4000 - start, 4096, 4096)
+    policy.begin_step(running=[], num_uncomputed_tokens=lambda request: 0)
+    size = policy.num_tokens_to_schedule(request, 4000 - start, 4096, 4096)
     work = count_work([start], [size])
     step_ms = 2.0 + 0.05 * work.num_tokens + 0.0002 * work.num_chunk_pairs
     policy.observe_step([start], [size], step_ms)

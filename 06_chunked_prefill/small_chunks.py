@@ -12,7 +12,7 @@ from paged_attention import AttentionMetadata
 
 BUDGET = 5  # tokens per step: one for each decoding request, the rest for the prompt
 PROMPT_LEN, NUM_DECODES = 10, 1
-PIECE = BUDGET - NUM_DECODES
+CHUNK = BUDGET - NUM_DECODES
 torch.manual_seed(6)
 queries, keys, values = torch.randn(3, PROMPT_LEN, dtype=torch.float64)  # one head of size 1
 
@@ -32,11 +32,11 @@ def merge(left, right):
 
 outputs, num_computed, step = [], 0, 1
 while num_computed < PROMPT_LEN:
-    num_tokens = min(PROMPT_LEN - num_computed, PIECE)
+    num_tokens = min(PROMPT_LEN - num_computed, CHUNK)
     for position in range(num_computed, num_computed + num_tokens):
         result = attend(queries[position], range(num_computed, position + 1))  # its own chunk
-        for start in range(0, num_computed, PIECE):  # earlier chunks
-            earlier = range(start, start + PIECE)
+        for start in range(0, num_computed, CHUNK):  # earlier chunks
+            earlier = range(start, start + CHUNK)
             result = merge(result, attend(queries[position], earlier))
         outputs.append(result[0])
     has_logits = num_computed + num_tokens == PROMPT_LEN

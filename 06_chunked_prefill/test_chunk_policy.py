@@ -23,8 +23,8 @@ from scheduler_interface import SchedulerOutput, StepOutput
 from scheduler_steps import SchedulerLoop, make_memory, make_scheduler, planned, preempted
 from sglang_policies import POLICIES, policy_over
 from step_cost import count_work
-from step_plan import PreemptingPlan
-from unchunked import WholePrompts
+from step_plan import PreemptiveSchedulerOutput
+from unchunked import Unchunked
 
 VOCAB = 4  # few tokens, so that prefixes are shared by chance
 SCHEDULERS = (Scheduler, PrefillFirstScheduler)
@@ -50,7 +50,7 @@ class Run(SchedulerLoop):
         for request in requests:
             self.take(request)
 
-    def schedule(self) -> PreemptingPlan:
+    def schedule(self) -> PreemptiveSchedulerOutput:
         running = self.scheduler.running.values()
         between = {r.request_id for r in running if 0 < r.num_computed_tokens < r.num_tokens - 1}
         output = super().schedule()
@@ -68,7 +68,9 @@ class Run(SchedulerLoop):
             assert (request.request_id in sampled.token_ids) == is_last, "Trap 31"
         return sampled
 
-    def step(self, guess: Callable[[str, int], list[int]] | None = None) -> PreemptingPlan:
+    def step(
+        self, guess: Callable[[str, int], list[int]] | None = None
+    ) -> PreemptiveSchedulerOutput:
         """`guess(name, number of outputs)` is made behind this step for the next (chapter 5)."""
         self.guess = guess
         return super().step()
@@ -99,15 +101,17 @@ def two_phase(
 
 @given(
     threshold=st.none() | st.integers(1, 50),
-    num_behind=st.integers(1, 200),
+    num_uncomputed_tokens=st.integers(1, 200),
     budget=st.integers(1, 100),
 )
 def test_nobody_gets_more_than_it_needs_or_than_there_is_and_somebody_always_gets_one(
-    threshold, num_behind, budget
+    threshold, num_uncomputed_tokens, budget
 ):
     policy = ChunkedPrefill(threshold)
-    num_tokens = policy.num_tokens_now(make_request("a", 1, 1), num_behind, budget, 100)
-    assert num_tokens == min(num_behind, budget, threshold or num_behind)
+    num_tokens = policy.num_tokens_to_schedule(
+        make_request("a", 1, 1), num_uncomputed_tokens, budget, 100
+    )
+    assert num_tokens == min(num_uncomputed_tokens, budget, threshold or num_uncomputed_tokens)
     assert num_tokens >= 1
 
 
@@ -161,7 +165,7 @@ def test_a_prompt_longer_than_a_step_takes_what_the_step_has(budget):
     assert run.chunks("short")[:2] == [2, 1]
     assert run.chunks("long")[:2] == [budget - 2, budget - 1]
     assert len(run.outputs["long"]) == 2
-    whole = two_phase(WholePrompts(), max_num_batched_tokens=budget)
+    whole = two_phase(Unchunked(), max_num_batched_tokens=budget)
     with pytest.raises(ValueError, match="max_num_batched_tokens"):
         whole.add(make_request("long", 40, 2))
 
@@ -198,8 +202,8 @@ def test_so_many_long_prompts_are_under_way_and_short_ones_pass():
 
 def test_short_prompts_take_no_place_and_without_a_limit_there_are_no_places():
     policy, one = ChunkedPrefill(4, max_long_partial_prefills=1), make_request("r", 9, 1)
-    assert [policy.may_start(one, n) for n in (4, 1, 9, 9, 4)] == [True, True, True, False, True]
-    assert ChunkedPrefill(4).may_start(one, 9)
+    assert [policy.can_start(one, n) for n in (4, 1, 9, 9, 4)] == [True, True, True, False, True]
+    assert ChunkedPrefill(4).can_start(one, 9)
 
 
 def test_a_long_prompt_that_is_held_back_does_not_wait_for_ever():

@@ -65,8 +65,8 @@ def test_every_token_stands_once_at_its_place_and_the_short_ones_in_front(step):
     for i in layout.order:
         query = queries[i]
         for position in range(query.start, query.start + query.num_tokens):
-            num_behind = query.start + query.num_tokens - 1 - position
-            if num_behind < query.num_logit_rows:
+            num_uncomputed_tokens = query.start + query.num_tokens - 1 - position
+            if num_uncomputed_tokens < query.num_logit_rows:
                 rows_with_logits.append(len(positions))
             positions.append(position)
             ids.append(int(state.token_ids[query.row, position]))

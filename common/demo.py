@@ -311,9 +311,9 @@ def _main(args: argparse.Namespace) -> int:
     import common.engine  # noqa: F401  # LLM() imports it after the collector has been told
     from common.engine_config import SHIPPED_ADAPTER
     from common.llm import LLM, SamplingParams
-    from common.requests.gc_utils import spare_what_is_loaded
+    from common.requests.gc_utils import freeze_gc_heap
 
-    spare_what_is_loaded()
+    freeze_gc_heap()
     # Each prompt has a seed of its own, so that every run and every order gives the same text.
     params = [
         SamplingParams(

@@ -25,12 +25,12 @@ from typing import TYPE_CHECKING, TextIO
 import torch
 
 from common.assembly.assembly import assemble, packing_of, packing_while_loading
-from common.assembly.registry import REQUEST_GRAMMARS, Grammars, claimed, release
+from common.assembly.registry import REQUEST_GRAMMARS, Grammars, claim_exclusive, release
 from common.assembly.scheduler_assembly import EngineParts
 from common.engine_config import SHIPPED_CHECKPOINT, SHIPPED_DRAFT, EngineConfig, EngineStats
 from common.models.loader import LoadedModel, load_model, read_checkpoint
-from common.requests.engine_lock import Turn, one_at_a_time
-from common.requests.input_processor import Intake, Prompt, RequestOptions, SharedOptions
+from common.requests.engine_lock import EngineLock, exclusive
+from common.requests.input_processor import InputProcessor, Prompt, RequestOptions, SharedOptions
 from common.requests.output_processor import OutputProcessor, RequestGroup, RequestOutput, spread
 from common.requests.stats import RecentCacheStats, Throughput
 from common.requests.tokenizer import Tokenizer, load_tokenizer
@@ -72,27 +72,29 @@ class LLMEngine:
         on_step: Callable[[StepRecord], None] | None = None,
     ) -> None:
         self.config = config = config or EngineConfig()
-        self.turn = Turn()
+        self.lock = EngineLock()
         self._is_closed = False
-        self._is_whole = True  # else a call was cut short, and the next one mends what it has left
+        self._is_consistent = (
+            True  # else a call was cut short, and the next one mends what it has left
+        )
         # By Request.request_id: all members of open groups, those that have finished included.
-        self._members: dict[str, OutputProcessor] = {}
+        self._sequences: dict[str, OutputProcessor] = {}
         make = _make_remote_parts if config.has_workers else _make_parts
-        with claimed(config.parts_with_state):
-            parts, self.tokenizer = make(config, loaded, draft, tokenizer, self._members)
+        with claim_exclusive(config.parts_with_state):
+            parts, self.tokenizer = make(config, loaded, draft, tokenizer, self._sequences)
         self._parts = parts
         self.core, self.scheduler = parts.core, parts.recorder.scheduler
         self.recorder = parts.recorder
         self._close_loop, self._give_up = parts.close_loop, parts.give_up
         self.kv_manager, self._connector = parts.kv_memory, parts.connector
-        self._side, self._plans_under_way = parts.side, parts.plans_under_way
+        self._side, self._in_flight_plans = parts.side, parts.in_flight_plans
         side = parts.side
         self.kv_cache, self.speculation = side.kv_cache, side.speculation
         self.max_model_len, self.vocab_size = side.max_model_len, side.vocab_size
         self.on_step, self.model_config = on_step, side.model.config
         self.device, self.dtype = side.model.device, side.model.dtype
         self.num_parameters, eos_token_ids = side.model.num_parameters, side.model.eos_token_ids
-        self._intake = Intake(
+        self._input_processor = InputProcessor(
             self.tokenizer,
             self.model_config.vocab_size,
             self.vocab_size,
@@ -123,7 +125,7 @@ class LLMEngine:
 
     # -- requests
 
-    @one_at_a_time
+    @exclusive
     def add_request(
         self,
         request_id: str,
@@ -135,32 +137,32 @@ class LLMEngine:
         `RequestOptions`. Returns its output, which grows with the steps. Raises `ValueError` for
         anything that can not be served; nothing has changed then."""
         self._check_is_open()
-        self._mend()
+        self._recover()
         self._check_id(request_id)
         params = SamplingParams() if sampling_params is None else sampling_params
         if (adapter := options.get("adapter")) is not None:
             options["adapter"] = adapter = self.named_adapters().digest_of(adapter)
-        group = self._intake.make_group(request_id, prompt, params, **options)
-        for member in group.members:
-            self._check_id(member.request_id)  # of a sample: "name#0" may be somebody's name
+        group = self._input_processor.make_group(request_id, prompt, params, **options)
+        for sequence in group.sequences:
+            self._check_id(sequence.request_id)  # of a sample: "name#0" may be somebody's name
         try:
-            with self._changing():
+            with self._mutating_state():
                 self._groups[request_id] = group
-                self._members |= {member.request_id: member for member in group.members}
+                self._sequences |= {sequence.request_id: sequence for sequence in group.sequences}
                 if self._adapters is not None and adapter is not None:
                     self._adapters.begin(adapter, request_id)
-                for member in group.members:
-                    self.core.add_request(member.request)
-                    if "grammar" in member.request.features:
-                        self._compiled_grammars().arrived(member.request)
+                for sequence in group.sequences:
+                    self.core.add_request(sequence.request)
+                    if "grammar" in sequence.request.features:
+                        self._compiled_grammars().arrived(sequence.request)
         except Exception:  # refused, and that changes nothing
-            with self._changing():
+            with self._mutating_state():
                 self._drop(group)
             raise
-        self._intake.num_seeds_drawn += params.seed is None
+        self._input_processor.num_seeds_drawn += params.seed is None
         return group
 
-    @one_at_a_time
+    @exclusive
     def add_requests(
         self,
         requests: Iterable[tuple[str, Prompt, SamplingParams]],
@@ -170,8 +172,8 @@ class LLMEngine:
         """Queue all of `(request_id, prompt, sampling_params)` or, if one is refused, none.
         `adapters` has one for each."""
         before: dict[str, RequestGroup | None] = {}
-        num_seeds_drawn = self._intake.num_seeds_drawn
-        with self.turn.undisturbed():
+        num_seeds_drawn = self._input_processor.num_seeds_drawn
+        with self.lock.deferring():
             try:
                 each = repeat(None) if adapters is None else adapters
                 pairs = zip(requests, each, strict=adapters is not None)
@@ -179,35 +181,35 @@ class LLMEngine:
                     before.setdefault(request_id, self._groups.get(request_id))
                     self.add_request(request_id, prompt, params, **options, adapter=adapter)
             except BaseException:
-                self._mend()
-                with self._changing():
+                self._recover()
+                with self._mutating_state():
                     for name, old in before.items():
                         if (group := self._groups.get(name)) is not None and group is not old:
                             self._drop(group)
-                self._intake.num_seeds_drawn = num_seeds_drawn
+                self._input_processor.num_seeds_drawn = num_seeds_drawn
                 raise
 
     def abort_request(self, request_id: str) -> RequestOutput | None:
         """End a request at any moment. Its output so far, which the next `step` returns too, or
         None if there is no such request. While another thread is in a step, it ends after that."""
-        self.turn.check_process()
+        self.lock.check_process()
         group = self._groups.get(request_id)
         if group is None:
             return None
-        self.turn.ask(partial(self._abort, group))
+        self.lock.run_or_defer(partial(self._abort, group))
         return copy(group)
 
     def _abort(self, group: RequestGroup) -> None:
-        self._mend()
+        self._recover()
         if self._groups.get(group.request_id) is group:
-            with self._changing():
+            with self._mutating_state():
                 self._abort_all_of(group)
 
     def _abort_all_of(self, group: RequestGroup) -> None:
-        for member in group.members:
-            if not member.is_finished:
-                self.scheduler.abort_request(member.request_id)
-                member.abort()
+        for sequence in group.sequences:
+            if not sequence.is_finished:
+                self.scheduler.abort_request(sequence.request_id)
+                sequence.abort()
         self._stats.num_aborted += 1
         self._end(group)
 
@@ -215,7 +217,7 @@ class LLMEngine:
         """Is there anything to do for `step`, if only to return the output of an aborted one?"""
         return bool(self._groups or self._ended)
 
-    @one_at_a_time
+    @exclusive
     def step(self) -> list[RequestOutput]:
         """One iteration for everybody. The outputs of the requests that have ended since the last
         one, aborted ones included, and of those that made progress. These are alive: they grow with
@@ -227,47 +229,47 @@ class LLMEngine:
         is gone, everybody is aborted. If `on_step` raises, nobody is. In each case the next step
         returns what this one could not.
         """
-        self._mend()
+        self._recover()
         # Where only outputs are left, there is nothing to compute, or nobody who could.
         has_work = self.core.has_unfinished_requests() or not self._ended
         if has_work:
             self._check_is_open()
-        going_on = self._advance() if has_work else []
-        outputs: list[RequestOutput] = [*map(copy, self._ended), *going_on]
+        runnable_ids = self._advance() if has_work else []
+        outputs: list[RequestOutput] = [*map(copy, self._ended), *runnable_ids]
         self._ended.clear()  # not before all is ready: an interrupt would lose what has ended
         return outputs
 
     def _advance(self) -> list[RequestGroup]:
         """One iteration. The unfinished groups that made progress; the others are in `_ended`."""
-        self.turn.begin_anew()
-        self._mend()
+        self.lock.clear()
+        self._recover()
         if self._is_closed:  # by another thread, which waits for this one
             for group in list(self._groups.values()):
                 self._abort(group)
             return []
         self._end_failed_grammars()
-        with self.turn.undisturbed():
+        with self.lock.deferring():
             touched, record = self._compute()
         if self.on_step is not None and record is not None:
             self.on_step(record)
-        self.turn.do_what_was_asked()
+        self.lock.run_deferred()
         return [group for group in touched if group not in self._ended]
 
     def _compute(self) -> tuple[Collection[RequestGroup], StepRecord | None]:
         """One step. Whom it concerned; its record, if somebody wants it."""
         start_time = time.monotonic()
-        self._is_whole = False
+        self._is_consistent = False
         try:
             results = self.core.step()
             now = time.monotonic()
             record = None if self.on_step is None else self.recorder.record()
-            with self._changing():
+            with self._mutating_state():
                 self._count(self.recorder.plan, now - start_time)
                 touched = self._take(results, now)
             totals = self._stats.prompt_tokens, self._stats.output_tokens
             self._throughput.note(now, *totals)
         except BaseException as error:
-            self._mend(error)
+            self._recover(error)
             raise
         if self._watch is not None:
             self._watch.log.flush()
@@ -280,30 +282,30 @@ class LLMEngine:
         """Note what a step brought: of a routine one, the time. End the groups that have finished.
         Returns whom it concerned."""
         if not isinstance(results, StepResults):
-            decided = {result.request_id: result for result in results}
-            results = StepResults(list(decided), {}, decided)
-        members, touched = self._members, dict[RequestGroup, None]()
+            slow_path = {result.request_id: result for result in results}
+            results = StepResults(list(slow_path), {}, slow_path)
+        sequences, touched = self._sequences, dict[RequestGroup, None]()
         if scored := self.recorder.output.prompt_logprobs:
-            for member in self._members_of(self.recorder.plan, scored):
-                assert member.group.prompt_logprobs is not None
-                member.group.prompt_logprobs += scored[member.request_id]
+            for sequence in self._members_of(self.recorder.plan, scored):
+                assert sequence.group.prompt_logprobs is not None
+                sequence.group.prompt_logprobs += scored[sequence.request_id]
         for request_id in results.request_ids:
-            member = members[request_id]
-            touched[member.group] = None
-            result = results.decided.get(request_id)
+            sequence = sequences[request_id]
+            touched[sequence.group] = None
+            result = results.slow_path.get(request_id)
             if result is None:
                 self._stats.output_tokens += 1
-                if not member.looks_for_stop:
-                    member.metrics.record_tokens(1, now)
+                if not sequence.looks_for_stop:
+                    sequence.metrics.record_tokens(1, now)
                     continue
                 result = EngineCoreOutput(request_id, results.token_ids[request_id])
             else:
                 self._stats.output_tokens += len(result.new_token_ids)
-            if member.process(result, now):
+            if sequence.process(result, now):
                 self.core.scheduler.finish_requests(request_id, RequestStatus.FINISHED_STOPPED)
-            if member.is_finished and member.group.finished:
+            if sequence.is_finished and sequence.group.finished:
                 self._stats.num_finished += 1
-                self._end(member.group)
+                self._end(sequence.group)
         return touched
 
     def _members_of(
@@ -313,9 +315,9 @@ class LLMEngine:
         another request's by now, so requests are compared and not names."""
         for request in plan.scheduled_requests:
             if request.request_id in request_ids:
-                member = self._members.get(request.request_id)
-                if member is not None and member.request is request:
-                    yield member
+                sequence = self._sequences.get(request.request_id)
+                if sequence is not None and sequence.request is request:
+                    yield sequence
 
     def _check_progress(self, plan: SchedulerOutput) -> None:
         """Raise `RuntimeError` if requests wait and nothing that could let them in is under way."""
@@ -335,45 +337,47 @@ class LLMEngine:
             )
 
     @contextmanager
-    def _changing(self) -> Iterator[None]:
+    def _mutating_state(self) -> Iterator[None]:
         """The books of scheduler and engine are changed. Who is cut short in it comes to no
-        `finally`: `_mend` brings it to an end."""
-        with self.turn.undisturbed():
-            self._is_whole, self.recorder.is_torn = False, True
+        `finally`: `_recover` brings it to an end."""
+        with self.lock.deferring():
+            self._is_consistent, self.recorder.is_inconsistent = False, True
             yield
-            self._is_whole, self.recorder.is_torn = True, False
+            self._is_consistent, self.recorder.is_inconsistent = True, False
 
-    def _mend(self, error: BaseException | None = None) -> None:
+    def _recover(self, error: BaseException | None = None) -> None:
         """If a call was cut short, by whatever: how far have those who ran come? They are aborted.
         If it was while books were changed, what follows from requests is made anew: tables, free
         blocks, what is cached. It may be cut short, too: the next call begins with it."""
-        if not self._is_whole:
-            with self.turn.undisturbed():
-                self._begin_anew(error)
+        if not self._is_consistent:
+            with self.lock.deferring():
+                self._abort_running(error)
 
-    def _begin_anew(self, error: BaseException | None) -> None:
-        is_torn, self.recorder.is_torn = self.recorder.is_torn, True
+    def _abort_running(self, error: BaseException | None) -> None:
+        is_inconsistent, self.recorder.is_inconsistent = self.recorder.is_inconsistent, True
         if self._watch is not None:
             self._watch.failed(error)
         if self._give_up is not None:
             self._give_up()
-        self.recorder.forget_plans()
-        if is_torn:
+        self.recorder.discard_plans()
+        if is_inconsistent:
             self.unwatch()  # what is on film would not lead to books that are made anew
-            self.kv_manager.begin_anew()
-        self.scheduler.begin_anew()
+            self.kv_manager.clear()
+        self.scheduler.clear()
         nobody_computes = getattr(error, "is_final", False)
         for group in list(self._groups.values()):
-            unfinished = {member.request_id for member in group.members if not member.is_finished}
+            unfinished = {
+                sequence.request_id for sequence in group.sequences if not sequence.is_finished
+            }
             if not unfinished:
                 self._end(group)
             elif nobody_computes or not unfinished <= self.scheduler.requests.keys():
                 self._abort_all_of(group)
-        self._is_whole, self.recorder.is_torn = True, False
+        self._is_consistent, self.recorder.is_inconsistent = True, False
 
     # -- whole calls
 
-    @one_at_a_time
+    @exclusive
     def generate_batch(
         self,
         prompts: Sequence[Prompt],
@@ -396,7 +400,7 @@ class LLMEngine:
         requests = zip(ids, prompts, per_prompt, strict=True)
         own = dict[RequestGroup, None]()
         try:
-            with self.turn.undisturbed():
+            with self.lock.deferring():
                 self.add_requests(requests, adapters, **options)
                 own |= dict.fromkeys(self._groups[request_id] for request_id in ids)
             for group in own:
@@ -407,7 +411,7 @@ class LLMEngine:
                         on_finished(num_finished)
         finally:
             unnamed = (self._groups[name] for name in ids if not own and name in self._groups)
-            self._withdraw(own or dict.fromkeys(unnamed))
+            self._invalidate(own or dict.fromkeys(unnamed))
         return {group.request_id: copy(group) for group in own}
 
     def _new_id(self) -> str:
@@ -415,7 +419,7 @@ class LLMEngine:
         while True:
             name = f"request-{self._num_named}"
             self._num_named += 1
-            if name not in self._groups and name not in self._members:
+            if name not in self._groups and name not in self._sequences:
                 return name
 
     def stream(
@@ -428,21 +432,21 @@ class LLMEngine:
         rest of its text is yielded. Leaving the loop early aborts it."""
         request_id, group = self._new_id(), None
         try:
-            with self.turn, self.turn.undisturbed():
+            with self.lock, self.lock.deferring():
                 self.add_request(request_id, prompt, params, **options)
                 group = self._groups[request_id]
-            member = group.members[0]
+            sequence = group.sequences[0]
             while not group.finished:
-                if delta := member.take_delta():
+                if delta := sequence.take_delta():
                     yield delta
                 else:
-                    with self.turn:
+                    with self.lock:
                         self._advance()
-            if rest := member.take_delta():
+            if rest := sequence.take_delta():
                 yield rest
         finally:
             if group := group or self._groups.get(request_id):
-                self._withdraw([group])
+                self._invalidate([group])
 
     def _forget_ended(self, groups: Collection[RequestGroup]) -> int:
         """Their caller holds them, so no step returns them. How many of them had ended."""
@@ -451,23 +455,23 @@ class LLMEngine:
             del self._ended[group]
         return len(ended)
 
-    def _withdraw(self, groups: Collection[RequestGroup]) -> None:
-        def withdraw() -> None:
+    def _invalidate(self, groups: Collection[RequestGroup]) -> None:
+        def invalidate() -> None:
             for group in groups:
                 self._abort(group)
             self._forget_ended(groups)
 
-        self.turn.ask(withdraw)
+        self.lock.run_or_defer(invalidate)
 
     # -- adapters
 
-    @one_at_a_time
+    @exclusive
     def load_adapter(self, name: str, directory: str | Path) -> None:
         """A LoRA adapter in PEFT's format, for requests that name it. Raises `ValueError` or
         `FileNotFoundError`, and nothing has changed, for what can not be computed exactly."""
         self.named_adapters().load(name, directory)
 
-    @one_at_a_time
+    @exclusive
     def unload_adapter(self, name: str) -> None:
         """No request to come gets it. Those that have it end with it."""
         self.named_adapters().unload(name)
@@ -484,7 +488,7 @@ class LLMEngine:
     def named_adapters(self) -> AdapterNames:
         """For whose turn it is."""
         self._check_is_open()
-        self._mend()
+        self._recover()
         if self._adapters is None:
             raise ValueError("cannot use adapters: the engine has no max_loras or adapters")
         return self._adapters
@@ -499,7 +503,7 @@ class LLMEngine:
                 self.scheduler,
                 self.tokenizer,
                 self.vocab_size,
-                self._intake.eos_token_ids,
+                self._input_processor.eos_token_ids,
                 path if self.config.has_workers else None,
             )
         return self._grammars.queue
@@ -508,15 +512,15 @@ class LLMEngine:
         """Who waits for one that can not be compiled ends with an error."""
         failed = {} if self._grammars is None else self._grammars.queue.failed()
         for request_id, why in failed.items():
-            if (member := self._members.get(request_id)) is not None:  # else of the same group
-                with self._changing():
-                    self._fail(member.group, why)
+            if (sequence := self._sequences.get(request_id)) is not None:  # else of the same group
+                with self._mutating_state():
+                    self._fail(sequence.group, why)
 
     def _fail(self, group: RequestGroup, why: str) -> None:
-        for member in group.members:
-            if not member.is_finished:
-                self.scheduler.finish_requests(member.request_id, RequestStatus.FINISHED_ERROR)
-                member.fail(why)
+        for sequence in group.sequences:
+            if not sequence.is_finished:
+                self.scheduler.finish_requests(sequence.request_id, RequestStatus.FINISHED_ERROR)
+                sequence.fail(why)
         self._stats.num_finished += 1
         self._end(group)
 
@@ -550,17 +554,17 @@ class LLMEngine:
     def prefix_cache(self) -> PrefixCache | None:
         return self.kv_manager.cache
 
-    @one_at_a_time
+    @exclusive
     def reset_prefix_cache(self) -> bool:
         """Forget every cached prefix. False, and nothing has changed, while requests use some."""
-        self._mend()
-        with self._changing():
+        self._recover()
+        with self._mutating_state():
             is_reset = self.kv_manager.reset_prefix_cache()
             if is_reset:
                 self._cache_stats.forget_recent()
             return is_reset
 
-    @one_at_a_time
+    @exclusive
     def watch(self, events: str | Path | TextIO) -> Watch:
         """Write from now on what happens, step by step, to this file or to whoever takes text, as
         `EngineConfig(events=...)` does from the start (`common/events`). In a run it begins with
@@ -570,13 +574,13 @@ class LLMEngine:
         from common.events.event_log import check_place
         from common.events.watch import Watch
 
-        self._mend()
+        self._recover()
         check_place(events)
         self.unwatch()
-        self._watch = Watch(events, self.config, self._parts, self._members, self.tokenizer)
+        self._watch = Watch(events, self.config, self._parts, self._sequences, self.tokenizer)
         return self._watch
 
-    @one_at_a_time
+    @exclusive
     def unwatch(self) -> None:
         """Nothing more is written, and a file is closed. Nothing happens if nobody watches."""
         if self._watch is not None:
@@ -587,7 +591,7 @@ class LLMEngine:
         """Stop the connector's threads, close its files, end the workers. The engine computes
         nothing after. A step of another thread is waited for, but not for long: if it is late, the
         thread in which an overlapped engine computes ends after it."""
-        self.turn.check_process()
+        self.lock.check_process()
         self._is_closed = True
         try:
             for request_id in list(self._groups):
@@ -596,15 +600,15 @@ class LLMEngine:
             self._close_parts()
 
     def _close_parts(self) -> None:
-        has_turn = self.turn.take(CLOSE_TIMEOUT_S)
+        has_turn = self.lock.take(CLOSE_TIMEOUT_S)
         try:
             if self._close_loop is not None:
-                self.turn.ask(self._close_loop)
+                self.lock.run_or_defer(self._close_loop)
             if has_turn:
                 self.unwatch()
         finally:
             if has_turn:
-                self.turn.release()
+                self.lock.release()
             if self._connector is not None:
                 self._connector.close()
             if self._grammars is not None:
@@ -612,7 +616,7 @@ class LLMEngine:
             if self._close_side is not None:
                 self._close_side()
 
-    @one_at_a_time
+    @exclusive
     def reset_stats(self) -> None:
         """Start counting anew, after a warm-up for instance. What is cached stays cached."""
         self._cache_stats, self._throughput = RecentCacheStats(), Throughput(time.monotonic())
@@ -623,19 +627,19 @@ class LLMEngine:
         self._num_discarded_before = self._num_discarded_tokens()
         self._stats = EngineStats(kv_blocks_total=self.kv_manager.pool.num_usable_blocks)
 
-    @one_at_a_time
+    @exclusive
     def check_invariants(self) -> None:
         """Raise `AssertionError` if a part contradicts itself or another."""
-        self._mend()
+        self._recover()
         self.scheduler.check_invariants()
         self.kv_manager.check_invariants(self.scheduler.running.values())
-        unfinished = {r for r, member in self._members.items() if not member.is_finished}
+        unfinished = {r for r, sequence in self._sequences.items() if not sequence.is_finished}
         assert unfinished == set(self.scheduler.requests)
-        assert len(self._members) == sum(len(group.members) for group in self._groups.values())
-        for request_id, member in self._members.items():
-            group = member.group
+        assert len(self._sequences) == sum(len(group.sequences) for group in self._groups.values())
+        for request_id, sequence in self._sequences.items():
+            group = sequence.group
             assert self._groups[group.request_id] is group and not group.finished, request_id
-            assert member in group.members and member.request_id == request_id, request_id
+            assert sequence in group.sequences and sequence.request_id == request_id, request_id
         assert all(group.finished for group in self._ended)
         assert self.scheduler.requests or self.kv_manager.num_blocks_in_use == 0, "blocks leaked"
 
@@ -646,20 +650,20 @@ class LLMEngine:
         stats.scheduled_tokens += num_tokens
         if admitted := {new.req_id: new for new in plan.scheduled_new_reqs}:
             stats.prompt_tokens += sum(len(new.prompt_token_ids) for new in admitted.values())
-            for member in self._members_of(plan, admitted):
-                member.metrics.first_scheduled_time = self.recorder.start_time
+            for sequence in self._members_of(plan, admitted):
+                sequence.metrics.first_scheduled_time = self.recorder.start_time
         preempted, num_recomputed_tokens = preemptions_of(plan)
         stats.num_preemptions += len(preempted)
         stats.recomputed_tokens += num_recomputed_tokens
         stats.kv_blocks_peak = max(stats.kv_blocks_peak, plan.num_kv_blocks_in_use)
         slots = plan.num_kv_blocks_in_use * self.config.block_size
         # Sequences that share a prompt count it each, so what is written can exceed what is held.
-        written = self.kv_manager.num_written(plan.start_positions, num_tokens)
+        written = self.kv_manager.num_written_slots(plan.start_positions, num_tokens)
         waste = max(0.0, 1 - written / slots) if slots else 0.0
         stats.kv_waste += (waste - stats.kv_waste) / stats.num_steps
 
     def _num_discarded_tokens(self) -> int:
-        return 0 if self._plans_under_way is None else self._plans_under_way.num_discarded_tokens
+        return 0 if self._in_flight_plans is None else self._in_flight_plans.num_discarded_tokens
 
     def _check_is_open(self) -> None:
         if self._is_closed:
@@ -668,23 +672,23 @@ class LLMEngine:
     def _check_id(self, request_id: str) -> None:
         if not isinstance(request_id, str) or not request_id:
             raise ValueError(f"request_id must be a non-empty str, got {request_id!r}")
-        if request_id in self._groups or request_id in self._members:
+        if request_id in self._groups or request_id in self._sequences:
             raise ValueError(f"request_id must be unique, got {request_id!r}, which is in use")
 
     def _end(self, group: RequestGroup) -> None:
         """May be interrupted, and done again."""
         self._ended[group] = None
-        for member in group.members:
-            self._members.pop(member.request_id, None)
+        for sequence in group.sequences:
+            self._sequences.pop(sequence.request_id, None)
         if self._adapters is not None:
-            adapter = group.members[0].request.features.get("adapter")
+            adapter = group.sequences[0].request.features.get("adapter")
             if adapter is not None:
                 self._adapters.end(adapter, group.request_id)
         self._groups.pop(group.request_id, None)
 
     def _drop(self, group: RequestGroup) -> None:
         """Undo an `add_request` before any step saw it."""
-        ids = [member.request_id for member in group.members]
+        ids = [sequence.request_id for sequence in group.sequences]
         self.scheduler.finish_requests(ids, RequestStatus.FINISHED_ABORTED)
         self._end(group)
         self._ended.pop(group, None)
@@ -695,7 +699,7 @@ def _make_parts(
     loaded: LoadedModel | None,
     draft: LoadedModel | None,
     tokenizer: Tokenizer | None,
-    members: Mapping[str, OutputProcessor],
+    sequences: Mapping[str, OutputProcessor],
 ) -> tuple[EngineParts, Tokenizer | None]:
     """All in this process."""
     if loaded is None:
@@ -717,7 +721,7 @@ def _make_parts(
         draft = load_model(path, *where, packing_of=packing)
     put_threads_back = set_threads(config.num_threads, loaded.model.num_parameters, weight.device)
     try:
-        parts = assemble(config, loaded, draft, tokenizer, members)
+        parts = assemble(config, loaded, draft, tokenizer, sequences)
     except BaseException:
         put_threads_back()
         raise
@@ -729,11 +733,11 @@ def _make_remote_parts(
     loaded: LoadedModel | None,
     draft: LoadedModel | None,
     tokenizer: Tokenizer | None,
-    members: Mapping[str, OutputProcessor],
+    sequences: Mapping[str, OutputProcessor],
 ) -> tuple[EngineParts, Tokenizer]:
     """The model in workers."""
     from common.parallel.remote import assemble_remote
 
     if loaded is not None or draft is not None:
         raise ValueError("cannot send a loaded model to other processes; name its directory")
-    return assemble_remote(config, tokenizer, members)
+    return assemble_remote(config, tokenizer, sequences)

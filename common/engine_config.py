@@ -26,7 +26,7 @@ from typing import TYPE_CHECKING, Any, Protocol, TypeGuard, runtime_checkable
 import torch
 
 from paged_attention import AttentionBackend
-from policies import POLICIES, SchedulePolicy, policy_named
+from policies import POLICIES, SchedulePolicy, get_policy
 from request import check_integers
 from unchunked import ChunkPolicy
 
@@ -108,15 +108,15 @@ def _check_policy(value: Any) -> None:
     if isinstance(value, SchedulePolicy):
         has_key = getattr(value.key, "__func__", None) is not SchedulePolicy.key
         has_order = getattr(value.order, "__func__", None) is not SchedulePolicy.order
-        if not has_key and not (has_order and value.looks_at_cache):
-            needed = "must define key, or set looks_at_cache and define order"
+        if not has_key and not (has_order and value.is_cache_aware):
+            needed = "must define key, or set is_cache_aware and define order"
             raise ValueError(f"policy {needed}, got {value!r}")
         return
     if isinstance(value, str) and value in POLICIES:
         return
     import sglang_policies
 
-    policy_named(value, sglang_policies.POLICIES)
+    get_policy(value, sglang_policies.POLICIES)
 
 
 def _check_prefix_cache(value: object) -> None:
@@ -501,7 +501,7 @@ class EngineConfig:
         wanted = self.overlap_scheduling is True
         return wanted or (self.overlap_scheduling == "auto" and device.type == "cuda")
 
-    def tokens_under_way(self, device: torch.device) -> int:
+    def num_in_flight_tokens(self, device: torch.device) -> int:
         """At most so many of a request are computed, or planned, and not published yet."""
         overlaps = self.wants_overlap(device) and self.needs_ends_of_steps is None
         num_steps = max(self.pipeline_parallel_size, 2 if overlaps else 1)

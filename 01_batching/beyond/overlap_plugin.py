@@ -26,7 +26,7 @@ from __future__ import annotations
 
 from collections import deque
 
-from base_scheduler import SchedulerBooks, SchedulerPlugin
+from base_scheduler import BaseScheduler, SchedulerPlugin
 from request import Request
 from scheduler_interface import PENDING, SchedulerOutput, StepOutput
 
@@ -41,53 +41,53 @@ class OverlapPlugin(SchedulerPlugin):
         self._sampling: deque[list[Request]] = deque()
         self.num_discarded_tokens = 0
 
-    def attach(self, books: SchedulerBooks) -> None:
-        self._requests = books.requests
+    def attach(self, scheduler: BaseScheduler) -> None:
+        self._requests = scheduler.requests
 
     @property
     def has_work(self) -> bool:
         """Whether a request could be scheduled now. (The plan can still be empty if memory is
         short.)"""
-        return not all(map(self.sits_out, self._requests.values()))
+        return not all(map(self.skips_step, self._requests.values()))
 
-    def may_start(self, request: Request) -> bool:
+    def can_start(self, request: Request) -> bool:
         """Whether the request can start: if it was preempted with a token in flight, it waits for
         that."""
-        return not request.num_pending_tokens
+        return not request.num_output_placeholders
 
-    def sits_out(self, request: Request) -> bool:
+    def skips_step(self, request: Request) -> bool:
         """Whether the last token allowed is pending."""
-        num_pending = request.num_pending_tokens
+        num_pending = request.num_output_placeholders
         num_outputs = len(request.output_token_ids) + num_pending
         return num_pending > 0 and num_outputs == request.max_tokens
 
-    def planned(self, plan: SchedulerOutput) -> None:
+    def on_plan(self, plan: SchedulerOutput) -> None:
         cached, requests = plan.scheduled_cached_reqs, self._requests
         for i, request_id in enumerate(cached.req_ids):
-            if requests[request_id].num_pending_tokens:
+            if requests[request_id].num_output_placeholders:
                 cached.new_token_ids[i].append(PENDING)
                 cached.pending_req_ids.append(request_id)
                 cached.num_output_tokens[i] += 1
         sampling: list[Request] = []
         for request in plan.scheduled_requests:
-            num_known = len(request.all_token_ids) + request.num_pending_tokens
+            num_known = len(request.all_token_ids) + request.num_output_placeholders
             if request.num_computed_tokens == num_known:
                 sampling.append(request)
-                request.num_pending_tokens += 1
+                request.num_output_placeholders += 1
         self._sampling.append(sampling)
 
-    def judged(self, plan: SchedulerOutput, output: StepOutput) -> None:
+    def on_output(self, plan: SchedulerOutput, output: StepOutput) -> None:
         for request in self._sampling.popleft():
-            request.num_pending_tokens -= 1
+            request.num_output_placeholders -= 1
         for request, num_tokens in zip(plan.scheduled_requests, plan.num_scheduled_tokens.values()):
             if request.is_finished:
                 self.num_discarded_tokens += num_tokens
 
-    def forget_plans(self) -> None:
+    def discard_plans(self) -> None:
         """Drop the steps in flight, which have failed and whose tokens never arrive."""
         for sampling in self._sampling:
             for request in sampling:
-                request.num_pending_tokens = 0
+                request.num_output_placeholders = 0
         self._sampling.clear()
 
     def check(self) -> None:
@@ -95,4 +95,4 @@ class OverlapPlugin(SchedulerPlugin):
         # If two requests had this id, the first one has finished.
         for request in self._requests.values():
             num_pending = sum(each is request for each in pending)
-            assert request.num_pending_tokens == num_pending, repr(request)
+            assert request.num_output_placeholders == num_pending, repr(request)

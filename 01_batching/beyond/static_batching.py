@@ -130,7 +130,7 @@ def _run_batch(model: PreTrainedModel, members: list[Request], start_step: int) 
             logits_to_keep=1,
         )
         sampled = output.logits[:, -1].argmax(dim=-1)  # [batch_size]
-        _take_tokens(
+        _append_sampled_tokens(
             members, sampled.tolist(), SlotUse.USEFUL if num_steps else SlotUse.PREFILL, timeline
         )
         token_ids = sampled[:, None]  # rows that have finished continue, but are not read
@@ -143,7 +143,7 @@ def _run_batch(model: PreTrainedModel, members: list[Request], start_step: int) 
     )
 
 
-def _take_tokens(
+def _append_sampled_tokens(
     members: list[Request], tokens: list[int], use: SlotUse, timeline: list[list[SlotUse]]
 ) -> None:
     for request, token, row in zip(members, tokens, timeline, strict=True):

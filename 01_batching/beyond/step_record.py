@@ -17,10 +17,10 @@ from dataclasses import dataclass, field, fields
 from request import Request, RequestStatus
 from scheduler_interface import (
     EngineCoreOutput,
-    Laps,
     SchedulerInterface,
     SchedulerOutput,
     StepOutput,
+    StepTimer,
 )
 
 
@@ -83,21 +83,21 @@ class RecordedScheduler:
         self.waiting = scheduler.waiting
         self.observers = tuple(observers)
         self.checks_itself = check_invariants
-        self.is_torn = False  # a call was interrupted while the scheduler's state changed
+        self.is_inconsistent = False  # a call was interrupted while the scheduler's state changed
         self.num_steps = 0
         self.plan: SchedulerOutput  # of the last step, as the next three attributes
-        self._clock: Laps
+        self._clock: StepTimer
         self.output: StepOutput
         self._results: Sequence[EngineCoreOutput]
-        self._under_way: deque[tuple[SchedulerOutput, Laps]] = deque()
+        self._in_flight: deque[tuple[SchedulerOutput, StepTimer]] = deque()
 
     def schedule(self) -> SchedulerOutput:
-        clock = Laps()
-        self.is_torn = True
+        clock = StepTimer()
+        self.is_inconsistent = True
         plan = self.scheduler.schedule()
-        self.is_torn = False
+        self.is_inconsistent = False
         clock.lap("schedule_ms")
-        self._under_way.append((plan, clock))
+        self._in_flight.append((plan, clock))
         return plan
 
     def update_from_output(
@@ -105,13 +105,13 @@ class RecordedScheduler:
     ) -> Sequence[EngineCoreOutput]:
         clock = self._take_clock(plan)
         clock.lap("execute_ms")
-        self.is_torn = True
+        self.is_inconsistent = True
         results = self.scheduler.update_from_output(plan, output)
-        self.is_torn = False
+        self.is_inconsistent = False
         clock.lap("update_ms")
         if self.checks_itself:
             self.scheduler.check_invariants()
-        if plan.is_empty and self._under_way and not preemptions_of(plan)[0]:
+        if plan.is_empty and self._in_flight and not preemptions_of(plan)[0]:
             return results
         self.plan, self._clock, self.output, self._results = plan, clock, output, results
         self.num_steps += 1
@@ -121,20 +121,20 @@ class RecordedScheduler:
                 observer(record)
         return results
 
-    def forget_plans(self) -> None:
+    def discard_plans(self) -> None:
         """Drop the plans in flight, whose steps have failed. (Without this call, that is detected
         when a later one ends.)"""
-        self._under_way.clear()
+        self._in_flight.clear()
 
     @property
-    def plans_under_way(self) -> list[SchedulerOutput]:
+    def in_flight_plans(self) -> list[SchedulerOutput]:
         """Plans in flight, the oldest first."""
-        return [plan for plan, _ in self._under_way]
+        return [plan for plan, _ in self._in_flight]
 
-    def _take_clock(self, plan: SchedulerOutput) -> Laps:
-        made, clock = self._under_way.popleft()
+    def _take_clock(self, plan: SchedulerOutput) -> StepTimer:
+        made, clock = self._in_flight.popleft()
         while made is not plan:  # its step failed
-            made, clock = self._under_way.popleft()
+            made, clock = self._in_flight.popleft()
         return clock
 
     @property
@@ -179,8 +179,8 @@ class RecordedScheduler:
     def abort_request(self, request_id: str) -> None:
         self.scheduler.abort_request(request_id)
 
-    def begin_anew(self) -> None:
-        self.scheduler.begin_anew()
+    def clear(self) -> None:
+        self.scheduler.clear()
 
     def has_unfinished_requests(self) -> bool:
         return self.scheduler.has_unfinished_requests()

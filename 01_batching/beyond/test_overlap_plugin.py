@@ -30,7 +30,7 @@ def sampled(plan: SchedulerOutput, token: int) -> StepOutput:
 def test_a_pending_token_is_counted_planned_on_and_sent_when_it_is_known(scheduler) -> None:
     scheduler.add_request(request := make("a"))
     plans = [scheduler.schedule(), scheduler.schedule()]
-    assert request.num_pending_tokens == 2 and request.output_token_ids == []
+    assert request.num_output_placeholders == 2 and request.output_token_ids == []
     cached = plans[1].scheduled_cached_reqs
     assert (cached.new_token_ids, cached.num_output_tokens) == ([[PENDING]], [1])
     assert cached.pending_req_ids == cached.req_ids
@@ -38,7 +38,7 @@ def test_a_pending_token_is_counted_planned_on_and_sent_when_it_is_known(schedul
     for token in (11, 12, 13):
         scheduler.check_invariants()
         (result,) = scheduler.update_from_output(plans[-2], sampled(plans[-2], token))
-        assert result.new_token_ids == [token] and request.num_pending_tokens == 1
+        assert result.new_token_ids == [token] and request.num_output_placeholders == 1
         plans.append(scheduler.schedule())
         cached = plans[-1].scheduled_cached_reqs
         assert cached.new_token_ids == [[token, PENDING]], "once more, now by its name"
@@ -51,7 +51,7 @@ def test_a_pending_token_that_nobody_has_planned_is_seen(scheduler) -> None:
     scheduler.schedule()
     (plugin,) = scheduler.plugins
     plugin.check()
-    request.num_pending_tokens += 1
+    request.num_output_placeholders += 1
     with pytest.raises(AssertionError):
         plugin.check()
 
@@ -88,7 +88,7 @@ def test_a_name_may_come_again_while_a_step_of_its_last_owner_is_under_way(sched
     scheduler.update_from_output(first, sampled(first, 5))
     third = scheduler.schedule()
     assert [data.req_id for data in third.scheduled_new_reqs] == ["a"]
-    assert third.finished_req_ids == {"a"} and new.num_pending_tokens == 1
+    assert third.finished_req_ids == {"a"} and new.num_output_placeholders == 1
     scheduler.update_from_output(second, sampled(second, 6))
     assert new.output_token_ids == [] == old.output_token_ids
     scheduler.check_invariants()

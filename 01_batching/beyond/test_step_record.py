@@ -11,7 +11,7 @@ from engine_core import EngineCore
 from fcfs_scheduler import FCFSScheduler
 from hf_model_runner import HFModelRunner
 from scheduler_interface import SchedulerInterface, SchedulerOutput, StepOutput
-from step_plan import PreemptingPlan
+from step_plan import PreemptiveSchedulerOutput
 from step_record import RecordedScheduler, StepRecord
 from test_engine_core import SCRIPT, Answers, ScriptedRunner, make, run
 
@@ -159,7 +159,7 @@ class OnePlan(FCFSScheduler):
 def test_what_later_chapters_put_in_a_plan_is_in_the_record():
     """Of drafts, how many were verified and accepted: a run of k + 1 tokens accepts k; none came of
     a row that went wrong."""
-    plan = PreemptingPlan(
+    plan = PreemptiveSchedulerOutput(
         num_scheduled_tokens={"a": 4, "b": 3, "c": 2},
         scheduled_draft_token_ids={"a": [5, 6, 7], "b": [8, 9], "c": [3]},
         start_positions=[1, 10, 100],

@@ -52,8 +52,8 @@ def load_library(source: Path, constants: Mapping[str, object]) -> ctypes.CDLL:
     compiler = next(filter(None, map(shutil.which, COMPILERS)), None)
     if compiler is None:
         raise RuntimeError(f"cannot compile: no C++ compiler ({' or '.join(COMPILERS)}) was found")
-    defines = [f"-D{name}={value}" for name, value in constants.items()]
-    command = [compiler, *FLAGS, f"-I{Path(__file__).parent}", *defines]
+    overrides = [f"-D{name}={value}" for name, value in constants.items()]
+    command = [compiler, *FLAGS, f"-I{Path(__file__).parent}", *overrides]
     headers = [source, *sorted(Path(__file__).parent.glob("*.h"))]
     texts = [path.read_text(encoding="utf-8") for path in headers]
     version = os.stat(os.path.realpath(compiler)).st_mtime_ns

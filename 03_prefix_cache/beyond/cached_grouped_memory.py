@@ -36,7 +36,7 @@ class _InTables:
     request: Request
     num_blocks: int  # published blocks at the front, in each group
     in_flight: bytes = b""  # hash of the block that it was the first to compute
-    num_withdrawn: int = 0  # withdrawn blocks at the front; it publishes nothing more
+    num_invalidated: int = 0  # withdrawn blocks at the front; it publishes nothing more
 
 
 class CachedGroupedMemory(GroupedKVMemory):
@@ -64,18 +64,18 @@ class CachedGroupedMemory(GroupedKVMemory):
         pinned."""
         if request.request_id in self._published:
             raise ValueError(f"request {request.request_id!r} already has a block table")
-        self.acts_for = request.request_id
+        self.current_req_id = request.request_id
         if request.sampling_params.skip_reading_prefix_cache:
             return ComputedBlocks()
         chain = self._chains.chain(request, (request.num_tokens - 1) // self.block_size)
         num_blocks = self.cache.longest_hit(chain)
         if self._minds_sharing(request) and self._is_window_held(request, chain, num_blocks):
             num_blocks = 0
-        self.waits_for = None
+        self.blocking_req_id = None
         if wait_for_others and num_blocks < len(chain):
-            self.waits_for = self._in_flight.get(chain[num_blocks][0])
+            self.blocking_req_id = self._in_flight.get(chain[num_blocks][0])
         found = ComputedBlocks(num_tokens=num_blocks * self.block_size)
-        return NotReady.COMPUTED_NOW if self.waits_for else found
+        return NotReady.IN_FLIGHT if self.blocking_req_id else found
 
     def _minds_sharing(self, request: Request) -> bool:
         """Whether sharing blocks of a window is not allowed, because a request has a reservation or
@@ -113,7 +113,7 @@ class CachedGroupedMemory(GroupedKVMemory):
         computed: ComputedBlocks | None = None,
     ) -> bool:
         name, computed = request.request_id, computed or ComputedBlocks()
-        self.acts_for = name
+        self.current_req_id = name
         is_admission = name not in self._published
         num_found = computed.num_tokens // self.block_size
         if num_found:
@@ -145,7 +145,7 @@ class CachedGroupedMemory(GroupedKVMemory):
         it."""
         state = self._published[request.request_id]
         num_blocks = state.num_blocks + 1
-        is_next_known = state.in_flight or state.num_withdrawn  # or it never publishes again
+        is_next_known = state.in_flight or state.num_invalidated  # or it never publishes again
         if not is_next_known and num_blocks * self.block_size <= end:
             block_hash = self._chains.known(request, num_blocks)[num_blocks - 1][0]
             if self._in_flight.setdefault(block_hash, request.request_id) == request.request_id:
@@ -155,7 +155,7 @@ class CachedGroupedMemory(GroupedKVMemory):
         """Entries that can be freed, once they are published. With steps in flight, that is later
         than they are computed, so tokens of one more step are held."""
         state = self._published.get(request.request_id)
-        if state is None or state.num_withdrawn:
+        if state is None or state.num_invalidated:
             return super()._may_be_given_up(request)
         return state.num_blocks
 
@@ -163,15 +163,15 @@ class CachedGroupedMemory(GroupedKVMemory):
         """Publish the request's full blocks, in all groups. O(new full blocks)."""
         state = self._published.get(request.request_id)
         num_full = min(num_computed_tokens, request.num_tokens) // self.block_size
-        if state is None or num_full <= state.num_blocks or state.num_withdrawn:
+        if state is None or num_full <= state.num_blocks or state.num_invalidated:
             return
-        self.acts_for = request.request_id
+        self.current_req_id = request.request_id
         chain = self._chains.known(request, num_full)
         given = chain[state.num_blocks : num_full]
         if self._minds_sharing(request) and any(
             self.cache.is_used(group.group, link) for group in self._windows for link in given
         ):
-            state.num_withdrawn = max(1, state.num_blocks)
+            state.num_invalidated = max(1, state.num_blocks)
             self._nobody_waits(state)
             return
         for group in self.groups:
@@ -196,28 +196,28 @@ class CachedGroupedMemory(GroupedKVMemory):
             self._nobody_waits(state)
             chain = self._chains.chain(request, state.num_blocks)
             if request.status == RequestStatus.FINISHED_ERROR:
-                self._withdraw(chain)
+                self._invalidate(chain)
             elif request.output_token_ids and request.num_computed_tokens >= request.num_tokens - 1:
                 self.cache.trust(chain)
         super().free(request)
 
-    def _withdraw(self, chain: Sequence[Link]) -> None:
+    def _invalidate(self, chain: Sequence[Link]) -> None:
         """Withdraw blocks of a chain. Other requests with such blocks keep running, but publish
         nothing more."""
-        start = self.cache.withdraw(chain)
+        start = self.cache.invalidate(chain)
         for state in self._published.values():
             own = self._chains.chain(state.request, state.num_blocks)
             if start is not None and own[start : start + 1] == [chain[start]]:
-                state.num_withdrawn = max(state.num_withdrawn, state.num_blocks)
+                state.num_invalidated = max(state.num_invalidated, state.num_blocks)
                 state.num_blocks = start
                 self._nobody_waits(state)
 
-    def begin_anew(self) -> None:
+    def clear(self) -> None:
         """Clear the tables and the cache."""
         self._published.clear()
         self._in_flight.clear()
-        self.cache.begin_anew()
-        super().begin_anew()
+        self.cache.clear()
+        super().clear()
 
     def _check_sharing(self) -> None:
         places: dict[int, tuple[object, int, int]] = {}
@@ -225,7 +225,7 @@ class CachedGroupedMemory(GroupedKVMemory):
             for number, ids in enumerate(self.get_tables(name)):
                 for index, block_id in enumerate(ids):
                     is_known = self.cache.knows(self.pool.blocks[block_id])
-                    is_shared = is_known or index < state.num_withdrawn
+                    is_shared = is_known or index < state.num_invalidated
                     place = ("shared" if is_shared else name, number, index)
                     is_alone = places.setdefault(block_id, place) == place
                     assert is_alone or block_id == NULL_BLOCK_ID, (name, place)

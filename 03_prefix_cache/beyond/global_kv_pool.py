@@ -101,7 +101,7 @@ class GlobalKVPool(TransferringPool):
             self._store(self._node(node_id), block)
         return True
 
-    def withdraw(self, block_hashes: Sequence[bytes]) -> None:
+    def invalidate(self, block_hashes: Sequence[bytes]) -> None:
         with self._lock:
             for block_hash in block_hashes:
                 for node_id in self._copies.pop(block_hash, {}):

@@ -33,21 +33,21 @@ from itertools import zip_longest
 
 from block_pool import NULL_BLOCK_ID, Block, BlockPool
 from kv_cache_manager import BlockTable
-from kv_memory import ComputedBlocks, KVMemory
+from kv_memory import ComputedBlocks, UncachedKVCacheManager
 from request import Request, check_integers
-from scheduler_interface import BlockMove
+from scheduler_interface import BlockTableUpdate
 
 
-class OneGroup(KVMemory):
+class OneGroup(UncachedKVCacheManager):
     """The tables of group number `group`. Its layers see every position."""
 
     def __init__(self, pool: BlockPool, block_size: int, group: int) -> None:
         super().__init__(pool, block_size)
         self.group = group
-        self.moves: list[BlockMove] = []
+        self.moves: list[BlockTableUpdate] = []
         self.num_given_up: Counter[str] = Counter()  # freed entries at the left of a table
 
-    def most_reserved(self, num_given_up: int, end: int) -> int:
+    def max_reserved(self, num_given_up: int, end: int) -> int:
         """Length of the table for a request that has reserved up to `end`."""
         return self.num_blocks_needed(end)
 
@@ -59,17 +59,17 @@ class OneGroup(KVMemory):
         table.append(found)
 
     def lengthen(self, request: Request, num_blocks: int) -> bool:
-        return self._reach(request.request_id, num_blocks * self.block_size)
+        return self._grow_table_to(request.request_id, num_blocks * self.block_size)
 
     def replace(self, request_id: str, index: int, block: Block) -> None:
         """Replace an entry, and record the change for the runner."""
         self._tables[request_id].replace(index, block)
-        self.moves.append(BlockMove(request_id, index, block.block_id, self.group))
+        self.moves.append(BlockTableUpdate(request_id, index, block.block_id, self.group))
 
-    def take_off(self, request_id: str) -> Sequence[Block | None]:
+    def remove_subtree(self, request_id: str) -> Sequence[Block | None]:
         """Remove a request's table. Returns its blocks, with None for freed entries."""
         self.moves = [move for move in self.moves if move.req_id != request_id]
-        self.grown.discard(request_id)
+        self.req_ids_with_new_blocks.discard(request_id)
         num_given_up = self.num_given_up.pop(request_id, 0)
         table = self._tables.pop(request_id, None)
         return [] if table is None else [None] * num_given_up + table.blocks[num_given_up:]
@@ -103,7 +103,7 @@ class WindowGroup(OneGroup):
         super().__init__(pool, block_size, group)
         self.window, self.most = window, most
 
-    def most_reserved(self, num_given_up: int, end: int) -> int:
+    def max_reserved(self, num_given_up: int, end: int) -> int:
         return min(self.num_blocks_needed(end), num_given_up + self.most)
 
     def give_up(self, request: Request, most: int) -> None:
@@ -118,9 +118,9 @@ class WindowGroup(OneGroup):
             self.num_given_up[name] = end
 
 
-class GroupedKVMemory(KVMemory):
-    """A `KVMemory` with a table for each of `windows`; None is a group that sees every position. A
-    step computes at most `max_step_tokens` of a request."""
+class GroupedKVMemory(UncachedKVCacheManager):
+    """A `UncachedKVCacheManager` with a table for each of `windows`; None is a group that sees
+    every position. A step computes at most `max_step_tokens` of a request."""
 
     def __init__(
         self,
@@ -138,14 +138,14 @@ class GroupedKVMemory(KVMemory):
             if window is not None:
                 most = most_of_window(window, block_size, max_step_tokens)
                 group = WindowGroup(pool, block_size, number, window, most)
-            group.grown = self.grown
+            group.req_ids_with_new_blocks = self.req_ids_with_new_blocks
             self.groups.append(group)
         self._windows = [group for group in self.groups if isinstance(group, WindowGroup)]
         self._reserved_ends: dict[str, int] = {}
 
     def num_blocks_needed(self, num_tokens: int) -> int:
         """Blocks that a request of `num_tokens` positions holds at a time, in all groups."""
-        return most_blocks(num_tokens, self.block_size, self.windows, self.max_step_tokens)
+        return max_blocks(num_tokens, self.block_size, self.windows, self.max_step_tokens)
 
     @property
     def capacity(self) -> int:
@@ -169,14 +169,14 @@ class GroupedKVMemory(KVMemory):
         computed: ComputedBlocks | None = None,
     ) -> bool:
         name, num_found = request.request_id, 0 if computed is None else computed.num_tokens
-        self.acts_for = name
+        self.current_req_id = name
         for group in self._windows:
             group.give_up(request, self._may_be_given_up(request))
         end = request.num_computed_tokens + num_found + num_new_tokens
         reserved_end = max(self._reserved_ends.get(name, 0), end + num_reserved_tokens)
         num_new, wanted = 0, []
         for group in self.groups:
-            num_reserved = group.most_reserved(group.num_given_up[name], reserved_end)
+            num_reserved = group.max_reserved(group.num_given_up[name], reserved_end)
             wanted.append(max(group.num_blocks_needed(end), num_reserved))
             num_new += max(0, wanted[-1] - len(group.get_block_ids(name)))
         if num_new > self.pool.num_free_blocks:
@@ -195,14 +195,14 @@ class GroupedKVMemory(KVMemory):
         request: Request,
         num_tokens: int,
         computed: ComputedBlocks,
-        num_kept_free: int = 0,
+        num_watermark_blocks: int = 0,
         gone: Request | None = None,
     ) -> bool:
         found = self._find(request, computed)
-        num_new, num_found = num_kept_free, computed.num_tokens // self.block_size
+        num_new, num_found = num_watermark_blocks, computed.num_tokens // self.block_size
         for group, blocks in zip(self.groups, found, strict=True):
             end = computed.num_tokens + num_tokens
-            num_new += group.most_reserved(num_found - len(blocks), end) - num_found
+            num_new += group.max_reserved(num_found - len(blocks), end) - num_found
         released = [] if gone is None else [b for g in self.groups for b in g.held(gone.request_id)]
         num_free = self.pool.num_free_blocks + sum(block.ref_cnt == 1 for block in released)
         # Found blocks that no request uses are free now, but no longer when they are pinned.
@@ -213,30 +213,30 @@ class GroupedKVMemory(KVMemory):
         """The blocks of `computed`, by group."""
         return [[] for _ in self.groups]
 
-    def num_written(self, starts: Collection[int], num_tokens: int) -> int:
+    def num_written_slots(self, starts: Collection[int], num_tokens: int) -> int:
         """Slots in all groups, without those that no token sees. Exact for decodes, which free a
         block when they begin one; with more tokens in a step, the count can be off by one block."""
         borders, size = [start // self.block_size for start in starts], self.block_size
         unseen = (n - -(-(g.window - 1) // size) for g in self._windows for n in borders)
         num_given_up = sum(n for n in unseen if n > 0) * size
-        return len(self.groups) * super().num_written(starts, num_tokens) - num_given_up
+        return len(self.groups) * super().num_written_slots(starts, num_tokens) - num_given_up
 
     def free(self, request: Request) -> None:
         """Frees the deepest blocks of all groups first, because a prefix is useful only if all
         groups have it."""
-        self.acts_for = request.request_id
+        self.current_req_id = request.request_id
         self._reserved_ends.pop(request.request_id, None)
-        tables = [group.take_off(request.request_id) for group in self.groups]
+        tables = [group.remove_subtree(request.request_id) for group in self.groups]
         depths = [*zip_longest(*tables)][::-1]
         self.pool.free([block for blocks in depths for block in blocks if block is not None])
 
-    def begin_anew(self) -> None:
+    def clear(self) -> None:
         self._reserved_ends.clear()
         for group in self.groups:
             group.forget_all()
-        super().begin_anew()
+        super().clear()
 
-    def take_block_moves(self) -> list[BlockMove]:
+    def pop_table_updates(self) -> list[BlockTableUpdate]:
         moves = [move for group in self.groups for move in group.moves]
         for group in self.groups:
             group.moves = []
@@ -261,7 +261,7 @@ class GroupedKVMemory(KVMemory):
                 assert all(ids[num_null:]), f"{request} has a hole in group {group.group}"
 
 
-def most_blocks(
+def max_blocks(
     num_tokens: int, block_size: int, windows: Sequence[int | None], max_step_tokens: int
 ) -> int:
     """Blocks that a request of `num_tokens` positions holds at a time in groups with `windows`, if

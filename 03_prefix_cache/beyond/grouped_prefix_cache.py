@@ -140,7 +140,7 @@ class GroupedPrefixCache:
             for known in self._known(link):
                 known.is_trusted = True
 
-    def withdraw(self, chain: Sequence[Link]) -> int | None:
+    def invalidate(self, chain: Sequence[Link]) -> int | None:
         """Remove, in all groups, the first block of `chain` with which no request has sampled a
         token, and all that was computed after it. Returns its index, if there is one."""
         for index, link in enumerate(chain):
@@ -168,10 +168,10 @@ class GroupedPrefixCache:
         """Clear the cache. Returns False, and changes nothing, while any of it is in use."""
         if any(known.block.ref_cnt for known in self._by_block_id.values()):
             return False
-        self.begin_anew()
+        self.clear()
         return True
 
-    def begin_anew(self) -> None:
+    def clear(self) -> None:
         self._by_key.clear()
         self._by_block_id.clear()
 

@@ -86,7 +86,7 @@ class KVConnector(ABC):
         called for a finished request that was only looked up; no state may be kept for it. Unknown
         ids are ignored."""
 
-    def begin_anew(self) -> None:  # noqa: B027
+    def clear(self) -> None:  # noqa: B027
         """Recover from an interrupted call, maybe of this connector. All requests have been
         cancelled; a connector with other state repairs it."""
 
@@ -95,7 +95,7 @@ class KVConnector(ABC):
         """Called when a request frees its blocks. `block_ids` hold its first full blocks, published
         and final; they may be read until this returns."""
 
-    def withdraw(self, request: Request, start: int, end: int) -> None:  # noqa: B027
+    def invalidate(self, request: Request, start: int, end: int) -> None:  # noqa: B027
         """Called when a request has ended in an error, instead of offering its blocks. Blocks
         [start, end) may be the cause, so a connector that keeps copies removes them, and the next
         request with this prefix computes it. (Tiers were notified by the cache and keep nothing
@@ -161,17 +161,17 @@ class ConnectorChain(KVConnector):
         for connector in self.connectors:
             connector.cancel_load(request_id)
 
-    def begin_anew(self) -> None:
+    def clear(self) -> None:
         for connector in self.connectors:
-            connector.begin_anew()
+            connector.clear()
 
     def request_finished(self, request: Request, block_ids: Sequence[int]) -> None:
         for connector in self.connectors:
             connector.request_finished(request, block_ids)
 
-    def withdraw(self, request: Request, start: int, end: int) -> None:
+    def invalidate(self, request: Request, start: int, end: int) -> None:
         for connector in self.connectors:
-            connector.withdraw(request, start, end)
+            connector.invalidate(request, start, end)
 
     def num_loaded_blocks(self) -> Mapping[str, int]:
         parts = [connector.num_loaded_blocks() for connector in self.connectors]

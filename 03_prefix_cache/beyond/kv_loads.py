@@ -70,19 +70,19 @@ class _Offer:
 
 
 class KVLoads:
-    """The loads of one `LoadingKVCacheManager`. `take_blocks` allocates blocks that can be written
-    immediately, or returns None."""
+    """The loads of one `LoadingKVCacheManager`. `allocate_blocks` allocates blocks that can be
+    written immediately, or returns None."""
 
     def __init__(
         self,
         connector: KVConnector,
         cache: PrefixCache,
-        take_blocks: Callable[[int], list[Block] | None],
+        allocate_blocks: Callable[[int], list[Block] | None],
     ) -> None:
         self.connector = connector
         self.cache = cache
         self.listener = LoadListener()
-        self._take_blocks = take_blocks
+        self._allocate_blocks = allocate_blocks
         self._loads: dict[str, Load] = {}
         self._offers: dict[str, _Offer] = {}
         self._overtakes: dict[str, int] = {}  # of refused requests, the first refused first
@@ -90,7 +90,7 @@ class KVLoads:
     def __contains__(self, request_id: str) -> bool:
         return request_id in self._loads
 
-    def is_under_way(self, request_id: str) -> bool:
+    def is_in_flight(self, request_id: str) -> bool:
         load = self._loads.get(request_id)
         return load is not None and not self._has_arrived(load)
 
@@ -120,7 +120,7 @@ class KVLoads:
             self.give_way()  # loads of requests that wait for admission may come after this one
         offer.num_local_when_asked = computed.num_tokens
         self.cache.touch(computed.blocks)
-        blocks = self._take_blocks(num_blocks)
+        blocks = self._allocate_blocks(num_blocks)
         if blocks is None:
             self.cache.release(computed.blocks)
             return True
@@ -185,7 +185,7 @@ class KVLoads:
                 self.cache.release(load.prefix)
         self.listener.load_ended(request_id)
 
-    def withdraw(self, first: Block) -> None:
+    def invalidate(self, first: Block) -> None:
         """Drop loads that depend on this cached block, before it and all blocks that extend it
         leave the cache: blocks that arrived there, and loads in flight to positions after it."""
         for request_id, load in list(self._loads.items()):
@@ -206,13 +206,13 @@ class KVLoads:
             if self._has_arrived(load):
                 self.drop(request_id)
 
-    def begin_anew(self) -> None:
+    def clear(self) -> None:
         """Reset after a call that was interrupted: no load is in flight, no lookup is
         remembered."""
         try:
             for request_id in {*self._loads, *self._offers}:
                 self.connector.cancel_load(request_id)
-            self.connector.begin_anew()
+            self.connector.clear()
         except Exception:  # it would be raised again by every later call
             logger.exception("the connector failed when it was to begin anew")
         for books in (self._loads, self._offers, self._overtakes):

@@ -96,7 +96,7 @@ class KVPool(ABC):
         for this hash."""
 
     @abstractmethod
-    def withdraw(self, block_hashes: Sequence[bytes]) -> None:
+    def invalidate(self, block_hashes: Sequence[bytes]) -> None:
         """Remove every copy of these blocks, because their content is not trusted. Copies that were
         already read are not affected. Unknown hashes are ignored."""
 

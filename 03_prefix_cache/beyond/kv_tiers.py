@@ -188,7 +188,7 @@ class DiskTier:
                 self.num_corrupt += 1
                 self.told(block_hash, False)
 
-    def begin_anew(self) -> None:
+    def clear(self) -> None:
         """Free the slots whose `put` was interrupted: their records are not valid."""
         with self._lock:
             used = set(self._slots.values())

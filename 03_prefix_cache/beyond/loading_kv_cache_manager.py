@@ -37,8 +37,8 @@ logger = logging.getLogger(__name__)
 
 
 class LoadingKVCacheManager(CachedKVCacheManager):
-    """A `KVMemory` that loads prefixes from `connector`, which is bound already, if its cache does
-    not have them."""
+    """A `UncachedKVCacheManager` that loads prefixes from `connector`, which is bound already, if
+    its cache does not have them."""
 
     def __init__(
         self,
@@ -56,7 +56,7 @@ class LoadingKVCacheManager(CachedKVCacheManager):
     def get_computed_blocks(
         self, request: Request, wait_for_others: bool = True
     ) -> ComputedBlocks | NotReady:
-        self.acts_for = request.request_id
+        self.current_req_id = request.request_id
         reads = not request.sampling_params.skip_reading_prefix_cache
         if request.request_id not in self._tables and reads and self._is_loading(request):
             return NotReady.LOADING
@@ -66,26 +66,26 @@ class LoadingKVCacheManager(CachedKVCacheManager):
         """Whether KV of the request is being loaded. Starts a load, if there is something to
         load."""
         if request.request_id in self.loads:
-            return self.loads.is_under_way(request.request_id)
-        computed = self._look_up(request)
+            return self.loads.is_in_flight(request.request_id)
+        computed = self._get_computed_blocks(request)
         return self.loads.wants_load(request, computed) and not self.loads.start(request, computed)
 
     def _begin(self, request: Request, computed: ComputedBlocks) -> None:
         super()._begin(request, computed)
         self.loads.drop(request.request_id)
 
-    def _num_obtainable(self, num_wanted: int, found: list[Block], gone: list[Block]) -> int:
-        if super()._num_obtainable(num_wanted, found, gone) < num_wanted:
+    def _num_allocatable(self, num_wanted: int, found: list[Block], gone: list[Block]) -> int:
+        if super()._num_allocatable(num_wanted, found, gone) < num_wanted:
             self.loads.give_way()
-        return super()._num_obtainable(num_wanted, found, gone)
+        return super()._num_allocatable(num_wanted, found, gone)
 
-    def _take_blocks(self, num_blocks: int) -> list[Block] | None:
+    def _allocate_blocks(self, num_blocks: int) -> list[Block] | None:
         if num_blocks > self._num_free_or_evictable():
             self.loads.give_way()
-        return super()._take_blocks(num_blocks)
+        return super()._allocate_blocks(num_blocks)
 
     def _take_blocks_to_load(self, num_blocks: int) -> list[Block] | None:
-        blocks = self._take_blocks(num_blocks)
+        blocks = self._allocate_blocks(num_blocks)
         if blocks is not None:
             self.wait_for_steps()
         return blocks
@@ -101,17 +101,17 @@ class LoadingKVCacheManager(CachedKVCacheManager):
                 logger.exception("the connector failed when %r ended", request.request_id)
         super().free(request)
 
-    def _withdraw(self, request: Request, start: int, end: int) -> None:
-        self.loads.withdraw(self._tables[request.request_id].blocks[start])
+    def _invalidate(self, request: Request, start: int, end: int) -> None:
+        self.loads.invalidate(self._tables[request.request_id].blocks[start])
         try:
-            self.connector.withdraw(request, start, end)
+            self.connector.invalidate(request, start, end)
         except Exception:
             logger.exception("the connector failed when %r ended", request.request_id)
-        super()._withdraw(request, start, end)
+        super()._invalidate(request, start, end)
 
-    def begin_anew(self) -> None:
-        self.loads.begin_anew()
-        super().begin_anew()
+    def clear(self) -> None:
+        self.loads.clear()
+        super().clear()
 
     def wait_for_loads(self) -> None:
         """Wait until a load arrives, for a short time. Returns immediately if none is in flight."""

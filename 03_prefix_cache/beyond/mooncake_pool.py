@@ -125,7 +125,7 @@ class MooncakePool(TransferringPool):
         self._block_size = len(token_ids)
         return is_stored
 
-    def withdraw(self, block_hashes: Sequence[bytes]) -> None:
+    def invalidate(self, block_hashes: Sequence[bytes]) -> None:
         try:
             for block_hash in block_hashes:
                 self._client.remove(store_key(block_hash))

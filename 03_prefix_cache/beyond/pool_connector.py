@@ -167,7 +167,7 @@ class PoolConnector(KVConnector):
 
     def _write(self, load: _PoolLoad, result: TransferResult) -> int:
         """Write blocks from the front, up to the first that does not match. Returns how many."""
-        num_written = 0
+        num_written_slots = 0
         for block_id, link, block in zip(
             load.block_ids, load.expected, result.blocks, strict=False
         ):
@@ -175,8 +175,8 @@ class PoolConnector(KVConnector):
             if not is_ours or len(block.kv_data) != self.io.block_nbytes:
                 break
             self.io.write_block(block_id, block.kv_data)
-            num_written += 1
-        return num_written
+            num_written_slots += 1
+        return num_written_slots
 
     def cancel_load(self, request_id: str) -> None:
         load = self._loads.pop(request_id, None)
@@ -217,11 +217,11 @@ class PoolConnector(KVConnector):
         except Exception as failure:
             logger.warning("cannot save %r to the KV pool: %r", request.request_id, failure)
 
-    def withdraw(self, request: Request, start: int, end: int) -> None:
+    def invalidate(self, request: Request, start: int, end: int) -> None:
         try:
-            self.pool.withdraw([name for name, _ in self._chains.chain(request, end)[start:]])
+            self.pool.invalidate([name for name, _ in self._chains.chain(request, end)[start:]])
         except Exception as failure:
-            logger.warning("cannot withdraw blocks of %r: %r", request.request_id, failure)
+            logger.warning("cannot invalidate blocks of %r: %r", request.request_id, failure)
 
     def close(self) -> None:
         """Cancel all loads. The pool stays open."""

@@ -9,12 +9,12 @@ import pytest
 
 from block_pool import BlockPool
 from cached_grouped_memory import CachedGroupedMemory
-from grouped_kv_memory import most_blocks
+from grouped_kv_memory import max_blocks
 from grouped_prefix_cache import GroupedPrefixCache
 from kv_memory import NotReady
 from prefix_cache_local import compute_hash_chain
 from request import Request, RequestStatus, SamplingParams
-from scheduler_interface import BlockMove
+from scheduler_interface import BlockTableUpdate
 
 SIZE = 2
 
@@ -143,7 +143,7 @@ def test_what_a_window_has_left_can_be_found_until_it_is_handed_out():
 def test_eviction_takes_the_end_of_a_prefix_first(windows):
     """Block by block, in all groups: what is left of a hit shrinks by a block, and never at once to
     nothing while there are windows of blocks left."""
-    most = most_blocks(16, SIZE, windows, 20)
+    most = max_blocks(16, SIZE, windows, 20)
     memory = make_memory(most, windows)
     request = Request.from_tokens("a", list(range(16)), 1)
     compute(memory, request)
@@ -251,10 +251,10 @@ def test_a_duplicate_is_given_back_in_its_own_group():
         compute(memory, request, 3)
     memory.check_invariants([one, two])
     assert memory.get_tables("a") == memory.get_tables("b") and memory.num_blocks_in_use == 4
-    moves = memory.take_block_moves()
+    moves = memory.pop_table_updates()
     tables = memory.get_tables("a")
-    assert moves == [BlockMove("b", i, tables[g][i], g) for g in (0, 1) for i in (0, 1)]
-    assert memory.take_block_moves() == []
+    assert moves == [BlockTableUpdate("b", i, tables[g][i], g) for g in (0, 1) for i in (0, 1)]
+    assert memory.pop_table_updates() == []
 
 
 @pytest.mark.parametrize("has_reserved", [False, True])
@@ -305,18 +305,18 @@ def test_who_stops_publishing_takes_nobody_else_s_mark_along():
     memory.cache.forget(memory.pool.blocks)
     assert memory.allocate_slots(again, 4)
     memory.free(alone)
-    assert memory.get_computed_blocks(waiting) is NotReady.COMPUTED_NOW
+    assert memory.get_computed_blocks(waiting) is NotReady.IN_FLIGHT
 
 
 def test_who_could_use_a_block_that_is_computed_waits_for_it():
     memory = make_memory(30)
     one, two = (Request.from_tokens(name, [1, 2, 3, 4, int(name)], 4) for name in "56")
     assert memory.allocate_slots(one, 4)
-    assert memory.get_computed_blocks(two) is NotReady.COMPUTED_NOW and memory.waits_for == "5"
+    assert memory.get_computed_blocks(two) is NotReady.IN_FLIGHT and memory.blocking_req_id == "5"
     assert memory.get_computed_blocks(two, wait_for_others=False).num_tokens == 0
     one.num_computed_tokens = 4
     memory.cache_blocks(one, 4)
-    assert memory.get_computed_blocks(two).num_tokens == 4 and memory.waits_for is None
+    assert memory.get_computed_blocks(two).num_tokens == 4 and memory.blocking_req_id is None
     short = Request.from_tokens("s", [1, 2], 4)
     assert memory.get_computed_blocks(short).num_tokens == 0, "its last token is computed anyway"
 
@@ -378,6 +378,6 @@ def test_a_reset_is_refused_while_a_block_is_used():
     assert memory.reset_prefix_cache() and memory.cache.num_cached_blocks == 0
     compute(memory, Request.from_tokens("b", [7] * 8, 1))
     assert memory.allocate_slots(Request.from_tokens("d", list(range(8)), 1), 8)
-    memory.begin_anew()
+    memory.clear()
     assert memory.cache.num_cached_blocks == 0 and memory.num_blocks_in_use == 0
     assert compute(memory, Request.from_tokens("c", list(range(8)), 1)) == 0

@@ -34,8 +34,8 @@ class Recorder(KVConnector):
     def request_finished(self, request, block_ids):
         self.calls.append(("save", request.request_id, list(block_ids)))
 
-    def withdraw(self, request, start, end):
-        self.calls.append(("withdraw", request.request_id, start, end))
+    def invalidate(self, request, start, end):
+        self.calls.append(("invalidate", request.request_id, start, end))
 
     def wait_for_load(self, timeout_s):
         self.calls.append(("wait", timeout_s))
@@ -136,9 +136,9 @@ def test_the_last_answer_counts():
 def test_all_save_and_all_close():
     chain, members = make(0, 8)
     chain.request_finished(request(), [1, 2])
-    chain.withdraw(request(), 1, 2)
+    chain.invalidate(request(), 1, 2)
     chain.close()
-    calls = [("save", "a", [1, 2]), ("withdraw", "a", 1, 2), ("close",)]
+    calls = [("save", "a", [1, 2]), ("invalidate", "a", 1, 2), ("close",)]
     assert [member.take() for member in members] == [calls] * 2
 
 

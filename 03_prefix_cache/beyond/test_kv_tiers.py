@@ -71,7 +71,7 @@ def test_the_slot_of_a_put_that_was_interrupted_is_free_again(tmp_path: Path, mo
     with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
         patch.setattr("kv_tiers._checksum", interrupted)
         disk.put(key(1), content(1))
-    disk.begin_anew()
+    disk.clear()
     disk.check_invariants()
     for number in (1, 2):
         disk.put(key(number), content(number))

@@ -24,7 +24,7 @@ from loading_kv_cache_manager import LoadingKVCacheManager
 from prefix_cache import KeyedRequest
 from prefix_cache_local import PrefixCacheLocal
 from request import Request, RequestStatus, SamplingParams
-from scheduler import MAX_PASSED_OVER, Scheduler
+from scheduler import MAX_SKIPPED, Scheduler
 
 
 class FakeConnector(KVConnector):
@@ -120,7 +120,7 @@ class LoadingWorld(World):
     def load(self, request_id: str, tokens: Sequence[int], num_blocks: int) -> Request:
         """A new request, whose load begins, or has to wait for others."""
         request = self.offer(request_id, tokens, num_blocks)
-        assert self.look_up(request) is NotReady.LOADING
+        assert self.get_computed_blocks(request) is NotReady.LOADING
         return request
 
     def under_way(self) -> set[str]:
@@ -135,12 +135,12 @@ class LoadingWorld(World):
             if not for_good or request_id in self.under_way()
         }
 
-    def look_up(self, request: Request) -> ComputedBlocks | NotReady:
+    def get_computed_blocks(self, request: Request) -> ComputedBlocks | NotReady:
         request_id = request.request_id
         was_loading = request_id in self.connector.loads
         num_held = sum(len(q.prefix + q.blocks) for q in self.manager.loads._loads.values())
         num_held *= bool(self.under_way())  # if all has arrived, those who wait give way
-        computed = super().look_up(request)
+        computed = super().get_computed_blocks(request)
         if self.checks and computed is NotReady.LOADING:
             num_full = (request.num_tokens - 1) // self.block_size
             num_wanted = min(self.connector.num_offered[request_id], num_full)
@@ -197,7 +197,7 @@ def test_blocks_of_a_load_are_freed_deepest_first(make_world):
         world.load("b", [2] * 7, 3)
         leave("b")
         if num_kept:
-            assert world.look_up(world.waiting["b"]).num_tokens == 2
+            assert world.get_computed_blocks(world.waiting["b"]).num_tokens == 2
         free = [block.block_id for block in world.pool.free_order()]
         assert free == [4, 5, 6, 3, 2, *([1] if not num_kept else [])]
         world.pool.reclaim([world.pool.blocks[b] for b in free])  # in order for the second time
@@ -209,7 +209,7 @@ def test_what_is_loaded_is_cached_and_then_found(make_world):
     request = world.load("a", [1, 2, 3, 4, 5, 6, 7], 2)
     assert world.manager.num_blocks_in_use == 2 and world.cache.num_cached_blocks == 0
     world.check()
-    assert world.look_up(request) is NotReady.LOADING, "and is not started again"
+    assert world.get_computed_blocks(request) is NotReady.LOADING, "and is not started again"
     world.connector.finish("a", 2)
     assert world.admit("a")
     assert world.written["a"] == 4 and world.stats == [1, 7, 4]
@@ -267,14 +267,14 @@ def test_a_load_starts_behind_what_is_cached_and_keeps_it(make_world):
     """The local prefix is used by the load: making room for others does not evict it."""
     world = make_world(8, 2)
     offer_behind_a_cached_prefix(world)
-    assert world.look_up(world.waiting["a"]) is NotReady.LOADING
+    assert world.get_computed_blocks(world.waiting["a"]) is NotReady.LOADING
     assert world.connector.calls[-1] == ("load", "a", 2)
     world.serve("y", [9] * 10)
     world.submit("z", [8])
     assert not world.admit("z"), "everything is in use"
     world.check()
     world.connector.finish("a", 1)
-    assert world.look_up(world.waiting["a"]).num_tokens == 6
+    assert world.get_computed_blocks(world.waiting["a"]).num_tokens == 6
 
 
 @pytest.mark.parametrize("num_arrived", [None, 0, 1])
@@ -294,7 +294,7 @@ def test_a_pool_without_room_for_a_load_computes(make_world):
     world.serve("x", [9] * 5)
     world.offer("a", [1] * 8, 3)
     before = world.snapshot()
-    found = world.look_up(world.waiting["a"])
+    found = world.get_computed_blocks(world.waiting["a"])
     assert found.num_tokens == 0 and not world.connector.loads
     assert world.snapshot() == before
     world.free("x")
@@ -327,17 +327,19 @@ def test_a_request_loads_again_only_for_what_the_cache_has_lost(make_world):
     world = make_world(6, 2)
     offer_behind_a_cached_prefix(world)
     request = world.waiting["a"]
-    assert world.look_up(request) is NotReady.LOADING
+    assert world.get_computed_blocks(request) is NotReady.LOADING
     world.connector.finish("a", 1)
     for _ in range(3):
-        assert world.look_up(request).num_tokens == 6
+        assert world.get_computed_blocks(request).num_tokens == 6
     world.warm("y", [9] * 7)
-    assert world.look_up(request).num_tokens == 4, "no fewer than when the connector was asked"
+    assert world.get_computed_blocks(request).num_tokens == 4, (
+        "no fewer than when the connector was asked"
+    )
     world.cache.evict(4)  # y's three, and one
-    assert world.look_up(request) is NotReady.LOADING, "fewer"
+    assert world.get_computed_blocks(request) is NotReady.LOADING, "fewer"
     assert world.connector.calls[-1] == ("load", "a", 4)
     world.connector.finish("a", 0)
-    assert world.look_up(request).num_tokens == 2
+    assert world.get_computed_blocks(request).num_tokens == 2
 
 
 def test_what_has_arrived_stays_until_its_request_is_admitted(make_world):
@@ -345,7 +347,7 @@ def test_what_has_arrived_stays_until_its_request_is_admitted(make_world):
     world.warm("x", [1, 2])
     world.load("a", [1, 2, 3, 4, 5, 6, 7], 3)
     world.connector.finish("a", 2)
-    assert world.look_up(world.waiting["a"]).num_tokens == 6
+    assert world.get_computed_blocks(world.waiting["a"]).num_tokens == 6
     assert world.manager.num_blocks_in_use == 3 and world.cache.num_evictable_blocks == 0
     for number in range(3):
         world.warm(str(number), [8, number] * 5)  # all the rest of the memory
@@ -369,7 +371,7 @@ def test_those_who_wait_give_way_to_those_who_run(make_world, num_blocks, num_le
     world.step()
     world.check()
     assert (num_blocks == 5) == ("a" in world.connector.loads), "polled only if memory is short"
-    assert world.look_up(world.waiting["a"]).num_tokens == 2 * num_left
+    assert world.get_computed_blocks(world.waiting["a"]).num_tokens == 2 * num_left
     assert [call[0] for call in world.connector.calls].count("load") == 1, "the rest is computed"
 
 
@@ -381,13 +383,13 @@ def test_who_would_be_replaced_counts_beside_what_gives_way(make_world, num_arri
     world = make_world(8, 2)
     victim = world.serve("v", [8, 8, 8, 8])
     world.load("a", [1, 2, 3, 4, 5, 6, 7], 3)
-    newcomer, nothing = world.submit("y", [9] * 16), ComputedBlocks()
-    assert not world.manager.can_allocate(newcomer, 16, nothing, 0, victim)
-    assert world.manager.can_allocate(newcomer, 10, nothing, 0, victim)
-    assert not world.manager.can_allocate(newcomer, 10, nothing, 1, victim)
+    new_request, nothing = world.submit("y", [9] * 16), ComputedBlocks()
+    assert not world.manager.can_allocate(new_request, 16, nothing, 0, victim)
+    assert world.manager.can_allocate(new_request, 10, nothing, 0, victim)
+    assert not world.manager.can_allocate(new_request, 10, nothing, 1, victim)
     world.connector.finish("a", num_arrived)
-    assert world.manager.can_allocate(newcomer, 16, nothing, 0, victim)
-    assert not world.manager.can_allocate(newcomer, 16, nothing, 1, victim)
+    assert world.manager.can_allocate(new_request, 16, nothing, 0, victim)
+    assert not world.manager.can_allocate(new_request, 16, nothing, 1, victim)
     assert len(world.manager.get_block_ids("v")) == 2
     world.check()
     world.free("v")
@@ -399,10 +401,10 @@ def test_what_is_only_to_be_kept_free_takes_nothing_from_those_who_wait(make_wor
     world = make_world(8, 2)
     world.load("a", [1, 2, 3, 4, 5, 6, 7], 3)
     world.connector.finish("a", 3)
-    assert world.look_up(world.waiting["a"]).num_tokens == 6
-    newcomer = world.submit("y", [9] * 10)
-    assert world.manager.can_allocate(newcomer, 10, ComputedBlocks())
-    assert not world.manager.can_allocate(newcomer, 10, ComputedBlocks(), 1)
+    assert world.get_computed_blocks(world.waiting["a"]).num_tokens == 6
+    new_request = world.submit("y", [9] * 10)
+    assert world.manager.can_allocate(new_request, 10, ComputedBlocks())
+    assert not world.manager.can_allocate(new_request, 10, ComputedBlocks(), 1)
     assert world.cache.num_evictable_blocks == 0, "still held for a"
 
 
@@ -411,13 +413,13 @@ def test_loads_take_no_more_than_their_share(make_world):
     world = make_world(12, 2)
     for request_id, num_blocks in (("a", 4), ("b", 3), ("c", 2), ("d", 1)):
         world.offer(request_id, [ord(request_id)] * (2 * num_blocks + 1), num_blocks)
-    assert all(world.look_up(world.waiting[r]) is NotReady.LOADING for r in "abcd")
+    assert all(world.get_computed_blocks(world.waiting[r]) is NotReady.LOADING for r in "abcd")
     assert set(world.connector.loads) == {"a", "c"}, "4 + 2 of 12, then no more"
     world.connector.finish("a", 4)
-    assert world.look_up(world.waiting["a"]).num_tokens == 8
-    assert world.look_up(world.waiting["b"]) is NotReady.LOADING, "still held for a"
+    assert world.get_computed_blocks(world.waiting["a"]).num_tokens == 8
+    assert world.get_computed_blocks(world.waiting["b"]) is NotReady.LOADING, "still held for a"
     assert world.admit("a")
-    assert world.look_up(world.waiting["b"]) is NotReady.LOADING
+    assert world.get_computed_blocks(world.waiting["b"]) is NotReady.LOADING
     assert set(world.connector.loads) == {"b", "c"}
     world.check()
     world.drain()
@@ -435,7 +437,7 @@ def test_a_refused_load_is_overtaken_so_often_and_then_its_request_computes(make
             world.offer(
                 request_id, [len(world.connector.calls), *[7] * (2 * num_blocks)], num_blocks
             )
-        return world.look_up(world.waiting[request_id])
+        return world.get_computed_blocks(world.waiting[request_id])
 
     assert ask("before", 3) is ask("early", 4) is ask("big", 6) is NotReady.LOADING
     assert set(world.connector.loads) == {"before"}
@@ -444,7 +446,7 @@ def test_a_refused_load_is_overtaken_so_often_and_then_its_request_computes(make
         assert ask(f"small {index}", 2) is NotReady.LOADING
         last = "before" if index == 0 else f"small {index - 1}"
         world.connector.finish(last, 1)
-        world.look_up(world.waiting[last])
+        world.get_computed_blocks(world.waiting[last])
         world.free(last)
         if index == 5:
             world.free("early")
@@ -468,10 +470,10 @@ def test_loads_of_those_in_front_cost_nobody_a_turn(make_world):
         world.connector.num_offered[name] = 4
     for name in names:
         for other in names[names.index(name) :]:
-            assert world.look_up(world.waiting[other]) is NotReady.LOADING
+            assert world.get_computed_blocks(world.waiting[other]) is NotReady.LOADING
         assert set(world.connector.loads) == {name}
         world.connector.finish(name, 0)
-        world.look_up(world.waiting[name])
+        world.get_computed_blocks(world.waiting[name])
         world.free(name)
     assert not world.manager.loads._overtakes
 
@@ -481,13 +483,15 @@ def test_what_has_arrived_for_those_behind_does_not_keep_those_in_front_waiting(
     world = make_world(8, 2)
     for request_id in "ba":
         world.offer(request_id, [ord(request_id)] * 9, 4)
-    assert world.look_up(world.waiting["a"]) is NotReady.LOADING
-    assert world.look_up(world.waiting["b"]) is NotReady.LOADING
+    assert world.get_computed_blocks(world.waiting["a"]) is NotReady.LOADING
+    assert world.get_computed_blocks(world.waiting["b"]) is NotReady.LOADING
     assert set(world.connector.loads) == {"a"}, "4 + 4 of 8"
     world.connector.finish("a", 4)
-    assert world.look_up(world.waiting["b"]) is NotReady.LOADING
+    assert world.get_computed_blocks(world.waiting["b"]) is NotReady.LOADING
     assert set(world.connector.loads) == {"b"}
-    assert world.look_up(world.waiting["a"]).num_tokens == 8, "there is still room for both"
+    assert world.get_computed_blocks(world.waiting["a"]).num_tokens == 8, (
+        "there is still room for both"
+    )
 
 
 @pytest.mark.parametrize("first, second", [("long", "other"), ("other", "long")])
@@ -497,8 +501,8 @@ def test_the_cached_prefix_that_a_load_keeps_counts_in_its_share(make_world, fir
     world.submit("long", [1, 2, 3, 4, 5, 6, 7])  # two blocks cached, one to load
     world.submit("other", [7] * 5)  # two to load
     world.connector.num_offered |= {"long": 3, "other": 2}
-    assert world.look_up(world.waiting[first]) is NotReady.LOADING
-    assert world.look_up(world.waiting[second]) is NotReady.LOADING
+    assert world.get_computed_blocks(world.waiting[first]) is NotReady.LOADING
+    assert world.get_computed_blocks(world.waiting[second]) is NotReady.LOADING
     assert set(world.connector.loads) == {first}, "3 + 2 of 8"
 
 
@@ -520,15 +524,15 @@ def test_two_loads_of_one_prefix_leave_it_in_memory_once(make_world):
 def test_a_load_is_dropped_if_its_prefix_or_what_it_brought_is_withdrawn(make_world, where):
     world = make_world(20, 2)
     offer_behind_a_cached_prefix(world)
-    world.look_up(world.waiting["a"])
+    world.get_computed_blocks(world.waiting["a"])
     load, loads = world.manager.loads._loads["a"], world.manager.loads
     if where == "arrived":
         world.connector.finish("a", 1)
-        assert not loads.is_under_way("a")
+        assert not loads.is_in_flight("a")
     first = (load.prefix if where == "prefix" else load.blocks)[0]
-    loads.withdraw(world.pool.blocks[0])
+    loads.invalidate(world.pool.blocks[0])
     assert "a" in loads, "another block"
-    loads.withdraw(first)
+    loads.invalidate(first)
     assert "a" not in loads and world.manager.num_blocks_in_use == 0
     world.manager.check_invariants()
 
@@ -538,11 +542,11 @@ def test_waiting_is_left_to_the_connector_and_only_while_it_loads(make_world, ma
     world.manager.wait_for_loads()
     assert world.connector.calls == []
     world.offer("a", [1, 2, 3, 4, 5], 2)
-    world.look_up(world.waiting["a"])
+    world.get_computed_blocks(world.waiting["a"])
     world.manager.wait_for_loads()
     assert world.connector.calls[-1] == ("wait",)
     world.connector.finish("a", 2)
-    world.look_up(world.waiting["a"])
+    world.get_computed_blocks(world.waiting["a"])
     world.manager.wait_for_loads()
     assert [call for call in world.connector.calls if call[0] == "wait"] == [("wait",)]
 
@@ -656,10 +660,10 @@ def test_more_refused_loads_than_a_step_asks_do_not_hide_the_one_that_blocks_the
     submit("last", [1, 2, 3, 4, 5], 1)
     engine.step()
     assert engine.manager.num_blocks_in_use == 4, "half of the memory"
-    for index in range(MAX_PASSED_OVER + 2):
+    for index in range(MAX_SKIPPED + 2):
         submit(f"r{index}", [index, 7, 8], 0)
     engine.connector.finish("last", 4)
-    for _ in range(3 * MAX_PASSED_OVER):
+    for _ in range(3 * MAX_SKIPPED):
         engine.step()
         for request_id in engine.connector.loads.keys() - engine.connector.results.keys():
             engine.connector.finish(request_id, 1)
@@ -700,7 +704,7 @@ def test_check_invariants_notices_damage(make_cache, damage):
     world = LoadingWorld(make_cache, 12, 2)
     world.serve("b", [1, 2, 3, 4, 6, 7, 8])
     world.offer("c", [9] * 5, 1)
-    world.look_up(world.waiting["c"])
+    world.get_computed_blocks(world.waiting["c"])
     world.check()
     loads = world.manager.loads._loads
     if damage == "loading":

@@ -161,7 +161,7 @@ class TieredCache(KVConnector):
         for block in blocks:
             self._save(self._hash_of.pop(block.block_id), block)
 
-    def blocks_withdrawn(self, blocks: Sequence[Block]) -> None:
+    def blocks_invalidated(self, blocks: Sequence[Block]) -> None:
         """Remove the blocks here too, above all from a file that serves the next engine."""
         for block in blocks:
             block_hash = self._hash_of.pop(block.block_id, None)
@@ -275,9 +275,9 @@ class TieredCache(KVConnector):
     def num_loaded_blocks(self) -> Mapping[str, int]:
         return {"host": self.stats.num_host_hits, "disk": self.stats.num_disk_hits}
 
-    def begin_anew(self) -> None:
+    def clear(self) -> None:
         if self.disk is not None:
-            self.disk.begin_anew()
+            self.disk.clear()
 
     def wait_for_load(self, timeout_s: float) -> None:
         reading = [load.reading for load in self._loads.values()]

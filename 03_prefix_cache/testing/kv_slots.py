@@ -8,7 +8,7 @@ from collections.abc import Callable, Collection, Iterable, Sequence
 from block_pool import BlockPool
 from prefix_cache import KeyedRequest, PrefixCache, extra_keys_of, normalise_extra_keys
 from request import Request, SamplingParams
-from scheduler_interface import BlockMove
+from scheduler_interface import BlockTableUpdate
 
 PARAMS = SamplingParams(temperature=0, max_tokens=10_000, ignore_eos=True)
 
@@ -60,7 +60,7 @@ class Runner:
         assert len(slots) >= num_tokens, "the table is too short"
         return [self.memory.get(slot) for slot in slots[:num_tokens]]
 
-    def move_blocks(self, moves: Iterable[BlockMove]) -> None:
+    def move_blocks(self, moves: Iterable[BlockTableUpdate]) -> None:
         for move in moves:
             self.tables[move.req_id][move.block_index] = move.block_id
 

@@ -93,15 +93,15 @@ class Truth:
         request: Request,
         num_tokens: int,
         computed: ComputedBlocks | None,
-        num_kept_free: int = 0,
+        num_watermark_blocks: int = 0,
         without: str | None = None,
     ) -> bool:
         found = set() if computed is None else {block.block_id for block in computed.blocks}
         num_missing = self.num_missing(request, num_tokens, computed)
         left = self.pool.num_usable_blocks - num_missing
         if left < len(self.held(False, without) | found):
-            return left - num_kept_free >= len(self.held(True, without) | found)
-        return left - num_kept_free >= len(self.held(False, without) | found)
+            return left - num_watermark_blocks >= len(self.held(True, without) | found)
+        return left - num_watermark_blocks >= len(self.held(False, without) | found)
 
     def gives_way(self) -> bool:
         return self.held_outside() != self.held_outside(for_good=True)

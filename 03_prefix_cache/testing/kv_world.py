@@ -28,7 +28,7 @@ class World(Truth):
         self.waiting[request_id] = make_request(request_id, tokens, salt)
         return self.waiting[request_id]
 
-    def look_up(self, request: Request) -> ComputedBlocks | NotReady:
+    def get_computed_blocks(self, request: Request) -> ComputedBlocks | NotReady:
         computed = self.manager.get_computed_blocks(request)
         if self.checks:
             self.check_answer(request, computed)
@@ -38,7 +38,7 @@ class World(Truth):
         found = self.longest(request, request.num_tokens - 1)
         is_computed = self.computing(request, len(found))
         if isinstance(computed, NotReady):
-            assert computed is NotReady.COMPUTED_NOW and is_computed, "no request computes it"
+            assert computed is NotReady.IN_FLIGHT and is_computed, "no request computes it"
         else:
             assert not is_computed or self.somebody_left, "computed twice"
             assert [block.block_id for block in computed.blocks] == found
@@ -46,7 +46,7 @@ class World(Truth):
 
     def admit(self, request_id: str, num_new: int = 10**9, num_reserved: int = 0) -> bool:
         request = self.waiting[request_id]
-        computed = self.look_up(request)
+        computed = self.get_computed_blocks(request)
         if isinstance(computed, NotReady):
             return False
         num_new = min(num_new, request.num_tokens - computed.num_tokens)
@@ -61,26 +61,34 @@ class World(Truth):
         return True
 
     def ask(
-        self, request_id: str, num_tokens: int, num_kept_free: int = 0, gone: str | None = None
+        self,
+        request_id: str,
+        num_tokens: int,
+        num_watermark_blocks: int = 0,
+        gone: str | None = None,
     ) -> bool:
         """Try to admit a waiting request, assuming `gone` is freed. If it fits, free `gone` and
         admit it."""
         request = self.waiting[request_id]
-        computed = self.look_up(request)
+        computed = self.get_computed_blocks(request)
         if isinstance(computed, NotReady):
             return False
         victim = None if gone is None else self.running[gone]
         gives_way = self.gives_way()
         before = self.snapshot(gives_way)
-        fits = self.fits(request, num_tokens, computed, num_kept_free, gone)
-        answer = self.manager.can_allocate(request, num_tokens, computed, num_kept_free, victim)
+        fits = self.fits(request, num_tokens, computed, num_watermark_blocks, gone)
+        answer = self.manager.can_allocate(
+            request, num_tokens, computed, num_watermark_blocks, victim
+        )
         assert answer == fits, "promised or denied against the count of blocks"
         assert self.snapshot(gives_way) == before, "a question changed something"
         if answer:
             if gone is not None:
                 self.preempt(gone)
             assert self.manager.allocate_slots(request, num_tokens, 0, computed), "promised"
-            assert self.pool.num_free_blocks + self.cache.num_evictable_blocks >= num_kept_free
+            assert (
+                self.pool.num_free_blocks + self.cache.num_evictable_blocks >= num_watermark_blocks
+            )
             self.written[request_id] = computed.num_tokens
             self._leave(request)
         return answer
@@ -164,7 +172,7 @@ class World(Truth):
         self.runner.forward(batch, self.running)
 
     def tell_runner(self) -> None:
-        moves = self.manager.take_block_moves()
+        moves = self.manager.pop_table_updates()
         for request_id in self.plan:
             known = self.runner.tables.setdefault(request_id, [])
             known += self.manager.get_block_ids(request_id)[len(known) :]

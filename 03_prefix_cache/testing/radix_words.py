@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from block_pool import Block
-from prefix_cache import PrefixPath
+from prefix_cache import MatchCursor
 from radix_cache import RadixCache
 from radix_tree import TreeNode
 
@@ -26,7 +26,7 @@ class Rig:
         tokens = [100 * ord(letter) + i for letter in letters for i in range(self.page_size)]
         return tokens + list(range(num_more))
 
-    def hold(self, letters: str, path: PrefixPath | None = None) -> list[Block]:
+    def hold(self, letters: str, path: MatchCursor | None = None) -> list[Block]:
         """Cache the word as a request that uses it from now on."""
         found = self.cache.match_prefix(self.spell(letters), None, path).blocks
         self.cache.touch(found)

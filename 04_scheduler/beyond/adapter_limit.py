@@ -13,7 +13,7 @@ from __future__ import annotations
 from typing import cast
 from weakref import proxy
 
-from base_scheduler import SchedulerBooks, SchedulerPlugin
+from base_scheduler import BaseScheduler, SchedulerPlugin
 from prefix_cache import extra_keys_of
 from request import Request, check_integers
 
@@ -23,15 +23,15 @@ class MaxLoRAs(SchedulerPlugin):
     its extra keys, `("lora", id)`; requests without one are not limited. Raises `ValueError` below
     1."""
 
-    books: SchedulerBooks
+    scheduler: BaseScheduler
 
     def __init__(self, max_loras: int) -> None:
         check_integers(1, max_loras=max_loras)
         self.max_loras = max_loras
         self._adapters: dict[str, str | int] = {}  # of running requests, by request id
 
-    def attach(self, books: SchedulerBooks) -> None:
-        self.books = cast("SchedulerBooks", proxy(books))
+    def attach(self, scheduler: BaseScheduler) -> None:
+        self.scheduler = cast("BaseScheduler", proxy(scheduler))
 
     @staticmethod
     def adapter_of(request: Request) -> str | int | None:
@@ -40,19 +40,19 @@ class MaxLoRAs(SchedulerPlugin):
     def begin_step(self) -> None:
         """Drop the adapters of requests that finished or were preempted."""
         if self._adapters:
-            running = self.books.running
+            running = self.scheduler.running
             self._adapters = {r: a for r, a in self._adapters.items() if r in running}
 
-    def may_start(self, request: Request) -> bool:
+    def can_start(self, request: Request) -> bool:
         adapter, taken = self.adapter_of(request), set(self._adapters.values())
         return adapter is None or adapter in taken or len(taken) < self.max_loras
 
-    def started(self, request: Request) -> None:
+    def on_start(self, request: Request) -> None:
         if (adapter := self.adapter_of(request)) is not None:
             self._adapters[request.request_id] = adapter
 
     def check(self) -> None:
-        running = map(self.adapter_of, self.books.running.values())
+        running = map(self.adapter_of, self.scheduler.running.values())
         taken = set(self._adapters.values())
         assert {adapter for adapter in running if adapter is not None} <= taken
         assert len(taken) <= self.max_loras

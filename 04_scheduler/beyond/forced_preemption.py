@@ -27,15 +27,15 @@ class ForcedPreemption(PreemptionPlugin):
     def victim(self) -> Request | None:
         if self._num_steps % self.preempt_every:
             return None
-        candidates = filter(self._may_be_forced, reversed(self.books.running.values()))
+        candidates = filter(self._may_be_forced, reversed(self.scheduler.running.values()))
         if request := next(candidates, None):
             self._num_outputs_then[request.request_id] = request.num_output_tokens
         return request
 
     def _may_be_forced(self, request: Request) -> bool:
         if self.spares_pinned:
-            return not self.books.is_pinned(request)
+            return not self.scheduler.is_pinned(request)
         return request.num_output_tokens > self._num_outputs_then.get(request.request_id, -1)
 
-    def ended(self, request: Request) -> None:
+    def on_finish(self, request: Request) -> None:
         self._num_outputs_then.pop(request.request_id, None)

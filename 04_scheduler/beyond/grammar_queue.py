@@ -47,17 +47,17 @@ class GrammarsCompiled(SchedulerPlugin):
         for name in [name for name in self._waits if _is_compiled(self._jobs[name])]:
             self._waits.pop(name).status = RequestStatus.WAITING
 
-    def may_start(self, request: Request) -> bool:
+    def can_start(self, request: Request) -> bool:
         if self.name in request.features and request.request_id not in self._jobs:
             self.arrived(request)  # `arrived` was interrupted
         return request.request_id not in self._waits
 
-    def planned(self, plan: SchedulerOutput) -> None:
+    def on_plan(self, plan: SchedulerOutput) -> None:
         for new in plan.scheduled_new_reqs:
             if (job := self._jobs.get(new.req_id)) is not None:
                 new.features = new.features | {self.name: job.result()}
 
-    def ended(self, request: Request) -> None:
+    def on_finish(self, request: Request) -> None:
         self._waits.pop(request.request_id, None)
         job = self._jobs.pop(request.request_id, None)
         if job is None or job.done():

@@ -25,7 +25,7 @@ from typing import Any
 from request import SamplingParams, check_integers, require
 
 # A compiled grammar takes hundreds of bytes per character, and parsers recurse into nested rules.
-MOST_CHARACTERS = 200_000  # a list of texts, which nests nothing, can have ten times as many
+MAX_CHARACTERS = 200_000  # a list of texts, which nests nothing, can have ten times as many
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,13 +83,13 @@ def source_of(grammar: object) -> str:
     if isinstance(grammar, Regex):
         return _bounded(json.dumps({"regex": _text("grammar", grammar.pattern)}))
     if isinstance(grammar, Choice):
-        return _bounded(json.dumps({"choice": _texts(grammar.choices)}), 10 * MOST_CHARACTERS)
+        return _bounded(json.dumps({"choice": _texts(grammar.choices)}), 10 * MAX_CHARACTERS)
     require(isinstance(grammar, Ebnf), "grammar", grammar, "a Json, Regex, Choice or Ebnf")
     assert isinstance(grammar, Ebnf)
     return _bounded(json.dumps({"ebnf": _text("grammar", grammar.rules)}))
 
 
-def _bounded(source: str, most: int = MOST_CHARACTERS) -> str:
+def _bounded(source: str, most: int = MAX_CHARACTERS) -> str:
     if (num := len(source)) > most:
         raise ValueError(f"grammar must have at most {most:,} characters, got {num:,}")
     return source

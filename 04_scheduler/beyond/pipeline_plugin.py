@@ -39,7 +39,7 @@ from itertools import islice
 from typing import cast
 from weakref import proxy
 
-from base_scheduler import SchedulerBooks
+from base_scheduler import BaseScheduler
 from preemptive_scheduler import PreemptionPlugin
 from request import Request, check_integers
 from scheduler_interface import SchedulerOutput, StepOutput
@@ -56,65 +56,65 @@ class PipelinePlugin(PreemptionPlugin):
     is called for each plan in order; any number can be in flight. `num_discarded_tokens` counts
     tokens computed for requests that had finished."""
 
-    allows_routine = False  # the fast path needs consecutive steps; here there are none
+    allows_fast_path = False  # the fast path needs consecutive steps; here there are none
 
     def __init__(self, num_micro_batches: int) -> None:
         check_integers(1, num_micro_batches=num_micro_batches)
         self.num_micro_batches = num_micro_batches
-        self._under_way: deque[_Step] = deque()
+        self._steps: deque[_Step] = deque()
         # Running requests with a token in flight; the other running ones are ready or in a prompt.
         self._in_flight: dict[str, Request] = {}
         self._ready: dict[str, Request] = {}  # in the order in which their tokens arrived
         self._chosen: set[str] = set()  # ready requests that this plan takes
         self.num_discarded_tokens = 0
 
-    def attach(self, books: SchedulerBooks) -> None:
+    def attach(self, scheduler: BaseScheduler) -> None:
         # Weak, so that there is no reference cycle.
-        self._books = cast("SchedulerBooks", proxy(books))
+        self._scheduler = cast("BaseScheduler", proxy(scheduler))
 
     @property
     def has_work(self) -> bool:
         """Whether a request could be scheduled now. (The plan can still be empty if memory is
         short.)"""
-        books = self._books
-        if len(self._in_flight) < len(books.running):
+        scheduler = self._scheduler
+        if len(self._in_flight) < len(scheduler.running):
             return True
-        return bool(books.waiting) and len(books.running) < books.max_num_seqs
+        return bool(scheduler.waiting) and len(scheduler.running) < scheduler.max_num_seqs
 
     def begin_step(self) -> None:
         num_decodes = len(self._ready) + len(self._in_flight)
         self._chosen = set(islice(self._ready, -(-num_decodes // self.num_micro_batches)))
 
-    def may_start(self, request: Request) -> bool:
-        if request.num_pending_tokens:
+    def can_start(self, request: Request) -> bool:
+        if request.num_output_placeholders:
             return False
         return not request.num_preemptions or not any(
-            request in step.plan.scheduled_requests for step in self._under_way
+            request in step.plan.scheduled_requests for step in self._steps
         )
 
-    def sits_out(self, request: Request) -> bool:
+    def skips_step(self, request: Request) -> bool:
         """Whether the request is in flight, or ready but not in this plan."""
-        if request.num_pending_tokens:
+        if request.num_output_placeholders:
             return True
         return request.request_id in self._ready and request.request_id not in self._chosen
 
-    def planned(self, plan: SchedulerOutput) -> None:
+    def on_plan(self, plan: SchedulerOutput) -> None:
         sampling: list[Request] = []
         for request in plan.scheduled_requests:
             self._ready.pop(request.request_id, None)
             # One token for each position after the last known one (chapter 5), and one more.
             num_sampled = request.num_computed_tokens - len(request.all_token_ids) + 1
             if num_sampled > 0:
-                request.num_pending_tokens = num_sampled
+                request.num_output_placeholders = num_sampled
                 self._in_flight[request.request_id] = request
                 sampling.append(request)
-        self._under_way.append(_Step(plan, sampling))
+        self._steps.append(_Step(plan, sampling))
 
-    def judged(self, plan: SchedulerOutput, output: StepOutput) -> None:
-        step = self._under_way.popleft()
+    def on_output(self, plan: SchedulerOutput, output: StepOutput) -> None:
+        step = self._steps.popleft()
         assert step.plan is plan, "plans must end in order"
         for request in step.sampling:
-            request.num_pending_tokens = 0
+            request.num_output_placeholders = 0
             request_id = request.request_id
             if self._in_flight.get(request_id) is request:  # else it finished or was preempted
                 self._ready[request_id] = self._in_flight.pop(request_id)
@@ -122,35 +122,37 @@ class PipelinePlugin(PreemptionPlugin):
             if request.is_finished:
                 self.num_discarded_tokens += num_tokens
 
-    def preempted(self, request: Request) -> None:
+    def on_preempt(self, request: Request) -> None:
         self._in_flight.pop(request.request_id, None)
         self._ready.pop(request.request_id, None)
 
-    def ended(self, request: Request) -> None:
-        self.preempted(request)
+    def on_finish(self, request: Request) -> None:
+        self.on_preempt(request)
 
-    def forget_plans(self) -> None:
+    def discard_plans(self) -> None:
         """Drop all plans in flight, which have failed and whose tokens never arrive. Running
         requests have lost some tokens, so abort them."""
-        for step in self._under_way:
+        for step in self._steps:
             for request in step.sampling:
-                request.num_pending_tokens = 0
-        self._under_way.clear()
+                request.num_output_placeholders = 0
+        self._steps.clear()
         self._in_flight.clear()
 
     def check(self) -> None:
-        sampling = [request.request_id for step in self._under_way for request in step.sampling]
+        sampling = [request.request_id for step in self._steps for request in step.sampling]
         in_flight, ready = self._in_flight.keys(), self._ready.keys()
-        assert in_flight.isdisjoint(ready) and in_flight | ready <= self._books.running.keys()
-        for request_id, request in self._books.requests.items():
+        assert in_flight.isdisjoint(ready) and in_flight | ready <= self._scheduler.running.keys()
+        for request_id, request in self._scheduler.requests.items():
             # If two requests had this id, the first one has finished.
-            pending = [r for step in self._under_way for r in step.sampling if r is request]
-            assert len(pending) == (request.num_pending_tokens > 0), repr(request)
+            pending = [r for step in self._steps for r in step.sampling if r is request]
+            assert len(pending) == (request.num_output_placeholders > 0), repr(request)
             assert sampling.count(request_id) >= len(pending)
-        for request_id, request in self._books.running.items():
-            num_behind = len(request.all_token_ids) - request.num_computed_tokens
-            assert (request_id in in_flight) == (request.num_pending_tokens > 0), repr(request)
+        for request_id, request in self._scheduler.running.items():
+            num_uncomputed_tokens = len(request.all_token_ids) - request.num_computed_tokens
+            assert (request_id in in_flight) == (request.num_output_placeholders > 0), repr(request)
             if request_id in in_flight:
-                assert num_behind == 1 - request.num_pending_tokens, repr(request)
+                assert num_uncomputed_tokens == 1 - request.num_output_placeholders, repr(request)
             else:
-                assert num_behind == 1 if request_id in ready else num_behind > 0, repr(request)
+                assert (
+                    num_uncomputed_tokens == 1 if request_id in ready else num_uncomputed_tokens > 0
+                ), repr(request)

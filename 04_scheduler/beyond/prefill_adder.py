@@ -33,9 +33,9 @@ from __future__ import annotations
 from collections.abc import Callable, Collection
 from enum import Enum, auto
 
-from kv_memory import ComputedBlocks, KVMemory
+from kv_memory import ComputedBlocks, UncachedKVCacheManager
 from request import Request, check_integers
-from unchunked import ChunkPolicy, CutPrompts, WholePrompts
+from unchunked import ChunkPolicy, ChunkToBudget, Unchunked
 
 CLIP_MAX_NEW_TOKENS = 4096  # upper limit of the expected outputs of a request
 RETRACT_DECODE_STEPS = 20  # steps that should succeed after a retraction
@@ -49,7 +49,7 @@ class AddReqResult(Enum):
 
 def num_expected_outputs(request: Request) -> int:
     """Tokens that a request may still generate, clipped."""
-    num_outputs = request.num_output_tokens + request.num_pending_tokens
+    num_outputs = request.num_output_tokens + request.num_output_placeholders
     return min(request.max_tokens - num_outputs, CLIP_MAX_NEW_TOKENS)
 
 
@@ -104,7 +104,7 @@ class PrefillAdder:
 
     def __init__(
         self,
-        kv_memory: KVMemory,
+        kv_memory: UncachedKVCacheManager,
         allocate: Callable[[Request, ComputedBlocks, int], bool],
         running: Collection[Request],
         new_token_ratio: float,
@@ -127,7 +127,7 @@ class PrefillAdder:
         self._allocate = allocate
         self._max_input_tokens = max_input_tokens or rem_input_tokens
         self._chunk_policy = chunk_policy or (
-            WholePrompts() if rem_chunk_tokens is None else CutPrompts()
+            Unchunked() if rem_chunk_tokens is None else ChunkToBudget()
         )
         self._nobody_runs = not running
         # An average over many steps can be less than what the next step takes.
@@ -154,13 +154,13 @@ class PrefillAdder:
         """
         computed = computed or ComputedBlocks()
         is_alone = self._nobody_runs and not self.can_run_list
-        num_behind = req.num_tokens - computed.num_tokens
+        num_uncomputed_tokens = req.num_tokens - computed.num_tokens
         # Cached pages without users count as free until this request uses them.
         num_idle_pages = sum(block.ref_cnt == 1 for block in computed.blocks)
-        num_needed = self._whole_pages(num_behind + num_expected_outputs(req))
+        num_needed = self._whole_pages(num_uncomputed_tokens + num_expected_outputs(req))
         num_needed += num_idle_pages * self.page_size
-        num_tokens = self._num_tokens_now(req, num_behind)
-        is_cut = num_tokens < num_behind
+        num_tokens = self._num_tokens_to_schedule(req, num_uncomputed_tokens)
+        is_cut = num_tokens < num_uncomputed_tokens
         if num_needed > self.rem_total_tokens and not is_alone:
             return AddReqResult.NO_TOKEN
         if num_tokens == 0 or (is_cut and has_chunked_req):
@@ -180,29 +180,31 @@ class PrefillAdder:
         """Add the next chunk of a prompt that was split before. Returns the request if it still
         needs the chunked slot, because its prompt has not ended, or there was no memory for more of
         it now."""
-        num_behind = req.num_tokens - req.num_computed_tokens
-        num_tokens = self._num_tokens_now(req, num_behind)
+        num_uncomputed_tokens = req.num_tokens - req.num_computed_tokens
+        num_tokens = self._num_tokens_to_schedule(req, num_uncomputed_tokens)
         if num_tokens == 0 or not self._kv_memory.allocate_slots(req, num_tokens):
             return req
         self._add(req, num_tokens)
-        if num_tokens < num_behind:
+        if num_tokens < num_uncomputed_tokens:
             return req
         self._num_expected_tokens += self._whole_pages(num_expected_outputs(req))
         return None
 
-    def _num_tokens_now(self, req: Request, num_behind: int) -> int:
-        """How many of the request's `num_behind` uncomputed tokens go into this batch; 0 for
-        none."""
+    def _num_tokens_to_schedule(self, req: Request, num_uncomputed_tokens: int) -> int:
+        """How many of the request's `num_uncomputed_tokens` uncomputed tokens go into this batch; 0
+        for none."""
         budget = self.rem_input_tokens
         if self.rem_chunk_tokens is not None:
             budget = min(budget, self.rem_chunk_tokens)
         if budget <= 0:
             return 0
         most = self._max_input_tokens
-        num_tokens = self._chunk_policy.num_tokens_now(req, num_behind, budget, most)
-        if num_tokens in (0, num_behind):
+        num_tokens = self._chunk_policy.num_tokens_to_schedule(
+            req, num_uncomputed_tokens, budget, most
+        )
+        if num_tokens in (0, num_uncomputed_tokens):
             return num_tokens
-        start = req.num_tokens - num_behind
+        start = req.num_tokens - num_uncomputed_tokens
         end = (start + num_tokens) // self.page_size * self.page_size  # rounded down to whole pages
         if end > start:
             return end - start

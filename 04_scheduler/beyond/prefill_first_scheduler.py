@@ -45,13 +45,13 @@ from typing import TYPE_CHECKING
 
 from kv_memory import ComputedBlocks, NotReady
 from policies import SchedulePolicy
-from preemptive_scheduler import SchedulerBase, SchedulerOptions
+from preemptive_scheduler import PreemptiveScheduler, SchedulerOptions
 from prefill_adder import AddReqResult, NewTokenRatio, PrefillAdder
 from request import Request, check_integers
 from schedule_batch import ForwardMode, ScheduleBatch
-from scheduler import MAX_PASSED_OVER
-from step_plan import PreemptingPlan, StepPlan
-from unchunked import CutPrompts
+from scheduler import MAX_SKIPPED
+from step_plan import PreemptiveSchedulerOutput, StepPlan
+from unchunked import ChunkToBudget
 
 if TYPE_CHECKING:
     from typing import Unpack
@@ -59,8 +59,9 @@ if TYPE_CHECKING:
 __all__ = ["ForwardMode", "PrefillFirstScheduler", "ScheduleBatch"]
 
 
-class PrefillFirstScheduler(SchedulerBase):
-    """A `SchedulerInterface`. The other parameters are those of `SchedulerBase`, as in `Scheduler`.
+class PrefillFirstScheduler(PreemptiveScheduler):
+    """A `SchedulerInterface`. The other parameters are those of `PreemptiveScheduler`, as in
+    `Scheduler`.
 
     `chunked_prefill_size`: prompts are split into chunks of at most this many tokens; None: they
     are computed whole, and rejected if they are longer than a step. `chunk_policy` can give a
@@ -91,7 +92,7 @@ class PrefillFirstScheduler(SchedulerBase):
         }
         check_integers(1, **{name: bound for name, bound in bounds.items() if bound is not None})
         if chunked_prefill_size is not None and options.get("chunk_policy") is None:
-            options["chunk_policy"] = CutPrompts()
+            options["chunk_policy"] = ChunkToBudget()
         super().__init__(max_num_seqs, max_num_batched_tokens, num_gpu_blocks, policy, **options)
         self.mixing = mixing
         self.chunked_prefill_size = chunked_prefill_size
@@ -101,7 +102,7 @@ class PrefillFirstScheduler(SchedulerBase):
         )
         self._clear_batches()
         # Each running request gets a token in a decode batch, so the token budget limits them too.
-        self._num_seats = min(self.max_num_seqs, self.max_num_batched_tokens)
+        self._max_num_seqs = min(self.max_num_seqs, self.max_num_batched_tokens)
         self._num_prefills_in_a_row = 0  # consecutive prefill batches that made requests wait
 
     def _clear_batches(self) -> None:
@@ -109,22 +110,22 @@ class PrefillFirstScheduler(SchedulerBase):
         self.last_batch = ScheduleBatch(self.kv_memory)
         self.chunked_req: Request | None = None
 
-    def begin_anew(self) -> None:
+    def clear(self) -> None:
         self._clear_batches()
-        super().begin_anew()
+        super().clear()
 
     @property
     def new_token_ratio(self) -> float:
         """The share of their possible outputs that decoding requests are expected to generate."""
         return self._new_token_ratio.value
 
-    def schedule(self) -> PreemptingPlan:
+    def schedule(self) -> PreemptiveSchedulerOutput:
         """Plan a step: a prefill batch, a decode batch, or both in one."""
         step = self.begin_step()
         self.last_batch = self.get_next_batch_to_run(step)
         return self.finish_step(step)
 
-    def beside_chunks(self) -> Collection[Request]:
+    def running_with_chunks(self) -> Collection[Request]:
         if self.mixing:
             return self.running.values()
         return [] if self.chunked_req is None else [self.chunked_req]
@@ -166,7 +167,9 @@ class PrefillFirstScheduler(SchedulerBase):
     def get_new_batch_prefill(self, step: StepPlan) -> ScheduleBatch | None:
         """Schedule as many prompts in `step` as fit: first the chunked one, then waiting ones.
         Returns None if none fits."""
-        if self.chunked_req is None and (not self.waiting or len(self.running) >= self._num_seats):
+        if self.chunked_req is None and (
+            not self.waiting or len(self.running) >= self._max_num_seqs
+        ):
             step.stop = ("seat", "") if self.waiting else None
             return None
         adder = self._make_adder(step)
@@ -197,7 +200,7 @@ class PrefillFirstScheduler(SchedulerBase):
         num_next_pages = 0 if self.mixing else decodes.new_page_count_next_decode()
         return PrefillAdder(
             self.kv_memory,
-            self._seat,
+            self._start_running,
             decodes.reqs,
             self.new_token_ratio,
             step.budget,
@@ -207,41 +210,43 @@ class PrefillFirstScheduler(SchedulerBase):
             chunk_policy=self.chunk_policy,
         )
 
-    def _seat(self, request: Request, computed: ComputedBlocks, num_new_tokens: int) -> bool:
+    def _start_running(
+        self, request: Request, computed: ComputedBlocks, num_new_tokens: int
+    ) -> bool:
         num_reserved = 0
         if self.is_pinned(request):
             num_known = request.num_computed_tokens + computed.num_tokens
             num_reserved = request.max_num_tokens - 1 - num_known - num_new_tokens
-        return self.seat(request, computed, num_new_tokens, num_reserved)
+        return self.start_running(request, computed, num_new_tokens, num_reserved)
 
     def _admit(self, adder: PrefillAdder, step: StepPlan) -> None:
         """Try waiting requests in order, until one does not fit. A request that is not ready is
         skipped; a request that a plugin or the chunk policy rejects is skipped too, unless it has
         aged."""
-        num_passed_over = 0
+        num_skipped = 0
         num_running = len(adder.can_run_list)
         for request in self.waiting:
             request_id = request.request_id
-            if len(self.running) >= self._num_seats or num_passed_over == MAX_PASSED_OVER:
-                is_full = len(self.running) >= self._num_seats
+            if len(self.running) >= self._max_num_seqs or num_skipped == MAX_SKIPPED:
+                is_full = len(self.running) >= self._max_num_seqs
                 step.stop = ("seat" if is_full else "passed over", request_id)
                 break
-            if not self.may_start(request):
+            if not self.can_start(request):
                 if self.waiting.is_aged(request):
                     step.stop = ("constraint", request_id)
                     break
-                num_passed_over += 1
+                num_skipped += 1
                 continue
-            computed = self.look_up(request)
+            computed = self.get_computed_blocks(request)
             if isinstance(computed, NotReady):
-                num_passed_over += 1
+                num_skipped += 1
                 continue
-            num_behind = request.num_tokens - computed.num_tokens
-            if not self.chunk_policy.may_start(request, num_behind):
+            num_uncomputed_tokens = request.num_tokens - computed.num_tokens
+            if not self.chunk_policy.can_start(request, num_uncomputed_tokens):
                 if self.waiting.is_aged(request):
                     step.stop = ("constraint", request_id)
                     break
-                num_passed_over += 1
+                num_skipped += 1
                 continue
             has_chunked_req = self.chunked_req is not None
             result = adder.add_one_req(request, has_chunked_req, computed)
@@ -264,7 +269,7 @@ class PrefillFirstScheduler(SchedulerBase):
         if not batch.reqs:
             self._new_token_ratio.reset()
             return batch
-        num_optional = self._get_optional_room(step) if self._asked_for_tokens else {}
+        num_optional = self._get_optional_room(step) if self._optional_token_hooks else {}
         if batch.check_decode_mem():
             self._new_token_ratio.decay()
         else:
@@ -273,7 +278,7 @@ class PrefillFirstScheduler(SchedulerBase):
             if not batch.check_decode_mem():
                 return ScheduleBatch(self.kv_memory)  # it is alone, and a load blocks it
         for request in batch.reqs:
-            if num_tokens := self.num_behind(request):
+            if num_tokens := self.num_uncomputed_tokens(request):
                 step.add(request, num_tokens + num_optional.get(request.request_id, 0))
         return batch
 
@@ -282,7 +287,7 @@ class PrefillFirstScheduler(SchedulerBase):
         for a request comes after the first for all and, in a mixed batch, after a page for a
         prompt. Returns none if memory does not suffice for all of them, because no request is
         retracted for optional tokens. Requests keep the memory that they got."""
-        decodes = [r for r in self.running_batch.reqs if self.num_behind(r) == 1]
+        decodes = [r for r in self.running_batch.reqs if self.num_uncomputed_tokens(r) == 1]
         num_spare = step.budget - len(self.running_batch.reqs)
         if self.mixing and (self.waiting or self.chunked_req is not None):
             num_spare -= self.block_size
@@ -316,8 +321,8 @@ class PrefillFirstScheduler(SchedulerBase):
             holders += (r for r in self.last_batch.reqs if r is not self.chunked_req)
         held = [r.request_id for r in holders if not r.is_finished]
         assert sorted(held) == sorted(self.running), "a request is in two batches or in none"
-        assert len(self.running) <= self._num_seats
+        assert len(self.running) <= self._max_num_seqs
         for request in self.running.values():
             if request is not self.chunked_req:
-                num_known = request.num_tokens + request.num_pending_tokens
+                num_known = request.num_tokens + request.num_output_placeholders
                 assert num_known - request.num_computed_tokens == 1, repr(request)

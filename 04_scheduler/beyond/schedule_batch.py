@@ -15,7 +15,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from enum import Enum, auto
 
-from kv_memory import KVMemory
+from kv_memory import UncachedKVCacheManager
 from request import Request, RequestStatus
 
 
@@ -27,7 +27,7 @@ class ForwardMode(Enum):
 
 @dataclass(slots=True)
 class ScheduleBatch:
-    kv_memory: KVMemory
+    kv_memory: UncachedKVCacheManager
     reqs: list[Request] = field(default_factory=list)
     forward_mode: ForwardMode = ForwardMode.DECODE
 

@@ -30,8 +30,8 @@ from collections.abc import Callable, Mapping, Sequence
 from math import ceil
 
 import policies
-from kv_memory import KVMemory, extra_keys_of
-from policies import SchedulePolicy, policy_named
+from kv_memory import UncachedKVCacheManager, extra_keys_of
+from policies import SchedulePolicy, get_policy
 from prefix_cache import normalise_extra_keys
 from request import Request
 
@@ -72,7 +72,7 @@ class CacheAwarePolicy(SchedulePolicy):
     `min_cached=0` defers none. Raises `ValueError` for sizes that are too small.
     """
 
-    looks_at_cache = True
+    is_cache_aware = True
 
     def __init__(
         self,
@@ -184,7 +184,7 @@ def make_policy(
     """The policy of this name. `find_cached_blocks` and `block_size` are for cache-aware policies,
     `seed` for `"random"`. Raises `ValueError` for an unknown name, and for a cache-aware policy
     without `find_cached_blocks`."""
-    kind = policy_named(name, POLICIES)
+    kind = get_policy(name, POLICIES)
     if issubclass(kind, CacheAwarePolicy):
         if find_cached_blocks is None:
             raise ValueError(
@@ -195,6 +195,6 @@ def make_policy(
     return RandomPolicy(seed) if kind is RandomPolicy else kind()
 
 
-def policy_over(kv_memory: KVMemory, name: str, seed: int = 0) -> SchedulePolicy:
+def policy_over(kv_memory: UncachedKVCacheManager, name: str, seed: int = 0) -> SchedulePolicy:
     """The policy of this name for a scheduler over this memory."""
     return make_policy(name, kv_memory.find_cached_blocks, kv_memory.block_size, seed)

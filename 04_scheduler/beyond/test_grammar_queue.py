@@ -56,7 +56,7 @@ def test_a_request_waits_for_its_grammar_and_holds_up_nobody(queue, compiler) ->
     assert waits.status == RequestStatus.WAITING_FOR_GRAMMAR == same.status
     queue.begin_step()
     compiler.jobs["digits"].set_result("DIGITS")
-    assert not queue.may_start(waits), "in one step, one answer"
+    assert not queue.can_start(waits), "in one step, one answer"
     queue.begin_step()
     assert waits.status == RequestStatus.WAITING, "whatever else may hold it back now"
     plan = loop.step()

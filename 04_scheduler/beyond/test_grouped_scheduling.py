@@ -13,27 +13,27 @@ import pytest
 from block_pool import BlockPool
 from cached_grouped_memory import CachedGroupedMemory
 from fake_model import FakeModelRunner
-from grouped_kv_memory import GroupedKVMemory, most_blocks, most_of_window
+from grouped_kv_memory import GroupedKVMemory, max_blocks, most_of_window
 from kv_memory import ComputedBlocks, SharingRunnerState
 from request import Request, SamplingParams
 from scheduler import Scheduler
 from scheduler_interface import StepOutput
 from test_scheduler_runs import VOCAB, World, _explore
-from unchunked import CutPrompts
+from unchunked import ChunkToBudget
 
 
 class Checked(GroupedKVMemory):
     """`can_allocate` says what freeing one and seating the other would come to, tried on a copy."""
 
-    def can_allocate(self, request, num_tokens, computed, num_kept_free=0, gone=None):
-        answer = super().can_allocate(request, num_tokens, computed, num_kept_free, gone)
+    def can_allocate(self, request, num_tokens, computed, num_watermark_blocks=0, gone=None):
+        answer = super().can_allocate(request, num_tokens, computed, num_watermark_blocks, gone)
         memory, request, gone = copy.deepcopy((self, request, gone))
         if gone is not None:
             memory.free(gone)
         num_new = min(num_tokens, self.max_step_tokens)
         is_room = memory.allocate_slots(request, num_new, num_tokens - num_new, computed)
         num_free = memory.pool.num_free_blocks
-        assert answer == (is_room and num_free >= num_kept_free), (request, num_tokens, gone)
+        assert answer == (is_room and num_free >= num_watermark_blocks), (request, num_tokens, gone)
         return answer
 
 
@@ -128,7 +128,7 @@ def test_who_may_not_wait_again_shares_no_window(windows, num_blocks, length):
     they do not meet again."""
     memory = CachedGroupedMemory(BlockPool(num_blocks + 1), 4, windows, 4)
     limits = {"max_num_batched_tokens": 4, "max_preemptions": 1, "max_model_len": 64}
-    scheduler = Scheduler(kv_memory=memory, max_num_seqs=8, chunk_policy=CutPrompts(), **limits)
+    scheduler = Scheduler(kv_memory=memory, max_num_seqs=8, chunk_policy=ChunkToBudget(), **limits)
     params = SamplingParams(max_tokens=20, temperature=0, ignore_eos=True)
     requests = {name: Request(name, list(range(length)), params) for name in "ab"}
     for request in requests.values():
@@ -162,7 +162,7 @@ def make_world(memory: GroupedKVMemory) -> World:
 def test_a_request_of_any_length_holds_what_its_window_needs(window: int, block_size: int):
     """With chunks that begin anywhere. The bound is met, and the pool need not be larger."""
     step, length = 4, 60
-    most = most_blocks(length, block_size, [window], step)
+    most = max_blocks(length, block_size, [window], step)
     memory = GroupedKVMemory(BlockPool(most + 1), block_size, [window], step)
     assert memory.capacity >= length
     highest = 0
@@ -179,7 +179,7 @@ def test_a_request_of_any_length_holds_what_its_window_needs(window: int, block_
             highest = max(highest, held)
         memory.free(request)
         memory.check_invariants()
-        assert memory.pool.num_free_blocks == most and not memory.take_block_moves()
+        assert memory.pool.num_free_blocks == most and not memory.pop_table_updates()
     assert most - 1 <= highest <= most
 
 
@@ -192,12 +192,12 @@ def test_the_example_of_the_page():
         assert memory.allocate_slots(request, stop - start)
         held.append([i for i, block_id in enumerate(memory.get_block_ids("a")) if block_id])
     assert held == [[0], [0, 1], [0, 1, 2], [1, 2], [1, 2], [1, 2, 3], [2, 3]]
-    assert [(m.block_index, m.block_id) for m in memory.take_block_moves()] == [(0, 0), (1, 0)]
-    assert not memory.take_block_moves()
+    assert [(m.block_index, m.block_id) for m in memory.pop_table_updates()] == [(0, 0), (1, 0)]
+    assert not memory.pop_table_updates()
     request.num_computed_tokens = 14
     assert memory.allocate_slots(request, 4)  # it gives up the third
-    memory.begin_anew()
-    assert not memory.take_block_moves()
+    memory.clear()
+    assert not memory.pop_table_updates()
     assert (most_of_window(1024, 16, 1), most_of_window(1024, 16, 2048)) == (65, 193)
 
 
@@ -205,7 +205,7 @@ def test_the_example_of_the_page():
 def test_what_is_reserved_is_never_taken_by_others(window: int):
     """Another one asks for all there is, before each step."""
     step, length, size = 4, 50, 3
-    whole = most_blocks(length, size, [None, window], step)
+    whole = max_blocks(length, size, [None, window], step)
     memory = GroupedKVMemory(BlockPool(whole + 1), size, [None, window], step)
     one, other = Request.from_tokens("a", [0] * length, 1), Request.from_tokens("b", [0] * 99, 1)
     assert memory.allocate_slots(one, 3, length - 3)
@@ -222,9 +222,9 @@ def test_what_is_reserved_is_never_taken_by_others(window: int):
     assert memory.allocate_slots(one, 1) and list(map(len, memory.get_tables("a"))) == [1, 1]
 
 
-class InFours(CutPrompts):
-    def num_tokens_now(self, request, num_behind, budget, most):
-        return min(num_behind, budget, 4)
+class InFours(ChunkToBudget):
+    def num_tokens_to_schedule(self, request, num_uncomputed_tokens, budget, most):
+        return min(num_uncomputed_tokens, budget, 4)
 
 
 @pytest.mark.parametrize("num_missing", [0, 1])
@@ -259,10 +259,10 @@ def test_a_refusal_gives_up_nothing_that_is_seen():
     assert (memory.get_tables("a"), [*memory.pool.free_order()]) == before
     one.num_computed_tokens = 4
     assert memory.allocate_slots(one, 1), "its first block of the window is no longer seen"
-    ((move,), tables) = memory.take_block_moves(), memory.get_tables("a")
+    ((move,), tables) = memory.pop_table_updates(), memory.get_tables("a")
     assert (move.req_id, move.block_index, move.block_id, move.group) == ("a", 0, 0, 1)
     assert list(map(len, tables)) == [3, 3] and tables[1][0] == 0 and all(tables[0])
-    memory.begin_anew()
+    memory.clear()
     memory.check_invariants()
     assert memory.pool.num_free_blocks == 7 and memory.get_tables("a") == ((), ())
 

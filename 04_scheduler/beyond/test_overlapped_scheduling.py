@@ -100,10 +100,10 @@ def test_counters_while_two_steps_are_under_way(kind) -> None:
     counters = []
     for _ in range(3):
         world.schedule()
-        counters.append((request.num_tokens, request.num_pending_tokens))
-        if len(world.under_way) == 2:
+        counters.append((request.num_tokens, request.num_output_placeholders))
+        if len(world.in_flight) == 2:
             world.update()
-            counters.append((request.num_tokens, request.num_pending_tokens))
+            counters.append((request.num_tokens, request.num_output_placeholders))
     assert counters == [(3, 1), (3, 2), (4, 1), (4, 2), (5, 1)]
     assert request.num_computed_tokens == 5
 
@@ -167,10 +167,10 @@ def test_a_border_is_published_though_the_next_step_was_planned_before(block_siz
     world = make_world(cache="hash", block_size=block_size)
     world.add(request := make_request(max_tokens=9, num_prompt=2 * block_size + 1))
     for _ in as_long_as(lambda: not request.is_finished, 20):
-        num_written = request.num_tokens - 1
+        num_written_slots = request.num_tokens - 1
         if request.output_token_ids:
             num_cached = world.scheduler.kv_memory.cache.num_cached_blocks
-            assert num_cached == num_written // block_size, request
+            assert num_cached == num_written_slots // block_size, request
         world.step()
 
 
@@ -200,5 +200,5 @@ def test_nobody_is_retracted_for_a_page_behind_the_last_token() -> None:
 
 def test_pending_tokens_are_not_expected_once_more() -> None:
     request = make_request(max_tokens=6)
-    request.num_pending_tokens = 2
+    request.num_output_placeholders = 2
     assert num_expected_outputs(request) == 4

@@ -27,7 +27,7 @@ from scheduler import Scheduler
 from scheduler_interface import SchedulerOutput
 from scheduler_steps import preempting
 from staged_runner import StagedRunner
-from unchunked import CutPrompts
+from unchunked import ChunkToBudget
 
 SCHEDULERS = overlapped.SCHEDULERS
 
@@ -57,10 +57,10 @@ class PipelinedWorld(runs.WorldUnderWay):
         assert 0 not in newest.num_scheduled_tokens.values()
         for request in {r for plan in older for r in plan.scheduled_requests}:
             if request in newest.scheduled_requests:
-                assert request.num_pending_tokens in (0, 1), "it is behind by known tokens"
+                assert request.num_output_placeholders in (0, 1), "it is behind by known tokens"
 
     def advance(self, meanwhile: Callable[[], None] = lambda: None) -> None:
-        while self.may_schedule and (not self.under_way or self.plugin.has_work):
+        while self.may_schedule and (not self.in_flight or self.plugin.has_work):
             self.schedule()
             if self.plans[-1].is_empty:
                 break
@@ -126,7 +126,7 @@ def test_every_interleaving_of_requests_with_several_steps_under_way(
     num_blocks = {Scheduler: 5, PrefillFirstScheduler: 9, CachingFCFSScheduler: 6}[kind]
     options = {"max_num_seqs": 2, "max_num_batched_tokens": num_tokens}
     if policy is not None:
-        options |= {"policy": policy, "max_preemptions": 2, "chunk_policy": CutPrompts()}
+        options |= {"policy": policy, "max_preemptions": 2, "chunk_policy": ChunkToBudget()}
     memory = runs.make_memory(cache, num_blocks, 2)
     world = PipelinedWorld(memory, kind, num_in_flight=num_in_flight, **options)
     runs._explore(world, prompts, share)
@@ -145,7 +145,10 @@ def test_a_random_run_says_what_an_uninterrupted_one_says(seed, kind, cache):
     if kind is CachingFCFSScheduler:
         options["max_num_batched_tokens"] = max(options["max_num_batched_tokens"], 16)
     elif rng.random() < 0.5:
-        options |= {"chunk_policy": CutPrompts(), "max_num_batched_tokens": rng.choice([3, 5, 9])}
+        options |= {
+            "chunk_policy": ChunkToBudget(),
+            "max_num_batched_tokens": rng.choice([3, 5, 9]),
+        }
     num_stages = rng.randint(1, 4)
     world = PipelinedWorld(memory, kind, num_stages, num_stages + rng.randint(0, 1), **options)
     world.check = lambda: at_most_one_step_samples(world) or runs.World.check(world)
@@ -165,14 +168,14 @@ def test_a_request_in_flight_is_not_planned_and_others_are(kind) -> None:
     world = make_world(kind)
     world.add(request := make_request())
     world.schedule()
-    assert (request.num_computed_tokens, request.num_pending_tokens) == (3, 1)
+    assert (request.num_computed_tokens, request.num_output_placeholders) == (3, 1)
     assert not world.plugin.has_work
     world.add(make_request("b"))
     assert world.plugin.has_work
     world.schedule()
     assert [list(plan.num_scheduled_tokens) for plan in world.plans] == [["a"], ["b"]]
     world.update()
-    assert request.num_pending_tokens == 0 and request.num_tokens == 4
+    assert request.num_output_placeholders == 0 and request.num_tokens == 4
     world.schedule()
     assert list(world.plans[-1].num_scheduled_tokens) == ["a"]
     world.run()
@@ -219,7 +222,7 @@ def test_nobody_is_overtaken_by_who_was_ready_later(kind) -> None:
 
 @pytest.mark.parametrize("kind", [Scheduler, PrefillFirstScheduler])
 def test_chunks_of_one_prompt_follow_each_other(kind) -> None:
-    options = {"chunk_policy": CutPrompts()}
+    options = {"chunk_policy": ChunkToBudget()}
     if kind is PrefillFirstScheduler:
         options = {"chunked_prefill_size": 4}
     world = make_world(kind, max_num_batched_tokens=4, **options)
@@ -227,10 +230,10 @@ def test_chunks_of_one_prompt_follow_each_other(kind) -> None:
     while world.may_schedule:
         world.schedule()
     assert [plan.start_positions for plan in world.plans] == [[0], [4], [8]]
-    assert request.num_pending_tokens == 1, "the last one samples"
+    assert request.num_output_placeholders == 1, "the last one samples"
     world.update()
     world.update()
-    assert request.num_pending_tokens == 1 and not world.plugin.has_work
+    assert request.num_output_placeholders == 1 and not world.plugin.has_work
     world.run()
 
 
@@ -238,10 +241,10 @@ class TakesBack(Scheduler):
     """As chapter 5's do where a guess was wrong: the last position that was computed does not
     count."""
 
-    def take_tokens(self, request, start, end, output):
-        result = super().take_tokens(request, start, end, output)
+    def append_sampled_tokens(self, request, start, end, output):
+        result = super().append_sampled_tokens(request, start, end, output)
         if not request.is_finished:
-            self.take_back(request, 1)
+            self.rollback_computed_tokens(request, 1)
         return result
 
 
@@ -262,7 +265,7 @@ def test_what_is_taken_back_of_a_preempted_request_was_not_lost() -> None:
 def test_what_a_step_has_written_is_not_published_as_what_its_request_computes_anew() -> None:
     """A chunk of `a` is under way when it is preempted. Run again at once, it would have a new
     block, which the end of that step would publish before it is written."""
-    world = make_world(cache="hash", max_num_batched_tokens=4, chunk_policy=CutPrompts())
+    world = make_world(cache="hash", max_num_batched_tokens=4, chunk_policy=ChunkToBudget())
     world.num_in_flight = 9
     world.add(request := make_request(num_prompt=12))
     world.schedule()
@@ -288,7 +291,7 @@ def test_nothing_is_planned_behind_a_stop_token(kind) -> None:
     for _ in as_long_as(lambda: not request.is_finished, 20):
         world.step()
     assert request.output_token_ids == right[: right.index(stop) + 1]
-    assert not world.under_way and world.plugin.num_discarded_tokens == 0
+    assert not world.in_flight and world.plugin.num_discarded_tokens == 0
 
 
 def test_a_chunk_leaves_budget_for_the_decodes_of_its_own_plan_only() -> None:
@@ -329,13 +332,13 @@ def test_a_token_under_way_is_kept_if_its_request_is_preempted(world_type, kind)
     world.schedule()
     with preempting(world.scheduler):
         world.schedule()
-    assert (request.num_computed_tokens, request.num_pending_tokens) == (0, 1)
+    assert (request.num_computed_tokens, request.num_output_placeholders) == (0, 1)
     assert request.status == RequestStatus.PREEMPTED
     if world.may_schedule:
         world.schedule()
         assert world.plans[-1].is_empty, "it waits for its token"
     world.update()
-    assert (request.num_tokens, request.num_pending_tokens) == (4, 0)
+    assert (request.num_tokens, request.num_output_placeholders) == (4, 0)
     assert world.scheduler.kv_memory.num_blocks_in_use == 0
     world.schedule()
     resumed = world.plans[-1].scheduled_cached_reqs
@@ -373,7 +376,7 @@ def test_plans_that_failed_leave_nothing_pending(world_type, kind) -> None:
         with preempting(world.scheduler):
             world.schedule()
     world.lose_plans()
-    assert request.num_pending_tokens == other.num_pending_tokens == 0
+    assert request.num_output_placeholders == other.num_output_placeholders == 0
     for request_id in list(world.scheduler.running):
         world.scheduler.abort_request(request_id)
     world.run()
@@ -386,7 +389,7 @@ def test_a_step_of_another_request_of_the_same_name_keeps_nothing_back() -> None
     plugin, ended, preempted = PipelinePlugin(2), *(Request.from_tokens("a", [1]) for _ in range(2))
     plan = SchedulerOutput()
     plan.scheduled_requests, plan.num_scheduled_tokens = [ended], {"a": 1}
-    plugin.planned(plan)
-    ended.num_pending_tokens = 0
+    plugin.on_plan(plan)
+    ended.num_output_placeholders = 0
     ended.num_preemptions = preempted.num_preemptions = 1
-    assert plugin.may_start(preempted) and not plugin.may_start(ended)
+    assert plugin.can_start(preempted) and not plugin.can_start(ended)

@@ -289,14 +289,14 @@ def naive_batch(
         num_expected = sum(min(n, CLIP_MAX_NEW_TOKENS) for n, _ in running) * ratio
         for n, (_, out) in zip(sizes, prompts, strict=False):
             num_expected += (ceil((n + out) / page) - ceil(n / page)) * page
-        num_left = (num_pages - num_used) * page - num_expected
+        num_deferred_tokens = (num_pages - num_used) * page - num_expected
         budget = most - sum(sizes)
         if chunk is not None:
             budget = min(budget, chunk - sum(sizes))
-        if number and (num_left <= 0 or budget <= 0):
+        if number and (num_deferred_tokens <= 0 or budget <= 0):
             return sizes, None
         is_alone = not running and not sizes
-        if ceil((num_prompt + num_outputs) / page) * page > num_left and not is_alone:
+        if ceil((num_prompt + num_outputs) / page) * page > num_deferred_tokens and not is_alone:
             return sizes, None
         size = num_prompt
         if num_prompt > budget:

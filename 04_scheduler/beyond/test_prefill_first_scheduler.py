@@ -18,7 +18,7 @@ from fake_model import FakeModelRunner, _mix, continuation
 from forced_preemption import ForcedPreemption
 from kv_connector import KVConnector
 from loading_kv_cache_manager import LoadingKVCacheManager
-from preemptive_scheduler import SchedulerBase, SchedulerOptions
+from preemptive_scheduler import PreemptiveScheduler, SchedulerOptions
 from prefill_first_scheduler import ForwardMode, PrefillFirstScheduler
 from request import Request, RequestStatus
 from scheduler import Scheduler
@@ -72,7 +72,7 @@ class Loop(SchedulerLoop):
         page_size: int = 4,
         cache: str | None = None,
         connector: KVConnector | None = None,
-        kind: type[SchedulerBase] = PrefillFirstScheduler,
+        kind: type[PreemptiveScheduler] = PrefillFirstScheduler,
         **options,
     ):
         cached = CachedKVCacheManager
@@ -135,8 +135,8 @@ def test_it_serves_the_interface_with_the_parameters_of_the_other_scheduler():
         theirs = inspect.signature(getattr(SchedulerInterface, name))
         assert list(ours.parameters) == list(theirs.parameters), name
     ours, theirs = (inspect.signature(s).parameters for s in (PrefillFirstScheduler, Scheduler))
-    assert theirs.keys() - ours.keys() == {"watermark", "keep_for_prompts", "reserve_all"}
-    shared = inspect.signature(SchedulerBase).parameters
+    assert theirs.keys() - ours.keys() == {"watermark", "reserve_for_chunks", "reserve_all"}
+    shared = inspect.signature(PreemptiveScheduler).parameters
     first = ["max_num_seqs", "max_num_batched_tokens", "num_gpu_blocks", "policy"]
     for parameters in (shared, ours, theirs):
         assert list(parameters)[:4] == first

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from block_pool import BlockPool
-from kv_memory import KVMemory, UncachedKVCacheManager
+from kv_memory import UncachedKVCacheManager
 from request import Request, RequestStatus
 from schedule_batch import ForwardMode, ScheduleBatch
 
@@ -13,7 +13,7 @@ def memory_of(num_pages: int) -> UncachedKVCacheManager:
 
 
 def decoding(
-    memory: KVMemory,
+    memory: UncachedKVCacheManager,
     name: str,
     num_prompt: int,
     num_outputs: int = 1,
@@ -36,7 +36,7 @@ def names(requests: list[Request]) -> str:
 class Retract:
     """What a scheduler does to a victim, as far as a batch sees it."""
 
-    def __init__(self, memory: KVMemory) -> None:
+    def __init__(self, memory: UncachedKVCacheManager) -> None:
         self.memory = memory
 
     def __call__(self, request: Request) -> None:

@@ -13,9 +13,9 @@ NAMES = recorded_names()
 SAME_STEP = "same_step"  # one request hits what another computes in that very step
 RULES = [
     {},
-    {"keep_for_prompts": "own"},
-    {"wait_for_prefix": False},
-    {"keep_for_prompts": "own", "wait_for_prefix": False},
+    {"reserve_for_chunks": "own"},
+    {"defer_on_shared_prefix": False},
+    {"reserve_for_chunks": "own", "defer_on_shared_prefix": False},
 ]
 
 
@@ -43,9 +43,9 @@ def test_what_is_computed_in_the_same_step_is_hit_there_and_not_here() -> None:
     over, or lets it compute them again."""
     run = RecordedRun.read(SAME_STEP)
     assert first_difference(run, run.scheduler()) == 20
-    assert first_difference(run, run.scheduler(wait_for_prefix=False)) == 20
+    assert first_difference(run, run.scheduler(defer_on_shared_prefix=False)) == 20
     waits, again = (
-        list(replay(run, run.scheduler(wait_for_prefix=way)))[20] for way in (True, False)
+        list(replay(run, run.scheduler(defer_on_shared_prefix=way)))[20] for way in (True, False)
     )
     theirs = run.plans[20]
     assert (theirs.cached["r5"], theirs.cached["r6"]) == (0, 40)

@@ -10,7 +10,7 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
-from scheduler_interface import PENDING, FinishedStep, PlanMessage
+from scheduler_interface import PENDING, FinishedStep, RunnerInput
 
 
 class DelayedRunner:
@@ -25,7 +25,7 @@ class DelayedRunner:
     def state(self) -> Any:
         return self.runner.state
 
-    def execute(self, plan: PlanMessage) -> FinishedStep:
+    def execute(self, plan: RunnerInput) -> FinishedStep:
         cached, new_token_ids = plan.scheduled_cached_reqs, []
         for req_id, tokens in zip(cached.req_ids, cached.new_token_ids, strict=True):
             assert PENDING not in tokens[:-1], f"{req_id!r}: only the last token can be unknown"

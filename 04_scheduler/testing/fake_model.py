@@ -17,7 +17,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from kv_memory import SharingRunnerState
-from scheduler_interface import FinishedStep, PlanMessage, StepOutput
+from scheduler_interface import FinishedStep, RunnerInput, StepOutput
 
 _MODULUS = (1 << 61) - 1
 
@@ -53,7 +53,7 @@ class FakeModelRunner:
         self.state = state or SharingRunnerState(max_num_seqs=4, max_blocks_per_request=1024)
         self._kv: dict[int, int] = {}  # by slot; slots that were never written are missing
 
-    def execute(self, plan: PlanMessage) -> FinishedStep:
+    def execute(self, plan: RunnerInput) -> FinishedStep:
         """Run one step: sample tokens for each request whose last known token was in it."""
         self._apply(plan)
         cached = plan.scheduled_cached_reqs
@@ -73,7 +73,7 @@ class FakeModelRunner:
                 sampled[req_id] = self._verify(drafts, predicted[-1 - len(drafts) :])
         return FinishedStep(StepOutput(sampled))
 
-    def _apply(self, plan: PlanMessage) -> None:
+    def _apply(self, plan: RunnerInput) -> None:
         requests, cached = self.state.requests, plan.scheduled_cached_reqs
         assert plan.finished_req_ids <= requests.keys(), "an unknown request has finished"
         for new in plan.scheduled_new_reqs:

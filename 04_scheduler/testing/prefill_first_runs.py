@@ -135,7 +135,7 @@ def worked_budget(new_token_ratio: float) -> Budget:
     ]
     adder = PrefillAdder(
         memory,
-        lambda request, computed, num_new: scheduler.seat(request, computed, num_new, 0),
+        lambda request, computed, num_new: scheduler.start_running(request, computed, num_new, 0),
         decodes,
         scheduler.new_token_ratio,
         scheduler.max_num_batched_tokens,

@@ -13,23 +13,23 @@ from bounded_loops import as_long_as
 from cached_kv_cache_manager import CachedKVCacheManager
 from fake_model import FakeModelRunner
 from forced_preemption import ForcedPreemption
-from kv_memory import KeyedRequest, KVMemory, UncachedKVCacheManager
+from kv_memory import KeyedRequest, UncachedKVCacheManager
 from kv_slots import PREFIX_CACHES
-from preemptive_scheduler import SchedulerBase
+from preemptive_scheduler import PreemptiveScheduler
 from prefill_first_scheduler import PrefillFirstScheduler
 from request import Request
 from scheduler import Scheduler
 from scheduler_interface import SchedulerOutput, StepOutput
-from step_plan import PreemptingPlan
+from step_plan import PreemptiveSchedulerOutput
 
 
 def make_memory(
     cache: str | None,
     num_blocks: int,
     block_size: int,
-    uncached: Callable[..., KVMemory] = UncachedKVCacheManager,
-    cached: Callable[..., KVMemory] = CachedKVCacheManager,
-) -> KVMemory:
+    uncached: Callable[..., UncachedKVCacheManager] = UncachedKVCacheManager,
+    cached: Callable[..., UncachedKVCacheManager] = CachedKVCacheManager,
+) -> UncachedKVCacheManager:
     """A memory of `num_blocks` besides the null block; `cache` is a name in `PREFIX_CACHES`, or
     None."""
     pool = BlockPool(num_blocks + 1)
@@ -65,7 +65,7 @@ class SchedulerLoop:
         self.outputs[request.request_id] = []
         return request
 
-    def schedule(self) -> PreemptingPlan:
+    def schedule(self) -> PreemptiveSchedulerOutput:
         output = self.scheduler.schedule()
         assert output.total_tokens <= self.scheduler.max_num_batched_tokens
         assert set(preempted(output)).isdisjoint(output.num_scheduled_tokens)
@@ -83,7 +83,7 @@ class SchedulerLoop:
         self.scheduler.check_invariants()
         self.memory.check_invariants(self.scheduler.running.values())
 
-    def step(self) -> PreemptingPlan:
+    def step(self) -> PreemptiveSchedulerOutput:
         output = self.schedule()
         self.update(output)
         return output
@@ -94,7 +94,7 @@ class SchedulerLoop:
 
 
 @contextmanager
-def preempting(scheduler: SchedulerBase) -> Iterator[None]:
+def preempting(scheduler: PreemptiveScheduler) -> Iterator[None]:
     """Within this context, each step preempts the last admitted request that is not pinned."""
     plugins = scheduler.plugins
     scheduler.set_plugins([*plugins, ForcedPreemption(1, spares_pinned=True)])
@@ -119,5 +119,5 @@ def planned(output: SchedulerOutput) -> dict[str, int]:
     return dict(output.num_scheduled_tokens)
 
 
-def preempted(output: PreemptingPlan) -> list[str]:
+def preempted(output: PreemptiveSchedulerOutput) -> list[str]:
     return [request.request_id for request in output.preempted_requests]

@@ -21,7 +21,7 @@ class StagedRunner:
 
     def __init__(self, make: Callable[[], Any], num_stages: int) -> None:
         self.stages = [make() for _ in range(num_stages)]
-        self._under_way: deque[StagedStep] = deque()
+        self._in_flight: deque[StagedStep] = deque()
 
     @property
     def state(self) -> Any:
@@ -32,15 +32,15 @@ class StagedRunner:
         tokens = plan.scheduled_cached_reqs.new_token_ids
         assert not any(PENDING in new for new in tokens), "the first stage needs the token id"
         step = StagedStep(self, plan)
-        self._under_way.append(step)
-        num_younger = len(self._under_way)
-        for step_before in list(self._under_way):
+        self._in_flight.append(step)
+        num_younger = len(self._in_flight)
+        for step_before in list(self._in_flight):
             num_younger -= 1
             step_before.go_through(num_younger + 1)
         return step
 
     def end(self, step: StagedStep) -> StepOutput:
-        assert self._under_way.popleft() is step, "steps must end in order"
+        assert self._in_flight.popleft() is step, "steps must end in order"
         step.go_through(len(self.stages))
         return step.output
 

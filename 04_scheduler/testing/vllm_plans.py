@@ -23,8 +23,8 @@ from typing import Any
 from request import Request, SamplingParams
 from scheduler import Scheduler
 from scheduler_interface import SchedulerOutput, StepOutput
-from step_plan import PreemptingPlan
-from unchunked import CutPrompts
+from step_plan import PreemptiveSchedulerOutput
+from unchunked import ChunkToBudget
 
 FOLDER = Path(__file__).parent / "records" / "vllm_plans"
 TOKEN = 7
@@ -62,7 +62,7 @@ class RecordedRun:
             self.max_num_batched_tokens,
             self.num_usable_blocks + 1,
             block_size=self.block_size,
-            chunk_policy=CutPrompts(),
+            chunk_policy=ChunkToBudget(),
             watermark=0.0,
             max_preemptions=10**9,
             max_overtakes=None,
@@ -86,7 +86,7 @@ def replay(run: RecordedRun, scheduler: Scheduler) -> Iterator[PlannedStep]:
         scheduler.update_from_output(plan, _sampled(plan))
 
 
-def _facts_of(plan: PreemptingPlan) -> PlannedStep:
+def _facts_of(plan: PreemptiveSchedulerOutput) -> PlannedStep:
     cached = {new.req_id: new.num_computed_tokens for new in plan.scheduled_new_reqs}
     preempted = [request.request_id for request in plan.preempted_requests]
     return PlannedStep(dict(plan.num_scheduled_tokens), cached, preempted)
@@ -116,7 +116,7 @@ def table_of_steps(name: str, first: int, last: int) -> str:
     ways = {
         "vLLM": run.plans,
         "ours, waits": list(replay(run, run.scheduler())),
-        "ours, computes again": list(replay(run, run.scheduler(wait_for_prefix=False))),
+        "ours, computes again": list(replay(run, run.scheduler(defer_on_shared_prefix=False))),
     }
     lines = ["| step | " + " | ".join(ways) + " |", "| --- " * (1 + len(ways)) + "|"]
     for step in range(first, last + 1):

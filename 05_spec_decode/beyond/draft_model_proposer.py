@@ -38,7 +38,7 @@ from batch_layout import ComposedBatch, Queries, all_to_device, compose_in_order
 from input_batch import RunnerRequest
 from kv_memory import SharingRunnerState
 from paged_attention import AttentionBackend, PagedKVCache
-from proposers import FollowedRequest
+from proposers import ProposerInput
 from request import check_integers
 
 
@@ -146,13 +146,13 @@ class DraftModelProposer:
 
     @torch.inference_mode()
     def propose(
-        self, followed: Sequence[FollowedRequest], num_drafts: Sequence[int]
+        self, inputs: Sequence[ProposerInput], num_drafts: Sequence[int]
     ) -> dict[str, list[int]]:
         work = [
             self._plan(f, min(num, self.num_spec_tokens))
-            for f, num in zip(followed, num_drafts, strict=True)
+            for f, num in zip(inputs, num_drafts, strict=True)
         ]
-        for f in followed:
+        for f in inputs:
             self._probs.pop(f.request.req_id, None)
         work = [w for w in work if w.stop > w.follower.num_computed]
         work.sort(key=lambda w: -w.num_drafts)  # requests with more drafts come first
@@ -174,7 +174,7 @@ class DraftModelProposer:
         for w in work:
             w.follower.guesses = drafts.get(w.request.req_id, [])[:-1]  # the last one is not fed
             w.follower.num_computed = w.stop + len(w.follower.guesses)
-            self._check_blocks(w.followed, w.follower)
+            self._check_blocks(w.inputs, w.follower)
         return drafts
 
     def draft_probs(self, request_id: str) -> torch.Tensor | None:
@@ -186,24 +186,24 @@ class DraftModelProposer:
 
     # -- how far the KV reaches
 
-    def _plan(self, followed: FollowedRequest, num_drafts: int) -> _Work:
+    def _plan(self, inputs: ProposerInput, num_drafts: int) -> _Work:
         """Plan the work for a request: up to its last known token if draft tokens are needed, else
         as far as the target is; in either case only where there are slots."""
-        follower = self._follow(followed)
-        num_slots, num_known = self._num_slots(follower), followed.request.num_tokens
+        follower = self._follow(inputs)
+        num_slots, num_known = self._num_slots(follower), inputs.request.num_tokens
         num_drafts = max(0, min(num_drafts, num_slots - num_known + 1))
-        stop = num_known if num_drafts else min(followed.num_computed_tokens, num_slots)
-        return _Work(followed, follower, stop, num_drafts)
+        stop = num_known if num_drafts else min(inputs.num_computed_tokens, num_slots)
+        return _Work(inputs, follower, stop, num_drafts)
 
     def _num_slots(self, follower: _Follower) -> int:
         num_blocks = follower.num_checked + len(follower.block_ids)
         return min(num_blocks * self.block_size, self.max_model_len)
 
-    def _follow(self, followed: FollowedRequest) -> _Follower:
-        follower = self._followers.setdefault(followed.request.req_id, _Follower())
-        self._take_back_wrong(followed.request, follower)
-        self._read_table(followed.request, follower)
-        self._check_blocks(followed, follower)
+    def _follow(self, inputs: ProposerInput) -> _Follower:
+        follower = self._followers.setdefault(inputs.request.req_id, _Follower())
+        self._take_back_wrong(inputs.request, follower)
+        self._read_table(inputs.request, follower)
+        self._check_blocks(inputs, follower)
         return follower
 
     def _take_back_wrong(self, request: RunnerRequest, follower: _Follower) -> None:
@@ -228,22 +228,22 @@ class DraftModelProposer:
                 break
         follower.block_ids = block_ids
 
-    def _check_blocks(self, followed: FollowedRequest, follower: _Follower) -> None:
+    def _check_blocks(self, inputs: ProposerInput, follower: _Follower) -> None:
         """Advance over full blocks as long as they have the draft's KV, whichever request wrote it.
         The blocks that the last step filled can still be replaced, so they are checked again. Costs
         O(new full blocks), except for the blocks of a hit."""
         size, first, chain = self.block_size, follower.num_checked, follower.chain
-        num_full = min(followed.num_computed_tokens, self._num_slots(follower)) // size
+        num_full = min(inputs.num_computed_tokens, self._num_slots(follower)) // size
         for index, block_id in enumerate(follower.block_ids[: max(0, num_full - first)], first):
             end = (index + 1) * size
-            chain = hash((chain, tuple(followed.request.tokens(end - size, end))))
+            chain = hash((chain, tuple(inputs.request.tokens(end - size, end))))
             if follower.num_computed >= end:
                 self._filled[block_id] = chain
             elif self._filled.get(block_id) == chain:
                 follower.num_computed = end
             else:
                 break
-            if end <= followed.start:
+            if end <= inputs.start:
                 follower.num_checked, follower.chain = index + 1, chain
         del follower.block_ids[: follower.num_checked - first]
 
@@ -307,11 +307,11 @@ class DraftModelProposer:
 
 @dataclass(slots=True)
 class _Work:
-    followed: FollowedRequest
+    inputs: ProposerInput
     follower: _Follower = field(repr=False)
     stop: int  # known tokens before this position are fed
     num_drafts: int
 
     @property
     def request(self) -> RunnerRequest:
-        return self.followed.request
+        return self.inputs.request

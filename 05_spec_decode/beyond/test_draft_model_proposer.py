@@ -27,10 +27,10 @@ from input_batch import RunnerRequest
 from kv_memory import SharingRunnerState
 from paged_attention import PagedKVCache
 from prefill_first_scheduler import PrefillFirstScheduler
-from proposers import FollowedRequest
+from proposers import ProposerInput
 from request import Request, RequestStatus, SamplingParams
 from scheduler import Scheduler
-from scheduler_interface import BlockMove, CachedRequestData, NewRequestData, SchedulerOutput
+from scheduler_interface import BlockTableUpdate, CachedRequestData, NewRequestData, SchedulerOutput
 from scheduler_steps import make_scheduler, preempting
 from speculating_runner import SpeculatingRunner
 from test_scheduler_runs import make_memory
@@ -155,11 +155,11 @@ class Checked:
         self._contents: dict[int, list[int]] = {}  # of a block, by its hash
 
     def propose(
-        self, followed: Sequence[FollowedRequest], num_drafts: Sequence[int]
+        self, inputs: Sequence[ProposerInput], num_drafts: Sequence[int]
     ) -> dict[str, list[int]]:
-        requests = [f.request for f in followed]
+        requests = [f.request for f in inputs]
         before = self._slots()
-        drafts = self.last = self.inner.propose(followed, num_drafts)
+        drafts = self.last = self.inner.propose(inputs, num_drafts)
         expected = {}
         for request, num in zip(requests, num_drafts, strict=True):
             if num := min(num, self._num_possible(request)):
@@ -402,13 +402,13 @@ def test_nothing_to_do_is_nothing_done():
     world.length.num_drafts = 0
     world.step()
     assert world.proposer.num_computed_tokens == 0
-    followed = [after(world.proposer.state.requests["a"])]
-    assert world.proposer.propose(followed, [0]) == {}
+    inputs = [after(world.proposer.state.requests["a"])]
+    assert world.proposer.propose(inputs, [0]) == {}
     assert world.proposer.num_computed_tokens == 5
-    assert world.proposer.propose(followed, [0]) == {}
+    assert world.proposer.propose(inputs, [0]) == {}
     assert world.proposer.num_computed_tokens == 5
     with pytest.raises(ValueError):
-        world.proposer.propose(followed, [])
+        world.proposer.propose(inputs, [])
 
 
 def test_a_request_that_never_had_drafts_until_now():
@@ -574,7 +574,7 @@ class Tables(SharingRunnerState):
         self.apply(SchedulerOutput(scheduled_cached_reqs=changes))
 
     def move(self, req_id: str, block_index: int, block_id: int) -> None:
-        self.apply(SchedulerOutput(block_moves=[BlockMove(req_id, block_index, block_id)]))
+        self.apply(SchedulerOutput(block_moves=[BlockTableUpdate(req_id, block_index, block_id)]))
 
 
 def make_by_hand(**options) -> tuple[Tables, Checked]:
@@ -588,9 +588,9 @@ def make_by_hand(**options) -> tuple[Tables, Checked]:
     return tables, Checked(proposer, never)
 
 
-def after(request: RunnerRequest, start: int = 0, stop: int | None = None) -> FollowedRequest:
+def after(request: RunnerRequest, start: int = 0, stop: int | None = None) -> ProposerInput:
     """A step that computed its positions `[start, stop)`, all but the last token if None."""
-    return FollowedRequest(request, start, request.num_tokens - 1 if stop is None else stop)
+    return ProposerInput(request, start, request.num_tokens - 1 if stop is None else stop)
 
 
 @pytest.mark.parametrize("index", [0, 1])
@@ -636,21 +636,21 @@ def test_a_block_that_a_step_filled_serves_the_next_request_at_once():
 def test_probabilities_are_those_that_each_draft_was_drawn_from():
     """Only of the requests that need them, and only of the last proposal."""
     tables, checked = make_by_hand()
-    followed = []
+    inputs = []
     for i, name in enumerate("abc"):
         blocks = [4 * i + 1, 4 * i + 2, 4 * i + 3, 4 * i + 4]
         seed = 1 if name == "b" else None
-        followed.append(after(tables.add(name, prompt_of(2, i), blocks, seed)))
-    checked.propose(followed, [1, 2, 3])
+        inputs.append(after(tables.add(name, prompt_of(2, i), blocks, seed)))
+    checked.propose(inputs, [1, 2, 3])
     assert checked.draft_probs("b") is None and checked.draft_probs("nobody") is None
     for name, num in (("a", 1), ("c", 3)):
         names = [hash(name) % 997 + i / 100 for i in range(num)]
         assert checked.draft_probs(name)[:, 0].tolist() == pytest.approx(names)
         assert checked.draft_probs(name).shape == (num, VOCAB)
-    checked.propose(followed[:1], [2])
+    checked.propose(inputs[:1], [2])
     assert len(checked.draft_probs("a")) == 2
     assert len(checked.draft_probs("c")) == 3, "its drafts may still wait to be verified"
-    checked.propose(followed, [0, 1, 1])
+    checked.propose(inputs, [0, 1, 1])
     assert checked.draft_probs("a") is None and len(checked.draft_probs("c")) == 1
     checked.forget("c")
     checked.forget("c")

@@ -11,7 +11,7 @@ from hypothesis import given, settings
 
 from input_batch import RunnerRequest
 from ngram_index import BulkNgramProposer, NgramIndex
-from proposers import FollowedRequest, NgramProposer
+from proposers import NgramProposer, ProposerInput
 from request import SamplingParams
 
 LARGEST_ID = 2**31 - 1
@@ -64,8 +64,8 @@ def test_a_long_prompt_is_indexed_in_bulk_and_what_follows_it_token_by_token():
     assert bulk.num_lookahead_tokens == plain.num_lookahead_tokens == 0
     request = RunnerRequest("a", SamplingParams(), prompt, [])
     for _ in range(300):
-        followed = [FollowedRequest(request, 0, request.num_tokens - 1)]
-        assert bulk.propose(followed, [4]) == plain.propose(followed, [4])
+        inputs = [ProposerInput(request, 0, request.num_tokens - 1)]
+        assert bulk.propose(inputs, [4]) == plain.propose(inputs, [4])
         request.output_token_ids.append(rng.randrange(12))
     history = bulk._histories["a"]
     assert history.prompt is not None and not hasattr(plain._histories["a"], "prompt")

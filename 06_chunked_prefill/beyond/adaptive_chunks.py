@@ -51,19 +51,21 @@ class AdaptiveChunks(ChunkedPrefill):
         self._has_chunk = False
 
     def begin_step(
-        self, running: Collection[Request], num_behind: Callable[[Request], int]
+        self, running: Collection[Request], num_uncomputed_tokens: Callable[[Request], int]
     ) -> None:
-        super().begin_step(running, num_behind)
+        super().begin_step(running, num_uncomputed_tokens)
         decodes = [r for r in running if r.num_tokens - r.num_computed_tokens == 1]
         starts = [request.num_computed_tokens for request in decodes]
-        self._planned = count_work(starts, [num_behind(request) for request in decodes])
+        self._planned = count_work(starts, [num_uncomputed_tokens(request) for request in decodes])
         self._has_chunk = False
 
-    def num_tokens_now(self, request: Request, num_behind: int, budget: int, most: int) -> int:
-        num_tokens = super().num_tokens_now(request, num_behind, budget, most)
+    def num_tokens_to_schedule(
+        self, request: Request, num_uncomputed_tokens: int, budget: int, most: int
+    ) -> int:
+        num_tokens = super().num_tokens_to_schedule(request, num_uncomputed_tokens, budget, most)
         if num_tokens == 0:
             return 0
-        start = request.num_tokens - num_behind
+        start = request.num_tokens - num_uncomputed_tokens
         num_tokens = min(num_tokens, self._fitting(start))
         self._planned += count_work([start], [num_tokens])
         self._has_chunk = self._has_chunk or num_tokens > 0
@@ -72,12 +74,13 @@ class AdaptiveChunks(ChunkedPrefill):
     def _fitting(self, start: int) -> int:
         least = 0 if self._has_chunk else self.min_chunk
         most = max(self.min_chunk, 2 * self._largest_kept)
-        num_left = max(0, most - self._planned.num_tokens)
+        num_deferred_tokens = max(0, most - self._planned.num_tokens)
         if self.cost.is_known:
-            num_left = min(
-                num_left, self.cost.largest_chunk(self.target_step_ms, self._planned, start)
+            num_deferred_tokens = min(
+                num_deferred_tokens,
+                self.cost.largest_chunk(self.target_step_ms, self._planned, start),
             )
-        return max(least, num_left)
+        return max(least, num_deferred_tokens)
 
     def observe_step(
         self, starts: Sequence[int], num_tokens: Sequence[int], step_ms: float

@@ -51,7 +51,7 @@ PIECE_ROWS = 512  # a whole number of tiles
 GROUP_KEY_BYTES = 2 << 20
 
 
-class Piece(NamedTuple):
+class Chunk(NamedTuple):
     """Up to `PIECE_ROWS` query rows of one sequence. Positions are counted from the first block of
     the table; with a window, that is the first block that a query of the sequence sees."""
 
@@ -84,7 +84,7 @@ class Group:
 
     def __init__(
         self,
-        pieces: list[Piece],
+        chunks: list[Chunk],
         num_rows: int,
         tables: Tensor,
         num_shared: int,
@@ -93,19 +93,19 @@ class Group:
     ) -> None:
         """Most spans first. `num_shared` query heads share a KV head."""
         self.num_rows, self.num_shared = num_rows, num_shared
-        own = torch.tensor(pieces)[:, :, None]  # [num_pieces, 7, 1]
+        own = torch.tensor(chunks)[:, :, None]  # [num_pieces, 7, 1]
         sequence, first_token, num_tokens, first_position, seq_len, seen, span = own.unbind(1)
         # Missing rows and tokens repeat the last one.
-        self.max_tokens = max(piece.num_tokens for piece in pieces)
+        self.max_tokens = max(chunk.num_tokens for chunk in chunks)
         token = torch.arange(self.max_tokens).minimum(num_tokens - 1)
         self.tokens = (first_token + token).flatten()  # [num_pieces * max_tokens] int64
         row_token = (torch.arange(num_rows) // num_shared).minimum(num_tokens - 1)
         positions = first_position + row_token  # [num_pieces, num_rows]
         self.spans: list[Span] = []
-        for start in range(0, pieces[0].num_spans * KEY_TILE, KEY_TILE):
-            n = sum(piece.num_spans * KEY_TILE > start for piece in pieces)
+        for start in range(0, chunks[0].num_spans * KEY_TILE, KEY_TILE):
+            n = sum(chunk.num_spans * KEY_TILE > start for chunk in chunks)
             keys = span[:n] + torch.arange(start, start + KEY_TILE)  # [n, KEY_TILE]
-            first = min(p.first_span + start - p.first_position for p in pieces[:n]) * num_shared
+            first = min(p.first_span + start - p.first_position for p in chunks[:n]) * num_shared
             first = max(first, 0) // ROW_TILE * ROW_TILE
             distance = positions[:n, first:, None] - keys[:, None]
             hidden = distance < 0
@@ -156,26 +156,26 @@ class InvariantPlan(PagedPlan):
         tables: Tensor,
         key_cache: Tensor,
     ) -> list[DecodeGroup]:
-        """Set `pieces`, and leave no group to chapter 2's plan."""
+        """Set `chunks`, and leave no group to chapter 2's plan."""
         block_size, num_kv_heads, head_dim = key_cache.shape[1:]
         self.num_kv_heads, self.wide = num_kv_heads, wide_dtype(key_cache.dtype)
         num_shared = self.num_heads // num_kv_heads
         num_keys = GROUP_KEY_BYTES // (num_kv_heads * head_dim * self.wide.itemsize)
-        self.pieces: list[Group] = []
-        by_rows: dict[int, list[Piece]] = {}
+        self.chunks: list[Group] = []
+        by_rows: dict[int, list[Chunk]] = {}
         for row in short.tolist():
             own = int(query_lens[row]), int(seq_lens[row]), self.skipped[row]
-            for piece in cut(row, int(starts[row]), *own, num_shared, self.window):
-                num_rows = -(-piece.num_tokens * num_shared // ROW_TILE) * ROW_TILE
-                by_rows.setdefault(num_rows, []).append(piece)
-        for num_rows, pieces in by_rows.items():
-            pieces.sort(key=lambda piece: -piece.num_spans)
+            for chunk in cut(row, int(starts[row]), *own, num_shared, self.window):
+                num_rows = -(-chunk.num_tokens * num_shared // ROW_TILE) * ROW_TILE
+                by_rows.setdefault(num_rows, []).append(chunk)
+        for num_rows, chunks in by_rows.items():
+            chunks.sort(key=lambda chunk: -chunk.num_spans)
             most = max(1, min(num_keys // KEY_TILE, PIECE_ROWS // num_rows))
-            for i in range(0, len(pieces), most):
-                some = pieces[i : i + most]
+            for i in range(0, len(chunks), most):
+                some = chunks[i : i + most]
                 how = num_rows, tables, num_shared, block_size, self.window
-                self.pieces.append(Group(some, *how))
-        most_keys = max((len(g.spans[0].slots) for g in self.pieces), default=0)
+                self.chunks.append(Group(some, *how))
+        most_keys = max((len(g.spans[0].slots) for g in self.chunks), default=0)
         self.gathered = key_cache.new_empty(most_keys, num_kv_heads, head_dim)
         self.buffers = self.gathered.new_empty(2, self.gathered.numel(), dtype=self.wide)
         return []
@@ -183,7 +183,7 @@ class InvariantPlan(PagedPlan):
     def attend(self, query: Tensor, key_cache: Tensor, value_cache: Tensor, scale: float) -> Tensor:
         output = torch.zeros_like(query)
         caches = key_cache.flatten(0, 1), value_cache.flatten(0, 1)
-        for group in self.pieces:
+        for group in self.chunks:
             rows = group.rows_of(query, self.num_kv_heads).to(self.wide).mul_(scale)
             state = Softmax(rows)
             for span in group.spans:
@@ -242,7 +242,7 @@ def cut(
     skipped: int,
     num_shared: int,
     window: int | None,
-) -> Iterator[Piece]:
+) -> Iterator[Chunk]:
     """The pieces of one step. `skipped` positions are before the table; spans are still counted
     from 0."""
     most = max(1, PIECE_ROWS // num_shared)
@@ -251,7 +251,7 @@ def cut(
         position = seq_len - query_len + start
         seen = 0 if window is None else max(position - window + 1, 0)
         span = (seen + skipped) // KEY_TILE * KEY_TILE - skipped
-        yield Piece(sequence, first_token + start, num_tokens, position, seq_len, seen, span)
+        yield Chunk(sequence, first_token + start, num_tokens, position, seq_len, seen, span)
 
 
 def wide_dtype(dtype: torch.dtype) -> torch.dtype:

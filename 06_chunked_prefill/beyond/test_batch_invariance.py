@@ -21,7 +21,7 @@ from batch_invariance import (
     make_batch_invariant,
     silu,
 )
-from common.models.linear import Linear, why_not_packed
+from common.models.linear import Linear, reason_not_packed
 from common.models.regions.regions import rms_norm
 from common.models.rotary import rotate
 
@@ -29,7 +29,7 @@ Rows = Callable[..., torch.Tensor]
 DTYPES = [
     pytest.param(dtype, marks=pytest.mark.skipif(reason is not None, reason=str(reason)))
     for dtype in (torch.float32, torch.bfloat16)
-    for reason in [why_not_packed(dtype, torch.device("cpu"))]
+    for reason in [reason_not_packed(dtype, torch.device("cpu"))]
 ]
 # Of the shipped checkpoint and its draft, then of nobody: [out, in].
 SHAPES = [(512, 256), (256, 768), (4096, 256), (704, 128), (67, 45), (1, 7)]

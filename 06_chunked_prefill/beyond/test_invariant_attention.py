@@ -72,7 +72,7 @@ def test_spans_in_front_of_a_window_are_not_read():
     case = make_case([(1, 4096), (64, 4096)], 16, torch.float32, 2, 2)
     metadata = windowed_metadata(case.metadata, [4095, 4032], 16, window=200)
     plan = InvariantAttentionBackend.plan(metadata, 4, case.key_cache)
-    assert [len(group.spans) for group in plan.pieces] == [2, 3]
+    assert [len(group.spans) for group in plan.chunks] == [2, 3]
 
 
 def test_layers_share_a_plan_and_nothing_else():
@@ -96,11 +96,11 @@ def test_contradictions_and_empty_batches():
 @pytest.mark.parametrize("num_shared", [1, 3, 8, 600])
 def test_a_query_is_cut_into_pieces_that_cover_it(num_shared):
     for query_len in (1, 2, 63, 64, 65, 1200):
-        pieces = list(cut(4, 10, query_len, query_len + 50, 0, num_shared, None))
-        tokens = [p.first_token + i for p in pieces for i in range(p.num_tokens)]
+        chunks = list(cut(4, 10, query_len, query_len + 50, 0, num_shared, None))
+        tokens = [p.first_token + i for p in chunks for i in range(p.num_tokens)]
         assert tokens == list(range(10, 10 + query_len))
-        assert all(p.first_position - p.first_token == 40 for p in pieces)
-        assert all(p.num_tokens == 1 or p.num_tokens * num_shared <= 512 for p in pieces)
+        assert all(p.first_position - p.first_token == 40 for p in chunks)
+        assert all(p.num_tokens == 1 or p.num_tokens * num_shared <= 512 for p in chunks)
 
 
 # -- the same

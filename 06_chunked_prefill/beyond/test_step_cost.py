@@ -196,7 +196,7 @@ def test_without_knowledge_there_is_no_limit_and_with_the_flat_part_of_it_a_stra
 # -- the policy
 
 
-def num_known_behind(request: Request) -> int:
+def num_known_after(request: Request) -> int:
     return request.num_tokens - request.num_computed_tokens
 
 
@@ -210,8 +210,8 @@ def prefill_alone(policy: AdaptiveChunks, num_prompt: int, num_decodes: int = 0)
     start, times = 0, []
     request = Request.from_tokens("long", [1] * num_prompt, max_new_tokens=1)
     for _ in as_long_as(lambda: start < num_prompt):
-        policy.begin_step(decodes, num_known_behind)
-        n = policy.num_tokens_now(request, num_prompt - start, 4096 - num_decodes, 4096)
+        policy.begin_step(decodes, num_known_after)
+        n = policy.num_tokens_to_schedule(request, num_prompt - start, 4096 - num_decodes, 4096)
         starts, lens = [299] * num_decodes + [start], [1] * num_decodes + [n]
         times.append(true_ms(count_work(starts, lens)))
         policy.observe_step(starts, lens, times[-1])
@@ -234,8 +234,8 @@ def test_the_first_chunks_grow_by_doubling():
     request = Request.from_tokens("long", [1] * 5000, max_new_tokens=1)
     sizes, start = [], 0
     for _ in range(6):
-        policy.begin_step([], num_known_behind)
-        sizes.append(policy.num_tokens_now(request, 5000 - start, 4096, 4096))
+        policy.begin_step([], num_known_after)
+        sizes.append(policy.num_tokens_to_schedule(request, 5000 - start, 4096, 4096))
         policy.observe_step([start], [sizes[-1]], 1.0)
         start += sizes[-1]
     assert sizes == [16, 32, 64, 128, 256, 512]
@@ -245,12 +245,12 @@ def test_prefill_never_stops_and_only_one_prompt_gets_more_than_fits():
     policy = AdaptiveChunks(0.001, min_chunk=5)
     times = prefill_alone(policy, 100)
     assert len(times) == 20
-    policy.begin_step([], num_known_behind)
+    policy.begin_step([], num_known_after)
     first, second = (Request.from_tokens(n, [1] * 50, max_new_tokens=1) for n in "ab")
-    assert policy.num_tokens_now(first, 50, 100, 100) == 5
-    assert policy.num_tokens_now(second, 50, 100, 100) == 0
-    policy.begin_step([], num_known_behind)
-    assert policy.num_tokens_now(second, 50, 3, 100) == 3
+    assert policy.num_tokens_to_schedule(first, 50, 100, 100) == 5
+    assert policy.num_tokens_to_schedule(second, 50, 100, 100) == 0
+    policy.begin_step([], num_known_after)
+    assert policy.num_tokens_to_schedule(second, 50, 3, 100) == 3
 
 
 def test_a_decode_counts_with_its_guesses_and_a_piece_gets_less_beside_it():
@@ -264,7 +264,7 @@ def test_a_decode_counts_with_its_guesses_and_a_piece_gets_less_beside_it():
     long, sizes = Request.from_tokens("long", [1] * 2000, max_new_tokens=1), []
     for num_tokens in (1, 9):
         policy.begin_step(decodes, lambda request, n=num_tokens: n)
-        sizes.append(policy.num_tokens_now(long, 2000, 4096, 4096))
+        sizes.append(policy.num_tokens_to_schedule(long, 2000, 4096, 4096))
         starts, lens = [299] * 8 + [0], [num_tokens] * 8 + [sizes[-1]]
         assert true_ms(count_work(starts, lens)) == pytest.approx(20, rel=0.05)
     assert sizes[1] < sizes[0] - 8 * 8 // 2
@@ -273,11 +273,11 @@ def test_a_decode_counts_with_its_guesses_and_a_piece_gets_less_beside_it():
 def test_two_prompts_share_what_a_step_has_time_for():
     policy = AdaptiveChunks(20.0)
     prefill_alone(policy, 2000)
-    policy.begin_step([], num_known_behind)
+    policy.begin_step([], num_known_after)
     first = Request.from_tokens("a", [1] * 60, max_new_tokens=1)
     second = Request.from_tokens("b", [1] * 2000, max_new_tokens=1)
-    n = policy.num_tokens_now(first, 60, 4096, 4096)
-    m = policy.num_tokens_now(second, 2000, 4096, 4096)
+    n = policy.num_tokens_to_schedule(first, 60, 4096, 4096)
+    m = policy.num_tokens_to_schedule(second, 2000, 4096, 4096)
     assert n == 60 and m > 0
     assert true_ms(count_work([0, 0], [n, m])) <= 1.03 * 20
     assert true_ms(count_work([0, 0], [n, m + 20])) > 20
@@ -286,10 +286,10 @@ def test_two_prompts_share_what_a_step_has_time_for():
 def test_the_other_limits_hold_too():
     policy = AdaptiveChunks(1000.0, 7, 1)
     assert isinstance(policy, ChunkedPrefill)
-    policy.begin_step([], num_known_behind)
+    policy.begin_step([], num_known_after)
     request = Request.from_tokens("a", [1] * 60, max_new_tokens=1)
-    assert policy.num_tokens_now(request, 60, 100, 100) == 7
-    assert policy.may_start(request, 60) and not policy.may_start(request, 60)
+    assert policy.num_tokens_to_schedule(request, 60, 100, 100) == 7
+    assert policy.can_start(request, 60) and not policy.can_start(request, 60)
 
 
 @pytest.mark.parametrize(

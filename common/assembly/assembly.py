@@ -29,11 +29,11 @@ from typing import TYPE_CHECKING
 import torch
 
 from batch_layout import compose_in_order
-from common.assembly.registry import LATE_PLUGINS
+from common.assembly.registry import LAZY_PLUGINS
 from common.assembly.scheduler_assembly import (
     EngineParts,
     Namespace,
-    RunnerSide,
+    RunnerHandle,
     assemble_around,
     find_eos_token_ids,
     find_max_model_len,
@@ -47,14 +47,14 @@ from common.engine_config import (
     SpeculativeConfig,
 )
 from common.models.huge_pages import move_to_huge_pages
-from common.models.linear import ONEDNN, Packing, linear_layers, why_not_packed
+from common.models.linear import ONEDNN, Packing, linear_layers, reason_not_packed
 from common.models.loader import LoadedModel
 from common.models.model import DecoderModel
 from common.models.model_config import ModelFacts
 from common.models.regions.regions import Regions
 from common.requests.tokenizer import Tokenizer
 from common.runner.batch_state import BatchState
-from common.runner.kv_sizing import ALONE, KVDemand, Neighbours, allocate_kv_cache, make_kv_cache
+from common.runner.kv_sizing import NO_PEERS, KVDemand, Peers, allocate_kv_cache, make_kv_cache
 from common.runner.model_runner import Compose, PagedModelRunner
 from common.sampling.runner_plugin import RunnerPlugin
 from common.sampling.sampler import BatchSampler, Sampler
@@ -95,7 +95,7 @@ class Attention:
 
 
 @dataclass(frozen=True, slots=True)
-class Given:
+class RunnerSpec:
     """What the parts of a runner are made of."""
 
     config: EngineConfig
@@ -158,7 +158,7 @@ def assemble(
 
     local = make_runner(config, loaded, draft, max_model_len, vocab_size, trim, tokenizer=tokenizer)
     guesses = local.speculation
-    side = RunnerSide(
+    side = RunnerHandle(
         local.outermost,
         model_facts(loaded),
         local.kv_cache,
@@ -187,7 +187,7 @@ def make_runner(
     vocab_size: int,
     trim: Callable[[ModelRunner], ModelRunner] | None = None,
     make_length: Callable[[SpeculativeConfig], DraftLength] | None = None,
-    neighbours: Neighbours = ALONE,
+    peers: Peers = NO_PEERS,
     tokenizer: Tokenizer | None = None,
 ) -> LocalRunner:
     """What computes. `trim` wraps a runner that verifies guesses, `make_length` chooses their
@@ -200,12 +200,12 @@ def make_runner(
     if draft is not None and draft.model is not loaded.model:  # it guesses no further
         draft.model.group_layers(draft.config.num_unhidden)
     attention = make_attention(config, loaded)
-    given = Given(config, loaded, draft, attention, max_model_len, vocab_size, tokenizer)
+    given = RunnerSpec(config, loaded, draft, attention, max_model_len, vocab_size, tokenizer)
     adapters = make_adapter_slots(given)  # KV gets what they leave
     prepare_models(given)
     parts = [] if adapters is None else [adapters]
     make_graphs = make_graph_maker(config, loaded, attention, max_model_len, parts)
-    kv_cache = make_kv_cache(given.kv_demand(make_graphs, adapters), neighbours)
+    kv_cache = make_kv_cache(given.kv_demand(make_graphs, adapters), peers)
     state = make_state(given, adapters)
     proposer = make_proposer(given, kv_cache, state)
     sampler = make_sampler(given, proposer)
@@ -213,16 +213,16 @@ def make_runner(
     paged = make_paged_runner(given, kv_cache, state, sampler, graphs)
     if proposer is None or config.speculation is None:
         return LocalRunner(paged, kv_cache, None, adapters)
-    from common.runner.allowed_drafts import PossibleGuesses
+    from common.runner.allowed_drafts import AllowedDrafts
     from speculating_runner import SpeculatingRunner
 
     length = (make_length or make_draft_length)(config.speculation)
     verifying = paged if trim is None else trim(paged)
-    speculation = SpeculatingRunner(verifying, PossibleGuesses(proposer, state), length, state)
+    speculation = SpeculatingRunner(verifying, AllowedDrafts(proposer, state), length, state)
     return LocalRunner(paged, kv_cache, speculation, adapters)
 
 
-def make_state(given: Given, adapters: AdapterSlots | None = None) -> BatchState:
+def make_state(given: RunnerSpec, adapters: AdapterSlots | None = None) -> BatchState:
     """The runner's copy of the requests. Its plugins stand here, in their order."""
     config = given.config
     sampling = SamplingColumns(eos_token_ids=given.loaded.generation_eos_token_ids)
@@ -233,18 +233,18 @@ def make_state(given: Given, adapters: AdapterSlots | None = None) -> BatchState
         plugins.append(AdapterColumns(adapters))
     max_blocks = -(-given.max_model_len // config.block_size)
     num_groups = given.loaded.model.num_groups
-    late = {name: partial(make_late, where, given) for name, where in LATE_PLUGINS.items()}
+    late = {name: partial(make_lazily, where, given) for name, where in LAZY_PLUGINS.items()}
     if not given.loaded.model.collectives.ranks.is_last_stage:
         late = {}  # they are for who has logits
     return BatchState(config.max_num_seqs, max_blocks, sampling, plugins, num_groups, late)
 
 
-def make_late(where: str, given: Given) -> RunnerPlugin:
+def make_lazily(where: str, given: RunnerSpec) -> RunnerPlugin:
     return resolve_name(where)(given)
 
 
 def make_paged_runner(
-    given: Given,
+    given: RunnerSpec,
     kv_cache: PagedKVCache,
     state: BatchState,
     sampler: BatchSampler,
@@ -267,7 +267,7 @@ def make_paged_runner(
 # -- the model, before it is used
 
 
-def make_adapter_slots(given: Given) -> AdapterSlots | None:
+def make_adapter_slots(given: RunnerSpec) -> AdapterSlots | None:
     config = given.config
     if not config.takes_adapters:
         return None
@@ -276,7 +276,7 @@ def make_adapter_slots(given: Given) -> AdapterSlots | None:
     return AdapterSlots(given.loaded.model, config.max_adapters, config.max_lora_rank)
 
 
-def prepare_models(given: Given) -> None:
+def prepare_models(given: RunnerSpec) -> None:
     """Bring the models into the form in which they are computed: everything that changes them."""
     config, model, draft = given.config, given.loaded.model, given.draft
     is_compiled = config.wants_compiled(model.num_parameters, model.embed_weight.device)
@@ -324,7 +324,7 @@ def packing_of(config: EngineConfig, model: DecoderModel) -> Packing | None:
 
         if (compiled := compile_packing()) is not None:
             return compiled
-    reason = why_not_packed(dtype, device)
+    reason = reason_not_packed(dtype, device)
     if reason is not None and config.batch_invariant:
         raise ValueError(f"batch_invariant must be False, got True: no packing, {reason}")
     return ONEDNN if reason is None else None
@@ -345,7 +345,7 @@ def pack_weights(config: EngineConfig, model: DecoderModel) -> None:
             model.pack_weights(packing)
         else:
             weight = model.embed_weight
-            reason = why_not_packed(weight.dtype, weight.device)
+            reason = reason_not_packed(weight.dtype, weight.device)
             logger.info("weights are not packed: %s", reason)
     if matrices[0].is_packed and matrices[0].packing is ONEDNN:
         move_to_huge_pages(matrix.packed_memory for matrix in matrices)
@@ -356,7 +356,7 @@ def pack_weights(config: EngineConfig, model: DecoderModel) -> None:
             pad_slow_counts(matrices, model.embed_weight.dtype)
 
 
-def compile_kernels(given: Given) -> None:
+def compile_kernels(given: RunnerSpec) -> None:
     """Everything that the engine can launch on its GPU, so that no step waits for a compiler."""
     from common.runner.launch_configurations import launch_configurations
     from common.runner.warm_up import warm_up
@@ -479,7 +479,7 @@ def make_graph_maker(
 # -- tokens, and guesses
 
 
-def make_sampler(given: Given, proposer: Proposer | None) -> BatchSampler:
+def make_sampler(given: RunnerSpec, proposer: Proposer | None) -> BatchSampler:
     if not given.loaded.model.collectives.ranks.is_last_stage:
         from common.runner.stage import NoSampler
 
@@ -512,7 +512,7 @@ def make_draft_length(how: SpeculativeConfig) -> DraftLength:
     return AdaptiveLength(how.num_spec_tokens)
 
 
-def make_proposer(given: Given, kv_cache: PagedKVCache, state: BatchState) -> Proposer | None:
+def make_proposer(given: RunnerSpec, kv_cache: PagedKVCache, state: BatchState) -> Proposer | None:
     """Who guesses, if anybody does here."""
     how = given.config.speculation
     if how is None or not given.loaded.model.collectives.ranks.is_last_stage:
@@ -529,7 +529,7 @@ def make_ngram(how: SpeculativeConfig, *_: object) -> Proposer:
 
 
 def make_draft_model(
-    how: SpeculativeConfig, given: Given, kv_cache: PagedKVCache, state: BatchState
+    how: SpeculativeConfig, given: RunnerSpec, kv_cache: PagedKVCache, state: BatchState
 ) -> Proposer:
     """Raises `ValueError` if the draft model has other tokens."""
     from common.sampling.speculative_sampler import ConstrainedDrafts

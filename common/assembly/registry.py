@@ -1,9 +1,9 @@
 """What an engine finds by name while it runs, and which parts are one engine's.
 
 What `LLM(...)` takes by name stands in the tables of `engine_config.py`. A part that may keep state
-of its engine's requests, as policies and proposers do, is one engine's for good: `claimed`. A
-connector sees to that itself, in `bind`. An attention backend may serve several: what it keeps of a
-step is in the plan."""
+of its engine's requests, as policies and proposers do, is one engine's for good: `claim_exclusive`.
+A connector sees to that itself, in `bind`. An attention backend may serve several: what it keeps of
+a step is in the plan."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from grammar_queue import GrammarsCompiled
 
 # Plugins of the runner that are made when the first request brings something for them.
-LATE_PLUGINS = {
+LAZY_PLUGINS = {
     "prompt_logprobs": "common.sampling.prompt_logprobs:make",
     "grammar": "common.features.grammars.grammar_masks:make",
 }
@@ -37,13 +37,13 @@ _claims: dict[int, object] = {}  # by id, which another object may have later
 
 
 @contextmanager
-def claimed(parts: Mapping[str, object]) -> Iterator[None]:
+def claim_exclusive(parts: Mapping[str, object]) -> Iterator[None]:
     """These parts, by argument, are one engine's: another one that is given them raises
     `ValueError`. If the engine cannot be made, they are free again."""
     taken: list[object] = []
     try:
         for field, part in parts.items():
-            claim(field, part)
+            claim_one(field, part)
             taken.append(part)
         yield
     except BaseException:
@@ -56,7 +56,7 @@ def release(parts: Iterable[object]) -> None:
         _claims.pop(id(part), None)
 
 
-def claim(field: str, part: object) -> None:
+def claim_one(field: str, part: object) -> None:
     key = id(part)
     if key in _claims:
         raise ValueError(

@@ -6,12 +6,12 @@
     KV from elsewhere  3      TieredCache, any KVConnector, or both, by a LoadingKVCacheManager
     scheduler        1 to 4   CachingFCFSScheduler; Scheduler or PrefillFirstScheduler with a policy
     plugins          1 to 5   made by `make_plugins`: steps under way, guesses, forced preemption
-    chunks           4, 6     WholePrompts; ChunkedPrefill or AdaptiveChunks
+    chunks           4, 6     Unchunked; ChunkedPrefill or AdaptiveChunks
     records            1      a RecordedScheduler around it: who learns from the clock observes
     the loop           1      EngineCore; where several steps are under way an OverlappedEngineCore
                               or a PipelinedEngineCore, over a QueuedRunner
 
-What computes is a `RunnerSide`: of this process (`assembly.py`) or of others
+What computes is a `RunnerHandle`: of this process (`assembly.py`) or of others
 (`parallel/remote.py`). Nothing here can tell."""
 
 from __future__ import annotations
@@ -25,14 +25,14 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 
-from base_scheduler import SchedulerBooks
+from base_scheduler import BaseScheduler
 from block_pool import BlockPool
 from common.engine_config import PREFIX_CACHES, SCHEDULERS, EngineConfig, LearnsDurations
 from common.models.layer_groups import deal_layers
 from common.models.model_config import ModelConfig, ModelFacts
 from engine_core import EngineCore
-from kv_memory import KVMemory, UncachedKVCacheManager
-from policies import POLICIES, SchedulePolicy, policy_named
+from kv_memory import UncachedKVCacheManager
+from policies import POLICIES, SchedulePolicy, get_policy
 from prefix_cache import PrefixCache
 from scheduler_interface import ModelRunner, SchedulerInterface
 from step_record import Observer, RecordedScheduler, StepRecord
@@ -43,7 +43,7 @@ if TYPE_CHECKING:
     from cached_kv_cache_manager import CachedKVCacheManager
     from common.features.adapters.adapter_names import AdapterLoader, AdapterNames
     from common.requests.tokenizer import Tokenizer
-    from common.runner.overlap import OverlappedEngineCore, PlansUnderWay, QueuedRunner
+    from common.runner.overlap import InFlightPlans, OverlappedEngineCore, QueuedRunner
     from kv_connector import KVBlockIO, KVConnector
     from overlap_plugin import OverlapPlugin
     from pipeline_plugin import PipelinePlugin
@@ -74,7 +74,7 @@ class Speculation(Protocol):
 
 
 @dataclass(frozen=True, slots=True)
-class RunnerSide:
+class RunnerHandle:
     """What computes, here or elsewhere. `vocab_size` is what may be sampled: padding lanes are left
     out. `block_io` gives access to KV blocks, and says what their bytes depend on besides tokens;
     that takes time."""
@@ -98,14 +98,14 @@ class EngineParts:
 
     core: EngineCore
     recorder: RecordedScheduler  # what the loop knows as its scheduler
-    side: RunnerSide
+    side: RunnerHandle
     kv_memory: UncachedKVCacheManager | CachedKVCacheManager
     connector: KVConnector | None
     adapters: AdapterNames | None = None
     # Where steps may be under way.
     close_loop: Callable[[], None] | None = None
     give_up: Callable[[], None] | None = None
-    plans_under_way: PlansUnderWay | None = None
+    in_flight_plans: InFlightPlans | None = None
 
 
 def find_max_model_len(config: EngineConfig, model: ModelConfig) -> int:
@@ -133,12 +133,12 @@ def find_eos_token_ids(
     return tuple(dict.fromkeys(ends))
 
 
-def assemble_around(config: EngineConfig, side: RunnerSide) -> EngineParts:
+def assemble_around(config: EngineConfig, side: RunnerHandle) -> EngineParts:
     """Scheduler, memory and loop for what computes."""
     connector, listener = make_connector(config, side)
     overlaps = is_overlapped(config, side.model.device)
-    under_way = make_books_of_plans(config, overlaps)
-    queued = None if under_way is None else make_queued_runner(side)
+    in_flight = make_in_flight_plugin(config, overlaps)
+    queued = None if in_flight is None else make_queued_runner(side)
     wait_for_steps = None if queued is None else queued.wait_for_steps
     num_blocks = side.kv_cache.num_blocks
     windows = side.model.config.layer_windows
@@ -149,7 +149,7 @@ def assemble_around(config: EngineConfig, side: RunnerSide) -> EngineParts:
     else:
         kv_memory = make_kv_memory(config, num_blocks, connector, listener, wait_for_steps)
     chunk_policy = make_chunk_policy(config)
-    plugins = make_plugins(config, under_way, side.num_lookahead_tokens)
+    plugins = make_plugins(config, in_flight, side.num_lookahead_tokens)
     parts = SchedulerParts(config, side.max_model_len, kv_memory, chunk_policy, plugins)
     scheduler = make_scheduler(parts)
     observers: list[Observer] = []
@@ -158,15 +158,17 @@ def assemble_around(config: EngineConfig, side: RunnerSide) -> EngineParts:
     if isinstance(chunk_policy, LearnsDurations):
         observers.append(partial(tell_durations, chunk_policy))
     recorder = RecordedScheduler(scheduler, observers)
-    if under_way is None or queued is None:
+    if in_flight is None or queued is None:
         core = EngineCore(recorder, side.runner)
         return EngineParts(core, recorder, side, kv_memory, connector, make_adapter_names(side))
-    core = make_core_of_several(config, recorder, queued, under_way)
+    core = make_multi_step_core(config, recorder, queued, in_flight)
     ends, adapters = (core.close, core.give_up), make_adapter_names(side, queued)
-    return EngineParts(core, recorder, side, kv_memory, connector, adapters, *ends, under_way)
+    return EngineParts(core, recorder, side, kv_memory, connector, adapters, *ends, in_flight)
 
 
-def make_adapter_names(side: RunnerSide, queued: QueuedRunner | None = None) -> AdapterNames | None:
+def make_adapter_names(
+    side: RunnerHandle, queued: QueuedRunner | None = None
+) -> AdapterNames | None:
     if side.adapters is None:
         return None
     from common.features.adapters.adapter_names import AdapterNames
@@ -215,9 +217,9 @@ def make_scheduler(parts: SchedulerParts) -> SchedulerInterface:
         return resolve_name(SCHEDULERS[wanted])(parts)
     scheduler = wanted(parts)
     is_ours = getattr(scheduler, "kv_memory", None) is parts.kv_memory
-    if not is_ours or not isinstance(scheduler, SchedulerBooks):
+    if not is_ours or not isinstance(scheduler, BaseScheduler):
         raise ValueError(
-            f"scheduler must make a SchedulerBooks over the given kv_memory, got {scheduler!r}"
+            f"scheduler must make a BaseScheduler over the given kv_memory, got {scheduler!r}"
         )
     return scheduler
 
@@ -249,7 +251,7 @@ def make_fcfs(parts: SchedulerParts) -> SchedulerInterface:
     return CachingFCFSScheduler(parts.kv_memory, *parts.limits, parts.max_model_len, parts.plugins)
 
 
-def make_books_of_plans(
+def make_in_flight_plugin(
     config: EngineConfig, overlaps: bool
 ) -> OverlapPlugin | PipelinePlugin | None:
     """None: each step is over before the next one is planned."""
@@ -265,11 +267,11 @@ def make_books_of_plans(
 
 
 def make_plugins(
-    config: EngineConfig, under_way: SchedulerPlugin | None, num_lookahead_tokens: int | None
+    config: EngineConfig, in_flight: SchedulerPlugin | None, num_lookahead_tokens: int | None
 ) -> list[SchedulerPlugin]:
     """In the order in which the scheduler asks and tells them. `num_lookahead_tokens` is None if
     nobody guesses."""
-    plugins = [] if under_way is None else [under_way]
+    plugins = [] if in_flight is None else [in_flight]
     if num_lookahead_tokens is not None:
         from draft_plugin import DraftPlugin
 
@@ -286,12 +288,12 @@ def make_plugins(
     return plugins
 
 
-def make_policy(config: EngineConfig, kv_memory: KVMemory) -> SchedulePolicy:
+def make_policy(config: EngineConfig, kv_memory: UncachedKVCacheManager) -> SchedulePolicy:
     """Of those that have a name, chapter 4's root knows two."""
     if isinstance(config.policy, SchedulePolicy):
         return config.policy
     if config.policy in POLICIES:
-        return policy_named(config.policy)()
+        return get_policy(config.policy)()
     from sglang_policies import policy_over
 
     return policy_over(kv_memory, config.policy, config.seed)
@@ -345,27 +347,27 @@ def is_overlapped(config: EngineConfig, device: torch.device) -> bool:
     return name is None
 
 
-def make_queued_runner(side: RunnerSide) -> QueuedRunner:
+def make_queued_runner(side: RunnerHandle) -> QueuedRunner:
     """For a loop that begins a step while another one is under way."""
     from common.runner.overlap import QueuedRunner, ThreadedRunner
 
     return (QueuedRunner if side.is_queued else ThreadedRunner)(side.runner)
 
 
-def make_core_of_several(
+def make_multi_step_core(
     config: EngineConfig,
     recorder: RecordedScheduler,
     runner: QueuedRunner,
-    books: PlansUnderWay,
+    scheduler: InFlightPlans,
 ) -> OverlappedEngineCore:
-    """The loop where several steps are under way. `books` keeps their plans."""
+    """The loop where several steps are under way. `scheduler` keeps their plans."""
     if config.pipeline_parallel_size > 1:
         from common.runner.pipeline import PipelinedEngineCore
 
-        return PipelinedEngineCore(recorder, runner, books, config.pipeline_parallel_size)
+        return PipelinedEngineCore(recorder, runner, scheduler, config.pipeline_parallel_size)
     from common.runner.overlap import OverlappedEngineCore
 
-    return OverlappedEngineCore(recorder, runner, books)
+    return OverlappedEngineCore(recorder, runner, scheduler)
 
 
 # -- KV
@@ -428,7 +430,7 @@ def make_radix_cache(
 
 
 def make_connector(
-    config: EngineConfig, side: RunnerSide
+    config: EngineConfig, side: RunnerHandle
 ) -> tuple[KVConnector | None, CacheListener | None]:
     """The tiers and the configured connector, bound to this engine's KV memory; and who is to hear
     of what is cached."""

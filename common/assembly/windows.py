@@ -49,5 +49,5 @@ def make_grouped_memory(
     config: EngineConfig, num_blocks: int, windows: Sequence[Window], device: torch.device
 ) -> GroupedKVMemory:
     kind = GroupedKVMemory if config.prefix_cache is None else CachedGroupedMemory
-    step = config.tokens_under_way(device)
+    step = config.num_in_flight_tokens(device)
     return kind(BlockPool(num_blocks), config.block_size, windows, step)

@@ -204,7 +204,7 @@ def _plain(name: str, value: Any) -> Any:
 # -- text
 
 
-class TextPieces:
+class TextDeltas:
     """What each token adds to the text, for all requests. The engine makes text when somebody reads
     it; this reads along, with decoders of its own."""
 

@@ -6,9 +6,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from base_scheduler import SchedulerBooks
+from base_scheduler import BaseScheduler
 from common.events.event_kinds import Snapshot
-from common.events.event_log import EventLog, TextPieces, label_of
+from common.events.event_log import EventLog, TextDeltas, label_of
 from common.events.watched_scheduler import RequestWatch
 from grouped_prefix_cache import GroupedPrefixCache
 from prefix_cache import NormalKeys, PrefixCache, extra_keys_of, normalise_extra_keys
@@ -18,23 +18,23 @@ from scheduler_interface import SchedulerOutput
 
 def take_snapshot(
     log: EventLog,
-    texts: TextPieces,
-    books: SchedulerBooks,
+    texts: TextDeltas,
+    scheduler: BaseScheduler,
     watch: RequestWatch,
     under_way: Sequence[SchedulerOutput],
     numbers: Sequence[int],
 ) -> Snapshot:
     """`under_way` are the plans whose results nobody has seen, the oldest first; `numbers` are
     those of their steps."""
-    memory, plans = watch.memory, [_plan_row(*row, books) for row in zip(numbers, under_way)]
+    memory, plans = watch.memory, [_plan_row(*row, scheduler) for row in zip(numbers, under_way)]
     cache = memory.cache
     loads = () if memory.loads is None else memory.loads.loads()
     loaded = {} if memory.connector is None else memory.connector.num_loaded_blocks()
     return Snapshot(
         log.now(),
-        [_request_row(request, texts, watch, plans) for request in books.requests.values()],
+        [_request_row(request, texts, watch, plans) for request in scheduler.requests.values()],
         watch.queue_order(),
-        list(books.running),
+        list(scheduler.running),
         [block.block_id for block in memory.pool.free_order()],
         [] if cache is None else _cached_rows(cache),
         [] if cache is None else _node_heads(cache),
@@ -59,7 +59,7 @@ def is_as_new(snapshot: Snapshot, num_blocks: int) -> bool:
 
 
 def _request_row(
-    request: Request, texts: TextPieces, watch: RequestWatch, plans: Sequence[dict[str, Any]]
+    request: Request, texts: TextDeltas, watch: RequestWatch, plans: Sequence[dict[str, Any]]
 ) -> dict[str, Any]:
     name, outputs = request.request_id, list(request.output_token_ids)
     return {
@@ -89,13 +89,13 @@ def _highest(request: Request, plans: Sequence[dict[str, Any]]) -> int:
     return max(known, request.num_computed_tokens - sum(planned))
 
 
-def _plan_row(step: int, plan: SchedulerOutput, books: SchedulerBooks) -> dict[str, Any]:
+def _plan_row(step: int, plan: SchedulerOutput, scheduler: BaseScheduler) -> dict[str, Any]:
     rows = [
         (request.request_id, start, num)
         for request, start, num in zip(
             plan.scheduled_requests, plan.start_positions, plan.num_scheduled_tokens.values()
         )
-        if books.requests.get(request.request_id) is request
+        if scheduler.requests.get(request.request_id) is request
     ]
     names, starts, nums = (list(column) for column in zip(*rows)) if rows else ([], [], [])
     drafts = {n: d for n, d in plan.scheduled_draft_token_ids.items() if n in names}

@@ -31,8 +31,8 @@ def describe_step(
     before = len(scheduled) - len(record.admitted)
     waited = record.num_waiting + len(record.admitted)
     slots = record.kv_blocks_in_use * memory.block_size
-    num_written = memory.num_written(record.start_positions.values(), num_tokens)
-    written = f", {num_written / slots:.0%} of their slots written" if slots else ""
+    num_written_slots = memory.num_written_slots(record.start_positions.values(), num_tokens)
+    written = f", {num_written_slots / slots:.0%} of their slots written" if slots else ""
 
     def sampled(request_id: str) -> str:
         ids = record.new_token_ids.get(request_id, [])

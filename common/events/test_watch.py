@@ -27,10 +27,10 @@ from common.tests.film_runs import (
 )
 from kv_memory import ComputedBlocks, NotReady
 from policies import SchedulePolicy
-from preemptive_scheduler import SchedulerBase
-from prefix_cache import CachedPrefix, HasBlockId, PrefixCache, Walk
+from preemptive_scheduler import PreemptiveScheduler
+from prefix_cache import CachedPrefix, HasBlockId, PrefixCache, PrefixKey
 from request import Request, SamplingParams
-from step_plan import PreemptingPlan
+from step_plan import PreemptiveSchedulerOutput
 from tiered_cache import KVTierConfig
 from workshop.watch.replay.film import Film
 
@@ -148,18 +148,18 @@ def test_a_film_ends_where_the_engine_is_interrupted_in_its_books(
     plain = serve_unwatched(make_engine(random_loaded), prompts)
     engine, path = make_engine(random_loaded), tmp_path / "run.jsonl"
     engine.watch(path)
-    for place, is_torn in ((paged_runner(engine), False), (engine.kv_manager, True)):
+    for place, is_inconsistent in ((paged_runner(engine), False), (engine.kv_manager, True)):
         engine.add_request("gone", [9, 8, 7], GREEDY)
         with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
-            name = "allocate_slots" if is_torn else "forward"
+            name = "allocate_slots" if is_inconsistent else "forward"
             patch.setattr(place, name, lambda *_: (_ for _ in ()).throw(KeyboardInterrupt))
             engine.step()
         (gone,) = finish(engine).values()
-        assert gone.outputs[0].finish_reason == ("length" if is_torn else "abort")
+        assert gone.outputs[0].finish_reason == ("length" if is_inconsistent else "abort")
         assert serve_unwatched(engine, prompts) == plain
         kinds = [event.kind for event in read_events(path)]
-        assert kinds.count("failed") == 1 + is_torn
-        assert (kinds[-1] == "failed") is is_torn
+        assert kinds.count("failed") == 1 + is_inconsistent
+        assert (kinds[-1] == "failed") is is_inconsistent
     assert isinstance(engine.kv_manager.pool, BlockPool)
     engine.watch(path)
     assert [event.kind for event in read_events(path)] == ["run", "snapshot"]
@@ -202,7 +202,7 @@ def test_nothing_is_written_while_books_are_changed(random_loaded) -> None:
 
     class Looking(io.StringIO):
         def write(self, text: str) -> int:
-            torn.append(engine.recorder.is_torn)
+            torn.append(engine.recorder.is_inconsistent)
             return super().write(text)
 
     engine, torn = make_engine(random_loaded), list[bool]()
@@ -257,12 +257,17 @@ def test_an_engine_that_is_watched_no_more_is_as_it_was(random_loaded, tmp_path:
     engine = make_engine(
         random_loaded, policy="lpm", prefix_cache="radix", kv_tiers=KVTierConfig(8)
     )
-    memory, books, recorder = engine.kv_manager, engine.scheduler, engine.recorder
+    memory, base_scheduler, recorder = engine.kv_manager, engine.scheduler, engine.recorder
 
     def parts() -> list:
         found = [memory.pool, memory.cache, memory.cache.pool, memory.cache.listener]
         found += [memory.loads.cache, type(memory.loads.listener), recorder.scheduler]
-        return [*found, books.plugins, books.waiting.policy, memory.cache.tree.told_of_cuts]
+        return [
+            *found,
+            base_scheduler.plugins,
+            base_scheduler.waiting.policy,
+            memory.cache.tree.on_split,
+        ]
 
     before = parts()
     engine.watch(tmp_path / "run.jsonl")
@@ -365,7 +370,7 @@ class SuffixFreeCache(PrefixCache):
             raise ValueError(f"block {block.block_id} is not cached")
         return self._by_block_id[block.block_id]
 
-    def _use(self, blocks: list[Block]) -> None:
+    def _mark_used(self, blocks: list[Block]) -> None:
         for block in reversed(blocks):
             if block.ref_cnt == 1:
                 entry = self._entry(block)
@@ -377,12 +382,12 @@ class SuffixFreeCache(PrefixCache):
     def release(self, blocks) -> None:
         held = [self.entries[self._entry(block)] for block in blocks]
         self.pool.free(held)
-        self._use(held)
+        self._mark_used(held)
 
-    def _key(self, walk: Walk, index: int) -> tuple:
+    def _key(self, walk: PrefixKey, index: int) -> tuple:
         return (walk.keys, tuple(walk.token_ids[: (index + 1) * self.block_size]))
 
-    def _find(self, walk: Walk, begin: int, end: int) -> list[Block]:
+    def _match(self, walk: PrefixKey, begin: int, end: int) -> list[Block]:
         found = []
         for index in range(begin, end):
             if (block := self.entries.get(self._key(walk, index))) is None:
@@ -390,7 +395,7 @@ class SuffixFreeCache(PrefixCache):
             found.append(block)
         return found
 
-    def _add(self, walk: Walk, first: int, parent, blocks: list[Block]) -> None:
+    def _insert(self, walk: PrefixKey, first: int, parent, blocks: list[Block]) -> None:
         for index, block in enumerate(blocks, first):
             entry = self._by_block_id[block.block_id] = self._key(walk, index)
             self.entries[entry] = block
@@ -398,17 +403,17 @@ class SuffixFreeCache(PrefixCache):
     def _idle(self) -> list[Block]:
         return [block for block in self.entries.values() if block.ref_cnt == 1]
 
-    def _pop_oldest(self, num_blocks: int) -> list[Block]:
+    def _pop_lru(self, num_blocks: int) -> list[Block]:
         gone = self._idle()[:num_blocks]
         for block in gone:
             del self.entries[self._entry(block)]
         return gone
 
-    def begin_anew(self) -> None:
-        super().begin_anew()
+    def clear(self) -> None:
+        super().clear()
         self.entries.clear()
 
-    def _take_off(self, block: HasBlockId) -> list[Block]:
+    def _remove_subtree(self, block: HasBlockId) -> list[Block]:
         keys, tokens = self._entry(block)
         behind = [e for e in self.entries if e[0] == keys and e[1][: len(tokens)] == tokens]
         return [self.entries.pop(e) for e in sorted(behind, key=lambda e: -len(e[1]))]
@@ -435,17 +440,17 @@ def test_a_third_cache_is_watched(workshop: Workshop, monkeypatch: pytest.Monkey
         assert {Matched, Published} <= found
 
 
-class ShortestFirst(SchedulerBase):
+class ShortestFirst(PreemptiveScheduler):
     """A third scheduler: one newcomer a step, and everybody who runs gets what it is behind; when
     memory is short, the last one goes."""
 
-    def may_start(self, request) -> bool:
-        return len(self.running) < 3 and super().may_start(request)
+    def can_start(self, request) -> bool:
+        return len(self.running) < 3 and super().can_start(request)
 
-    def schedule(self) -> PreemptingPlan:
+    def schedule(self) -> PreemptiveSchedulerOutput:
         step = self.begin_step()
         for request in list(self.running.values()):
-            num = min(self.num_behind(request), step.budget)
+            num = min(self.num_uncomputed_tokens(request), step.budget)
             while num and request.request_id in self.running:
                 if self.kv_memory.allocate_slots(request, num):
                     step.add(request, num)
@@ -456,11 +461,13 @@ class ShortestFirst(SchedulerBase):
                 self.preempt(victim)
         waiting = [] if step.preempted else list(self.waiting)
         for request in sorted(waiting, key=lambda r: r.num_tokens)[:1]:
-            computed = self.look_up(request) if self.may_start(request) else NotReady.LOADING
+            computed = (
+                self.get_computed_blocks(request) if self.can_start(request) else NotReady.LOADING
+            )
             if not isinstance(computed, ComputedBlocks):
                 continue
             num = min(request.num_tokens - computed.num_tokens, step.budget)
-            if num and self.seat(request, computed, num, 0):
+            if num and self.start_running(request, computed, num, 0):
                 self.waiting.remove_request(request)
                 step.add(request, num)
             else:

@@ -16,9 +16,9 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, TextIO, cast
 
-from base_scheduler import SchedulerBooks
+from base_scheduler import BaseScheduler
 from common.events.event_kinds import Failed, to_line
-from common.events.event_log import EventLog, TextPieces, describe_run
+from common.events.event_log import EventLog, TextDeltas, describe_run
 from common.events.snapshot import is_as_new, take_snapshot
 from common.events.watched_memory import MemoryWatch
 from common.events.watched_scheduler import RequestWatch, StepWatch
@@ -47,24 +47,29 @@ class Watch:
         self.log, self.recorder = EventLog(events), parts.recorder
         self.is_in = False
         inner = parts.recorder.scheduler
-        self.books = cast(SchedulerBooks, inner)
-        self._new_texts = partial(TextPieces, members, tokenizer)
+        self.base_scheduler = cast(BaseScheduler, inner)
+        self._new_texts = partial(TextDeltas, members, tokenizer)
         texts = self._new_texts()
         self.memory = MemoryWatch(self.log, parts.kv_memory, parts.connector)
         name_of = parts.adapters.name_of if parts.adapters else lambda digest: None
         self.requests = RequestWatch(self.log, texts, self.memory, name_of)
-        num_blocks, overlaps = parts.side.kv_cache.num_blocks, parts.plans_under_way is not None
+        num_blocks, overlaps = parts.side.kv_cache.num_blocks, parts.in_flight_plans is not None
         windows = self.memory.windows
         self.run = describe_run(config, parts.side.model, num_blocks, overlaps, windows)
         self.log.note(self.run)
-        under_way = self.recorder.plans_under_way
+        under_way = self.recorder.in_flight_plans
         self.scheduler = StepWatch(inner, self.requests, len(under_way))
         try:
-            self.memory.put_in(list(self.books.requests))
-            self.requests.put_in(self.books)
+            self.memory.put_in(list(self.base_scheduler.requests))
+            self.requests.put_in(self.base_scheduler)
             self.recorder.scheduler = cast(SchedulerInterface, self.scheduler)
             snapshot = take_snapshot(
-                self.log, texts, self.books, self.requests, under_way, self.scheduler.under_way
+                self.log,
+                texts,
+                self.base_scheduler,
+                self.requests,
+                under_way,
+                self.scheduler.under_way,
             )
             if not is_as_new(snapshot, num_blocks):
                 self.log.note(snapshot)
@@ -88,17 +93,22 @@ class Watch:
         self.requests.note_queue()
         self.memory.settle()
         self.log.flush()
-        under_way, scheduler = self.recorder.plans_under_way, self.scheduler
+        under_way, scheduler = self.recorder.in_flight_plans, self.scheduler
         snapshot = take_snapshot(
-            self.log, self._new_texts(), self.books, self.requests, under_way, scheduler.under_way
+            self.log,
+            self._new_texts(),
+            self.base_scheduler,
+            self.requests,
+            under_way,
+            scheduler.under_way,
         )
         return f"{to_line(self.run)}\n{to_line(snapshot)}\n"
 
     def take_out(self) -> None:
         """The engine is as if nobody had ever watched, and the file is closed."""
         self.is_in = False
-        self.recorder.scheduler = cast(SchedulerInterface, self.books)
-        self.requests.take_out(self.books)
+        self.recorder.scheduler = cast(SchedulerInterface, self.base_scheduler)
+        self.requests.take_out(self.base_scheduler)
         self.memory.take_out()
         self.memory.settle()
         self.log.close()

@@ -8,8 +8,8 @@
 Pool and cache are put where the memory and the cache have theirs, and taken out again; they call
 what they stand around and look. Any cache that keeps the contract of chapter 3 will do.
 
-A pool does not know for whom it works. The memory says so (`acts_for`), or the loads, when they do
-something for one request in the middle of a call for another."""
+A pool does not know for whom it works. The memory says so (`current_req_id`), or the loads, when
+they do something for one request in the middle of a call for another."""
 
 from __future__ import annotations
 
@@ -36,16 +36,16 @@ from common.events.event_log import EventLog
 from grouped_kv_memory import GroupedKVMemory
 from kv_connector import KVConnector
 from kv_loads import KVLoads, Load, LoadListener
-from kv_memory import KVMemory
+from kv_memory import UncachedKVCacheManager
 from prefix_cache import (
     CacheListener,
     CacheStats,
     ExtraKeys,
     HasBlockId,
     InsertResult,
+    MatchCursor,
     PrefixCache,
     PrefixMatch,
-    PrefixPath,
 )
 from request_chain import Link
 
@@ -59,7 +59,9 @@ class LoadingMemory(Protocol):
 class MemoryWatch(LoadListener):
     """Everything of one `memory`, from `put_in` to `take_out`."""
 
-    def __init__(self, log: EventLog, memory: KVMemory, connector: KVConnector | None) -> None:
+    def __init__(
+        self, log: EventLog, memory: UncachedKVCacheManager, connector: KVConnector | None
+    ) -> None:
         self.log, self.memory, self.connector = log, memory, connector
         self.pool, self.cache = memory.pool, memory.cache
         self._groups = memory.groups if isinstance(memory, GroupedKVMemory) else ()
@@ -84,7 +86,7 @@ class MemoryWatch(LoadListener):
         if self._groups:
             self.memory.cache = cast(PrefixCache, GroupedCacheWatch(self.cache, self))
             return
-        self.cache.tell_of_cuts(lambda block_id: self.note(Split(block_id)))
+        self.cache.on_split(lambda block_id: self.note(Split(block_id)))
         cache = self.memory.cache = cast(PrefixCache, CacheWatch(self.cache, self))
         if self.loads is not None:
             self.loads.cache, self.loads.listener = cache, self
@@ -105,7 +107,7 @@ class MemoryWatch(LoadListener):
         self.memory.cache = self.cache
         if self._groups:
             return
-        self.cache.tell_of_cuts(None)
+        self.cache.on_split(None)
         if self.loads is not None:
             self.loads.cache, self.loads.listener = self.cache, LoadListener()
 
@@ -113,7 +115,7 @@ class MemoryWatch(LoadListener):
 
     @property
     def who(self) -> str | None:
-        return self._loads_for or self.memory.acts_for
+        return self._loads_for or self.memory.current_req_id
 
     def note(self, event: Event) -> None:
         """What the pool did for a request before is over, and shows in its table."""
@@ -249,7 +251,7 @@ class CacheWatch:
         self,
         token_ids: Sequence[int],
         extra_keys: ExtraKeys | None = None,
-        path: PrefixPath | None = None,
+        path: MatchCursor | None = None,
     ) -> PrefixMatch:
         match = self._cache.match_prefix(token_ids, extra_keys, path)
         self._watch.num_found = match.num_cached_tokens
@@ -264,7 +266,7 @@ class CacheWatch:
         extra_keys: ExtraKeys | None = None,
         *,
         start: int = 0,
-        path: PrefixPath | None = None,
+        path: MatchCursor | None = None,
     ) -> InsertResult:
         given, cache = _ids(blocks), self._cache
         self._watch.settle()
@@ -282,9 +284,9 @@ class CacheWatch:
         with self._pool.saying(Evicted):
             return self._cache.evict(num_blocks)
 
-    def withdraw(self, block: HasBlockId) -> None:
+    def invalidate(self, block: HasBlockId) -> None:
         with self._pool.saying(Evicted):
-            self._cache.withdraw(block)
+            self._cache.invalidate(block)
 
     def reset(self) -> bool:
         with self._pool.saying(Evicted):
@@ -326,9 +328,9 @@ class GroupedCacheWatch(CacheWatch):
         with self._noting_what_goes(blocks):
             self._cache.forget(blocks)
 
-    def withdraw(self, chain: Sequence[Link]) -> int | None:  # pyright: ignore[reportIncompatibleMethodOverride]
+    def invalidate(self, chain: Sequence[Link]) -> int | None:  # pyright: ignore[reportIncompatibleMethodOverride]
         with self._noting_what_goes(self._all()):
-            return self._cache.withdraw(chain)
+            return self._cache.invalidate(chain)
 
     def reset(self) -> bool:
         with self._noting_what_goes(self._all()):

@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, cast
 from weakref import proxy
 
-from base_scheduler import SchedulerBooks
+from base_scheduler import BaseScheduler
 from common.events.event_kinds import (
     Admitted,
     Arrived,
@@ -26,7 +26,7 @@ from common.events.event_kinds import (
     Queue,
     Updated,
 )
-from common.events.event_log import EventLog, TextPieces, label_of
+from common.events.event_log import EventLog, TextDeltas, label_of
 from common.events.watched_memory import MemoryWatch
 from policies import SchedulePolicy
 from policy_queue import PolicyQueue
@@ -34,7 +34,7 @@ from preemptive_scheduler import PreemptionPlugin
 from prefix_cache import extra_keys_of, normalise_extra_keys
 from request import Request, RequestStatus
 from scheduler_interface import EngineCoreOutput, SchedulerInterface, SchedulerOutput, StepOutput
-from step_plan import PreemptingPlan, StepResults
+from step_plan import PreemptiveSchedulerOutput, StepResults
 
 MAX_LOOKED_AT = 1_000  # waiting requests, for the order of the queue at each arrival
 _STOPS = {"admitted": "seat", "passed over": "enough"}  # what a plan says otherwise than `REASONS`
@@ -46,7 +46,7 @@ class RequestWatch(PreemptionPlugin):
     def __init__(
         self,
         log: EventLog,
-        texts: TextPieces,
+        texts: TextDeltas,
         memory: MemoryWatch,
         adapter_name: Callable[[str], str | None],  # of a digest, while it has one
     ) -> None:
@@ -59,21 +59,21 @@ class RequestWatch(PreemptionPlugin):
         self._order: dict[str, None] = {}  # who waits, in the order that a film has them in
         self._policy: RememberingPolicy | None = None
 
-    def attach(self, books: SchedulerBooks) -> None:
-        self.scheduler = cast("SchedulerBooks", proxy(books))
+    def attach(self, scheduler: BaseScheduler) -> None:
+        self.watched = cast("BaseScheduler", proxy(scheduler))
 
-    def put_in(self, books: SchedulerBooks) -> None:
-        queue = books.waiting
-        if isinstance(queue, PolicyQueue) and queue.policy.looks_at_cache:
+    def put_in(self, scheduler: BaseScheduler) -> None:
+        queue = scheduler.waiting
+        if isinstance(queue, PolicyQueue) and queue.policy.is_cache_aware:
             self._policy = RememberingPolicy(queue.policy)
             queue.policy = cast(SchedulePolicy, self._policy)
-        books.set_plugins([self, *books.plugins])
+        scheduler.set_plugins([self, *scheduler.plugins])
         self._order = dict.fromkeys(self.queue_order())
 
-    def take_out(self, books: SchedulerBooks) -> None:
-        books.set_plugins([plugin for plugin in books.plugins if plugin is not self])
+    def take_out(self, scheduler: BaseScheduler) -> None:
+        scheduler.set_plugins([plugin for plugin in scheduler.plugins if plugin is not self])
         if self._policy is not None:
-            cast(PolicyQueue, books.waiting).policy = self._policy.policy
+            cast(PolicyQueue, scheduler.waiting).policy = self._policy.policy
 
     # -- who waits
 
@@ -81,10 +81,10 @@ class RequestWatch(PreemptionPlugin):
         """In the order of service. Asking changes nothing: a policy that looks at the cache, which
         counts as a use of it, has the order that it answered last."""
         if self._policy is None:
-            return [request.request_id for request in self.scheduler.waiting.in_order()]
+            return [request.request_id for request in self.watched.waiting.in_order()]
         self._policy.answers_from_memory = True
         try:
-            return [request.request_id for request in self.scheduler.waiting.in_order()]
+            return [request.request_id for request in self.watched.waiting.in_order()]
         finally:
             self._policy.answers_from_memory = False
 
@@ -97,7 +97,7 @@ class RequestWatch(PreemptionPlugin):
 
     def order_key(self, request: Request) -> str:
         """What a policy sorts by, if it does."""
-        queue = self.scheduler.waiting
+        queue = self.watched.waiting
         if not isinstance(queue, PolicyQueue) or queue.policy.name == "fcfs":
             return ""
         key = queue.key_of(request)
@@ -134,16 +134,16 @@ class RequestWatch(PreemptionPlugin):
         if len(self._order) <= MAX_LOOKED_AT:
             self.note_queue()
 
-    def started(self, request: Request) -> None:
+    def on_start(self, request: Request) -> None:
         self._asked = None
         self._order.pop(request.request_id, None)
         self.memory.note(Admitted(request.request_id, request.num_computed_tokens))
 
-    def preempted(self, request: Request) -> None:
+    def on_preempt(self, request: Request) -> None:
         self.memory.note(Preempted(request.request_id, request.num_computed_tokens))
         self._order = {request.request_id: None, **self._order}
 
-    def ended(self, request: Request) -> None:
+    def on_finish(self, request: Request) -> None:
         request_id, reason = request.request_id, request.finish_reason or ""
         has_last_token = self.is_updating and reason != "error"
         rest = "" if has_last_token else self.texts.end(request)
@@ -158,9 +158,9 @@ class RequestWatch(PreemptionPlugin):
     def begin_step(self) -> None:
         self.passed_over, self.parents, self._asked = {}, {}, None
 
-    def may_start(self, request: Request) -> bool:
+    def can_start(self, request: Request) -> bool:
         self._conclude()
-        self._asked, self.memory.memory.acts_for = request, None
+        self._asked, self.memory.memory.current_req_id = request, None
         return True
 
     def _conclude(self) -> None:
@@ -169,15 +169,15 @@ class RequestWatch(PreemptionPlugin):
         self._asked = None
         if request is None:
             return
-        request_id, was_looked_up = request.request_id, memory.acts_for == request.request_id
+        request_id, was_looked_up = request.request_id, memory.current_req_id == request.request_id
         if request.status is RequestStatus.WAITING_FOR_GRAMMAR:
             reason = "grammar"
         elif not was_looked_up:
-            reason = "pending" if request.num_pending_tokens else "constraint"
+            reason = "pending" if request.num_output_placeholders else "constraint"
         elif request.status is RequestStatus.WAITING_FOR_REMOTE_KVS:
             reason = "remote_kv"
-        elif memory.waits_for is not None:
-            reason, self.parents[request_id] = "parent", memory.waits_for
+        elif memory.blocking_req_id is not None:
+            reason, self.parents[request_id] = "parent", memory.blocking_req_id
         else:
             reason = "constraint"  # of those who cut prompts
         self.passed_over[request_id] = reason
@@ -199,7 +199,7 @@ class RequestWatch(PreemptionPlugin):
 
     def _stop_of(self, plan: SchedulerOutput) -> tuple[str, str] | None:
         """What ended admission, and at whom."""
-        if not isinstance(plan, PreemptingPlan):
+        if not isinstance(plan, PreemptiveSchedulerOutput):
             return self._stop_in_order(plan)
         if plan.admission_stop is None and plan.preempted_requests:
             return ("preempting", "")
@@ -207,27 +207,29 @@ class RequestWatch(PreemptionPlugin):
 
     def _stop_in_order(self, plan: SchedulerOutput) -> tuple[str, str] | None:
         """Chapters 1 to 3: first come, first served. Their plans say nothing about who waits."""
-        books = self.scheduler
-        if len(books.running) >= books.max_num_seqs:
+        scheduler = self.watched
+        if len(scheduler.running) >= scheduler.max_num_seqs:
             return ("seat", "")
         for name in self._order:
             if self.passed_over.get(name) not in ("remote_kv", "parent"):
-                is_large = self._num_wanted(books.requests[name]) > self._num_left(plan)
+                is_large = self._num_wanted(scheduler.requests[name]) > self._num_left(plan)
                 return ("budget" if is_large else "blocks", name)
         return None
 
     def _num_wanted(self, request: Request) -> int:
         """Tokens that the one at whom admission ended would have computed."""
         memory = self.memory
-        was_looked_up = memory.memory.acts_for == request.request_id and memory.cache is not None
+        was_looked_up = (
+            memory.memory.current_req_id == request.request_id and memory.cache is not None
+        )
         return request.num_tokens - (memory.num_found if was_looked_up else 0)
 
     def _num_left(self, plan: SchedulerOutput) -> int:
         """Of the budget: a token was kept for each that ran before."""
         new = [request.req_id for request in plan.scheduled_new_reqs]
         num_spent = sum(plan.num_scheduled_tokens[name] for name in new)
-        num_running = len(self.scheduler.running) - len(new)
-        return self.scheduler.max_num_batched_tokens - num_running - num_spent
+        num_running = len(self.watched.running) - len(new)
+        return self.watched.max_num_batched_tokens - num_running - num_spent
 
 
 class RememberingPolicy:
@@ -252,14 +254,14 @@ class RememberingPolicy:
 
 class StepWatch:
     """A `SchedulerInterface` around another. What happens from a plan on is written when the
-    oldest plan under way has ended. `num_under_way` plans were made before it came."""
+    oldest plan under way has ended. `num_in_flight` plans were made before it came."""
 
     def __init__(
-        self, scheduler: SchedulerInterface, watch: RequestWatch, num_under_way: int
+        self, scheduler: SchedulerInterface, watch: RequestWatch, num_in_flight: int
     ) -> None:
         self._scheduler, self._watch = scheduler, watch
-        self.under_way = deque(range(num_under_way))  # their numbers
-        self._num_planned = num_under_way
+        self.under_way = deque(range(num_in_flight))  # their numbers
+        self._num_planned = num_in_flight
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._scheduler, name)
@@ -345,14 +347,14 @@ def _taken_tokens(
 ) -> dict[str, list[int]]:
     """By request, those that became outputs. Where results are made when somebody looks, only the
     others are looked at."""
-    decided: Mapping[str, EngineCoreOutput] = {}
+    slow_path: Mapping[str, EngineCoreOutput] = {}
     if isinstance(results, StepResults):
-        decided = results.decided
+        slow_path = results.slow_path
     else:
-        decided = {result.request_id: result for result in results}
+        slow_path = {result.request_id: result for result in results}
     tokens = {}
     for request in alive:
-        result = decided.get(request.request_id)
+        result = slow_path.get(request.request_id)
         ids = output.token_ids.get(request.request_id, ())
         tokens[request.request_id] = list(ids if result is None else result.new_token_ids)
     return tokens

@@ -39,7 +39,7 @@ def families() -> list[list[str]]:
     return [
         [
             architecture,
-            "; ".join(what_is_own(family)) or "nothing",
+            "; ".join(own_state(family)) or "nothing",
             windows_of(family),
             "yes" if family.experts else "none",
         ]
@@ -56,7 +56,7 @@ def windows_of(family: Any) -> str:
     return _WINDOWS.get(kind, f"`{kind}`")
 
 
-def what_is_own(family: Any) -> list[str]:
+def own_state(family: Any) -> list[str]:
     """A field that has no sentence here is shown as it is."""
     found = []
     for field in fields(family):

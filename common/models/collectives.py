@@ -70,7 +70,7 @@ class Collectives(Protocol):
         """[..., size] -> [..., tensor_parallel_size * size]: the ranks' parts, in order of rank."""
         ...
 
-    def least(self, value: int) -> int:
+    def min_across(self, value: int) -> int:
         """The minimum over all ranks of all stages."""
         ...
 
@@ -88,7 +88,7 @@ class Collectives(Protocol):
         ...
 
 
-class Alone:
+class SingleProcess:
     """The only rank: everything is there already."""
 
     def __init__(self) -> None:
@@ -100,7 +100,7 @@ class Alone:
     def all_gather(self, tensor: torch.Tensor) -> torch.Tensor:
         return tensor
 
-    def least(self, value: int) -> int:
+    def min_across(self, value: int) -> int:
         return value
 
     def send(self, *tensors: torch.Tensor) -> None:
@@ -124,7 +124,11 @@ def connect(
 
     `timeout_s` holds for each operation. `host` is this machine's address for the others: the
     default serves where all ranks are on one machine. Raises `CollectiveError`."""
-    return Alone() if ranks.world_size == 1 else Connected(ranks, store, device, timeout_s, host)
+    return (
+        SingleProcess()
+        if ranks.world_size == 1
+        else Connected(ranks, store, device, timeout_s, host)
+    )
 
 
 class Connected:
@@ -172,7 +176,7 @@ class Connected:
             self._stage.allgather([parts], [tensor]).wait()
         return torch.cat(parts, dim=-1)
 
-    def least(self, value: int) -> int:
+    def min_across(self, value: int) -> int:
         number = torch.tensor([value], dtype=torch.int64)
         with self._named("least"):
             self._everybody.allreduce([number], dist.ReduceOp.MIN).wait()

@@ -185,7 +185,7 @@ class Linear(nn.Module):
         return self.packing.unpack(self._packed, self.shape)
 
 
-def why_not_packed(dtype: torch.dtype, device: torch.device) -> str | None:
+def reason_not_packed(dtype: torch.dtype, device: torch.device) -> str | None:
     """None: matrices of this dtype can be packed here. Else a reason."""
     if device.type != "cpu":
         return f"the device is {device.type}"

@@ -52,7 +52,7 @@ _DTYPES = {str(dtype).removeprefix("torch."): dtype for dtype in _FILE_DTYPES.va
 EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"  # one, if they are tied
 _WEIGHTS = "model.safetensors"
 _INDEX = "model.safetensors.index.json"
-_MOST_LAYERS = 10_000
+_MAX_LAYERS = 10_000
 _PICKLED = {".bin", ".pt", ".pth", ".ckpt"}
 _DOWNLOADS = ["*.json", "model*.safetensors", "tokenizer*", "merges.txt", "*.jinja"]
 
@@ -106,8 +106,8 @@ def read_checkpoint(model: str | Path) -> Checkpoint:
     path = resolve_checkpoint(model)
     fields = read_json(path / "config.json")
     layers = fields.get("num_hidden_layers")
-    if isinstance(layers, int) and layers > _MOST_LAYERS:  # a list of them would be memory, too
-        raise ValueError(f"num_hidden_layers must be at most {_MOST_LAYERS}, got {layers}")
+    if isinstance(layers, int) and layers > _MAX_LAYERS:  # a list of them would be memory, too
+        raise ValueError(f"num_hidden_layers must be at most {_MAX_LAYERS}, got {layers}")
     try:
         config = ModelConfig.from_hf(fields)
     except (TypeError, OverflowError) as error:

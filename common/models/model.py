@@ -35,9 +35,9 @@ from torch.nn import functional as F
 
 from batch_layout import ComposedBatch
 from common.models.blocks import AttentionBlock, CheckpointTensor, MakeLinear, MLPBlock, allocator
-from common.models.collectives import Alone, Collectives
+from common.models.collectives import Collectives, SingleProcess
 from common.models.layer_groups import deal_layers
-from common.models.linear import ONEDNN, Linear, Packing, linear_layers, why_not_packed
+from common.models.linear import ONEDNN, Linear, Packing, linear_layers, reason_not_packed
 from common.models.model_config import SCORED, ModelConfig
 from common.models.regions.regions import Regions
 from common.models.rotary import Rotary, rotary_table
@@ -119,7 +119,7 @@ class DecoderModel(nn.Module):
         self.norm_weight = allocator(config.norm_dtype(dtype), device)(config.hidden_size)
         self.layer_range = range(config.num_hidden_layers)
         layers = [DecoderLayer(config, i, dtype, device) for i in self.layer_range]
-        self._complete(config, layers, Alone())
+        self._complete(config, layers, SingleProcess())
 
     def _complete(
         self, config: ModelConfig, layers: list[DecoderLayer], collectives: Collectives
@@ -216,7 +216,7 @@ class DecoderModel(nn.Module):
         """Reorder every matrix for this processor, once (`linear.py`); without `packing` in
         oneDNN's order. None, or the reason why they stay plain."""
         where = self.embed_weight.dtype, self.embed_weight.device
-        reason = None if packing is not None else why_not_packed(*where)
+        reason = None if packing is not None else reason_not_packed(*where)
         if reason is None:
             for matrix in linear_layers(self):
                 matrix.pack(matrix.weight is self.embed_weight, packing or ONEDNN)

@@ -353,7 +353,7 @@ def _architecture(fields: dict[str, Any]) -> str:
     ]
     if not isinstance(names, list) or len(names) != 1 or names[0] not in FAMILIES:
         shown = fields.get("architectures") or f"none with model_type {model_type!r}"
-        why = f": {found}" if (found := why_refused(names)) else ""
+        why = f": {found}" if (found := refusal_reason(names)) else ""
         raise ValueError(f"architectures must be one of {', '.join(FAMILIES)}, got {shown}{why}")
     expected = FAMILIES[names[0]].model_type
     if model_type not in (None, expected):
@@ -448,7 +448,7 @@ class ModelFacts:
     num_parameters: int
 
 
-def why_refused(architectures: object) -> str | None:
+def refusal_reason(architectures: object) -> str | None:
     """None: not known. `architectures` is what a `config.json` says."""
     given = architectures if isinstance(architectures, list) else []
     names = [n for n in given if isinstance(n, str) and not fnmatchcase(n, "*Head*Model")]

@@ -93,9 +93,9 @@ def slow_counts(times: dict[int, list[float]]) -> dict[int, int]:
     padding = {}
     for below, above in pairwise(sorted(times)):
         for n in range(below + 1, above + 1):
-            neighbours = {above} if n == above else {below, above}
+            peers = {above} if n == above else {below, above}
             larger = [padded for padded in sorted(times) if padded >= n]
-            found = (p for p in larger if all(gains(p, count) for count in neighbours))
+            found = (p for p in larger if all(gains(p, count) for count in peers))
             if (padded := next(found, None)) is not None:
                 padding[n] = padded
     return padding

@@ -17,7 +17,7 @@ from torch import nn
 from common.engine import LLMEngine
 from common.engine_config import EngineConfig
 from common.models import huge_pages, row_padding
-from common.models.linear import Linear, linear_layers, why_not_packed
+from common.models.linear import Linear, linear_layers, reason_not_packed
 from common.models.regions.compiled_linear import CompiledPacking
 from request import SamplingParams
 from test_cpp_library import needs_compiler
@@ -25,7 +25,7 @@ from workshop.measure.bench.random_weights import QWEN3_0_6B, random_model
 
 BOUNDS = {torch.float32: 1e-5, torch.bfloat16: 1.5e-2}
 CPU = torch.device("cpu")
-UNPACKED = {dtype: why_not_packed(dtype, CPU) for dtype in BOUNDS}  # None: this processor can
+UNPACKED = {dtype: reason_not_packed(dtype, CPU) for dtype in BOUNDS}  # None: this processor can
 TINY = replace(QWEN3_0_6B, vocab_size=89, hidden_size=32, num_hidden_layers=2, intermediate_size=40)
 
 
@@ -76,16 +76,16 @@ def test_packed_and_plain_are_within_rounding_of_float64(dtype, has_bias, num_ro
 def test_why_a_matrix_stays_plain(machine, reason, monkeypatch):
     monkeypatch.setattr(platform, "machine", lambda: machine)
     monkeypatch.setattr(torch.backends.mkldnn, "is_available", lambda: True)
-    found = why_not_packed(torch.float32, CPU)
+    found = reason_not_packed(torch.float32, CPU)
     assert found is None if reason is None else reason in found
     monkeypatch.setattr(platform, "machine", lambda: "x86_64")
-    assert "dtype" in why_not_packed(torch.float64, CPU)
-    assert "cuda" in why_not_packed(torch.float32, torch.device("cuda"))
+    assert "dtype" in reason_not_packed(torch.float64, CPU)
+    assert "cuda" in reason_not_packed(torch.float32, torch.device("cuda"))
 
 
 @pytest.mark.parametrize("dtype", BOUNDS)
 def test_the_processor_is_asked_before_it_is_told(dtype):
-    """oneDNN refuses what `why_not_packed` has a reason against (Trap 77), and nothing else."""
+    """oneDNN refuses what `reason_not_packed` has a reason against (Trap 77), and nothing else."""
     refused = (
         pytest.raises(RuntimeError, match="needs the cpu support")
         if UNPACKED[dtype]
@@ -123,7 +123,7 @@ def test_the_engine_packs_unless_it_cannot_or_is_told_not_to(dtype, pack_weights
     """And says why, on every processor: also on one without bfloat16 (Trap 77, `.ci/held_down`)."""
     caplog.set_level(logging.INFO)
     engine, tokens = run(dtype, pack_weights=pack_weights)
-    reason, model = why_not_packed(dtype, CPU), engine.core.runner.model
+    reason, model = reason_not_packed(dtype, CPU), engine.core.runner.model
     is_packed = pack_weights and reason is None
     assert {matrix.is_packed for matrix in linear_layers(model)} == {is_packed}
     said = f"weights are not packed: {reason}"

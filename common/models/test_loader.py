@@ -14,7 +14,7 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, Qwen3Config
 
 from common.models import loader
-from common.models.linear import ONEDNN, Linear, linear_layers, why_not_packed
+from common.models.linear import ONEDNN, Linear, linear_layers, reason_not_packed
 from common.models.loader import load_model, resolve_checkpoint
 from common.models.model import DecoderModel
 from common.models.model_config import SUPPORTED_ARCHITECTURES, ModelConfig
@@ -65,7 +65,7 @@ def assert_logits_of_transformers(path: Path) -> None:
 # -- one plain matrix at a time
 
 
-@pytest.mark.skipif(why_not_packed(torch.float32, torch.device("cpu")) is not None, reason="ARM")
+@pytest.mark.skipif(reason_not_packed(torch.float32, torch.device("cpu")) is not None, reason="ARM")
 @pytest.mark.parametrize("name", CASES)
 def test_a_matrix_is_packed_before_the_next_one_is_read(name, tmp_path, monkeypatch):
     path, own, plain_bytes = save_case(name, tmp_path), [], []

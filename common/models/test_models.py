@@ -19,7 +19,7 @@ from common.engine_config import SHIPPED_CHECKPOINT
 from common.models import loader, test_model
 from common.models.__main__ import main
 from common.models.model import DecoderModel
-from common.models.model_config import SUPPORTED_ARCHITECTURES, WHY_REFUSED, why_refused
+from common.models.model_config import SUPPORTED_ARCHITECTURES, WHY_REFUSED, refusal_reason
 from common.tests.model_cases import save_case
 from workshop.book import models_page
 
@@ -50,9 +50,9 @@ def test_every_architecture_that_is_refused_by_name_is_one():
     known = {name for kind in kinds for name in kind.values() if isinstance(name, str)}
     for pattern, why in WHY_REFUSED.items():
         fitting = [name for name in known if fnmatchcase(name, pattern)]
-        assert any(why_refused([name]) == why for name in fitting), pattern
-    assert why_refused(["SomethingNew"]) is why_refused("GptOssForCausalLM") is None
-    assert why_refused(["GPT2LMHeadModel"]) is why_refused(["GPT2DoubleHeadsModel"]) is None
+        assert any(refusal_reason([name]) == why for name in fitting), pattern
+    assert refusal_reason(["SomethingNew"]) is refusal_reason("GptOssForCausalLM") is None
+    assert refusal_reason(["GPT2LMHeadModel"]) is refusal_reason(["GPT2DoubleHeadsModel"]) is None
 
 
 # -- the demo

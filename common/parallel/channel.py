@@ -5,7 +5,8 @@
 
 An interrupt (Ctrl-C) between a system call and the line that notes what it did would lose bytes,
 and the rest of the stream would make no sense. So the driver's interrupts wait for the end of a
-message (`interrupts_held`); what is torn all the same is seen (`is_torn`) and never read on.
+message (`interrupts_held`); what is torn all the same is seen (`is_inconsistent`) and never read
+on.
 
 A second socket, the lifeline, carries no messages of the engine. A thread of the worker sits at its
 end: it ends the process when the driver is gone, and answers where the process is when it is asked,
@@ -57,7 +58,7 @@ class Channel:
 
     def __init__(self, sock: socket.socket) -> None:
         self.sock = sock
-        self.is_torn = False  # somewhere in the middle of a message
+        self.is_inconsistent = False  # somewhere in the middle of a message
         self._buffer = bytearray()
         self._unsent = memoryview(b"")
         self._sending = threading.Lock()
@@ -95,7 +96,7 @@ class Channel:
 
     def send_some(self) -> None:
         """What the socket takes, at once."""
-        self.is_torn = True
+        self.is_inconsistent = True
         try:
             num_sent = self.sock.send(self._unsent, socket.MSG_DONTWAIT)
         except BlockingIOError:
@@ -103,7 +104,7 @@ class Channel:
         except OSError as error:
             raise ChannelClosed(str(error)) from error
         self._unsent = self._unsent[num_sent:]
-        self.is_torn = False
+        self.is_inconsistent = False
 
     def arrived(self) -> list[bytes]:
         """Messages, after the socket was said to be readable: perhaps none is complete."""
@@ -114,13 +115,13 @@ class Channel:
         return messages
 
     def _read(self) -> None:
-        self.is_torn = True
+        self.is_inconsistent = True
         try:
             data = self.sock.recv(_AT_ONCE)
         except OSError as error:
             raise ChannelClosed(str(error)) from error
         self._buffer += data
-        self.is_torn = False
+        self.is_inconsistent = False
         if not data:
             raise ChannelClosed("cannot receive: the peer has closed the connection")
 

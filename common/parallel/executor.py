@@ -224,7 +224,7 @@ class Executor:
             raise WorkerError(f"the engine has failed: {self.failure}")
         if self._is_closed:
             raise WorkerError("the engine is closed; create a new one")
-        if any(link.channel.is_torn for link in self.links):
+        if any(link.channel.is_inconsistent for link in self.links):
             self._end("it was interrupted in the middle of a message")
 
     def _fail(
@@ -305,7 +305,7 @@ class Executor:
         goodbye, deadline = message.pack("close"), time.monotonic() + CLOSE_TIMEOUT_S
         left = [link for link in self.links if link.rank not in self._gone]
         for link in left:
-            if link.channel.is_sent and not link.channel.is_torn:
+            if link.channel.is_sent and not link.channel.is_inconsistent:
                 link.channel.put(goodbye)
                 with suppress(ChannelClosed):
                     link.channel.send_some()

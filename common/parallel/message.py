@@ -1,7 +1,7 @@
 """What crosses between the process that schedules and those that compute: bytes of msgpack.
 
     to a worker     start        its rank, the configuration, where the ranks meet
-                    plan         the message of a step (chapter 1's `PlanMessage`)
+                    plan         the message of a step (chapter 1's `RunnerInput`)
                     read, write  the bytes of a KV block
                     adapter      a directory: read what it holds, while steps go on
                     take, drop   keep what was read for the steps to come, or forget it
@@ -35,10 +35,10 @@ from common.requests.input_processor import DrawnSeedParams
 from common.sampling.distributions import TokenLogprobs
 from request import SamplingParams
 from scheduler_interface import (
-    BlockMove,
+    BlockTableUpdate,
     CachedRequestData,
     NewRequestData,
-    PlanMessage,
+    RunnerInput,
     StepOutput,
 )
 
@@ -119,7 +119,7 @@ def _names(kind: type) -> tuple[str, ...]:
 
 
 _PARAMS, _NEW = _names(SamplingParams), _names(NewRequestData)
-_CACHED, _PLAN, _OUTPUT = _names(CachedRequestData), _names(PlanMessage), _names(StepOutput)
+_CACHED, _PLAN, _OUTPUT = _names(CachedRequestData), _names(RunnerInput), _names(StepOutput)
 
 
 def _as_map(value: Any, names: tuple[str, ...], **instead: Any) -> dict[str, Any]:
@@ -145,7 +145,7 @@ def _same(value: Any) -> Any:
 # -- plans
 
 
-def plan_to_map(plan: PlanMessage) -> dict[str, Any]:
+def plan_to_map(plan: RunnerInput) -> dict[str, Any]:
     """Of a `SchedulerOutput` too: what is its scheduler's own is left out."""
     cached = plan.scheduled_cached_reqs
     return _as_map(
@@ -172,11 +172,11 @@ def plan_to_map(plan: PlanMessage) -> dict[str, Any]:
     )
 
 
-def plan_from_map(found: Any) -> PlanMessage:
+def plan_from_map(found: Any) -> RunnerInput:
     """Raises `MessageError`."""
     of_new = {"sampling_params": _params_from_map, "block_ids": _tables}
     return _made(
-        PlanMessage,
+        RunnerInput,
         "a plan",
         found,
         _PLAN,
@@ -192,7 +192,7 @@ def plan_from_map(found: Any) -> PlanMessage:
             resumed_req_ids=set,
         ),
         finished_req_ids=set,
-        block_moves=lambda moves: [BlockMove(*move) for move in moves],
+        block_moves=lambda moves: [BlockTableUpdate(*move) for move in moves],
     )
 
 

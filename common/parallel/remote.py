@@ -26,7 +26,7 @@ from acceptance import SpecDecodeStats
 from common.assembly.scheduler_assembly import (
     EngineParts,
     Namespace,
-    RunnerSide,
+    RunnerHandle,
     assemble_around,
     find_eos_token_ids,
     find_max_model_len,
@@ -45,7 +45,7 @@ from common.parallel.sharded_model import rank_config
 from common.requests.output_processor import OutputProcessor
 from common.requests.tokenizer import Tokenizer, load_tokenizer
 from common.runner.trimming_runner import TrimmingRunner
-from scheduler_interface import ModelRunner, PlanMessage, StepHandle, StepOutput
+from scheduler_interface import ModelRunner, RunnerInput, StepHandle, StepOutput
 
 logger = logging.getLogger(__name__)
 
@@ -62,7 +62,7 @@ class RemoteRunner:
         self._num_steps = 0
         self._times: list[list] = []  # not told yet: step, ms of verifying, ms of guessing
 
-    def execute(self, plan: PlanMessage) -> RemoteStep:
+    def execute(self, plan: RunnerInput) -> RemoteStep:
         step, self._num_steps = self._num_steps, self._num_steps + 1
         times, self._times = self._times, []
         plan_map = message.plan_to_map(plan)
@@ -97,7 +97,7 @@ class CountingRunner:
     def __init__(self, runner: ModelRunner) -> None:
         self.runner, self.stats = runner, SpecDecodeStats()
 
-    def execute(self, plan: PlanMessage) -> CountedStep:
+    def execute(self, plan: RunnerInput) -> CountedStep:
         num_drafted = {r: len(ids) for r, ids in plan.scheduled_draft_token_ids.items()}
         return CountedStep(self, self.runner.execute(plan), num_drafted)
 
@@ -333,7 +333,7 @@ def _make_side(
     vocab_size: int,
     num_parameters: int,
     members: Mapping[str, OutputProcessor],
-) -> RunnerSide:
+) -> RunnerHandle:
     for name in ("checkpoint", "dtype", "num_blocks"):
         values = [fact[name] for fact in facts]
         if len(set(values)) > 1:
@@ -361,7 +361,7 @@ def _make_side(
         getattr(torch, facts[0]["dtype"]),
         num_parameters,
     )
-    return RunnerSide(
+    return RunnerHandle(
         runner,
         model,
         kv_cache,

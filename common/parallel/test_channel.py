@@ -74,7 +74,7 @@ def test_bytes_that_were_lost_to_an_interrupt_are_seen():
     driver._buffer = Interrupted()
     with pytest.raises(KeyboardInterrupt):
         driver.arrived()
-    assert driver.is_torn
+    assert driver.is_inconsistent
 
     class InterruptedSocket:
         def send(self, data, flags: int) -> int:
@@ -85,7 +85,7 @@ def test_bytes_that_were_lost_to_an_interrupt_are_seen():
     driver.put(b"abc")
     with pytest.raises(KeyboardInterrupt):
         driver.send_some()
-    assert driver.is_torn
+    assert driver.is_inconsistent
 
 
 def test_interrupts_are_the_main_threads_business():
@@ -347,7 +347,7 @@ def test_who_has_half_a_message_is_not_told_goodbye(monkeypatch):
     monkeypatch.setattr(executor_module, "CLOSE_TIMEOUT_S", 0.1)
     (one, its_one), (two, its_two) = pair(), pair()
     executor = Executor([Link(0, one, pair()[0]), Link(1, two, pair()[0])], 0, 5.0)
-    one.is_torn = True
+    one.is_inconsistent = True
     executor.close()
     assert message.unpack(its_two.receive(), {"close": ()})[0] == "close"
     with pytest.raises(ChannelClosed):
@@ -355,7 +355,7 @@ def test_who_has_half_a_message_is_not_told_goodbye(monkeypatch):
 
 
 def test_a_worker_that_takes_no_message_is_named():
-    (channel, _unread), (lifeline, _silent) = pair(), pair()
+    (channel, _pending_output), (lifeline, _silent) = pair(), pair()
     executor = Executor([Link(0, channel, lifeline)], 0, 0.2)
     with pytest.raises(WorkerError, match="rank 0 is stuck: no sign of life"):
         executor.send(bytes(10**7))
@@ -407,21 +407,23 @@ def test_an_interrupted_message_is_taken_to_its_end_by_all(ctrl_c):
 
 def test_what_was_torn_is_not_read_on():
     executor = played((right, WAITS))
-    executor.links[0].channel.is_torn = True
+    executor.links[0].channel.is_inconsistent = True
     with pytest.raises(WorkerError, match="interrupted in the middle of a message"):
         step(executor)
 
 
 def test_the_workers_of_a_fork_are_not_its_own(monkeypatch):
     executor = played((right, WAITS))
-    executor.links[0].channel.is_torn = True  # its parent's business, not a reason to end them
+    executor.links[
+        0
+    ].channel.is_inconsistent = True  # its parent's business, not a reason to end them
     monkeypatch.setattr(executor_module.os, "getpid", lambda: -1)
     for use in (lambda: executor.send(b"plan"), lambda: executor.collect("a block")):
         with pytest.raises(RuntimeError, match="cannot use workers of process"):
             use()
     executor.close()
     monkeypatch.undo()
-    executor.links[0].channel.is_torn = False
+    executor.links[0].channel.is_inconsistent = False
     assert executor.failure is None
     assert step(executor)["step"] == 3
     executor.close()

@@ -22,10 +22,10 @@ from common.sampling.distributions import TokenLogprobs
 from common.tests.engine_oracle import checked_engine, serve_a_crowd
 from request import SamplingParams
 from scheduler_interface import (
-    BlockMove,
+    BlockTableUpdate,
     CachedRequestData,
     NewRequestData,
-    PlanMessage,
+    RunnerInput,
     SchedulerOutput,
     StepOutput,
 )
@@ -33,7 +33,7 @@ from scheduler_interface import (
 PLAN, OUTPUT = {"plan": ("plan",)}, {"output": ("output",)}
 
 
-def through(plan: PlanMessage) -> PlanMessage:
+def through(plan: RunnerInput) -> RunnerInput:
     data = message.pack("plan", plan=message.plan_to_map(plan))
     assert isinstance(data, bytes)
     kind, content = message.unpack(data, PLAN)
@@ -41,9 +41,9 @@ def through(plan: PlanMessage) -> PlanMessage:
     return message.plan_from_map(content["plan"])
 
 
-def message_of(plan: PlanMessage) -> PlanMessage:
+def message_of(plan: RunnerInput) -> RunnerInput:
     """Without what is its scheduler's own."""
-    return PlanMessage(*(getattr(plan, f.name) for f in fields(PlanMessage)))
+    return RunnerInput(*(getattr(plan, f.name) for f in fields(RunnerInput)))
 
 
 NAMES = st.text(st.characters(), min_size=1, max_size=5)
@@ -87,14 +87,14 @@ def params(draw) -> SamplingParams:
 
 
 @st.composite
-def plans(draw) -> PlanMessage:
+def plans(draw) -> RunnerInput:
     req_ids = draw(st.lists(NAMES, max_size=4, unique=True))
 
     def column(values) -> list:
         return [draw(values) for _ in req_ids]
 
     news = st.builds(NewRequestData, NAMES, LISTS, params(), IDS, TABLES, FEATURES)
-    return PlanMessage(
+    return RunnerInput(
         draw(st.lists(news, max_size=3)),
         CachedRequestData(
             req_ids,
@@ -107,7 +107,7 @@ def plans(draw) -> PlanMessage:
         ),
         draw(st.dictionaries(NAMES, st.integers(1, 10**6), max_size=4)),
         draw(st.sets(NAMES, max_size=3)),
-        draw(st.lists(st.builds(BlockMove, NAMES, IDS, IDS, st.integers(0, 3)), max_size=3)),
+        draw(st.lists(st.builds(BlockTableUpdate, NAMES, IDS, IDS, st.integers(0, 3)), max_size=3)),
         draw(st.dictionaries(NAMES, LISTS, max_size=3)),
     )
 
@@ -126,7 +126,7 @@ def test_what_travels_as_features_stays_behind_as_parameters():
         **dict(logit_bias={np.int64(3): 1.0}, allowed_token_ids=np.arange(4), bad_words=[("a",)]),
         **dict(prompt_logprobs=np.int64(2), truncate_prompt_tokens=np.int64(9)),
     )
-    plan = PlanMessage([NewRequestData("a", [1], params, features={"token_rules": {}})])
+    plan = RunnerInput([NewRequestData("a", [1], params, features={"token_rules": {}})])
     (new,) = through(plan).scheduled_new_reqs
     assert new.sampling_params == SamplingParams() and new.features == {"token_rules": {}}
 
@@ -177,23 +177,23 @@ def test_no_logprob_is_lost_that_is_not_a_number():
 
 def test_what_is_the_schedulers_own_does_not_travel():
     plan = SchedulerOutput(num_scheduled_tokens={"a": 2}, start_positions=[7])
-    assert message.plan_to_map(plan).keys() == {field.name for field in fields(PlanMessage)}
-    assert through(plan) == PlanMessage(num_scheduled_tokens={"a": 2})
+    assert message.plan_to_map(plan).keys() == {field.name for field in fields(RunnerInput)}
+    assert through(plan) == RunnerInput(num_scheduled_tokens={"a": 2})
 
 
 @pytest.mark.parametrize(
     "plan",
     [
-        PlanMessage(num_scheduled_tokens={"a": np.int64(1)}),
-        PlanMessage([NewRequestData("a", [1, np.int32(2)], SamplingParams())]),
-        PlanMessage([NewRequestData("a", (1, 2), SamplingParams())]),
-        PlanMessage([NewRequestData("a", np.arange(2), SamplingParams())]),
-        PlanMessage(scheduled_draft_token_ids={"a": {1, 2}}),
-        PlanMessage(block_moves=[BlockMove("a", 0, np.int64(3))]),
-        PlanMessage(block_moves=[BlockMove("a", 0, 3, np.int64(1))]),
-        PlanMessage([NewRequestData("a", [1], SamplingParams(), 0, ([np.int64(1)],))]),
-        PlanMessage([NewRequestData("a", [1], SamplingParams(), 0, ((1, 2),))]),
-        PlanMessage(scheduled_cached_reqs=CachedRequestData(new_block_ids=[(np.arange(2),)])),
+        RunnerInput(num_scheduled_tokens={"a": np.int64(1)}),
+        RunnerInput([NewRequestData("a", [1, np.int32(2)], SamplingParams())]),
+        RunnerInput([NewRequestData("a", (1, 2), SamplingParams())]),
+        RunnerInput([NewRequestData("a", np.arange(2), SamplingParams())]),
+        RunnerInput(scheduled_draft_token_ids={"a": {1, 2}}),
+        RunnerInput(block_moves=[BlockTableUpdate("a", 0, np.int64(3))]),
+        RunnerInput(block_moves=[BlockTableUpdate("a", 0, 3, np.int64(1))]),
+        RunnerInput([NewRequestData("a", [1], SamplingParams(), 0, ([np.int64(1)],))]),
+        RunnerInput([NewRequestData("a", [1], SamplingParams(), 0, ((1, 2),))]),
+        RunnerInput(scheduled_cached_reqs=CachedRequestData(new_block_ids=[(np.arange(2),)])),
     ],
 )
 def test_numbers_of_numpy_tuples_sets_and_objects_do_not_slip_through(plan):
@@ -205,7 +205,7 @@ def test_numbers_of_numpy_tuples_sets_and_objects_do_not_slip_through(plan):
 def test_what_a_feature_brings_is_plain_or_its_plugin_is_named(data):
     new = NewRequestData("r", [1], SamplingParams(), features={"fine": [None], "odd": data})
     with pytest.raises(TypeError, match=r"^features\['odd'\] of request 'r': .* (encoded|allowed)"):
-        through(PlanMessage([new]))
+        through(RunnerInput([new]))
 
 
 def test_a_time_of_numpy_does_not_either():
@@ -215,18 +215,18 @@ def test_a_time_of_numpy_does_not_either():
 
 def test_a_name_of_numpy_is_a_text():
     name = np.str_("a")
-    plan = through(PlanMessage(num_scheduled_tokens={name: 1}, finished_req_ids={name}))
-    assert plan == PlanMessage(num_scheduled_tokens={"a": 1}, finished_req_ids={"a"})
+    plan = through(RunnerInput(num_scheduled_tokens={name: 1}, finished_req_ids={name}))
+    assert plan == RunnerInput(num_scheduled_tokens={"a": 1}, finished_req_ids={"a"})
     assert {type(r) for r in (*plan.num_scheduled_tokens, *plan.finished_req_ids)} == {str}
 
 
 def test_half_a_surrogate_pair_travels():
-    plan = PlanMessage(num_scheduled_tokens={"\ud800": 1})
+    plan = RunnerInput(num_scheduled_tokens={"\ud800": 1})
     assert through(plan) == plan
 
 
 def change(change_plan=None, **changes) -> bytes:
-    plan = PlanMessage([NewRequestData("a", [1], SamplingParams())])
+    plan = RunnerInput([NewRequestData("a", [1], SamplingParams())])
     content = {"version": message.VERSION, "kind": "plan", "plan": message.plan_to_map(plan)}
     if change_plan is not None:
         change_plan(content["plan"])

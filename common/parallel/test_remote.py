@@ -39,7 +39,7 @@ from common.tests.remote_cases import (
 )
 from grammars import Choice, Json, Regex
 from request import SamplingParams
-from scheduler_interface import NewRequestData, PlanMessage
+from scheduler_interface import NewRequestData, RunnerInput
 from tiered_cache import KVTierConfig
 
 RANKS, STAGES = dict(tensor_parallel_size=2), dict(pipeline_parallel_size=2)
@@ -284,8 +284,8 @@ def test_ranks_guess_alike_and_one_that_is_stuck_or_raises_is_named(
         must_find_the_stuck(engine, pids)
         return
     new = NewRequestData("x", [1, 2, 3], GREEDY, 0, ([5],))
-    right = PlanMessage([new], num_scheduled_tokens={"x": 3})
-    wrong = PlanMessage([new], num_scheduled_tokens={"y": 3})  # and rank 0 waits for rank 1
+    right = RunnerInput([new], num_scheduled_tokens={"x": 3})
+    wrong = RunnerInput([new], num_scheduled_tokens={"y": 3})  # and rank 0 waits for rank 1
     executor.send(
         [
             message.pack("plan", step=10**6, plan=message.plan_to_map(plan), times=[])
@@ -322,7 +322,7 @@ def test_two_engines_at_once_one_forgotten_one_whose_ranks_differ(
     assert all(map(is_there, pids))
 
     params = [SamplingParams(seed=seed, temperature=5.0, max_tokens=9) for seed in (1, 2)]
-    plans = [PlanMessage([NewRequestData("x", [1, 2, 3], p, 0, ([5],))]) for p in params]
+    plans = [RunnerInput([NewRequestData("x", [1, 2, 3], p, 0, ([5],))]) for p in params]
     for plan in plans:
         plan.num_scheduled_tokens = {"x": 3}
     step, executor = 10**6, executor_of(engine)

@@ -51,8 +51,8 @@ KILLED = SCRIPT.replace(
     """
     if idle_s:
         from common.parallel.message import pack, plan_to_map
-        from scheduler_interface import NewRequestData, PlanMessage
-        plan = PlanMessage([NewRequestData("x", [1], params, 0, ([5],))])
+        from scheduler_interface import NewRequestData, RunnerInput
+        plan = RunnerInput([NewRequestData("x", [1], params, 0, ([5],))])
         plan.num_scheduled_tokens = {"x": 1}
         plan = pack("plan", step=99, plan=plan_to_map(plan), times=[])
         runner.executor.links[0].channel.send(plan)

@@ -14,7 +14,7 @@ from safetensors.torch import load_file, save_file
 from batch_invariance import make_batch_invariant
 from common.assembly.assembly import kv_namespace
 from common.models import loader
-from common.models.collectives import Alone
+from common.models.collectives import SingleProcess
 from common.models.linear import linear_layers
 from common.models.loader import load_model
 from common.models.ranks import Ranks
@@ -31,7 +31,7 @@ WEIGHTS = "model.safetensors"
 EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
 
 
-class Silent(Alone):
+class Silent(SingleProcess):
     """The collectives of a rank that is not to run."""
 
     def __init__(self, ranks: Ranks) -> None:

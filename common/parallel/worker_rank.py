@@ -36,7 +36,7 @@ from common.models.ranks import Ranks
 from common.parallel import message
 from common.parallel.channel import START_TIMEOUT_S, Channel
 from common.parallel.sharded_model import ShardedModel
-from common.runner.kv_sizing import Neighbours
+from common.runner.kv_sizing import Peers
 from kv_block_io import PagedBlockIO
 from scheduler_interface import StepHandle, StepOutput
 from speculating_runner import DraftLength
@@ -76,7 +76,7 @@ class Rank:
         config: EngineConfig,
         collectives: Collectives,
         local: LocalRunner,
-        length: ToldLength | None,
+        length: DriverChosenLength | None,
     ) -> None:
         self.channel, self.collectives = channel, collectives
         self.local, self.length = local, length
@@ -111,11 +111,11 @@ class Rank:
         if how is not None and how.method == "draft" and ranks.is_last_stage:
             path, dtype = how.model or SHIPPED_DRAFT, loaded.model.embed_weight.dtype
             draft = load_model(path, dtype, device, packing_of=partial(packing_of, config))
-        length: ToldLength | None = None
+        length: DriverChosenLength | None = None
 
-        def tell(how: SpeculativeConfig) -> ToldLength:
+        def tell(how: SpeculativeConfig) -> DriverChosenLength:
             nonlocal length
-            length = ToldLength(make_draft_length(how))
+            length = DriverChosenLength(make_draft_length(how))
             return length
 
         max_model_len, vocab_size = told["limits"]
@@ -127,8 +127,8 @@ class Rank:
             max_model_len,
             vocab_size,
             make_length=tell,
-            neighbours=Neighbours(
-                collectives.least if ranks.world_size > 1 else int,
+            peers=Peers(
+                collectives.min_across if ranks.world_size > 1 else int,
                 int(os.environ.get("LOCAL_WORLD_SIZE", ranks.world_size)),
             ),
         )
@@ -279,21 +279,21 @@ def _load(config: EngineConfig, device: torch.device, collectives: Collectives) 
 
 
 @dataclass(frozen=True, slots=True)
-class _Unjudged:
+class _Unverified:
     step: int
     num_requests: int
     num_tokens: int
     num_rounds: int
 
 
-class ToldLength(DraftLength):
+class DriverChosenLength(DraftLength):
     """How much to guess, where several ranks have to guess the same: each learns from the clock of
     the one whose times the driver tells all, a step later."""
 
     def __init__(self, inner: DraftLength) -> None:
         self.inner = inner
         self._step = 0
-        self._unjudged: deque[_Unjudged] = deque()
+        self._unjudged: deque[_Unverified] = deque()
 
     def begin(self, step: int, times: list[list]) -> None:
         """`times`: step, milliseconds of verifying and of guessing, of steps before this one."""
@@ -316,7 +316,7 @@ class ToldLength(DraftLength):
     def observe_step(
         self, num_requests: int, num_tokens: int, num_rounds: int, verify_ms: float, draft_ms: float
     ) -> None:
-        self._unjudged.append(_Unjudged(self._step, num_requests, num_tokens, num_rounds))
+        self._unjudged.append(_Unverified(self._step, num_requests, num_tokens, num_rounds))
 
     def forget(self, request_id: str) -> None:
         self.inner.forget(request_id)

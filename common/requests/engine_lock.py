@@ -19,13 +19,13 @@ from typing import Any, TypeVar, cast
 Method = TypeVar("Method", bound=Callable[..., Any])
 
 
-class Turn:
+class EngineLock:
     """A `with` that does not wait, and may be nested. Raises `RuntimeError`."""
 
     def __init__(self) -> None:
         self._lock, self._pid = threading.RLock(), os.getpid()
-        self._num_undisturbed = 0
-        self.asked: deque[Callable[[], None]] = deque()
+        self._num_deferring = 0
+        self.deferred: deque[Callable[[], None]] = deque()
 
     def __enter__(self) -> None:
         self.check_process()
@@ -50,38 +50,38 @@ class Turn:
 
     def release(self) -> None:
         self._lock.release()
-        self.do_what_was_asked()
+        self.run_deferred()
 
     @contextmanager
-    def undisturbed(self) -> Iterator[None]:
+    def deferring(self) -> Iterator[None]:
         """For whose turn it is: what is asked for meanwhile, by whomever, is done afterwards."""
-        before = self._num_undisturbed
+        before = self._num_deferring
         try:
-            self._num_undisturbed = before + 1
+            self._num_deferring = before + 1
             yield
         finally:
-            self._num_undisturbed = before
+            self._num_deferring = before
 
-    def begin_anew(self) -> None:
+    def clear(self) -> None:
         """Nobody is in the middle of anything, whatever an interrupt has left."""
-        self._num_undisturbed = 0
+        self._num_deferring = 0
 
-    def ask(self, what: Callable[[], None]) -> None:
+    def run_or_defer(self, what: Callable[[], None]) -> None:
         """Have it done by whose turn it is; here and now, if that is nobody's, or this thread's and
         not in the middle of something. A fork asks for nothing: a generator that ends there."""
         if os.getpid() != self._pid:
             return
-        self.asked.append(what)
-        self.do_what_was_asked()
+        self.deferred.append(what)
+        self.run_deferred()
 
-    def do_what_was_asked(self) -> None:
+    def run_deferred(self) -> None:
         """Who asked in vain was before the other's release, so that one sees it. What is
         interrupted is done again."""
-        while self.asked and not self._num_undisturbed and self.take():
+        while self.deferred and not self._num_deferring and self.take():
             try:
-                with self.undisturbed():
-                    while self.asked:
-                        self._do(self.asked[0])
+                with self.deferring():
+                    while self.deferred:
+                        self._do(self.deferred[0])
             finally:
                 self._lock.release()
 
@@ -89,17 +89,17 @@ class Turn:
         try:
             what()
         except Exception:
-            self.asked.popleft()
+            self.deferred.popleft()
             raise
-        self.asked.popleft()
+        self.deferred.popleft()
 
 
-def one_at_a_time(method: Method) -> Method:
-    """A method of a class with a `turn`."""
+def exclusive(method: Method) -> Method:
+    """A method of a class with a `lock`."""
 
     @wraps(method)
     def taken(self: Any, *arguments: Any, **keywords: Any) -> Any:
-        with self.turn:
+        with self.lock:
             return method(self, *arguments, **keywords)
 
     return cast(Method, taken)

@@ -9,7 +9,7 @@ import gc
 GC_THRESHOLDS = 10_000, 50
 
 
-def spare_what_is_loaded() -> None:
+def freeze_gc_heap() -> None:
     """Exclude everything that exists now from garbage collection, and collect less often. Call it
     after `common.engine` was imported and before an engine is made: imported modules stay, so the
     collector need not go through them again and again. And a step next to never makes a cycle: a

@@ -20,7 +20,7 @@ from request import SamplingParams, check_integers, require
 
 Prompt = str | Sequence[int]  # or a row of integers of NumPy or PyTorch
 _RULES = "allowed_token_ids", "bad_words", "logit_bias"
-MOST_SAMPLES = 16_384  # of a prompt, as in vLLM: each takes memory at once
+MAX_SAMPLES = 16_384  # of a prompt, as in vLLM: each takes memory at once
 
 
 class SharedOptions(TypedDict, total=False):
@@ -47,7 +47,7 @@ class DrawnSeedParams(SamplingParams):
 
 
 @dataclass(slots=True)
-class Intake:
+class InputProcessor:
     """`num_embeddings` bounds the ids of a prompt; `vocab_size` is what may be sampled."""
 
     tokenizer: Tokenizer | None
@@ -138,7 +138,7 @@ class Intake:
         """What rules its tokens keep to, if any."""
         if not isinstance(params, SamplingParams):
             raise ValueError(f"sampling_params must be a SamplingParams, got {params!r}")
-        require(params.n <= MOST_SAMPLES, "n", params.n, f"at most {MOST_SAMPLES:,}")
+        require(params.n <= MAX_SAMPLES, "n", params.n, f"at most {MAX_SAMPLES:,}")
         self._check_token_ids("stop_token_ids", params.stop_token_ids)
         rules = None
         if any(getattr(params, name) is not None for name in _RULES):

@@ -222,7 +222,7 @@ class RequestGroup(RequestOutput):
     is the user's output too: a field is put together when it is read, so a step makes nothing for
     who reads nothing. A copy of it is an ordinary output."""
 
-    __slots__ = ("members",)
+    __slots__ = ("sequences",)
     __hash__ = object.__hash__  # pyright: ignore[reportAssignmentType]
 
     def __eq__(self, other: object) -> bool:
@@ -230,26 +230,26 @@ class RequestGroup(RequestOutput):
 
     def __init__(self, request_id: str, prompt: str | None, prompt_token_ids: list[int]) -> None:
         self.request_id, self.prompt, self.prompt_token_ids = request_id, prompt, prompt_token_ids
-        self.members: list[OutputProcessor] = []
+        self.sequences: list[OutputProcessor] = []
         self.outputs, self.prompt_logprobs = [], None
 
-    def add(self, member: OutputProcessor) -> None:
-        self.members.append(member)
-        self.outputs.append(member.completion)
-        member.group = self
+    def add(self, sequence: OutputProcessor) -> None:
+        self.sequences.append(sequence)
+        self.outputs.append(sequence.completion)
+        sequence.group = self
 
     @property
     def finished(self) -> bool:
-        return all(member.is_finished for member in self.members)
+        return all(sequence.is_finished for sequence in self.sequences)
 
     @property
     def metrics(self) -> RequestMetrics:
-        metrics = [member.metrics for member in self.members]
+        metrics = [sequence.metrics for sequence in self.sequences]
         return metrics[0] if len(metrics) == 1 else _merge_metrics(metrics)
 
     @property
     def num_cached_tokens(self) -> int:
-        return self.members[0].request.num_cached_tokens
+        return self.sequences[0].request.num_cached_tokens
 
     def __reduce__(self) -> tuple:
         return RequestOutput, tuple(getattr(self, f.name) for f in fields(RequestOutput))

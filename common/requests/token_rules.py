@@ -24,7 +24,7 @@ import numpy as np
 from common.requests.tokenizer import Tokenizer
 from request import SamplingParams, require
 
-MOST_BIAS = 100.0  # OpenAI's, to which vLLM's server clips
+MAX_BIAS = 100.0  # OpenAI's, to which vLLM's server clips
 CheckIds = Callable[[str, Any], list[int]]
 
 
@@ -45,8 +45,8 @@ def token_rules_of(
     biases = dict(bias or {})
     for value in biases.values():
         is_number = isinstance(value, Real) and not isinstance(value, bool)
-        is_right = is_number and abs(value) <= MOST_BIAS
-        require(is_right, "logit_bias", value, f"numbers in [-{MOST_BIAS}, {MOST_BIAS}]")
+        is_right = is_number and abs(value) <= MAX_BIAS
+        require(is_right, "logit_bias", value, f"numbers in [-{MAX_BIAS}, {MAX_BIAS}]")
     bad = [_checked(ids, check_ids) for ids in without_texts(words or (), tokenizer, vocab_size)]
     ruled_out = {ids[0] for ids in bad if len(ids) == 1}
     is_left = allowed_ids is None or not ruled_out.issuperset(allowed_ids)
@@ -114,14 +114,14 @@ class TokenRules:
 
     def may_come(self, outputs: np.ndarray, vocab_size: int) -> dict[str, np.ndarray]:
         """Of each rule there is, which tokens it allows next."""
-        found, ends = {}, [word[-1] for word in self.words_behind(outputs)]
+        found, ends = {}, [word[-1] for word in self.words_ending_in(outputs)]
         if self.allowed is not None:
             found["allowed_token_ids"] = np.isin(np.arange(vocab_size), self.allowed)
         if len(self.bad) or ends:
             found["bad_words"] = ~np.isin(np.arange(vocab_size), [*self.bad, *ends])
         return found
 
-    def words_behind(self, ids: np.ndarray) -> list[list[int]]:
+    def words_ending_in(self, ids: np.ndarray) -> list[list[int]]:
         """Those that the next token would complete behind these outputs, as far as is known: a last
         one below 0 is pending, and may be any."""
         if not len(ids) or not self.longer:

@@ -8,10 +8,10 @@ from collections.abc import Sequence
 import torch
 
 from common.runner.batch_state import BatchState
-from proposers import FollowedRequest, Proposer
+from proposers import Proposer, ProposerInput
 
 
-class PossibleGuesses(Proposer):
+class AllowedDrafts(Proposer):
     """Those of `proposer`, cut where the first of the plugins says so."""
 
     def __init__(self, proposer: Proposer, state: BatchState) -> None:
@@ -20,9 +20,9 @@ class PossibleGuesses(Proposer):
         self.num_lookahead_tokens = proposer.num_lookahead_tokens
 
     def propose(
-        self, followed: Sequence[FollowedRequest], num_drafts: Sequence[int]
+        self, inputs: Sequence[ProposerInput], num_drafts: Sequence[int]
     ) -> dict[str, list[int]]:
-        guesses, state = self.proposer.propose(followed, num_drafts), self.state
+        guesses, state = self.proposer.propose(inputs, num_drafts), self.state
         for num_possible in state.plugins.num_possible:
             for req_id, drafts in guesses.items():
                 del drafts[num_possible(state, state.row_of[req_id], drafts) :]

@@ -16,10 +16,10 @@ import numpy as np
 import torch
 
 from common.sampling.runner_plugin import RunnerPlugin, RunnerPlugins
-from common.sampling.sampler import UnreadStep
+from common.sampling.sampler import AsyncStepOutput
 from common.sampling.sampling_columns import SamplingBatch, SamplingColumns
 from kv_memory import SharingRunnerState
-from scheduler_interface import CachedRequestData, NewRequestData, PlanMessage
+from scheduler_interface import CachedRequestData, NewRequestData, RunnerInput
 
 
 class BatchState(SharingRunnerState):
@@ -37,19 +37,19 @@ class BatchState(SharingRunnerState):
     ) -> None:
         self.sampling, self.plugins = sampling, RunnerPlugins([sampling, *plugins])
         self._late = dict(late or {})
-        self.sampled: UnreadStep | None = None  # by the last step
+        self.sampled: AsyncStepOutput | None = None  # by the last step
         self.has_pending = False  # tokens among those of this step
-        self.is_torn = False  # an `apply` has not come to its end
+        self.is_inconsistent = False  # an `apply` has not come to its end
         super().__init__(max_num_seqs, max_blocks_per_request, num_groups)
 
-    def apply(self, plan: PlanMessage) -> None:
-        if self.is_torn:
-            self._mend()
-        self.is_torn = True
+    def apply(self, plan: RunnerInput) -> None:
+        if self.is_inconsistent:
+            self._recover()
+        self.is_inconsistent = True
         self._take_over(plan)
-        self.is_torn = False
+        self.is_inconsistent = False
 
-    def _mend(self) -> None:
+    def _recover(self) -> None:
         """An `apply` was cut short: who was about to come or go is nobody, and all columns are as
         long as the first that grew. (The scheduler names again who has ended, and sends whole whom
         it had preempted.)"""
@@ -63,7 +63,7 @@ class BatchState(SharingRunnerState):
         self.grow(num_rows)
         self._free_rows = [row for row in reversed(range(num_rows)) if row not in used]
 
-    def _take_over(self, plan: PlanMessage) -> None:
+    def _take_over(self, plan: RunnerInput) -> None:
         super().apply(plan)
         self._place_pending(plan.scheduled_cached_reqs.pending_req_ids)
         if self.plugins.appended:
@@ -104,8 +104,8 @@ class BatchState(SharingRunnerState):
         assert self.sampled is not None
         return int(self.sampled.read_tokens()[-1 - token_id])
 
-    def why_nothing(
-        self, sampling: SamplingBatch, before: UnreadStep | None, req_id: str, vocab_size: int
+    def missing_reason(
+        self, sampling: SamplingBatch, before: AsyncStepOutput | None, req_id: str, vocab_size: int
     ) -> str | None:
         """Of a request for which no token could be sampled: the rules that leave none, if it is
         them. Asked when its step is read, where another one may have begun, or have ended the
@@ -119,7 +119,7 @@ class BatchState(SharingRunnerState):
         if before is not None and min(outputs, default=0) < 0:
             sampled = before.read_tokens().tolist()
             outputs = [token if token >= 0 else int(sampled[-1 - token]) for token in outputs]
-        return self.plugins.why_nothing(row, outputs, vocab_size)
+        return self.plugins.missing_reason(row, outputs, vocab_size)
 
     def admit(self, new: NewRequestData) -> None:
         for name in new.features:

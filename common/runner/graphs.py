@@ -45,7 +45,7 @@ from batch_layout import ComposedBatch, PagedRunnerState, Queries, StepLayout, c
 from common.models.model import DecoderModel
 from common.runner.batch_state import BatchState
 from common.runner.model_runner import Compose, PagedBatch, PagedModelRunner
-from common.sampling.runner_plugin import Cargo, StepRows
+from common.sampling.runner_plugin import StepRows, UploadBuffer
 from common.sampling.sampler import BatchSampler
 from paged_attention import AttentionBackend, AttentionMetadata, PagedKVCache
 from window_attention import window_of_decodes
@@ -414,9 +414,9 @@ class GraphRunner(PagedModelRunner):
         return ReplayLayout(*graphs.compose(state, queries, block_size, bucket, *columns))
 
     def stage(
-        self, layout: StepLayout, step: StepRows, cargo: Cargo
+        self, layout: StepLayout, step: StepRows, upload: UploadBuffer
     ) -> dict[str, Callable[[], Any]]:
-        return {} if isinstance(layout, ReplayLayout) else super().stage(layout, step, cargo)
+        return {} if isinstance(layout, ReplayLayout) else super().stage(layout, step, upload)
 
     def forward(self, batch: PagedBatch) -> torch.Tensor:
         where = batch.attention[0]

@@ -68,32 +68,32 @@ class KVDemand:
 
 
 @dataclass(frozen=True, slots=True)
-class Neighbours:
-    """Other ranks. `least` is the smallest number of all of them; `num_here` of them, this one
+class Peers:
+    """Other ranks. `min_across` is the smallest number of all of them; `num_here` of them, this one
     included, share this machine's memory."""
 
-    least: Callable[[int], int] = int
+    min_across: Callable[[int], int] = int
     num_here: int = 1
 
 
-ALONE = Neighbours()
+NO_PEERS = Peers()
 
 
 def make_kv_cache(
-    demand: KVDemand, neighbours: Neighbours = ALONE, memory: MemoryReader | None = None
+    demand: KVDemand, peers: Peers = NO_PEERS, memory: MemoryReader | None = None
 ) -> PagedKVCache:
     """KV tensors of `config.num_blocks` blocks, or of as many as fit, those of a draft model
     included. `memory` reads the model's device; None: CUDA's own reader, if it is a GPU."""
     config, loaded, draft = demand.config, demand.loaded, demand.draft
     if config.num_blocks is not None:
-        sizes = config.num_blocks, config.block_size, demand.kind, neighbours.num_here
+        sizes = config.num_blocks, config.block_size, demand.kind, peers.num_here
         return allocate_kv_cache(loaded, *sizes)
     if memory is None and (device := loaded.model.embed_weight.device).type == "cuda":
         memory = CudaMemory(device)
     if memory is None:
         seq_lens = [min(_CPU_WARM_UP_TOKENS, demand.max_model_len)]
         run_forward(loaded, _allocate_for(seq_lens, demand), demand.backend, seq_lens, 1)
-        available = share_of_free(free_memory_bytes() // neighbours.num_here)
+        available = share_of_free(free_memory_bytes() // peers.num_here)
     else:
         available = _measure(memory, demand)
     kv_bytes_per_block = allocate_kv_cache(loaded, 1, config.block_size).kv_bytes_per_block
@@ -101,15 +101,15 @@ def make_kv_cache(
         kv_bytes_per_block += allocate_kv_cache(draft, 1, config.block_size).kv_bytes_per_block
     blocks_per_request = None
     if (groups := loaded.model.groups).have_windows:
-        from grouped_kv_memory import most_blocks
+        from grouped_kv_memory import max_blocks
 
-        most = config.tokens_under_way(loaded.model.embed_weight.device)
+        most = config.num_in_flight_tokens(loaded.model.embed_weight.device)
         limits = config.block_size, groups.windows, most
-        blocks_per_request = most_blocks(demand.max_model_len, *limits)
+        blocks_per_request = max_blocks(demand.max_model_len, *limits)
     sizes = config.block_size, config.max_num_seqs, demand.max_model_len
     budget = size_kv_cache(kv_bytes_per_block, *sizes, available, blocks_per_request)
     logger.info(budget.explanation)
-    num_blocks = neighbours.least(budget.num_blocks)
+    num_blocks = peers.min_across(budget.num_blocks)
     kv_cache = allocate_kv_cache(loaded, num_blocks, config.block_size, demand.kind)
     if loaded.model.embed_weight.device.type == "cpu":
         logger.info(

@@ -23,11 +23,11 @@ from batch_layout import ComposedBatch, PagedRunnerState, Queries, StepLayout, c
 from common.models.model import DecoderModel
 from common.models.model_config import SCORED
 from common.runner.batch_state import BatchState
-from common.sampling.runner_plugin import Cargo, StepRows
-from common.sampling.sampler import BatchSampler, UnreadStep
+from common.sampling.runner_plugin import StepRows, UploadBuffer
+from common.sampling.sampler import AsyncStepOutput, BatchSampler
 from common.sampling.sampling_columns import SamplingBatch
 from paged_attention import AttentionBackend, PagedKVCache
-from scheduler_interface import FinishedStep, Laps, PlanMessage, StepHandle, StepOutput
+from scheduler_interface import FinishedStep, RunnerInput, StepHandle, StepOutput, StepTimer
 
 Compose = Callable[[PagedRunnerState, Queries, int], StepLayout]
 
@@ -37,7 +37,9 @@ class PagedBatch(ComposedBatch):
     """One step's input."""
 
     sampling: SamplingBatch = field(repr=False, kw_only=True)  # a row for each of logits
-    unread: UnreadStep = field(repr=False, kw_only=True)  # the tokens, once there are logits
+    pending_output: AsyncStepOutput = field(
+        repr=False, kw_only=True
+    )  # the tokens, once there are logits
     step: StepRows | None = field(repr=False, kw_only=True)  # if a plugin asks
 
 
@@ -63,20 +65,20 @@ class PagedModelRunner:
         self.device = model.embed_weight.device
         self._shuffle = None if shuffle_seed is None else random.Random(shuffle_seed)
 
-    def execute(self, plan: PlanMessage) -> StepHandle:
-        clock = Laps()
+    def execute(self, plan: RunnerInput) -> StepHandle:
+        clock = StepTimer()
         batch = self.prepare(plan)
         clock.lap("prepare_ms")
         if batch is None:
             return FinishedStep(StepOutput(times=clock.ms))
         logits = self.forward(batch)
         clock.lap("forward_ms")
-        unread = self.state.sampled = self.sample(batch, logits)
+        pending_output = self.state.sampled = self.sample(batch, logits)
         clock.lap("sample_ms")
-        unread.times = clock.ms
-        return unread
+        pending_output.times = clock.ms
+        return pending_output
 
-    def prepare(self, plan: PlanMessage) -> PagedBatch | None:
+    def prepare(self, plan: RunnerInput) -> PagedBatch | None:
         """Bring the requests up to date and lay out the step's tokens, if there are any."""
         self.state.apply(plan)
         return None if plan.is_empty else self._lay_out(plan)
@@ -88,17 +90,19 @@ class PagedModelRunner:
         return self.model(batch, self.kv_cache)
 
     @torch.inference_mode()
-    def sample(self, batch: PagedBatch, logits: torch.Tensor) -> UnreadStep:
+    def sample(self, batch: PagedBatch, logits: torch.Tensor) -> AsyncStepOutput:
         """Begun, like the forward pass. Plugins work while the device computes that."""
         if batch.step is not None:
             logits = self.state.plugins.before_sampling(batch.step, logits)
-        unread = batch.unread.begin(logits)
-        unread.why_nothing = partial(self.state.why_nothing, batch.sampling, self.state.sampled)
+        pending_output = batch.pending_output.begin(logits)
+        pending_output.missing_reason = partial(
+            self.state.missing_reason, batch.sampling, self.state.sampled
+        )
         if (scored := batch.staged.get(SCORED)) is not None:
-            unread.add_more = scored.add_to
-        return unread
+            pending_output.add_more = scored.add_to
+        return pending_output
 
-    def _lay_out(self, plan: PlanMessage) -> PagedBatch:
+    def _lay_out(self, plan: RunnerInput) -> PagedBatch:
         start_of, drafts = plan.starts(), plan.scheduled_draft_token_ids
         if self._shuffle is not None:
             start_of = dict(self._shuffle.sample(list(start_of.items()), len(start_of)))
@@ -115,15 +119,15 @@ class PagedModelRunner:
         num_logit_rows = np.where(is_last, 1 + num_drafts, 0)
         queries = Queries(rows, starts, num_tokens, num_logit_rows)
         layout = self.compose(self.state, queries, self.kv_cache.block_size)
-        cargo = Cargo(self.device, layout.arrays)
+        upload = UploadBuffer(self.device, layout.arrays)
         sampling = self._sampling_batch(req_ids, queries, layout.order, drafts)
         step, staged = None, {}
         if self.state.plugins.see_step(queries.rows):
             step = self._step_rows(req_ids, queries, layout.order, drafts)
-            staged = self.stage(layout, step, cargo)
-        unread = self.sampler.stage(sampling, cargo)
-        cargo.send()
-        batch = layout.compose(*cargo.tensors[: len(layout.arrays)])
+            staged = self.stage(layout, step, upload)
+        pending_output = self.sampler.stage(sampling, upload)
+        upload.send()
+        batch = layout.compose(*upload.tensors[: len(layout.arrays)])
         ids, where = self.state.fill_in(batch.input_ids), (batch.attention, batch.logit_indices)
         return PagedBatch(
             ids,
@@ -131,15 +135,15 @@ class PagedModelRunner:
             *where,
             staged={name: found() for name, found in staged.items()},
             sampling=sampling,
-            unread=unread,
+            pending_output=pending_output,
             step=step,
         )
 
     def stage(
-        self, layout: StepLayout, step: StepRows, cargo: Cargo
+        self, layout: StepLayout, step: StepRows, upload: UploadBuffer
     ) -> dict[str, Callable[[], Any]]:
         """What plugins put into the batch."""
-        return self.state.plugins.stage(step, cargo)
+        return self.state.plugins.stage(step, upload)
 
     def _step_rows(
         self, req_ids: list[str], queries: Queries, order: np.ndarray, drafts: dict[str, list[int]]

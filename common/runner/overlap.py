@@ -33,7 +33,7 @@ from engine_core import EngineCore
 from scheduler_interface import (
     EngineCoreOutput,
     ModelRunner,
-    PlanMessage,
+    RunnerInput,
     SchedulerInterface,
     SchedulerOutput,
     StepHandle,
@@ -42,7 +42,7 @@ from scheduler_interface import (
 from worker_thread import ThreadJob, WorkerThread
 
 
-class PlansUnderWay(Protocol):
+class InFlightPlans(Protocol):
     """Who keeps the books of plans whose results nobody has seen."""
 
     num_discarded_tokens: int  # computed for requests that had ended
@@ -50,26 +50,26 @@ class PlansUnderWay(Protocol):
     @property
     def has_work(self) -> bool: ...  # somebody could be planned now
 
-    def forget_plans(self) -> None: ...  # they have failed
+    def discard_plans(self) -> None: ...  # they have failed
 
 
 class OverlappedEngineCore(EngineCore):
     """A step returns what one plan brought, the oldest, as in the plain loop."""
 
     def __init__(
-        self, scheduler: SchedulerInterface, runner: QueuedRunner, books: PlansUnderWay
+        self, scheduler: SchedulerInterface, runner: QueuedRunner, in_flight_plans: InFlightPlans
     ) -> None:
-        self.scheduler, self.runner, self.books = scheduler, runner, books
-        self._under_way: deque[tuple[SchedulerOutput, StepHandle]] = deque()
+        self.scheduler, self.runner, self.in_flight_plans = scheduler, runner, in_flight_plans
+        self._in_flight: deque[tuple[SchedulerOutput, StepHandle]] = deque()
 
     def step(self) -> Sequence[EngineCoreOutput]:
         """If it raises, so have all steps that were under way."""
-        steps = self._under_way
+        steps = self._in_flight
         try:
             if not steps:
                 self._begin()
             # An empty step is one of waiting, and what comes of it shows in the next.
-            if not steps[0][0].is_empty and self.books.has_work:
+            if not steps[0][0].is_empty and self.in_flight_plans.has_work:
                 self._begin()
             return self._finish()
         except BaseException:
@@ -78,22 +78,22 @@ class OverlappedEngineCore(EngineCore):
 
     def _begin(self) -> None:
         plan = self.scheduler.schedule()
-        self._under_way.append((plan, self.runner.execute(plan)))
+        self._in_flight.append((plan, self.runner.execute(plan)))
 
     def _finish(self) -> Sequence[EngineCoreOutput]:
-        plan, handle = self._under_way.popleft()
+        plan, handle = self._in_flight.popleft()
         return self.scheduler.update_from_output(plan, handle.wait())
 
     def give_up(self) -> None:
         """What has begun comes to its end, and is nobody's. May be interrupted, and done again."""
         self.runner.give_up()
-        self._under_way.clear()
-        self.books.forget_plans()
+        self._in_flight.clear()
+        self.in_flight_plans.discard_plans()
 
     def close(self) -> None:
         """When nobody is unfinished: what is under way is nobody's, its errors too."""
         with closing(self.runner), suppress(Exception):
-            while self._under_way:
+            while self._in_flight:
                 self._finish()
         self.give_up()
 
@@ -104,27 +104,27 @@ class QueuedRunner:
 
     def __init__(self, runner: ModelRunner) -> None:
         self.runner = runner
-        self._under_way: list[QueuedStep] = []
+        self._in_flight: list[QueuedStep] = []
 
-    def execute(self, plan: PlanMessage) -> QueuedStep:
-        step = QueuedStep(self.begin(plan), self._under_way)
-        self._under_way.append(step)
+    def execute(self, plan: RunnerInput) -> QueuedStep:
+        step = QueuedStep(self.begin(plan), self._in_flight)
+        self._in_flight.append(step)
         return step
 
-    def begin(self, plan: PlanMessage) -> StepHandle:
+    def begin(self, plan: RunnerInput) -> StepHandle:
         return self.runner.execute(plan)
 
     def wait_for_steps(self) -> None:
         """Until what has begun is over. What it brought is taken in its turn."""
-        for step in self._under_way:
+        for step in self._in_flight:
             step.end()
 
     def give_up(self) -> None:
         """Wait for what has begun. Of several errors the first one counts, and that was raised. An
         interrupt is no step's error: it goes on, and who waits for the rest calls again."""
-        while self._under_way:
+        while self._in_flight:
             with suppress(Exception):
-                self._under_way.pop(0).end()
+                self._in_flight.pop(0).end()
 
     def close(self) -> None:
         """When nothing is under way. What queued the steps is another's."""
@@ -133,7 +133,7 @@ class QueuedRunner:
 @dataclass(slots=True, eq=False)
 class QueuedStep:
     handle: StepHandle
-    under_way: list[QueuedStep]
+    in_flight: list[QueuedStep]
     output: StepOutput | None = None
 
     def end(self) -> StepOutput:
@@ -145,7 +145,7 @@ class QueuedStep:
         try:
             return self.end()
         finally:
-            self.under_way.remove(self)
+            self.in_flight.remove(self)
 
 
 class ThreadedRunner(QueuedRunner):
@@ -155,7 +155,7 @@ class ThreadedRunner(QueuedRunner):
         super().__init__(runner)
         self._thread = WorkerThread("step")
 
-    def begin(self, plan: PlanMessage) -> ThreadedStep:
+    def begin(self, plan: RunnerInput) -> ThreadedStep:
         return ThreadedStep(self._thread.submit(self.runner.execute, plan))
 
     def give_up(self) -> None:

@@ -24,7 +24,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from common.runner.overlap import OverlappedEngineCore, PlansUnderWay, QueuedRunner
+from common.runner.overlap import InFlightPlans, OverlappedEngineCore, QueuedRunner
 from request import check_integers
 from scheduler_interface import EngineCoreOutput, SchedulerInterface
 from step_record import preemptions_of
@@ -37,16 +37,16 @@ class PipelinedEngineCore(OverlappedEngineCore):
         self,
         scheduler: SchedulerInterface,
         runner: QueuedRunner,
-        books: PlansUnderWay,
+        in_flight_plans: InFlightPlans,
         num_in_flight: int,
     ) -> None:
         check_integers(1, num_in_flight=num_in_flight)
-        super().__init__(scheduler, runner, books)
+        super().__init__(scheduler, runner, in_flight_plans)
         self.num_in_flight = num_in_flight
 
     def step(self) -> Sequence[EngineCoreOutput]:
         """If it raises, so have all steps that were under way."""
-        steps = self._under_way
+        steps = self._in_flight
         try:
             self._begin_all()
             while True:
@@ -60,9 +60,9 @@ class PipelinedEngineCore(OverlappedEngineCore):
 
     def _begin_all(self) -> None:
         """Behind a plan for nobody, nothing is planned: what lets somebody in is a result."""
-        steps = self._under_way
+        steps = self._in_flight
         num_busy = sum(not plan.is_empty for plan, _ in steps)
-        while not steps or (num_busy < self.num_in_flight and self.books.has_work):
+        while not steps or (num_busy < self.num_in_flight and self.in_flight_plans.has_work):
             self._begin()
             if steps[-1][0].is_empty:
                 break

@@ -16,8 +16,8 @@ from __future__ import annotations
 import torch
 
 from common.runner.model_runner import PagedBatch, PagedModelRunner
-from common.sampling.runner_plugin import Cargo
-from common.sampling.sampler import BatchSampler, UnreadStep
+from common.sampling.runner_plugin import UploadBuffer
+from common.sampling.sampler import AsyncStepOutput, BatchSampler
 from common.sampling.sampling_columns import SamplingBatch
 from scheduler_interface import StepOutput
 
@@ -37,9 +37,9 @@ class StageRunner(PagedModelRunner):
             collectives.send(out)
         return out
 
-    def sample(self, batch: PagedBatch, logits: torch.Tensor) -> UnreadStep:
+    def sample(self, batch: PagedBatch, logits: torch.Tensor) -> AsyncStepOutput:
         is_last = self.model.collectives.ranks.is_last_stage
-        return super().sample(batch, logits) if is_last else batch.unread.begin(logits)
+        return super().sample(batch, logits) if is_last else batch.pending_output.begin(logits)
 
     def compute(self, batch: PagedBatch) -> torch.Tensor:
         """Between receiving and sending."""
@@ -49,15 +49,15 @@ class StageRunner(PagedModelRunner):
 class NoSampler(BatchSampler):
     """Of a stage that is not the last."""
 
-    def stage(self, sampling: SamplingBatch, cargo: Cargo) -> UnreadStep:
+    def stage(self, sampling: SamplingBatch, upload: UploadBuffer) -> AsyncStepOutput:
         return _NotSampled()
 
 
-class _NotSampled(UnreadStep):
+class _NotSampled(AsyncStepOutput):
     def __init__(self) -> None:
         self.tokens, self.req_ids, self.times = torch.empty(0, dtype=torch.int64), [], {}
 
-    def begin(self, logits: torch.Tensor) -> UnreadStep:
+    def begin(self, logits: torch.Tensor) -> AsyncStepOutput:
         return self
 
     def wait(self) -> StepOutput:

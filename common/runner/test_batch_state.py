@@ -17,14 +17,14 @@ import torch
 from batch_layout import compose_in_order
 from common.runner.batch_state import BatchState
 from common.runner.model_runner import PagedModelRunner
-from common.sampling.runner_plugin import Cargo, RunnerPlugin, StepRows
+from common.sampling.runner_plugin import RunnerPlugin, StepRows, UploadBuffer
 from common.sampling.sampler import Sampler
 from common.sampling.sampling_columns import SamplingColumns
 from input_batch import RunnerState
 from mixed_batch import compose
 from paged_attention import PagedKVCache
 from request import SamplingParams
-from scheduler_interface import BlockMove, NewRequestData, SchedulerOutput
+from scheduler_interface import BlockTableUpdate, NewRequestData, SchedulerOutput
 
 MODEL = SimpleNamespace(embed_weight=torch.zeros(1))
 MAX_BLOCKS = 40
@@ -59,7 +59,7 @@ class Plans:
             group = rng.randrange(self.num_groups)
             if table := self.tables[name][group]:  # in the plan, or not
                 block_id = rng.choice([0, self.block()])
-                move = BlockMove(name, rng.randrange(len(table)), block_id, group)
+                move = BlockTableUpdate(name, rng.randrange(len(table)), block_id, group)
                 plan.block_moves.append(move)
                 table[move.block_index] = move.block_id
         self.lists.apply(plan)
@@ -114,9 +114,11 @@ class Plans:
 
     def schedule(self, plan: SchedulerOutput, name: str, start: int) -> None:
         """Some tokens from `start` on, with the blocks that they need."""
-        rng, num_behind = self.rng, self.known.requests[name].num_tokens - start
-        num_tokens = rng.choice([num_behind, num_behind, rng.randint(1, num_behind)])
-        if num_tokens == num_behind and rng.random() < 0.3:
+        rng, num_uncomputed_tokens = self.rng, self.known.requests[name].num_tokens - start
+        num_tokens = rng.choice(
+            [num_uncomputed_tokens, num_uncomputed_tokens, rng.randint(1, num_uncomputed_tokens)]
+        )
+        if num_tokens == num_uncomputed_tokens and rng.random() < 0.3:
             drafts = [rng.randrange(10**5) for _ in range(rng.randint(1, 4))]
             plan.scheduled_draft_token_ids[name] = drafts
             num_tokens += len(drafts)
@@ -164,8 +166,8 @@ class Told(RunnerPlugin):
             self.rows[row][1][first:] = state.token_ids[row, first:stop].tolist()
         self.log.append("appended")
 
-    def stage(self, step: StepRows, cargo: Cargo):
-        return cargo.add(np.repeat(step.queries.rows, step.queries.num_tokens))
+    def stage(self, step: StepRows, upload: UploadBuffer):
+        return upload.add(np.repeat(step.queries.rows, step.queries.num_tokens))
 
     def check(self, state: BatchState, plans: Plans) -> None:
         """It is told of a step's tokens once, after who came and went, and not of what the runner
@@ -350,7 +352,7 @@ def test_who_was_about_to_come_or_go_when_all_was_cut_short_has_no_row(
     if when == "rows":  # the row is out of one book, and not in the other
         state.apply(SchedulerOutput([NewRequestData("half", [1, 2], SamplingParams())]))
         del state.requests["half"]
-        state.is_torn = True
+        state.is_inconsistent = True
     else:
         fresh = [NewRequestData(name, [3], SamplingParams()) for name in "cd"]
         with pytest.raises(KeyboardInterrupt):

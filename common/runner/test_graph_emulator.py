@@ -17,7 +17,14 @@ import common.runner.graphs as module
 from common.models.loader import load_model
 from common.runner.graph_emulator import EmulatedGraphs, GraphError
 from common.runner.graphs import CannotCapture, DecodeGraphs, EagerGraphs, StaticMemory
-from common.runner.test_graphs import BLOCK_SIZE, MOST, deal, decode, make_graphs, make_state
+from common.runner.test_graphs import (
+    BLOCK_SIZE,
+    MAX_NUM_ROWS,
+    deal,
+    decode,
+    make_graphs,
+    make_state,
+)
 from kernel_launch import DecodeTuning
 from mixed_attention import MixedAttentionBackend
 from mixed_attention_triton import MixedTritonAttentionBackend
@@ -40,7 +47,7 @@ def steps(num: int = 8, num_groups: int = 1):
     """Of few and many rows in turn, so that each leaves something for the next."""
     state, rng = make_state(0, num_groups), random.Random(0)
     for i in range(num):
-        yield state, decode(state, (MOST, 1, 3, 5, 2)[i % 5], rng)
+        yield state, decode(state, (MAX_NUM_ROWS, 1, 3, 5, 2)[i % 5], rng)
 
 
 def run(graphs: DecodeGraphs, num_steps: int = 8) -> list[torch.Tensor]:
@@ -295,7 +302,7 @@ def test_logits_last_until_the_next_replay(random_loaded) -> None:
     graphs = make(random_loaded)
     state, rng = make_state(0), random.Random(0)
     kept: list[torch.Tensor] = []
-    for n in (MOST, 1, 2, 4):
+    for n in (MAX_NUM_ROWS, 1, 2, 4):
         queries = decode(state, n, rng)
         bucket = graphs.bucket_for(queries)
         assert bucket is not None

@@ -33,7 +33,7 @@ from common.runner.graphs import (
     pad_step,
 )
 from common.runner.kv_sizing import allocate_kv_cache
-from common.sampling.runner_plugin import Cargo, RunnerPlugin, StepRows
+from common.sampling.runner_plugin import RunnerPlugin, StepRows, UploadBuffer
 from common.sampling.sampler import Sampler
 from common.sampling.sampling_columns import SamplingColumns
 from paged_attention import AttentionMetadata, TorchAttentionBackend
@@ -42,7 +42,7 @@ from scheduler_interface import CachedRequestData, NewRequestData, SchedulerOutp
 from tensor_attention import TensorAttentionBackend
 
 CPU = torch.device("cpu")
-MOST = 6  # rows
+MAX_NUM_ROWS = 6  # rows
 BLOCK_SIZE, NUM_BLOCKS = 4, 40
 MAX_MODEL_LEN = 30
 
@@ -89,12 +89,13 @@ def test_every_column_of_every_bucket_is_aligned_and_apart(num_groups: int) -> N
 
 
 def make_state(seed: int, num_groups: int = 1) -> BatchState:
-    """`MOST` requests of different lengths, whose blocks lie anywhere, in each group of layers."""
+    """`MAX_NUM_ROWS` requests of different lengths, whose blocks lie anywhere, in each group of
+    layers."""
     rng = random.Random(seed)
     num_columns, columns = -(-MAX_MODEL_LEN // BLOCK_SIZE), SamplingColumns()
-    state = BatchState(MOST, num_columns, columns, num_groups=num_groups)
+    state = BatchState(MAX_NUM_ROWS, num_columns, columns, num_groups=num_groups)
     pools = [rng.sample(range(1, NUM_BLOCKS), NUM_BLOCKS - 1) for _ in range(num_groups)]
-    for i in range(MOST):
+    for i in range(MAX_NUM_ROWS):
         tokens = [rng.randrange(97) for _ in range(rng.choice([1, 3, 4, 5, 8, 17, 20]))]
         num_blocks = -(-len(tokens) // BLOCK_SIZE) + rng.randrange(2)
         own = tuple([blocks.pop() for _ in range(num_blocks)] for blocks in pools)
@@ -105,7 +106,7 @@ def make_state(seed: int, num_groups: int = 1) -> BatchState:
 
 def decode(state: BatchState, n: int, rng: random.Random) -> Queries:
     """The last known token of `n` requests, or one before it that nobody samples from."""
-    rows = np.array(rng.sample(range(MOST), n), dtype=np.int64)
+    rows = np.array(rng.sample(range(MAX_NUM_ROWS), n), dtype=np.int64)
     starts = np.array([rng.randrange(state.num_tokens[row]) for row in rows], dtype=np.int64)
     is_last = starts + 1 == state.num_tokens[rows]
     return Queries(rows, starts, np.ones_like(rows), is_last.astype(np.int64))
@@ -113,7 +114,7 @@ def decode(state: BatchState, n: int, rng: random.Random) -> Queries:
 
 def random_steps(num_each: int = 6, num_groups: int = 1):
     """Steps of every number of rows for every bucket that they fit."""
-    for bucket in range(1, MOST + 1):
+    for bucket in range(1, MAX_NUM_ROWS + 1):
         for n in range(1, bucket + 1):
             for seed in range(num_each):
                 state = make_state(seed, num_groups)
@@ -122,7 +123,7 @@ def random_steps(num_each: int = 6, num_groups: int = 1):
 
 @pytest.mark.parametrize("num_groups", [1, 2])
 def test_rows_are_those_of_chapter_2_and_padding_is_nobodys(num_groups: int) -> None:
-    memory = StaticMemory(MOST, -(-MAX_MODEL_LEN // BLOCK_SIZE), CPU, num_groups)
+    memory = StaticMemory(MAX_NUM_ROWS, -(-MAX_MODEL_LEN // BLOCK_SIZE), CPU, num_groups)
     for bucket, state, queries in random_steps(num_groups=num_groups):
         memory.columns.fill_(1 << 40)  # of the step before
         memory.block_tables.fill_(NUM_BLOCKS - 1)
@@ -172,7 +173,7 @@ def make_graphs(random_loaded, graphs=None, backend=None) -> DecodeGraphs:
         cache.normal_(generator=generator)
         cache[0] = torch.nan
     where = random_loaded.model, kv_cache, backend or TensorAttentionBackend()
-    return DecodeGraphs(graphs or EagerGraphs(), *where, MOST, MAX_MODEL_LEN)
+    return DecodeGraphs(graphs or EagerGraphs(), *where, MAX_NUM_ROWS, MAX_MODEL_LEN)
 
 
 def deal(random_loaded, num_groups: int, monkeypatch) -> None:
@@ -211,7 +212,7 @@ def test_padding_changes_no_row(num_groups: int, random_loaded, monkeypatch) -> 
 
 def test_who_is_replayed(graphs: DecodeGraphs) -> None:
     state, rng = make_state(0), random.Random(0)
-    buckets = [graphs.bucket_for(decode(state, n, rng)) for n in range(1, MOST + 1)]
+    buckets = [graphs.bucket_for(decode(state, n, rng)) for n in range(1, MAX_NUM_ROWS + 1)]
     assert buckets == [1, 2, 4, 4, 6, 6]
     two = decode(state, 2, rng)
     assert graphs.bucket_for(two._replace(num_tokens=np.array([1, 2]))) is None
@@ -223,8 +224,8 @@ def test_what_a_plugin_stages_is_read_without_a_graph(graphs: DecodeGraphs) -> N
     class Ones(RunnerPlugin):
         name = "ones"
 
-        def stage(self, step: StepRows, cargo: Cargo):
-            return cargo.add(np.ones_like(step.queries.rows))
+        def stage(self, step: StepRows, upload: UploadBuffer):
+            return upload.add(np.ones_like(step.queries.rows))
 
     def plans(req_id: str) -> list[SchedulerOutput]:
         new = NewRequestData(req_id, [1, 2, 3], SamplingParams(temperature=0), 0, ([1],))
@@ -234,7 +235,7 @@ def test_what_a_plugin_stages_is_read_without_a_graph(graphs: DecodeGraphs) -> N
 
     tokens = []
     for plugins in ([], [Ones()]):
-        state = BatchState(MOST, 8, SamplingColumns(), plugins)
+        state = BatchState(MAX_NUM_ROWS, 8, SamplingColumns(), plugins)
         parts = graphs.model, graphs.kv_cache, TensorAttentionBackend(), state, Sampler(97)
         runner, num_before = GraphRunner(*parts, graphs=graphs), graphs.num_replays
         tokens.append([runner.execute(plan).wait().token_ids for plan in plans("a")])
@@ -348,7 +349,7 @@ def test_cuda_graphs_are_captured_behind_a_warm_up(random_loaded, monkeypatch) -
     one = ["waits", ("warm-up", True), "warm", "waits", ("capture", "pool", "thread_local")]
     assert cuda.events == ["stream", *one * len(graphs.buckets)]
     plain = DecodeGraphs(
-        EagerGraphs(), graphs.model, graphs.kv_cache, graphs.backend, MOST, MAX_MODEL_LEN
+        EagerGraphs(), graphs.model, graphs.kv_cache, graphs.backend, MAX_NUM_ROWS, MAX_MODEL_LEN
     )
     addresses = set()
     state, rng = make_state(0), random.Random(0)

@@ -14,7 +14,7 @@ from common.features.adapters.adapter_slots import AdapterSlots
 from common.models.loader import LoadedModel
 from common.models.model_config import SCORED
 from common.runner import kv_sizing
-from common.runner.kv_sizing import KVDemand, Neighbours, make_kv_cache
+from common.runner.kv_sizing import KVDemand, Peers, make_kv_cache
 from common.sampling import sampling_constraints, speculative_sampler
 from common.sampling.sampler import Sampler
 from common.sampling.sampling_columns import (
@@ -66,7 +66,7 @@ def test_memory_that_several_ranks_are_told_to_take_is_asked_for_together(
     demand = demand_of(config, loaded)
     assert make_kv_cache(demand).num_blocks == 501
     with pytest.raises(ValueError, match="GiB on each of 2 ranks, and 0"):
-        make_kv_cache(demand, Neighbours(num_here=2))
+        make_kv_cache(demand, Peers(num_here=2))
 
 
 # -- a GPU

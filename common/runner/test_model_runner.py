@@ -12,7 +12,7 @@ from batch_layout import compose_in_order
 from common.runner.batch_state import BatchState
 from common.runner.model_runner import PagedModelRunner
 from common.runner.trimming_runner import TrimmingRunner
-from common.sampling.runner_plugin import Cargo, RunnerPlugin, StepRows
+from common.sampling.runner_plugin import RunnerPlugin, StepRows, UploadBuffer
 from common.sampling.sampler import Sampler
 from common.sampling.sampling_columns import SamplingColumns
 from mixed_attention import MixedAttentionBackend
@@ -126,7 +126,7 @@ def test_plugins_work_between_the_forward_pass_and_sampling(random_loaded) -> No
     log: list[str] = []
 
     class Looks(RunnerPlugin):
-        def before_sampling(self, step: StepRows, cargo: Cargo) -> None:
+        def before_sampling(self, step: StepRows, upload: UploadBuffer) -> None:
             log.append("before sampling")
 
     runner = make_runner(random_loaded, plugins=[Looks()])

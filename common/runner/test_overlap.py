@@ -37,7 +37,11 @@ def make_core() -> tuple[OverlappedEngineCore, list, LoggingRunner]:
     scheduler = LoggingScheduler(plugins=[overlap])
     scheduler.log = log
     recorder = RecordedScheduler(scheduler, check_invariants=True)
-    return OverlappedEngineCore(recorder, QueuedRunner(runner), books=overlap), log, runner
+    return (
+        OverlappedEngineCore(recorder, QueuedRunner(runner), in_flight_plans=overlap),
+        log,
+        runner,
+    )
 
 
 def test_a_step_is_planned_and_begun_before_the_one_before_it_is_read() -> None:
@@ -64,7 +68,7 @@ def test_each_step_of_the_loop_returns_one_plans_results_and_the_last_leaves_not
     assert outputs == {"a": 1, "b": 4, "c": 2}
     assert runner.num_steps == num_steps, "nothing is begun behind a last token that is pending"
     assert runner.num_steps == log.count("planned") == log.count("updated")
-    assert not core._under_way
+    assert not core._in_flight
 
 
 def test_an_empty_step_is_not_planned_ahead_of() -> None:
@@ -86,7 +90,7 @@ def test_waiting_for_what_is_under_way_takes_nothing() -> None:
     assert log.count(("ended", 2)) == 1, "once"
     (result,) = core.step()
     assert result.new_token_ids == [2]
-    assert len(core.runner._under_way) == len(core._under_way) == 1, "who has ended is forgotten"
+    assert len(core.runner._in_flight) == len(core._in_flight) == 1, "who has ended is forgotten"
 
 
 @pytest.mark.parametrize("fails_when_waited_for", [False, True])
@@ -98,8 +102,8 @@ def test_an_error_ends_all_steps_under_way_and_the_loop_goes_on(step, fails_when
     with pytest.raises(OSError, match=f"step {step}"):
         for _ in range(4):
             core.step()
-    assert not core._under_way
-    assert all(r.num_pending_tokens == 0 for r in core.scheduler.requests.values())
+    assert not core._in_flight
+    assert all(r.num_output_placeholders == 0 for r in core.scheduler.requests.values())
     core.abort_request("a")
     core.add_request(request("b", 2))
     outputs = [result.new_token_ids for _ in range(2) for result in core.step()]

@@ -77,11 +77,11 @@ def test_every_plan_is_executed_and_taken_once_and_nothing_is_left(num_stages, n
     most = 0
     for _ in as_long_as(core.has_unfinished_requests, 100):
         core.step()
-        most = max(most, len(core._under_way))
+        most = max(most, len(core._in_flight))
     assert runner.said == expected
     begun = [entry[1:] for entry in log if entry[0] == "begun"]
     assert begun == [entry[1:] for entry in log if entry[0] == "ended"]
-    assert not core._under_way and not core.books._under_way
+    assert not core._in_flight and not core.in_flight_plans._in_flight
     assert most <= 2 * num_in_flight
 
 
@@ -191,10 +191,10 @@ def test_an_error_ends_all_steps_under_way_and_the_loop_goes_on(step, fails_when
     with pytest.raises(OSError, match=f"step {step}"):
         for _ in range(4):
             core.step()
-    assert not core._under_way
+    assert not core._in_flight
     begun, ended = ([e[1:] for e in log if e[0] == kind] for kind in ("begun", "ended"))
     assert ended == (begun if fails_when_waited_for else begun[:-1]), "all are waited for, once"
-    assert all(r.num_pending_tokens == 0 for r in core.scheduler.requests.values())
+    assert all(r.num_output_placeholders == 0 for r in core.scheduler.requests.values())
     for name in "abc":
         core.abort_request(name)
     core.add_request(request("d", 2))
@@ -211,4 +211,4 @@ def test_who_is_aborted_in_flight_gets_nothing_more_and_its_name_may_come_again(
     core.add_request(again := request("b", 2))
     assert run(core) == {"b": 2}
     assert again.output_token_ids == [3, 4], "the step under way was the old one's"
-    assert core.books.num_discarded_tokens == 1
+    assert core.in_flight_plans.num_discarded_tokens == 1

@@ -134,7 +134,7 @@ def test_an_engine_compiles_all_of_its_launches_and_only_on_a_gpu(monkeypatch) -
     LLMEngine(config, loaded=loaded, draft=draft)
     assert not found, "the interpreter compiles nothing"
     attention = assembly.make_attention(config, loaded)
-    given = assembly.Given(config, loaded, draft, attention, 512, 4000)
+    given = assembly.RunnerSpec(config, loaded, draft, attention, 512, 4000)
     assembly.compile_kernels(given)
     ((launches, device),) = found
     options = {"draft": draft.config, "vocab_size": 4000}

@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from common.requests.output_processor import OutputProcessor
-from scheduler_interface import ModelRunner, PlanMessage, StepHandle, StepOutput
+from scheduler_interface import ModelRunner, RunnerInput, StepHandle, StepOutput
 
 
 class TrimmingRunner:
@@ -19,7 +19,7 @@ class TrimmingRunner:
     def __init__(self, runner: ModelRunner, members: Mapping[str, OutputProcessor]) -> None:
         self.runner, self.members = runner, members
 
-    def execute(self, plan: PlanMessage) -> TrimmedStep:
+    def execute(self, plan: RunnerInput) -> TrimmedStep:
         # Only those with drafts can get several tokens. When the step ends, a name may be another
         # request's.
         names = [name for name in plan.scheduled_draft_token_ids if name in self.members]

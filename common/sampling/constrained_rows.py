@@ -11,13 +11,13 @@ from collections.abc import Callable
 import numpy as np
 import torch
 
-from common.sampling.runner_plugin import Cargo
+from common.sampling.runner_plugin import UploadBuffer
 from common.sampling.sampling_columns import RULES, SamplingBatch, flat_index
 from common.sampling.sampling_constraints import NEG_INF
 
 
 def stage_rules(
-    sampling: SamplingBatch, cargo: Cargo, vocab_size: int
+    sampling: SamplingBatch, upload: UploadBuffer, vocab_size: int
 ) -> Callable[[torch.Tensor], torch.Tensor]:
     """What is to be called with the logits [R, V], when the cargo has come: those that keep to the
     rules. What it is given stays as it is."""
@@ -27,7 +27,7 @@ def stage_rules(
     bad, pending = [], []
     for row, rule in zip(rows.tolist(), rules):
         outputs = _outputs(sampling, row)
-        words, ends = rule.words_behind(outputs), []
+        words, ends = rule.words_ending_in(outputs), []
         for word in words:
             if outputs[-1] >= 0:
                 ends.append(word[-1])
@@ -45,7 +45,7 @@ def stage_rules(
     sent += [*flat(bad), *flat([r.biased for r in rules], bias)]
     at, ends, *history = np.array(pending, dtype=np.int64).reshape(-1, 4).T
     sent.append(np.stack(flat_index(at, ends, vocab_size, *history)))
-    closed_rows, allowed_at, bad_at, biased_at, biases, may_be_bad = map(cargo.add, sent)
+    closed_rows, allowed_at, bad_at, biased_at, biases, may_be_bad = map(upload.add, sent)
 
     def keep_to_them(logits: torch.Tensor) -> torch.Tensor:
         logits = logits.clone(memory_format=torch.contiguous_format)

@@ -18,7 +18,7 @@ import torch
 from common.sampling import sampling_constraints as constraints
 from common.sampling.counter_random import sample_from_probs, uniforms
 from common.sampling.greedy_rows import BAD, as_float, highest_logits, is_bad
-from common.sampling.runner_plugin import Cargo
+from common.sampling.runner_plugin import UploadBuffer
 from common.sampling.sampling_columns import (
     DRAWN,
     LOGPROBS,
@@ -81,27 +81,27 @@ class HasRules(Protocol):
 class StagedRows:
     """What is done with the rows of a batch. All arrays that it takes are made here."""
 
-    def __init__(self, sampler: HasRules, sampling: SamplingBatch, cargo: Cargo) -> None:
+    def __init__(self, sampler: HasRules, sampling: SamplingBatch, upload: UploadBuffer) -> None:
         columns, vocab_size = sampling.columns, sampler.vocab_size
         self.asked, self.rules = sampling.asked, sampler.rules or IN_TORCH
-        self.u = cargo.add(row_uniforms(sampling, sampling.streams))
+        self.u = upload.add(row_uniforms(sampling, sampling.streams))
         if self.asked & RULES:
             from common.sampling.constrained_rows import stage_rules
 
-            self.keep_to_rules = stage_rules(sampling, cargo, vocab_size)
+            self.keep_to_rules = stage_rules(sampling, upload, vocab_size)
         if self.asked & MIN_TOKENS:
-            self.forbidden = cargo.add(_forbidden(sampling, vocab_size))
+            self.forbidden = upload.add(_forbidden(sampling, vocab_size))
         if self.asked & PENALTIES:
             at = np.flatnonzero(sampling.needs & PENALTIES)
             part = sampling.select(at)
-            self.penalised = cargo.add(at)
-            self.penalties = cargo.add(columns.penalties[:, part.rows])
-            self.count = sampler.counts.stage(part, cargo, vocab_size)
+            self.penalised = upload.add(at)
+            self.penalties = upload.add(columns.penalties[:, part.rows])
+            self.count = sampler.counts.stage(part, upload, vocab_size)
         if self.asked & DRAWN:
             order, self.groups = _groups(sampling, vocab_size)
             rows = sampling.rows[order]
-            self.order, self.top_k = cargo.add(order), cargo.add(columns.top_k[rows])
-            self.shaping = cargo.add(columns.shaping[:, rows])
+            self.order, self.top_k = upload.add(order), upload.add(columns.top_k[rows])
+            self.shaping = upload.add(columns.shaping[:, rows])
 
     def draw(self, raw: torch.Tensor) -> torch.Tensor:
         """The token [R] of each row of `raw` [R, V], or `BAD`."""
@@ -237,10 +237,10 @@ def entries_of(
 class Logprobs:
     """Of the rows that ask for them."""
 
-    def __init__(self, sampling: SamplingBatch, cargo: Cargo) -> None:
+    def __init__(self, sampling: SamplingBatch, upload: UploadBuffer) -> None:
         self.rows = np.flatnonzero(sampling.needs & LOGPROBS)
         self.num_top = sampling.columns.num_logprobs[sampling.rows[self.rows]].tolist()
-        self.width, self.at = max(self.num_top), cargo.add(self.rows)
+        self.width, self.at = max(self.num_top), upload.add(self.rows)
 
     def numbers(self, raw: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:
         """Of these rows, as `logprob_numbers` has them."""

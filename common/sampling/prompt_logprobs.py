@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING, Protocol
 import numpy as np
 
 from common.models.model_config import SCORED
-from common.sampling.runner_plugin import Cargo, RunnerPlugin, StepRows
+from common.sampling.runner_plugin import RunnerPlugin, StepRows, UploadBuffer
 from scheduler_interface import NewRequestData
 
 if TYPE_CHECKING:
@@ -55,22 +55,22 @@ class PromptLogprobs(RunnerPlugin):
     def concerns(self, rows: np.ndarray) -> bool:
         return bool((self._next[rows] < self._end[rows]).any())
 
-    def stage(self, step: StepRows, cargo: Cargo) -> Callable[[], ScoredPrompts] | None:
+    def stage(self, step: StepRows, upload: UploadBuffer) -> Callable[[], ScoredPrompts] | None:
         from common.sampling.scored_prompts import ScoredPrompts
 
         rows, starts, num_tokens, _ = step.queries
-        firsts = np.maximum(starts, self._next[rows])
-        lens = np.minimum(starts + num_tokens, self._end[rows]) - firsts
+        start_columns = np.maximum(starts, self._next[rows])
+        lens = np.minimum(starts + num_tokens, self._end[rows]) - start_columns
         asked = np.flatnonzero(lens > 0)
         if not len(asked):  # it was preempted, and comes again to what was scored
             return None
-        lens, firsts, rows = lens[asked], firsts[asked], rows[asked]
+        lens, start_columns, rows = lens[asked], start_columns[asked], rows[asked]
         within = np.arange(lens.sum()) - np.repeat(lens.cumsum() - lens, lens)
-        behind = (num_tokens.cumsum() - num_tokens - starts)[asked] + firsts
-        positions = np.repeat(firsts, lens) + within
+        behind = (num_tokens.cumsum() - num_tokens - starts)[asked] + start_columns
+        positions = np.repeat(start_columns, lens) + within
         tokens = step.state.token_ids[np.repeat(rows, lens), positions + 1].astype(np.int64)
-        self._next[rows] = firsts + lens
-        at, sent = cargo.add(np.repeat(behind, lens) + within), cargo.add(tokens)
+        self._next[rows] = start_columns + lens
+        at, sent = upload.add(np.repeat(behind, lens) + within), upload.add(tokens)
         names = [step.req_ids[i] for i in asked.tolist()]
         runs = list(zip(names, lens.tolist(), self._num_top[rows].tolist(), strict=True))
         return lambda: ScoredPrompts(at(), sent(), tokens, runs, self.vocab_size)

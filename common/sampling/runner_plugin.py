@@ -19,14 +19,14 @@ from typing import Any, NamedTuple, Protocol
 import numpy as np
 import torch
 
-from base_scheduler import defines
+from base_scheduler import overrides
 from batch_layout import Queries, all_to_device
 from scheduler_interface import NewRequestData
 
 NO_TOKEN = "no token may come next"  # by rules that a request brings
 
 
-class Cargo:
+class UploadBuffer:
     """Arrays that go to a device in one copy."""
 
     def __init__(self, device: torch.device, arrays: Iterable[np.ndarray] = ()) -> None:
@@ -86,7 +86,7 @@ class RunnerPlugin:
         had been said."""
 
     def appended(
-        self, state: HasTokens, rows: np.ndarray, firsts: np.ndarray, stops: np.ndarray
+        self, state: HasTokens, rows: np.ndarray, start_columns: np.ndarray, stops: np.ndarray
     ) -> None:
         """A plan has brought positions `[firsts[i], stops[i])` of each row. The prompt is not among
         them, unless its request was preempted: then all comes once more. So does a token that was
@@ -97,9 +97,9 @@ class RunnerPlugin:
         it is not asked for it, and a step that concerns nobody costs nothing."""
         return True
 
-    def stage(self, step: StepRows, cargo: Cargo) -> Callable[[], Any] | None:
-        """Put into `cargo` what the device has to know of the rows. What is returned is called when
-        it is there; what comes of that stands in the batch, `staged[name]`."""
+    def stage(self, step: StepRows, upload: UploadBuffer) -> Callable[[], Any] | None:
+        """Put into `upload` what the device has to know of the rows. What is returned is called
+        when it is there; what comes of that stands in the batch, `staged[name]`."""
 
     def column(self, rows: np.ndarray) -> np.ndarray:
         """Instead of `stage`, in a step of one token for each of these rows that is replayed from a
@@ -108,10 +108,10 @@ class RunnerPlugin:
         raise NotImplementedError
 
     def before_sampling(
-        self, step: StepRows, cargo: Cargo
+        self, step: StepRows, upload: UploadBuffer
     ) -> Callable[[torch.Tensor], torch.Tensor] | None:
         """The forward pass has begun, and the host has time. What is returned gets the logits
-        [num_logit_rows, vocab_size or wider] when `cargo` is there, and what it returns is sampled
+        [num_logit_rows, vocab_size or wider] when `upload` is there, and what it returns is sampled
         from. None: nothing in this step."""
 
     def num_possible(self, state: HasTokens, row: int, drafts: Sequence[int]) -> int:
@@ -151,16 +151,16 @@ class RunnerPlugins:
 
     def __init__(self, plugins: Iterable[RunnerPlugin]) -> None:
         self.plugins = tuple(plugins)
-        self.grow = [p.grow for p in self.plugins if defines(p, RunnerPlugin.grow)]
-        self.admit = [p.admit for p in self.plugins if defines(p, RunnerPlugin.admit)]
-        self.release = [p.release for p in self.plugins if defines(p, RunnerPlugin.release)]
-        self.appended = [p.appended for p in self.plugins if defines(p, RunnerPlugin.appended)]
-        self._early = [p for p in self.plugins if defines(p, RunnerPlugin.stage)]
-        self._late = [p for p in self.plugins if defines(p, RunnerPlugin.before_sampling)]
+        self.grow = [p.grow for p in self.plugins if overrides(p, RunnerPlugin.grow)]
+        self.admit = [p.admit for p in self.plugins if overrides(p, RunnerPlugin.admit)]
+        self.release = [p.release for p in self.plugins if overrides(p, RunnerPlugin.release)]
+        self.appended = [p.appended for p in self.plugins if overrides(p, RunnerPlugin.appended)]
+        self._early = [p for p in self.plugins if overrides(p, RunnerPlugin.stage)]
+        self._late = [p for p in self.plugins if overrides(p, RunnerPlugin.before_sampling)]
         self.num_possible = [
-            p.num_possible for p in self.plugins if defines(p, RunnerPlugin.num_possible)
+            p.num_possible for p in self.plugins if overrides(p, RunnerPlugin.num_possible)
         ]
-        self._may_come = [p.may_come for p in self.plugins if defines(p, RunnerPlugin.may_come)]
+        self._may_come = [p.may_come for p in self.plugins if overrides(p, RunnerPlugin.may_come)]
 
     def staging(self, rows: np.ndarray) -> list[RunnerPlugin]:
         """Those that stage something for a step of these rows."""
@@ -169,36 +169,36 @@ class RunnerPlugins:
     def see_step(self, rows: np.ndarray) -> bool:
         return any(plugin.concerns(rows) for plugin in (*self._early, *self._late))
 
-    def stage(self, step: StepRows, cargo: Cargo) -> dict[str, Callable[[], Any]]:
-        """What stands in the batch when `cargo` is there, by the names of plugins."""
+    def stage(self, step: StepRows, upload: UploadBuffer) -> dict[str, Callable[[], Any]]:
+        """What stands in the batch when `upload` is there, by the names of plugins."""
         concerned = self.staging(step.queries.rows)
-        staged = {plugin.name: plugin.stage(step, cargo) for plugin in concerned}
+        staged = {plugin.name: plugin.stage(step, upload) for plugin in concerned}
         return {name: found for name, found in staged.items() if found is not None}
 
-    def why_nothing(self, row: int, outputs: Sequence[int], vocab_size: int) -> str | None:
+    def missing_reason(self, row: int, outputs: Sequence[int], vocab_size: int) -> str | None:
         """The rules that together leave no token behind these outputs, if they do."""
         rules: dict[str, np.ndarray] = {}
         for may_come in self._may_come:
             rules |= may_come(row, outputs, vocab_size)
 
-        def leave_nothing(names: list[str]) -> bool:
+        def terminate_all(names: list[str]) -> bool:
             return bool(names) and not np.logical_and.reduce([rules[n] for n in names]).any()
 
         names = list(rules)
-        if not leave_nothing(names):
+        if not terminate_all(names):
             return None
         for name in rules:
-            if leave_nothing(others := [n for n in names if n != name]):
+            if terminate_all(others := [n for n in names if n != name]):
                 names = others
         return f"{' and '.join(names)}: {NO_TOKEN}"
 
     def before_sampling(self, step: StepRows, logits: torch.Tensor) -> torch.Tensor:
         """What is sampled from, of logits that may not have been computed yet."""
         concerned = [p for p in self._late if p.concerns(step.queries.rows)]
-        cargo = Cargo(logits.device)
-        found = [plugin.before_sampling(step, cargo) for plugin in concerned]
-        if cargo.arrays:
-            cargo.send()
+        upload = UploadBuffer(logits.device)
+        found = [plugin.before_sampling(step, upload) for plugin in concerned]
+        if upload.arrays:
+            upload.send()
         for change in found:
             logits = logits if change is None else change(logits)
         return logits

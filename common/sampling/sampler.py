@@ -33,9 +33,9 @@ import numpy as np
 import torch
 
 from common.sampling.greedy_rows import BAD, as_float, greedy
-from common.sampling.runner_plugin import Cargo
+from common.sampling.runner_plugin import UploadBuffer
 from common.sampling.sampling_columns import LOGPROBS, SamplingBatch
-from scheduler_interface import NO_FINITE_LOGITS, Laps, StepOutput
+from scheduler_interface import NO_FINITE_LOGITS, StepOutput, StepTimer
 
 if TYPE_CHECKING:
     from common.sampling.distributions import Rules
@@ -51,15 +51,15 @@ class HasSampling(Protocol):
 
 
 class BatchSampler(Protocol):
-    def stage(self, sampling: SamplingBatch, cargo: Cargo) -> UnreadStep:
-        """Put into `cargo` whatever the device has to know of the rows."""
+    def stage(self, sampling: SamplingBatch, upload: UploadBuffer) -> AsyncStepOutput:
+        """Put into `upload` whatever the device has to know of the rows."""
         ...
 
     def sample(self, logits: torch.Tensor, batch: HasSampling) -> StepOutput:
         """All at once: the tokens, log-probabilities and errors of the batch's requests."""
-        cargo = Cargo(logits.device)
-        step = self.stage(batch.sampling, cargo)
-        cargo.send()
+        upload = UploadBuffer(logits.device)
+        step = self.stage(batch.sampling, upload)
+        upload.send()
         return step.begin(logits).wait()
 
 
@@ -77,9 +77,9 @@ class Sampler(BatchSampler):
 
         return TokenCounts()
 
-    def stage(self, sampling: SamplingBatch, cargo: Cargo) -> UnreadStep:
+    def stage(self, sampling: SamplingBatch, upload: UploadBuffer) -> AsyncStepOutput:
         """One token for each row."""
-        return UnreadStep(sampling, cargo, self.raw_logits, self.stage_draw(sampling, cargo))
+        return AsyncStepOutput(sampling, upload, self.raw_logits, self.stage_draw(sampling, upload))
 
     def raw_logits(self, logits: torch.Tensor) -> torch.Tensor:
         """Without padding lanes. A GPU converts each number where it computes with it; NumPy, which
@@ -87,33 +87,35 @@ class Sampler(BatchSampler):
         raw = logits[:, : self.vocab_size]
         return raw if raw.is_cuda else as_float(raw)
 
-    def stage_draw(self, sampling: SamplingBatch, cargo: Cargo) -> Draw:
+    def stage_draw(self, sampling: SamplingBatch, upload: UploadBuffer) -> Draw:
         """From raw logits to the token [R] of each row, or `BAD`."""
         if sampling.asked | LOGPROBS == LOGPROBS:
             return greedy
         from common.sampling.distributions import StagedRows
 
-        return StagedRows(self, sampling, cargo).draw
+        return StagedRows(self, sampling, upload).draw
 
 
-class UnreadStep:
+class AsyncStepOutput:
     """The `StepHandle` of a step whose tokens nobody on the host has seen yet. On a GPU its kernels
     are queued, and it may not even have begun. `draw` gets what `raw_logits` makes of logits."""
 
     tokens: torch.Tensor  # [R] int64
 
-    def __init__(self, sampling: SamplingBatch, cargo: Cargo, raw_logits: Draw, draw: Draw) -> None:
+    def __init__(
+        self, sampling: SamplingBatch, upload: UploadBuffer, raw_logits: Draw, draw: Draw
+    ) -> None:
         self.req_ids, self._raw_logits, self._draw = sampling.req_ids, raw_logits, draw
         self.times: dict[str, float] = {}
         self.add_more: Callable[[StepOutput], None] | None = None  # what else the host reads
-        self.why_nothing: Callable[[str, int], str | None] | None = None
+        self.missing_reason: Callable[[str, int], str | None] | None = None
         self._logprobs = None
         if sampling.asked & LOGPROBS:
             from common.sampling.distributions import Logprobs
 
-            self._logprobs = Logprobs(sampling, cargo)
+            self._logprobs = Logprobs(sampling, upload)
 
-    def begin(self, logits: torch.Tensor) -> UnreadStep:
+    def begin(self, logits: torch.Tensor) -> AsyncStepOutput:
         """`logits` [R, vocab_size or wider]; R may be 0. The cargo has come."""
         raw = self._raw_logits(logits)
         self._vocab_size = raw.shape[1]
@@ -131,15 +133,15 @@ class UnreadStep:
 
     def wait(self) -> StepOutput:
         """What became of them. Here, too, the host waits."""
-        clock = Laps()
+        clock = StepTimer()
         output, req_ids, read = StepOutput(times=self.times), self.req_ids, self._read()
         ids = read[: len(req_ids)].astype(np.int64, copy=False)
-        why_nothing, self.why_nothing = self.why_nothing, None  # and all that it holds
+        missing_reason, self.missing_reason = self.missing_reason, None  # and all that it holds
         output.token_ids = dict(zip(req_ids, ids[:, None].tolist()))
         if len(output.token_ids) < len(ids) or ids.min(initial=0) < 0:
             _sort_out(output, req_ids, ids.tolist())
             for req_id in output.errors:
-                if why_nothing and (why := why_nothing(req_id, self._vocab_size)):
+                if missing_reason and (why := missing_reason(req_id, self._vocab_size)):
                     output.errors[req_id] = why
         if self._logprobs is not None:
             self._logprobs.add_to(output, req_ids, ids, read[len(req_ids) :])

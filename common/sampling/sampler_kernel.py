@@ -82,10 +82,10 @@ def _key(x):
 @jit
 def _token(index, candidates, PART: tl.constexpr):
     """The token of a candidate: those of some blocks, and then those behind all blocks."""
-    blocks, num_blocks, first_behind = candidates
+    blocks, num_blocks, next_offset = candidates
     is_inside = index < num_blocks * PART
     block = tl.load(blocks + index // PART, mask=is_inside, other=0).to(tl.int32)
-    behind = first_behind + index - num_blocks * PART
+    behind = next_offset + index - num_blocks * PART
     return tl.where(is_inside, block * PART + index % PART, behind)
 
 
@@ -241,7 +241,7 @@ def _penalties_kernel(
     "has_min_p",
     "logits_stride",
     "num_blocks",
-    "first_behind",
+    "next_offset",
     unaligned=("highest", "temperature", "top_k", "lowest"),
 )
 def _shape_kernel(
@@ -259,7 +259,7 @@ def _shape_kernel(
     has_min_p,
     logits_stride,  # from row to row
     num_blocks,
-    first_behind,  # token behind all blocks, from which on all are candidates
+    next_offset,  # token behind all blocks, from which on all are candidates
     IS_NARROW: tl.constexpr,
     COOLEST: tl.constexpr,
     HOTTEST: tl.constexpr,
@@ -270,7 +270,7 @@ def _shape_kernel(
     """A program takes a row, or if nothing is cut one of its tiles."""
     row = tl.program_id(0).to(tl.int64)
     source = logits + row * logits_stride
-    candidates = blocks + row * num_blocks, num_blocks, first_behind
+    candidates = blocks + row * num_blocks, num_blocks, next_offset
     target = output + row * most
     lowest_key = tl.full([], -(2**31), tl.int64)  # as int32
     low = lowest_key - 1
@@ -401,7 +401,7 @@ def shape_launch(is_narrow: bool, dtype: torch.dtype) -> Launch:
     unaligned = "highest", "temperature", "top_k", "lowest"
     arguments |= dict(zip(unaligned, (given, "*fp64", "*i64", "*fp64")))
     arguments |= dict.fromkeys(("width", "most", "has_top_k", "has_min_p"), "i32")
-    arguments |= dict.fromkeys(("logits_stride", "num_blocks", "first_behind"), "i32")
+    arguments |= dict.fromkeys(("logits_stride", "num_blocks", "next_offset"), "i32")
     limits = torch.finfo(torch.float64 if is_narrow else torch.float32)
     constants = {"IS_NARROW": is_narrow, "COOLEST": limits.tiny, "HOTTEST": limits.max}
     constants |= {"PART": PART if is_narrow else 0, "TILE": TILE, "WAYS": WAYS}
@@ -417,7 +417,7 @@ def top_p_launch(dtype: torch.dtype) -> Launch:
     constants = {
         "LOW": _key_of_infinity(is_narrow),
         "SCALE": SCALE,
-        "TILE": MOST_COLUMNS if is_narrow else TILE,
+        "TILE": MAX_NARROW_COLUMNS if is_narrow else TILE,
         "WAYS": WAYS,
     }
     num_warps = 4 if is_narrow else NUM_WARPS
@@ -433,7 +433,7 @@ def draw_launch(dtype: torch.dtype, num_blocks: int) -> Launch:
     return Launch(_draw_kernel, arguments, constants, unaligned=("u",), **_EXACT)
 
 
-MOST_COLUMNS = 256  # of the narrow rows
+MAX_NARROW_COLUMNS = 256  # of the narrow rows
 _EXACT = {"enable_fp_fusion": False}  # a * b + c is rounded twice, as in PyTorch
 
 
@@ -446,7 +446,7 @@ def sampling_launches(vocab_size: int, dtype: torch.dtype = torch.float32) -> li
     """Everything that a sampler of such a vocabulary launches, and of logits in `dtype`. Those that
     rules have changed are float32."""
     launches, logit_dtypes = [penalties_launch()], dict.fromkeys((dtype, torch.float32))
-    for kind, width in ((torch.float32, vocab_size), (torch.float64, MOST_COLUMNS)):
+    for kind, width in ((torch.float32, vocab_size), (torch.float64, MAX_NARROW_COLUMNS)):
         launches += [
             *(shape_launch(kind == torch.float64, given) for given in logit_dtypes),
             top_p_launch(kind),
@@ -497,20 +497,20 @@ def shape(
     num_columns, dtype = (most, torch.float64) if is_narrow else (vocab_size, torch.float32)
     output = logits.new_empty(num_rows, num_columns, dtype=dtype)
     ids = logits.new_empty(num_rows, most if is_narrow else 1, dtype=torch.int64)
-    blocks, num_blocks, first_behind = ids, 0, 0
+    blocks, num_blocks, next_offset = ids, 0, 0
     if is_narrow and vocab_size // PART > 2 * most:
-        num_blocks, first_behind = most, vocab_size // PART * PART
-        best = logits[:, :first_behind].unflatten(1, (-1, PART)).amax(dim=-1)
+        num_blocks, next_offset = most, vocab_size // PART * PART
+        best = logits[:, :next_offset].unflatten(1, (-1, PART)).amax(dim=-1)
         _, blocks = shape(best, highest, temperature, None, None, most, True)
     lowest = temperature if min_p is None else min_p.log()  # logarithms are PyTorch's
     has_top_k, has_min_p = top_k is not None, min_p is not None
     tensors = output, ids, logits, blocks, highest, temperature, top_k if has_top_k else ids, lowest
-    width = num_blocks * PART + vocab_size - first_behind
+    width = num_blocks * PART + vocab_size - next_offset
     numbers = width, num_columns, int(has_top_k), int(has_min_p), logits.stride(0)
     num_programs = 1 if is_narrow or has_top_k else -(-vocab_size // TILE)
     if num_rows:
         grid = num_rows, num_programs
-        shape_launch(is_narrow, logits.dtype)(grid, *tensors, *numbers, num_blocks, first_behind)
+        shape_launch(is_narrow, logits.dtype)(grid, *tensors, *numbers, num_blocks, next_offset)
     return output, ids if is_narrow else None
 
 
@@ -518,7 +518,7 @@ def apply_top_p(logits: torch.Tensor, top_p: torch.Tensor) -> torch.Tensor:
     """Of what `shape` returned, which is written to."""
     probs, (num_rows, width) = logits.softmax(dim=-1), logits.shape
     is_narrow = logits.dtype == torch.float64
-    if is_narrow and width > MOST_COLUMNS:
+    if is_narrow and width > MAX_NARROW_COLUMNS:
         return sampling_constraints.apply_top_p(logits, top_p)
     if num_rows:
         top_p_launch(logits.dtype)((num_rows,), logits, probs, top_p, width)
@@ -527,7 +527,7 @@ def apply_top_p(logits: torch.Tensor, top_p: torch.Tensor) -> torch.Tensor:
 
 def sample_from_probs(probs: torch.Tensor, u: torch.Tensor) -> torch.Tensor:
     (num_rows, width), is_narrow = probs.shape, probs.dtype == torch.float64
-    if is_narrow and width > MOST_COLUMNS:
+    if is_narrow and width > MAX_NARROW_COLUMNS:
         return counter_random.sample_from_probs(probs, u)
     mass, tokens = block_mass(probs), torch.empty_like(u, dtype=torch.int64)
     if num_rows:

@@ -19,11 +19,11 @@ from scheduler_interface import NewRequestData
 if TYPE_CHECKING:
     from common.requests.token_rules import TokenRules
 
-# Bits of `needs`. A drawn row is narrow, among the `MOST_NARROW` highest or fewer, or wide.
+# Bits of `needs`. A drawn row is narrow, among the `MAX_NARROW` highest or fewer, or wide.
 NARROW, WIDE, TOP_K, MIN_P, TOP_P, PENALTIES, MIN_TOKENS, LOGPROBS = (1 << i for i in range(8))
 RULES = 1 << 8  # what tokens may be said at all (`token_rules.py`)
 DRAWN = NARROW | WIDE
-MOST_NARROW = 256
+MAX_NARROW = 256
 ALL = 1 << 40  # more than any vocabulary, or answer, has
 
 
@@ -114,7 +114,7 @@ def _needs(p: SamplingParams) -> int:
     needs |= PENALTIES * is_penalised
     if p.is_greedy:
         return needs
-    needs |= NARROW if 0 < p.top_k <= MOST_NARROW else WIDE
+    needs |= NARROW if 0 < p.top_k <= MAX_NARROW else WIDE
     return needs | TOP_K * (p.top_k > 0) | MIN_P * (p.min_p > 0) | TOP_P * (p.top_p < 1)
 
 

@@ -140,12 +140,12 @@ def ranked_ids(logits: torch.Tensor, k: int) -> torch.Tensor:
     num_blocks = logits.shape[1] // _BLOCK
     if num_blocks <= 2 * k:
         return _order(logits, k)
-    first_behind = num_blocks * _BLOCK
-    blocks = logits[:, :first_behind].unflatten(1, (num_blocks, _BLOCK))
+    next_offset = num_blocks * _BLOCK
+    blocks = logits[:, :next_offset].unflatten(1, (num_blocks, _BLOCK))
     best = top_ids(blocks.amax(dim=-1), k)
     columns = torch.arange(logits.shape[1], device=logits.device)
     ids = (best[:, :, None] * _BLOCK + columns[:_BLOCK]).flatten(1)
-    ids = torch.cat([ids, columns[first_behind:].expand(len(ids), -1)], dim=1)
+    ids = torch.cat([ids, columns[next_offset:].expand(len(ids), -1)], dim=1)
     return ids.gather(1, _order(logits.gather(1, ids), k))
 
 

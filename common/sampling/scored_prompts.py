@@ -12,7 +12,7 @@ from common.sampling.distributions import TokenLogprobs, entries_of, logprob_num
 from common.sampling.sampler import as_float, from_device
 from scheduler_interface import StepOutput
 
-MOST_ROWS = 256  # of logits, at a time
+MAX_ROWS = 256  # of logits, at a time
 Run = tuple[str, int, int]  # a request, how many of its tokens, how many of the likeliest ones
 
 
@@ -34,7 +34,7 @@ class ScoredPrompts:
     @classmethod
     def of_many(cls, num_rows: int, vocab_size: int, device: torch.device) -> ScoredPrompts:
         """To measure what they take: as many rows at once as there ever are."""
-        num_rows = min(num_rows, MOST_ROWS)
+        num_rows = min(num_rows, MAX_ROWS)
         at, tokens = torch.arange(num_rows, device=device), np.zeros(num_rows, dtype=np.int64)
         runs = [("", num_rows, min(20, vocab_size))]
         return cls(at, torch.zeros_like(at), tokens, runs, vocab_size)
@@ -45,7 +45,7 @@ class ScoredPrompts:
         """In the forward pass: `hidden` [num_tokens, hidden_size] of the whole step. Begun, not
         waited for."""
         width = max(num_top for _, _, num_top in self.runs)
-        for at, tokens in zip(self.at.split(MOST_ROWS), self.tokens.split(MOST_ROWS)):
+        for at, tokens in zip(self.at.split(MAX_ROWS), self.tokens.split(MAX_ROWS)):
             raw = as_float(to_logits(hidden[at])[:, : self.vocab_size])
             numbers = logprob_numbers(raw, tokens.clamp(max=self.vocab_size - 1), width)
             self._reads.append(from_device(numbers))

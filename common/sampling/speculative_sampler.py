@@ -22,8 +22,8 @@ from common.requests.input_processor import DrawnSeedParams
 from common.sampling.counter_random import ACCEPT_STREAM, DRAFT_STREAM, TOKEN_STREAM
 from common.sampling.distributions import StagedRows, row_uniforms
 from common.sampling.greedy_rows import BAD, REJECTED
-from common.sampling.runner_plugin import Cargo, HasTokens
-from common.sampling.sampler import BatchSampler, Draw, Sampler, UnreadStep
+from common.sampling.runner_plugin import HasTokens, UploadBuffer
+from common.sampling.sampler import AsyncStepOutput, BatchSampler, Draw, Sampler
 from common.sampling.sampling_columns import (
     DRAWN,
     SamplingBatch,
@@ -40,7 +40,7 @@ class _Runs:
     draft and one behind."""
 
     def __init__(
-        self, batch: SamplingBatch, first: np.ndarray, lens: np.ndarray, cargo: Cargo
+        self, batch: SamplingBatch, first: np.ndarray, lens: np.ndarray, upload: UploadBuffer
     ) -> None:
         run, start = np.repeat(np.arange(len(lens)), lens), np.cumsum(lens) - lens
         column, width = np.arange(len(run)) - start[run], int(lens.max())
@@ -48,18 +48,18 @@ class _Runs:
         drafts = chain.from_iterable(batch.drafts.get(batch.req_ids[row], ()) for row in first)
         self.sampling, self.most_drafts = batch.select(rows), width - 1
         self.is_draft = column < lens[run] - 1
-        self.at = cargo.add(rows)  # in the batch
-        self.cells = cargo.add(run * width + column)  # in a grid [num_runs, most_drafts + 1]
-        self.cu_num_logits = cargo.add(np.append(start, len(rows)))  # [num_runs + 1] int64
-        self.drafts = cargo.add(np.fromiter(drafts, dtype=np.int64))  # of all runs
+        self.at = upload.add(rows)  # in the batch
+        self.cells = upload.add(run * width + column)  # in a grid [num_runs, most_drafts + 1]
+        self.cu_num_logits = upload.add(np.append(start, len(rows)))  # [num_runs + 1] int64
+        self.drafts = upload.add(np.fromiter(drafts, dtype=np.int64))  # of all runs
 
     def verify(self, raw: torch.Tensor, tokens: torch.Tensor, rule: Rule) -> None:
         """Write the `tokens` of these rows of `raw`."""
         at = self.at()
         verified = rule(raw if len(at) == len(raw) else raw[at])
         columns = torch.arange(self.most_drafts + 1, device=tokens.device)
-        is_behind = columns >= verified.num_sampled[:, None]
-        grid = verified.token_ids.masked_fill(is_behind, REJECTED)
+        lags = columns >= verified.num_sampled[:, None]
+        grid = verified.token_ids.masked_fill(lags, REJECTED)
         tokens[at] = grid.flatten()[self.cells()]
 
 
@@ -78,11 +78,11 @@ class SpeculativeSampler(BatchSampler):
         self.sampler = sampler
         self.draft_probs = draft_probs
 
-    def stage(self, sampling: SamplingBatch, cargo: Cargo) -> UnreadStep:
+    def stage(self, sampling: SamplingBatch, upload: UploadBuffer) -> AsyncStepOutput:
         """1 to k + 1 tokens for each request with k drafts."""
         drafts = sampling.drafts
         if not drafts:
-            return self.sampler.stage(sampling, cargo)
+            return self.sampler.stage(sampling, upload)
         first = np.flatnonzero(np.diff(sampling.rows, prepend=-1))  # row of each request
         lens = np.diff(first, append=len(sampling.rows))
         names = [sampling.req_ids[row] for row in first]
@@ -90,12 +90,12 @@ class SpeculativeSampler(BatchSampler):
         has_probs = np.array([q is not None for q in probs], dtype=bool)
         parts: list[tuple[_Runs, Rule]] = []
         if has_probs.any():  # for more drafts than there are, if some were trimmed
-            part = _Runs(sampling, first[has_probs], lens[has_probs], cargo)
+            part = _Runs(sampling, first[has_probs], lens[has_probs], upload)
             kept = [q[: n - 1] for q, n in zip(probs, lens) if q is not None]
-            parts.append((part, self._rejection(part, kept, cargo)))
+            parts.append((part, self._rejection(part, kept, upload)))
         if not has_probs.all():
-            part = _Runs(sampling, first[~has_probs], lens[~has_probs], cargo)
-            parts.append((part, self._matching(part, cargo)))
+            part = _Runs(sampling, first[~has_probs], lens[~has_probs], upload)
+            parts.append((part, self._matching(part, upload)))
 
         def draw(raw: torch.Tensor) -> torch.Tensor:
             tokens = torch.empty(len(raw), dtype=torch.int64, device=raw.device)
@@ -103,10 +103,10 @@ class SpeculativeSampler(BatchSampler):
                 part.verify(raw, tokens, rule)
             return tokens
 
-        return UnreadStep(sampling, cargo, self.sampler.raw_logits, draw)
+        return AsyncStepOutput(sampling, upload, self.sampler.raw_logits, draw)
 
-    def _matching(self, part: _Runs, cargo: Cargo) -> Rule:
-        draw = self.sampler.stage_draw(part.sampling, cargo)
+    def _matching(self, part: _Runs, upload: UploadBuffer) -> Rule:
+        draw = self.sampler.stage_draw(part.sampling, upload)
 
         def rule(raw: torch.Tensor) -> VerifiedTokens:
             target = draw(raw)
@@ -115,9 +115,11 @@ class SpeculativeSampler(BatchSampler):
 
         return rule
 
-    def _rejection(self, part: _Runs, draft_probs: list[torch.Tensor], cargo: Cargo) -> Rule:
-        rows = StagedRows(self.sampler, part.sampling, cargo)
-        accept_u = cargo.add(row_uniforms(part.sampling, ACCEPT_STREAM)[part.is_draft])
+    def _rejection(
+        self, part: _Runs, draft_probs: list[torch.Tensor], upload: UploadBuffer
+    ) -> Rule:
+        rows = StagedRows(self.sampler, part.sampling, upload)
+        accept_u = upload.add(row_uniforms(part.sampling, ACCEPT_STREAM)[part.is_draft])
 
         def rule(raw: torch.Tensor) -> VerifiedTokens:
             target_probs, cu_num_logits = rows.probs(raw), part.cu_num_logits()
@@ -160,12 +162,12 @@ class ConstrainedDrafts:
     def stage(
         self, rounds: Sequence[Sequence[RunnerRequest]], device: torch.device
     ) -> Sequence[np.ndarray]:
-        self._cargo = Cargo(device)
+        self._upload = UploadBuffer(device)
         self._rounds = [self._stage(requests, n) for n, requests in enumerate(rounds)]
-        return self._cargo.arrays
+        return self._upload.arrays
 
     def take(self, tensors: Sequence[torch.Tensor]) -> None:
-        self._cargo.tensors = tensors
+        self._upload.tensors = tensors
 
     def sample_drafts(
         self, logits: torch.Tensor, requests: Sequence[RunnerRequest], num_drafted: int
@@ -184,5 +186,5 @@ class ConstrainedDrafts:
         columns_and_rows = columns, [], rows, num_outputs, state, {}
         sampling = SamplingBatch(*columns_and_rows, streams, are_counted=num_drafted > 0)
         if sampling.asked & DRAWN:
-            return StagedRows(self.sampler, sampling, self._cargo)
-        return self.sampler.stage_draw(sampling, self._cargo)
+            return StagedRows(self.sampler, sampling, self._upload)
+        return self.sampler.stage_draw(sampling, self._upload)

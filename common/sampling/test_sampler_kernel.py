@@ -15,7 +15,7 @@ import torch
 from common.sampling import counter_random, distributions, sampler_kernel
 from common.sampling import sampling_constraints as spec
 from common.sampling.greedy_rows import BAD
-from common.sampling.runner_plugin import Cargo
+from common.sampling.runner_plugin import UploadBuffer
 from common.sampling.sampler import Sampler
 from common.sampling.sampler_kernel import KERNELS, TILE, sampling_launches
 from common.sampling.sampling_columns import SamplingBatch
@@ -360,9 +360,9 @@ def count_operations(
         monkeypatch.setattr(Launch, "__call__", launch)
         monkeypatch.setattr(type(device), "__torch_dispatch__", counting)
         batch = SimpleNamespace(sampling=mixed_sampling(recipes, n, vocab_size, 0))
-        on_device, cargo = device.put(logits.bfloat16()), Cargo(logits.device)
-        step = Sampler(vocab_size, rules).stage(batch.sampling, cargo)
-        cargo.send()
+        on_device, upload = device.put(logits.bfloat16()), UploadBuffer(logits.device)
+        step = Sampler(vocab_size, rules).stage(batch.sampling, upload)
+        upload.send()
         count[0] = 0
         step.begin(on_device)
         launches = count[0]

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 
-from common.sampling.runner_plugin import Cargo
+from common.sampling.runner_plugin import UploadBuffer
 from common.sampling.sampler import Sampler
 from common.sampling.sampling_columns import SamplingBatch, SamplingColumns
 from common.sampling.token_counts import TokenCounts
@@ -64,9 +64,9 @@ class Rows:
 def count(
     counts: TokenCounts, batch: SamplingBatch, vocab_size: int = VOCAB
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    cargo = Cargo(CPU)
-    counted = counts.stage(batch, cargo, vocab_size)
-    cargo.send()
+    upload = UploadBuffer(CPU)
+    counted = counts.stage(batch, upload, vocab_size)
+    upload.send()
     return counted()
 
 
@@ -163,20 +163,20 @@ def test_a_step_that_was_staged_and_never_computed_has_counted_nothing() -> None
     rows.admit(0, [1], [2])
     check(counts, rows, [0], {})
     rows.outputs[0].append(3)
-    counts.stage(rows.batch([0], {}), Cargo(CPU), VOCAB)
+    counts.stage(rows.batch([0], {}), UploadBuffer(CPU), VOCAB)
     check(counts, rows, [0], {})
 
 
 def test_what_was_staged_first_stays_right_when_the_table_grows() -> None:
     """Two parts of a batch, one with rows that nobody has asked for so far."""
-    counts, rows, cargo = TokenCounts(), Rows(3), Cargo(CPU)
+    counts, rows, upload = TokenCounts(), Rows(3), UploadBuffer(CPU)
     for row in range(3):
         rows.admit(row, [row], [5, row])
     check(counts, rows, [0], {})
     rows.outputs[0].append(7)
     parts = [rows.batch([0], {}), rows.batch([1, 2], {})]
-    staged = [counts.stage(part, cargo, VOCAB) for part in parts]
-    cargo.send()
+    staged = [counts.stage(part, upload, VOCAB) for part in parts]
+    upload.send()
     found = [count()[1].tolist() for count in staged]
     assert found == [[recount([5, 0, 7])], [recount([5, 1]), recount([5, 2])]]
 

@@ -16,7 +16,7 @@ from collections.abc import Callable
 import numpy as np
 import torch
 
-from common.sampling.runner_plugin import Cargo, HasTokens
+from common.sampling.runner_plugin import HasTokens, UploadBuffer
 from common.sampling.sampling_columns import SamplingBatch, flat_index
 
 
@@ -29,14 +29,14 @@ class TokenCounts:
         self._num_counted = np.zeros(0, dtype=np.int64)  # tokens of it
 
     def stage(
-        self, batch: SamplingBatch, cargo: Cargo, vocab_size: int
+        self, batch: SamplingBatch, upload: UploadBuffer, vocab_size: int
     ) -> Callable[[], tuple[torch.Tensor, torch.Tensor]]:
         """What is to be called when the arrays are there, once: which tokens are in each row's
         prompt, output or drafts, bool [R, vocab_size], and how often in its output and drafts,
         int32 [R, vocab_size]. Ids beyond the vocabulary are left out. O(new tokens), and R rows are
         copied. Only then is anything new counted: a step that fails before that is none."""
         columns, state, rows = batch.columns, batch.state, np.unique(batch.rows)
-        self._make_room(int(rows.max(initial=0)) + 1, vocab_size, cargo.device)
+        self._make_room(int(rows.max(initial=0)) + 1, vocab_size, upload.device)
         num_prompt, is_pending = state.num_prompt_tokens[rows], _last_ids(state, rows) < 0
         num_tokens, num_writes = state.num_tokens[rows] - is_pending, columns.num_writes[rows]
         is_new = self._num_writes[rows] != num_writes
@@ -51,18 +51,18 @@ class TokenCounts:
             index = np.repeat(np.arange(len(rows)), lens)
             positions = np.arange(len(index)) + (start - np.cumsum(lens) + lens)[index]
             ids = state.token_ids[rows[index], positions].astype(np.int64)
-            return cargo.add(*flat_index(into[index], ids, vocab_size))
+            return upload.add(*flat_index(into[index], ids, vocab_size))
 
         known, first_output = state.num_tokens[batch.rows], np.where(is_new, num_prompt, counted)
         behind = state.num_prompt_tokens[batch.rows] + batch.num_outputs if batch.drafts else known
         last_ids = _last_ids(state, batch.rows)
         pending = np.flatnonzero(last_ids < 0)
-        new, lanes = cargo.add(rows[is_new]), cargo.add(batch.rows)
+        new, lanes = upload.add(rows[is_new]), upload.add(batch.rows)
         prompts = flat(rows, rows, counted, first_output)
         outputs = flat(rows, rows, first_output, num_tokens)
         drafts = flat(np.arange(len(batch.rows)), batch.rows, known, behind)
-        pending_lanes = cargo.add(pending * vocab_size)
-        pending_ids = cargo.add(last_ids[pending].astype(np.int64))
+        pending_lanes = upload.add(pending * vocab_size)
+        pending_ids = upload.add(last_ids[pending].astype(np.int64))
 
         def count() -> tuple[torch.Tensor, torch.Tensor]:
             self._num_writes[rows], self._num_counted[rows] = num_writes, num_tokens

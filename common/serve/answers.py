@@ -16,7 +16,7 @@ from typing import Any
 from common.requests.tokenizer import Tokenizer
 from common.sampling.distributions import TokenLogprobs
 from common.serve.deltas import CompletionDelta, RequestDelta
-from common.serve.large_json import json_pieces, to_json
+from common.serve.large_json import json_chunks, to_json
 from common.serve.text_places import TextPlaces
 from common.serve.tool_calls import Reader, Reply
 from common.serve.wire import GenerateBody
@@ -32,9 +32,9 @@ def event(content: Any) -> bytes:
     return b"data: %b\n\n" % to_json(content)
 
 
-def event_pieces(content: Any) -> Iterator[bytes]:
+def event_chunks(content: Any) -> Iterator[bytes]:
     """The same in pieces."""
-    return chain([b"data: "], json_pieces(content), [b"\n\n"])
+    return chain([b"data: "], json_chunks(content), [b"\n\n"])
 
 
 @dataclass(slots=True)
@@ -135,7 +135,7 @@ class Answer:
             if choice.get("delta", True) or choice["finish_reason"] or says_all
         ]
 
-    def usage_piece(self) -> dict[str, Any]:
+    def usage_chunk(self) -> dict[str, Any]:
         return self._piece([]) | {"usage": self.usage.content()}
 
     def _piece(self, choices: list[dict[str, Any]]) -> dict[str, Any]:

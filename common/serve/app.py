@@ -19,7 +19,7 @@ from starlette.responses import JSONResponse, PlainTextResponse, Response
 
 from common.engine_config import SHIPPED_CHECKPOINT
 from common.models.loader import read_json, resolve_checkpoint
-from common.serve.answers import DONE, Answer, event, event_pieces, token_text
+from common.serve.answers import DONE, Answer, event, event_chunks, token_text
 from common.serve.async_llm import AsyncLLM
 from common.serve.chat import ChatPrompts
 from common.serve.deltas import RequestDelta
@@ -167,7 +167,7 @@ class Server:
             for piece in pieces if how.include_usage else ():
                 piece["usage"] = answer.usage.content() if how.continuous_usage_stats else None
             if is_large:
-                async for data in made_aside(chain.from_iterable(map(event_pieces, pieces))):
+                async for data in made_aside(chain.from_iterable(map(event_chunks, pieces))):
                     yield data
             elif data := b"".join(map(event, pieces)):
                 yield data
@@ -180,7 +180,7 @@ class Server:
                 async for data in made(i, delta):
                     yield data
             if how.include_usage:
-                yield event(answer.usage_piece())
+                yield event(answer.usage_chunk())
         except Exception as error:  # the answer has begun: its status can not change
             yield event(answer.body.error(error).content())
         yield DONE
@@ -311,7 +311,7 @@ class Server:
         return PlainTextResponse(f"Success: LoRA adapter '{body.lora_name}' removed successfully.")
 
     async def health(self) -> Response:
-        if (why := self.llm.why_dead) is not None:
+        if (why := self.llm.death_reason) is not None:
             return error_response(ApiError(503, why))
         return Response()
 

@@ -22,7 +22,7 @@ from common.engine import LLMEngine
 from common.engine_config import EngineConfig, EngineStats
 from common.requests.input_processor import plain
 from common.requests.token_rules import without_texts
-from common.serve.deltas import HandOver, RequestDelta
+from common.serve.deltas import EngineUpdate, RequestDelta
 from common.serve.engine_loop import EngineError, EngineLoop, QueueFull
 from common.serve.prompt_length import PromptTooLong, longest_token
 from request import SamplingParams
@@ -216,9 +216,9 @@ class AsyncLLM:
     # -- the engine
 
     @property
-    def why_dead(self) -> str | None:
+    def death_reason(self) -> str | None:
         """Why it computes nothing any more; None while it does."""
-        return self._engine_loop.why_dead
+        return self._engine_loop.death_reason
 
     async def load_adapter(self, name: str, directory: str | Path) -> None:
         """`LLMEngine.load_adapter`. Steps go on while it is read. What has begun comes to its end,
@@ -267,32 +267,32 @@ class AsyncLLM:
             raise RuntimeError("cannot use this AsyncLLM: another event loop owns it")
         return loop
 
-    def _deliver(self, hand_over: HandOver) -> None:
+    def _deliver(self, engine_update: EngineUpdate) -> None:
         """In the engine's thread."""
-        self.stats = hand_over.stats
+        self.stats = engine_update.stats
         loop = self._loop
         if loop is not None:
             with suppress(RuntimeError):  # the loop has ended: nobody waits
-                loop.call_soon_threadsafe(self._receive, hand_over)
+                loop.call_soon_threadsafe(self._receive, engine_update)
 
-    def _receive(self, hand_over: HandOver) -> None:
-        for number, answer in hand_over.answers.items():
+    def _receive(self, engine_update: EngineUpdate) -> None:
+        for number, answer in engine_update.answers.items():
             future = self._calls.get(number)
             if future is not None and not future.done():
                 if isinstance(answer, Exception):
                     future.set_exception(answer)
                 else:
                     future.set_result(answer)
-        if hand_over.is_last:
-            why = EngineError(self.why_dead or "the engine is closed; create a new one")
-            hand_over.deltas += [
+        if engine_update.is_last:
+            why = EngineError(self.death_reason or "the engine is closed; create a new one")
+            engine_update.deltas += [
                 RequestDelta(name, finished=True, error=why) for name in self._mailboxes
             ]
             for future in self._calls.values():
                 if not future.done():
                     future.set_exception(why)
         is_busy = bool(self._given)
-        self._given += hand_over.deltas
+        self._given += engine_update.deltas
         if not is_busy:
             self._give_out()
 
@@ -306,12 +306,12 @@ class AsyncLLM:
 
 
 def _begin_load(engine: LLMEngine, name: str, directory: str | Path) -> Loading:
-    with engine.turn:
+    with engine.lock:
         return engine.named_adapters().begin_load(name, directory)
 
 
 def _end_load(engine: LLMEngine, name: str, loading: Loading) -> None:
-    with engine.turn:
+    with engine.lock:
         engine.named_adapters().end_load(name, loading)
 
 

@@ -59,7 +59,7 @@ class RequestDelta:
 
 
 @dataclass(slots=True)
-class HandOver:
+class EngineUpdate:
     """All that one step has for others. `answers`: to calls, by their number. `is_last`: whoever
     still waits for something waits in vain."""
 
@@ -74,8 +74,8 @@ class DeltaSource:
 
     def __init__(self, group: RequestGroup) -> None:
         self.group = group
-        self._num_sent = [0] * len(group.members)
-        self._is_closed = [False] * len(group.members)
+        self._num_sent = [0] * len(group.sequences)
+        self._is_closed = [False] * len(group.sequences)
 
     def accepted(self) -> RequestDelta:
         return RequestDelta(self.group.request_id, prompt_token_ids=self.group.prompt_token_ids)
@@ -86,13 +86,13 @@ class DeltaSource:
         delta.finished, delta.metrics = group.finished, group.metrics if group.finished else None
         # One continuation computes them for all. The others, found in the cache, may be earlier.
         if scores is None or len(scores) == len(group.prompt_token_ids) or group.finished:
-            pieces = [self._take(i, member) for i, member in enumerate(group.members)]
+            pieces = [self._take(i, sequence) for i, sequence in enumerate(group.sequences)]
             delta.completions = {piece.index: piece for piece in pieces if piece is not None}
             delta.prompt_logprobs = scores
         return delta
 
-    def _take(self, i: int, member: OutputProcessor) -> CompletionDelta | None:
-        completion, start = member.completion, self._num_sent[i]
+    def _take(self, i: int, sequence: OutputProcessor) -> CompletionDelta | None:
+        completion, start = sequence.completion, self._num_sent[i]
         is_over = completion.finish_reason is not None
         if self._is_closed[i] or (len(completion.token_ids) == start and not is_over):
             return None
@@ -101,7 +101,7 @@ class DeltaSource:
         self._num_sent[i] += len(token_ids)
         return CompletionDelta(
             completion.index,
-            member.take_delta(),
+            sequence.take_delta(),
             token_ids,
             None if logprobs is None else logprobs[start:],
             completion.finish_reason,

@@ -1,7 +1,7 @@
 """The engine's one owner: a thread that steps while there is anything to do, and does what it is
 told between two steps.
 
-    inbox: add, abort, call  ->  engine.step()  ->  deliver(HandOver), once a step
+    inbox: add, abort, call  ->  engine.step()  ->  deliver(EngineUpdate), once a step
 
 Whoever has something to say puts it into the inbox, from any thread, and never waits."""
 
@@ -17,13 +17,13 @@ from typing import Any
 
 from common.engine import LLMEngine
 from common.sampling.runner_plugin import NO_TOKEN
-from common.serve.deltas import DeltaSource, HandOver, RequestDelta
+from common.serve.deltas import DeltaSource, EngineUpdate, RequestDelta
 from request import SamplingParams
 
 logger = logging.getLogger(__name__)
 UNCOMPILED = "grammar: cannot compile"
-MOST_GAP_S = 0.01  # between two requests that come together
-MOST_ADD_S = 0.02  # for new requests, before those that run get another step
+MAX_GATHER_GAP_S = 0.01  # between two requests that come together
+MAX_ADD_S = 0.02  # for new requests, before those that run get another step
 MAX_FAILURES = 3  # steps in a row that raise: then there is no engine any more
 
 
@@ -48,7 +48,7 @@ class EngineLoop:
     def __init__(
         self,
         make_engine: Callable[[], LLMEngine],
-        deliver: Callable[[HandOver], None],
+        deliver: Callable[[EngineUpdate], None],
         max_waiting: int | None = None,
     ) -> None:
         self._make_engine, self._deliver, self._max_waiting = make_engine, deliver, max_waiting
@@ -59,12 +59,12 @@ class EngineLoop:
         self._deltas: list[RequestDelta] = []  # to be handed over
         self._has_aborted = False  # since something was handed over: its statistics are old
         self._answers: dict[int, Any] = {}
-        self._why: Exception | None = None  # the last step failed
-        self._why_dead: BaseException | None = None
+        self._last_error: Exception | None = None  # the last step failed
+        self._death_error: BaseException | None = None
         self._num_failures = 0
         self._is_closing = False
         self._step_s = 0.0  # the last one took
-        self.why_dead: str | None = None
+        self.death_reason: str | None = None
         self.made = Future[LLMEngine]()
         self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
         self._thread.start()
@@ -99,30 +99,30 @@ class EngineLoop:
         try:
             while not self._is_closing:
                 was_idle = not engine.has_unfinished_requests()
-                self._obey()
+                self._drain_inbox()
                 if engine.has_unfinished_requests():
                     if was_idle:
                         self._gather()
                     self._step()
-                self._hand_over()
+                self._send_update()
         except BaseException as error:
             logger.exception("the engine has stopped")
-            self.why_dead = f"the engine has stopped: {type(error).__name__}"
-            self._why_dead = error
-        self.why_dead = self.why_dead or "the engine is closed"
+            self.death_reason = f"the engine has stopped: {type(error).__name__}"
+            self._death_error = error
+        self.death_reason = self.death_reason or "the engine is closed"
         self._fail_all()
         try:
             engine.close()
         except Exception:
             logger.exception("the engine could not be closed")
         while not self._is_closing:  # whoever comes now is told so
-            self._obey()
-            self._hand_over()
-        self._hand_over(is_last=True)
+            self._drain_inbox()
+            self._send_update()
+        self._send_update(is_last=True)
 
-    def _obey(self) -> None:
+    def _drain_inbox(self) -> None:
         """All that is in the inbox. It waits for something where there is no step to make."""
-        is_dead = self.why_dead is not None
+        is_dead = self.death_reason is not None
         has_steps = not is_dead and self._engine.has_unfinished_requests()
         must_wait = not (self._coming or has_steps)
         while must_wait or not self._inbox.empty():
@@ -133,7 +133,7 @@ class EngineLoop:
 
     def _add_some(self) -> None:
         """Of a thousand requests that come together, some now and some after the next step."""
-        end = time.monotonic() + MOST_ADD_S
+        end = time.monotonic() + MAX_ADD_S
         while self._coming and time.monotonic() < end:
             request_id = next(iter(self._coming))
             self._add(request_id, *self._coming.pop(request_id))
@@ -142,7 +142,7 @@ class EngineLoop:
         """Who comes when a step has begun waits for its end. So those who come together, one right
         behind the other, begin together: a fiftieth of a step is waited for the next, and for all
         of them a quarter at most. The last step may have been a long one: a few milliseconds."""
-        gap_s = min(self._step_s / 50, MOST_GAP_S)
+        gap_s = min(self._step_s / 50, MAX_GATHER_GAP_S)
         end = time.monotonic() + self._step_s / 4
         while time.monotonic() < end:
             if self._inbox.empty():  # `get(timeout=...)`, a moment late, waits for ever
@@ -159,13 +159,13 @@ class EngineLoop:
             outputs = self._engine.step()
         except Exception as error:
             logger.exception("a step has failed")
-            self._why = error
+            self._last_error = error
             self._num_failures += 1
             if getattr(error, "is_final", False) or self._num_failures >= MAX_FAILURES:
                 raise
             return  # whom it concerned, the next step tells
         self._step_s = time.monotonic() - begin
-        why, self._why = self._why, None
+        why, self._last_error = self._last_error, None
         for output in outputs:
             if (source := self._sources.get(output.request_id)) is not None:
                 self._deltas.append(self._take(source, why))
@@ -176,7 +176,7 @@ class EngineLoop:
         delta = source.take()
         if delta.finished:
             self._forget(delta.request_id)
-            reasons = {member.completion.finish_reason for member in source.group.members}
+            reasons = {sequence.completion.finish_reason for sequence in source.group.sequences}
             if "abort" in reasons:  # by nobody whom this thread serves
                 says = "the request was ended" if why is None else _step_failed(why)
                 delta.error = EngineError(says, why)
@@ -186,13 +186,13 @@ class EngineLoop:
                 delta.error = (ValueError if is_clients else EngineError)(detail)
         return delta
 
-    def _hand_over(self, is_last: bool = False) -> None:
+    def _send_update(self, is_last: bool = False) -> None:
         deltas, answers = self._deltas, self._answers
         if not (deltas or answers or is_last or self._has_aborted):
             return
         self._has_aborted = False
         self._deltas, self._answers = [], {}
-        self._deliver(HandOver(deltas, self._engine.stats(), answers, is_last))
+        self._deliver(EngineUpdate(deltas, self._engine.stats(), answers, is_last))
 
     def _come(self, request_id: str, *arguments: Any) -> None:
         self._coming[request_id] = arguments
@@ -202,8 +202,8 @@ class EngineLoop:
     ) -> None:
         engine, most = self._engine, self._max_waiting
         try:
-            if self.why_dead is not None:
-                raise EngineError(self.why_dead, self._why_dead)
+            if self.death_reason is not None:
+                raise EngineError(self.death_reason, self._death_error)
             num = self._num_sequences
             if most is not None and num + params.n > engine.config.max_num_seqs + most:
                 raise QueueFull(f"the queue is full: {num} sequences run or wait, {most} may wait")
@@ -212,7 +212,7 @@ class EngineLoop:
             self._deltas.append(RequestDelta(request_id, finished=True, error=error))
             return
         source = self._sources[request_id] = DeltaSource(group)
-        self._num_sequences += len(group.members)
+        self._num_sequences += len(group.sequences)
         self._deltas.append(source.accepted())
 
     def _abort(self, request_id: str) -> None:
@@ -223,7 +223,7 @@ class EngineLoop:
             self._has_aborted = True
 
     def _forget(self, request_id: str) -> None:
-        self._num_sequences -= len(self._sources.pop(request_id).group.members)
+        self._num_sequences -= len(self._sources.pop(request_id).group.sequences)
 
     def _call(self, number: int, method: Callable[..., Any], *arguments: Any) -> None:
         try:
@@ -237,13 +237,13 @@ class EngineLoop:
         self._is_closing = True
 
     def _fail_all(self) -> None:
-        why = EngineError(self.why_dead, self._why_dead)
+        why = EngineError(self.death_reason, self._death_error)
         names = [*self._sources, *self._coming]
         self._deltas += [RequestDelta(name, finished=True, error=why) for name in names]
         self._sources.clear()
         self._coming.clear()
         self._num_sequences = 0
-        self._hand_over()
+        self._send_update()
 
 
 def _step_failed(error: Exception) -> str:

@@ -18,7 +18,7 @@ _TYPES = {
     503: "server_error",
 }
 RETRY_AFTER_S = 1
-MOST_SHOWN = 1000  # characters of a message, which may quote what the client has sent
+MAX_MESSAGE_CHARS = 1000  # characters of a message, which may quote what the client has sent
 
 
 class ErrorContent(BaseModel):
@@ -40,7 +40,7 @@ class ApiError(Exception):
     def __init__(
         self, status: int, message: str, param: str | None = None, code: str | None = None
     ) -> None:
-        message, param = message[:MOST_SHOWN], param and param[:MOST_SHOWN]
+        message, param = message[:MAX_MESSAGE_CHARS], param and param[:MAX_MESSAGE_CHARS]
         super().__init__(message)
         self.status, self.message, self.param, self.code = status, message, param, code
 

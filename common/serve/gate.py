@@ -29,7 +29,7 @@ LITTLE = "/little"  # in front of the routes of the small engine, to which the s
 MAX_ID = 200
 # A number in a list holds up the loop as long as so many bytes of a text do.
 BYTES_OF_A_VALUE = 32
-MOST_STRINGS = 1 << 16  # keys included; each is more to a parser than a number
+MAX_STRINGS = 1 << 16  # keys included; each is more to a parser than a number
 
 
 @dataclass(frozen=True, slots=True)
@@ -171,8 +171,8 @@ class Gate:
         if body.count(b",") > most // BYTES_OF_A_VALUE:
             raise ApiError(413, f"the body must have at most {most // BYTES_OF_A_VALUE} commas")
         num_escaped = body.replace(rb"\\", b"").count(b'\\"')  # without escaped backslashes
-        if body.count(b'"') - num_escaped > 2 * MOST_STRINGS:
-            raise ApiError(413, f"the body must have at most {MOST_STRINGS} strings")
+        if body.count(b'"') - num_escaped > 2 * MAX_STRINGS:
+            raise ApiError(413, f"the body must have at most {MAX_STRINGS} strings")
         return body
 
 

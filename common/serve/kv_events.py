@@ -1,6 +1,6 @@
 """What an engine's prefix cache holds, told to routers as it changes: vLLM's KV events.
 
-    cache   block_cached, blocks_evicted, blocks_withdrawn    medium "GPU", whatever the device is
+    cache   block_cached, blocks_evicted, blocks_invalidated    medium "GPU", whatever the device is
     tiers   told(hash, is it here?)                           "CPU" for the host, "STORAGE": disk
             |
             v   under one lock: what is held and where, and what is to be said of it
@@ -45,7 +45,7 @@ from request_chain import root_keys
 from tiered_cache import TieredCache
 
 if TYPE_CHECKING:
-    from base_scheduler import SchedulerBooks
+    from base_scheduler import BaseScheduler
     from block_pool import Block
     from common.engine import LLMEngine
     from prefix_cache import PrefixCache
@@ -121,10 +121,10 @@ class CacheChanges:
         finally:
             self._forget(blocks)
 
-    def blocks_withdrawn(self, blocks: Sequence[Block]) -> None:
+    def blocks_invalidated(self, blocks: Sequence[Block]) -> None:
         try:
             if self._inner is not None:
-                self._inner.blocks_withdrawn(blocks)
+                self._inner.blocks_invalidated(blocks)
         finally:
             self._forget(blocks)
 
@@ -258,12 +258,12 @@ class KVEvents(SchedulerPlugin):
         except BaseException:  # a cache of somebody's
             self.publisher.close()
             raise
-        books = cast("SchedulerBooks", engine.scheduler)
-        books.set_plugins([*books.plugins, self])
+        scheduler = cast("BaseScheduler", engine.scheduler)
+        scheduler.set_plugins([*scheduler.plugins, self])
         self._close = weakref.finalize(engine, self.publisher.close)  # where nobody takes it out
         self.publisher.start()
 
-    def planned(self, plan: SchedulerOutput) -> None:
+    def on_plan(self, plan: SchedulerOutput) -> None:
         """It is said while the step is computed."""
         if self._changes.has_news:
             self.publisher.wake()
@@ -271,6 +271,6 @@ class KVEvents(SchedulerPlugin):
     def take_out(self, engine: LLMEngine) -> None:
         """The last thing that is said is `AllBlocksCleared`. The engine is as it was before."""
         self._changes.take_out()
-        books = cast("SchedulerBooks", engine.scheduler)
-        books.set_plugins([plugin for plugin in books.plugins if plugin is not self])
+        scheduler = cast("BaseScheduler", engine.scheduler)
+        scheduler.set_plugins([plugin for plugin in scheduler.plugins if plugin is not self])
         self._close()

@@ -54,10 +54,10 @@ def answered(content: Any, num_bytes: int) -> Response:
     """`content`, of about `num_bytes`, as an answer."""
     if num_bytes <= LARGE:
         return json_response(content)
-    return StreamingResponse(made_aside(json_pieces(content)), media_type="application/json")
+    return StreamingResponse(made_aside(json_chunks(content)), media_type="application/json")
 
 
-def json_pieces(content: Any) -> Iterator[bytes]:
+def json_chunks(content: Any) -> Iterator[bytes]:
     """`to_json` in pieces: what iterators give is asked for one by one."""
     if not _is_lazy(content):
         yield to_json(content)
@@ -65,13 +65,13 @@ def json_pieces(content: Any) -> Iterator[bytes]:
         yield b"{"
         for i, (key, value) in enumerate(content.items()):
             yield b"," * (i > 0) + to_json(str(key)) + b":"
-            yield from json_pieces(value)
+            yield from json_chunks(value)
         yield b"}"
     else:
         yield b"["
         for i, value in enumerate(content):
             yield b"," * (i > 0)
-            yield from json_pieces(value)
+            yield from json_chunks(value)
         yield b"]"
 
 

@@ -74,18 +74,18 @@ class Viewer:
     def __init__(self) -> None:
         self._texts: list[str] = []
         self._size = 0
-        self.is_behind, self._is_full = True, asyncio.Event()
+        self.lags, self._is_full = True, asyncio.Event()
 
     def begin(self, text: str) -> None:
-        self._texts, self._size, self.is_behind = [text], 0, False
+        self._texts, self._size, self.lags = [text], 0, False
         self._is_full.set()
 
     def put(self, text: str) -> None:
-        if self.is_behind:
+        if self.lags:
             return
         self._size += len(text)
-        self.is_behind = self._size > MAX_BEHIND
-        if self.is_behind:
+        self.lags = self._size > MAX_BEHIND
+        if self.lags:
             self._texts.clear()
         else:
             self._texts.append(text)
@@ -105,11 +105,11 @@ class Viewer:
 class Sink(io.TextIOBase):
     """What the engine writes to, in its thread."""
 
-    def __init__(self, hand_over: Callable[[str], None]) -> None:
-        self._hand_over = hand_over
+    def __init__(self, engine_update: Callable[[str], None]) -> None:
+        self._send_update = engine_update
 
     def write(self, text: str) -> int:
-        self._hand_over(text)
+        self._send_update(text)
         return len(text)
 
 
@@ -158,7 +158,7 @@ class LivePage:
         """The gate has checked the key."""
         token = watch_token(request)
         sees_all = self.gate.config.api_key is not None and token is None
-        if (why := self.llm.why_dead) is not None:
+        if (why := self.llm.death_reason) is not None:
             raise ApiError(503, why)
         if self.llm.config.events is not None:
             raise ApiError(
@@ -179,7 +179,7 @@ class LivePage:
         try:
             yield b""
             while not self._is_over():
-                if viewer.is_behind:
+                if viewer.lags:
                     await asyncio.sleep(again_at - loop.time())
                     again_at = loop.time() + AGAIN_S
                     await self.llm.call(self._begin, viewer)
@@ -204,7 +204,7 @@ class LivePage:
 
     def _is_over(self) -> bool:
         is_shut_down = self.gate.is_draining and not self.llm.num_unfinished
-        return is_shut_down or self.llm.why_dead is not None
+        return is_shut_down or self.llm.death_reason is not None
 
     def _spread(self, text: str) -> None:
         for viewer in self.viewers:
@@ -223,20 +223,20 @@ class LivePage:
 
     def _begin(self, engine: LLMEngine, viewer: Viewer) -> None:
         film = self._film
-        self._hand_over(viewer.begin, "" if film is None else film.beginning())
+        self._send_update(viewer.begin, "" if film is None else film.beginning())
         self._renew(engine)
 
     def _renew(self, engine: LLMEngine) -> None:
         """The engine is on film, if anybody looks: what is written begins it for all."""
         if self.viewers and self._film is None:
-            sink = Sink(lambda text: self._hand_over(self._spread, text))
+            sink = Sink(lambda text: self._send_update(self._spread, text))
             self._watch = engine.watch(cast(TextIO, sink))
 
     def _leave(self, engine: LLMEngine) -> None:
         if not self.viewers and self._film is not None:
             engine.unwatch()
 
-    def _hand_over(self, take: Callable[[str], None], text: str) -> None:
+    def _send_update(self, take: Callable[[str], None], text: str) -> None:
         assert self._loop is not None
         self._loop.call_soon_threadsafe(take, text)
 

@@ -19,7 +19,7 @@ from h11 import LocalProtocolError
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from common.engine_config import EngineConfig
-from common.requests.gc_utils import spare_what_is_loaded
+from common.requests.gc_utils import freeze_gc_heap
 from common.serve.app import ServeConfig, make_app
 from common.serve.async_llm import AsyncLLM
 from common.serve.gate import Gate, GateConfig
@@ -171,7 +171,7 @@ async def serve(args: argparse.Namespace, settings: dict[str, Any], listener: so
     _say(f"loading {name} ...")
     template = args.chat_template and args.chat_template.read_text(encoding="utf-8")
     allow_many_connections()
-    spare_what_is_loaded()
+    freeze_gc_heap()
     most = args.max_waiting
     if most is None:
         batch = EngineConfig.__dataclass_fields__["max_num_seqs"].default
@@ -210,7 +210,7 @@ async def serve(args: argparse.Namespace, settings: dict[str, Any], listener: so
             said.cancel()
         return CUT_SHORT if server.num_cut_short else 0
     finally:
-        if kv_events is not None and llm.why_dead is None:
+        if kv_events is not None and llm.death_reason is None:
             await llm.call(kv_events.take_out)
         if little is not None:
             await asyncio.to_thread(little.close)
@@ -260,10 +260,10 @@ def _tell(args: argparse.Namespace, name: str, listener: socket.socket) -> None:
     body = json.dumps({"model": name, "prompt": TRY_IT, "max_tokens": 16, "temperature": 0})
     kind = "-H 'Content-Type: application/json'"
     _say(f"  curl http://{where}/v1/completions{key} {kind} -d '{body}'")
-    _say(f"  {_what_is_open(GateConfig(args.host, args.api_key or None))}")
+    _say(f"  {_open_access_lines(GateConfig(args.host, args.api_key or None))}")
 
 
-def _what_is_open(gate: GateConfig) -> str:
+def _open_access_lines(gate: GateConfig) -> str:
     """Which prompts and answers can be read by others."""
     if gate.api_key is not None:
         return "open to the key: every prompt and answer, by GET /events"

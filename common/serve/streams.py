@@ -18,7 +18,7 @@ CLIENT_IS_GONE = Response(status_code=499)  # as nginx says it; nobody reads it
 HEARTBEAT = b": still here\n\n"
 
 
-async def is_gone(receive: Receive) -> None:
+async def has_exited(receive: Receive) -> None:
     """Returns when the client has left."""
     while (await receive())["type"] != "http.disconnect":
         pass
@@ -26,7 +26,7 @@ async def is_gone(receive: Receive) -> None:
 
 async def unless_gone(receive: Receive, wanted: Awaitable[T]) -> T | None:
     """What is wanted; if the client leaves first, it is cancelled, and None."""
-    watcher = asyncio.ensure_future(is_gone(receive))
+    watcher = asyncio.ensure_future(has_exited(receive))
     work = asyncio.ensure_future(wanted)
     try:
         await asyncio.wait({watcher, work}, return_when=asyncio.FIRST_COMPLETED)

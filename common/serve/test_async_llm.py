@@ -138,7 +138,7 @@ def test_a_step_hands_over_once(
     llm: AsyncLLM, loop: asyncio.AbstractEventLoop, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     received, receive = list[object](), llm._receive
-    noted = lambda hand_over: received.append(hand_over) or receive(hand_over)  # noqa: E731
+    noted = lambda engine_update: received.append(engine_update) or receive(engine_update)  # noqa: E731
     monkeypatch.setattr(llm, "_receive", noted)
 
     async def count() -> tuple[int, int]:
@@ -277,7 +277,7 @@ def test_many_deltas_do_not_block_the_loop(llm: AsyncLLM) -> None:
     """They are given out some at a time, in order."""
     from common.engine_config import EngineStats
     from common.serve.async_llm import NUM_AT_ONCE
-    from common.serve.deltas import HandOver
+    from common.serve.deltas import EngineUpdate
 
     async def give() -> list[int]:
         other = AsyncLLM.__new__(AsyncLLM)
@@ -288,7 +288,7 @@ def test_many_deltas_do_not_block_the_loop(llm: AsyncLLM) -> None:
         for k in (0, 1):
             pieces = [CompletionDelta(0, str(k), [k]) for _ in range(1000)]
             deltas = [RequestDelta(str(i), {0: piece}) for i, piece in enumerate(pieces)]
-            other._receive(HandOver(deltas, EngineStats()))
+            other._receive(EngineUpdate(deltas, EngineStats()))
         seen = []
         while other._given:
             seen.append(len(other._given))
@@ -518,7 +518,7 @@ def test_closed_while_a_prompt_becomes_ids(monkeypatch: pytest.MonkeyPatch) -> N
         assert (
             closed
             and not llm._engine_loop._thread.is_alive()
-            and llm.why_dead == "the engine is closed"
+            and llm.death_reason == "the engine is closed"
         )
 
     asyncio.run(run())
@@ -576,7 +576,7 @@ def test_steps_that_fail_now_and_then_end_nothing_and_three_in_a_row_do() -> Non
                 await whole(llm, [5], few)
             assert str(found.value.__cause__) == cause
             llm._engine_loop.abort(f"request-{llm._num_requests}")  # it has ended
-        assert "has stopped" in (llm.why_dead or "")
+        assert "has stopped" in (llm.death_reason or "")
         await asyncio.to_thread(llm.close)
 
     asyncio.run(run())

@@ -23,7 +23,7 @@ class Growing:
         ]
         self.group = SimpleNamespace(
             request_id="x",
-            members=members,
+            sequences=members,
             prompt_token_ids=[7, 8, 9],
             prompt_logprobs=None,
             num_cached_tokens=2,

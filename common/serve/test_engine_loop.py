@@ -14,10 +14,10 @@ import pytest
 from common.engine_config import EngineStats
 from common.features.grammars.lark_text import TOO_MANY_WAYS
 from common.sampling.runner_plugin import NO_TOKEN
-from common.serve.deltas import HandOver, RequestDelta
+from common.serve.deltas import EngineUpdate, RequestDelta
 from common.serve.engine_loop import (
+    MAX_ADD_S,
     MAX_FAILURES,
-    MOST_ADD_S,
     UNCOMPILED,
     EngineError,
     EngineLoop,
@@ -32,7 +32,7 @@ class Engine:
     def __init__(self, *steps: Callable[[Growing], None]) -> None:
         self.steps, self.request, self.num_steps = [*steps], Growing(), 0
         self.config, self.is_asked = SimpleNamespace(max_num_seqs=1), False
-        self.handed_over = Queue[HandOver]()
+        self.handed_over = Queue[EngineUpdate]()
         self.stats, self.close = EngineStats, lambda: None
         self.loop = EngineLoop(lambda: self, self.handed_over.put)  # pyright: ignore[reportArgumentType]
 
@@ -105,7 +105,7 @@ def test_an_engine_that_does_not_recover_is_given_up(is_final: bool) -> None:
     assert engine.num_steps == (1 if is_final else MAX_FAILURES)
     assert isinstance(last.error, EngineError) and last.error.__cause__ is error
     assert str(last.error) == "the engine has stopped: RuntimeError"
-    assert engine.loop.why_dead == str(last.error), "and not that it was closed"
+    assert engine.loop.death_reason == str(last.error), "and not that it was closed"
 
 
 def test_a_step_that_fails_is_why_its_requests_end() -> None:
@@ -136,7 +136,7 @@ def test_those_who_come_together_begin_together_and_nobody_is_waited_for_long(
         return num_asked
 
     assert first_step(1000.0, 0.5, 2) == 1, "a compilation, say: that is no measure"
-    monkeypatch.setattr("common.serve.engine_loop.MOST_GAP_S", 0.5)
+    monkeypatch.setattr("common.serve.engine_loop.MAX_GATHER_GAP_S", 0.5)
     assert first_step(20.0, 0.01, 3) == 3
     assert 1 < first_step(2.0, 0.001, 5000) < 5000
     assert first_step(0.01, 0.5, 2) == 1
@@ -155,7 +155,7 @@ def test_a_crowd_is_taken_in_between_steps(monkeypatch: pytest.MonkeyPatch) -> N
 
     def add_slowly(*arguments: Any) -> Any:
         order.append("add")
-        time.sleep(MOST_ADD_S / 4)
+        time.sleep(MAX_ADD_S / 4)
         return add(*arguments)
 
     def told() -> list[Any]:
@@ -181,7 +181,7 @@ def test_a_crowd_that_comes_to_a_dead_engine_is_told_so() -> None:
     add, names = engine.loop._add, set[str]()
 
     def add_slowly(*arguments: Any) -> None:
-        time.sleep(MOST_ADD_S)
+        time.sleep(MAX_ADD_S)
         add(*arguments)
 
     engine.loop._add = add_slowly

@@ -189,19 +189,19 @@ def test_who_reads_nothing_is_dropped_and_begins_anew_when_it_reads(
     (viewer,) = viewers - before
     sleeper.is_awake.clear()
     rounds = 0
-    while not viewer.is_behind:
+    while not viewer.lags:
         tight.post("/v1/completions", EIGHT | {"prompt": [f"# {rounds}\n{p}" for p in PROMPTS]})
         rounds += 1
         assert rounds < 20
     num_before = len(beginnings)
     tight.post("/v1/completions", EIGHT)
-    assert viewer.is_behind and viewer._texts == [] and len(beginnings) == num_before
+    assert viewer.lags and viewer._texts == [] and len(beginnings) == num_before
     assert len(sleeper.films()) == 1
     sleeper.is_awake.set()
     wait_for(lambda: len(sleeper.films()) == 2)
     wait_for(lambda: present(sleeper.state()) == present(awake.state()))
     assert len(awake.films()) == 1 and len(beginnings) == num_before + 1
-    viewer.is_behind = True
+    viewer.lags = True
     wait_for(lambda: len(beginnings) == num_before + 2)
     assert beginnings[-1] - beginnings[-2] > 0.9, "a snapshot costs the engine's thread something"
 
@@ -242,13 +242,13 @@ def test_a_viewer_keeps_no_more_than_it_may(monkeypatch: pytest.MonkeyPatch) -> 
     monkeypatch.setattr(live_page, "MAX_BEHIND", 10)
     viewer = Viewer()
     viewer.put("early\n")
-    assert viewer.is_behind and viewer._texts == []
+    assert viewer.lags and viewer._texts == []
     viewer.begin("a long beginning is no fault\n")
     viewer.put("12345")
-    assert viewer._texts == ["a long beginning is no fault\n", "12345"] and not viewer.is_behind
+    assert viewer._texts == ["a long beginning is no fault\n", "12345"] and not viewer.lags
     viewer.put("678901")
     viewer.put("1")
-    assert viewer._texts == [] and viewer.is_behind
+    assert viewer._texts == [] and viewer.lags
 
 
 def test_an_event_is_what_was_written_at_once() -> None:

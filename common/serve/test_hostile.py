@@ -35,7 +35,7 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Running]:
     config = ServeConfig(MODEL, chat_template=TEMPLATE, adapter_root=root)
     with running(config, max_model_len=64, max_loras=1) as found:
         yield found
-        assert found.is_idle() and found.llm.why_dead is None
+        assert found.is_idle() and found.llm.death_reason is None
 
 
 def said(server: Running, *parts: bytes, ends: bool = False, silence_s: float = 0.3) -> bytes:

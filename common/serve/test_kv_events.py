@@ -38,11 +38,11 @@ def work(cache: PrefixCache, rng: random.Random) -> None:
     elif choice < 0.95:
         cached = [prefix.block for prefix in cache.cached_prefixes()]
         if cached:
-            cache.withdraw(rng.choice(cached))
+            cache.invalidate(rng.choice(cached))
     elif choice < 0.975:
         assert cache.reset()
     else:
-        cache.begin_anew()
+        cache.clear()
         for block in cache.pool.blocks[1:]:
             if block.ref_cnt:
                 cache.pool.free([block])
@@ -133,7 +133,7 @@ class Failing:
     def blocks_evicted(self, blocks: Sequence[Block]) -> None:
         raise OSError("no space left on device")
 
-    blocks_withdrawn = blocks_evicted
+    blocks_invalidated = blocks_evicted
 
 
 def test_what_another_listener_raises_is_no_secret_to_the_stream() -> None:
@@ -147,7 +147,9 @@ def test_what_another_listener_raises_is_no_secret_to_the_stream() -> None:
         cache.evict(2)
     check(changes, index, cache)
     with pytest.raises(OSError):
-        cache.withdraw(next(iter(cache.cached_prefixes())).block)  # not taken when it is taken out
+        cache.invalidate(
+            next(iter(cache.cached_prefixes())).block
+        )  # not taken when it is taken out
     other = CacheChanges(cache)
     other.put_in()
     with pytest.raises(RuntimeError, match="listener"):
@@ -198,7 +200,7 @@ def test_after_each_step_the_stream_says_what_is_cached_and_where(
     assert not index.places.get(GPU)
     serve(engine, oracle, [0], 2)
     seen.clear()
-    engine.kv_manager.begin_anew()
+    engine.kv_manager.clear()
     look(None)
     assert "AllBlocksCleared None" in seen and not index.places.get(GPU)
     engine.close()

@@ -233,7 +233,7 @@ def test_a_tab_that_sleeps_holds_up_nobody_and_wakes_in_the_present(
         return await take()
 
     monkeypatch.setattr(viewer, "take", take_when_awake)
-    for _ in as_long_as(lambda: not viewer.is_behind, most=20):
+    for _ in as_long_as(lambda: not viewer.lags, most=20):
         assert tight.post("/v1/completions", EIGHT)[0] == 200
     assert viewer._texts == []
     monkeypatch.setattr(live_page, "MAX_BEHIND", 1 << 20)
@@ -248,7 +248,7 @@ def test_a_film_that_is_full_begins_anew_when_nobody_looks_at_it(
 ) -> None:
     """Whoever looks at what is over keeps it, and asks for the next one."""
     live, begun = tight.app.state.server.live, list[Any]()
-    begin, page_text = live._begin, live._page[0].replace("MOST_STEPS = 2000", "MOST_STEPS = 30")
+    begin, page_text = live._begin, live._page[0].replace("MAX_STEPS = 2000", "MAX_STEPS = 30")
     monkeypatch.setattr(live, "_begin", lambda *who: begun.append(who) or begin(*who))
     monkeypatch.setitem(vars(live), "_page", (page_text, "connect-src 'self'"))
     page = open_tab()

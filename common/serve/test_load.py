@@ -20,7 +20,7 @@ import psutil
 import pytest
 
 from common.llm import LLM, SamplingParams
-from common.requests.gc_utils import spare_what_is_loaded
+from common.requests.gc_utils import freeze_gc_heap
 from common.serve.__main__ import main as command
 from common.serve.conftest import SMALL, Running, posted, running, wait_for
 from tiered_cache import KVTierConfig
@@ -94,7 +94,7 @@ def test_a_thousand_streams_of_which_half_vanish() -> None:
     outputs = alone.generate(prompts, params, use_tqdm=False)
     expected = [output.outputs[0].text for output in outputs]
     alone.close()
-    spare_what_is_loaded()
+    freeze_gc_heap()
     with running(**settings) as server:
         lags, memory = list[float](), list[int]()
         task = asyncio.run_coroutine_threadsafe(measure_lag(lags), server.loop)

@@ -27,7 +27,7 @@ class Engine:
     """What a server asks of an `AsyncLLM`. `num_unfinished` requests run, and end as it is told."""
 
     def __init__(self, num_unfinished: int = 0) -> None:
-        self.num_unfinished, self.why_dead, self.stats = num_unfinished, None, EngineStats()
+        self.num_unfinished, self.death_reason, self.stats = num_unfinished, None, EngineStats()
         self.said: list[str] = []
 
     def abort_all(self, why: str) -> None:
@@ -118,7 +118,7 @@ def served(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
 
     for name, made in ("AsyncLLM", make_llm), ("make_app", make_app), ("DrainingServer", Server):
         monkeypatch.setattr(running, name, made)
-    monkeypatch.setattr(running, "spare_what_is_loaded", lambda: found.engine.said.append("spared"))
+    monkeypatch.setattr(running, "freeze_gc_heap", lambda: found.engine.said.append("spared"))
     return found
 
 
@@ -215,10 +215,10 @@ def test_the_exit_code_says_whether_all_could_finish(served: SimpleNamespace) ->
     assert run() == CUT_SHORT == 3 and served.engine.said[-1] == "closed"
 
 
-@pytest.mark.parametrize("why_dead", [None, "broken"])
+@pytest.mark.parametrize("death_reason", [None, "broken"])
 def test_kv_events_end_before_the_engine_does(
     served: SimpleNamespace,
-    why_dead: str | None,
+    death_reason: str | None,
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture,
 ) -> None:
@@ -227,7 +227,7 @@ def test_kv_events_end_before_the_engine_does(
 
     class KVEvents:
         def __init__(self, engine: Engine, endpoint: str, replay: str | None) -> None:
-            self.publisher, engine.why_dead = SimpleNamespace(endpoint=endpoint), why_dead
+            self.publisher, engine.death_reason = SimpleNamespace(endpoint=endpoint), death_reason
             engine.said.append(f"tells {endpoint}, {replay}")
 
         def take_out(self, engine: Engine) -> None:
@@ -236,7 +236,7 @@ def test_kv_events_end_before_the_engine_does(
     monkeypatch.setattr("common.serve.kv_events.KVEvents", KVEvents)
     assert run("--kv-events=a", "--kv-events-replay=b") == 0
     assert "are at a (anyone who can reach it reads the token ids" in capsys.readouterr().err
-    told = [] if why_dead else ["told"]
+    told = [] if death_reason else ["told"]
     closed = ["closed", "closed"]  # and the small engine
     assert served.engine.said == ["spared", "tells a, b", "served", *told, *closed]
 

@@ -7,9 +7,9 @@ from types import SimpleNamespace
 from typing import Any
 
 from common.sampling.distributions import TokenLogprobs
-from common.serve.answers import Answer, event_pieces
+from common.serve.answers import Answer, event_chunks
 from common.serve.deltas import CompletionDelta, RequestDelta
-from common.serve.large_json import json_pieces, to_json
+from common.serve.large_json import json_chunks, to_json
 from common.serve.wire import GenerateBody
 from request import SamplingParams
 
@@ -43,7 +43,7 @@ def total(*texts: str, prompt: Any = (A, B), scores: Any = None, **fields: Any) 
 
 def read(content: Any) -> Any:
     """As a client reads it. What is made an entry at a time can be made once."""
-    return json.loads(b"".join(json_pieces(content)))
+    return json.loads(b"".join(json_chunks(content)))
 
 
 def test_json_has_no_line_ends_of_any_kind_and_stays_text() -> None:
@@ -151,6 +151,6 @@ def test_json_in_pieces_is_the_same() -> None:
         fields = {"logprobs": True, "prompt_logprobs": 1, "return_token_ids": True}
         one, other = (answer(kind, n=2, **fields) for _ in range(2))
         other.id, other.created = one.id, one.created
-        pieces = list(json_pieces(one.whole([total_of])))
+        pieces = list(json_chunks(one.whole([total_of])))
         assert b"".join(pieces) == to_json(other.whole([total_of])) and len(pieces) > 20
-        assert json.loads(b"".join(event_pieces({"a": iter([1])}))[6:]) == {"a": [1]}
+        assert json.loads(b"".join(event_chunks({"a": iter([1])}))[6:]) == {"a": [1]}

@@ -46,8 +46,8 @@ NOT_BUILT: dict[str, tuple] = {
     **dict.fromkeys(["guided_json", "guided_regex", "guided_choice", "guided_grammar"], ()),
 }
 # Known, and of no consequence here: a pool's blocks are found by what they hold.
-PASSED_OVER = {"user", "store", "metadata", "service_tier", "safety_identifier"}
-PASSED_OVER |= {"kv_transfer_params"}
+IGNORED_FIELDS = {"user", "store", "metadata", "service_tier", "safety_identifier"}
+IGNORED_FIELDS |= {"kv_transfer_params"}
 _named: set[str] = set()
 
 # The first fault of a list is enough: a body may hold millions.
@@ -90,7 +90,7 @@ class Body(BaseModel):
         for name, value in (self.model_extra or {}).items():
             if name in NOT_BUILT and value is not None and value not in NOT_BUILT[name]:
                 raise bad(f"{name} is not supported by this server", name)
-            known = name in NOT_BUILT or name in PASSED_OVER or name[:MAX_NAME] in _named
+            known = name in NOT_BUILT or name in IGNORED_FIELDS or name[:MAX_NAME] in _named
             if not known and len(_named) < 1000:
                 _named.add(name[:MAX_NAME])
                 logger.warning("ignoring the unknown field %.100r of a request", name[:MAX_NAME])

@@ -49,7 +49,7 @@ from common.tests.engine_oracle import (
 from common.tests.equivalence_axes import SPECULATIVE, Combination, Value
 from common.tests.equivalence_rows import num_valid, shuffled_product
 from common.tests.grammar_cases import CASES, greedy_within, small_tokenizer
-from grouped_kv_memory import most_blocks
+from grouped_kv_memory import max_blocks
 from step_record import StepRecord
 
 # Of two prompts the shorter is a prefix of the longer, or they part at the place given.
@@ -215,8 +215,8 @@ def make_config(combination: Combination) -> EngineConfig:
         shuffle_batch=True,
         seed=combination.seed,
     )
-    step = config.tokens_under_way(torch.device("cpu"))
-    just = 1 + most_blocks(largest, size, windows, step)
+    step = config.num_in_flight_tokens(torch.device("cpu"))
+    just = 1 + max_blocks(largest, size, windows, step)
     return replace(config, num_blocks=1 + (-(-NUM_POSITIONS // size) if is_ample else just))
 
 
@@ -268,7 +268,7 @@ def _serve(combination: Combination, engine: LLMEngine) -> Summary:
                 priority = rng.randint(0, 2)
                 engine.add_request(str(i), prompt, params, priority=priority, adapter=adapter)
         finished |= {int(o.request_id): o for o in engine.step() if o.finished}
-        num_overlapped += bool(getattr(engine.core, "_under_way", ()))
+        num_overlapped += bool(getattr(engine.core, "_in_flight", ()))
         num_idle = 0 if any(records[-1].new_token_ids.values()) else num_idle + 1
         assert num_idle < patience, f"the engine hangs: no token in {num_idle} steps"
         step += 1

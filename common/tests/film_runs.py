@@ -41,7 +41,7 @@ def state_of_engine(engine: LLMEngine) -> dict[str, Any]:
         "preemptions": {n: r.num_preemptions for n, r in scheduler.requests.items()},
         "outputs": {n: list(r.output_token_ids) for n, r in scheduler.requests.items()},
         "limits": {n: r.max_tokens for n, r in scheduler.requests.items()},
-        "under way": len(getattr(engine.core, "_under_way", ())),
+        "under way": len(getattr(engine.core, "_in_flight", ())),
         "cached": {},
         "eviction order": [],
         "nodes": [],

@@ -73,11 +73,11 @@ CASES: dict[str, tuple[Grammar, Callable[[], Iterable[str]]]] = {
 }
 
 
-def _all_words(letters: str, least: int, most: int) -> Iterable[str]:
+def _all_words(letters: str, min_across: int, most: int) -> Iterable[str]:
     words = [""]
     for length in range(1, most + 1):
         words = [w + c for w in words for c in letters]
-        if length >= least:
+        if length >= min_across:
             yield from words
 
 
@@ -89,12 +89,12 @@ def texts_of(name: str) -> frozenset[bytes]:
 def may_follow(tokenizer: Tokenizer, texts: Iterable[bytes], token_ids: list[int]) -> list[int]:
     """Ids with which the text of `token_ids` can still become one of `texts`, and EOS if it is."""
     so_far = b"".join(map(tokenizer.token_bytes, token_ids))
-    going_on = [text for text in texts if text.startswith(so_far)]
+    runnable_ids = [text for text in texts if text.startswith(so_far)]
     assert tokenizer.eos_token_id is not None
-    allowed = [tokenizer.eos_token_id] if so_far in going_on else []
+    allowed = [tokenizer.eos_token_id] if so_far in runnable_ids else []
     for token_id in range(tokenizer.vocab_size):
         piece = b"" if token_id in tokenizer.special_ids else tokenizer.token_bytes(token_id)
-        if piece and any(text.startswith(so_far + piece) for text in going_on):
+        if piece and any(text.startswith(so_far + piece) for text in runnable_ids):
             allowed.append(token_id)
     return allowed
 

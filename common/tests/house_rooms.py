@@ -36,7 +36,7 @@ LATER_NOUNS = {1: f"chunk {_DRAFTS}", 2: f"chunk {_DRAFTS}", 3: f"chunk {_DRAFTS
 # Except these: counters of Request, fields of what crosses processes. Each has a line in the source
 # that names its chapter.
 SPOKEN_EARLIER = """
-    num_kv_blocks_in_use block_ids new_block_ids BlockMove block_moves block_index block_id
+    num_kv_blocks_in_use block_ids new_block_ids BlockTableUpdate block_moves block_index block_id
     num_blocks_needed skip_reading_prefix_cache
 """
 

@@ -16,7 +16,7 @@ import torch
 import common.engine
 from common.assembly.assembly import LocalRunner, make_runner, model_facts
 from common.assembly.scheduler_assembly import (
-    RunnerSide,
+    RunnerHandle,
     assemble_around,
     find_max_model_len,
     find_vocab_size,
@@ -29,7 +29,7 @@ from common.parallel import message
 from common.parallel.sharded_model import ShardedModel
 from common.requests.tokenizer import Tokenizer
 from common.runner.trimming_runner import TrimmingRunner
-from scheduler_interface import PlanMessage, StepOutput
+from scheduler_interface import RunnerInput, StepOutput
 
 PATIENCE_S = 30.0
 
@@ -57,7 +57,7 @@ class Line:
     def all_gather(self, tensor: torch.Tensor) -> torch.Tensor:
         return tensor
 
-    def least(self, value: int) -> int:
+    def min_across(self, value: int) -> int:
         return value
 
     def close(self) -> None:
@@ -93,7 +93,7 @@ class LocalStages:
     def __init__(self, stages: list[Stage]) -> None:
         self.stages = stages
 
-    def execute(self, plan: PlanMessage) -> LocalStep:
+    def execute(self, plan: RunnerInput) -> LocalStep:
         data = message.pack("plan", plan=message.plan_to_map(plan))
         return LocalStep([stage.execute(data) for stage in self.stages])
 
@@ -134,7 +134,7 @@ def pipelined_engine(
             parts.append(make_runner(config, part, draft, max_model_len, vocab_size))
         guesses = parts[-1].speculation
         runner = LocalStages([Stage(local) for local in parts])
-        side = RunnerSide(
+        side = RunnerHandle(
             runner if guesses is None else TrimmingRunner(runner, members),
             model_facts(part),
             parts[-1].kv_cache,

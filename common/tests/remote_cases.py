@@ -10,7 +10,7 @@ from unittest import mock
 import psutil
 
 import common.engine
-from common.assembly.scheduler_assembly import RunnerSide, assemble_around
+from common.assembly.scheduler_assembly import RunnerHandle, assemble_around
 from common.engine import EngineConfig, LLMEngine
 from common.models.loader import LoadedModel
 from common.parallel import worker
@@ -43,12 +43,12 @@ def executor_of(engine: LLMEngine) -> Executor:
     return runner.executor
 
 
-def side_of(engine: LLMEngine) -> RunnerSide:
+def side_of(engine: LLMEngine) -> RunnerHandle:
     """What computes for it, which is not ended with another engine that uses it."""
     return replace(engine._side, close=None)
 
 
-def engine_around(side: RunnerSide, tokenizer: Tokenizer, **config) -> LLMEngine:
+def engine_around(side: RunnerHandle, tokenizer: Tokenizer, **config) -> LLMEngine:
     """Another scheduler, memory and loop, in front of the same workers."""
     made = EngineConfig(**{**WORKERS, **config})
     kv_cache = side.kv_cache

@@ -10,7 +10,7 @@ import numpy as np
 import torch
 
 from common.requests.token_rules import token_rules_of
-from common.sampling.runner_plugin import Cargo
+from common.sampling.runner_plugin import UploadBuffer
 from common.sampling.sampler import Sampler, as_float
 from common.sampling.sampling_columns import SamplingBatch, SamplingColumns
 from request import SamplingParams
@@ -119,7 +119,7 @@ def staged(sampler: Sampler, sampling: SamplingBatch, device: torch.device) -> S
     """Rows whose arrays are where they are needed."""
     from common.sampling.distributions import StagedRows
 
-    cargo = Cargo(device)
-    rows = StagedRows(sampler, sampling, cargo)
-    cargo.send()
+    upload = UploadBuffer(device)
+    rows = StagedRows(sampler, sampling, upload)
+    upload.send()
     return rows

@@ -106,13 +106,13 @@ def run_rank(folder: Path, plan: dict, rank: int) -> None:
         ranks = Ranks(tp_size, num_stages, rank - first)
         worlds[name] = connect(ranks, PrefixStore(name, store), CPU, TIMEOUT_S)
         results[name] = {case: run_case(folder, case, plan, worlds[name]) for case in cases}
-        results[name]["least"] = worlds[name].least(100 - ranks.rank)
+        results[name]["least"] = worlds[name].min_across(100 - ranks.rank)
         if (tp_size, num_stages) == (2, 1):
             results[name]["embedding"] = embedding_example(worlds[name])
     results["adapted"] = run_adapters(folder, plan, worlds["4 ranks"])
     results["late"] = late_and_gone(store, worlds["4 ranks"])
     torch.save(results, folder / f"{rank}.pt")
-    worlds["4 ranks"].least(0)  # nobody leaves before everybody is done
+    worlds["4 ranks"].min_across(0)  # nobody leaves before everybody is done
 
 
 def late_and_gone(store: FileStore, everybody: Collectives) -> dict:
@@ -121,10 +121,10 @@ def late_and_gone(store: FileStore, everybody: Collectives) -> dict:
     late, gone = (
         connect(ranks, PrefixStore(name, store), CPU, timeout_s) for name in ("late", "gone")
     )
-    everybody.least(0)  # nobody has long to wait for the others
+    everybody.min_across(0)  # nobody has long to wait for the others
     late.all_reduce(torch.ones(2))
     time.sleep(1.5 * timeout_s)
-    everybody.least(0)
+    everybody.min_across(0)
     found: dict = {"after a pause": late.all_reduce(torch.ones(2)).tolist()}
     if ranks.rank == ranks.world_size - 1:
         gone.close()

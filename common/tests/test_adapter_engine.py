@@ -18,7 +18,7 @@ from bounded_loops import as_long_as
 from common.engine import EngineConfig, LLMEngine
 from common.features.adapters.adapter_files import CONFIG, WEIGHTS
 from common.features.adapters.adapter_slots import AdapterSlots, Ordered
-from common.models.linear import why_not_packed
+from common.models.linear import reason_not_packed
 from common.models.loader import load_model
 from common.tests.adapter_cases import KINDS, by_peft, edited, save_adapter, with_peft
 from common.tests.engine_oracle import (
@@ -148,7 +148,7 @@ def test_a_prompt_is_scored_by_its_own_adapter(model, directories, prompts) -> N
             must_be_as_likely(output.prompt_logprobs[-NUM_TOKENS:], before.outputs[0].logprobs)
 
 
-@pytest.mark.skipif(why_not_packed(torch.float32, CPU) is not None, reason="it packs nothing")
+@pytest.mark.skipif(reason_not_packed(torch.float32, CPU) is not None, reason="it packs nothing")
 def test_packed_matrices_have_the_same_additions(family_oracle, directories, prompts) -> None:
     """In their own order of sums; one adapter changes the numbers a thousand times as much."""
     asked, adapters = mixed(prompts)

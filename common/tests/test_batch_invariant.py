@@ -14,7 +14,7 @@ from common.demo import parse_args
 from common.engine import LLMEngine
 from common.engine_config import SHIPPED_CHECKPOINT, EngineConfig
 from common.llm import LLM, SamplingParams
-from common.models.linear import Linear, linear_layers, why_not_packed
+from common.models.linear import Linear, linear_layers, reason_not_packed
 from common.models.loader import load_model
 from common.tests import batch_invariant_case as case
 from common.tests.batch_invariant_case import alone, config_of, make_engine, serve
@@ -29,7 +29,7 @@ CPU = torch.device("cpu")
 DTYPES = [
     pytest.param(dtype, marks=pytest.mark.skipif(reason is not None, reason=str(reason)))
     for dtype in (torch.float32, torch.bfloat16)
-    for reason in [why_not_packed(dtype, CPU)]
+    for reason in [reason_not_packed(dtype, CPU)]
 ]
 ROWS = covering_array()
 # One token of a prompt in a step takes long.
@@ -193,7 +193,7 @@ def test_where_nothing_is_packed_it_is_refused(reason, monkeypatch):
     dtype = torch.float64 if "float64" in reason else torch.float32
     loaded = load_model(SHIPPED_CHECKPOINT, dtype, CPU)
     if dtype == torch.float32:
-        monkeypatch.setattr("common.assembly.assembly.why_not_packed", lambda *where: reason)
+        monkeypatch.setattr("common.assembly.assembly.reason_not_packed", lambda *where: reason)
     with pytest.raises(ValueError, match=f"batch_invariant must .*{reason}"):
         LLMEngine(EngineConfig(num_blocks=20, batch_invariant=True), loaded=loaded)
 

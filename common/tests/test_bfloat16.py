@@ -48,7 +48,7 @@ class Teacher:
         self.tokens = tokens
         self.logits: dict[str, list[torch.Tensor]] = {request_id: [] for request_id in tokens}
 
-    def stage(self, sampling, cargo) -> Taught:
+    def stage(self, sampling, upload) -> Taught:
         return Taught(self, sampling.req_ids)
 
 

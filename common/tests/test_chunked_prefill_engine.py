@@ -30,18 +30,18 @@ class Steps:
     num_known: dict[str, int] = field(default_factory=dict)  # tokens, by request
     num_prompt: dict[str, int] = field(default_factory=dict)
     chunks: dict[str, list[int]] = field(default_factory=dict)  # pieces of prompts
-    under_way: dict[str, int] = field(default_factory=dict)  # outputs, of those between two chunks
-    num_under_way: list[int] = field(default_factory=list)  # by step, when it is over
+    in_flight: dict[str, int] = field(default_factory=dict)  # outputs, of those between two chunks
+    num_in_flight: list[int] = field(default_factory=list)  # by step, when it is over
     num_left: list[dict[str, int]] = field(default_factory=list)  # by step: behind when it began
     outputs: dict[str, RequestOutput] = field(default_factory=dict)
 
     def __call__(self, record: StepRecord) -> None:
         for request_id in record.preempted:
-            self.under_way.pop(request_id, None)
+            self.in_flight.pop(request_id, None)
         self.num_left.append({})
         for request_id, num_tokens in record.num_scheduled_tokens.items():
             self._check(record, request_id, num_tokens)
-        self.num_under_way.append(len(self.under_way))
+        self.num_in_flight.append(len(self.in_flight))
         self.records.append(record)
 
     def _check(self, record: StepRecord, request_id: str, num_tokens: int) -> None:
@@ -53,11 +53,11 @@ class Steps:
             self.chunks[request_id].append(num_tokens)
         if start + num_tokens < num_known:
             assert sampled == [], f"{request_id}: a token from inside a prompt"
-            self.under_way[request_id] = num_known
+            self.in_flight[request_id] = num_known
         else:
             assert start + num_tokens == num_known
             assert len(sampled) == 1, f"{request_id}: no token at the end"
-            self.under_way.pop(request_id, None)
+            self.in_flight.pop(request_id, None)
         self.num_known[request_id] += len(sampled)
 
     def add(self, name: str, prompt: list[int], max_tokens: int, n: int = 1) -> None:
@@ -154,7 +154,7 @@ def test_a_chunk_is_the_whole_step_and_the_prompt_a_little_longer(size, schedule
     steps = watch(loaded, scheduler=scheduler, **limits)
     steps.serve(oracle, [LONG, SHORT, 3, 6], 5)
     assert max(sum(r.num_scheduled_tokens.values()) for r in steps.records) <= size
-    assert max(steps.num_under_way) == 1
+    assert max(steps.num_in_flight) == 1
     assert steps.chunks[str(LONG)][0] >= size // 4 * 4
 
 
@@ -228,7 +228,7 @@ def test_who_is_preempted_again_on_its_way_back_keeps_its_outputs(cache, schedul
         for step in range(first + second + 1):
             if step in (first, first + second) and take_kv(engine, str(LONG)):
                 num_taken += 1
-                if (num_known := steps.under_way.pop(str(LONG), None)) is not None:
+                if (num_known := steps.in_flight.pop(str(LONG), None)) is not None:
                     seen.add((num_taken, num_known > 33))
             steps.step()
         for name, output in steps.finish().items():
@@ -252,7 +252,7 @@ def test_aborted_between_any_two_chunks(cache, scheduler, oracle, loaded):
         for i in (SHORT, first, second):
             steps.add(str(i), oracle.prompts[i], 6)
         steps.step(when)
-        num_between += str(first) in steps.under_way
+        num_between += str(first) in steps.in_flight
         aborted = engine.abort_request(str(first))
         engine.check_invariants()
         outputs = steps.finish()
@@ -361,4 +361,4 @@ def test_one_prompt_is_cut_in_several_ways_and_gives_one_text(scheduler, oracle,
         policy = steps.engine.scheduler.chunk_policy
         policy._fitting = lambda start, rng=rng: rng.choice([1, 1, 2, 3, 5, 8, 13])
         steps.serve(oracle, [LONG, SHORT, 12], 5)
-        assert scheduler == "two_phase" or max(steps.num_under_way) == 1
+        assert scheduler == "two_phase" or max(steps.num_in_flight) == 1

@@ -20,7 +20,7 @@ from common.llm import as_list_of_prompts
 from common.models.loader import load_model
 from common.requests.output_processor import RequestOutput
 from common.requests.tokenizer import IncrementalDetokenizer
-from common.sampling.sampler import UnreadStep
+from common.sampling.sampler import AsyncStepOutput
 from common.tests.engine_oracle import Oracle, checked_engine, finish, paged_runner
 from common.tests.model_cases import tiny_config
 from request import SamplingParams
@@ -411,7 +411,7 @@ def test_a_step_that_raises_ends_its_requests_and_nothing_else(
     engine.step()
     if overlap:
         engine.core.runner.wait_for_steps()
-    part, name = (UnreadStep, "begin") if stage == "sample" else (paged_runner(engine), stage)
+    part, name = (AsyncStepOutput, "begin") if stage == "sample" else (paged_runner(engine), stage)
 
     def fail(*_: object) -> None:
         raise error

@@ -13,7 +13,7 @@ import torch
 from common.engine import EngineConfig, LLMEngine
 from common.tests.engine_oracle import Oracle, checked_engine, finish, serve
 from request import SamplingParams
-from step_plan import PreemptingPlan
+from step_plan import PreemptiveSchedulerOutput
 
 GREEDY = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True)
 
@@ -296,16 +296,16 @@ def test_an_update_that_raises_loses_nobody_who_had_just_finished(
     random_loaded, monkeypatch
 ) -> None:
     engine = checked_engine(random_loaded, num_blocks=20)
-    take_tokens = engine.scheduler.take_tokens
+    append_sampled_tokens = engine.scheduler.append_sampled_tokens
 
     def interrupted(request, *arguments):
-        result = take_tokens(request, *arguments)
+        result = append_sampled_tokens(request, *arguments)
         if request.is_finished:
             monkeypatch.undo()
             raise KeyboardInterrupt
         return result
 
-    monkeypatch.setattr(engine.scheduler, "take_tokens", interrupted)
+    monkeypatch.setattr(engine.scheduler, "append_sampled_tokens", interrupted)
     _two_requests(engine)
     with pytest.raises(KeyboardInterrupt):
         for _ in range(9):
@@ -351,7 +351,7 @@ def test_who_is_never_admitted_ends_with_an_error_and_not_in_an_endless_loop(
 
     engine.on_step = on_step
     with monkeypatch.context() as patch:
-        patch.setattr(engine.scheduler, "schedule", PreemptingPlan)
+        patch.setattr(engine.scheduler, "schedule", PreemptiveSchedulerOutput)
         with pytest.raises(RuntimeError, match=r"admitted none of '(a|request-0', 'request-1)'$"):
             serve(engine)
     # Only the scheduler was at fault: who still waits is served, and who comes.

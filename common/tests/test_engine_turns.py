@@ -12,7 +12,7 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 
 from common.engine import LLMEngine
-from common.requests.engine_lock import Turn
+from common.requests.engine_lock import EngineLock
 from common.runner.overlap import OverlappedEngineCore
 from common.tests.engine_oracle import checked_engine, finish, greedy_params, serve
 from scheduler_interface import SchedulerOutput
@@ -196,23 +196,23 @@ def test_what_another_thread_asks_for_waits_for_the_end_of_a_call_that_adds_seve
 
 
 def test_what_is_asked_for_and_fails_is_not_done_again() -> None:
-    turn, done = Turn(), []
+    lock, done = EngineLock(), []
 
     def fail() -> None:
         done.append("fails")
         raise ValueError
 
     with pytest.raises(ValueError):
-        turn.ask(fail)
-    turn.ask(lambda: done.append("next"))
-    assert done == ["fails", "next"] and not turn.asked
+        lock.run_or_defer(fail)
+    lock.run_or_defer(lambda: done.append("next"))
+    assert done == ["fails", "next"] and not lock.deferred
 
 
 def test_who_is_undisturbed_stays_so_behind_a_call_that_was_so_too() -> None:
-    turn, done = Turn(), []
-    with turn, turn.undisturbed():
-        with turn.undisturbed():
+    lock, done = EngineLock(), []
+    with lock, lock.deferring():
+        with lock.deferring():
             pass
-        turn.ask(lambda: done.append("asked"))
+        lock.run_or_defer(lambda: done.append("asked"))
         assert not done
     assert done == ["asked"]

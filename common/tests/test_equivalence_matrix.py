@@ -32,7 +32,7 @@ from common.tests.equivalence import (
 from common.tests.equivalence_axes import AXES, Combination, Value, why_not
 from common.tests.equivalence_rows import covering_array, num_valid, shuffled_product
 from request import Request
-from step_plan import PreemptingPlan
+from step_plan import PreemptiveSchedulerOutput
 
 ROWS = covering_array()
 # These models take longer: so many rows in the normal run, else a random one in their place.
@@ -203,7 +203,7 @@ def exception(engine: LLMEngine) -> None:
 
 
 def nothing_planned(engine: LLMEngine) -> None:
-    engine.scheduler.schedule = PreemptingPlan
+    engine.scheduler.schedule = PreemptiveSchedulerOutput
 
 
 @pytest.mark.parametrize(

@@ -183,7 +183,7 @@ def test_whole_steps_that_are_begun_a_step_ahead(monkeypatch) -> None:
         plan, bucket, num_before = first_step(), 16, gpu.uploads
         batch = runner.prepare(plan)
         assert batch is not None and not isinstance(batch.attention[0], ReplayMetadata)
-        runner.state.sampled = batch.unread.begin(runner.forward(batch))
+        runner.state.sampled = batch.pending_output.begin(runner.forward(batch))
         assert gpu.launches["_split_attention_kernel"] == QWEN2.num_hidden_layers
         assert gpu.uploads == num_before + 1
         for num_outputs in range(2):
@@ -192,8 +192,11 @@ def test_whole_steps_that_are_begun_a_step_ahead(monkeypatch) -> None:
             assert batch.attention[0].bucket == bucket and runner.state.has_pending
             logits = runner.forward(batch)
             assert logits.shape == (len(KINDS), QWEN2.vocab_size) and logits.device == CUDA
-            unread = runner.state.sampled = batch.unread.begin(logits)
-            assert unread.tokens.shape == (len(KINDS),) and unread.tokens.device == CUDA
+            pending_output = runner.state.sampled = batch.pending_output.begin(logits)
+            assert (
+                pending_output.tokens.shape == (len(KINDS),)
+                and pending_output.tokens.device == CUDA
+            )
         assert graphs.num_replays == 2
         assert gpu.uploads == num_before + 3, "one copy a step, whatever is sampled"
 

@@ -37,7 +37,7 @@ from request import SamplingParams
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 NAMES = (None, *CASES)
-MOST = 10
+MAX_NUM_ROWS = 10
 NUM_TEXTS = 500  # drawn
 TOKENIZER = small_tokenizer()
 
@@ -66,7 +66,9 @@ def loaded(family_oracle):
 def expected(family_oracle) -> dict[str | None, list[list[int]]]:
     model = Qwen3ForCausalLM.from_pretrained(family_oracle.path, dtype=torch.float64).eval()
     prompts = prompts_of(family_oracle)
-    return {n: [greedy_within(model, TOKENIZER, p, n, MOST) for p in prompts] for n in NAMES}
+    return {
+        n: [greedy_within(model, TOKENIZER, p, n, MAX_NUM_ROWS) for p in prompts] for n in NAMES
+    }
 
 
 def prompts_of(family_oracle) -> list[list[int]]:
@@ -75,7 +77,7 @@ def prompts_of(family_oracle) -> list[list[int]]:
 
 def params_of(name: str | None, **how) -> SamplingParams:
     grammar = None if name is None else CASES[name][0]
-    how = {"temperature": 0, "max_tokens": MOST, "ignore_eos": name is None} | how
+    how = {"temperature": 0, "max_tokens": MAX_NUM_ROWS, "ignore_eos": name is None} | how
     return SamplingParams(grammar=grammar, **how)
 
 

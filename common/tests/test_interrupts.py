@@ -31,7 +31,7 @@ ASIDE = """
 """
 CHECKS = ("check_invariants", "check", "_check_sharing", "__repr__")
 # An interrupt here comes when `step` has done all: whom it was about to return is nowhere else.
-DELIVERY = ("step", "taken", "__exit__", "release", "do_what_was_asked")
+DELIVERY = ("step", "taken", "__exit__", "release", "run_deferred")
 NUM_QUIET = 15  # rounds in which no line is new: all is tried that this workload comes by
 NUM_SAMPLE_ROUNDS, SAMPLE = 40, 5  # in `make test`: one line of five
 
@@ -97,7 +97,7 @@ class Run:
         self.engine, self.oracle, self.interrupt = engine, oracle, interrupt
         self.indices = [i for i, prompt in enumerate(oracle.prompts) if len(prompt) < 40]
         self.open: dict[str, int] = {}  # index of the prompt, by name
-        self.num_added = self.num_lost = self.num_right = 0
+        self.num_added = self.num_preempted_tokens = self.num_right = 0
 
     def add(self, call: Callable) -> None:
         index = self.indices[self.num_added % len(self.indices)]
@@ -127,7 +127,7 @@ class Run:
         if self.interrupt.was_delivering:
             known = self.engine._groups.keys() | {g.request_id for g in self.engine._ended}
             lost = self.open.keys() - known
-            self.num_lost += len(lost)
+            self.num_preempted_tokens += len(lost)
             for name in lost:
                 del self.open[name]
 

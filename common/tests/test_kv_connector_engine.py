@@ -266,7 +266,7 @@ def test_kv_of_a_request_that_ended_in_an_error_leaves_the_pool(oracle, loaded, 
 
 def test_a_pool_that_fails_keeps_what_was_to_be_withdrawn(oracle, loaded, pool, caplog):
     engine = make_engine(loaded, PoolConnector(pool, "a"))
-    pool.withdraw = lambda _: 1 / 0
+    pool.invalidate = lambda _: 1 / 0
     spoil_kv(engine, "bad")
     engine.add_request("bad", oracle.prompts[2], greedy_params(MAX_TOKENS))
     assert finish(engine)["bad"].outputs[0].finish_reason == "error"

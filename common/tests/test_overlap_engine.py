@@ -113,7 +113,7 @@ def test_a_load_waits_for_the_steps_under_way(oracle, loaded, tmp_path) -> None:
         return logits
 
     def noted_load(*arguments):
-        events.append(("load", len(engine.core._under_way)))
+        events.append(("load", len(engine.core._in_flight)))
         return load(*arguments)
 
     paged_runner(engine).forward, connector.update_state_after_alloc = slow_forward, noted_load
@@ -159,8 +159,8 @@ def test_tokens_are_accounted_for_and_nothing_runs_behind_a_close(
     (output,) = engine.generate_batch([random_oracle.prompts[2]], params).values()
     num_outputs = len(output.outputs[0].token_ids)
     assert not engine.has_unfinished_requests()
-    assert len(engine.core._under_way) == 1, "nobody needs it"
-    assert engine.step() == [] and not engine.core._under_way
+    assert len(engine.core._in_flight) == 1, "nobody needs it"
+    assert engine.step() == [] and not engine.core._in_flight
     stats = engine.stats()
     needed = len(random_oracle.prompts[2]) + num_outputs - 1
     assert stats.discarded_tokens == 1 and stats.scheduled_tokens == needed + 1
@@ -169,7 +169,7 @@ def test_tokens_are_accounted_for_and_nothing_runs_behind_a_close(
     engine.add_request("a", random_oracle.prompts[1], greedy_params(9))
     engine.step()
     engine.close()
-    assert not engine.core._under_way and engine.kv_manager.num_blocks_in_use == 0
+    assert not engine.core._in_flight and engine.kv_manager.num_blocks_in_use == 0
 
 
 def test_a_close_ends_all_and_says_nothing_of_a_step_that_is_nobodys(
@@ -187,7 +187,7 @@ def test_a_close_ends_all_and_says_nothing_of_a_step_that_is_nobodys(
     paged_runner(engine).forward = fail
     engine.step()  # another one is begun
     engine.close()
-    assert not engine.core._under_way and not thread.is_alive()
+    assert not engine.core._in_flight and not thread.is_alive()
     assert engine.kv_manager.num_blocks_in_use == 0
     engine.check_invariants()
     engine.close()

@@ -15,7 +15,7 @@ import torch
 
 from block_pool import BlockPool
 from common import engine as engine_module
-from common.assembly.registry import LATE_PLUGINS, REQUEST_GRAMMARS
+from common.assembly.registry import LAZY_PLUGINS, REQUEST_GRAMMARS
 from common.assembly.scheduler_assembly import SchedulerParts
 from common.engine import EngineConfig, LLMEngine
 from common.engine_config import ATTENTION_BACKENDS, PREFIX_CACHES, PROPOSERS, SCHEDULERS
@@ -27,13 +27,13 @@ from paged_attention import AttentionMetadata
 from policies import FCFSPolicy, SchedulePolicy
 from prefix_cache import CachedPrefix, CacheListener
 from prefix_cache_local import PrefixCacheLocal
-from proposers import FollowedRequest
+from proposers import ProposerInput
 from radix_cache import RadixCache
 from request import Request
 from scheduler import Scheduler
 from sglang_policies import POLICIES
-from step_plan import PreemptingPlan
-from unchunked import CutPrompts
+from step_plan import PreemptiveSchedulerOutput
+from unchunked import ChunkToBudget
 
 EVERYONE = [0, 3, 5, 6, 7, 2]
 
@@ -50,10 +50,12 @@ class ShortestFirst(Counting, SchedulePolicy):
         return request.num_prompt_tokens
 
 
-class FiveAtATime(Counting, CutPrompts):
-    def num_tokens_now(self, request: Request, num_behind: int, budget: int, most: int) -> int:
+class FiveAtATime(Counting, ChunkToBudget):
+    def num_tokens_to_schedule(
+        self, request: Request, num_uncomputed_tokens: int, budget: int, most: int
+    ) -> int:
         self.num_calls += 1
-        return min(num_behind, budget, 5)
+        return min(num_uncomputed_tokens, budget, 5)
 
 
 class TimedChunks(FiveAtATime):
@@ -73,10 +75,10 @@ class SayItAgain(Counting):
     num_lookahead_tokens = 0
 
     def propose(
-        self, followed: Sequence[FollowedRequest], num_drafts: Sequence[int]
+        self, inputs: Sequence[ProposerInput], num_drafts: Sequence[int]
     ) -> dict[str, list[int]]:
         self.num_calls += 1
-        requests = [f.request for f in followed]
+        requests = [f.request for f in inputs]
         lasts = [r.tokens(r.num_tokens - 1, r.num_tokens) for r in requests]
         return {r.req_id: last * n for r, last, n in zip(requests, lasts, num_drafts)}
 
@@ -109,7 +111,7 @@ class CountedCache(PrefixCacheLocal):
 class CountedScheduler(Scheduler):
     num_calls = 0
 
-    def schedule(self) -> PreemptingPlan:
+    def schedule(self) -> PreemptiveSchedulerOutput:
         type(self).num_calls += 1
         return super().schedule()
 
@@ -301,7 +303,7 @@ class OrdersAlone(SchedulePolicy):  # and is asked for a key, as it does not loo
 
 @pytest.mark.parametrize("policy", [SchedulePolicy(), OrdersAlone()])
 def test_a_policy_that_can_not_order_is_refused_before_any_request(policy) -> None:
-    with pytest.raises(ValueError, match="must define key, or set looks_at_cache and define order"):
+    with pytest.raises(ValueError, match="must define key, or set is_cache_aware and define order"):
         EngineConfig(policy=policy)
 
 
@@ -342,7 +344,7 @@ def test_of_parts_that_plan_a_worker_learns_what_it_needs() -> None:
 
 @pytest.mark.parametrize(
     "where",
-    [*SCHEDULERS.values(), *PREFIX_CACHES.values(), *PROPOSERS.values(), *LATE_PLUGINS.values()]
+    [*SCHEDULERS.values(), *PREFIX_CACHES.values(), *PROPOSERS.values(), *LAZY_PLUGINS.values()]
     + [REQUEST_GRAMMARS]
     + [where for both in ATTENTION_BACKENDS.values() for where in both],
 )

@@ -84,7 +84,7 @@ def test_each_stage_has_its_layers_and_several_steps_are_under_way(oracle, monke
         if not engine.has_unfinished_requests():
             break
         engine.step()
-        most = max(most, len(engine.core._under_way))
+        most = max(most, len(engine.core._in_flight))
     assert most == 1, "after a step; two while it waits"
     engine.reset_stats()
     params = [greedy_params(6)] * 2
@@ -137,7 +137,7 @@ def test_a_stage_that_raises_ends_who_ran_and_the_engine_does_not_hang(
             engine.step()
     paged.compute = failing
     engine.check_invariants()
-    assert engine.kv_manager.num_blocks_in_use == 0 and not engine.core._under_way
+    assert engine.kv_manager.num_blocks_in_use == 0 and not engine.core._in_flight
     assert set(engine.scheduler.requests) == {"2", "3"}
     engine.close()
 

@@ -79,7 +79,7 @@ def test_each_position_is_scored_once_and_few_at_a_time(
     most: int, oracle, loaded, expected, monkeypatch
 ) -> None:
     """For two samples, in chunks, and preempted again and again."""
-    monkeypatch.setattr(scored_prompts, "MOST_ROWS", most)
+    monkeypatch.setattr(scored_prompts, "MAX_ROWS", most)
     engine = checked_engine(
         loaded, block_size=4, num_blocks=200, preempt_every=2, max_num_batched_tokens=16
     )

@@ -24,7 +24,7 @@ from common.tests.engine_oracle import (
     serve_a_crowd,
 )
 from common.tests.every_kind import must_say_the_same
-from proposers import FollowedRequest
+from proposers import ProposerInput
 from request import SamplingParams
 
 SCHEDULERS = ("two_phase", "prefill_first")
@@ -42,10 +42,10 @@ class ScriptedProposer:
     probs: dict[str, torch.Tensor] = field(default_factory=dict)
 
     def propose(
-        self, followed: Sequence[FollowedRequest], num_drafts: Sequence[int]
+        self, inputs: Sequence[ProposerInput], num_drafts: Sequence[int]
     ) -> dict[str, list[int]]:
         drafts = {}
-        for request, k in zip((f.request for f in followed), num_drafts, strict=True):
+        for request, k in zip((f.request for f in inputs), num_drafts, strict=True):
             index = self.oracle.prompts.index(request.prompt_token_ids)
             truth = self.oracle.continuations[index][len(request.output_token_ids) :]
             drafts[request.req_id] = self.script(truth, k)

@@ -131,10 +131,12 @@ def test_what_no_engine_could_keep_to_is_refused(field, value, said, loaded) -> 
 def test_padding_of_the_vocabulary_is_no_token() -> None:
     llm = LLM(model=SHIPPED_CHECKPOINT, dtype="float64", num_blocks=50)
     engine = llm.engine
-    engine._intake.vocab_size -= 3
+    engine._input_processor.vocab_size -= 3
     for field in ("allowed_token_ids", "logit_bias"):
-        with pytest.raises(ValueError, match=f"^{field} must .*, got {engine._intake.vocab_size}"):
-            ids = {engine._intake.vocab_size: 1.0}
+        with pytest.raises(
+            ValueError, match=f"^{field} must .*, got {engine._input_processor.vocab_size}"
+        ):
+            ids = {engine._input_processor.vocab_size: 1.0}
             given = ids if field == "logit_bias" else list(ids)
             engine.add_request("a", [1], SamplingParams(**{field: given}))
 

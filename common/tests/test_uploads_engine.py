@@ -14,11 +14,11 @@ from torch.utils._python_dispatch import _disable_current_modes
 from batch_layout import ComposedBatch
 from common.engine import LLMEngine
 from common.runner import overlap
-from common.sampling.runner_plugin import Cargo, RunnerPlugin, RunnerPlugins, StepRows
+from common.sampling.runner_plugin import RunnerPlugin, RunnerPlugins, StepRows, UploadBuffer
 from common.tests.engine_oracle import checked_engine, paged_runner
 from common.tests.pretend_device import PretendDevice, pretend_device
 from request import SamplingParams
-from scheduler_interface import FinishedStep, NewRequestData, PlanMessage, StepHandle
+from scheduler_interface import FinishedStep, NewRequestData, RunnerInput, StepHandle
 
 LONG = dict(max_tokens=7, ignore_eos=True)
 KINDS = {
@@ -89,7 +89,7 @@ class Counted:
     def __getattr__(self, name: str) -> Any:
         return getattr(self.runner, name)
 
-    def execute(self, plan: PlanMessage) -> StepHandle:
+    def execute(self, plan: RunnerInput) -> StepHandle:
         before = self.device.uploads
         handle = self.runner.execute(plan)
         if not plan.is_empty:
@@ -111,14 +111,14 @@ class Banned(RunnerPlugin):
     def admit(self, row: int, new: NewRequestData) -> None:
         self.ids_of[row] = new.features.get(self.name, [])
 
-    def before_sampling(self, step: StepRows, cargo: Cargo):
+    def before_sampling(self, step: StepRows, upload: UploadBuffer):
         rows = np.repeat(step.queries.rows, step.queries.num_logit_rows).tolist()
         cells = [(i, token) for i, row in enumerate(rows) for token in self.ids_of[row]]
         self.has_banned.append(bool(cells))
         if not cells:
             return None
-        there = cargo.add(np.array(cells))
-        minus_inf = cargo.add(np.full(1, -np.inf))
+        there = upload.add(np.array(cells))
+        minus_inf = upload.add(np.full(1, -np.inf))
 
         def ban(logits: torch.Tensor) -> torch.Tensor:
             return logits.index_put(there().unbind(1), minus_inf().to(logits.dtype))

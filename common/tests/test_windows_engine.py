@@ -46,7 +46,7 @@ from common.tests.test_compile_engine import calls
 from common.tests.test_graphs_engine import graph_engine
 from common.tests.test_pipeline_engine import stages_of
 from compiled_attention import HeadMajorKVCache
-from grouped_kv_memory import most_blocks
+from grouped_kv_memory import max_blocks
 from paged_attention import PagedKVCache, TorchAttentionBackend
 from paged_attention_triton import TritonAttentionBackend
 from request import SamplingParams
@@ -109,8 +109,8 @@ def draw_config(rng: random.Random, oracle: Oracle, loaded: LoadedModel) -> dict
     longest = max(map(len, oracle.prompts)) + MAX_TOKENS
     speculates = rng.random() < 0.3
     overlaps = not speculates and rng.random() < 0.3
-    under_way = most * (2 if overlaps else 1)  # tokens, when blocks are asked for
-    largest = most_blocks(longest, block_size, loaded.model.groups.windows, under_way)
+    in_flight = most * (2 if overlaps else 1)  # tokens, when blocks are asked for
+    largest = max_blocks(longest, block_size, loaded.model.groups.windows, in_flight)
     return dict(
         block_size=block_size,
         num_blocks=1 + rng.choice([largest, largest + 1, 2 * largest, 20 * largest]),
@@ -159,9 +159,9 @@ def test_a_draft_model_guesses_what_it_says_alone(seed: int, windowed, tmp_path)
     full_of_nan_memory(proposer.kv_cache)
     propose = proposer.propose
 
-    def spy(followed, num_drafts):
-        known = {f.request.req_id: f.request.tokens(0, f.request.num_tokens) for f in followed}
-        found = propose(followed, num_drafts)
+    def spy(inputs, num_drafts):
+        known = {f.request.req_id: f.request.tokens(0, f.request.num_tokens) for f in inputs}
+        found = propose(inputs, num_drafts)
         guesses.extend((known[name], tokens) for name, tokens in found.items() if tokens)
         return {name: list(tokens) for name, tokens in found.items()}
 
@@ -187,9 +187,9 @@ def test_stages_have_the_groups_of_one(seed: int, windowed, monkeypatch) -> None
     if seed % 2 == 0:
         sizes = {"block_size": rng.choice([1, 2, 4]), "max_num_batched_tokens": 12}
         config |= sizes | {"prefix_cache": "hash", "preempt_every": 1, "chunked_prefill": True}
-        step = EngineConfig(**config).tokens_under_way(torch.device("cpu"))
+        step = EngineConfig(**config).num_in_flight_tokens(torch.device("cpu"))
         longest, windows = max(map(len, oracle.prompts)) + MAX_TOKENS, loaded.model.groups.windows
-        config["num_blocks"] = 1 + most_blocks(longest, sizes["block_size"], windows, step)
+        config["num_blocks"] = 1 + max_blocks(longest, sizes["block_size"], windows, step)
     engine = pipelined_engine(monkeypatch, loaded.path, **config)
     for stage in stages_of(engine):
         full_of_nan_memory(stage.local.kv_cache)
@@ -348,12 +348,12 @@ def test_slots_that_are_written_are_counted_in_every_group(windowed) -> None:
         ids = [[block_id for block_id in table if block_id] for table in tables]
         of_groups = [engine.kv_cache.key_cache[0][table] for table in ids]
         num_held = sum(len(keys) for keys in of_groups)
-        num_written = sum(int((~keys[..., 0, 0].isnan()).sum()) for keys in of_groups)
+        num_written_slots = sum(int((~keys[..., 0, 0].isnan()).sum()) for keys in of_groups)
         num_tokens = sum(record.num_scheduled_tokens.values())
         starts = list(record.start_positions.values())
-        found = engine.kv_manager.num_written(starts, num_tokens)
+        found = engine.kv_manager.num_written_slots(starts, num_tokens)
         num_unsure = 0 if num_tokens == 1 and starts[0] >= 64 else len(tables) * 4
-        assert abs(found - num_written) <= num_unsure, starts
+        assert abs(found - num_written_slots) <= num_unsure, starts
         assert record.kv_blocks_in_use == num_held
         shares.append(1 - found / (4 * num_held))
     waste = engine.stats().kv_waste * (len(shares) + 1)

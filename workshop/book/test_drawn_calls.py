@@ -36,9 +36,9 @@ FUNCTIONS = {
     "execute(plan)": "PagedModelRunner.execute",
     "lays out": "compose",
     "forward": "DecoderModel.forward",
-    "begin": "UnreadStep.begin",
-    "handle.wait()": "UnreadStep.wait",
-    "update_from_output": "SchedulerBase.update_from_output",
+    "begin": "AsyncStepOutput.begin",
+    "handle.wait()": "AsyncStepOutput.wait",
+    "update_from_output": "PreemptiveScheduler.update_from_output",
     "process": "OutputProcessor.process",
 }
 

@@ -25,7 +25,7 @@ from common.features.grammars.grammar_masks import GrammarMasks
 from common.features.grammars.lark_text import compile_source
 from common.features.grammars.vocabulary import Vocabulary, tokenizer_of
 from common.models.rows_by_owner import in_order
-from common.sampling.runner_plugin import Cargo
+from common.sampling.runner_plugin import UploadBuffer
 from common.sampling.sampling_constraints import forbid
 from exact_law import step_laws
 from fcfs_scheduler import FCFSScheduler
@@ -364,7 +364,7 @@ def test_mixed_adapters() -> None:
     for slot, (a, b) in enumerate(matrices.values(), 1):
         addition.fill(slot, {"W": LowRank(torch.tensor([a]), torch.tensor([b]).T)})
     slots = [["", *matrices].index(name) for _, name in rows]
-    found = ordered(np.array(slots), cargo := Cargo(torch.device("cpu")))
+    found = ordered(np.array(slots), cargo := UploadBuffer(torch.device("cpu")))
     cargo.send()
     x = torch.tensor([row for row, _ in rows], dtype=torch.float32)
     y, by_adapter = addition.add(found(), x, x.clone()), found()

@@ -26,7 +26,7 @@ from torch import nn
 from batch_invariance import CALL_TILES
 from common.engine import LLMEngine
 from common.engine_config import SHIPPED_CHECKPOINT, EngineConfig
-from common.models.linear import Linear, why_not_packed
+from common.models.linear import Linear, reason_not_packed
 from common.models.loader import LoadedModel, load_model
 from request import SamplingParams
 from workshop.measure.bench.bench_record import markdown_table
@@ -135,7 +135,7 @@ WEIGHED_ROWS = (1, 32, 512)
 def measure_calls(measurement: Measurement) -> dict:
     torch.set_num_threads(1)
     repeats, cells = 1 if measurement.tiny else 15, []
-    dtypes = [d for d in DTYPES if why_not_packed(DTYPES[d], torch.device("cpu")) is None]
+    dtypes = [d for d in DTYPES if reason_not_packed(DTYPES[d], torch.device("cpu")) is None]
     for dtype, (name, shapes) in itertools.product(dtypes, LAYERS.items()):
         weights = [torch.randn(shape).to(DTYPES[dtype]) for shape in shapes]
         layer = [Linear(nn.Parameter(weight, requires_grad=False)) for weight in weights]

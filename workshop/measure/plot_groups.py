@@ -15,7 +15,7 @@ from matplotlib.figure import Figure
 
 from block_pool import BlockPool
 from cached_grouped_memory import CachedGroupedMemory
-from grouped_kv_memory import most_blocks
+from grouped_kv_memory import max_blocks
 from kv_memory import NotReady
 from request import Request
 from workshop.book.palette import BASELINE, CACHED
@@ -77,7 +77,7 @@ def measure(measurement: Measurement) -> dict:
     capacities = CAPACITIES[-1:] if measurement.tiny else CAPACITIES
     limit = serve([None], 10**6, requests)
     held = {
-        kind: [most_blocks(n, BLOCK_SIZE, windows, 1) for n in LENGTHS]
+        kind: [max_blocks(n, BLOCK_SIZE, windows, 1) for n in LENGTHS]
         for kind, windows in KINDS.items()
     }
     found = {kind: [serve(w, n, requests) for n in capacities] for kind, w in KINDS.items()}

@@ -28,18 +28,18 @@ FIGURES = Path(__file__).parents[1] / "figures"
 def regimes() -> dict[str, dict[str, dict]]:
     """Title of a regime -> title of a rung -> what was measured."""
     found = read_record(RECORD)["regimes"].values()
-    return {x["title"]: {rung["title"]: rung for rung in x["rungs"].values()} for x in found}
+    return {x["title"]: {config["title"]: config for config in x["rungs"].values()} for x in found}
 
 
-def spread(rung: dict, name: str) -> tuple[float, float, float]:
+def spread(config: dict, name: str) -> tuple[float, float, float]:
     """The lowest of the runs, their median and the highest."""
-    values = [run[name] for run in rung["runs"]]
+    values = [run[name] for run in config["runs"]]
     return min(values), statistics.median(values), max(values)
 
 
 def draw_many() -> Figure:
     """The three numbers of README's table, as bars."""
-    rungs, *_ = regimes().values()
+    configs, *_ = regimes().values()
     figure, axes = plt.subplots(1, 3, figsize=(9, 4.6), sharey=True, layout="constrained")
     quantities = {
         "output_tokens_per_s": "output tokens a second,\nmore is better",
@@ -47,20 +47,20 @@ def draw_many() -> Figure:
         "inter_token_ms_p99": "gap, p99, ms,\nless is better",
     }
     for axis, (name, label) in zip(axes, quantities.items(), strict=True):
-        for place, (title, rung) in enumerate(rungs.items()):
-            low, middle, high = spread(rung, name)
+        for place, (title, config) in enumerate(configs.items()):
+            low, middle, high = spread(config, name)
             color = DECODE if title[0].isdigit() else BASELINE
             axis.barh(place, middle, color=color, height=0.65)
             axis.plot([low, high], [place, place], color=INK, linewidth=1.2)
             end = {"xytext": (6, 0), "textcoords": "offset points", "va": "center", "fontsize": 12}
             axis.annotate(f"{middle:,.0f}", (max(middle, high), place), **end)
         axis.set_title(label, loc="left", fontsize=12)
-        axis.set_xlim(0, 1.45 * max(spread(rung, name)[2] for rung in rungs.values()))
+        axis.set_xlim(0, 1.45 * max(spread(config, name)[2] for config in configs.values()))
         axis.spines[:].set_visible(False)
         axis.tick_params(left=False, bottom=False, labelbottom=False)
-    axes[0].set_yticks(range(len(rungs)), list(rungs), fontsize=12)
+    axes[0].set_yticks(range(len(configs)), list(configs), fontsize=12)
     axes[0].invert_yaxis()
-    first, last = list(rungs.values())[:: len(rungs) - 1]
+    first, last = list(configs.values())[:: len(configs) - 1]
     (_, slow, _), (_, fast, _) = (spread(x, "output_tokens_per_s") for x in (first, last))
     (_, late, _), (_, soon, _) = (spread(x, "ttft_ms_p50") for x in (first, last))
     figure.suptitle(
@@ -77,7 +77,7 @@ def draw_many() -> Figure:
 def draw_regimes() -> Figure:
     """Throughput and the worst waits, where many users queue and where few do not."""
     found = regimes()
-    rungs, *_ = found.values()
+    configs, *_ = found.values()
     figure, axes = plt.subplots(1, 3, figsize=(9, 4.6), sharey=True, layout="constrained")
     quantities = {
         "output_tokens_per_s": "output tokens a second",
@@ -87,7 +87,7 @@ def draw_regimes() -> Figure:
     for axis, (name, label) in zip(axes, quantities.items(), strict=True):
         for (title, measured), color, offset in zip(found.items(), (DECODE, PROMPT), (-0.2, 0.2)):
             places = [place + offset for place in range(len(measured))]
-            low, middle, high = zip(*(spread(rung, name) for rung in measured.values()))
+            low, middle, high = zip(*(spread(config, name) for config in measured.values()))
             axis.hlines(places, low, high, color=color)
             axis.plot(middle, places, "o", color=color, label=title)
         axis.set_title(label, loc="left", fontsize=12)
@@ -97,7 +97,7 @@ def draw_regimes() -> Figure:
             axis.set_xscale("log")
         axis.tick_params(labelsize=12)
         axis.grid()
-    axes[0].set_yticks(range(len(rungs)), list(rungs))
+    axes[0].set_yticks(range(len(configs)), list(configs))
     axes[0].invert_yaxis()
     figure.legend(*axes[0].get_legend_handles_labels(), loc="outside lower center", ncols=2)
     figure.suptitle("Few users: no rung is faster, but the first token comes sooner")

@@ -23,7 +23,7 @@ from kv_cache_manager import KVCacheManager
 from paged_attention import PagedKVCache
 from paged_fcfs_scheduler import PagedFCFSScheduler
 from request import Request, SamplingParams
-from scheduler_interface import FinishedStep, PlanMessage, SchedulerOutput, StepOutput
+from scheduler_interface import FinishedStep, RunnerInput, SchedulerOutput, StepOutput
 from workshop.measure.plot_batching_workloads import stdlib_functions
 
 SEED = 0
@@ -62,7 +62,7 @@ class ScriptedRunner:
     def __init__(self, output_lens: dict[str, int]) -> None:
         self.remaining = dict(output_lens)
 
-    def execute(self, plan: PlanMessage) -> FinishedStep:
+    def execute(self, plan: RunnerInput) -> FinishedStep:
         output = StepOutput()
         for request_id in plan.num_scheduled_tokens:
             self.remaining[request_id] -= 1
@@ -96,7 +96,7 @@ class FirstFit(KVCacheManager):
     """The other baseline: one contiguous region a request, as long as prompt + max_tokens, in the
     first hole that is large enough. Blocks of one slot, but neighbours only."""
 
-    def _take_blocks(self, num_blocks: int) -> list[Block] | None:
+    def _allocate_blocks(self, num_blocks: int) -> list[Block] | None:
         start = 1
         for block in self.pool.blocks[1:]:
             start = block.block_id + 1 if block.ref_cnt else start

@@ -22,7 +22,7 @@ import numpy as np
 
 from block_pool import BlockPool
 from kv_slots import PREFIX_CACHES
-from prefix_cache import PrefixCache, PrefixPath
+from prefix_cache import MatchCursor, PrefixCache
 
 try:
     import xxhash  # pyright: ignore[reportMissingImports]
@@ -107,7 +107,7 @@ class FilledCache:
         times["touch + release"], _ = cpu_us(
             lambda: (cache.touch(match.blocks), cache.release(match.blocks))
         )
-        blocks, path = cache.pool.allocate(PROMPT_BLOCKS), PrefixPath()
+        blocks, path = cache.pool.allocate(PROMPT_BLOCKS), MatchCursor()
         assert blocks is not None, "the pool is too small"
         times["match + insert"], (missed, inserted) = cpu_us(
             lambda: (cache.match_prefix(new, path=path), cache.insert(new, blocks, path=path))
@@ -225,7 +225,7 @@ class PromptTimer:
         self.cache = make_cache(name, num_prompts * PROMPT_BLOCKS)
 
     def take(self, prompt: list[int]) -> list:
-        cache, path = self.cache, PrefixPath()
+        cache, path = self.cache, MatchCursor()
         found = cache.match_prefix(prompt, path=path).blocks
         cache.touch(found)
         num_new = PROMPT_BLOCKS - len(found)

@@ -7,7 +7,7 @@ from __future__ import annotations
 import random
 from collections.abc import Sequence
 
-from prefix_cache import PrefixCache, PrefixPath
+from prefix_cache import MatchCursor, PrefixCache
 from workshop.measure.plot_prefix_cache_ops import (
     VOCAB_SIZE,
     cpu_us,
@@ -52,7 +52,7 @@ def serve_without_model(cache: PrefixCache, requests: Sequence[PlannedRequest]) 
 
 
 def _serve(cache: PrefixCache, prompt: list[int], answer: list[int]) -> tuple[int, int]:
-    size, path = cache.block_size, PrefixPath()
+    size, path = cache.block_size, MatchCursor()
     found, num_cached = cache.match_prefix(prompt, path=path)
     cache.touch(found)
     token_ids = prompt + answer

@@ -18,7 +18,7 @@ from collections.abc import Callable
 from caching_fcfs_scheduler import CachingFCFSScheduler
 from common.engine import LLMEngine
 from common.engine_config import SHIPPED_CHECKPOINT, EngineConfig
-from common.requests.gc_utils import spare_what_is_loaded
+from common.requests.gc_utils import freeze_gc_heap
 from common.requests.tokenizer import load_tokenizer
 from prefill_first_scheduler import PrefillFirstScheduler
 from request import Request, SamplingParams
@@ -123,7 +123,7 @@ def host_step(engine: LLMEngine) -> dict[str, float]:
 def measure_host(*, tiny: bool) -> dict[str, dict[str, list[float]]]:
     """`{number running: {part: microseconds of each step}}`. The sizes take turns. Python's
     collector is as a server has it: else it runs within every step that makes 700 objects."""
-    spare_what_is_loaded()
+    freeze_gc_heap()
     num_rounds, num_steps = (1, 3) if tiny else (5, 32)
     sizes = NUM_RUNNING_HOST[: 1 if tiny else None]
     engines = {str(size): make_engine(size) for size in sizes}

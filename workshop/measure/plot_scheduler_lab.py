@@ -8,7 +8,7 @@ from itertools import pairwise
 from typing import Any
 
 from chunk_policy import ChunkedPrefill
-from preemptive_scheduler import SchedulerBase
+from preemptive_scheduler import PreemptiveScheduler
 from prefill_first_scheduler import PrefillFirstScheduler
 from scheduler import Scheduler, make_kv_memory
 from sglang_policies import POLICIES, policy_over
@@ -117,7 +117,7 @@ def config(num_requests: int) -> dict:
     }
 
 
-def summarise(run: Simulation, scheduler: SchedulerBase) -> dict:
+def summarise(run: Simulation, scheduler: PreemptiveScheduler) -> dict:
     stats = scheduler.get_stats()
     busy = [step for step in run.steps if step.num_tokens]
     capacity = scheduler.kv_memory.capacity
@@ -214,9 +214,9 @@ def measure_thrash(fit: dict, *, tiny: bool) -> dict:
 
 RULES: dict[str, dict[str, Any]] = {
     "room for every cut prompt; waits for a prefix (ours)": {},
-    "room for its own prompt": {"keep_for_prompts": "own"},
-    "computes a shared prefix again": {"wait_for_prefix": False},
-    "both (vLLM, across steps)": {"keep_for_prompts": "own", "wait_for_prefix": False},
+    "room for its own prompt": {"reserve_for_chunks": "own"},
+    "computes a shared prefix again": {"defer_on_shared_prefix": False},
+    "both (vLLM, across steps)": {"reserve_for_chunks": "own", "defer_on_shared_prefix": False},
 }
 LONGEST_CHUNK = 128  # so that several prompts are cut at one time
 

@@ -25,7 +25,7 @@ from input_batch import RunnerRequest
 from kv_memory import SharingRunnerState
 from ngram_index import BulkNgramProposer
 from paged_attention import AttentionMetadata, TorchAttentionBackend
-from proposers import FollowedRequest
+from proposers import ProposerInput
 from request import SamplingParams
 from scheduler_interface import NewRequestData
 from workshop.measure.plot_spec_decode_engine import held_out_texts, in_turn
@@ -91,9 +91,9 @@ def _history(length: int) -> RunnerRequest:
     return RunnerRequest(str(length), SamplingParams(max_tokens=10**6), tokens, [])
 
 
-def _follow(request: RunnerRequest) -> FollowedRequest:
+def _follow(request: RunnerRequest) -> ProposerInput:
     """After a decode step: behind by the last token."""
-    return FollowedRequest(request, request.num_tokens - 2, request.num_tokens - 1)
+    return ProposerInput(request, request.num_tokens - 2, request.num_tokens - 1)
 
 
 def search_anew(tokens: list[int], longest: int, shortest: int, k: int) -> list[int]:

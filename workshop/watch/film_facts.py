@@ -116,7 +116,7 @@ def a_little_of_everything(film: Film) -> Facts:
         "step": step,
         "victim": victim,
         "taker": str(taken[-1].request),
-        "num_lost": preempted.num_lost_tokens,
+        "num_preempted_tokens": preempted.num_lost_tokens,
         "late": late,
         "hit": hit,
         "newcomer": found.request,
@@ -131,11 +131,11 @@ def static_and_continuous(static: Film, continuous: Film) -> Facts:
     _check_same_answers([static, continuous])
     end, finished = _first(static, Finished, "that somebody ends")
     longest = max(static.state_after(end + 1).running, key=lambda name: _end_of(static, name))
-    joined, newcomer = first(
+    joined, new_request = first(
         continuous, Admitted, lambda step, _: step > 0, "that somebody joins a running batch"
     )
-    _require(joined == end + 1 and newcomer.request != finished.request, "a seat that is used")
-    name = newcomer.request
+    _require(joined == end + 1 and new_request.request != finished.request, "a seat that is used")
+    name = new_request.request
     late, _ = first(static, Admitted, lambda _, e: e.request == name, f"{name!r} at last")
     for step in range(joined, late):
         reason = static.state_after(step).reason_to_wait(name)
@@ -271,7 +271,7 @@ def preemption_and_return(film: Film) -> Facts:
         "taker": str(taken.request),
         "num_all": film.run.num_blocks - 1,
         "num_blocks": len(table),
-        "num_lost": preempted.num_lost_tokens,
+        "num_preempted_tokens": preempted.num_lost_tokens,
         "late": late,
         "num_waited": late - step,
     }

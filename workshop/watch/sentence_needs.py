@@ -64,8 +64,8 @@ def _known(event: Event, how: list[str], values: Event, name: str, events: list[
     place = event["start"] + places[0]
     tables = [t for t in _later(events, event, "table") if t["request"] == name]
     named = [(t["blocks"][place - t["keep"] :] or [0])[0] for t in tables if t["keep"] <= place]
-    is_moved, is_gone = pairs[1] in named, 0 in named
-    return {"": is_moved, "ended": is_gone, "stays": not named}["".join(how)]
+    is_moved, has_exited = pairs[1] in named, 0 in named
+    return {"": is_moved, "ended": has_exited, "stays": not named}["".join(how)]
 
 
 def _taken(event: Event, how: list[str], values: Event, name: str, events: list[Event]) -> bool:

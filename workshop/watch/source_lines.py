@@ -3,7 +3,7 @@
 A place is a function and a statement in it, both named by their text. It is found in the syntax
 tree, so it survives whatever moves lines, and is missed, loudly, when the statement is rewritten:
 
-    SourcePlace("04_scheduler/scheduler.py", "Scheduler._fit_in", "if num_tokens == 0")
+    SourcePlace("04_scheduler/scheduler.py", "Scheduler._try_schedule_new", "if num_tokens == 0")
 
 Which place a sentence means depends on what ran: three schedulers admit in three ways. `RULES` in
 `source_places.py` has them; the page picks by the header of the run, so that a file that is dropped
@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).resolve().parents[2]
-MOST_LINES, LEAST_LINES = 15, 5  # of an excerpt
+MAX_LINES, MIN_LINES = 15, 5  # of an excerpt
 LINES_BEFORE = 4  # of the statement, where its function begins further up
 
 
@@ -103,8 +103,8 @@ def _excerpt(source: list[str], function: ast.FunctionDef, node: Any) -> Excerpt
     and of a long statement its beginning."""
     top, bottom = function.lineno, function.end_lineno or function.lineno
     first = top if node.lineno - top <= 2 * LINES_BEFORE else node.lineno - LINES_BEFORE
-    last = min(bottom, first + MOST_LINES - 1, max(node.end_lineno + 2, first + LEAST_LINES + 2))
-    first = max(1, min(first, last - LEAST_LINES + 1))
+    last = min(bottom, first + MAX_LINES - 1, max(node.end_lineno + 2, first + MIN_LINES + 2))
+    first = max(1, min(first, last - MIN_LINES + 1))
     lines = source[first - 1 : last]
     margin = min(len(line) - len(line.lstrip()) for line in lines if line.strip())
     return Excerpt(

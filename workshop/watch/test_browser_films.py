@@ -221,10 +221,10 @@ def test_the_whole_cache_is_in_sight_where_the_page_says_to_look(
         go(page)
         boxes = page.evaluate(inside)
         num_cached = int(re.findall(r"\d+", page.inner_text(".cache-about"))[0])
-        assert len([name for name, _, is_gone in boxes if not is_gone]) == num_cached > 0
+        assert len([name for name, _, has_exited in boxes if not has_exited]) == num_cached > 0
         assert [name for name, is_whole, _ in boxes if not is_whole] == []
         if "evicted block" in (did := page.inner_text(".cache-details")):
-            gone = [name for name, _, is_gone in boxes if is_gone]
+            gone = [name for name, _, has_exited in boxes if has_exited]
             assert gone == re.findall(r"\d+", did.partition("evicted block")[2].splitlines()[0])
 
 

@@ -20,10 +20,10 @@ from workshop.watch.page_maker import Reel, make_page
 if TYPE_CHECKING:
     from playwright.sync_api import Page
 
-MOST_CELLS = 1000  # that fit into the grid's box
-MOST_ELEMENTS, MOST_MADE = 2500, 1500  # on the page, and made for a step
+MAX_CELLS = 1000  # that fit into the grid's box
+MAX_ELEMENTS, MAX_CREATED = 2500, 1500  # on the page, and made for a step
 NUM_REPLAYED = 33  # steps at most, from the last state that is kept
-MOST_MS = 120  # of the processor, for all six scenes, on a machine that is busy
+MAX_MS = 120  # of the processor, for all six scenes, on a machine that is busy
 
 COUNT = """() => {
   window.counts = {cells: 0, events: 0, made: 0};
@@ -81,9 +81,9 @@ def test_a_jump_in_a_long_run_costs_what_a_step_costs(page: Page, events: list[E
     for step in (1999, 3, 1000, 1001, 64, 31, 1500, num_steps - 1):
         counts = page.evaluate(GO, step)
         assert counts["step"] == step
-        assert 0 < counts["cells"] <= MOST_CELLS, (step, counts)
+        assert 0 < counts["cells"] <= MAX_CELLS, (step, counts)
         assert counts["events"] <= limit, (step, counts)
-        assert counts["elements"] < MOST_ELEMENTS and counts["made"] < MOST_MADE, (step, counts)
+        assert counts["elements"] < MAX_ELEMENTS and counts["made"] < MAX_CREATED, (step, counts)
 
 
 def test_a_scrubber_can_be_followed(page: Page) -> None:
@@ -98,4 +98,4 @@ def test_a_scrubber_can_be_followed(page: Page) -> None:
     before, num = busy_ms(), 20
     for place in range(num):
         page.evaluate(GO, place * 37 % 1900)
-    assert (busy_ms() - before) / num < MOST_MS
+    assert (busy_ms() - before) / num < MAX_MS

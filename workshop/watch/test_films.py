@@ -220,7 +220,7 @@ def test_4_one_gives_up_its_blocks_and_returns(shots: dict[int | str, Shot]) -> 
     assert not state.free
     given = list(state.requests["d"].table)
     assert (facts["num_blocks"], facts["num_all"]) == (len(given), film.run.num_blocks - 1)
-    assert state.requests["d"].num_computed_tokens == facts["num_lost"] == 16
+    assert state.requests["d"].num_computed_tokens == facts["num_preempted_tokens"] == 16
     state = film.state_after(6)
     assert state.requests["c"].table[-1] in given
     assert state.waiting == [facts["victim"]] == ["d"]

@@ -13,8 +13,8 @@ from common.events.event_kinds import KINDS, REASONS
 from common.events.event_page import PAGE
 from sglang_policies import POLICIES
 from workshop.watch.source_lines import (
-    LEAST_LINES,
-    MOST_LINES,
+    MAX_LINES,
+    MIN_LINES,
     ROOT,
     SourcePlace,
     find,
@@ -38,7 +38,7 @@ CASES = {"finished": ("stop", "length", "abort", "error")}  # one sentence each
 @pytest.mark.parametrize("place", PLACES, ids=lambda p: f"{p.function}: {p.statement}")
 def test_each_place_is_there_once_and_its_excerpt_is_the_file(place: SourcePlace) -> None:
     excerpt = find(place)
-    assert LEAST_LINES <= len(excerpt.lines) <= MOST_LINES
+    assert MIN_LINES <= len(excerpt.lines) <= MAX_LINES
     source = (ROOT / place.file).read_text(encoding="utf-8").splitlines()
     shown = source[excerpt.first - 1 : excerpt.first - 1 + len(excerpt.lines)]
     assert [line.strip() for line in shown] == [line.strip() for line in excerpt.lines]

@@ -20,7 +20,7 @@ from typing import Any
 
 import torch
 
-from base_scheduler import SchedulerBooks, SchedulerPlugin
+from base_scheduler import BaseScheduler, SchedulerPlugin
 from common.engine import LLMEngine
 from common.engine_config import SHIPPED_ADAPTER, SHIPPED_CHECKPOINT, EngineConfig
 from common.models.loader import LoadedModel, load_model, read_checkpoint
@@ -100,7 +100,7 @@ def perform(script: Script, path: str | Path, cast: Cast | None = None) -> dict[
         with tempfile.TemporaryDirectory() as folder:
             engine.load_adapter(name, _weakened(Path(folder), strength))
     scheduler = engine.scheduler
-    assert isinstance(scheduler, SchedulerBooks)
+    assert isinstance(scheduler, BaseScheduler)
     if script.is_static:  # no setting of the engine: it is what chapter 1 does away with
         scheduler.set_plugins([StaticBatches(), *scheduler.plugins])
     if script.compile_steps:
@@ -124,13 +124,13 @@ class StaticBatches(SchedulerPlugin):
 
     is_open = True  # a batch is being put together
 
-    def attach(self, books: SchedulerBooks) -> None:
-        self._running = books.running
+    def attach(self, scheduler: BaseScheduler) -> None:
+        self._running = scheduler.running
 
     def begin_step(self) -> None:
         self.is_open = not self._running
 
-    def may_start(self, request: Request) -> bool:
+    def can_start(self, request: Request) -> bool:
         return self.is_open
 
 
@@ -141,17 +141,17 @@ class CompiledLate(SchedulerPlugin):
         self._num_steps, self._step = num_steps, 0
         self._due: dict[str, int] = {}
 
-    def attach(self, books: SchedulerBooks) -> None:
-        self._books = books
+    def attach(self, scheduler: BaseScheduler) -> None:
+        self._scheduler = scheduler
 
     def begin_step(self) -> None:
         self._step += 1
-        for plugin in self._books.plugins:
+        for plugin in self._scheduler.plugins:
             if isinstance(plugin, GrammarsCompiled):
                 for job in plugin._jobs.values():
                     job.wait()
 
-    def may_start(self, request: Request) -> bool:
+    def can_start(self, request: Request) -> bool:
         if (source := request.features.get("grammar")) is None:
             return True
         due = self._due.setdefault(source, self._step + self._num_steps)

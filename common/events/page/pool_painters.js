@@ -5,7 +5,7 @@
 //   look = {state, owners: [request, ...], label, refs, order, change, isPublished, isDim, isLit, isCursor}
 //   state is "null", "free", "held", "loading" or "idle" (cached, and nobody uses it)
 (() => {
-  const MOST_ELEMENTS = 400;
+  const MAX_ELEMENTS = 400;
   const [WIDEST, HIGHEST] = [76, 48]; // px
   const [LEAST_WIDTH, LEAST_HEIGHT] = [22, 15]; // below, a cell has no text
   const WIDE = 40; // from here on there is room for the reference count, too
@@ -28,7 +28,7 @@
     return {...best, w, h, num, hasLabels: w >= LEAST_WIDTH && h >= LEAST_HEIGHT};
   };
 
-  Watch.poolPainter = (host, num) => (num <= MOST_ELEMENTS ? new Elements(host) : new Canvas(host));
+  Watch.poolPainter = (host, num) => (num <= MAX_ELEMENTS ? new Elements(host) : new Canvas(host));
 
   // What a look says, as one string: cheaper to compare than to paint.
   const signatureOf = (look) =>

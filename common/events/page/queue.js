@@ -4,7 +4,7 @@
 // is in no list.
 (() => {
   const {store, t, h} = Watch;
-  const MOST_ROWS = 60; // a longer queue is counted, not listed
+  const MAX_ROWS = 60; // a longer queue is counted, not listed
   Watch.words({
     "queue.waiting": ["Waiting: {n} (policy {policy})", "等待：{n}（策略 {policy}）"],
     "queue.running": ["Running: {n} of {seats} seats", "运行：{n}（上限 {seats}）"],
@@ -118,7 +118,7 @@
 
   function fill(list, title, items) {
     Watch.say(list.title, title);
-    const shown = items.slice(0, MOST_ROWS);
+    const shown = items.slice(0, MAX_ROWS);
     while (list.rows.childElementCount > shown.length) list.rows.lastChild.remove();
     while (list.rows.childElementCount < shown.length) list.rows.append(makeRow());
     shown.forEach((item, i) => fillRow(list.rows.children[i], item));

@@ -23,7 +23,7 @@
   });
 
   const {h, t} = Watch;
-  const MOST_ROWS = 14; // requests, when none is chosen
+  const MAX_ROWS = 14; // requests, when none is chosen
   const [HEAD, AROUND, TAIL, MOST_LIT] = [16, 10, 40, 160]; // tokens that are shown of a long text
 
   // Which outputs were guesses: life of a request -> set of output indices, over the whole film.
@@ -178,7 +178,7 @@
     const ids = [...(view.facts?.cells.keys() ?? [])];
     const limits = {head: 0, tail: 6, around: 2, lit: 8};
     const rows = ids
-      .slice(0, MOST_ROWS)
+      .slice(0, MAX_ROWS)
       .map((id) =>
         h(
           "p",
@@ -189,8 +189,8 @@
         ),
       );
     const more =
-      ids.length > MOST_ROWS
-        ? [h("p", {class: "quiet"}, t("tokens.more", {n: ids.length - MOST_ROWS}))]
+      ids.length > MAX_ROWS
+        ? [h("p", {class: "quiet"}, t("tokens.more", {n: ids.length - MAX_ROWS}))]
         : [];
     return [legend(view.film), h("p", {class: "quiet"}, t("tokens.all")), ...rows, ...more];
   }

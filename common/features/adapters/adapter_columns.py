@@ -14,7 +14,7 @@ import torch
 
 from common.features.adapters.adapter_slots import AdaptedModel, AdapterSlots, Ordered, StepAdapters
 from common.models.rows_by_owner import in_order
-from common.sampling.runner_plugin import BroughtByFew, Cargo, StepRows
+from common.sampling.runner_plugin import BroughtByFew, StepRows, UploadBuffer
 from scheduler_interface import NewRequestData
 
 
@@ -38,14 +38,14 @@ class AdapterColumns(BroughtByFew):
         slot_of = self.slots.bring_in(digest for digest in digests if digest is not None)
         return np.array([0 if d is None else slot_of[d] for d in digests], dtype=np.int64)
 
-    def stage(self, step: StepRows, cargo: Cargo) -> Callable[[], Any]:
+    def stage(self, step: StepRows, upload: UploadBuffer) -> Callable[[], Any]:
         slots = self.column(step.queries.rows)
-        tokens = ordered(np.repeat(slots, step.queries.num_tokens), cargo)
-        sampled = ordered(np.repeat(slots, step.queries.num_logit_rows), cargo)
+        tokens = ordered(np.repeat(slots, step.queries.num_tokens), upload)
+        sampled = ordered(np.repeat(slots, step.queries.num_logit_rows), upload)
         return lambda: StepAdapters(self.slots, tokens(), sampled())
 
 
-def ordered(slots: np.ndarray, cargo: Cargo) -> Callable[[], Ordered]:
+def ordered(slots: np.ndarray, upload: UploadBuffer) -> Callable[[], Ordered]:
     """By slot, in order of rows within each; those without an adapter are left out. Nobody may be
     left: of a step that only cuts prompts no row is sampled from."""
     with_one = np.flatnonzero(slots)
@@ -53,5 +53,5 @@ def ordered(slots: np.ndarray, cargo: Cargo) -> Callable[[], Ordered]:
     order = with_one[order]
     if not segments or np.array_equal(order, np.arange(len(slots))):
         return partial(Ordered, None, segments)
-    sent: Callable[[], torch.Tensor] = cargo.add(order)
+    sent: Callable[[], torch.Tensor] = upload.add(order)
     return lambda: Ordered(sent(), segments)

@@ -118,15 +118,15 @@ class AdaptedModel:
 class MatrixPlace:
     """A matrix of the model. What is added to its product: nothing, if the step has no adapters."""
 
-    def __init__(self, adapted: AdaptedModel, index: int, is_behind: bool) -> None:
-        self.adapted, self.index, self.is_behind = adapted, index, is_behind
+    def __init__(self, adapted: AdaptedModel, index: int, lags: bool) -> None:
+        self.adapted, self.index, self.lags = adapted, index, lags
 
     def __call__(self, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
         """`y`, the product [rows, out] with `x` [rows, in], is changed in place."""
         step = self.adapted.step
         if step is None:
             return y
-        rows = step.sampled if self.is_behind else step.tokens
+        rows = step.sampled if self.lags else step.tokens
         return step.slots.additions[self.index].add(rows, x, y)
 
 

@@ -12,12 +12,12 @@ import subprocess
 import sys
 from collections.abc import Collection, Sequence
 
-MOST_SECONDS = 1  # of the processor
-_MOST_WAITED = 20.0  # seconds, where the processor has other work
+TIMEOUT_S = 1  # of the processor
+_MAX_WAIT_S = 20.0  # seconds, where the processor has other work
 _IS_PLAIN = re.compile(r"[\w.-]*")  # nothing to go back over
 _PROGRAM = f"""
 import json, re, resource, sys
-resource.setrlimit(resource.RLIMIT_CPU, ({MOST_SECONDS}, {MOST_SECONDS}))
+resource.setrlimit(resource.RLIMIT_CPU, ({TIMEOUT_S}, {TIMEOUT_S}))
 how, expressions, names = json.load(sys.stdin)
 match = getattr(re, how)
 json.dump([[name for name in names if match(e, name)] for e in expressions], sys.stdout)
@@ -43,7 +43,7 @@ def matched_by(
     program = [sys.executable, "-I", "-S", "-c", _PROGRAM]
     try:
         done = subprocess.run(
-            program, input=given, capture_output=True, text=True, timeout=_MOST_WAITED
+            program, input=given, capture_output=True, text=True, timeout=_MAX_WAIT_S
         )
         has_ended = done.returncode < 0  # by the signal that the limit sends
     except subprocess.TimeoutExpired:
@@ -51,7 +51,7 @@ def matched_by(
     if has_ended:
         shown = ", ".join(repr(p if len(p) <= 200 else f"{p[:200]} ...") for p in patterns[:3])
         what = "must match the names of the model's matrices within"
-        raise ValueError(f"{where} {what} {MOST_SECONDS} s, got {shown}")
+        raise ValueError(f"{where} {what} {TIMEOUT_S} s, got {shown}")
     if done.returncode:
         raise ValueError(f"{where} cannot be matched: {done.stderr.strip()[-200:]}")
     return json.loads(done.stdout)

@@ -126,18 +126,18 @@ class Ranks:
     """An executor whose ranks answer `answers` in turn, one of them a look, until they are gone."""
 
     def __init__(self, *answers: list[str | None]) -> None:
-        self.answers, self.is_gone = list(answers), False
+        self.answers, self.has_exited = list(answers), False
         self.links, self.loading, self.told = [0, 1], {}, []
 
     def send(self, content: bytes) -> None:
-        if self.is_gone:
+        if self.has_exited:
             raise WorkerError("gone")
         kinds = {"adapter": ["number", "directory"], "take": ["number", "is_wanted"]}
         kind, told = unpack(content, kinds | {"drop": ["digest"]})
         self.told.append((kind, *told.values()))
 
     def look(self, seconds: float) -> None:
-        if self.is_gone:
+        if self.has_exited:
             raise WorkerError("gone")
         number, why = max(self.loading), {"kind_of_error": "ValueError", "sentence": "half a file"}
         rank, digests = len(self.loading[number]), self.answers[0]
@@ -165,7 +165,7 @@ def test_ranks_keep_only_what_all_have_read() -> None:
         (4, False),
     ]
     assert not ranks.loading and not names.names
-    ranks.is_gone = True
+    ranks.has_exited = True
     adapters.drop("a")
     with pytest.raises(WorkerError):
         names.load("x", "x")

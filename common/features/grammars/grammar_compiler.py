@@ -26,8 +26,8 @@ from common.features.grammars.vocabulary import Vocabulary, tokenizer_of
 from worker_thread import ThreadJob
 
 KEPT = 64 << 20  # bytes, about, of grammars that no request may be waiting for
-MOST_SECONDS = 10.0  # for one grammar, without its wait for others
-MOST_AT_ONCE = 4  # one for a request, and three that were given up and have not ended
+TIMEOUT_S = 10.0  # for one grammar, without its wait for others
+MAX_CONCURRENT = 4  # one for a request, and three that were given up and have not ended
 
 
 class GrammarJob(ThreadJob[str]):
@@ -92,7 +92,7 @@ def _is_compiled(job: GrammarJob) -> bool:
 def _watch(jobs: Jobs, vocabulary: Vocabulary) -> None:
     with suppress(Exception):  # each grammar would say it
         tokenizer_of(vocabulary)  # takes seconds for a large one, which no grammar is charged with
-    at_work = Semaphore(MOST_AT_ONCE)
+    at_work = Semaphore(MAX_CONCURRENT)
     while (job := jobs.get()) is not None:
         at_work.acquire()
         if job.cancelled():
@@ -101,9 +101,9 @@ def _watch(jobs: Jobs, vocabulary: Vocabulary) -> None:
         arguments = job.source, vocabulary, job.outcomes.put, at_work.release
         Thread(target=_compile, args=arguments, name="grammar", daemon=True).start()
         try:
-            outcome = job.outcomes.get(timeout=MOST_SECONDS)
+            outcome = job.outcomes.get(timeout=TIMEOUT_S)
         except Empty:
-            outcome = _refused(f"compiling takes longer than {MOST_SECONDS:.0f} s")
+            outcome = _refused(f"compiling takes longer than {TIMEOUT_S:.0f} s")
         if outcome is None or not job.begin():
             continue
         if isinstance(outcome, str):

@@ -28,7 +28,7 @@ from common.features.grammars.lark_text import NOTHING_FITS, TOO_MANY_WAYS, sent
 from common.features.grammars.vocabulary import Beginning, Vocabulary, beginning_of, tokenizer_of
 from common.models.loader import LoadedModel
 from common.requests.tokenizer import Tokenizer, load_tokenizer
-from common.sampling.runner_plugin import BroughtByFew, Cargo, HasTokens, StepRows
+from common.sampling.runner_plugin import BroughtByFew, HasTokens, StepRows, UploadBuffer
 from common.sampling.sampling_constraints import forbid
 from scheduler_interface import NewRequestData
 
@@ -53,7 +53,7 @@ class GrammarMasks(BroughtByFew):
         return Matched(beginning_of(self._tokenizer, compiled), self._vocabulary)
 
     def before_sampling(
-        self, step: StepRows, cargo: Cargo
+        self, step: StepRows, upload: UploadBuffer
     ) -> Callable[[torch.Tensor], torch.Tensor] | None:
         rows, num_rows = step.queries.rows, step.queries.num_logit_rows
         first = np.cumsum(num_rows) - num_rows
@@ -72,7 +72,7 @@ class GrammarMasks(BroughtByFew):
                 if matched.fill(bits, row_of_bits, drafts):
                     break
             row_of_bits += int(num_rows[i])
-        sent_at, sent_bits = cargo.add(at), cargo.add(bits)
+        sent_at, sent_bits = upload.add(at), upload.add(bits)
         return lambda logits: forbid(logits, sent_at(), sent_bits())
 
     def may_come(self, row: int, outputs: Sequence[int], vocab_size: int) -> dict[str, np.ndarray]:
@@ -143,7 +143,7 @@ class Matched:
             return self._end(draft)
         return self._matcher.validate_tokens([draft]) == 1 and self._matcher.consume_token(draft)
 
-    def _take_back(self, drafts: Sequence[int], num_taken: int) -> None:
+    def _rollback(self, drafts: Sequence[int], num_taken: int) -> None:
         """Those that were accepted."""
         tokens = drafts[:num_taken]
         if self._has_ended and tokens:
@@ -153,7 +153,7 @@ class Matched:
             why = sentence_of(self._matcher.get_error())
             self.gave_up = "" if why == NOTHING_FITS else why
             if why != TOO_MANY_WAYS:  # those are a text's own
-                self.beginning.begin_anew()
+                self.beginning.rebuild()
             self._begin()
 
     def fill(self, bits: np.ndarray, row: int, drafts: Sequence[int]) -> bool:
@@ -172,7 +172,7 @@ class Matched:
                 break
         if self._matcher.is_error():
             bits[row + num_taken + 1 : row + 1 + len(drafts)] = 0
-        self._take_back(drafts, num_taken)
+        self._rollback(drafts, num_taken)
         return bool(bits[row].any())
 
     def _fill_row(self, bits: np.ndarray, row: int) -> None:
@@ -188,11 +188,11 @@ class Matched:
         num_taken = 0
         while num_taken < len(drafts) and self._accept(drafts[num_taken]):
             num_taken += 1
-        self._take_back(drafts, num_taken)
+        self._rollback(drafts, num_taken)
         return num_taken
 
 
-class Given(Protocol):
+class RunnerSpec(Protocol):
     """What is known of a runner when it is made. Without a tokenizer it is the checkpoint's."""
 
     @property
@@ -203,7 +203,7 @@ class Given(Protocol):
     def vocab_size(self) -> int: ...
 
 
-def make(given: Given) -> GrammarMasks:
+def make(given: RunnerSpec) -> GrammarMasks:
     path = given.loaded.path
     tokenizer = given.tokenizer or (None if path is None else load_tokenizer(path))
     assert tokenizer is not None, "a grammar needs a tokenizer"

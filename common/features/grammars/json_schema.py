@@ -32,7 +32,7 @@ _OF_NAMES = {"properties", "patternProperties", "$defs", "definitions", "depende
 
 logger = logging.getLogger(__name__)
 # How many beginnings of names are looked at for the patterns of one schema: a second's worth.
-MOST_LOOKED_AT = 20_000
+MAX_SCHEMA_NODES = 20_000
 
 
 def rewritten(schema: dict[str, Any]) -> dict[str, Any]:
@@ -133,7 +133,7 @@ class _Patterns:
     """Asks the library about patterns, whose dialect is its own."""
 
     def __init__(self, names: frozenset[str]) -> None:
-        self._names, self._num_left = names, MOST_LOOKED_AT
+        self._names, self._num_left = names, MAX_SCHEMA_NODES
         self._longest = 2 + 6 * max(map(len, names), default=0)  # as JSON, each character as \u0061
 
     def all_matched(self, pattern: str) -> set[str] | None:

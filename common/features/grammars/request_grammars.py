@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
-from base_scheduler import SchedulerBooks
+from base_scheduler import BaseScheduler
 from common.features.grammars.grammar_compiler import GrammarCompiler
 from common.features.grammars.vocabulary import Vocabulary
 from common.models.loader import resolve_checkpoint
@@ -20,7 +20,7 @@ class RequestGrammars:
 
     def __init__(
         self,
-        books: SchedulerBooks,
+        books: BaseScheduler,
         tokenizer: Tokenizer,
         vocab_size: int,
         eos_token_ids: Sequence[int],

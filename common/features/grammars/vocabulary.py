@@ -68,9 +68,9 @@ class Beginning:
     def __init__(self, tokenizer: LLTokenizer, text: str) -> None:
         limits = _LIMITS[RULES in text]
         self._make = partial(LLMatcher, tokenizer, text, log_level=0, limits=limits)
-        self.begin_anew()
+        self.rebuild()
 
-    def begin_anew(self) -> None:
+    def rebuild(self) -> None:
         """Copies share what they have found out, and the count of it, which may be too high."""
         made = SimpleQueue[LLMatcher | BaseException]()
         with _ONE_AT_A_TIME:

@@ -13,7 +13,7 @@ from transformers.models.mixtral.modeling_mixtral import MixtralTopKRouter
 from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeTopKRouter
 
 from common.models.experts.experts_block import ExpertsBlock
-from common.models.linear import linear_layers, why_not_packed
+from common.models.linear import linear_layers, reason_not_packed
 from common.models.loader import load_model
 from common.models.model_config import ModelConfig
 from common.models.regions.regions import Regions
@@ -31,7 +31,7 @@ CPU = torch.device("cpu")
 PACKED = [
     pytest.param(dtype, marks=pytest.mark.skipif(reason is not None, reason=str(reason)))
     for dtype in (torch.float32, torch.bfloat16)
-    for reason in [why_not_packed(dtype, CPU)]
+    for reason in [reason_not_packed(dtype, CPU)]
 ]
 pytestmark = pytest.mark.usefixtures("one_thread")
 

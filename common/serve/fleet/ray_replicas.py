@@ -42,8 +42,8 @@ class Replica:
                 yield completion.text
 
     async def check_health(self) -> None:
-        if self.llm.why_dead is not None:
-            raise RuntimeError(self.llm.why_dead)
+        if self.llm.death_reason is not None:
+            raise RuntimeError(self.llm.death_reason)
 
 
 def num_replicas() -> int:

@@ -17,7 +17,7 @@
     "live.key": ["The server wants an API key.", "服务器需要 API 密钥。"],
     "live.gone": ["it does not answer.", "没有应答。"],
   });
-  const MOST_STEPS = 2000; // of a film, which a browser has to keep
+  const MAX_STEPS = 2000; // of a film, which a browser has to keep
   const DRAW_MS = 100; // at the least, between two looks
   const AGAIN_MS = 1000;
   const HIDDEN_MS = 30_000; // nobody looks at a tab that is hidden for so long
@@ -107,7 +107,7 @@
     const events = coming;
     coming = [];
     if (events.length) Watch.goOn(events);
-    if (film().numSteps < MOST_STEPS) return;
+    if (film().numSteps < MAX_STEPS) return;
     isFull = !isAtEnd(); // else the next one begins at once
     stream?.abort();
   }

@@ -23,7 +23,7 @@ import torch
 
 from common.engine import EngineConfig, LLMEngine
 from common.engine_config import SHIPPED_ADAPTER, SHIPPED_CHECKPOINT
-from common.requests.gc_utils import spare_what_is_loaded
+from common.requests.gc_utils import freeze_gc_heap
 from request import SamplingParams
 from workshop.measure.bench.bench_record import (
     describe_environment,
@@ -94,7 +94,7 @@ def measure(rounds: int) -> dict:
     from peft import PeftModel
     from transformers import AutoModelForCausalLM
 
-    spare_what_is_loaded()
+    freeze_gc_heap()
     threads_before = torch.get_num_threads()
     torch.set_num_threads(1)
     found: dict[str, list[dict]] = {name: [] for name in (*batches(), "peft")}

@@ -29,7 +29,7 @@ from typing import TYPE_CHECKING, Any
 
 from tqdm import tqdm
 
-from common.requests.gc_utils import spare_what_is_loaded
+from common.requests.gc_utils import freeze_gc_heap
 from workshop.measure.bench.bench_command import Driver, describe_malloc
 from workshop.measure.bench.bench_floor import floor_of_record
 from workshop.measure.bench.bench_record import ROOT, record_head, write_record
@@ -189,7 +189,7 @@ def measure(args: argparse.Namespace) -> int:
     from workshop.measure.bench.bench_systems import SYSTEMS
 
     assert set(SYSTEMS) == set(SYSTEM_NAMES)
-    spare_what_is_loaded()
+    freeze_gc_heap()
     logging.set_verbosity_error()
     torch.set_num_threads(args.threads or torch.get_num_threads())  # chosen, so the engine keeps it
     deadline = None if args.time_budget is None else time.monotonic() + args.time_budget

@@ -85,7 +85,7 @@ def paged(models: BenchModels, limits: Limits, **options: Any) -> Iterator[Serve
 
 
 @contextmanager
-def one_at_a_time(models: BenchModels, limits: Limits) -> Iterator[Serve]:
+def exclusive(models: BenchModels, limits: Limits) -> Iterator[Serve]:
     alone = Limits(1, limits.max_num_batched_tokens, limits.block_size, limits.longest)
     with paged(models, alone) as serve:
         yield serve
@@ -231,7 +231,7 @@ _GUESSING = {
     "speculative": {"method": "ngram"},
 }
 SYSTEMS: dict[str, System] = {
-    "one-at-a-time": one_at_a_time,
+    "one-at-a-time": exclusive,
     "static": static,
     "padded": padded,
     "paged": paged,

@@ -22,7 +22,7 @@ import torch
 from common.engine import EngineConfig, LLMEngine
 from common.engine_config import SHIPPED_CHECKPOINT
 from common.models.loader import LoadedModel, load_model
-from common.requests.gc_utils import spare_what_is_loaded
+from common.requests.gc_utils import freeze_gc_heap
 from common.requests.tokenizer import Tokenizer, load_tokenizer
 from request import SamplingParams
 from workshop.measure.bench.bench_record import (
@@ -98,7 +98,7 @@ def compare(
 
 
 def measure(rounds: int) -> dict:
-    spare_what_is_loaded()
+    freeze_gc_heap()
     torch.set_num_threads(torch.get_num_threads())  # chosen, so the engine keeps it
     shipped = load_model(SHIPPED_CHECKPOINT, "auto", torch.device("cpu"))
     tokenizer = load_tokenizer(SHIPPED_CHECKPOINT)

@@ -20,7 +20,7 @@ from common.assembly.assembly import Attention
 from common.engine import LLMEngine
 from common.engine_config import SHIPPED_CHECKPOINT, EngineConfig
 from common.models.loader import LoadedModel, load_model
-from common.requests.gc_utils import spare_what_is_loaded
+from common.requests.gc_utils import freeze_gc_heap
 from common.requests.tokenizer import load_tokenizer
 from common.runner.graph_maker import GraphMaker
 from common.runner.graphs import DecodeGraphs, EagerGraphs
@@ -190,7 +190,7 @@ def compare_ways(lab: Lab, part: Part) -> None:
 
 def time_engine(lab: Lab, part: Part) -> None:
     if not lab.is_rehearsal:
-        spare_what_is_loaded()
+        freeze_gc_heap()
     part.attempt("ceilings", "engine", lambda: lab.ceilings)
 
     def work(mode: str, engine: LLMEngine) -> None:

@@ -29,7 +29,7 @@ from common.features.grammars.grammar_masks import GrammarMasks
 from common.features.grammars.lark_text import compile_source
 from common.features.grammars.vocabulary import Vocabulary, beginning_of, tokenizer_of
 from common.models.loader import load_model
-from common.requests.gc_utils import spare_what_is_loaded
+from common.requests.gc_utils import freeze_gc_heap
 from common.requests.tokenizer import load_tokenizer
 from grammars import Choice, Ebnf, Grammar, Json, Regex, source_of
 from request import SamplingParams
@@ -105,7 +105,7 @@ def run(engine: LLMEngine, num_rows: int, grammar: Grammar | None) -> dict[str, 
 
 
 def measure(rounds: int) -> dict[str, Any]:
-    spare_what_is_loaded()
+    freeze_gc_heap()
     torch.set_num_threads(1)
     loaded = load_model(SHIPPED_CHECKPOINT, "auto", torch.device("cpu"))
     tokenizer = load_tokenizer(SHIPPED_CHECKPOINT)

@@ -39,12 +39,12 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
     import torch
 
     from common.engine_config import SHIPPED_CHECKPOINT
-    from common.requests.gc_utils import spare_what_is_loaded
+    from common.requests.gc_utils import freeze_gc_heap
     from common.requests.tokenizer import load_tokenizer
     from workshop.measure.bench.bench_models import choose_dtype, load_models
     from workshop.measure.bench.bench_rounds import rotated
     from workshop.measure.bench.bench_work import Limits
-    from workshop.measure.bench.ladder_systems import CHUNK, RUNGS, describe, rungs_of
+    from workshop.measure.bench.ladder_systems import CHUNK, RUNGS, configs_of, describe
     from workshop.measure.bench.ladder_workload import (
         MAX_TOKENS,
         QUESTIONS,
@@ -53,7 +53,7 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
         make_workload,
     )
 
-    spare_what_is_loaded()
+    freeze_gc_heap()
     torch.set_num_threads(torch.get_num_threads())  # chosen, so the engine keeps it
     dtype = choose_dtype("auto")
     models = load_models("tiny", dtype)
@@ -104,26 +104,28 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
             "least_prompt_tokens": [
                 least_prompt_tokens(r.prompt_token_ids for r in w) for w in workloads[name]
             ],
-            "rungs": {rung: {"title": RUNGS[rung][0], "runs": []} for rung in rungs_of(name)},
+            "rungs": {
+                config: {"title": RUNGS[config][0], "runs": []} for config in configs_of(name)
+            },
         }
         work.append((name, entry["rungs"]))
-    num_runs = args.rounds * sum(len(rungs) for _, rungs in work)
+    num_runs = args.rounds * sum(len(configs) for _, configs in work)
     with tqdm(total=num_runs, unit="run", disable=None) as bar:
         for seed in range(args.rounds):
-            for name, rungs in work:
+            for name, configs in work:
                 requests, tokens = workloads[name][seed], {}
-                for rung in rotated(list(rungs), seed):
-                    bar.set_description(f"{name}, seed {seed}, {rung}")
+                for config in rotated(list(configs), seed):
+                    bar.set_description(f"{name}, seed {seed}, {config}")
                     gc.collect()
-                    outcome = RUNGS[rung][1](models, limits[name], requests)
-                    tokens[rung] = outcome.token_ids
+                    outcome = RUNGS[config][1](models, limits[name], requests)
+                    tokens[config] = outcome.token_ids
                     run = {"seed": seed, **describe(outcome, requests)}
-                    rungs[rung]["runs"].append(run)
+                    configs[config]["runs"].append(run)
                     bar.update()
-                lowest = tokens[next(iter(rungs))]
-                for rung, own in tokens.items():  # floating point may break ties differently
+                lowest = tokens[next(iter(configs))]
+                for config, own in tokens.items():  # floating point may break ties differently
                     same = sum(own[i] == lowest[i] for i in own)
-                    rungs[rung]["runs"][-1]["same_tokens"] = same
+                    configs[config]["runs"][-1]["same_tokens"] = same
                 write_record(args.record, record)
     return record
 

@@ -158,10 +158,10 @@ RUNGS: dict[str, tuple[str, Run]] = {
 }
 
 
-def rungs_of(name: str) -> list[str]:
+def configs_of(name: str) -> list[str]:
     """Who serves a regime: all; the work of a chapter's question: its rung and the one below."""
-    rungs = list(RUNGS)
-    return rungs[rungs.index(name) - 1 :][:2] if name in RUNGS else rungs
+    configs = list(RUNGS)
+    return configs[configs.index(name) - 1 :][:2] if name in RUNGS else configs
 
 
 def describe(outcome: LadderOutcome, requests: Sequence[LadderRequest]) -> dict[str, Any]:

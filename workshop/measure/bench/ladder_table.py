@@ -58,8 +58,8 @@ def _passes_over_least(question: dict[str, Any], run: dict[str, Any]) -> float:
 def _gap_over_least(question: dict[str, Any], run: dict[str, Any]) -> float:
     """Against one chunk at the rate of the longest prompt, of which a step computes the whole."""
     whole, chunk = (
-        next(other for other in rung["runs"] if other["seed"] == run["seed"])
-        for rung in question["rungs"].values()
+        next(other for other in config["runs"] if other["seed"] == run["seed"])
+        for config in question["rungs"].values()
     )
     share = chunk["most_tokens_of_one"] / whole["most_tokens_of_one"]
     return run["inter_token_ms_p99"] / (share * whole["inter_token_ms_p99"])
@@ -88,9 +88,9 @@ def render_questions(record: dict[str, Any]) -> str:
     head = ["chapter, and its work", "output tok/s", "first token (p50)", "gap (p99)"]
     rows = []
     for name, question in record.get("questions", {}).items():
-        before, after = (_short_row(*rung)[1:4] for rung in question["rungs"].items())
+        before, after = (_short_row(*config)[1:4] for config in question["rungs"].items())
         cells = [f"{b} → {a}" for b, a in zip(before, after, strict=True)]
-        rows.append([f"{question['rungs'][name]['title']}; {_work(question)}", *cells])
+        rows.append([f"{question['configs'][name]['title']}; {_work(question)}", *cells])
     return markdown_table(head, rows) if rows else ""
 
 
@@ -98,7 +98,7 @@ def render_short(record: dict[str, Any]) -> str:
     """Every rung where many users queue: throughput, both waits, and a phrase."""
     regime = record["regimes"]["many"]
     head = ["chapter", "output tok/s", "first token (p50)", "gap (p99)", "what is new"]
-    rows = [_short_row(name, rung) for name, rung in regime["rungs"].items()]
+    rows = [_short_row(name, config) for name, config in regime["rungs"].items()]
     lines = markdown_table(head, rows).splitlines()
     lines[1] = lines[1].removesuffix("---: |") + "--- |"  # the phrase is to the left
     return "\n".join(lines) + (
@@ -117,10 +117,10 @@ def render_rows(record: dict[str, Any]) -> dict[str, str]:
             continue
         head = [_work(question), "output tok/s", "first token (p50)", "gap (p99)", floor]
         lines = []
-        for rung in question["rungs"].values():
-            found = summarise([distance(question, run) for run in rung["runs"]])
+        for config in question["rungs"].values():
+            found = summarise([distance(question, run) for run in config["runs"]])
             assert found is not None, "a rung without a run"
-            lines.append([rung["title"], *_short_row(name, rung)[1:4], f"{found.median:.2f}x"])
+            lines.append([config["title"], *_short_row(name, config)[1:4], f"{found.median:.2f}x"])
         table = markdown_table(head, lines)
         rows[PHRASES[name][0]] = f"{table}\n\n<sub>Measured: {_measured(record)}</sub>"
     return rows
@@ -162,21 +162,21 @@ def _gain(before: dict[str, Any], after: dict[str, Any], metric: str) -> str:
     return f"{name} {low:,.0f} → {high:,.0f} ms"
 
 
-def _short_row(name: str, rung: dict[str, Any]) -> list[str]:
+def _short_row(name: str, config: dict[str, Any]) -> list[str]:
     chapter, phrase = PHRASES[name]
-    title = f"[{rung['title']}]({chapter}/README.md)" if chapter else rung["title"]
-    shown = [_median(rung, key) for key in ("output_tokens_per_s", "ttft_ms_p50")]
+    title = f"[{config['title']}]({chapter}/README.md)" if chapter else config["title"]
+    shown = [_median(config, key) for key in ("output_tokens_per_s", "ttft_ms_p50")]
     return [
         title,
         f"{shown[0]:,.0f}",
         f"{shown[1]:,.0f} ms",
-        f"{_median(rung, 'inter_token_ms_p99'):,.0f} ms",
+        f"{_median(config, 'inter_token_ms_p99'):,.0f} ms",
         phrase,
     ]
 
 
-def _median(rung: dict[str, Any], name: str) -> float:
-    found = summarise([run[name] for run in rung["runs"]])
+def _median(config: dict[str, Any], name: str) -> float:
+    found = summarise([run[name] for run in config["runs"]])
     assert found is not None, "a configuration has no run"
     return found.median
 
@@ -204,17 +204,17 @@ def _regime(regime: dict[str, Any]) -> str:
         "tokens a pass",
         "steps",
     ]
-    return markdown_table(head, [_row(rung) for rung in regime["rungs"].values()])
+    return markdown_table(head, [_row(config) for config in regime["rungs"].values()])
 
 
-def _row(rung: dict[str, Any]) -> list[str]:
+def _row(config: dict[str, Any]) -> list[str]:
     def shown(name: str, form: str) -> str:
-        found = summarise([run[name] for run in rung["runs"] if name in run])
+        found = summarise([run[name] for run in config["runs"] if name in run])
         return "" if found is None else format(found.median, form)
 
-    speed = [run["output_tokens_per_s"] for run in rung["runs"]]
+    speed = [run["output_tokens_per_s"] for run in config["runs"]]
     return [
-        rung["title"],
+        config["title"],
         shown("output_tokens_per_s", ",.0f"),
         f"{min(speed):,.0f}-{max(speed):,.0f}",
         f"{shown('ttft_ms_p50', ',.0f')} / {shown('ttft_ms_p99', ',.0f')} ms",

@@ -22,9 +22,9 @@ import torch
 from common.engine import EngineConfig, LLMEngine
 from common.engine_config import SHIPPED_CHECKPOINT
 from common.models.loader import LoadedModel, load_model
-from common.requests.gc_utils import spare_what_is_loaded
+from common.requests.gc_utils import freeze_gc_heap
 from request import SamplingParams
-from scheduler_interface import ModelRunner, PlanMessage, StepHandle, StepOutput
+from scheduler_interface import ModelRunner, RunnerInput, StepHandle, StepOutput
 from workshop.measure.bench.bench_record import (
     describe_environment,
     markdown_table,
@@ -62,7 +62,7 @@ class QueuedDevice:
     def __init__(self, runner: ModelRunner, seconds: float) -> None:
         self.runner, self.seconds, self._is_free_at = runner, seconds, 0.0
 
-    def execute(self, plan: PlanMessage) -> QueuedStep:
+    def execute(self, plan: RunnerInput) -> QueuedStep:
         handle = self.runner.execute(plan)
         if not plan.is_empty:
             self._is_free_at = max(self._is_free_at, time.perf_counter()) + self.seconds
@@ -126,7 +126,7 @@ def compare(
 
 
 def measure(rounds: int) -> dict:
-    spare_what_is_loaded()
+    freeze_gc_heap()
     greedy = SamplingParams(temperature=0, max_tokens=48, ignore_eos=True)
     threads_before = torch.get_num_threads()
     device: dict[str, dict] = {}

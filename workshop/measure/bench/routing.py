@@ -175,7 +175,7 @@ def row(policy: str, found: dict[str, Any]) -> dict[str, str]:
     }
 
 
-def death_sentence(death: dict[str, Any]) -> str:
+def exit_reason(death: dict[str, Any]) -> str:
     outcomes, at = [Outcome(**o) for o in death["requests"]], death["killed_at"]
     lost = [o for o in outcomes if o.error is not None]
     return (
@@ -200,7 +200,7 @@ def table(record: dict[str, Any]) -> str:
         f"{config['num_blocks'] - 1:,}.\n\n{policies_table(record['policies'])}\n\n"
         f"{config['num_alike_requests']} requests whose first 400 tokens are the same, ten a "
         f"second.\n\n{policies_table(record['one_prefix'])}\n\n"
-        f"{death_sentence(record['death'])}"
+        f"{exit_reason(record['death'])}"
     )
 
 

@@ -36,10 +36,10 @@ import torch
 
 from common.engine import LLMEngine
 from common.engine_config import SHIPPED_CHECKPOINT, EngineConfig
-from common.requests.gc_utils import spare_what_is_loaded
+from common.requests.gc_utils import freeze_gc_heap
 from common.requests.tokenizer import load_tokenizer
 from common.serve.async_llm import AsyncLLM
-from common.serve.deltas import HandOver
+from common.serve.deltas import EngineUpdate
 from common.serve.engine_loop import EngineLoop
 from request import SamplingParams
 from workshop.measure.bench.bench_record import describe_environment, markdown_table
@@ -85,9 +85,9 @@ def make_engine(model: str) -> LLMEngine:
 class EngineInProcess:
     """What `EngineLoop` is to `AsyncLLM`, with the engine in another process."""
 
-    why_dead = None
+    death_reason = None
 
-    def __init__(self, model: str, deliver: Callable[[HandOver], None]) -> None:
+    def __init__(self, model: str, deliver: Callable[[EngineUpdate], None]) -> None:
         context = multiprocessing.get_context("spawn")
         self._here, there = context.Pipe()
         self._process = context.Process(target=_engine_process, args=(model, there), daemon=True)
@@ -97,7 +97,7 @@ class EngineInProcess:
         self.made.result().tokenizer = load_tokenizer(SHIPPED_CHECKPOINT)
         threading.Thread(target=self._read, args=(deliver,), daemon=True).start()
 
-    def _read(self, deliver: Callable[[HandOver], None]) -> None:
+    def _read(self, deliver: Callable[[EngineUpdate], None]) -> None:
         while True:
             try:
                 deliver(self._here.recv())
@@ -121,9 +121,9 @@ class EngineInProcess:
 def _engine_process(model: str, there: Connection) -> None:
     is_ready = threading.Event()
 
-    def deliver(hand_over: HandOver) -> None:
+    def deliver(engine_update: EngineUpdate) -> None:
         if is_ready.is_set():
-            there.send(hand_over)
+            there.send(engine_update)
 
     loop = EngineLoop(lambda: make_engine(model), deliver)
     engine = loop.made.result()
@@ -298,7 +298,7 @@ def measure_model(model: str, rounds: int) -> dict[str, Any]:
 
 
 def measure(rounds: int, models: tuple[str, ...] = tuple(NUMBERS)) -> dict[str, Any]:
-    spare_what_is_loaded()
+    freeze_gc_heap()
     return {
         "command": "python -m workshop.bench.serve_bench",
         "environment": describe_environment(),
@@ -344,7 +344,7 @@ def main() -> None:
         parser.add_argument("--system", choices=SYSTEMS)
         parser.add_argument("--model", choices=NUMBERS)
         arguments = parser.parse_args()
-        spare_what_is_loaded()
+        freeze_gc_heap()
         in_process = "process" in arguments.system
         if arguments.system.startswith("http"):
             serve(arguments.model, in_process)

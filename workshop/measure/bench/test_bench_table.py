@@ -192,7 +192,7 @@ def test_a_gain_is_the_number_that_the_idea_is_for() -> None:
 def test_the_first_screen_has_the_digits_of_the_record_and_of_the_folders() -> None:
     """In words, which no script writes: the loss, the number of tasks and that of bugs."""
     many = read_record(ladder_bench.DRIVER.committed)["regimes"]["many"]["rungs"].values()
-    gaps = [[run["inter_token_ms_p99"] for run in rung["runs"]] for rung in many]
+    gaps = [[run["inter_token_ms_p99"] for run in config["runs"]] for config in many]
     first, *_, last = (f"{statistics.median(gap):.0f}" for gap in gaps)
     for page in ("README.md", "README.zh.md"):
         screen = (ROOT / page).read_text(encoding="utf-8").partition("<details>")[0]

@@ -19,8 +19,8 @@ from workshop.measure.bench.ladder_systems import (
     CHUNK,
     RUNGS,
     LadderOutcome,
+    configs_of,
     describe,
-    rungs_of,
 )
 from workshop.measure.bench.ladder_table import PHRASES
 from workshop.measure.bench.ladder_workload import (
@@ -61,8 +61,8 @@ def test_the_workload_is_what_its_text_says(regime, tokenizer):
 
 
 def test_a_chapters_question_is_served_with_it_and_with_the_chapters_below() -> None:
-    assert rungs_of("many") == rungs_of("few") == list(RUNGS)
-    assert [rungs_of(name) for name in QUESTIONS] == [list(pair) for pair in pairwise(RUNGS)][1:]
+    assert configs_of("many") == configs_of("few") == list(RUNGS)
+    assert [configs_of(name) for name in QUESTIONS] == [list(pair) for pair in pairwise(RUNGS)][1:]
 
 
 def test_arrivals_come_at_the_rate_and_without_memory(tokenizer):
@@ -127,9 +127,9 @@ def test_every_rung_is_recorded_shown_and_has_a_phrase():
     full, short = ladder_table.render(record), ladder_table.render_short(record)
     for regime in record["regimes"].values():
         assert list(regime["rungs"]) == list(RUNGS)  # those that lose, too
-        for rung in regime["rungs"].values():
-            assert len(rung["runs"]) == record["config"]["seeds"]
-            assert rung["title"] in full and rung["title"] in short
+        for config in regime["rungs"].values():
+            assert len(config["runs"]) == record["config"]["seeds"]
+            assert config["title"] in full and config["title"] in short
     assert list(PHRASES) == list(RUNGS)
     for chapter, _ in PHRASES.values():
         assert (ROOT / chapter / "README.md").is_file()

@@ -12,7 +12,7 @@ from workshop.measure.bench.routing import (
     PAGES,
     POLICIES,
     RECORD,
-    death_sentence,
+    exit_reason,
     measure_one,
     of_one_prefix,
     row,
@@ -46,7 +46,7 @@ def test_those_who_are_lost_are_told_from_those_who_are_not() -> None:
         Outcome(1.0, 1.2, 1.3),
     ]
     death = {"killed_at": 1.0, "requests": [outcome.content() for outcome in outcomes]}
-    said = death_sentence(death)
+    said = exit_reason(death)
     assert "of 5 requests, 3 were in flight. 2 failed, 1 of them after their first token" in said
     assert "of those sent later, 0 failed" in said
 

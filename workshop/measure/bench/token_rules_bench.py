@@ -19,7 +19,7 @@ import torch
 from common.engine import EngineConfig, LLMEngine
 from common.engine_config import SHIPPED_CHECKPOINT
 from common.models.loader import load_model
-from common.requests.gc_utils import spare_what_is_loaded
+from common.requests.gc_utils import freeze_gc_heap
 from common.requests.tokenizer import load_tokenizer
 from request import SamplingParams
 from workshop.measure.bench.bench_record import describe_environment, markdown_table
@@ -43,7 +43,7 @@ RULES["all"]["bad_words"] = [*RULES["bad_words"]["bad_words"], *RULES["two words
 
 
 def measure(rounds: int) -> dict[str, Any]:
-    spare_what_is_loaded()
+    freeze_gc_heap()
     torch.set_num_threads(1)
     loaded = load_model(SHIPPED_CHECKPOINT, "auto", torch.device("cpu"))
     tokenizer = load_tokenizer(SHIPPED_CHECKPOINT)

@@ -66,8 +66,8 @@ def twins_in_one_step() -> str:
             twin.num_computed_tokens += num_tokens
     for twin in twins:
         manager.cache_blocks(twin, 5)
-    newcomer = tokens_request("c", [9] * 12)
-    manager.allocate_slots(newcomer, 12)
+    new_request = tokens_request("c", [9] * 12)
+    manager.allocate_slots(new_request, 12)
     tables = {name: list(manager.get_block_ids(name)) for name in ("a", "b", "c")}
     shared = sorted(set(tables["b"]) & set(tables["c"]))
     return f"tables: {tables}\nblocks that `b` reads and the new request `c` overwrites: {shared}"

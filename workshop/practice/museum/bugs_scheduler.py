@@ -10,10 +10,12 @@ from workshop.practice.museum.props import steps
 def make_scheduler(num_blocks: int, **options: Any) -> Any:
     """Over blocks of four positions, so many of them to use, and nothing is cached."""
     from block_pool import BlockPool
-    from kv_memory import KVMemory
+    from kv_memory import UncachedKVCacheManager
     from scheduler import Scheduler
 
-    return Scheduler(kv_memory=KVMemory(BlockPool(num_blocks + 1), 4), watermark=0, **options)
+    return Scheduler(
+        kv_memory=UncachedKVCacheManager(BlockPool(num_blocks + 1), 4), watermark=0, **options
+    )
 
 
 def add(scheduler: Any, name: str, num_prompt: int, max_tokens: int = 8, priority: int = 0) -> Any:

@@ -17,12 +17,12 @@ def unread() -> str:
 
 def the_latest_match() -> str:
     from input_batch import RunnerRequest
-    from proposers import FollowedRequest, NgramProposer
+    from proposers import NgramProposer, ProposerInput
     from request import SamplingParams
 
     song = [5] * 9  # la la la
     request = RunnerRequest("r", SamplingParams(), song, [])
-    drafts = NgramProposer(4).propose([FollowedRequest(request, 0, len(song) - 1)], [4])
+    drafts = NgramProposer(4).propose([ProposerInput(request, 0, len(song) - 1)], [4])
     return f"nine times the same token; four draft tokens requested, proposed: {drafts['r']}"
 
 

@@ -66,7 +66,7 @@ def test_the_film_with_the_bug_parts_from_the_right_one_and_the_page_tells_no_li
     assert (right.error, contradiction(right)) == ("", None)
     arrived = {event.request for event in right.events if isinstance(event, Arrived)}
     assert arrived == {e.request for e in right.events if isinstance(e, Finished)}
-    assert right.num_steps < watched_run.MOST_STEPS
+    assert right.num_steps < watched_run.MAX_STEPS
     with broken_copy(exhibit.patch) as swap:
         wrong = make_film(workload, tmp_path / "wrong.jsonl", swap)
     assert str(parting(right, wrong)).startswith(workload.parts)

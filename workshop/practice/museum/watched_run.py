@@ -25,7 +25,7 @@ from workshop.practice.museum.exhibit import Workload
 from workshop.practice.trial import LIMIT_S
 from workshop.watch.replay.film import State
 
-MOST_STEPS = 60
+MAX_STEPS = 60
 STEP_CPU_S = 2  # a step that takes more of the processor does not end
 SETTINGS = {
     "device": "cpu",
@@ -159,7 +159,7 @@ def _perform(workload: Workload, path: Path, swap: ModuleSwap | None) -> str:
         swap.check()  # before anything else
     try:
         for step in _serve(workload, path):
-            if step == MOST_STEPS:
+            if step == MAX_STEPS:
                 break
     except Exception as error:  # whatever the bug has led to
         return f"{type(error).__name__}: {error}"

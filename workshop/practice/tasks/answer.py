@@ -1,6 +1,6 @@
 """A reader's file, of which one function is tried and the others are ours.
 
-    my/kv_cache_manager.py     slot_mapping (task 2.1)     _reach (task 2.3)
+    my/kv_cache_manager.py     slot_mapping (task 2.1)     _grow_table_to (task 2.3)
     to grade task 2.1          the reader's                ours
     to serve, 2.1 passed       the reader's                ours
     2.3 again                  the reader's                the blank

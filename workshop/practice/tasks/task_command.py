@@ -126,7 +126,7 @@ def _go_on(task: Task, bench: Workbench) -> int:
 
 
 def _again(task: Task, bench: Workbench) -> int:
-    return _begin(task, bench, bench.begin_anew(task))
+    return _begin(task, bench, bench.start_over(task))
 
 
 def _begin(task: Task, bench: Workbench, told: list[str]) -> int:

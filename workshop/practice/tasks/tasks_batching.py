@@ -42,13 +42,13 @@ def admissions() -> str:
         (first,) = steps(scheduler, most=1)
         left = [waiting.request_id for waiting in scheduler.waiting]
         lines.append(f"{name}: the first step computes {first}, waiting {left}")
-    for name, told in (("may_start", "held back by a feature"), ("_has_room", "without room")):
+    for name, told in (("can_start", "held back by a feature"), ("_allocate", "without room")):
         scheduler = FCFSScheduler(8, 10)
         scheduler.add_request(request("r", 4))
         setattr(scheduler, name, lambda request: False)
         lines.append(f"{told}: the first step computes {next(steps(scheduler, most=1))}")
     scheduler, asked = FCFSScheduler(8, 10), []
-    setattr(scheduler, "_has_room", lambda request: not asked.append(request.request_id))  # noqa: B010
+    setattr(scheduler, "_allocate", lambda request: not asked.append(request.request_id))  # noqa: B010
     for request_id, num_tokens in cases[1][2].items():
         scheduler.add_request(request(request_id, num_tokens))
     next(steps(scheduler, most=1))
@@ -71,11 +71,11 @@ def rectangles() -> str:
 
 
 def messages() -> str:
-    from base_scheduler import RunnerDelta
+    from base_scheduler import DeltaEncoder
     from fcfs_scheduler import FCFSScheduler
     from scheduler_interface import SchedulerOutput, StepOutput
 
-    delta = RunnerDelta()
+    delta = DeltaEncoder()
     scheduler = FCFSScheduler(max_num_seqs=2)
     scheduler.add_request(request("a", 3, max_tokens=2))
     scheduler.add_request(request("b", 2, max_tokens=4))

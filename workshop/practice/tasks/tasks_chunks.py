@@ -13,7 +13,7 @@ def sizes() -> str:
     for threshold in (None, 100):
         policy = ChunkedPrefill(threshold)
         for behind, budget in ((500, 2048), (500, 300), (80, 2048), (500, 60)):
-            given = policy.num_tokens_now(one, behind, budget, most=2048)
+            given = policy.num_tokens_to_schedule(one, behind, budget, most=2048)
             lines.append(f"threshold {threshold}, {behind} behind, {budget} left: {given}")
     return "\n".join(lines)
 
@@ -27,9 +27,9 @@ def starts() -> str:
     policy.begin_step([running], lambda one: one.num_tokens - one.num_computed_tokens)
     lines = ["long is more than 100; 2 long ones at once; one is under way"]
     for behind in (100, 101, 20, 300, 400):
-        lines.append(f"may a prompt of {behind} start? {policy.may_start(request('r', 9), behind)}")
+        lines.append(f"may a prompt of {behind} start? {policy.can_start(request('r', 9), behind)}")
     free = ChunkedPrefill(100)
-    lines.append(f"without a limit, 500? {free.may_start(request('r', 9), 500)}")
+    lines.append(f"without a limit, 500? {free.can_start(request('r', 9), 500)}")
     return "\n".join(lines)
 
 

@@ -62,7 +62,7 @@ def growing_tables() -> str:
             f"{manager.pool.num_free_blocks} free"
         )
     known = f"there are tables of {sorted(manager._tables)}"
-    lines.append(f"tables that have grown: {sorted(manager.grown)}; {known}")
+    lines.append(f"tables that have grown: {sorted(manager.req_ids_with_new_blocks)}; {known}")
     return "\n".join(lines)
 
 

@@ -27,7 +27,7 @@ def chains() -> str:
 
 
 def matches() -> str:
-    from prefix_cache import PrefixPath
+    from prefix_cache import MatchCursor
     from prefix_cache_local import PrefixCacheLocal
 
     cache = PrefixCacheLocal(max_cached_blocks=4, block_size=4)
@@ -40,7 +40,7 @@ def matches() -> str:
         shown = f"{len(match.blocks)} blocks, {match.num_cached_tokens} tokens"
         lines.append(f"a prompt of {name} tokens, 8 of them are cached: {shown}")
     lines.append(f"under another salt: {cache.match_prefix(a, [('salt', 'x')]).num_cached_tokens}")
-    path = PrefixPath()
+    path = MatchCursor()
     found = [len(cache.match_prefix(a[:n], None, path).blocks) for n in (7, 8)]
     known = "is remembered" if path.state else "is not remembered"
     lines.append(f"7 tokens, then 8, along one path: {found} blocks; the way {known}")
@@ -94,7 +94,7 @@ def cuts() -> str:
     root = tree.root(())
     node = tree.append(root, [10, 11, 20, 21, 30, 31], blocks, lock_ref=1)
     node.last_access = 5
-    upper = tree.cut(node, 1)
+    upper = tree.split_node(node, 1)
     lines = ["three pages of 2 tokens, one user; cut behind the first"]
     for name, part in (("upper", upper), ("lower", node)):
         ids = [block.block_id for block in part.blocks]
@@ -107,8 +107,8 @@ def cuts() -> str:
     lines.append(f"below the root: {[names[id(child)] for child in root.children.values()]}")
     lines.append(f"below the upper: {[names[id(child)] for child in upper.children.values()]}")
     lines.append(f"the parent of the lower: {names[id(node.parent)]}")
-    lines.append(f"a cut at its end: {names[id(tree.cut(node, 3))]}")
-    part = tree.cut(node, 2)
+    lines.append(f"a cut at its end: {names[id(tree.split_node(node, 3))]}")
+    part = tree.split_node(node, 2)
     lines.append(f"the lower, cut behind page 2: {part.key} and {node.key}")
     return "\n".join(lines)
 

@@ -51,7 +51,7 @@ def victims() -> str:
             scheduler.add_request(one)
             scheduler.schedule()
         chosen = [scheduler._choose_victim()]
-        chosen.append(scheduler._choose_victim(spared=[chosen[0]]))
+        chosen.append(scheduler._choose_victim(exclude=[chosen[0]]))
         chosen[0].num_preemptions = scheduler.max_preemptions
         chosen.append(scheduler._choose_victim())
         names = [None if one is None else one.request_id for one in chosen]
@@ -83,7 +83,7 @@ def room() -> str:
     scheduler = _scheduler(9)
     scheduler.add_request(one := request("a", 7, max_tokens=8))
     scheduler.schedule()
-    given = scheduler._get_room(one, 6, 0, StepPlan(6, lambda one: 6))
+    given = scheduler._allocate_or_preempt(one, 6, 0, StepPlan(6, lambda one: 6))
     held = len(scheduler.kv_memory.get_block_ids("a"))
     lines.append(f"a has 7 tokens and wants room for 6 more: {given}, it holds {held} blocks")
     return "\n".join(lines)
@@ -104,7 +104,7 @@ def a_preempted_one() -> str:
         f"{other.num_output_tokens} outputs, preempted {other.num_preemptions} times\n"
         f"its blocks {list(scheduler.kv_memory.get_block_ids('b'))}, running "
         f"{list(scheduler.running)}, waiting {waiting}\n"
-        f"tokens that were lost: {scheduler._num_lost}, the runner has "
+        f"tokens that were lost: {scheduler._num_preempted_tokens}, the runner has "
         f"{scheduler.delta._num_sent.get('b')} of b"
     )
 
@@ -122,8 +122,8 @@ def adapters() -> str:
     for running in ((), ("x",), ("x", "x"), ("x", "y"), ("x", None)):
         plugin = MaxLoRAs(2)
         for i, adapter in enumerate(running):
-            plugin.started(asks(str(i), adapter))
-        may = {name: plugin.may_start(asks("new", name)) for name in (None, "x", "z")}
+            plugin.on_start(asks(str(i), adapter))
+        may = {name: plugin.can_start(asks("new", name)) for name in (None, "x", "z")}
         lines.append(f"adapters that run: {running}; a new one with: {may}")
     return "\n".join(lines)
 

@@ -7,7 +7,7 @@ from typing import Any
 
 def look_ups() -> str:
     from input_batch import RunnerRequest
-    from proposers import FollowedRequest, NgramProposer
+    from proposers import NgramProposer, ProposerInput
     from request import SamplingParams
 
     proposer = NgramProposer(num_spec_tokens=2, max_ngram=4, min_ngram=2)
@@ -21,7 +21,7 @@ def look_ups() -> str:
         )
     ):
         known = RunnerRequest(str(number), SamplingParams(), tokens, [])
-        drafts = proposer.propose([FollowedRequest(known, 0, len(tokens) - 1)], [2])
+        drafts = proposer.propose([ProposerInput(known, 0, len(tokens) - 1)], [2])
         lines.append(f"behind {tokens}: {drafts.get(str(number), 'nothing')}")
     return "\n".join(lines)
 

@@ -29,8 +29,8 @@ from workshop.practice.trial import say, swapped
 
 FOLDER = Path(__file__).with_name("answers")
 LEAST = {"right": 3, "wrong": 10}  # the mistakes that the grader knows are among the wrong
-MOST_CPU_S = 10  # for a reader who waits
-MOST_LINES = 12  # of a small example
+MAX_CPU_S = 10  # for a reader who waits
+MAX_LINES = 12  # of a small example
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,14 +104,14 @@ def test_an_answer_is_judged_by_what_it_does(answer: Given) -> None:
     task = answer.task
     with swapped(task.path, answer.text()) as swap:
         said, run = apart(_tried, (task, swap), 120)
-    assert run.cpu_s < MOST_CPU_S
+    assert run.cpu_s < MAX_CPU_S
     if answer.is_right:
         assert run.first is None, run.report
         assert said == ours(task.number)
     else:
         assert run.first is not None, "every test passes"
         assert said != ours(task.number), "no small example shows it"
-        assert len(said.splitlines()) <= MOST_LINES
+        assert len(said.splitlines()) <= MAX_LINES
 
 
 def test_every_task_has_right_answers_in_other_styles_and_wrong_ones_enough() -> None:

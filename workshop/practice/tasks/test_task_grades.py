@@ -34,7 +34,7 @@ from workshop.practice.tasks.task import Task
 from workshop.practice.trial import NEVER_ENDS, say
 
 EVERY_TASK = pytest.mark.parametrize("task", TASKS, ids=lambda task: task.number)
-MOST_CPU_S = 10  # for the tests of a task
+MAX_CPU_S = 10  # for the tests of a task
 
 
 def _tried(task: Task, swap: ModuleSwap) -> tuple[str, TestRun]:
@@ -74,7 +74,7 @@ def test_each_typical_mistake_fails(task: Task, tmp_path: Path) -> None:
 def must_fail(task: Task, mistake: Bug, folder: Path) -> None:
     _, run = tried(task, mistake.apply(), folder)
     assert run.first is not None, f"no test notices: {mistake.message}"
-    assert run.cpu_s < MOST_CPU_S
+    assert run.cpu_s < MAX_CPU_S
 
 
 def test_a_probes_words_lead_to_the_mistake_and_others_to_none() -> None:

@@ -185,10 +185,10 @@ def test_one_task_writes_its_file_with_all_holes_of_the_evening(bench: Workbench
 
 def test_nothing_that_was_written_is_lost(bench: Workbench) -> None:
     for text in ("first", "second", "third"):
-        bench.begin_anew(ONE)
+        bench.start_over(ONE)
         assert bench.is_blank(ONE)
         bench.file(ONE).write_text(text)
-    told = bench.begin_anew(ONE)
+    told = bench.start_over(ONE)
     assert told[0].endswith("my/request.py is kept in my/answers/1.1_request_3.py.")
     names = ["1.1_request.py", "1.1_request_2.py", "1.1_request_3.py"]
     assert sorted(path.name for path in (bench.folder / "answers").iterdir()) == names
@@ -202,7 +202,7 @@ def test_one_task_begun_anew_leaves_the_other_as_it_is(bench: Workbench) -> None
     stub = blank_of(other).stub
     before = bench.file(one).read_text(encoding="utf-8")
     bench.file(one).write_text(one.source().replace("%", "+").replace("is None", "== None"))
-    bench.begin_anew(one)
+    bench.start_over(one)
     text = bench.file(one).read_text(encoding="utf-8")
     assert bench.is_blank(one) and not bench.is_blank(other)
     assert stub in before and stub not in text and "blocks == None" in text
@@ -256,7 +256,7 @@ def test_a_file_in_another_encoding_is_an_answer_and_can_be_set_aside(bench: Wor
     bench.open([ONE])
     bench.file(ONE).write_bytes("caf\u00e9".encode("latin-1"))
     assert not bench.is_blank(ONE)
-    bench.begin_anew(ONE)
+    bench.start_over(ONE)
     assert (bench.folder / "answers" / "1.1_request.py").read_bytes() == b"caf\xe9"
     bench.file(ONE).write_text(blank_of(ONE).text, encoding="utf-8-sig")
     assert bench.is_blank(ONE)

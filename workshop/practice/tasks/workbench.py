@@ -74,7 +74,7 @@ class Workbench:
                 told.append(self._write_blank(task))
         return told
 
-    def begin_anew(self, task: Task) -> list[str]:
+    def start_over(self, task: Task) -> list[str]:
         """Its function is a hole again, and what stood in the file is kept."""
         file, text, told = self.file(task), self.text(task), []
         if file.is_file() and text != blank_text(task.module):
