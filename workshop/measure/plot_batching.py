@@ -232,10 +232,10 @@ def _floor_table(record: dict) -> str:
     run = record["counted"]["real"][str(num_slots)]
     static, continuous = run["static"], run["continuous"]
     outputs = [output for _, output in record["lengths"]]
-    least_steps = max(max(outputs), -(-sum(outputs) // num_slots))
+    min_steps = max(max(outputs), -(-sum(outputs) // num_slots))
 
-    def times(count: int, least: int) -> str:
-        return f"{count:,} ({count / least:.1f} x)"
+    def times(count: int, floor: int) -> str:
+        return f"{count:,} ({count / floor:.1f} x)"
 
     def megabytes(num_bytes: int) -> str:
         return f"{num_bytes / 1e6:,.1f} MB"
@@ -244,9 +244,9 @@ def _floor_table(record: dict) -> str:
     rows = [
         [
             "steps",
-            f"{least_steps:,}",
-            times(static["steps"], least_steps),
-            times(continuous["steps"], least_steps),
+            f"{min_steps:,}",
+            times(static["steps"], min_steps),
+            times(continuous["steps"], min_steps),
         ],
         [
             "token positions computed",

@@ -202,11 +202,11 @@ def _floor_table(bench: dict) -> str:
             f"{took:.1f}",
         ],
     ]
-    where = bench["environment"]
+    machine = bench["environment"]
     return (
         markdown_table(["part", "seconds"], rows)
-        + f"\n\n<sub>`workshop/measure/bench/records/bench_qwen3-0.6b.json`, {where['cpu']}, "
-        f"{where['cores']} cores, commit `{where['commit'][:10]}`: `{bench['command']}`</sub>"
+        + f"\n\n<sub>`workshop/measure/bench/records/bench_qwen3-0.6b.json`, {machine['cpu']}, "
+        f"{machine['cores']} cores, commit `{machine['commit'][:10]}`: `{bench['command']}`</sub>"
     )
 
 

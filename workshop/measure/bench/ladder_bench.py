@@ -49,8 +49,8 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
         MAX_TOKENS,
         QUESTIONS,
         REGIMES,
-        least_prompt_tokens,
         make_workload,
+        min_prompt_tokens,
     )
 
     freeze_gc_heap()
@@ -101,8 +101,8 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
             "num_positions": limits[name].num_positions,
             "prompt_tokens": [[len(r.prompt_token_ids) for r in w] for w in workloads[name]],
             "output_tokens": [[r.num_outputs for r in w] for w in workloads[name]],
-            "least_prompt_tokens": [
-                least_prompt_tokens(r.prompt_token_ids for r in w) for w in workloads[name]
+            "min_prompt_tokens": [
+                min_prompt_tokens(r.prompt_token_ids for r in w) for w in workloads[name]
             ],
             "rungs": {
                 config: {"title": RUNGS[config][0], "runs": []} for config in configs_of(name)

@@ -43,7 +43,7 @@ GAINS = {
 
 def _tokens_over_least(question: dict[str, Any], run: dict[str, Any]) -> float:
     computed = sum(question["prompt_tokens"][run["seed"]]) * (1 - run.get("prefix_hits", 0))
-    return computed / question["least_prompt_tokens"][run["seed"]]
+    return computed / question["min_prompt_tokens"][run["seed"]]
 
 
 def _kv_over_written(question: dict[str, Any], run: dict[str, Any]) -> float:

@@ -85,17 +85,17 @@ def make_workload(tokenizer: Tokenizer, regime: Regime, seed: int) -> list[Ladde
     return requests
 
 
-def least_prompt_tokens(prompts: Iterable[Sequence[int]]) -> int:
+def min_prompt_tokens(prompts: Iterable[Sequence[int]]) -> int:
     """Prompt tokens that must be computed if no prefix is computed twice. At least one of each
     prompt, because its last token gives the logits."""
     nodes: dict[tuple[int, int], int] = {}  # (node, token) -> the node of the longer prefix
-    least = 0
+    total = 0
     for prompt in prompts:
         node, num_known = 0, len(nodes)
         for token in prompt:
             node = nodes.setdefault((node, token), len(nodes) + 1)
-        least += max(1, len(nodes) - num_known)
-    return least
+        total += max(1, len(nodes) - num_known)
+    return total
 
 
 @lru_cache(maxsize=1)  # it takes seconds

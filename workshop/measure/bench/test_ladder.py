@@ -30,8 +30,8 @@ from workshop.measure.bench.ladder_workload import (
     REGIMES,
     LadderRequest,
     functions_of,
-    least_prompt_tokens,
     make_workload,
+    min_prompt_tokens,
 )
 
 
@@ -79,12 +79,12 @@ def test_functions_are_found_with_their_bodies():
 
 
 def test_the_least_is_each_prefix_once(tokenizer):
-    assert least_prompt_tokens([[1, 2, 3], [1, 2, 3, 4], [1, 3], [1, 2]]) == 3 + 1 + 1 + 1
+    assert min_prompt_tokens([[1, 2, 3], [1, 2, 3, 4], [1, 3], [1, 2]]) == 3 + 1 + 1 + 1
     for name in ("prefix-cache", "preempting"):
         recorded = read_record(ladder.RECORD)["questions"][name]
         prompts = [r.prompt_token_ids for r in make_workload(tokenizer, QUESTIONS[name], seed=0)]
         assert [len(prompt) for prompt in prompts] == recorded["prompt_tokens"][0]
-        assert least_prompt_tokens(prompts) == recorded["least_prompt_tokens"][0]
+        assert min_prompt_tokens(prompts) == recorded["min_prompt_tokens"][0]
 
 
 def test_the_numbers_of_a_run():

@@ -98,12 +98,12 @@ def look(number: int, exhibit: Exhibit) -> None:
     """Print the whole story, the patch, its effect and a test that fails."""
     words = words_of(exhibit)
     _say(f"{number}. {words.title}   ({exhibit.origin}; trap {exhibit.trap})")
-    _say(_told(words, "symptom", "cause"))
+    _say(_labelled(words, "symptom", "cause"))
     _say(_revealed(exhibit))
     with broken_copy(exhibit.patch) as swap:
         _say(_shown(exhibit, swap))
         _say(_first_failure(exhibit, swap))
-    _say(_told(words, "lesson", "watch"))
+    _say(_labelled(words, "lesson", "watch"))
 
 
 def watch(
@@ -131,7 +131,7 @@ def watch(
     if not is_hidden:
         words = words_of(exhibit)
         _say(f"{number}. {words.title}   ({exhibit.origin})")
-        _say(_told(words, "symptom", "cause", "watch"))
+        _say(_labelled(words, "symptom", "cause", "watch"))
     _say(_compared(wrong, right))
     write_page(out, page, is_opened)
 
@@ -168,7 +168,7 @@ def find(number: int, exhibit: Exhibit, is_revealed: bool) -> None:
         all_clues = clues(exhibit, swap)
         _say(f"{number}. There is a bug in {exhibit.patch.file}. While you look for it, it is in")
         _say(f"    {swap.file}")
-        _say(_told(words_of(exhibit), "symptom"))
+        _say(_labelled(words_of(exhibit), "symptom"))
         _say(f"What it does:\n\n{next(all_clues)}")
         for clue in all_clues:
             if not (is_revealed or _is_asked_for()):
@@ -185,8 +185,8 @@ def clues(exhibit: Exhibit, swap: ModuleSwap) -> Iterator[str]:
     yield from of_films[1:]
     yield f"It is in `{exhibit.patch.symbol or 'the top level of the module'}`."
     words = words_of(exhibit)
-    told = _told(words, "cause", "lesson", "watch")
-    yield f"{_revealed(exhibit)}\n\n{words.title}\n\n{told}"
+    parts = _labelled(words, "cause", "lesson", "watch")
+    yield f"{_revealed(exhibit)}\n\n{words.title}\n\n{parts}"
 
 
 def _clues_of_films(exhibit: Exhibit, swap: ModuleSwap) -> list[str]:
@@ -224,17 +224,17 @@ def _first_failure(exhibit: Exhibit, swap: ModuleSwap) -> str:
     run = try_tests(exhibit.tests, swap, first_only=True, limit_s=exhibit.limit_s(swap))
     if run.first is None:
         return run.report.strip()
-    said, *more = run.first.message.strip().splitlines() or [""]
-    if ", ...]" in said:  # the elided part of two lists can be their only difference
-        said += next((f" ({line.strip()})" for line in more if "At index" in line), "")
-    return f"Caught by {run.first.test}\n    {textwrap.shorten(said, 160)}"
+    message, *more = run.first.message.strip().splitlines() or [""]
+    if ", ...]" in message:  # the elided part of two lists can be their only difference
+        message += next((f" ({line.strip()})" for line in more if "At index" in line), "")
+    return f"Caught by {run.first.test}\n    {textwrap.shorten(message, 160)}"
 
 
 def _revealed(exhibit: Exhibit) -> str:
     return f"{exhibit.patch.file}\n\n{textwrap.indent(exhibit.patch.diff(), '    ')}"
 
 
-def _told(words: Words, *parts: str) -> str:
+def _labelled(words: Words, *parts: str) -> str:
     """The given parts of a story, each a paragraph with its label."""
     blank = "" if is_chinese() else " "
     labels = [LABELS[part][is_chinese()] for part in parts]
