@@ -34,12 +34,13 @@ def tables_of(folder: Path) -> Tables:
 
 
 def render_short(records: Sequence[dict[str, Any]]) -> str:
-    """Useful tokens a second of the systems `IN_SHORT`, a column for each model, and what the
+    """Useful tokens a second of the systems `IN_SHORT`, a column for each record, and what the
     engine gains over one request at a time."""
     head = ["useful tok/s"]
     for record in records:
         config = record["config"]
-        head.append(f"{config['model']}, {config['num_parameters'] / 1e6:,.1f} M parameters")
+        size = f"{config['num_parameters'] / 1e6:,.1f} M parameters"
+        head.append(f"{config['model']}, {size}, {_arithmetic(record)}")
     titles = {n: s["title"] for r in reversed(records) for n, s in r["systems"].items()}
     rows = [
         [titles[name], *(_speed(record, name) for record in records)]
@@ -51,10 +52,15 @@ def render_short(records: Sequence[dict[str, Any]]) -> str:
         one = _median_speed(record, "one-at-a-time")
         engine = _median_speed(record, "chunked") or _median_speed(record, "paged")
         if one and engine:
-            gains.append(f"{engine / one:.1f} times ({record['config']['model']})")
+            where = f"{record['config']['model']}, {_arithmetic(record)}"
+            gains.append(f"{engine / one:.1f} times ({where})")
     return markdown_table(head, rows) + (
         f"\n\nOver one request at a time the engine gains {', '.join(gains)}." if gains else ""
     )
+
+
+def _arithmetic(record: dict[str, Any]) -> str:
+    return f"{record['config']['dtype']} on {record['environment']['cpu_capability']}"
 
 
 def _median_speed(record: dict[str, Any], name: str) -> float | None:

@@ -90,7 +90,7 @@ def render_questions(record: dict[str, Any]) -> str:
     for name, question in record.get("questions", {}).items():
         before, after = (_short_row(*config)[1:4] for config in question["rungs"].items())
         cells = [f"{b} → {a}" for b, a in zip(before, after, strict=True)]
-        rows.append([f"{question['configs'][name]['title']}; {_work(question)}", *cells])
+        rows.append([f"{question['rungs'][name]['title']}; {_work(question)}", *cells])
     return markdown_table(head, rows) if rows else ""
 
 

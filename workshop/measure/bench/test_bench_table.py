@@ -95,20 +95,23 @@ def test_a_table_replaces_what_stands_between_its_markers_and_nothing_else() -> 
             replace_between_markers(broken, "bench", "x")
 
 
-def test_the_short_table_has_a_column_for_each_model() -> None:
+def test_the_short_table_has_a_column_for_each_record() -> None:
     small, large = a_record(), a_record()
-    large["config"] |= {"model": "large", "num_parameters": 600_000_000}
+    large["config"] |= {"model": "large", "num_parameters": 600_000_000, "dtype": "bfloat16"}
+    large["environment"] |= {"cpu_capability": "AVX512"}
     del large["systems"]["static"]
     large["systems"]["paged"]["runs"] += [{"useful_tokens_per_s": 140.0}]
     assert bench_table.render_short([small, large]).splitlines() == [
-        "| useful tok/s | tiny, 5.8 M parameters | large, 600.0 M parameters |",
+        "| useful tok/s | tiny, 5.8 M parameters, float32 on AVX2 | "
+        "large, 600.0 M parameters, bfloat16 on AVX512 |",
         "| --- | ---: | ---: |",
         "| alone | 7.0 (first 1 of 2 requests) | 7.0 (first 1 of 2 requests) |",
         "| static | 20.0 |  |",
         "| paged | 120 | 130 |",
         "| hf |  |  |",
         "",
-        "Over one request at a time the engine gains 17.0 times (tiny), 18.5 times (large).",
+        "Over one request at a time the engine gains 17.0 times (tiny, float32 on AVX2), "
+        "18.5 times (large, bfloat16 on AVX512).",
     ]
 
 
