@@ -28,7 +28,7 @@ class Amounts(NamedTuple):
 
 # What each folder held on 2026-11-27, and 3 % more.
 BUDGETS = {
-    ".": Amounts(code=13, tests=128, words=41460),
+    ".": Amounts(code=13, tests=128, words=41518),
     "01_batching": Amounts(code=1146, tests=1674, words=11315),
     "01_batching/beyond": Amounts(code=398, tests=436, words=204),
     "01_batching/testing": Amounts(tests=42),
@@ -59,12 +59,12 @@ BUDGETS = {
     "common/tests": Amounts(tests=10777),
     "workshop": Amounts(code=2, tests=17),
     "workshop/book": Amounts(code=1626, tests=1354, tables=1123),
-    "workshop/measure": Amounts(code=9542, tests=2069, words=4370),
+    "workshop/measure": Amounts(code=9547, tests=2072, words=4771),
     "workshop/practice": Amounts(code=3499, tests=1714, tables=6127),
     "workshop/training": Amounts(code=834, tests=315, tables=76),
     "workshop/watch": Amounts(code=2389, tests=3432, pages=222, tables=660, words=963),
 }
-ALL_PYTHON_LINES = 137_419  # as `wc -l` counts them
+ALL_PYTHON_LINES = 137_428  # as `wc -l` counts them
 LOADED_LINES = 12_300  # of what a default `LLM()` loads, docstrings too (`python -m workshop.path`)
 
 
