@@ -577,7 +577,7 @@ class Fails(SchedulerPlugin):
 
 @pytest.mark.parametrize("where", ["in a plugin", "on its way"])
 def test_what_a_lost_plan_said_is_said_again(where):
-    """`ended` has a row in the runner, which none but the lost plan told that it may go."""
+    """A request that has finished keeps its row in the runner if the plan that said so was lost."""
     scheduler, runner = FCFSScheduler(plugins=[plugin := Fails()]), RunnerState()
     scheduler.add_request(make("ended", 3))
     plan = scheduler.schedule()

@@ -9,7 +9,7 @@
   });
   const BELOW = ["pool", "cache", "queue"]; // in one row, which they share
   const COLUMNS = 6; // of the grid: can be shared by one, two and three
-  const [ROW, REST, MOST] = [34, 96, 300]; // px of the grid of two runs: of a request, around, in all
+  const [ROW, REST, MAX_HEIGHT] = [34, 96, 300]; // px of the grid of two runs: of a request, around, in all
 
   // The film's own choice is gone when other runs are shown.
   const ofFilm = Watch.settings.film?.scenes ?? [];
@@ -45,7 +45,7 @@
     main.style.setProperty("--areas", rows.map(([row]) => `"${row.join(" ")}"`).join(" "));
     main.style.setProperty("--rows", rows.map(([, height]) => height).join(" "));
     const ids = new Set(store.films.flatMap((film) => [...film.byId.keys()]));
-    main.style.setProperty("--grid-height", `${Math.min(MOST, REST + ROW * ids.size)}px`);
+    main.style.setProperty("--grid-height", `${Math.min(MAX_HEIGHT, REST + ROW * ids.size)}px`);
     for (const panel of main.children) {
       const place = names.indexOf(panel.dataset.scene);
       panel.hidden = place < 0;

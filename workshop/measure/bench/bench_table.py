@@ -52,8 +52,8 @@ def render_short(records: Sequence[dict[str, Any]]) -> str:
         one = _median_speed(record, "one-at-a-time")
         engine = _median_speed(record, "chunked") or _median_speed(record, "paged")
         if one and engine:
-            where = f"{record['config']['model']}, {_arithmetic(record)}"
-            gains.append(f"{engine / one:.1f} times ({where})")
+            model = f"{record['config']['model']}, {_arithmetic(record)}"
+            gains.append(f"{engine / one:.1f} times ({model})")
     return markdown_table(head, rows) + (
         f"\n\nOver one request at a time the engine gains {', '.join(gains)}." if gains else ""
     )
