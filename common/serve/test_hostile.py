@@ -159,7 +159,7 @@ def test_no_error_names_a_folder_of_the_server(server: Running) -> None:
             error = answer["error"]
             assert status == {"./other": 400, "other": 400, "nowhere": 404}.get(path, 403)
             assert error["param"] == "lora_path" and str(root.parent) not in error["message"]
-            assert status != 400 or error["message"].startswith(path), error
+            assert status != 400 or path in error["message"], error
 
 
 def test_numbers_that_are_only_large_are_taken(server: Running) -> None:
@@ -199,7 +199,7 @@ def test_a_body_that_would_take_too_long_is_refused_by_name(server: Running) -> 
             strings = b'{"prompt":"x","max_tokens":1,"y":[%b]}' % b",".join([string] * num)
             status, answer = server.post("/v1/completions", strings)
             assert status == expected, (string, answer)
-    assert "more than 65536 strings" in answer["error"]["message"]
+    assert "65536 strings" in answer["error"]["message"]
 
 
 def test_more_sequences_than_can_ever_wait_are_refused_by_name() -> None:

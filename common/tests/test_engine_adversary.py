@@ -44,7 +44,7 @@ def must_be_empty(engine: LLMEngine) -> None:
     engine.step()  # tells the runner who has finished
     engine.check_invariants()
     state = paged_runner(engine).state
-    assert not engine._groups and not engine._members
+    assert not engine._groups and not engine._sequences
     assert not state.requests
     assert len(set(state._free_rows)) == len(state._free_rows) == len(state.num_tokens)
     assert engine.stats().kv_blocks_in_use == 0

@@ -154,7 +154,7 @@ def test_every_norm_is_loaded_strictly(tmp_path) -> None:
     assert torch.equal(stored, 1 + tensors[name].float())
     for change, message in (
         ({name: None}, f"lacks tensors that the model needs: {name}"),
-        ({name: torch.ones(16)}, rf"{name} has shape \(16,\)"),
+        ({name: torch.ones(16)}, rf"{name} must have one shape, got \(16,\)"),
         ({"model.layers.0.post_layernorm.weight": torch.ones(32)}, "that the model lacks: "),
     ):
         save(change)

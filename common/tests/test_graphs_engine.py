@@ -248,7 +248,7 @@ def test_what_cannot_be_captured_is_announced_once(oracle, loaded, monkeypatch, 
         engine = graph_engine(loaded)
         maker = GraphMaker(engine.config, loaded.model, TensorAttentionBackend(), 100)
         assert maker(engine.kv_cache) is None and maker(engine.kv_cache) is None
-    message = "decode steps run without graphs: item waits for the device"
+    message = "decode steps run without graphs: item synchronizes with the device"
     assert caplog.text.count(message) == 2  # the engine's, and this one's
     assert num_replays(engine) == 0
     serve(engine, oracle, [0, 3], max_tokens=4)

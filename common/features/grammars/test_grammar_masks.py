@@ -540,10 +540,10 @@ def test_rules_and_schemas_may_lead_to_each_other_for_long() -> None:
         assert token in ours.allowed()
     many = "a" * 200_000
     for grammar in (Ebnf(f'root ::= "{many}"'), Json({"const": many}), Regex(many)):
-        with pytest.raises(ValueError, match="must have 200,000 at most"):
+        with pytest.raises(ValueError, match="grammar must have at most 200,000"):
             source_of(grammar)
     assert source_of(Choice([many]))
-    with pytest.raises(ValueError, match="must have 2,000,000 at most"):
+    with pytest.raises(ValueError, match="grammar must have at most 2,000,000"):
         source_of(Choice([many] * 10))
 
 
