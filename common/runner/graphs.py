@@ -159,7 +159,7 @@ def pad_step(
 
 @dataclass(frozen=True, slots=True)
 class GraphTensors:
-    """All tensors that a captured function may read, as stored now. It also writes the caches."""
+    """All tensors that a captured function may read, as stored now. Caches are also written."""
 
     inputs: Mapping[str, torch.Tensor]
     caches: Sequence[torch.Tensor]  # each [num_blocks, block_size, num_kv_heads, head_dim]

@@ -52,7 +52,7 @@ class Adapters(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class KVDemand:
-    """The users of the KV cache, and of the memory that is needed in addition to it."""
+    """The models and settings that need KV, and everything else that needs memory next to KV."""
 
     config: EngineConfig
     loaded: LoadedModel
@@ -182,7 +182,7 @@ def _measure(memory: MemoryReader, demand: KVDemand) -> BytesForKV:
     if demand.draft is not None:
         from common.sampling.speculative_sampler import SpeculativeSampler
 
-        weight = loaded.model.embed_weight  # only the sampler holds the result
+        weight = loaded.model.embed_weight  # only the sampler holds these probabilities
         probs_of = batch.make_draft_probs(weight, vocab_size).__getitem__
         sampler = SpeculativeSampler(sampler, probs_of)
         del probs_of

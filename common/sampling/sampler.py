@@ -17,7 +17,7 @@ is added, so biases are added before EOS is ruled out, in one pass with the firs
 
 A batch of greedy rows needs only this file; `distributions.py` has the other steps. The arrays of a
 batch are collected before the forward pass (`stage`) and sent to the device in the step's one copy.
-The host reads all results of the step in one copy too.
+The host reads tokens and log-probabilities in one copy too.
 
 A logit row is used as float64 if it is float64, otherwise as float32; cumulative sums are float64
 or integers. A row without a finite maximum (NaN, +inf, or no token allowed) is an error of its
@@ -154,7 +154,7 @@ class AsyncStepOutput:
 
 def _sort_out(output: StepOutput, req_ids: list[str], tokens: list[int]) -> None:
     """Set tokens and errors of requests with several rows or bad rows. A request that got tokens
-    before its bad row is no error yet: the next step computes that row again, without drafts before
+    before its bad row fails later: the next step computes that row again, without drafts before
     it."""
     output.token_ids = {}
     for req_id, token in zip(req_ids, tokens, strict=True):
