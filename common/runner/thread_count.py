@@ -88,7 +88,7 @@ class ThreadCount:
 
     def _look(self) -> None:
         """Check whether other code has set torch's number. If so, that number applies from now on,
-        the engines' requests are dropped, and it is the number to restore."""
+        the engines' requests are dropped, and that number is the one to restore."""
         number = _in_new_thread(torch.get_num_threads)
         if number != self._number:
             self._is_chosen = self._number is not None or _is_chosen()
