@@ -87,8 +87,8 @@ class ThreadCount:
                 self._lock.release()
 
     def _look(self) -> None:
-        """Check whether other code has set torch's number. If so, that number applies from now on,
-        the engines' requests are dropped, and that number is the one to restore."""
+        """Check whether other code has set torch's number. If so, drop the engines' requests, and
+        use and later restore that number."""
         number = _in_new_thread(torch.get_num_threads)
         if number != self._number:
             self._is_chosen = self._number is not None or _is_chosen()
