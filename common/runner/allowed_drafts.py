@@ -1,5 +1,5 @@
-"""Guesses that a plugin of the runner knows to be impossible are not verified: each costs a row of
-the next step, and none can come true."""
+"""Drop draft tokens that a runner plugin knows to be impossible: each would cost a row of the next
+step, and none can be accepted."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from proposers import Proposer, ProposerInput
 
 
 class AllowedDrafts(Proposer):
-    """Those of `proposer`, cut where the first of the plugins says so."""
+    """A `Proposer` that cuts the drafts of `proposer` to the number that every plugin allows."""
 
     def __init__(self, proposer: Proposer, state: BatchState) -> None:
         self.proposer, self.state = proposer, state

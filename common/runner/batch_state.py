@@ -1,12 +1,13 @@
-"""What the runner remembers of every request: chapter 3's columns, and those of its plugins.
+"""The runner's state of every request: chapter 3's columns, and those of the runner's plugins.
 
-A row is written when its request is admitted. A step adds the new tokens of all requests at once,
-and the guesses that it verifies (chapter 5), which stand behind the known tokens for this step.
-Plugins (`runner_plugin.py`) are told of all but the guesses; what sampling asks of a row is one.
+A row is written when its request is admitted. A step adds the new tokens of all requests together,
+and the draft tokens that it verifies (chapter 5), stored after the known tokens for this step only.
+Plugins (`runner_plugin.py`) are notified of all tokens except drafts. The sampling columns are one
+of the plugins.
 
-A step that is planned before the last one's tokens are read (`overlap.py`) has `PENDING` for them.
-In its place stands -1 - i, for the token of row i of what was sampled last: on a GPU no host knows
-it yet, and the model's input gets it there (`fill_in`)."""
+A step that is planned before the previous step's tokens are read (`overlap.py`) has `PENDING` for
+them. The state stores -1 - i instead: the token of row i of the last sampled tokens. On a GPU the
+host does not know that token yet, so it is put into the model's input on the device (`fill_in`)."""
 
 from __future__ import annotations
 
@@ -23,8 +24,8 @@ from scheduler_interface import CachedRequestData, NewRequestData, RunnerInput
 
 
 class BatchState(SharingRunnerState):
-    """`sampling` is the first plugin, `plugins` are the others, in their order. Those of `late`,
-    by name, are made when the first request comes that brings something for them."""
+    """A runner state with plugins: `sampling` is the first one, `plugins` are the others, in order.
+    Plugins of `late`, by name, are made when the first request with such a feature is admitted."""
 
     def __init__(
         self,
@@ -38,8 +39,8 @@ class BatchState(SharingRunnerState):
         self.sampling, self.plugins = sampling, RunnerPlugins([sampling, *plugins])
         self._late = dict(late or {})
         self.sampled: AsyncStepOutput | None = None  # by the last step
-        self.has_pending = False  # tokens among those of this step
-        self.is_inconsistent = False  # an `apply` has not come to its end
+        self.has_pending = False  # whether this step has pending tokens
+        self.is_inconsistent = False  # an `apply` was interrupted, or is running
         super().__init__(max_num_seqs, max_blocks_per_request, num_groups)
 
     def apply(self, plan: RunnerInput) -> None:
@@ -50,9 +51,9 @@ class BatchState(SharingRunnerState):
         self.is_inconsistent = False
 
     def _recover(self) -> None:
-        """An `apply` was cut short: who was about to come or go is nobody, and all columns are as
-        long as the first that grew. (The scheduler names again who has ended, and sends whole whom
-        it had preempted.)"""
+        """Recover from an interrupted `apply`: remove requests that were being admitted or
+        released, and grow all columns to the same number of rows. (The scheduler repeats which
+        requests have finished, and sends preempted requests again in full.)"""
         for req_id in self.requests.keys() ^ self.row_of.keys():
             self.requests.pop(req_id, None)
             if req_id in self.row_of:
@@ -90,8 +91,8 @@ class BatchState(SharingRunnerState):
                 appended(self, rows, stops - lens[lens > 0], stops)
 
     def fill_in(self, token_ids: torch.Tensor) -> torch.Tensor:
-        """Token ids [N] int64 on the device, with the pending ones. A row without a token (`BAD`)
-        gets another: nothing comes of its request."""
+        """Return token ids [N] int64 on the device, with pending ones filled in. A row without a
+        token (`BAD`) gets some valid id, because its request fails anyway."""
         if not self.has_pending:
             return token_ids
         assert self.sampled is not None
@@ -107,13 +108,13 @@ class BatchState(SharingRunnerState):
     def missing_reason(
         self, sampling: SamplingBatch, before: AsyncStepOutput | None, req_id: str, vocab_size: int
     ) -> str | None:
-        """Of a request for which no token could be sampled: the rules that leave none, if it is
-        them. Asked when its step is read, where another one may have begun, or have ended the
-        request. What was pending in it was sampled in `before`."""
+        """Return the rules that left no token for a request, or None if the rules are not the
+        reason. Called when the step is read: by then the next step can have started, or the
+        request can have finished. Tokens pending in the step were sampled in `before`."""
         row = self.row_of.get(req_id)
         num_outputs = sampling.num_outputs[sampling.req_ids.index(req_id)]
         if row is None or self.num_tokens[row] < self.num_prompt_tokens[row] + num_outputs:
-            return None  # it has ended; another request of its name has fewer outputs
+            return None  # finished; a new request with the same id has fewer outputs
         first = self.num_prompt_tokens[row]
         outputs = self.token_ids[row, first : first + num_outputs].tolist()
         if before is not None and min(outputs, default=0) < 0:

@@ -1,25 +1,25 @@
-"""A CUDA graph on a CPU: what is captured is replayed, and every way to go wrong is looked for.
+"""A CUDA graph emulated on a CPU: replays a captured step and checks for every known mistake.
 
-A CUDA graph forgets the Python that launched its kernels. `EmulatedGraphs` does too: at capture it
-writes down each operation of PyTorch with its arguments, and a replay runs that list again, on the
-same tensors:
+A CUDA graph forgets the Python that launched its kernels. `EmulatedGraphs` does too: a capture
+records each PyTorch operation with its arguments, and a replay runs that list again, on the same
+tensors:
 
     aten.embedding     weight, input_ids            static inputs, weights, caches: by address
-    aten.view          the result above, [4, 64]    what was computed: the result of this replay
+    aten.view          the result above, [4, 64]    computed tensors: the result of this replay
     aten.add           ..., 0.25                    numbers, sizes, lists: as they were at capture
 
 So a replay has no metadata, no host value and no Python of its step. Kernels are on the list if
-they are operations (`02_paged_kv/beyond/kernel_launch.py`). Around that:
+they are operations (`02_paged_kv/beyond/kernel_launch.py`). The checks:
 
-    at capture      what would wait for the device raises `CannotCapture`: `item`, `tolist`,
+    at capture      a wait for the device raises `CannotCapture`: `item`, `tolist`,
                     `bool(tensor)`, masks as indices, numbers that come from the host
-    before each     every input, weight and cache is where it was, and padding is what it must be
+    before each     the address of every input, weight and cache is unchanged; padding is correct
     in each         fresh memory (`empty`) and the null block are full of NaN
-    after each      only the slots of real rows were written; what was returned before is NaN;
+    after each      only the slots of real rows were written; earlier outputs are NaN;
                     the inputs are poisoned: ids and positions out of range, the null block
 
-What it cannot show: order and races of streams, memory that is freed too early, speed. What its
-neighbours compute outside of PyTorch (compiled C++), it does not see at all.
+The emulation cannot show the order and races of streams, memory that is freed too early, or speed.
+It does not see computation outside of PyTorch (compiled C++).
 """
 
 from __future__ import annotations
@@ -37,20 +37,20 @@ from torch.utils._pytree import tree_leaves
 from common.runner.graphs import CannotCapture, GraphTensors, StaticInputs
 
 OUT_OF_RANGE = 1 << 40
-# Methods that read on the host, or copy there.
+# Methods that read a tensor on the host, or copy it there.
 _READS = {"item", "tolist", "numpy", "cpu", "nonzero", "masked_select", "unique"}
 _READS |= {f"__{name}__" for name in ("bool", "int", "float", "index", "array", "contains")}
-# Operations whose result has a size that the device knows, and uploads of single numbers.
+# Operations whose result size only the device knows, and uploads of single numbers.
 _WAITS = {"_local_scalar_dense", "nonzero", "masked_select", "_unique2", "equal", "lift_fresh"}
 _FRESH = {"empty", "new_empty", "empty_like", "empty_strided", "new_empty_strided"}
 
 
 class GraphError(AssertionError):
-    """A replay on a GPU would have gone wrong, silently or not."""
+    """Raised where a replay on a GPU would have failed, silently or not."""
 
 
 class NoReads(TorchFunctionMode):
-    """While it is on, the host reads no tensor."""
+    """A mode in which host reads of tensors raise `CannotCapture`."""
 
     def __torch_function__(self, func, types, args=(), kwargs=None):
         name = getattr(func, "__name__", "")
@@ -84,7 +84,8 @@ def _as_sequence(result: Any) -> Sequence[Any]:
 
 
 def check_no_wait(func: Any, leaves: list[Any]) -> None:
-    """Of an operation and its arguments. A mask as an index says how many there are."""
+    """Raise `CannotCapture` if the operation waits for the device. A mask as an index does, because
+    the host needs the number of selected elements."""
     name = func.__name__.split(".")[0]
     masks = [x for x in leaves[1:] if isinstance(x, torch.Tensor) and x.dtype == torch.bool]
     if name in _WAITS or (masks and name in ("index", "index_put", "index_put_")):
@@ -92,7 +93,7 @@ def check_no_wait(func: Any, leaves: list[Any]) -> None:
 
 
 class _Recording:
-    """One captured function."""
+    """The recorded operations of one captured function."""
 
     def __init__(self, function: Callable[[], torch.Tensor]) -> None:
         with Recorder() as recorder:
@@ -100,7 +101,7 @@ class _Recording:
         self.calls = recorder.calls
 
     def run(self) -> torch.Tensor:
-        now: dict[int, Any] = {}  # what was computed at capture, by id: what is computed now
+        now: dict[int, Any] = {}  # id of a tensor computed at capture -> the tensor of this replay
 
         def of_now(value: Any) -> Any:
             if isinstance(value, torch.Tensor):
@@ -132,7 +133,7 @@ class EmulatedGraphs:
         self._recordings: dict[int, _Recording] = {}
         self._tensors: dict[int, Callable[[], GraphTensors]] = {}
         self._addresses: dict[int, dict[str, int]] = {}
-        self._outputs: torch.Tensor | None = None  # of all buckets
+        self._outputs: torch.Tensor | None = None  # memory of all buckets' outputs
 
     @torch.inference_mode()
     def capture(
@@ -142,9 +143,9 @@ class EmulatedGraphs:
         tensors: Callable[[], GraphTensors],
     ) -> None:
         with NoReads():
-            function()  # as on a GPU: libraries take their memory
+            function()  # warm-up, as on a GPU, where libraries allocate memory
             recording = self._recordings[bucket] = _Recording(function)
-        if self._outputs is None:  # the largest
+        if self._outputs is None:  # the first bucket is the largest
             self._outputs = recording.output
         if recording.output.data_ptr() != self._outputs.data_ptr():
             raise GraphError(f"the output of bucket {bucket} must be at the largest one's address")
@@ -183,7 +184,7 @@ def _check_addresses(at_capture: dict[str, int], now: dict[str, int]) -> None:
 
 
 def _check_padding(tensors: GraphTensors, num_rows: int) -> None:
-    """What `graphs.py` promises of rows that are nobody's."""
+    """Check that padding rows contain the values that `graphs.py` promises."""
     x = tensors.inputs
     for name, padding in (
         ("slot_mapping", -1),
@@ -204,7 +205,7 @@ def _check_padding(tensors: GraphTensors, num_rows: int) -> None:
 
 
 def _poison_inputs(tensors: GraphTensors) -> None:
-    """Whatever the next step does not write is of no use to it."""
+    """Poison the inputs, so that the next step cannot use values that it did not write."""
     for name, tensor in tensors.inputs.items():
         if name == "block_tables":
             tensor.zero_()
@@ -214,7 +215,7 @@ def _poison_inputs(tensors: GraphTensors) -> None:
 
 @contextmanager
 def _only_these_slots(tensors: GraphTensors, num_rows: int) -> Iterator[None]:
-    """The KV of every other slot is as it was, but for the null block."""
+    """Check that the KV of all other slots stays unchanged, except for the null block."""
     before = [cache.clone() for cache in tensors.caches]
     yield
     allowed = set(tensors.inputs["slot_mapping"][:, :num_rows].flatten().tolist())

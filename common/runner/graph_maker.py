@@ -1,4 +1,4 @@
-"""Whether decode steps are captured, and by what; `graphs.py` does it."""
+"""Choose whether and how decode steps are captured as graphs (`graphs.py`)."""
 
 from __future__ import annotations
 
@@ -16,14 +16,15 @@ logger = logging.getLogger(__name__)
 
 @dataclass(slots=True)
 class GraphMaker:
-    """Captures the decode steps over a KV cache; None, and a warning, where that is impossible."""
+    """Captures the decode steps over a KV cache. If that is impossible, `of` and the call return
+    None and log a warning."""
 
     config: EngineConfig
     model: DecoderModel
     backend: AttentionBackend
     max_model_len: int
     parts: Sequence[GraphPart] = ()
-    unsplit_len: int = 0  # no sequence of so many keys or fewer is split by the backend
+    unsplit_len: int = 0  # longest sequence, in keys, that the backend does not split
     is_possible: bool = True
 
     @classmethod

@@ -1,33 +1,33 @@
-"""Graphs: a decode step is recorded once, and replayed by one call.
+"""Graphs: record a decode step once, and replay it with one call.
 
-A decode step of a small model is over before the host has launched its kernels, some dozen to a
-layer. A graph keeps the launches of a whole step, and with them everything that the host decided:
-grids, tiles, addresses, sizes. Only what lies in its static inputs may differ from step to step:
+The device computes a decode step of a small model faster than the host launches its kernels, about
+a dozen per layer. A graph stores the launches of a whole step, including everything that the host
+decided: grids, tiles, addresses, sizes. Only the static inputs can differ from step to step:
 
     step of 3 requests, bucket 4          rows 0-2          row 3: padding
     input_ids, positions                  the requests'     0
     seq_lens                              the requests'     0: nothing is read
     query_start_loc                       0 1 2 3           3: a sequence without query tokens
-    logit_indices                         rows that sample  0: computed, and cut off
+    logit_indices                         rows that sample  0: computed and discarded
     slot_mapping, of each group           the requests'     -1: nothing is written
     block_tables, of each group           the requests'     0: the null block
 
-The inputs are gathered from the columns of `BatchState`, come in one upload, and are copied to
-where they belong. That copy is queued behind the replay that still reads them; the upload has fresh
-memory each time. So a step may be begun while the one before it runs (`overlap.py`), and a token
-that is still pending is put in place on the device, before the replay. Logits lie in memory that
-all buckets share: they are the last replay's until the next one.
+The inputs are gathered from the columns of `BatchState`, uploaded in one copy, and then copied to
+the static memory. The second copy is queued after the previous replay, which still reads that
+memory; the upload uses fresh memory each time. So a step can start while the previous one runs
+(`overlap.py`), and a pending token is filled in on the device, before the replay. All buckets share
+the memory of the logits, which the next replay overwrites.
 
-A step goes into the smallest bucket that holds it. What has more than one token for a request
-(chunks of prompts, guesses to be verified) is computed as without graphs. A plugin that stages
-arrays can have graphs of its own, for the steps that concern it: they read one column more. So can
-steps in which all sequences are short, for which attention has fewer kernels.
+A step uses the smallest bucket that holds it. A step with more than one token for a request (prompt
+chunks, draft tokens to verify) is computed without graphs. A plugin that stages arrays can have
+separate graphs for the steps that use the plugin: they read one more column. Steps in which all
+sequences are short can have separate graphs too, because attention then has fewer kernels.
 
-Invariants: a replay sees the static inputs, the weights and the KV cache, and nothing else of its
-step; no row of a request depends on padding; the largest bucket holds `max_num_seqs` (Trap 33).
+Invariants: a replay reads only the static inputs, the weights and the KV cache; no row of a request
+depends on padding; the largest bucket holds `max_num_seqs` (Trap 33).
 
 nano-vllm captures the same buckets, mini-sglang every 8; both for decodes only. vLLM also captures
-the pieces between attention layers, for any batch.
+the parts between attention layers, for any batch.
 """
 
 from __future__ import annotations
@@ -52,23 +52,23 @@ from window_attention import window_of_decodes
 
 
 class CannotCapture(Exception):
-    """A step that waits for the device, or reads the host's memory, is no graph. Says where."""
+    """Raised at capture if a step waits for the device or reads host memory. Names the place."""
 
 
 def graph_buckets(max_num_seqs: int) -> list[int]:
-    """1, 2, 4, 8, then every 16, up to `max_num_seqs`, which is always one."""
+    """Return the bucket sizes: 1, 2, 4, 8, then every 16, and always `max_num_seqs`."""
     sizes = {1, 2, 4, 8, *range(16, max_num_seqs, 16), max_num_seqs}
     return sorted(size for size in sizes if size <= max_num_seqs)
 
 
 def bucket_of(num_rows: int, buckets: Sequence[int]) -> int | None:
-    """The smallest of the ascending `buckets` that holds so many. None: none does."""
+    """Return the smallest of the ascending `buckets` that holds `num_rows`, or None."""
     return next((bucket for bucket in buckets if bucket >= num_rows), None)
 
 
-# -- what a replay sees of its step
+# -- inputs of a replay
 
-# The last one once for each group of layers.
+# The last column exists once for each group of layers.
 COLUMNS = "input_ids", "positions", "seq_lens", "query_start_loc", "logit_indices", "slot_mapping"
 
 
@@ -89,7 +89,7 @@ class StaticInputs:
 
 
 def column_stride(bucket: int) -> int:
-    """So that `bucket + 1` int64 fit, and each column begins at a multiple of 16 bytes."""
+    """Return a stride, in int64, that holds `bucket + 1` and is a multiple of 16 bytes."""
     return (bucket + 2) // 2 * 2
 
 
@@ -98,7 +98,7 @@ def num_columns(num_groups: int) -> int:
 
 
 class StaticMemory:
-    """Memory for the largest bucket; the others begin at the same place."""
+    """Memory for the largest bucket, shared by the others, which start at the same address."""
 
     def __init__(
         self, max_num_rows: int, table_width: int, device: torch.device, num_groups: int = 1
@@ -107,7 +107,7 @@ class StaticMemory:
         num_integers = self.num_columns * column_stride(max_num_rows)
         self.columns = torch.zeros(num_integers, dtype=torch.int64, device=device)
         size = max_num_rows * table_width
-        aligned = -(-size // 4) * 4  # the tables of each group begin at a multiple of 16 bytes
+        aligned = -(-size // 4) * 4  # each group's tables start at a multiple of 16 bytes
         tables = torch.zeros(num_groups, aligned, dtype=torch.int32, device=device)
         self.block_tables = tables[:, :size].view(num_groups, max_num_rows, table_width)
 
@@ -123,8 +123,8 @@ class StaticMemory:
         return self.columns[: self.num_columns * stride].view(self.num_columns, stride)
 
     def fill(self, columns: torch.Tensor, block_tables: torch.Tensor) -> None:
-        """With what `pad_step` returns, on the device. Columns of the tables behind these stay as
-        they are."""
+        """Copy the arrays of `pad_step`, already on the device, into the static memory. Later
+        columns of the tables are left unchanged."""
         _, bucket, width = block_tables.shape
         self.columns_of(bucket).copy_(columns)
         self.block_tables[:, :bucket, :width].copy_(block_tables)
@@ -133,7 +133,7 @@ class StaticMemory:
 def pad_step(
     state: PagedRunnerState, queries: Queries, block_size: int, bucket: int
 ) -> tuple[np.ndarray, np.ndarray]:
-    """The inputs of a step of up to `bucket` queries of one token each, as the host has them:
+    """Return the padded inputs of a step of up to `bucket` queries of one token each, on the host:
     `[num_columns, column_stride(bucket)]` int64, and `[num_groups, bucket, blocks of the longest]`
     int32."""
     rows, positions, n = queries.rows, queries.starts, len(queries.rows)
@@ -154,12 +154,12 @@ def pad_step(
     return columns, tables
 
 
-# -- the three ways
+# -- the implementations of `Graphs`
 
 
 @dataclass(frozen=True, slots=True)
 class GraphTensors:
-    """All that a captured function may read, as it is to be found now. Caches are written."""
+    """All tensors that a captured function may read, as stored now. Caches are also written."""
 
     inputs: Mapping[str, torch.Tensor]
     caches: Sequence[torch.Tensor]  # each [num_blocks, block_size, num_kv_heads, head_dim]
@@ -167,33 +167,34 @@ class GraphTensors:
 
 
 class GraphPart(Protocol):
-    """What a plugin of the runner has in graphs of its own."""
+    """The part of a runner plugin in the plugin's separate graphs."""
 
     name: str  # the plugin's
 
     def in_graph(self, column: torch.Tensor, logit_indices: torch.Tensor) -> Any:
-        """What stands in the batch, `staged[name]`, of [bucket] integers that are the plugin's
-        `column`, and of [bucket] rows that are sampled from."""
+        """Return `staged[name]` of the batch, from the plugin's `column` [bucket] of integers and
+        the indices [bucket] of the rows that are sampled."""
         ...
 
 
 class Graphs(Protocol):
-    """Functions of tensors at fixed addresses, by their bucket."""
+    """Captured functions of tensors at fixed addresses, by bucket."""
 
     def capture(
         self, bucket: int, function: Callable[[], torch.Tensor], tensors: Callable[[], GraphTensors]
     ) -> None:
-        """Raises `CannotCapture`. Calls `function` several times, on inputs that are padding."""
+        """Capture `function`, which is called several times on padding inputs. Raises
+        `CannotCapture`."""
         ...
 
     def replay(self, bucket: int, num_rows: int) -> torch.Tensor:
-        """What `function` would return for the inputs of now, of which `num_rows` are not padding.
-        It is overwritten by the next replay, of whatever bucket."""
+        """Return the result of `function` for the current inputs, of which `num_rows` are not
+        padding. The next replay of any bucket overwrites the result."""
         ...
 
 
 class EagerGraphs:
-    """Nothing is kept but the function: the buckets and their padding, and no more."""
+    """`Graphs` that call the function again: only the buckets and their padding are tested."""
 
     def __init__(self) -> None:
         self._functions: dict[int, Callable[[], torch.Tensor]] = {}
@@ -206,12 +207,12 @@ class EagerGraphs:
 
 
 class CudaGraphs:
-    """CUDA graphs, whose scratch memory is one pool."""
+    """CUDA graphs, which share one pool of scratch memory."""
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
         self._pool = torch.cuda.graph_pool_handle()
-        # One for all: cuBLAS keeps a workspace (32 MiB on Hopper) for each stream that it has seen.
+        # One stream for all: cuBLAS keeps a workspace (32 MiB on Hopper) for each stream it used.
         self._side = torch.cuda.Stream(device)
         self._captured: dict[int, tuple[torch.cuda.CUDAGraph, torch.Tensor]] = {}
 
@@ -219,18 +220,18 @@ class CudaGraphs:
     def capture(self, bucket, function, tensors) -> None:
         with torch.cuda.device(self.device):
             self._side.wait_stream(torch.cuda.current_stream())
-            with torch.cuda.stream(self._side):  # kernels are compiled, libraries take their memory
+            with torch.cuda.stream(self._side):  # compiles kernels, libraries allocate memory
                 for _ in range(2):
                     function()
             torch.cuda.current_stream().wait_stream(self._side)
             graph, stream = torch.cuda.CUDAGraph(), torch.cuda.current_stream()
             try:
-                # Other threads may go on with their own work.
+                # Other threads can continue their work.
                 with torch.cuda.graph(graph, self._pool, capture_error_mode="thread_local"):
                     output = function()
             except RuntimeError as error:
                 self._leave_capture(stream)
-                # Ending the capture fails too, and says less than what made it fail.
+                # Ending the capture fails too, with a less useful message than the cause.
                 first = error.__context__ or error
                 if isinstance(first, torch.OutOfMemoryError | KeyboardInterrupt):
                     raise first from None
@@ -238,9 +239,9 @@ class CudaGraphs:
         self._captured[bucket] = graph, output
 
     def _leave_capture(self, stream: torch.cuda.Stream) -> None:
-        """Undo what `torch.cuda.graph` leaves when ending a capture fails: the capture's stream is
+        """Clean up after `torch.cuda.graph` if ending a capture fails: the capture's stream is
         still the current one, and up to PyTorch 2.11 the allocator still records for the pool, so
-        that `empty_cache` fails. Later versions have ended that, and refuse to end it again."""
+        that `empty_cache` fails. Later versions end the recording, and refuse to end it twice."""
         torch.cuda.set_stream(stream)
         with suppress(RuntimeError):
             torch._C._cuda_endAllocateToPool(torch.cuda.current_device(), self._pool)
@@ -256,10 +257,10 @@ class CudaGraphs:
 
 
 class DecodeGraphs:
-    """One graph for each bucket, over one KV cache. Largest first: the smaller ones then find room
-    in its scratch memory. Raises `CannotCapture`. `beside` has the graphs of steps that concern a
-    plugin, by its name; they are graphs with a `part`. `short` has those of steps in which no
-    sequence is longer than its `max_seq_len`: with a smaller bound, a backend plans fewer launches.
+    """One graph for each bucket, over one KV cache. The largest is captured first, so that smaller
+    ones reuse its scratch memory. Raises `CannotCapture`. `beside` has the graphs (with a `part`)
+    of steps that use a plugin, by plugin name. `short` has the graphs of steps in which no sequence
+    exceeds its `max_seq_len`: with a smaller bound, a backend plans fewer launches.
     """
 
     def __init__(
@@ -293,14 +294,14 @@ class DecodeGraphs:
             graphs.capture(bucket, partial(self._compute, bucket), partial(self.tensors, bucket))
 
     def _clear(self, bucket: int) -> None:
-        """A step of nobody."""
+        """Set the inputs of a step without requests."""
         self.memory.columns_of(bucket).zero_()
         self.column.zero_()
         self.inputs[bucket].slot_mapping.fill_(-1)
         self.memory.block_tables[:, :bucket, :1] = 0
 
     def _compute(self, bucket: int) -> torch.Tensor:
-        """Logits [bucket, vocab_size], in the memory of all buckets."""
+        """Return logits [bucket, vocab_size], in the memory that all buckets share."""
         x = self.inputs[bucket]
         seen = zip(self.attention[bucket], self.model.groups.windows, strict=True)
         size = self.kv_cache.block_size
@@ -313,7 +314,8 @@ class DecodeGraphs:
         return self.model(batch, self.kv_cache, self.logits[:bucket])
 
     def _metadata(self, bucket: int) -> tuple[ReplayMetadata, ...]:
-        """Its numbers are bounds. What a backend plans with it is part of the graph."""
+        """Return the metadata of a replay by group. Its integers are upper bounds, and the plan
+        that a backend makes with the metadata is part of the graph."""
         x, longest = self.inputs[bucket], {"max_query_len": 1, "max_seq_len": self.max_seq_len}
         where = {"bucket": bucket, "graphs": self}
         return tuple(
@@ -330,7 +332,7 @@ class DecodeGraphs:
         return GraphTensors(inputs, caches, weights)
 
     def bucket_for(self, queries: Queries) -> int | None:
-        """None: the step is computed without a graph."""
+        """Return the bucket of a step. None: the step is computed without a graph."""
         if queries.num_tokens.max() > 1:
             return None
         return bucket_of(len(queries.rows), self.buckets)
@@ -362,25 +364,25 @@ class DecodeGraphs:
 
     @torch.inference_mode()
     def replay(self, bucket: int, num_rows: int, num_logit_rows: int) -> torch.Tensor:
-        """Logits `[num_logit_rows, vocab_size]` of the step that was laid out."""
+        """Return logits `[num_logit_rows, vocab_size]` of the step that was laid out."""
         self.num_replays += 1
         return self.graphs.replay(bucket, num_rows)[:num_logit_rows]
 
 
 @dataclass(slots=True, eq=False)
 class ReplayMetadata(AttentionMetadata):
-    """Of a step that lies in the static inputs of a bucket, padding included."""
+    """The metadata of a step in the static inputs of a bucket, including padding."""
 
     bucket: int = 0
     graphs: DecodeGraphs = field(kw_only=True, repr=False)
 
 
 class ReplayLayout(StepLayout):
-    """Of a step that is replayed: what plugins have of it is in its arrays."""
+    """The layout of a replayed step. Its arrays include the plugins' columns."""
 
 
 class GraphRunner(PagedModelRunner):
-    """A `PagedModelRunner` that replays a step if each request has one token in it."""
+    """A `PagedModelRunner` that replays a graph for a step with one token per request."""
 
     def __init__(
         self,
@@ -404,7 +406,7 @@ class GraphRunner(PagedModelRunner):
         bucket, graphs = self.graphs.bucket_for(queries), self.graphs
         concerned = [] if bucket is None else self.state.plugins.staging(queries.rows)
         short = self.graphs.short
-        if concerned:  # what several of them stage has no graph
+        if concerned:  # no graphs for several plugins together
             graphs = self.graphs.beside.get(concerned[0].name) if len(concerned) == 1 else None
         elif short is not None and queries.starts.max() < short.max_seq_len:
             graphs = short
@@ -423,6 +425,6 @@ class GraphRunner(PagedModelRunner):
         if not isinstance(where, ReplayMetadata):
             return super().forward(batch)
         bucket, num_rows, graphs = where.bucket, len(batch.input_ids), where.graphs
-        if self.state.has_pending:  # they were put in place in a copy
+        if self.state.has_pending:  # they were filled in in a copy
             graphs.inputs[bucket].input_ids[:num_rows].copy_(batch.input_ids)
         return graphs.replay(bucket, num_rows, len(batch.logit_indices))

@@ -1,7 +1,7 @@
-"""How many KV blocks there are: `num_blocks`, or as many as fit in memory, and what the log says.
+"""Size the KV cache: `num_blocks`, or as many blocks as fit in memory, with a log message.
 
-`kv_budget.py` of chapter 2 has the arithmetic. On a GPU it starts from the peak of the largest step
-that can come, which is made up and run here; on a CPU from what is free."""
+`kv_budget.py` of chapter 2 has the arithmetic. On a GPU it starts from the peak of the largest
+possible step, which is built and run here; on a CPU from the free memory."""
 
 from __future__ import annotations
 
@@ -46,13 +46,13 @@ _CPU_WARM_UP_TOKENS = 8
 
 class Adapters(Protocol):
     def of_largest_step(self, num_tokens: int, num_logit_rows: int) -> Mapping[str, object]:
-        """What the largest step has staged for them."""
+        """Return the adapters' staged part of the largest step."""
         ...
 
 
 @dataclass(frozen=True, slots=True)
 class KVDemand:
-    """What KV is for, and what has to have room beside it."""
+    """The models and settings that need KV, and everything else that needs memory next to KV."""
 
     config: EngineConfig
     loaded: LoadedModel
@@ -62,15 +62,15 @@ class KVDemand:
     vocab_size: int
     kind: type[PagedKVCache] = PagedKVCache
     rules: Rules | None = None  # the sampler's
-    # Captures what will be captured later: that memory is no KV's.
+    # Captures the later graphs, because their memory is not available for KV.
     make_graphs: Callable[[PagedKVCache], object] | None = None
-    adapters: Adapters | None = None  # the products that they add take room, too
+    adapters: Adapters | None = None  # their additional products need memory too
 
 
 @dataclass(frozen=True, slots=True)
 class Peers:
-    """Other ranks. `min_across` is the smallest number of all of them; `num_here` of them, this one
-    included, share this machine's memory."""
+    """The other ranks. `min_across` returns the smallest number of all ranks; `num_here` ranks,
+    including this one, share this machine's memory."""
 
     min_across: Callable[[int], int] = int
     num_here: int = 1
@@ -82,8 +82,8 @@ NO_PEERS = Peers()
 def make_kv_cache(
     demand: KVDemand, peers: Peers = NO_PEERS, memory: MemoryReader | None = None
 ) -> PagedKVCache:
-    """KV tensors of `config.num_blocks` blocks, or of as many as fit, those of a draft model
-    included. `memory` reads the model's device; None: CUDA's own reader, if it is a GPU."""
+    """Return KV tensors of `config.num_blocks` blocks, or of as many as fit together with a draft
+    model's. `memory` reads the model's device; None: `CudaMemory`, if the device is a GPU."""
     config, loaded, draft = demand.config, demand.loaded, demand.draft
     if config.num_blocks is not None:
         sizes = config.num_blocks, config.block_size, demand.kind, peers.num_here
@@ -128,9 +128,10 @@ def allocate_kv_cache(
     kind: type[PagedKVCache] = PagedKVCache,
     num_here: int = 1,
 ) -> PagedKVCache:
-    """Raises `ValueError` if a CPU has no room for it, `num_here` times: what is only reserved
-    would end the process when it is written. (What another engine has reserved, and not written to,
-    counts as free: who makes several adds up their `num_blocks`.)"""
+    """Allocate a KV cache. Raises `ValueError` if a CPU has too little memory for `num_here` of
+    them, because writing to memory that was only reserved would kill the process. (Memory that
+    another engine has reserved but not written counts as free: add up `num_blocks` if you create
+    several engines.)"""
     model, weight = loaded.model, loaded.model.embed_weight
     num_values = 2 * model.groups.num_tensors * num_blocks * block_size * model.num_kv_heads
     num_bytes = num_values * model.config.head_dim * weight.dtype.itemsize
@@ -161,11 +162,11 @@ def _allocate_for(seq_lens: list[int], demand: KVDemand) -> PagedKVCache:
 
 
 def _measure(memory: MemoryReader, demand: KVDemand) -> BytesForKV:
-    """Run the largest step twice: what the sampler keeps from step to step is there in the second.
-    Only the last stage samples, from logits that every row's grammar has cut: a row's bits are
-    spread to 32-bit numbers, two for each token, and the logits are there twice while it samples.
-    The memory of graphs is theirs alone: it comes on top, and is measured apart, because PyTorch
-    gives back what it keeps of the step before it captures a graph."""
+    """Measure the memory of the largest step. Runs it twice, because memory that the sampler keeps
+    between steps exists only in the second run. Only the last stage samples, with a grammar mask on
+    every row: the mask's bits are expanded to 32-bit numbers, two for each token, and the logits
+    exist twice during sampling. The memory of graphs is separate. It is added, and measured
+    separately, because PyTorch frees the step's cached memory before it captures a graph."""
     config, loaded, vocab_size = demand.config, demand.loaded, demand.vocab_size
     most = min(config.max_num_batched_tokens, config.max_num_seqs * demand.max_model_len)
     seq_lens = _parts_of(most, demand.max_model_len)
@@ -181,7 +182,7 @@ def _measure(memory: MemoryReader, demand: KVDemand) -> BytesForKV:
     if demand.draft is not None:
         from common.sampling.speculative_sampler import SpeculativeSampler
 
-        weight = loaded.model.embed_weight  # the sampler alone holds what it is given here
+        weight = loaded.model.embed_weight  # only the sampler holds these probabilities
         probs_of = batch.make_draft_probs(weight, vocab_size).__getitem__
         sampler = SpeculativeSampler(sampler, probs_of)
         del probs_of
@@ -215,7 +216,8 @@ def _measure(memory: MemoryReader, demand: KVDemand) -> BytesForKV:
 def _grammars_of_all(
     num_rows: int, vocab_size: int, device: torch.device
 ) -> Callable[[torch.Tensor], torch.Tensor]:
-    """What is done to the logits if each row has a grammar; nothing, where none can come."""
+    """Return the function that masks the logits as if each row had a grammar. Without llguidance
+    installed, no request can have a grammar, and the function changes nothing."""
     if find_spec("llguidance") is None:
         return lambda logits: logits
     from common.sampling.sampling_constraints import forbid
@@ -232,7 +234,7 @@ def _parts_of(total: int, largest: int) -> list[int]:
 
 @dataclass(slots=True)
 class SamplerWarmUp:
-    """The largest batch that a sampler gets: every row asks for everything."""
+    """The largest batch of a sampler, in which every row uses all sampling parameters."""
 
     sampling: SamplingBatch
 
@@ -268,7 +270,7 @@ class SamplerWarmUp:
         return cls(SamplingBatch(state.sampling, names, rows, num_outputs, state, drafts))
 
     def make_draft_probs(self, weight: torch.Tensor, vocab_size: int) -> dict[str, torch.Tensor]:
-        """What a draft model keeps of its guesses until they are verified."""
+        """Return the draft probabilities that a draft model keeps until verification."""
         dtype, device = torch.promote_types(weight.dtype, torch.float32), weight.device
         return {
             req_id: torch.full((len(ids), vocab_size), 1 / vocab_size, dtype=dtype, device=device)
@@ -284,8 +286,8 @@ def run_forward(
     seq_lens: Sequence[int],
     num_logit_rows: int,
     staged: Mapping[str, object] = MappingProxyType({}),  # by plugins
-) -> torch.Tensor:  # [num_logit_rows, vocab_size], or what a stage gives to the next
-    """One step in which prompts of `seq_lens` tokens are computed whole."""
+) -> torch.Tensor:  # [num_logit_rows, vocab_size], or a stage's hidden states
+    """Run one step that computes whole prompts of `seq_lens` tokens."""
     device, block_size = loaded.model.embed_weight.device, kv_cache.block_size
     num_blocks = [-(-n // block_size) for n in seq_lens]
     first_blocks = torch.tensor(list(accumulate(num_blocks, initial=1))[:-1])
@@ -303,7 +305,7 @@ def run_forward(
     positions = positions.to(device)
     rows, hidden = positions.new_zeros(num_logit_rows), loaded.model.blank_hidden(len(positions))
     ids = torch.zeros_like(positions)
-    # Of every group the same blocks: nobody looks at what comes out.
+    # All groups use the same blocks, because the output is not used.
     attention = (metadata,) * loaded.model.num_groups
     batch = ComposedBatch(ids, positions, attention, rows, hidden=hidden, staged=dict(staged))
     batch.plan_attention(backend, loaded.model.num_heads, kv_cache)

@@ -1,9 +1,9 @@
-"""Every launch of a Triton kernel that an engine can make, from its configuration alone.
+"""Every Triton kernel launch that an engine can make, from its configuration alone.
 
-A backend launches what `attention_launch` and its like return, and nothing else; so what they
-return for the shapes of a model is what will ever be compiled. That is few: two tile sizes of one
-attention kernel. It can be compiled before the first request (no step then waits for a compiler),
-and for a GPU that is not there (`resources.py`).
+A backend launches only what `attention_launch` and similar functions return, so their results for
+the shapes of a model are all kernels that are ever compiled. They are few: for example, two tile
+sizes of one attention kernel. They can be compiled before the first request, so that no step waits
+for a compiler, and for a GPU that this machine does not have (`resources.py`).
 
     kernel                       once for each
     attention of chapter 2 or 6  tile size, model
@@ -38,8 +38,8 @@ def launch_configurations(
     vocab_size: int | None = None,  # None: the model's; an engine leaves out ids without a token
     windows: Collection[Window] = (None,),  # of the model's groups of layers
 ) -> list[Launch]:
-    """`dtype` is the one that the model was loaded in; nothing in float64 is Triton's but the
-    rules of verification."""
+    """Return all launches of a model loaded in `dtype`. In float64, only the verification rules
+    are Triton kernels."""
     launches: list[Launch] = []
     if dtype != torch.float64:
         for config in (model,) if draft is None else (model, draft):
@@ -69,8 +69,8 @@ def attention_shape(
     float32_precision: str,
     is_interpreted: bool,
 ) -> AttentionShape:
-    """Queries lie in a tensor of their own, as `rotate_and_write` writes them; a block lies slot
-    after slot, as `PagedKVCache` has it."""
+    """Return the shape of the attention launches. Queries have a separate tensor, as written by
+    `rotate_and_write`. The slots of a block are consecutive, as in `PagedKVCache`."""
     num_heads, num_kv_heads = model.num_attention_heads, model.num_key_value_heads
     head_dim, block_size = model.head_dim, engine.block_size
     slot_stride = num_kv_heads * head_dim
@@ -89,9 +89,9 @@ def attention_shape(
 
 
 def attention_launches(engine: EngineConfig, shape: AttentionShape) -> list[Launch]:
-    """Without `write_kv`, in whose place is `rotate_and_write`."""
+    """Return the attention launches, without `write_kv`, which `rotate_and_write` replaces."""
     launches = []
-    # To the host: in graphs, which hold for any, and where a draft model guesses.
+    # The host does not know the lengths in graphs, which serve any, and with a draft model.
     how = engine.speculation
     has_unknown_lengths = not engine.enforce_eager or (how is not None and how.method == "draft")
     for is_short in (True, False):
@@ -109,7 +109,7 @@ def attention_launches(engine: EngineConfig, shape: AttentionShape) -> list[Laun
 
 
 def layer_launches(model: ModelConfig, shape: AttentionShape) -> list[Launch]:
-    """Of `layer_kernels.py`."""
+    """Return the launches of `layer_kernels.py`."""
     from common.models.regions.layer_kernels import (
         add_rms_norm_launch,
         rotate_and_write_launch,
@@ -130,7 +130,8 @@ def layer_launches(model: ModelConfig, shape: AttentionShape) -> list[Launch]:
 def verification_launches(
     vocab_size: int, engine: EngineConfig, dtype: torch.dtype
 ) -> list[Launch]:
-    """Look-ups have no probabilities; drafts of a model have some for requests that sample."""
+    """Return the launches that verify drafts. Drafts from a look-up have no probabilities; drafts
+    from a draft model have them for requests that sample."""
     from rejection_sampler_triton import matching_launch, rejection_launch
 
     num_drafts = engine.num_rows_per_request - 1

@@ -2,11 +2,11 @@
 
     plan -> requests (`BatchState`) -> rows of tokens -> model -> logits -> sampler
 
-The runner knows the requests from the deltas in each plan and from nothing else, so it may be in
-another process. All requests of a step lie end to end in one row of tokens, without padding;
-`compose` says in which order. A request has logits if the step reaches its last known token: a row
-for that one, and one for each draft behind it (chapter 5), whose history for the sampler includes
-the drafts before it."""
+The runner knows the requests only from the deltas in each plan, so it can run in another process.
+The tokens of all requests of a step are concatenated in one row, without padding, in the order that
+`compose` chooses. A request has logits if the step reaches its last known token: one row for that
+token, and one for each draft after it (chapter 5). For the sampler, the history of a draft's row
+includes the drafts before it."""
 
 from __future__ import annotations
 
@@ -34,21 +34,21 @@ Compose = Callable[[PagedRunnerState, Queries, int], StepLayout]
 
 @dataclass(slots=True)
 class PagedBatch(ComposedBatch):
-    """One step's input."""
+    """The input of one step."""
 
-    sampling: SamplingBatch = field(repr=False, kw_only=True)  # a row for each of logits
+    sampling: SamplingBatch = field(repr=False, kw_only=True)  # one row for each row of logits
     pending_output: AsyncStepOutput = field(
         repr=False, kw_only=True
     )  # the tokens, once there are logits
-    step: StepRows | None = field(repr=False, kw_only=True)  # if a plugin asks
+    step: StepRows | None = field(repr=False, kw_only=True)  # if a plugin needs it
 
 
 class PagedModelRunner:
     """A `ModelRunner` (chapter 1) over chapter 2's paged KV cache.
 
-    `state` takes over each plan here, and nowhere else. `compose` is chapter 2's layout, or another
-    that `backend` can attend to. `shuffle_seed`, a debug switch, puts each batch in a random order:
-    no output may depend on it."""
+    Plans are applied to `state` only here. `compose` is chapter 2's layout, or another one that
+    `backend` can attend to. `shuffle_seed`, a debug switch, puts each batch in a random order: no
+    output may depend on that order."""
 
     def __init__(
         self,
@@ -79,19 +79,20 @@ class PagedModelRunner:
         return pending_output
 
     def prepare(self, plan: RunnerInput) -> PagedBatch | None:
-        """Bring the requests up to date and lay out the step's tokens, if there are any."""
+        """Apply the plan to the requests and lay out the step's tokens. None: there are none."""
         self.state.apply(plan)
         return None if plan.is_empty else self._lay_out(plan)
 
     @torch.inference_mode()
     def forward(self, batch: PagedBatch) -> torch.Tensor:
-        """Logits `[num_logit_rows, vocab_size]`. Writes keys and values into the cache."""
+        """Return logits `[num_logit_rows, vocab_size]`. Writes keys and values into the cache."""
         batch.plan_attention(self.backend, self.model.num_heads, self.kv_cache)
         return self.model(batch, self.kv_cache)
 
     @torch.inference_mode()
     def sample(self, batch: PagedBatch, logits: torch.Tensor) -> AsyncStepOutput:
-        """Begun, like the forward pass. Plugins work while the device computes that."""
+        """Start sampling, without waiting for it. Plugins work while the device computes the
+        forward pass."""
         if batch.step is not None:
             logits = self.state.plugins.before_sampling(batch.step, logits)
         pending_output = batch.pending_output.begin(logits)
@@ -142,7 +143,7 @@ class PagedModelRunner:
     def stage(
         self, layout: StepLayout, step: StepRows, upload: UploadBuffer
     ) -> dict[str, Callable[[], Any]]:
-        """What plugins put into the batch."""
+        """Return the functions that make the plugins' part of the batch, by plugin name."""
         return self.state.plugins.stage(step, upload)
 
     def _step_rows(
@@ -154,11 +155,12 @@ class PagedModelRunner:
     def _sampling_batch(
         self, req_ids: list[str], queries: Queries, order: np.ndarray, drafts: dict[str, list[int]]
     ) -> SamplingBatch:
-        """A row for the last known token of each request that is reached, and for each draft."""
+        """Return one row for each request's last known token that the step reaches, and one for
+        each draft."""
         state, num_rows = self.state, queries.num_logit_rows[order]
-        owner = np.repeat(order, num_rows)  # of each row
+        owner = np.repeat(order, num_rows)  # request index of each row
         names, rows = [req_ids[i] for i in owner.tolist()], queries.rows[owner]
-        first = np.repeat(num_rows.cumsum() - num_rows, num_rows)  # row of the owner
+        first = np.repeat(num_rows.cumsum() - num_rows, num_rows)  # the owner's first row
         num_known = state.num_tokens[rows] - state.num_prompt_tokens[rows]
         num_outputs = num_known + np.arange(len(rows)) - first
         return SamplingBatch(state.sampling, names, rows, num_outputs, state, drafts)

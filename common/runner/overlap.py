@@ -1,24 +1,24 @@
-"""Overlapped scheduling: step n + 1 is planned, and begun, while step n is under way.
+"""Overlapped scheduling: the engine plans and starts step n + 1 while step n is in flight.
 
     device   |      step n       |     step n + 1      |     step n + 2 ...
     host      plan n+1, begin n+1   read n, update n, outputs, plan n+2, begin n+2   read n+1 ...
 
-The loop of chapter 1, which runs in an engine by default, makes the device wait while the host
-plans, lays out and writes down, and the host while the device computes. This one runs instead where
-`overlap_scheduling` says so: the same three lines, one step apart. What that asks of the scheduler
-is in `01_batching/beyond/overlap_plugin.py`: it plans on from a token that it does not know. The
-runner knows where that token lies (`BatchState.fill_in`).
+In chapter 1's loop, the engine's default, the device waits while the host plans, lays out and
+records a step, and the host waits while the device computes. With `overlap_scheduling` this loop
+runs instead: the same three lines, one step apart. The scheduler then has to schedule a request
+before its last token is known (`01_batching/beyond/overlap_plugin.py`). The runner knows where that
+token is stored (`BatchState.fill_in`).
 
-What it costs: a newcomer is planned for one step later; so is the end at EOS or a stop string seen,
-and one token computed for nobody.
+The cost: a new request is scheduled one step later. The end of a request at EOS or a stop string is
+also seen one step later, after one more token was computed and discarded.
 
-On a GPU kernels are queued, so a step that has begun runs by itself. On a CPU a thread computes it
-(`ThreadedRunner`), beside a host that holds Python's interpreter lock whenever it works, so there
-is less to gain, or nothing: a table of `common/README.md` has the times.
+On a GPU kernels are queued, so a started step runs without the host. On a CPU a thread computes the
+step (`ThreadedRunner`). The host holds Python's interpreter lock whenever it works, so the gain on
+a CPU is small or zero: a table in `common/README.md` has the times.
 
 Invariants: steps end in the order in which they were planned; every plan is executed once, and its
-output is taken once; no block is written from the host before each step that may still write to
-it is over (`wait_for_steps`).
+output is read once; the host writes no block before every step that can still write to that block
+has finished (`wait_for_steps`).
 """
 
 from __future__ import annotations
@@ -43,18 +43,18 @@ from worker_thread import ThreadJob, WorkerThread
 
 
 class InFlightPlans(Protocol):
-    """Who keeps the books of plans whose results nobody has seen."""
+    """The scheduler state of plans whose results have not been read yet."""
 
-    num_discarded_tokens: int  # computed for requests that had ended
+    num_discarded_tokens: int  # computed for finished requests
 
     @property
-    def has_work(self) -> bool: ...  # somebody could be planned now
+    def has_work(self) -> bool: ...  # a request can be scheduled now
 
-    def discard_plans(self) -> None: ...  # they have failed
+    def discard_plans(self) -> None: ...  # the plans have failed
 
 
 class OverlappedEngineCore(EngineCore):
-    """A step returns what one plan brought, the oldest, as in the plain loop."""
+    """An `EngineCore` whose step returns the outputs of one plan, the oldest one in flight."""
 
     def __init__(
         self, scheduler: SchedulerInterface, runner: QueuedRunner, in_flight_plans: InFlightPlans
@@ -63,12 +63,12 @@ class OverlappedEngineCore(EngineCore):
         self._in_flight: deque[tuple[SchedulerOutput, StepHandle]] = deque()
 
     def step(self) -> Sequence[EngineCoreOutput]:
-        """If it raises, so have all steps that were under way."""
+        """Run one engine step. If it raises, all steps in flight have failed."""
         steps = self._in_flight
         try:
             if not steps:
                 self._begin()
-            # An empty step is one of waiting, and what comes of it shows in the next.
+            # An empty step only waits, and the next plan needs its result.
             if not steps[0][0].is_empty and self.in_flight_plans.has_work:
                 self._begin()
             return self._finish()
@@ -85,13 +85,14 @@ class OverlappedEngineCore(EngineCore):
         return self.scheduler.update_from_output(plan, handle.wait())
 
     def give_up(self) -> None:
-        """What has begun comes to its end, and is nobody's. May be interrupted, and done again."""
+        """Wait for the started steps and discard their outputs. Safe to interrupt and repeat."""
         self.runner.give_up()
         self._in_flight.clear()
         self.in_flight_plans.discard_plans()
 
     def close(self) -> None:
-        """When nobody is unfinished: what is under way is nobody's, its errors too."""
+        """Wait for the steps in flight and close the runner, once all requests have finished.
+        Outputs and errors of these steps are ignored."""
         with closing(self.runner), suppress(Exception):
             while self._in_flight:
                 self._finish()
@@ -99,8 +100,8 @@ class OverlappedEngineCore(EngineCore):
 
 
 class QueuedRunner:
-    """A `ModelRunner` whose `execute` returns when a step has begun, as that of `runner` does. It
-    knows which steps are under way."""
+    """A `ModelRunner` whose `execute` returns when a step has started, as `runner.execute` does.
+    Keeps a list of the steps in flight."""
 
     def __init__(self, runner: ModelRunner) -> None:
         self.runner = runner
@@ -115,19 +116,19 @@ class QueuedRunner:
         return self.runner.execute(plan)
 
     def wait_for_steps(self) -> None:
-        """Until what has begun is over. What it brought is taken in its turn."""
+        """Wait until all started steps have finished. Their outputs are still read in order."""
         for step in self._in_flight:
             step.end()
 
     def give_up(self) -> None:
-        """Wait for what has begun. Of several errors the first one counts, and that was raised. An
-        interrupt is no step's error: it goes on, and who waits for the rest calls again."""
+        """Wait for the started steps and ignore their errors, because the first error was already
+        raised. An interrupt is raised; call again to wait for the remaining steps."""
         while self._in_flight:
             with suppress(Exception):
                 self._in_flight.pop(0).end()
 
     def close(self) -> None:
-        """When nothing is under way. What queued the steps is another's."""
+        """Close the runner when no step is in flight. Does nothing: `runner` has another owner."""
 
 
 @dataclass(slots=True, eq=False)
@@ -149,7 +150,7 @@ class QueuedStep:
 
 
 class ThreadedRunner(QueuedRunner):
-    """For a CPU: `runner` computes one step after another in a thread."""
+    """A `QueuedRunner` for a CPU: `runner` computes one step after another in a thread."""
 
     def __init__(self, runner: ModelRunner) -> None:
         super().__init__(runner)
@@ -159,7 +160,8 @@ class ThreadedRunner(QueuedRunner):
         return ThreadedStep(self._thread.submit(self.runner.execute, plan))
 
     def give_up(self) -> None:
-        """A step of which nobody here knows may be in the thread: its caller was interrupted."""
+        """Wait for the thread too, which can run a step not listed here if `execute` was
+        interrupted."""
         super().give_up()
         with suppress(RuntimeError):  # closed
             self._thread.submit(int).result()

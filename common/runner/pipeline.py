@@ -1,24 +1,24 @@
-"""The loop of a pipeline: several plans under way, one in each stage.
+"""The engine loop of a pipeline: several plans in flight, one in each stage.
 
-    stage 0   | A | B | A' | B' | A''        A, A', A''   plans for one half of those who decode
-    stage 1       | A | B  | A' | B' | A''   B, B'        for the other half
-    host              ^plan A' when A has come out, before anybody waits for B
+    stage 0   | A | B | A' | B' | A''        A, A', A''   plans for half of the decodes
+    stage 1       | A | B  | A' | B' | A''   B, B'        plans for the other half
+    host              ^plan A' when A has come out, before waiting for B
 
-This loop runs instead of chapter 1's where `pipeline_parallel_size` is more than one: the same
-three lines, the third some plans behind the first. What that asks of a scheduler is in chapter 4's
-`beyond/pipeline_plugin.py`: nobody is planned on behind a token that is under way, so an overlapped
-loop's `PENDING` has no place here; the first stage needs the id.
+This loop replaces chapter 1's where `pipeline_parallel_size` is more than one: the same three
+lines, but the third lags the first by several plans. The scheduler's part is chapter 4's
+`beyond/pipeline_plugin.py`. A request is not scheduled again while its token is in flight, because
+the first stage needs the id; so the overlapped loop's `PENDING` is not used here.
 
-    begin    as long as fewer than `num_in_flight` plans are under way and somebody is behind
-    finish   the oldest; its requests are behind again, and the next call begins with them
+    begin    while fewer than `num_in_flight` plans are in flight and a request can be scheduled
+    finish   the oldest plan; the next call schedules its requests again
 
-A pipeline of P stages is full with P plans. One more may wait in front of the first stage, so that
-it need not wait for the host; only work that depends on no result can be in it, so that is a chunk
-of a prompt or a newcomer, never a decode.
+A pipeline of P stages is full with P plans. One more plan can wait in front of the first stage, so
+that the stage does not wait for the host. That plan depends on no result, so it holds prompt chunks
+or new requests, never a decode.
 
 Invariants: steps end in the order in which they were planned; every plan is executed once, and its
-output is taken once. A plan for nobody goes through the stages too, for what else it tells them,
-but counts as no step unless it is all that is under way or somebody was preempted for it."""
+output is read once. An empty plan also goes through the stages, which need its other contents. It
+counts as a step only if it is the only plan in flight or a request was preempted for it."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ from step_record import preemptions_of
 
 
 class PipelinedEngineCore(OverlappedEngineCore):
-    """A step returns what one plan brought, the oldest."""
+    """An `OverlappedEngineCore` with up to `num_in_flight` plans in flight."""
 
     def __init__(
         self,
@@ -45,7 +45,8 @@ class PipelinedEngineCore(OverlappedEngineCore):
         self.num_in_flight = num_in_flight
 
     def step(self) -> Sequence[EngineCoreOutput]:
-        """If it raises, so have all steps that were under way."""
+        """Run one engine step: return the outputs of the oldest plan. If it raises, all steps in
+        flight have failed."""
         steps = self._in_flight
         try:
             self._begin_all()
@@ -59,7 +60,8 @@ class PipelinedEngineCore(OverlappedEngineCore):
             raise
 
     def _begin_all(self) -> None:
-        """Behind a plan for nobody, nothing is planned: what lets somebody in is a result."""
+        """Start plans until the pipeline is full. An empty plan ends the loop, because a request
+        can only be scheduled after the next result."""
         steps = self._in_flight
         num_busy = sum(not plan.is_empty for plan, _ in steps)
         while not steps or (num_busy < self.num_in_flight and self.in_flight_plans.has_work):

@@ -1,14 +1,14 @@
-"""One stage of a pipeline: the engine's own runner, over some of the layers.
+"""One stage of a pipeline: the engine's runner over a part of the layers.
 
     first     token ids --> embedding, layers --> hidden                            to the next
     between   hidden    --> layers            --> hidden                            to the next
     last      hidden    --> layers, norm, head --> logits --> sampler --> tokens    to the driver
 
-Every stage applies every plan, so each knows all requests, rows and block tables, and lays out the
-same tokens in the same order; nothing but `hidden` [num_tokens, hidden_size] goes from one to the
-next. Only the last one has a sampler, penalties' counts and guesses.
+Every stage applies every plan, so each stage knows all requests, rows and block tables, and lays
+out the same tokens in the same order. Only `hidden` [num_tokens, hidden_size] goes from one stage
+to the next. Only the last stage has a sampler, token counts for penalties, and draft tokens.
 
-A stage that has sent does not wait until the next one has received: it goes on with its next plan.
+A stage does not wait until the next one has received `hidden`: it continues with its next plan.
 """
 
 from __future__ import annotations
@@ -23,11 +23,11 @@ from scheduler_interface import StepOutput
 
 
 class StageRunner(PagedModelRunner):
-    """A `ModelRunner`. `model.collectives` knows which stage this is."""
+    """A `ModelRunner` for one stage, which `model.collectives` identifies."""
 
     @torch.inference_mode()
     def forward(self, batch: PagedBatch) -> torch.Tensor:
-        """The last stage's logits; of the others what they have sent."""
+        """Return the logits in the last stage, and the sent `hidden` in the others."""
         collectives = self.model.collectives
         if not collectives.ranks.is_first_stage:
             shape = (len(batch.positions), self.model.config.hidden_size)
@@ -42,12 +42,12 @@ class StageRunner(PagedModelRunner):
         return super().sample(batch, logits) if is_last else batch.pending_output.begin(logits)
 
     def compute(self, batch: PagedBatch) -> torch.Tensor:
-        """Between receiving and sending."""
+        """Compute the stage's layers, between receiving and sending."""
         return super().forward(batch)
 
 
 class NoSampler(BatchSampler):
-    """Of a stage that is not the last."""
+    """The sampler of a stage that is not the last: samples nothing."""
 
     def stage(self, sampling: SamplingBatch, upload: UploadBuffer) -> AsyncStepOutput:
         return _NotSampled()

@@ -1,14 +1,15 @@
 """How many threads torch computes with on a CPU: one number for the process, which engines share.
 
 At every matrix all threads wait for the slowest. For a small model a second thread gains little,
-and beside a busy program it costs most of the speed, so the default follows the model's size
-(`THREADS_FROM_PARAMETERS`). What the user has chosen stays: `OMP_NUM_THREADS`, `MKL_NUM_THREADS`,
-or a call of `torch.set_num_threads`. Of open engines that were given a number, the newest one's
-holds; otherwise the largest default, because changing the number under compiled code costs more
-than it gains. After the last one has closed, torch has the number that it had before.
+and next to a busy program a second thread costs most of the speed. So the default depends on the
+model's size (`THREADS_FROM_PARAMETERS`). The user's choice is kept: `OMP_NUM_THREADS`,
+`MKL_NUM_THREADS`, or a call of `torch.set_num_threads`. Among open engines with a given number, the
+newest engine's number applies. Without one, the largest default applies, because changing the
+number under compiled code costs more than it gains. After the last engine has closed, torch has its
+earlier number again.
 
-torch keeps a number for the process and one for each thread that has computed; a thread begins
-with the process's. Only a new thread tells what that is."""
+torch keeps one number for the process and one for each thread that has computed. A thread starts
+with the process's number, so only a new thread can read that number."""
 
 from __future__ import annotations
 
@@ -27,24 +28,24 @@ logger = logging.getLogger(__name__)
 
 
 def num_threads_of(num_parameters: int, device: torch.device, available: int) -> int:
-    """How many of the available threads a model is computed with by default."""
+    """Return the default number of threads for a model, out of the `available` ones."""
     is_small = device.type == "cpu" and num_parameters < THREADS_FROM_PARAMETERS
     return 1 if is_small else available
 
 
 class ThreadCount:
-    """torch's number of threads, and what open engines ask of it."""
+    """torch's number of threads, and the numbers that open engines request."""
 
     def __init__(self) -> None:
-        self._asked: dict[object, tuple[bool, int]] = {}  # by engine: (is it the user's?, number)
-        self._number: int | None = None  # that torch has, as far as is known
-        self._before = 1  # the engines
-        self._is_chosen = False  # `_before`, by the user
+        self._asked: dict[object, tuple[bool, int]] = {}  # by engine: (is_given, number)
+        self._number: int | None = None  # torch's number, as last seen or set
+        self._before = 1  # torch's number before the engines
+        self._is_chosen = False  # whether the user chose `_before`
         self._lock = threading.Lock()
         self._closed: deque[object] = deque()
 
     def default(self, num_parameters: int, device: torch.device) -> int:
-        """The number of threads for a model, where the engine was given none."""
+        """Return the number of threads for a model whose engine was given none."""
         with self._lock:
             self._look()
             wanted = num_threads_of(num_parameters, device, self._before)
@@ -59,8 +60,8 @@ class ThreadCount:
         return wanted
 
     def begin(self, num_threads: int, is_given: bool) -> Callable[[], None]:
-        """An engine begins to compute. The function that is returned says that it has ended; it
-        may be called in any thread, by the collector too, and more than once."""
+        """Register an engine and apply its number. Returns the function that unregisters the
+        engine: call it in any thread, in the garbage collector too, and more than once."""
         engine = object()
         with self._lock:
             self._look()
@@ -75,7 +76,8 @@ class ThreadCount:
         return end
 
     def _forget_closed(self) -> None:
-        """The collector may call from within this class: then who holds the lock does the work."""
+        """Unregister closed engines. The garbage collector can call this from within this class;
+        then the holder of the lock does the work."""
         while self._closed and self._lock.acquire(blocking=False):
             try:
                 self._look()
@@ -85,7 +87,8 @@ class ThreadCount:
                 self._lock.release()
 
     def _look(self) -> None:
-        """Has somebody else set the number? Then that one holds, and comes back after."""
+        """Check whether other code has set torch's number. If so, drop the engines' requests, and
+        use and later restore that number."""
         number = _in_new_thread(torch.get_num_threads)
         if number != self._number:
             self._is_chosen = self._number is not None or _is_chosen()
@@ -105,22 +108,22 @@ THREADS = ThreadCount()
 
 
 def set_threads(given: int | None, num_parameters: int, device: torch.device) -> Callable[[], None]:
-    """Give torch as many threads as `EngineConfig.num_threads` says; the function that is returned
-    puts them back."""
+    """Set torch's number of threads to `EngineConfig.num_threads`, or to the default. Returns the
+    function that restores the earlier number."""
     number = THREADS.default(num_parameters, device) if given is None else given
     return THREADS.begin(number, given is not None)
 
 
 def _is_chosen() -> bool:
-    """Whether the user has said how many threads torch takes. torch does not tell of a call of
-    `set_num_threads`. But without one, a new thread takes OpenMP's number, if torch has MKL.
-    Without MKL (ARM) such a call is not seen."""
+    """Whether the user has chosen torch's number of threads. torch does not report calls of
+    `set_num_threads`, but without such a call a new thread takes OpenMP's number, if torch has MKL.
+    Without MKL (ARM) the call is not detected."""
     if "OMP_NUM_THREADS" in os.environ or "MKL_NUM_THREADS" in os.environ:
         return True
 
     def is_fixed() -> bool:
         try:
-            ctypes.CDLL(None).omp_set_num_threads(1)  # of this thread alone
+            ctypes.CDLL(None).omp_set_num_threads(1)  # for this thread only
         except (AttributeError, OSError, TypeError):
             return False
         return torch.get_num_threads() != 1
@@ -133,7 +136,7 @@ def _in_new_thread(ask: Callable[[], int]) -> int:
     thread = threading.Thread(target=lambda: found.append(ask()))
     try:
         thread.start()
-    except RuntimeError:  # while the interpreter ends there are no new ones
+    except RuntimeError:  # no new threads at interpreter shutdown
         return ask()
     thread.join()
     return found[0]

@@ -1,8 +1,8 @@
-"""A step of several tokens may run past a stop string: what is behind it is nobody's.
+"""Trim the tokens after a stop string, which a step of several tokens can run past.
 
-Only the text shows where that is, and the text is the engine's. So a runner whose requests are
-guessed on (chapter 5) is wrapped in this one, before anybody counts the tokens, publishes their
-blocks or guesses again."""
+Only the text shows where the stop string ends, and only the engine has the text. So a runner that
+verifies draft tokens (chapter 5) is wrapped in `TrimmingRunner`: its tokens are trimmed before they
+are counted, their blocks published, or new drafts proposed."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ from scheduler_interface import ModelRunner, RunnerInput, StepHandle, StepOutput
 
 
 class TrimmingRunner:
-    """A `ModelRunner`. `members` are those of the engine's open requests, by id."""
+    """A `ModelRunner` that trims. `members` are the engine's open requests, by id."""
 
     def __init__(self, runner: ModelRunner, members: Mapping[str, OutputProcessor]) -> None:
         self.runner, self.members = runner, members
 
     def execute(self, plan: RunnerInput) -> TrimmedStep:
-        # Only those with drafts can get several tokens. When the step ends, a name may be another
-        # request's.
+        # Only requests with drafts can get several tokens. They are looked up now, because another
+        # request can have the same id when the step ends.
         names = [name for name in plan.scheduled_draft_token_ids if name in self.members]
         return TrimmedStep(self.runner.execute(plan), {name: self.members[name] for name in names})
 

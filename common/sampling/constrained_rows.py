@@ -1,8 +1,7 @@
-"""The rules of `token_rules.py`, applied to the rows of a step.
+"""Apply the rules of `token_rules.py` to the rows of a step.
 
-A step sends indices into its logits, laid end to end: as many as there are tokens that are allowed,
-biased, and ruled out by bad words. Whether a token that is still pending ends a bad word is found
-out where it is."""
+A step sends indices into its flattened logits: one for each token that is allowed, biased, or ruled
+out by bad words. If a bad word includes a pending token, the comparison is done on the device."""
 
 from __future__ import annotations
 
@@ -19,8 +18,8 @@ from common.sampling.sampling_constraints import NEG_INF
 def stage_rules(
     sampling: SamplingBatch, upload: UploadBuffer, vocab_size: int
 ) -> Callable[[torch.Tensor], torch.Tensor]:
-    """What is to be called with the logits [R, V], when the cargo has come: those that keep to the
-    rules. What it is given stays as it is."""
+    """Stage the rules of these rows. Returns a function to call after the upload, from logits
+    [R, V] to logits under the rules; it leaves its argument unchanged."""
     rows = np.flatnonzero(sampling.needs & RULES)
     rules = [sampling.columns.rules[row] for row in sampling.rows[rows].tolist()]
     closed, none = [i for i, r in enumerate(rules) if r.allowed is not None], np.zeros(0, np.int64)
@@ -36,7 +35,7 @@ def stage_rules(
         bad.append(np.concatenate([rule.bad, np.array(ends, dtype=np.int64)]))
 
     def flat(ids: list[np.ndarray], *values: np.ndarray) -> list[np.ndarray]:
-        """`flat_index` of the ids that each of the rules has."""
+        """Return `flat_index` of each rule's ids."""
         at = np.repeat(rows, list(map(len, ids)))
         return flat_index(at, np.concatenate([none, *ids]), vocab_size, *values)
 
@@ -66,8 +65,8 @@ def stage_rules(
 
 
 def _outputs(sampling: SamplingBatch, row: int) -> np.ndarray:
-    """The outputs before this row of logits, drafts included. None are known where somebody guesses
-    on from guesses."""
+    """Return the outputs before this row of logits, including drafts. Empty where a draft model
+    continues its own drafts, which the state does not have."""
     state, at = sampling.state, sampling.rows[row]
     first = int(state.num_prompt_tokens[at])
     end = first + int(sampling.num_outputs[row])

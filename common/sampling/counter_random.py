@@ -1,9 +1,9 @@
-"""Randomness as a function: the uniform number of a token is a hash of (seed, position, stream).
+"""Counter-based random numbers: a token's uniform number is a hash of (seed, position, stream).
 
-There is no generator whose state could depend on batch mates, slots, preemption or the number of
-guesses, and a rank or a restart draws the same numbers. vLLM keeps a `torch.Generator` for each
-seeded request and draws a whole row of exponential noise from it. The hash: splitmix64 (Steele et
-al. 2014)."""
+No generator has state that could depend on other requests in the batch, slots, preemption or the
+number of drafts, and every rank and restart draws the same numbers. vLLM keeps a `torch.Generator`
+for each seeded request and draws a whole row of exponential noise from it. The hash is splitmix64
+(Steele et al. 2014)."""
 
 from __future__ import annotations
 
@@ -11,28 +11,29 @@ import torch
 
 from inverse_cdf import draw
 
-# What a number is for: the token of a position, a guess at it, or whether the guess stands.
+# Uses of a number: to draw a position's token, its draft token, or to accept the draft token.
 TOKEN_STREAM, DRAFT_STREAM, ACCEPT_STREAM = range(3)
-BLOCK = 128  # tokens that are first drawn together
+BLOCK = 128  # tokens per block, drawn first as a whole
 
 
 def sample_from_probs(probs: torch.Tensor, u: torch.Tensor) -> torch.Tensor:
-    """The token [R] whose interval of the cumulative distribution holds `u` [R] float64 in [0, 1).
+    """Return the token [R] whose interval of the cumulative distribution contains `u` [R], float64
+    in [0, 1).
 
-    `probs` [R, V] sum to about 1. Intervals are closed left and open right, so a token of
-    probability 0 (or below 2**-52) is never drawn, for no `u`. First the block of tokens is found,
-    then the token in it: only [R, V / 128] and [R, 128] numbers need a cumulative sum."""
+    `probs` [R, V] sum to about 1. Intervals are closed on the left and open on the right, so no `u`
+    draws a token of probability 0 (or below 2**-52). The block of tokens is found first, then the
+    token in it, so that only [R, V / 128] and [R, 128] numbers need a cumulative sum."""
     vocab_size, mass = probs.shape[1], block_mass(probs)
     block, u = draw(mass, u)
     ids = block[:, None] * BLOCK + torch.arange(BLOCK, device=probs.device)
     inside = probs.gather(1, ids.clamp(max=vocab_size - 1)).to(torch.float64)
     inside = inside.masked_fill(ids >= vocab_size, 0.0)
     token, _ = draw(inside / mass.gather(1, block[:, None]), u)
-    return (block * BLOCK + token).clamp(max=vocab_size - 1)  # a row of NaN is anywhere
+    return (block * BLOCK + token).clamp(max=vocab_size - 1)  # a row of NaN gives any token
 
 
 def block_mass(probs: torch.Tensor) -> torch.Tensor:
-    """The sum of each block of probabilities, `[R, V // 128 + 1]`."""
+    """Return the sum of each block of probabilities, `[R, V // 128 + 1]`."""
     num_whole = probs.shape[1] // BLOCK
     whole = probs[:, : num_whole * BLOCK].unflatten(1, (num_whole, BLOCK))
     rest = probs[:, num_whole * BLOCK :]
@@ -43,8 +44,8 @@ def block_mass(probs: torch.Tensor) -> torch.Tensor:
 def uniforms(
     seeds: torch.Tensor, positions: torch.Tensor, stream: int | torch.Tensor = TOKEN_STREAM
 ) -> torch.Tensor:
-    """Uniform numbers in [0, 1), float64 [R]: a pure function of (seed, position, stream), the same
-    on every device. `seeds`, `positions`, and streams if there are several, [R] int64."""
+    """Return uniform numbers in [0, 1), float64 [R]: a pure function of (seed, position, stream),
+    the same on every device. `seeds`, `positions`, and several streams are [R] int64."""
     state = _mix(seeds + _GOLDEN)
     state = _mix(state + (positions + 1) * _GOLDEN)
     state = _mix(state ^ _mix(torch.zeros_like(state) + (stream + 1)))
@@ -57,12 +58,12 @@ _GOLDEN, *_MULTIPLIERS = (  # as int64
 
 
 def _mix(x: torch.Tensor) -> torch.Tensor:
-    """The finaliser of splitmix64. int64 arithmetic wraps, as it must here."""
+    """Apply the finaliser of splitmix64, which relies on int64 arithmetic that wraps."""
     x = (x ^ _shift_right(x, 30)) * _MULTIPLIERS[0]
     x = (x ^ _shift_right(x, 27)) * _MULTIPLIERS[1]
     return x ^ _shift_right(x, 31)
 
 
 def _shift_right(x: torch.Tensor, bits: int) -> torch.Tensor:
-    """As if unsigned: zeros come in from the left."""
+    """Shift as if unsigned: fill with zeros from the left."""
     return (x >> bits) & ((1 << (64 - bits)) - 1)

@@ -1,8 +1,8 @@
-"""The rows that want more than their highest logit: constraints, draws, log-probabilities.
+"""Rows that need more than their highest logit: constraints, draws, log-probabilities.
 
-Rows that ask for the same are worked on together, and each gets what it would get alone. What the
-host knows goes to the device in one copy, before there are logits. Nothing here waits for the
-device, but for one thing on a CPU: how far top-p reaches."""
+Rows with the same needs are computed together, and each row gets the same result as alone. The
+host's arrays are sent to the device in one copy, before the logits exist. Nothing here waits for
+the device, except on a CPU to find how many tokens top-p keeps."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ _WIDTH = 1 << 9  # above the bits of `needs`
 
 @dataclass(frozen=True, slots=True)
 class Rules:
-    """What is computed with: PyTorch, or kernels that give the same bits."""
+    """The functions of each constraint: PyTorch, or kernels with bitwise identical results."""
 
     apply_penalties: Callable[..., torch.Tensor] = constraints.apply_penalties
     shape: Callable[..., tuple[torch.Tensor, torch.Tensor | None]] = constraints.shape
@@ -54,13 +54,13 @@ IN_TORCH = Rules()
 
 
 def row_uniforms(sampling: SamplingBatch, streams: np.ndarray | int) -> np.ndarray:
-    """A uniform number [R] for each of the rows."""
+    """Return a uniform number [R] for each row."""
     columns = sampling.columns.seed[sampling.rows], sampling.num_outputs, np.array(streams)
     return uniforms(*map(torch.from_numpy, columns)).numpy()
 
 
 def _forbidden(sampling: SamplingBatch, vocab_size: int) -> np.ndarray:
-    """Which of the logits, laid end to end: EOS and stop tokens, before `min_tokens`."""
+    """Return the flat indices of impossible logits: EOS and stop tokens before `min_tokens`."""
     columns, rows = sampling.columns, sampling.rows
     at = np.flatnonzero(sampling.num_outputs < columns.min_tokens[rows])
     forbidden = [columns.forbidden[row] for row in rows[at].tolist()]
@@ -69,7 +69,7 @@ def _forbidden(sampling: SamplingBatch, vocab_size: int) -> np.ndarray:
 
 
 class HasRules(Protocol):
-    """A sampler, as its rows see it."""
+    """The part of a sampler that its rows use."""
 
     vocab_size: int
     rules: Rules | None
@@ -79,7 +79,7 @@ class HasRules(Protocol):
 
 
 class StagedRows:
-    """What is done with the rows of a batch. All arrays that it takes are made here."""
+    """The staged constraints and draws of a batch. `__init__` makes all arrays for them."""
 
     def __init__(self, sampler: HasRules, sampling: SamplingBatch, upload: UploadBuffer) -> None:
         columns, vocab_size = sampling.columns, sampler.vocab_size
@@ -104,7 +104,7 @@ class StagedRows:
             self.shaping = upload.add(columns.shaping[:, rows])
 
     def draw(self, raw: torch.Tensor) -> torch.Tensor:
-        """The token [R] of each row of `raw` [R, V], or `BAD`."""
+        """Return the token [R] of each row of `raw` [R, V], or `BAD`."""
         logits = self._constrain(raw)
         highest, tokens = highest_logits(logits)
         for at, probs, ids in self._distributions(logits, highest):
@@ -118,8 +118,8 @@ class StagedRows:
         return tokens.masked_fill_(is_bad(highest), BAD)
 
     def probs(self, raw: torch.Tensor) -> torch.Tensor:
-        """The distribution [R, V] each row's token is drawn from, after every constraint. A greedy
-        row is one-hot. A row without a finite maximum is all NaN."""
+        """Return the distribution [R, V] of each row's token, after every constraint. A greedy row
+        is one-hot. A row without a finite maximum is all NaN."""
         logits = self._constrain(as_float(raw))
         highest, tokens = highest_logits(logits)
         probs = torch.zeros_like(logits).scatter_(1, tokens[:, None], 1.0)
@@ -131,8 +131,8 @@ class StagedRows:
         return probs.masked_fill_(is_bad(highest)[:, None], float("nan"))
 
     def _constrain(self, logits: torch.Tensor) -> torch.Tensor:
-        """Without what is forbidden, and with biases and penalties. The `logits` that are given
-        stay as they are."""
+        """Return logits with forbidden tokens removed, and with biases and penalties. The given
+        `logits` are unchanged."""
         if self.asked & (RULES | MIN_TOKENS | PENALTIES):
             logits = as_float(logits)
         if self.asked & RULES:
@@ -150,11 +150,11 @@ class StagedRows:
     def _distributions(
         self, logits: torch.Tensor, highest: torch.Tensor
     ) -> Iterator[tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]]:
-        """`(at, probs [len(at), C], ids)` of the rows that draw. `ids` [len(at), C], ascending,
-        name the tokens of the columns; None: the columns are the vocabulary.
+        """Yield `(at, probs [len(at), C], ids)` of the drawn rows. `ids` [len(at), C], ascending,
+        are the tokens of the columns; None: the columns are the vocabulary.
 
-        Exponentials and their sums, which differ in the last bits from one program to another, are
-        PyTorch's softmax, whatever the rules are."""
+        Exponentials and their sums, which differ in the last bits between programs, are always
+        computed by PyTorch's softmax, whatever the rules are."""
         if not self.asked & DRAWN:
             return
         order, top_k, (temperature, top_p, min_p) = self.order(), self.top_k(), self.shaping()
@@ -174,11 +174,11 @@ class StagedRows:
 
 
 def _groups(sampling: SamplingBatch, vocab_size: int) -> tuple[np.ndarray, list[tuple]]:
-    """The rows that draw, in an order in which those of a group stand together. Groups: where, what
-    they ask for, a number that none of their top-k is above (0 says nothing), whether one cuts.
+    """Return the drawn rows, ordered by group, and the groups: slice, needs, an upper bound of
+    their top-k (0: no bound), and whether top-k removes tokens from any row.
 
-    Rows with a small top-k leave the wide tensors at once, those with the same power of two at or
-    above it together: so what a row sums over does not depend on its batch mates."""
+    Rows with a small top-k leave the wide tensors first, grouped by top-k rounded up to a power of
+    two, so the columns that a row sums over do not depend on the other rows of the batch."""
     top_k = sampling.columns.top_k[sampling.rows]
     asked = sampling.needs & (DRAWN | TOP_K | MIN_P | TOP_P)
     narrow = np.flatnonzero(asked & NARROW)
@@ -195,7 +195,7 @@ def _groups(sampling: SamplingBatch, vocab_size: int) -> tuple[np.ndarray, list[
 
 
 def _rows(x: torch.Tensor, at: torch.Tensor) -> torch.Tensor:
-    """The rows `at`, each once: no copy if these are all."""
+    """Return the rows `at`, which are distinct: no copy if these are all rows."""
     return x if len(at) == len(x) else x[at]
 
 
@@ -204,8 +204,8 @@ def _rows(x: torch.Tensor, at: torch.Tensor) -> torch.Tensor:
 
 @dataclass(frozen=True, slots=True)
 class TokenLogprobs:
-    """A token's log-probability in the raw distribution of the model, before penalties and
-    temperature, its rank there (1: none is likelier), and the likeliest tokens, best first."""
+    """A token's log-probability in the model's raw distribution, before penalties and temperature,
+    its rank there (1: the likeliest), and the likeliest tokens, best first."""
 
     token_id: int
     logprob: float
@@ -214,8 +214,8 @@ class TokenLogprobs:
 
 
 def logprob_numbers(raw: torch.Tensor, tokens: torch.Tensor, width: int) -> torch.Tensor:
-    """`[rows, 2 + 2 * width]` float64, in which integers are exact: of each row's token its
-    log-probability and rank, then the likeliest ids, then theirs."""
+    """Return `[rows, 2 + 2 * width]` float64, in which integers are exact: log-probability and rank
+    of each row's token, then the likeliest ids, then their log-probabilities."""
     logprobs = raw.log_softmax(dim=-1)
     chosen = logprobs.gather(1, tokens[:, None])
     ranks = 1 + (logprobs > chosen).sum(dim=-1, keepdim=True)
@@ -227,7 +227,7 @@ def logprob_numbers(raw: torch.Tensor, tokens: torch.Tensor, width: int) -> torc
 def entries_of(
     numbers: np.ndarray, tokens: Sequence[int], num_top: Sequence[int]
 ) -> Iterator[TokenLogprobs]:
-    """Of numbers that were read; of each row its first `num_top`."""
+    """Yield the entries of numbers that were read, with the first `num_top` of each row."""
     width = numbers.shape[1] // 2 - 1
     ids = numbers[:, 2 : 2 + width].astype(np.int64).tolist()
     for token, k, likeliest, (logprob, rank, *rest) in zip(tokens, num_top, ids, numbers.tolist()):
@@ -235,7 +235,7 @@ def entries_of(
 
 
 class Logprobs:
-    """Of the rows that ask for them."""
+    """The log-probabilities of the rows that request them."""
 
     def __init__(self, sampling: SamplingBatch, upload: UploadBuffer) -> None:
         self.rows = np.flatnonzero(sampling.needs & LOGPROBS)
@@ -243,14 +243,14 @@ class Logprobs:
         self.width, self.at = max(self.num_top), upload.add(self.rows)
 
     def numbers(self, raw: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:
-        """Of these rows, as `logprob_numbers` has them."""
+        """Return `logprob_numbers` of these rows."""
         at, self.width = self.at(), min(self.width, raw.shape[1])
         return logprob_numbers(as_float(_rows(raw, at)), tokens[at].clamp(min=0), self.width)
 
     def add_to(
         self, output: StepOutput, req_ids: list[str], tokens: np.ndarray, read: np.ndarray
     ) -> None:
-        """`read` is what was read of `numbers`."""
+        """Add the entries to `output`. `read` is the host's copy of `numbers`."""
         read = read.reshape(len(self.rows), -1)
         entries = entries_of(read, tokens[self.rows].tolist(), self.num_top)
         for row, entry in zip(self.rows.tolist(), entries, strict=True):

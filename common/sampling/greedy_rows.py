@@ -1,14 +1,14 @@
-"""The token of a row where nothing is drawn, and what stands in place of one."""
+"""Greedy tokens, and the placeholders of rows without a token."""
 
 from __future__ import annotations
 
 import torch
 
-BAD, REJECTED = -1, -2  # in place of a row's token: no finite maximum; behind a rejected draft
+BAD, REJECTED = -1, -2  # instead of a token: no finite maximum; after a rejected draft
 
 
 def greedy(logits: torch.Tensor) -> torch.Tensor:
-    """The highest logit's lowest id [R]; `BAD` where the highest is not finite."""
+    """Return the lowest id [R] of the highest logit; `BAD` where that logit is not finite."""
     highest, tokens = highest_logits(logits)
     return tokens.masked_fill_(is_bad(highest), BAD)
 
@@ -18,15 +18,15 @@ def as_float(logits: torch.Tensor) -> torch.Tensor:
 
 
 def highest_logits(logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """The highest logit [R] of each row, and the lowest id [R] that has it."""
+    """Return the highest logit [R] of each row, and the lowest id [R] that has it."""
     if logits.is_cuda:
         highest, tokens = logits.max(dim=-1)
         return highest, tokens
-    # NumPy's argmax is vectorised and ten times as quick; both take the first of equals.
+    # NumPy's argmax is vectorised and ten times as fast; both return the first of equals.
     tokens = torch.from_numpy(logits.numpy().argmax(axis=-1))
     return logits.gather(1, tokens[:, None])[:, 0], tokens
 
 
 def is_bad(highest: torch.Tensor) -> torch.Tensor:
-    """Whether it is not finite, in two launches (`isfinite` takes four)."""
+    """Whether `highest` is not finite, in two launches (`isfinite` takes four)."""
     return (highest - highest) != 0

@@ -2,18 +2,17 @@
 
     position     0      1      2      3
     token        a      b      c      d       the prompt
-    hidden       h0     h1     h2     h3      of h3 a token is sampled, as ever
-    scored              b      c      d       by h0, h1, h2: raw distributions, as of outputs
+    hidden       h0     h1     h2     h3      h3: a token is sampled, as usual
+    scored              b      c      d       by h0, h1, h2: raw distributions, as for outputs
     entries     None    b      c      d       `RequestOutput.prompt_logprobs`
 
-Each chunk of a prompt gives those of its positions. What a step has to score, all of its tokens go
-through the last layer for, where else only rows that are sampled from do. Logits are made of at
-most 256 rows at a time, which the memory plan counts: of a whole step they would be larger
-than the model.
+Each chunk of a prompt scores its positions. In a step that scores tokens, all tokens go through the
+last layer; in other steps only the sampled rows do. Logits are computed for at most 256 rows at a
+time, which the memory plan includes: for a whole step they would be larger than the model.
 
-A cached prefix has no hidden states, so such a request reads no cache. Its KV is published as ever.
-Of the `n` samples of a prompt the first one brings the request. What was scored before a preemption
-is not scored again."""
+A cached prefix has no hidden states, so a request with `prompt_logprobs` reads no cached prefix.
+Its KV is published as usual. If a prompt has `n` samples, only the first one requests the scores.
+Positions scored before a preemption are not scored again."""
 
 from __future__ import annotations
 
@@ -31,7 +30,7 @@ if TYPE_CHECKING:
 
 
 class PromptLogprobs(RunnerPlugin):
-    """`features["prompt_logprobs"]` is how many of the likeliest tokens are named; -1: all."""
+    """The plugin. `features["prompt_logprobs"]` is the number of top tokens per entry; -1: all."""
 
     name = SCORED
 
@@ -42,7 +41,7 @@ class PromptLogprobs(RunnerPlugin):
     def grow(self, num_rows: int) -> None:
         more = np.zeros((3, num_rows - self._columns.shape[1]), dtype=np.int64)
         self._columns = np.concatenate([self._columns, more], axis=1)
-        # From which position on, and up to which, tokens behind it are still to be scored.
+        # Positions [next, end) whose next token has not been scored yet.
         self._next, self._end, self._num_top = self._columns
 
     def admit(self, row: int, new: NewRequestData) -> None:
@@ -62,7 +61,7 @@ class PromptLogprobs(RunnerPlugin):
         start_columns = np.maximum(starts, self._next[rows])
         lens = np.minimum(starts + num_tokens, self._end[rows]) - start_columns
         asked = np.flatnonzero(lens > 0)
-        if not len(asked):  # it was preempted, and comes again to what was scored
+        if not len(asked):  # preempted: these positions were already scored
             return None
         lens, start_columns, rows = lens[asked], start_columns[asked], rows[asked]
         within = np.arange(lens.sum()) - np.repeat(lens.cumsum() - lens, lens)

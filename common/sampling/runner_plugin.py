@@ -1,15 +1,15 @@
-"""A feature on the runner's side: an object in a list, which is told what happens to rows.
+"""Runner plugins: features on the runner's side, notified of events by hooks.
 
-    a request comes, and goes      admit, release     its row, and what its message says
+    a request starts, and ends     admit, release     its row, and the data in its message
     tokens are written             appended           once a step, for all rows
     more rows are needed           grow
     a step is laid out             stage              arrays into the step's one upload
-    the device computes            before_sampling    what the host works out meanwhile: one more
+    the device computes            before_sampling    host work during the forward pass: one more
                                                       upload, in such steps only
 
-What belongs to a request stands in columns of the plugin, by row; what belongs to a step stands in
-the batch: two steps may be on their way at once. Hooks are called in the order of the list, which
-stands in the assembly, and only if the plugin's class defines them: that is looked up once."""
+Data of a request is stored in columns of the plugin, by row. Data of a step is stored in the batch,
+because two steps can be in flight. Hooks are called in the order of the plugin list, which is in
+the assembly, and only if the plugin's class defines them: that is looked up once."""
 
 from __future__ import annotations
 
@@ -23,20 +23,20 @@ from base_scheduler import overrides
 from batch_layout import Queries, all_to_device
 from scheduler_interface import NewRequestData
 
-NO_TOKEN = "no token may come next"  # by rules that a request brings
+NO_TOKEN = "no token may come next"  # because of a request's rules
 
 
 class UploadBuffer:
-    """Arrays that go to a device in one copy."""
+    """Arrays that are sent to a device in one copy."""
 
     def __init__(self, device: torch.device, arrays: Iterable[np.ndarray] = ()) -> None:
         self.device, self.arrays = device, list(arrays)
-        self.tensors: Sequence[torch.Tensor] = ()  # the same, where they have been sent
+        self.tensors: Sequence[torch.Tensor] = ()  # the same arrays on the device, after `send`
 
     def add(self, array: np.ndarray) -> Callable[[], torch.Tensor]:
-        """Its tensor, for whoever asks when it is there."""
+        """Add an array. Returns a function that returns its tensor: call it after `send`."""
         index = len(self.arrays)
-        self.arrays.append(np.ascontiguousarray(array))  # as kernels like it
+        self.arrays.append(np.ascontiguousarray(array))  # as kernels need it
         return lambda: self.tensors[index]
 
     def send(self) -> None:
@@ -51,84 +51,84 @@ class HasTokens(Protocol):
     num_prompt_tokens: np.ndarray  # [num_rows] int64
 
     def fill_in(self, token_ids: torch.Tensor) -> torch.Tensor:
-        """Ids on the device, with those in place that are below 0: they are pending."""
+        """Return ids on the device, with the pending ones (below 0) filled in."""
         ...
 
     def known(self, token_id: int) -> int:
-        """One of them on the host, which waits for it if it is pending. Below 0: there is none."""
+        """Return one id on the host, which waits for a pending token. Below 0: no token."""
         ...
 
 
 class StepRows(NamedTuple):
-    """Who is in a step, in the order of the batch. Each query has `num_tokens` tokens of the
-    model's input and `num_logit_rows` rows of logits, one behind the other."""
+    """The requests of a step, in the order of the batch. Each query has `num_tokens` consecutive
+    tokens of the model's input and `num_logit_rows` consecutive rows of logits."""
 
     state: HasTokens
     req_ids: Sequence[str]  # [num_queries]
     queries: Queries
-    drafts: Mapping[str, Sequence[int]]  # as the plan has them
+    drafts: Mapping[str, Sequence[int]]  # as in the plan
 
 
 class RunnerPlugin:
-    """What a hook is called with may not be changed."""
+    """The base class of plugins. A hook may not change its arguments."""
 
-    name: str = ""  # what a request brings to it is `NewRequestData.features[name]`, if anything
+    name: str = ""  # its data in a request is `NewRequestData.features[name]`, if any
 
     def grow(self, num_rows: int) -> None:
-        """There are so many rows from now on, as many as before or more. They stay what they
-        were."""
+        """Grow the columns to `num_rows`, which is never fewer than before. Existing rows are
+        unchanged."""
 
     def admit(self, row: int, new: NewRequestData) -> None:
-        """The row is this request's from now on."""
+        """Assign the row to this request."""
 
     def release(self, row: int) -> None:
-        """The row is nobody's. After an interrupt it is said again, or of a row of which nothing
-        had been said."""
+        """Free the row. After an interrupt, the hook can be called again for the same row, or for
+        a row that was never admitted."""
 
     def appended(
         self, state: HasTokens, rows: np.ndarray, start_columns: np.ndarray, stops: np.ndarray
     ) -> None:
-        """A plan has brought positions `[firsts[i], stops[i])` of each row. The prompt is not among
-        them, unless its request was preempted: then all comes once more. So does a token that was
-        pending, below 0, when its value is known."""
+        """Handle a plan's new tokens: positions `[start_columns[i], stops[i])` of each row. The
+        prompt is not included, unless its request was preempted: then all tokens are passed again.
+        A pending token (below 0) is passed again too, when its value is known."""
 
     def concerns(self, rows: np.ndarray) -> bool:
-        """Has it anything to stage, or to change before sampling, in a step of these rows? If not,
-        it is not asked for it, and a step that concerns nobody costs nothing."""
+        """Whether the plugin stages anything, or changes logits before sampling, in a step of these
+        rows. If not, its hooks are skipped, so a step that uses no plugin costs nothing."""
         return True
 
     def stage(self, step: StepRows, upload: UploadBuffer) -> Callable[[], Any] | None:
-        """Put into `upload` what the device has to know of the rows. What is returned is called
-        when it is there; what comes of that stands in the batch, `staged[name]`."""
+        """Add the rows' arrays for the device to `upload`. The returned function is called after
+        the upload, and its result is stored in the batch as `staged[name]`."""
 
     def column(self, rows: np.ndarray) -> np.ndarray:
-        """Instead of `stage`, in a step of one token for each of these rows that is replayed from a
-        graph: an integer for each, where 0 is that of padding. Asked if graphs of this plugin's
-        name were captured (`graphs.py`)."""
+        """Return an integer for each row; 0 is the padding. Called instead of `stage` in a step of
+        one token per row that is replayed from a graph, if graphs with this plugin's name were
+        captured (`graphs.py`)."""
         raise NotImplementedError
 
     def before_sampling(
         self, step: StepRows, upload: UploadBuffer
     ) -> Callable[[torch.Tensor], torch.Tensor] | None:
-        """The forward pass has begun, and the host has time. What is returned gets the logits
-        [num_logit_rows, vocab_size or wider] when `upload` is there, and what it returns is sampled
-        from. None: nothing in this step."""
+        """Prepare a change of the logits while the device computes the forward pass. The returned
+        function gets the logits [num_logit_rows, vocab_size or wider] after the upload, and returns
+        the logits to sample from. None: no change in this step."""
 
     def num_possible(self, state: HasTokens, row: int, drafts: Sequence[int]) -> int:
-        """How many of these guesses could come true, one behind the other? More need not be
-        verified."""
+        """Return how many of these drafts could be accepted, from the first one on. The others are
+        not verified."""
         return len(drafts)
 
     def may_come(
         self, row: int, outputs: Sequence[int], vocab_size: int
     ) -> Mapping[str, np.ndarray]:
-        """By the name of each rule, which tokens [vocab_size] it allows behind these outputs. Asked
-        where no token could be sampled."""
+        """Return, by rule name, the tokens that the rule allows after these outputs, bool
+        [vocab_size]. Called where no token could be sampled."""
         return {}
 
 
 class BroughtByFew(RunnerPlugin):
-    """One to which few requests bring something: of each row what was made of it, or None."""
+    """A plugin that few requests use. `brought` has a row's value, or None."""
 
     def __init__(self) -> None:
         self.brought: list[Any] = []
@@ -147,7 +147,7 @@ class BroughtByFew(RunnerPlugin):
 
 
 class RunnerPlugins:
-    """The list, and of each hook those that have it."""
+    """The plugin list, and for each hook the plugins that define it."""
 
     def __init__(self, plugins: Iterable[RunnerPlugin]) -> None:
         self.plugins = tuple(plugins)
@@ -163,20 +163,21 @@ class RunnerPlugins:
         self._may_come = [p.may_come for p in self.plugins if overrides(p, RunnerPlugin.may_come)]
 
     def staging(self, rows: np.ndarray) -> list[RunnerPlugin]:
-        """Those that stage something for a step of these rows."""
+        """Return the plugins that stage something for a step of these rows."""
         return [plugin for plugin in self._early if plugin.concerns(rows)]
 
     def see_step(self, rows: np.ndarray) -> bool:
         return any(plugin.concerns(rows) for plugin in (*self._early, *self._late))
 
     def stage(self, step: StepRows, upload: UploadBuffer) -> dict[str, Callable[[], Any]]:
-        """What stands in the batch when `upload` is there, by the names of plugins."""
+        """Return the functions that make the batch's staged data, by plugin name. Call them after
+        the upload."""
         concerned = self.staging(step.queries.rows)
         staged = {plugin.name: plugin.stage(step, upload) for plugin in concerned}
         return {name: found for name, found in staged.items() if found is not None}
 
     def missing_reason(self, row: int, outputs: Sequence[int], vocab_size: int) -> str | None:
-        """The rules that together leave no token behind these outputs, if they do."""
+        """Return the rules that together allow no token after these outputs, or None."""
         rules: dict[str, np.ndarray] = {}
         for may_come in self._may_come:
             rules |= may_come(row, outputs, vocab_size)
@@ -193,7 +194,7 @@ class RunnerPlugins:
         return f"{' and '.join(names)}: {NO_TOKEN}"
 
     def before_sampling(self, step: StepRows, logits: torch.Tensor) -> torch.Tensor:
-        """What is sampled from, of logits that may not have been computed yet."""
+        """Return the logits to sample from. The given logits may not be computed yet."""
         concerned = [p for p in self._late if p.concerns(step.queries.rows)]
         upload = UploadBuffer(logits.device)
         found = [plugin.before_sampling(step, upload) for plugin in concerned]

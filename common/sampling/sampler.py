@@ -1,27 +1,27 @@
-"""From logits to tokens: every constraint of `SamplingParams`, for the whole batch at once.
+"""Sample tokens from logits, with every constraint of `SamplingParams`, for the whole batch.
 
     logits
-        | a grammar's mask, before they come here (`grammar_masks.py`): what may not follow
-        | is impossible
-    raw logits --> log-probabilities, where asked for
-        | allowed_token_ids: all others impossible; bad_words: what would complete one
+        | a grammar's mask, applied before this module (`grammar_masks.py`): forbidden tokens
+        | become impossible
+    raw logits --> log-probabilities, where requested
+        | allowed_token_ids: all others impossible; bad_words: tokens that would complete one
         | min_tokens: EOS and stop tokens impossible
         | logit_bias; then repetition, frequency, presence penalties
-        +--> greedy rows: the highest; of equals, the lowest id
+        +--> greedy rows: the highest; if equal, the lowest id
         | temperature, min-p, top-k, top-p
         | softmax                                    `StagedRows.probs` (for chapter 5)
         +--> inverse of the cumulative distribution at a uniform number
 
-This is the order of vLLM (0.22), to the last step. What is impossible stays so whatever is added,
-so biases are added before EOS is ruled out, in one pass with the first two.
+This is the order of vLLM (0.22), up to the last step. An impossible token stays impossible whatever
+is added, so biases are added before EOS is ruled out, in one pass with the first two.
 
-A batch of greedy rows needs no more than this file; `distributions.py` has the rest. What the
-device has to know of a batch is put together before the forward pass (`stage`), and goes there in
-the one copy of the step; what the host wants to know of the step, it reads at once.
+A batch of greedy rows needs only this file; `distributions.py` has the other steps. The arrays of a
+batch are collected before the forward pass (`stage`) and sent to the device in the step's one copy.
+The host reads tokens and log-probabilities in one copy too.
 
 A logit row is used as float64 if it is float64, otherwise as float32; cumulative sums are float64
 or integers. A row without a finite maximum (NaN, +inf, or no token allowed) is an error of its
-request and of no other."""
+request only."""
 
 from __future__ import annotations
 
@@ -45,18 +45,18 @@ Draw = Callable[[torch.Tensor], torch.Tensor]
 
 
 class HasSampling(Protocol):
-    """A batch, as a sampler sees it."""
+    """The part of a batch that a sampler uses."""
 
     sampling: SamplingBatch
 
 
 class BatchSampler(Protocol):
     def stage(self, sampling: SamplingBatch, upload: UploadBuffer) -> AsyncStepOutput:
-        """Put into `upload` whatever the device has to know of the rows."""
+        """Add the rows' arrays for the device to `upload`."""
         ...
 
     def sample(self, logits: torch.Tensor, batch: HasSampling) -> StepOutput:
-        """All at once: the tokens, log-probabilities and errors of the batch's requests."""
+        """Stage, start and wait: return the tokens, log-probabilities and errors of a batch."""
         upload = UploadBuffer(logits.device)
         step = self.stage(batch.sampling, upload)
         upload.send()
@@ -64,9 +64,9 @@ class BatchSampler(Protocol):
 
 
 class Sampler(BatchSampler):
-    """Chooses each row's next token. `vocab_size`: logits beyond it are padding and never win.
-    `rules`: kernels; None: PyTorch. Keeps token counts where there are penalties. Neither changes
-    what is sampled."""
+    """Samples each row's next token. Logits beyond `vocab_size` are padding and never sampled.
+    `rules`: kernels; None: PyTorch. Keeps token counts for requests with penalties. Neither rules
+    nor counts change the sampled tokens."""
 
     def __init__(self, vocab_size: int, rules: Rules | None = None) -> None:
         self.vocab_size, self.rules = vocab_size, rules
@@ -78,17 +78,17 @@ class Sampler(BatchSampler):
         return TokenCounts()
 
     def stage(self, sampling: SamplingBatch, upload: UploadBuffer) -> AsyncStepOutput:
-        """One token for each row."""
+        """Stage one token for each row."""
         return AsyncStepOutput(sampling, upload, self.raw_logits, self.stage_draw(sampling, upload))
 
     def raw_logits(self, logits: torch.Tensor) -> torch.Tensor:
-        """Without padding lanes. A GPU converts each number where it computes with it; NumPy, which
-        finds the highest on a CPU, knows no bfloat16."""
+        """Return the logits without padding. On a GPU they are converted where they are used; on a
+        CPU here, because NumPy, which finds the maximum, has no bfloat16."""
         raw = logits[:, : self.vocab_size]
         return raw if raw.is_cuda else as_float(raw)
 
     def stage_draw(self, sampling: SamplingBatch, upload: UploadBuffer) -> Draw:
-        """From raw logits to the token [R] of each row, or `BAD`."""
+        """Return the function from raw logits to the token [R] of each row, or `BAD`."""
         if sampling.asked | LOGPROBS == LOGPROBS:
             return greedy
         from common.sampling.distributions import StagedRows
@@ -97,8 +97,8 @@ class Sampler(BatchSampler):
 
 
 class AsyncStepOutput:
-    """The `StepHandle` of a step whose tokens nobody on the host has seen yet. On a GPU its kernels
-    are queued, and it may not even have begun. `draw` gets what `raw_logits` makes of logits."""
+    """The `StepHandle` of a step whose tokens the host has not read yet. On a GPU its kernels are
+    queued and may not have started. `draw` is called with the result of `raw_logits`."""
 
     tokens: torch.Tensor  # [R] int64
 
@@ -107,7 +107,7 @@ class AsyncStepOutput:
     ) -> None:
         self.req_ids, self._raw_logits, self._draw = sampling.req_ids, raw_logits, draw
         self.times: dict[str, float] = {}
-        self.add_more: Callable[[StepOutput], None] | None = None  # what else the host reads
+        self.add_more: Callable[[StepOutput], None] | None = None  # adds other results
         self.missing_reason: Callable[[str, int], str | None] | None = None
         self._logprobs = None
         if sampling.asked & LOGPROBS:
@@ -116,11 +116,11 @@ class AsyncStepOutput:
             self._logprobs = Logprobs(sampling, upload)
 
     def begin(self, logits: torch.Tensor) -> AsyncStepOutput:
-        """`logits` [R, vocab_size or wider]; R may be 0. The cargo has come."""
+        """Start sampling from `logits` [R, vocab_size or wider], after the upload. R can be 0."""
         raw = self._raw_logits(logits)
         self._vocab_size = raw.shape[1]
         tokens = self.tokens = self._draw(raw)
-        del self._draw  # and all that it holds
+        del self._draw  # and everything it holds
         if self._logprobs is not None:
             numbers = self._logprobs.numbers(raw, tokens).flatten()
             tokens = torch.cat([tokens.to(torch.float64), numbers])
@@ -128,15 +128,15 @@ class AsyncStepOutput:
         return self
 
     def read_tokens(self) -> np.ndarray:
-        """[R]. The host waits until they are sampled."""
+        """Return the tokens [R]. The host waits until they are sampled."""
         return self._read()[: len(self.req_ids)]
 
     def wait(self) -> StepOutput:
-        """What became of them. Here, too, the host waits."""
+        """Return the step's tokens, errors and other results. The host waits for them."""
         clock = StepTimer()
         output, req_ids, read = StepOutput(times=self.times), self.req_ids, self._read()
         ids = read[: len(req_ids)].astype(np.int64, copy=False)
-        missing_reason, self.missing_reason = self.missing_reason, None  # and all that it holds
+        missing_reason, self.missing_reason = self.missing_reason, None  # frees what it holds
         output.token_ids = dict(zip(req_ids, ids[:, None].tolist()))
         if len(output.token_ids) < len(ids) or ids.min(initial=0) < 0:
             _sort_out(output, req_ids, ids.tolist())
@@ -153,8 +153,9 @@ class AsyncStepOutput:
 
 
 def _sort_out(output: StepOutput, req_ids: list[str], tokens: list[int]) -> None:
-    """Requests with several rows, and rows without a token. A request that has got tokens comes to
-    its bad row again in the next step, and to no draft before it."""
+    """Set tokens and errors of requests with several rows or bad rows. A request that got tokens
+    before its bad row fails later: the next step computes that row again, without drafts before
+    it."""
     output.token_ids = {}
     for req_id, token in zip(req_ids, tokens, strict=True):
         if token >= 0:
@@ -164,8 +165,8 @@ def _sort_out(output: StepOutput, req_ids: list[str], tokens: list[int]) -> None
 
 
 def from_device(tensor: torch.Tensor) -> Callable[[], np.ndarray]:
-    """A copy that begins now, behind the work that is under way and no later. Called, it waits for
-    its end."""
+    """Start a copy to the host, queued after the work in flight but before any later work. Returns
+    the function that waits for the copy and returns the array."""
     if not tensor.is_cuda:
         return tensor.numpy
     copy = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)

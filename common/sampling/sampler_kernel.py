@@ -1,42 +1,42 @@
 """Sampling as Triton kernels: penalties, top-k, temperature, min-p, top-p, and the draw.
 
-PyTorch takes some sixty operations to draw from a batch, and sorts the vocabulary for top-k and for
-top-p. Here are four kernels, with PyTorch's softmax between them:
+PyTorch needs about sixty operations to draw from a batch, and sorts the vocabulary for top-k and
+for top-p. Here are four kernels, with PyTorch's softmax between them:
 
     apply_penalties      one pass
-    shape                which are the k highest, by search; the temperature, min-p
+    shape                the k highest logits, by search; the temperature, min-p
     softmax              PyTorch's
-    apply_top_p          which of the highest reach p, by the same search; then softmax once more
+    apply_top_p          the highest logits that reach p, by the same search; then softmax again
     sample_from_probs    the draw
 
-The tokens are those of `common/sampling`, which is the specification, bit for bit: `Rules` takes
-either. So a kernel computes only what has one right answer: comparisons, single operations that
-IEEE 754 rounds in one way (no multiply-add in one, divisions rounded to nearest), and sums of
-integers, which any order of addition leaves as they are. What has none, exponentials and sums of
-floats, is computed by PyTorch, once, for both: the softmax, and the mass of each block of the
-vocabulary. On one device both draw the same tokens. Between devices they may differ where PyTorch's
-softmax does, in its last bit.
+The results are bitwise identical to those of `common/sampling`, which is the specification: `Rules`
+takes either. So a kernel only computes operations with one right result: comparisons, single
+operations that IEEE 754 rounds in one way (no fused multiply-add, divisions rounded to nearest),
+and sums of integers, which do not depend on the order of addition. PyTorch computes the others,
+exponentials and sums of floats, for both: the softmax, and the mass of each block of the
+vocabulary. On one device both draw the same tokens. Between devices the tokens can differ where
+PyTorch's softmax differs in its last bit.
 
-Nothing is sorted. The k-th highest logit, or the one that reaches p, is the lowest threshold above
-which lie fewer than k tokens, or less mass than p. Logits are read as integers of the same order,
+Nothing is sorted. The k-th highest logit, or the one that reaches p, is the lowest threshold with
+fewer than k tokens, or less mass than p, above it. Logits are read as integers of the same order,
 and thresholds are tried `WAYS` at a time:
 
     low         t1          t2          t3          t4        high      above(t) >= k | above(t) < k
                             low        high                             after one pass over the row
 
-Of equal logits the lower ids are kept: sums say in which tile they reach k or p, and only in that
-one they are counted. For up to 256 tokens, the vocabulary is read once, for the maxima of its
-blocks, and then only as many blocks as tokens.
+Among equal logits the lower ids are kept: sums give the tile in which they reach k or p, and they
+are counted one by one only in that tile. For up to 256 tokens, the vocabulary is read once, for the
+maxima of its blocks, and then only as many blocks as tokens.
 
-The draw is chapter 5's, by one uniform number and integer weights. Gumbel noise, which vLLM and
+The draw is chapter 5's, with one uniform number and integer weights. Gumbel noise, which vLLM and
 others use, needs a random number and a logarithm for each token of the vocabulary, and the winner
-hangs on the last bit of each; so it draws another token on another device. It also leaves nothing
-over with which one draw could be two (a block, then a token in it).
+depends on the last bit of each, so another device can draw another token. It also leaves no
+remainder for a second draw (first a block, then a token in it).
 
-A row's highest logit, which a greedy row wants anyway, is given. So where no top-k cuts, the shape
-is one pass, and a program takes a tile of a row. A search takes the whole row, so few rows leave
-most of a GPU idle. Logits are float32 or what the model has of 16 bits, which is converted where it
-is read: a model in float64 is sampled from by PyTorch."""
+A row's highest logit, which greedy rows need anyway, is an argument. So without top-k, `shape` is
+one pass, and a program takes a tile of a row. A search takes the whole row, so a few rows leave
+most of a GPU idle. Logits are float32, or the model's 16-bit type, converted when loaded. PyTorch
+samples from the logits of a float64 model."""
 
 from __future__ import annotations
 
@@ -52,15 +52,15 @@ from kernel_launch import TRITON_TYPES, Launch
 from paged_attention_triton import next_power_of_2
 from triton_or_none import jit, jit_for_any, tl
 
-PART = 64  # tokens to a block, of which the best ones are searched for a few tokens
-TILE = 2048  # tokens that a program loads at once
-WAYS = 4  # thresholds that a pass tries: more of them cost more than the passes that they save
+PART = 64  # tokens per block; only the best blocks are searched for a small top-k
+TILE = 2048  # tokens that a program loads in one operation
+WAYS = 4  # thresholds per pass: more would cost more than the passes they save
 NUM_WARPS = 8
 
 
 @jit
 def _divide(a, b):
-    """Rounded to nearest, as a division in PyTorch is."""
+    """Divide with rounding to nearest, as PyTorch does."""
     if a.dtype == tl.float64:
         return a / b
     else:
@@ -69,7 +69,7 @@ def _divide(a, b):
 
 @jit
 def _key(x):
-    """Integers in the order of floats; of both zeros the same."""
+    """Return integers in the order of the floats, with the same integer for both zeros."""
     x = tl.where(x == 0.0, 0.0, x)
     if x.dtype == tl.float64:
         bits = x.to(tl.int64, bitcast=True)
@@ -81,7 +81,8 @@ def _key(x):
 
 @jit
 def _token(index, candidates, PART: tl.constexpr):
-    """The token of a candidate: those of some blocks, and then those behind all blocks."""
+    """Return a candidate's token. Candidates are the tokens of some blocks, and then the tokens
+    after all blocks."""
     blocks, num_blocks, next_offset = candidates
     is_inside = index < num_blocks * PART
     block = tl.load(blocks + index // PART, mask=is_inside, other=0).to(tl.int32)
@@ -100,8 +101,8 @@ def _load_keys(
     SCALE: tl.constexpr,
     PART: tl.constexpr,
 ):
-    """Of some candidates: logits, keys, and what they weigh, int64: 1, or their probability.
-    Candidates are all tokens, if PART is 0."""
+    """Return logits, keys and weights (int64: 1, or the scaled probability) of some candidates. If
+    PART is 0, all tokens are candidates."""
     is_token = index < width
     if PART > 0:
         token = _token(index, candidates, PART)
@@ -133,8 +134,8 @@ def _search(
     TILE: tl.constexpr,
     WAYS: tl.constexpr,
 ):
-    """The lowest key above which lies less than `bound`, and what lies above it, int64.
-    It is above `low`, and less lies above `high`, int64."""
+    """Return the lowest key with less than `bound` weight above it, and that weight, int64. The key
+    is above `low`, and the weight above `high` is less than `bound`; both are int64."""
     way = tl.arange(0, WAYS)
     above_high = tl.zeros([], tl.int64)
     gap = high - low
@@ -174,12 +175,12 @@ def _border(
     TILE: tl.constexpr,
     WAYS: tl.constexpr,
 ):
-    """The last candidate that stays, its key and its index: of equals the first ones stay.
-    Arguments are those of `_search`."""
+    """Return key and index of the last candidate that is kept. Among equals the first ones are
+    kept. Arguments are those of `_search`."""
     last, above = _search(
         row, weights_row, width, bound, low, high, candidates, HAS_WEIGHTS, SCALE, PART, TILE, WAYS
     )
-    # The tile in which the equals reach the bound; all of those before it stay.
+    # The tile in which the equals reach the bound; all equals before it are kept.
     stop = tl.zeros([], tl.int32)
     reached = above
     while (stop < width) & (reached < bound):
@@ -202,7 +203,7 @@ def _border(
 
 @jit
 def _kept(key, index, last, last_index):
-    """Which candidates stay: as `_border` says."""
+    """Whether each candidate is kept, given the result of `_border`."""
     return (key > last) | ((key == last) & (index <= last_index))
 
 
@@ -248,18 +249,18 @@ def _shape_kernel(
     output,  # [num_rows, most], float64 if IS_NARROW, else float32
     ids,  # [num_rows, most] int64 if IS_NARROW
     logits,  # [num_rows, vocab_size], of 16 or 32 bits
-    blocks,  # [num_rows, num_blocks] int64 if IS_NARROW, ascending: where the candidates are
+    blocks,  # [num_rows, num_blocks] int64 if IS_NARROW, ascending: the candidates' blocks
     highest,  # [num_rows], like logits
     temperature,  # [num_rows] float64
     top_k,  # [num_rows] int64; 0: no limit
-    lowest,  # [num_rows] float64: what is below is improbable
+    lowest,  # [num_rows] float64: min-p removes lower values
     width,  # number of candidates
     most,  # columns of the output
     has_top_k,
     has_min_p,
     logits_stride,  # from row to row
     num_blocks,
-    next_offset,  # token behind all blocks, from which on all are candidates
+    next_offset,  # first token after all blocks; it and all later ones are candidates
     IS_NARROW: tl.constexpr,
     COOLEST: tl.constexpr,
     HOTTEST: tl.constexpr,
@@ -267,7 +268,7 @@ def _shape_kernel(
     TILE: tl.constexpr,
     WAYS: tl.constexpr,
 ):
-    """A program takes a row, or if nothing is cut one of its tiles."""
+    """Shape the logits. A program takes a row, or one tile of it if there is no top-k."""
     row = tl.program_id(0).to(tl.int64)
     source = logits + row * logits_stride
     candidates = blocks + row * num_blocks, num_blocks, next_offset
@@ -276,7 +277,7 @@ def _shape_kernel(
     low = lowest_key - 1
     high = -lowest_key - 1
     num_before = tl.zeros([], tl.int32)
-    # Of the narrow, first which are the columns, and then which of them stay.
+    # Narrow rows: first find the columns, and then the columns that are kept.
     if IS_NARROW:
         num_columns = tl.zeros([], tl.int64) + most
         column_last, column_index = _border(
@@ -317,7 +318,7 @@ def _shape_kernel(
 
 @jit_for_any("width", unaligned=("top_p",))
 def _top_p_kernel(
-    logits,  # [num_rows, width], none above 0, contiguous; what is not kept becomes -inf
+    logits,  # [num_rows, width], none above 0, contiguous; removed tokens become -inf
     probs,  # the same, their softmax
     top_p,  # [num_rows] float64
     width,
@@ -348,7 +349,7 @@ def _top_p_kernel(
 
 @jit
 def _draw(weights, u, num, SCALE: tl.constexpr):
-    """`inverse_cdf.draw` of one row, and the float that was drawn."""
+    """Return `inverse_cdf.draw` of one row, and the weight of the drawn index."""
     lane = tl.arange(0, weights.shape[0])
     integers = (weights * SCALE).to(tl.int64)
     ends = tl.cumsum(integers)
@@ -369,7 +370,7 @@ def _draw_kernel(
     width,
     num_blocks,
     SCALE: tl.constexpr,
-    BLOCK: tl.constexpr,  # tokens of which `mass` has the sum
+    BLOCK: tl.constexpr,  # tokens per sum in `mass`
     MAX_BLOCKS: tl.constexpr,  # num_blocks padded to a power of two
 ):
     row = tl.program_id(0).to(tl.int64)
@@ -382,7 +383,7 @@ def _draw_kernel(
     tl.store(tokens + row, tl.minimum(block * BLOCK + own, width - 1).to(tl.int64))
 
 
-# -- launches, as `kernel_launch.py` has them
+# -- launches (`kernel_launch.py`)
 
 
 @cache
@@ -410,7 +411,7 @@ def shape_launch(is_narrow: bool, dtype: torch.dtype) -> Launch:
 
 @cache
 def top_p_launch(dtype: torch.dtype) -> Launch:
-    """float64 are the narrow rows, of one tile."""
+    """Return the launch of top-p. Rows in float64 are narrow and have one tile."""
     is_narrow = dtype == torch.float64
     pointer = "*" + TRITON_TYPES[dtype]
     arguments = {"logits": pointer, "probs": pointer, "top_p": "*fp64", "width": "i32"}
@@ -428,7 +429,7 @@ def top_p_launch(dtype: torch.dtype) -> Launch:
 def draw_launch(dtype: torch.dtype, num_blocks: int) -> Launch:
     arguments = {"tokens": "*i64"} | dict.fromkeys(("probs", "mass"), "*" + TRITON_TYPES[dtype])
     arguments |= {"u": "*fp64", "width": "i32", "num_blocks": "i32"}
-    max_blocks = max(4, next_power_of_2(num_blocks))  # of the narrow there are up to three
+    max_blocks = max(4, next_power_of_2(num_blocks))  # narrow rows have up to three
     constants = {"SCALE": SCALE, "BLOCK": BLOCK, "MAX_BLOCKS": max_blocks}
     return Launch(_draw_kernel, arguments, constants, unaligned=("u",), **_EXACT)
 
@@ -438,12 +439,12 @@ _EXACT = {"enable_fp_fusion": False}  # a * b + c is rounded twice, as in PyTorc
 
 
 def _key_of_infinity(is_double: bool) -> int:
-    """One less than the key of -inf."""
+    """Return one less than the key of -inf."""
     return -(0x7FF << 52) - 2 if is_double else -(0xFF << 23) - 2
 
 
 def sampling_launches(vocab_size: int, dtype: torch.dtype = torch.float32) -> list[Launch]:
-    """Everything that a sampler of such a vocabulary launches, and of logits in `dtype`. Those that
+    """Return all launches of a sampler with this vocabulary and logits in `dtype`. Logits that
     rules have changed are float32."""
     launches, logit_dtypes = [penalties_launch()], dict.fromkeys((dtype, torch.float32))
     for kind, width in ((torch.float32, vocab_size), (torch.float64, MAX_NARROW_COLUMNS)):
@@ -455,7 +456,7 @@ def sampling_launches(vocab_size: int, dtype: torch.dtype = torch.float32) -> li
     return launches
 
 
-# -- and with the signatures of the specification
+# -- functions with the signatures of the specification
 
 
 def apply_penalties(
@@ -487,9 +488,9 @@ def shape(
     most: int,
     is_narrow: bool,
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """None of the `most` highest is in a block behind the `most` best ones, as in `ranked_ids`: so
-    for narrow rows only those are searched, and which they are is found among the maxima of
-    blocks."""
+    """Launch `_shape_kernel`. The `most` highest logits are in the `most` blocks with the highest
+    maxima, as in `ranked_ids`. So for narrow rows only these blocks are searched, after the same
+    search among the maxima of all blocks."""
     if logits.dtype == torch.float64:
         given = highest, temperature, top_k, min_p, most, is_narrow
         return sampling_constraints.shape(logits, *given)
@@ -502,7 +503,7 @@ def shape(
         num_blocks, next_offset = most, vocab_size // PART * PART
         best = logits[:, :next_offset].unflatten(1, (-1, PART)).amax(dim=-1)
         _, blocks = shape(best, highest, temperature, None, None, most, True)
-    lowest = temperature if min_p is None else min_p.log()  # logarithms are PyTorch's
+    lowest = temperature if min_p is None else min_p.log()  # PyTorch computes logarithms
     has_top_k, has_min_p = top_k is not None, min_p is not None
     tensors = output, ids, logits, blocks, highest, temperature, top_k if has_top_k else ids, lowest
     width = num_blocks * PART + vocab_size - next_offset
@@ -515,7 +516,7 @@ def shape(
 
 
 def apply_top_p(logits: torch.Tensor, top_p: torch.Tensor) -> torch.Tensor:
-    """Of what `shape` returned, which is written to."""
+    """Apply top-p in place to the logits that `shape` returned."""
     probs, (num_rows, width) = logits.softmax(dim=-1), logits.shape
     is_narrow = logits.dtype == torch.float64
     if is_narrow and width > MAX_NARROW_COLUMNS:
@@ -537,7 +538,7 @@ def sample_from_probs(probs: torch.Tensor, u: torch.Tensor) -> torch.Tensor:
 
 
 def _with_rows(logits: torch.Tensor) -> torch.Tensor:
-    """Rows may lie apart; the numbers of one are neighbours."""
+    """Return logits whose rows are contiguous. The stride between rows can be any."""
     return logits if logits.stride(1) == 1 else logits.contiguous()
 
 

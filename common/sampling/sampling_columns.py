@@ -1,7 +1,7 @@
-"""What each request asks of a sampler, in columns: written at its admission, read at every step.
+"""The sampling parameters of each request, in columns: written at admission, read at every step.
 
-A step picks its rows out of the columns with NumPy and meets no object of a request. `needs` says
-with one byte or two what a row asks for at all: a batch in which it is 0 everywhere is greedy."""
+A step selects its rows of the columns with NumPy, without a Python object per request. The bits of
+`needs` are the features that a row uses: a batch in which all of them are 0 is greedy."""
 
 from __future__ import annotations
 
@@ -19,18 +19,18 @@ from scheduler_interface import NewRequestData
 if TYPE_CHECKING:
     from common.requests.token_rules import TokenRules
 
-# Bits of `needs`. A drawn row is narrow, among the `MAX_NARROW` highest or fewer, or wide.
+# Bits of `needs`. A drawn row is narrow (top-k of at most `MAX_NARROW`) or wide.
 NARROW, WIDE, TOP_K, MIN_P, TOP_P, PENALTIES, MIN_TOKENS, LOGPROBS = (1 << i for i in range(8))
-RULES = 1 << 8  # what tokens may be said at all (`token_rules.py`)
+RULES = 1 << 8  # allowed tokens, biases and bad words (`token_rules.py`)
 DRAWN = NARROW | WIDE
 MAX_NARROW = 256
-ALL = 1 << 40  # more than any vocabulary, or answer, has
+ALL = 1 << 40  # more than the tokens of any vocabulary or answer
 
 
 class SamplingColumns(RunnerPlugin):
-    """A row for each request. What stands in the rows of nobody is never read."""
+    """A plugin with a row for each request. Unused rows are never read."""
 
-    name = "token_rules"  # what a request brings besides its parameters
+    name = "token_rules"  # a request's data besides its parameters
 
     def __init__(self, num_rows: int = 0, eos_token_ids: Sequence[int] = ()) -> None:
         self.eos_token_ids = tuple(eos_token_ids)
@@ -41,9 +41,9 @@ class SamplingColumns(RunnerPlugin):
         self._integers = np.zeros((7, num_rows), dtype=np.int64)
         self.needs, self.top_k, self.min_tokens, self.seed = self._integers[:4]
         self.num_logprobs, self.is_seed_drawn = self._integers[4:6]  # num_logprobs -1: none
-        self.num_writes = self._integers[6]  # tells the requests of a row apart
+        self.num_writes = self._integers[6]  # distinguishes the requests of a row
         self.forbidden: dict[int, list[int]] = {}  # row to ids impossible before `min_tokens`
-        self.rules: dict[int, TokenRules] = {}  # of rows that need them
+        self.rules: dict[int, TokenRules] = {}  # by row, where needed
 
     def admit(self, row: int, new: NewRequestData) -> None:
         rules = new.features.get(self.name)
@@ -56,7 +56,7 @@ class SamplingColumns(RunnerPlugin):
         eos_token_ids: Sequence[int],
         rules: Mapping[str, Any] | None = None,
     ) -> None:
-        # Asked for as -1, they are `ALL`.
+        # logprobs=-1 becomes `ALL`.
         p, num_logprobs = params, -1 if params.logprobs is None else params.logprobs % (ALL + 1)
         penalties = p.repetition_penalty, p.presence_penalty, p.frequency_penalty
         self._numbers[:, row] = p.temperature, p.top_p, p.min_p, *penalties
@@ -100,8 +100,8 @@ class SamplingColumns(RunnerPlugin):
 def flat_index(
     rows: np.ndarray, token_ids: np.ndarray, vocab_size: int, *values: np.ndarray
 ) -> list[np.ndarray]:
-    """Return `[index, *values]`: where tokens [N] of `rows` [N] stand in a table [R, vocab_size]
-    laid end to end. A token that has no column is left out, with its values: its index would be
+    """Return `[index, *values]`: the indices of tokens [N] of `rows` [N] in a flattened table [R,
+    vocab_size]. A token without a column is left out, with its values, because its index would be
     that of another row's token."""
     has_column = (token_ids >= 0) & (token_ids < vocab_size)
     index = rows * vocab_size + token_ids
@@ -120,24 +120,24 @@ def _needs(p: SamplingParams) -> int:
 
 @dataclass(slots=True)
 class SamplingBatch:
-    """The rows of logits of one step, by the columns of their requests. Several, side by side, may
-    belong to one request, each with its own history: prompt, outputs, and the drafts before it."""
+    """The rows of logits of one step, as indices into the columns. Several adjacent rows can belong
+    to one request, each with a different history: prompt, outputs, and the drafts before it."""
 
     columns: SamplingColumns
     req_ids: list[str]  # [R]
     rows: np.ndarray  # [R] int64, into the columns
     num_outputs: np.ndarray  # [R] int64: the output position of the row's token
-    state: HasTokens  # for penalties and bad words, and for nothing else
-    drafts: dict[str, list[int]]  # as the plan has them; none: no token is a draft
+    state: HasTokens  # only for penalties and bad words
+    drafts: dict[str, list[int]]  # as in the plan; empty: no token is a draft
     streams: np.ndarray | int = 0  # [R], of random numbers: 0 (`TOKEN_STREAM`) for tokens
-    are_counted: bool = False  # what is new for penalties was staged before, in the same cargo
+    are_counted: bool = False  # new tokens were already staged for penalties, in the same upload
     needs: np.ndarray = field(init=False)  # [R]
-    asked: int = field(init=False)  # the needs of all rows; 0: each wants the highest logit
+    asked: int = field(init=False)  # the needs of all rows; 0: all rows are greedy
 
     def __post_init__(self) -> None:
         self.needs = self.columns.needs[self.rows]
         self.asked = int(np.bitwise_or.reduce(self.needs))
 
     def select(self, at: np.ndarray) -> SamplingBatch:
-        """The rows `at`, without their names."""
+        """Return the rows `at`, without their request ids."""
         return replace(self, req_ids=[], rows=self.rows[at], num_outputs=self.num_outputs[at])

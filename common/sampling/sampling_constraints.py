@@ -1,9 +1,9 @@
-"""What may be sampled: each constraint of `SamplingParams` as a function of logits.
+"""The constraints of `SamplingParams`, each as a function of logits.
 
-Each takes logits [R, V] and one value for each row, and returns new logits; a grammar's takes bits
-for some of the rows (`forbid`). One order ranks tokens
-everywhere: the higher logit first, of equals the lower id. So `top_k=1` and a tiny `top_p` are
-exactly greedy, and top-k keeps exactly k.
+Each function takes logits [R, V] and one value for each row, and returns new logits; the grammar's
+function takes bits for some of the rows (`forbid`). All functions rank tokens in the same order:
+higher logit first, and lower id first among equals. So `top_k=1` and a tiny `top_p` are exactly
+greedy, and top-k keeps exactly k.
 
 Repetition penalty: Keskar et al. 2019 (arXiv 1909.05858); top-p: Holtzman et al. 2019 (arXiv
 1904.09751); min-p: Nguyen et al. 2024 (arXiv 2407.01082)."""
@@ -17,12 +17,12 @@ from common.sampling.greedy_rows import as_float
 from inverse_cdf import SCALE
 
 NEG_INF = float("-inf")
-_BLOCK = 64  # tokens that are looked at together
+_BLOCK = 64  # tokens whose maximum is compared first
 
 
 def forbid(logits: torch.Tensor, at: torch.Tensor, bits: torch.Tensor) -> torch.Tensor:
-    """Logits [R, V] with -inf, in the rows `at`, for each token that has no bit. `bits` [len(at),
-    W] int32, the lowest first; a token behind the last of them has none."""
+    """Return logits [R, V] with -inf, in the rows `at`, for each token whose bit is 0. `bits`
+    [len(at), W] int32, lowest bit first; tokens after the last bit are forbidden."""
     places = torch.arange(32, dtype=torch.int32, device=bits.device)
     is_allowed = ((bits[:, :, None] >> places) & 1).flatten(1).bool()
     vocab_size = logits.shape[1]
@@ -39,9 +39,9 @@ def apply_penalties(
     presence_penalty: torch.Tensor,
     frequency_penalty: torch.Tensor,
 ) -> torch.Tensor:
-    """`is_known` [R, V]: the token is in the prompt or the output; its logit is divided by the
-    repetition penalty if positive, else multiplied. `output_counts` [R, V]: how often it is in the
-    output; presence is subtracted if at all, frequency times the count. Penalties [R]."""
+    """Apply the penalties [R]. `is_known` [R, V]: the token is in the prompt or the output; its
+    logit is divided by the repetition penalty if positive, else multiplied. `output_counts` [R, V]:
+    its count in the output. Frequency is subtracted times the count, presence once if above 0."""
     penalties = (repetition_penalty, presence_penalty, frequency_penalty)
     repetition, presence, frequency = (p.to(logits.dtype)[:, None] for p in penalties)
     repeated = torch.where(logits > 0, logits / repetition, logits * repetition)
@@ -52,8 +52,9 @@ def apply_penalties(
 def apply_temperature(
     logits: torch.Tensor, highest: torch.Tensor, temperature: torch.Tensor
 ) -> torch.Tensor:
-    """`(logits - highest) / temperature`, each [R], temperatures > 0. The highest logit becomes 0,
-    so that no temperature, however small, overflows. A row without a finite one becomes NaN."""
+    """Return `(logits - highest) / temperature`; `highest` and `temperature` > 0 are [R]. The
+    highest logit becomes 0, so that no temperature, however small, overflows. A row without a
+    finite maximum becomes NaN."""
     limits = torch.finfo(logits.dtype)
     temperature = temperature.clamp(limits.tiny, limits.max).to(logits.dtype)
     return (logits - highest[:, None]).div_(temperature[:, None])
@@ -66,8 +67,8 @@ def apply_min_p(logits: torch.Tensor, min_p: torch.Tensor) -> torch.Tensor:
 
 
 def apply_top_k(logits: torch.Tensor, top_k: torch.Tensor, most: int = 0) -> torch.Tensor:
-    """Keep exactly the `top_k` [R] highest; 0 or more than V keeps all. Of equal logits the lower
-    ids stay. `most`: none of `top_k` is above it; 0 says nothing."""
+    """Keep exactly the `top_k` [R] highest logits; 0 or more than V keeps all. Among equal logits
+    the lower ids are kept. `most` is an upper bound of `top_k`; 0: no bound."""
     vocab_size = logits.shape[1]
     ids = ranked_ids(logits, min(most or vocab_size, vocab_size))
     num_kept = torch.where(top_k == 0, vocab_size, top_k)[:, None]
@@ -78,13 +79,13 @@ def apply_top_k(logits: torch.Tensor, top_k: torch.Tensor, most: int = 0) -> tor
 
 def apply_top_p(logits: torch.Tensor, top_p: torch.Tensor) -> torch.Tensor:
     """Keep the fewest tokens, most probable first, whose probabilities sum to `top_p` [R] or more:
-    the token that reaches it stays. Of equal logits the lower ids come first. 1 keeps all.
+    the token that reaches the sum is kept. Among equal logits lower ids come first. 1 keeps all.
 
-    Probabilities are made integers, as in chapter 5's `draw`, so that their sums do not depend on
-    an order: a kernel that adds them otherwise finds the same border."""
+    Probabilities are rounded to integers, as in chapter 5's `draw`, so that their sums do not
+    depend on the order: a kernel that adds in another order keeps the same tokens."""
     vocab_size, top_p = logits.shape[1], top_p[:, None]
     probs, bound = logits.softmax(dim=-1), (top_p * SCALE).clamp(min=1)
-    # Few tokens usually suffice. How many, a CPU can look up; a GPU would have to be waited for.
+    # Few tokens usually suffice. A CPU can check that; on a GPU the host would have to wait.
     width = vocab_size if logits.is_cuda else min(64, vocab_size)
     while True:
         ids = ranked_ids(logits, width)
@@ -108,14 +109,14 @@ def shape(
     most: int,
     is_narrow: bool,
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """All but top-p, `[R, C]`, and `ids` [R, C], ascending, that name the tokens of the columns.
-    `highest` [R] of the logits.
+    """Apply all constraints of a distribution except top-p. Returns logits `[R, C]`, and `ids` [R,
+    C], ascending, the tokens of the columns. `highest` [R] is the maximum of the logits.
 
-    Narrow: the `most` highest columns, in float64. Else all, in the dtype of `logits`, and no ids.
-    None of `top_k` is above `most`; 0 says nothing. None: nobody asks for it.
+    Narrow: the `most` highest columns, in float64. Otherwise all columns, in the dtype of `logits`,
+    and no ids. `most` is an upper bound of `top_k`; 0: no bound. `top_k` or `min_p` None: unused.
 
-    top-k goes first: which tokens are the k highest does not depend on the temperature, and min-p
-    and top-k commute, since each keeps all tokens above some rank."""
+    top-k is first, because the k highest tokens do not depend on the temperature, and min-p and
+    top-k commute, since each keeps all tokens above some rank."""
     ids, logits = None, as_float(logits)
     if is_narrow:
         ids = top_ids(logits, most)
@@ -127,16 +128,17 @@ def shape(
 
 
 def top_ids(logits: torch.Tensor, k: int) -> torch.Tensor:
-    """`ranked_ids`, ascending."""
+    """Return `ranked_ids` in ascending order."""
     return ranked_ids(logits, k).sort(dim=-1).values
 
 
 def ranked_ids(logits: torch.Tensor, k: int) -> torch.Tensor:
-    """The ids [R, k] of the `k` <= V highest logits of each row, best first. Of equal logits the
-    lower ids. A row without a finite maximum gives any ids.
+    """Return the ids [R, k] of the `k` <= V highest logits of each row, best first. Among equal
+    logits the lower ids are first. A row without a finite maximum gives any ids.
 
-    None of the k best is in a block behind the k best blocks: each of those has a better one. So
-    most of a large vocabulary is looked at for the maxima of its blocks only."""
+    Only the k blocks with the highest maxima can contain one of the k best tokens, because each of
+    them has a better token than any other block. So most blocks of a large vocabulary are only read
+    for their maximum."""
     num_blocks = logits.shape[1] // _BLOCK
     if num_blocks <= 2 * k:
         return _order(logits, k)
@@ -150,10 +152,10 @@ def ranked_ids(logits: torch.Tensor, k: int) -> torch.Tensor:
 
 
 def _order(logits: torch.Tensor, k: int) -> torch.Tensor:
-    """The same, by comparing all."""
+    """Return `ranked_ids` by comparing all logits."""
     if logits.dtype == torch.float64:
         return logits.sort(dim=-1, descending=True, stable=True).indices[:, :k]
-    # Integers, the lowest of the highest logit, each made different by its id: none are equal.
+    # Integer keys, lowest for the highest logit; the id in the low bits makes all keys different.
     bits = (logits + 0.0).view(torch.int32)  # -0.0 becomes 0.0
     inverse = (bits >> 31).bitwise_and_(0x7FFFFFFF).bitwise_xor_(bits).bitwise_not_()
     ids = torch.arange(logits.shape[1], device=logits.device)

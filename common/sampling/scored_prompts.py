@@ -1,4 +1,4 @@
-"""The second half of `prompt_logprobs.py`: what a step does with the rows that are scored."""
+"""Score the rows of a step for `prompt_logprobs.py`."""
 
 from __future__ import annotations
 
@@ -12,18 +12,18 @@ from common.sampling.distributions import TokenLogprobs, entries_of, logprob_num
 from common.sampling.sampler import as_float, from_device
 from scheduler_interface import StepOutput
 
-MAX_ROWS = 256  # of logits, at a time
-Run = tuple[str, int, int]  # a request, how many of its tokens, how many of the likeliest ones
+MAX_ROWS = 256  # rows of logits computed at a time
+Run = tuple[str, int, int]  # request id, number of tokens, number of top tokens per entry
 
 
 class ScoredPrompts:
-    """Of one step. `tokens` are scored by the rows `at` of its hidden states."""
+    """The scored tokens of one step: `tokens`, scored by the rows `at` of its hidden states."""
 
     def __init__(
         self,
         at: torch.Tensor,  # [num_rows] int64
         tokens: torch.Tensor,  # [num_rows] int64
-        tokens_here: np.ndarray,  # the same
+        tokens_here: np.ndarray,  # the same, on the host
         runs: Sequence[Run],
         vocab_size: int,
     ) -> None:
@@ -33,7 +33,7 @@ class ScoredPrompts:
 
     @classmethod
     def of_many(cls, num_rows: int, vocab_size: int, device: torch.device) -> ScoredPrompts:
-        """To measure what they take: as many rows at once as there ever are."""
+        """Return as many rows as are ever scored at a time, to measure their memory."""
         num_rows = min(num_rows, MAX_ROWS)
         at, tokens = torch.arange(num_rows, device=device), np.zeros(num_rows, dtype=np.int64)
         runs = [("", num_rows, min(20, vocab_size))]
@@ -42,8 +42,8 @@ class ScoredPrompts:
     def score(
         self, hidden: torch.Tensor, to_logits: Callable[[torch.Tensor], torch.Tensor]
     ) -> None:
-        """In the forward pass: `hidden` [num_tokens, hidden_size] of the whole step. Begun, not
-        waited for."""
+        """Score the rows, given `hidden` [num_tokens, hidden_size] of the whole step. Called in the
+        forward pass; starts the copies to the host without waiting for them."""
         width = max(num_top for _, _, num_top in self.runs)
         for at, tokens in zip(self.at.split(MAX_ROWS), self.tokens.split(MAX_ROWS)):
             raw = as_float(to_logits(hidden[at])[:, : self.vocab_size])
@@ -51,7 +51,7 @@ class ScoredPrompts:
             self._reads.append(from_device(numbers))
 
     def add_to(self, output: StepOutput) -> None:
-        """What was scored. Here it is waited for."""
+        """Wait for the scores and add them to `output`."""
         read, first = np.concatenate([read() for read in self._reads]), 0
         for req_id, num_rows, num_top in self.runs:
             part = slice(first, first + num_rows)
@@ -60,7 +60,8 @@ class ScoredPrompts:
             output.prompt_logprobs[req_id] = [self._possible(entry) for entry in entries]
 
     def _possible(self, entry: TokenLogprobs) -> TokenLogprobs:
-        """A prompt may hold what is never sampled: the padding of the vocabulary."""
+        """Return the entry, with -inf for a padding token of the vocabulary. A prompt can contain
+        such tokens, which are never sampled."""
         if entry.token_id < self.vocab_size:
             return entry
         return replace(entry, logprob=-np.inf, rank=self.vocab_size + 1)

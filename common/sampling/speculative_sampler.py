@@ -1,11 +1,11 @@
-"""The sampler of an engine that speculates: chapter 5's two rules, with this engine's constraints.
+"""The sampler for speculative decoding: chapter 5's two rules, with this engine's constraints.
 
-    a request whose drafts    came with probabilities          came with none
-    needs of each row         its distribution                 the token, drawn as ever
-    and is decided by         `rejection_sample`               `rejection_sampling_batched`
+    drafts of a request       with probabilities               without probabilities
+    needed from each row      its distribution                 the token, drawn as usual
+    verified by               `rejection_sample`               `rejection_sampling_batched`
 
-Drafts come without probabilities from a look-up, and for a request that is greedy or named a seed.
-So from the same logits such a request gets exactly the tokens that it gets without speculation,
+Drafts have no probabilities if they are from a look-up, or if the request is greedy or has a seed.
+From the same logits, such a request gets exactly the tokens that it gets without speculation,
 however many drafts the load, the budget or a preemption leave it. Every constraint applies at every
 draft's position, with the drafts before it as history (Trap 37)."""
 
@@ -36,8 +36,8 @@ Rule = Callable[[torch.Tensor], VerifiedTokens]
 
 
 class _Runs:
-    """Requests that one rule decides: those whose rows are the `lens` from `first` on, one for each
-    draft and one behind."""
+    """Requests that the same rule verifies. The rows of each start at `first` and are `lens` many:
+    one for each draft and one more."""
 
     def __init__(
         self, batch: SamplingBatch, first: np.ndarray, lens: np.ndarray, upload: UploadBuffer
@@ -48,13 +48,13 @@ class _Runs:
         drafts = chain.from_iterable(batch.drafts.get(batch.req_ids[row], ()) for row in first)
         self.sampling, self.most_drafts = batch.select(rows), width - 1
         self.is_draft = column < lens[run] - 1
-        self.at = upload.add(rows)  # in the batch
+        self.at = upload.add(rows)  # rows in the batch
         self.cells = upload.add(run * width + column)  # in a grid [num_runs, most_drafts + 1]
         self.cu_num_logits = upload.add(np.append(start, len(rows)))  # [num_runs + 1] int64
         self.drafts = upload.add(np.fromiter(drafts, dtype=np.int64))  # of all runs
 
     def verify(self, raw: torch.Tensor, tokens: torch.Tensor, rule: Rule) -> None:
-        """Write the `tokens` of these rows of `raw`."""
+        """Verify these rows of `raw` and write their `tokens`."""
         at = self.at()
         verified = rule(raw if len(at) == len(raw) else raw[at])
         columns = torch.arange(self.most_drafts + 1, device=tokens.device)
@@ -64,8 +64,8 @@ class _Runs:
 
 
 class SpeculativeSampler(BatchSampler):
-    """`draft_probs(request_id)` are the distributions of its drafts, if any.
-    `reject` and `match` are the rules, in PyTorch or as kernels."""
+    """Samples and verifies. `draft_probs(request_id)` returns the distributions of its drafts, or
+    None. `reject` and `match` are the rules, in PyTorch or as kernels."""
 
     def __init__(
         self,
@@ -79,7 +79,7 @@ class SpeculativeSampler(BatchSampler):
         self.draft_probs = draft_probs
 
     def stage(self, sampling: SamplingBatch, upload: UploadBuffer) -> AsyncStepOutput:
-        """1 to k + 1 tokens for each request with k drafts."""
+        """Stage 1 to k + 1 tokens for each request with k drafts."""
         drafts = sampling.drafts
         if not drafts:
             return self.sampler.stage(sampling, upload)
@@ -89,7 +89,7 @@ class SpeculativeSampler(BatchSampler):
         probs = [self.draft_probs(name) if name in drafts else None for name in names]
         has_probs = np.array([q is not None for q in probs], dtype=bool)
         parts: list[tuple[_Runs, Rule]] = []
-        if has_probs.any():  # for more drafts than there are, if some were trimmed
+        if has_probs.any():  # can include trimmed drafts, which `kept` leaves out
             part = _Runs(sampling, first[has_probs], lens[has_probs], upload)
             kept = [q[: n - 1] for q, n in zip(probs, lens) if q is not None]
             parts.append((part, self._rejection(part, kept, upload)))
@@ -146,12 +146,12 @@ class HasRows(HasTokens, Protocol):
 
 
 class ConstrainedDrafts:
-    """A `DraftSampler` (chapter 5): guesses under the constraints of the request, which are those
-    that its tokens will be held against. Penalties do not see the guesses of the same run.
+    """A `DraftSampler` (chapter 5) that samples draft tokens under the request's constraints, which
+    are also used to verify them. Penalties do not count the drafts of the same run.
 
-    Without a seed of its own, a request's guess is a draw of its own. With a seed, it is made with
-    the random number that its token will be drawn with: if the draft model is right about the
-    distribution, it is right about the token."""
+    Without a user's seed, a draft token is drawn with a separate random number. With a seed, it is
+    drawn with the same random number as the token: if the draft model has the right distribution,
+    it proposes the right token."""
 
     def __init__(self, sampler: Sampler, columns: SamplingColumns, state: HasRows) -> None:
         self.sampler, self.columns, self.state = sampler, columns, state

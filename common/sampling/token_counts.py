@@ -1,13 +1,13 @@
-"""How often each token is in what a request has seen, for the penalties: counted once, then kept.
+"""Token counts of each request's prompt and output, for the penalties, updated incrementally.
 
-A penalty asks of every token of the vocabulary whether it is in the prompt or the output, and how
-often. A history only grows, so a step adds what is new of it, whatever its length:
+A penalty needs, for every token of the vocabulary, whether the token is in the prompt or the
+output, and how often. A history only grows, so a step adds only its new tokens:
 
     table [num_rows, vocab_size] int32     2 * (times in the output) + (1 if in the prompt)
 
-The rows are those of the columns. A row that was given to another request since, or whose history
-has become shorter, is counted anew. Drafts are added to the copy that a step takes, never to the
-table; so is a last token that is still pending (`BatchState`)."""
+The rows are those of the columns. A row that now belongs to another request, or whose history has
+become shorter, is counted again. Drafts, and a last token that is still pending (`BatchState`), are
+added to the step's copy of the rows, never to the table."""
 
 from __future__ import annotations
 
@@ -21,20 +21,21 @@ from common.sampling.sampling_columns import SamplingBatch, flat_index
 
 
 class TokenCounts:
-    """Counts of the rows that were asked for, for one vocabulary on one device at a time."""
+    """Counts of the rows with penalties, for one vocabulary on one device at a time."""
 
     def __init__(self) -> None:
         self._table = torch.zeros(0, 0, dtype=torch.int32)
-        self._num_writes = np.zeros(0, dtype=np.int64)  # of the row, when it was counted; 0: never
-        self._num_counted = np.zeros(0, dtype=np.int64)  # tokens of it
+        self._num_writes = np.zeros(0, dtype=np.int64)  # of the row when counted; 0: never counted
+        self._num_counted = np.zeros(0, dtype=np.int64)  # counted tokens of the row
 
     def stage(
         self, batch: SamplingBatch, upload: UploadBuffer, vocab_size: int
     ) -> Callable[[], tuple[torch.Tensor, torch.Tensor]]:
-        """What is to be called when the arrays are there, once: which tokens are in each row's
-        prompt, output or drafts, bool [R, vocab_size], and how often in its output and drafts,
-        int32 [R, vocab_size]. Ids beyond the vocabulary are left out. O(new tokens), and R rows are
-        copied. Only then is anything new counted: a step that fails before that is none."""
+        """Stage the new tokens. Returns a function to call once, after the upload, that returns
+        which tokens are in each row's prompt, output or drafts, bool [R, vocab_size], and their
+        counts in its output and drafts, int32 [R, vocab_size]. Ids beyond the vocabulary are left
+        out. O(new tokens), and R rows are copied. The table changes only in that call, so a step
+        that fails earlier leaves the table unchanged."""
         columns, state, rows = batch.columns, batch.state, np.unique(batch.rows)
         self._make_room(int(rows.max(initial=0)) + 1, vocab_size, upload.device)
         num_prompt, is_pending = state.num_prompt_tokens[rows], _last_ids(state, rows) < 0
@@ -46,7 +47,7 @@ class TokenCounts:
             is_new, counted = np.zeros_like(is_new), num_tokens
 
         def flat(into: np.ndarray, rows: np.ndarray, start: np.ndarray, stop: np.ndarray):
-            """Where tokens `[start, stop)` of `rows` are counted in rows `into` of a table."""
+            """Stage the indices of tokens `[start, stop)` of `rows` in rows `into` of a table."""
             lens = stop - start
             index = np.repeat(np.arange(len(rows)), lens)
             positions = np.arange(len(index)) + (start - np.cumsum(lens) + lens)[index]
@@ -78,7 +79,8 @@ class TokenCounts:
         return count
 
     def _make_room(self, num_rows: int, vocab_size: int, device: torch.device) -> None:
-        """A larger table keeps what is in it: it is staged for by several, one after the other."""
+        """Grow the table and keep its counts, because several batches can be staged before one of
+        them is counted."""
         is_other = self._table.shape[1] != vocab_size or self._table.device != device
         num_kept = 0 if is_other else len(self._table)
         if num_kept < num_rows:
@@ -86,7 +88,7 @@ class TokenCounts:
             known = self._num_writes[:num_kept], self._num_counted[:num_kept]
             self._num_writes, self._num_counted = np.zeros((2, most), dtype=np.int64)
             self._num_writes[:num_kept], self._num_counted[:num_kept] = known
-            with torch.inference_mode(False):  # in which it could not be written to outside of it
+            with torch.inference_mode(False):  # inference tensors are read-only outside of it
                 self._table = torch.zeros(most, vocab_size, dtype=torch.int32, device=device)
                 if num_kept:
                     self._table[:num_kept] = table
