@@ -72,7 +72,7 @@ class Beginning:
         self.rebuild()
 
     def rebuild(self) -> None:
-        """Make the matcher, or a fresh one: copies share states, and their count can be too high."""
+        """Make the matcher, or a fresh one: copies share states, and their count can be high."""
         made = SimpleQueue[LLMatcher | BaseException]()
         with _ONE_AT_A_TIME:
             usual = stack_size(_STACK)
