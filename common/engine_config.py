@@ -11,8 +11,7 @@ a name or an object:
     attention_backend   ATTENTION_BACKENDS, "auto"      an AttentionBackend
     kv_connector        None                            a KVConnector
 
-Each name is in one table, which maps it to a "module:attribute" that is imported only when the name
-is chosen."""
+A table maps each name to a "module:attribute", which is imported only when the name is chosen."""
 
 from __future__ import annotations
 
@@ -73,12 +72,12 @@ SHIPPED_ADAPTER = CHECKPOINTS / "tiny-tests"
 # measured in `02_paged_kv/beyond/README.md`.
 COMPILE_FROM_PARAMETERS = 100_000_000
 # Smaller models are computed by one thread on a CPU. A second thread makes them up to 50% faster on
-# an idle machine, but two thirds slower next to a program that keeps a core busy. Larger models
-# lose as much there, but one thread is slow for them on an idle machine, too:
-# measured in the same file.
+# an idle machine, but costs two thirds of the speed next to a program that keeps a core busy.
+# Larger models lose as much then, but one thread is slow for them on an idle machine, too:
+# measured there.
 THREADS_FROM_PARAMETERS = 100_000_000
 NO_CLOCK = "not depend on step durations in a pipeline, where other steps are in flight"
-MAX_THREADS = max(64, 4 * (os.cpu_count() or 1))  # OpenMP ends the process if it cannot get them
+MAX_THREADS = max(64, 4 * (os.cpu_count() or 1))  # a process that cannot get them ends
 
 
 def _check(config: object, *rules: tuple[str, object, str]) -> None:
@@ -257,8 +256,7 @@ class EngineConfig:
     # `COMPILE_FROM_PARAMETERS` parameters and more.
     compile: bool | str = "auto"
     # Plans step n + 1 while step n runs. "auto": on a GPU. Has no effect with `speculative` or
-    # `target_step_ms`, because the tokens that a step accepted, or its duration, are known only at
-    # its end.
+    # `target_step_ms`: accepted tokens, or the step's duration, are known only at its end.
     overlap_scheduling: bool | str = "auto"
     # On a GPU, a step in which each request has one token is replayed from a graph captured at
     # start-up. True: its kernels are launched one by one, as in all other steps.
@@ -278,9 +276,8 @@ class EngineConfig:
     pipeline_parallel_size: int = 1
     worker_timeout_s: float = 300.0  # a rank that needs longer for a step counts as lost
     events: str | Path | None = None  # file for the events of each step: `common/events`
-    # LoRA adapters in PEFT's format, by name: {"tests": "directory"}. If this or `max_loras` (how
-    # many different adapters a batch can hold, default 4) is given, more can be loaded later. If
-    # both are None, adapters are off.
+    # LoRA adapters in PEFT's format, by name: {"tests": "directory"}. With this or `max_loras` (how
+    # many different adapters fit in a batch: 4), more can be loaded later. Both None: no adapters.
     adapters: Mapping[str, str | Path] | None = None
     max_loras: int | None = None
     max_lora_rank: int = 16
@@ -515,8 +512,7 @@ class EngineConfig:
         return self.emulate_graphs or (device.type == "cuda" and not self.enforce_eager)
 
     def resolve_device(self) -> torch.device:
-        """Return the device; `"auto"` is CUDA if available. Raises `ValueError` if there is no such
-        device."""
+        """Return the device; `"auto"`: CUDA if available. Raises `ValueError` for a missing one."""
         if self.device == "auto":
             return torch.device("cuda" if torch.cuda.is_available() else "cpu")
         try:

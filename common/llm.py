@@ -34,8 +34,7 @@ class LLM:
 
     `model` is a directory in Hugging Face format, a hub id, or None for the shipped checkpoint. All
     other arguments are the fields of `common.engine_config.EngineConfig`, where they are explained.
-    Raises `ValueError` for invalid arguments and `FileNotFoundError` for a model that does not
-    exist.
+    Raises `ValueError` for invalid arguments and `FileNotFoundError` for a missing model.
 
     Not thread-safe: while one thread is in `generate`, or `stream` computes the next text, another
     thread gets a `RuntimeError` and can only `close` or abort requests. A forked process gets a

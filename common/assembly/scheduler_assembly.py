@@ -255,8 +255,7 @@ def make_fcfs(parts: SchedulerParts) -> SchedulerInterface:
 def make_in_flight_plugin(
     config: EngineConfig, overlaps: bool
 ) -> OverlapPlugin | PipelinePlugin | None:
-    """Make the plugin for several steps in flight, or None if each step ends before the next one is
-    planned."""
+    """Make the plugin for several steps in flight, or None if steps do not overlap."""
     if config.pipeline_parallel_size > 1:
         from pipeline_plugin import PipelinePlugin
 
@@ -291,8 +290,7 @@ def make_plugins(
 
 
 def make_policy(config: EngineConfig, kv_memory: UncachedKVCacheManager) -> SchedulePolicy:
-    """Make the policy. Two of the names are in chapter 4's main folder, the others in
-    `sglang_policies`."""
+    """Make the policy. Chapter 4's main folder has two of the names, `sglang_policies` the rest."""
     if isinstance(config.policy, SchedulePolicy):
         return config.policy
     if config.policy in POLICIES:
@@ -383,8 +381,7 @@ def make_kv_memory(
     listener: CacheListener | None,
     wait_for_steps: Callable[[], object] | None = None,
 ) -> UncachedKVCacheManager | CachedKVCacheManager:
-    """Make the KV memory. `wait_for_steps` is the runner's, if steps can be in flight while another
-    one is planned."""
+    """Make the KV memory. `wait_for_steps` is the runner's, if steps can be in flight."""
     pool, block_size = BlockPool(num_blocks), config.block_size
     if config.prefix_cache is None:
         return UncachedKVCacheManager(pool, block_size)
@@ -404,8 +401,7 @@ def make_cache(
     block_size: int,
     listener: CacheListener | None,
 ) -> PrefixCache:
-    """Make the prefix cache over the engine's pool. Raises `ValueError` if a user's function
-    returns one over another pool."""
+    """Make the prefix cache. Raises `ValueError` if a user's function ignores the engine's pool."""
     if isinstance(wanted, str):
         return resolve_name(PREFIX_CACHES[wanted])(pool, block_size, listener)
     cache = wanted(pool=pool, block_size=block_size, listener=listener)

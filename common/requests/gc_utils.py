@@ -4,8 +4,8 @@ it: a library that froze the heap would keep other code's memory forever."""
 import atexit
 import gc
 
-# New objects between two collections of the young generation (10 ms, without other threads),
-# and such collections between two of the next generation.
+# New objects between two collections of the young generation (10 ms each, in which no other thread
+# runs), and such collections between two of the next generation.
 GC_THRESHOLDS = 10_000, 50
 
 

@@ -182,8 +182,7 @@ class StopMatch:
 
 
 class IncrementalDetokenizer:
-    """The text of one continuation while it grows. No token can be added after a match or
-    `finish()`.
+    """The text of one continuation while it grows. A match or `finish()` ends it.
 
     `prompt_token_ids` only determine whether the first output token begins the text. A stop string
     that ends within the text of the first `min_tokens` tokens is ordinary text. With

@@ -1,8 +1,7 @@
 """The runner's side of adapters: the adapter of each row of a step.
 
 The scheduler sends the digest of a request's adapter once, when the request is admitted. Each
-runner assigns slots by itself (`adapter_slots.py`), and all ranks do so in the same way, without
-communication."""
+runner assigns slots (`adapter_slots.py`); all ranks assign the same, without communication."""
 
 from __future__ import annotations
 

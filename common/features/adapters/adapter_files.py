@@ -8,9 +8,8 @@
     scale = alpha / rank, or alpha / sqrt(rank) with `use_rslora`; it is folded into B here.
 
 As with a checkpoint (`loader.py`), every tensor must be used exactly once and every matrix that the
-configuration matches must exist, because an adapter that changes half of its matrices would still
-generate text. Variants of LoRA that compute something else (DoRA, biases, whole modules) are
-rejected by name.
+configuration matches must exist: an adapter that changes half of its matrices still generates text.
+Variants of LoRA that compute something else (DoRA, biases, whole modules) are rejected by name.
 
 Sources: Hu et al., LoRA (arXiv 2106.09685); Kalajdzievski, rsLoRA (arXiv 2312.03732); PEFT 0.21.
 """

@@ -3,8 +3,7 @@
     name --> digest of the content --> matrices, in the process that has the model
 
 A name can be removed at any time; the content stays until the last request that uses it has ended.
-KV is keyed by the digest, so another adapter that gets the name later never finds the first one's
-KV."""
+KV is keyed by the digest, so a later adapter of the same name never finds the first one's KV."""
 
 from __future__ import annotations
 
@@ -89,8 +88,7 @@ class AdapterNames:
             )
 
     def unload(self, name: str) -> None:
-        """Remove a name. Requests that use the adapter keep it. Raises `ValueError` for an unknown
-        name."""
+        """Remove a name; requests keep the adapter. Raises `ValueError` for an unknown name."""
         self.digest_of(name)
         del self._digests[name]
         self._drop_unused()

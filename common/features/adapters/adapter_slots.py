@@ -9,9 +9,8 @@
     y[3]     += x[3] A2^T B2^T
 
 In a graph, the host does not know the rows. So each row is multiplied with the A of all slots, the
-results of other slots are set to 0, and the whole is multiplied with the B of all slots. These two
-products have as many columns as all slots have ranks, which is little in a decode step, which is
-limited by reading W.
+results of other slots are set to 0, and the whole is multiplied with the B of all slots. The two
+products have as many columns as all slots have ranks: cheap in a decode step, which waits for W.
 
 A matrix of the model that fuses several of the checkpoint's (queries, keys and values; gate and up)
 has one A and one B for each, for as many slices of its outputs. A rank has the part of A for its

@@ -78,8 +78,7 @@ def _is_remark(value: object) -> bool:
 
 def _without_lists(schema: dict[str, Any]) -> dict[str, Any]:
     """Replace a `oneOf` of lists of values. The library supports `oneOf` only if it can see that
-    the alternatives exclude each other, by their types or by the texts that a property must have.
-    """
+    the alternatives exclude each other, by type or by the texts that a property must have."""
     alternatives = schema.get("oneOf")
     lists = [_values(one) for one in alternatives] if isinstance(alternatives, list) else []
     if not lists or None in lists or not isinstance(schema.get("allOf", []), list):

@@ -3,8 +3,7 @@
 Two features of llguidance would give other masks than the grammar defines, and are avoided here. If
 the text is certain, it allows only the tokens that a tokenizer would choose (`no_forcing` turns
 that off). And it matches terminals greedily before it applies rules, so `[a-z]+ "b"` would match
-nothing. In the translation of an `Ebnf`, each terminal is a single character, so that only rules
-are left."""
+nothing. So in the translation of an `Ebnf`, each terminal is a single character."""
 
 from __future__ import annotations
 
