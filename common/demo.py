@@ -5,8 +5,8 @@ python -m common.demo --prompt "class Stack:" --trace
 python -m common.demo --compare-sequential             the same work one request at a time
 python -m common.demo --compare-sequential --dtype bfloat16             why its tokens may differ
 python -m common.demo --compare-sequential --dtype bfloat16 --batch-invariant   and how they do not
-python -m common.demo --grammar                        what is said is JSON, and without is not
-python -m common.demo --events run.jsonl               what happened, step by step, in a file
+python -m common.demo --grammar                        JSON with a grammar, and not JSON without
+python -m common.demo --events run.jsonl               write the events of each step to a file
 python -m common.demo --adapters                       each prompt with an adapter and without
 python -m common.demo --model DIRECTORY_OR_HUB_ID --prompt "Hello"
 """
@@ -23,8 +23,8 @@ from dataclasses import dataclass
 from itertools import cycle, islice, repeat, zip_longest
 from pathlib import Path
 
-# With FIRST_SEED and the default settings, the shipped checkpoint makes something of these. No
-# prompt ends in a line break: to the tokenizer, that is one token with the spaces that follow it.
+# With FIRST_SEED and the default settings, the shipped checkpoint continues these sensibly. No
+# prompt ends in a line break, because the tokenizer joins it with the spaces that follow it.
 PROMPTS = (
     "def read_lines(path):\n    with open(path) as",
     "def fibonacci(n):\n    if n",
@@ -35,13 +35,13 @@ PROMPTS = (
     'def quote(s):\n    """Return a shell-escaped version of the string *s*."""',
     'class Stack:\n    """A last-in, first-out stack."""',
 )
-# Heads of functions: the shipped adapter writes their tests.
+# Heads of functions for which the shipped adapter writes tests.
 HEADS = (
     'def area(width, height):\n    """Return the area of a rectangle."""',
     'def mean(values):\n    """Return the arithmetic mean of the values."""',
     'def split_words(text, separator):\n    """Split the text at each separator."""',
 )
-# Of `--grammar`.
+# For `--grammar`.
 GRAMMAR_SCHEMA = {
     "type": "object",
     "properties": {
@@ -71,15 +71,15 @@ GRAMMAR_HEADS = (
     "def read_lines(path):\n    return open(path).readlines()",
 )
 ADAPTER = "tests"
-Adapters = list[str | None] | None  # of each prompt
-FIRST_SEED = 17  # of the first prompt; the next one has the next
+Adapters = list[str | None] | None  # one for each prompt
+FIRST_SEED = 17  # seed of the first prompt; each later prompt adds 1
 TOP_P = 0.9
 REPETITION_PENALTY = 1.1
 
 
 @dataclass(frozen=True, slots=True)
 class Run:
-    """One timed run over all prompts. Latencies in milliseconds."""
+    """The result of one timed run over all prompts. Latencies in milliseconds."""
 
     outputs: list
     seconds: float
@@ -163,8 +163,8 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
 
 
 def load_prompts(args: argparse.Namespace) -> list[str]:
-    """The prompts asked for. Raises `ValueError` or `FileNotFoundError` where that makes no
-    sense."""
+    """Return the prompts that the arguments ask for. Raises `ValueError` or `FileNotFoundError` for
+    invalid arguments."""
     prompts = list(args.prompt or [])
     if args.prompts_file is not None:
         if not args.prompts_file.is_file():
@@ -182,7 +182,7 @@ def load_prompts(args: argparse.Namespace) -> list[str]:
 
 
 def run(llm, prompts: list[str], params, progress: bool, adapters: Adapters = None) -> Run:
-    """All prompts at once."""
+    """Run all prompts in one `generate` call."""
     before = llm.engine.stats()
     started = time.perf_counter()
     outputs = llm.generate(prompts, params, use_tqdm=progress, adapter=adapters)
@@ -192,7 +192,7 @@ def run(llm, prompts: list[str], params, progress: bool, adapters: Adapters = No
 def run_sequentially(
     llm, prompts: list[str], params, progress: bool, adapters: Adapters = None
 ) -> Run:
-    """One prompt after the other, on the same engine."""
+    """Run one prompt after the other, on the same engine."""
     from tqdm import tqdm
 
     before = llm.engine.stats()
@@ -231,7 +231,7 @@ def print_outputs(outputs: list) -> None:
 
 
 def print_beside(outputs: list) -> None:
-    """Each prompt's two texts: without the adapter, and with it."""
+    """Print each prompt's two texts side by side: without the adapter, and with it."""
     for plain, adapted in zip(outputs[::2], outputs[1::2]):
         print(f"\n--- {plain.prompt}")
         texts = [output.outputs[0].text.strip("\n") for output in (plain, adapted)]
@@ -278,7 +278,7 @@ def print_summary(result: Run, llm) -> None:
 
 
 def compare_tokens(alone: list, batched: list, dtype: object) -> str:
-    """How many requests got the same tokens both ways and, if not all did, why."""
+    """Return how many requests got the same tokens both ways and, if not all did, why."""
     pairs = zip(alone, batched, strict=True)
     num_same = sum(a.outputs[0].token_ids == b.outputs[0].token_ids for a, b in pairs)
     if num_same == len(alone):
@@ -308,18 +308,18 @@ def main(argv: list[str] | None = None) -> int:
 def _main(args: argparse.Namespace) -> int:
     prompts = load_prompts(args)
     print("Loading the model ...", file=sys.stderr)
-    import common.engine  # noqa: F401  # LLM() imports it after the collector has been told
+    import common.engine  # noqa: F401  # otherwise LLM() would import it after the heap is frozen
     from common.engine_config import SHIPPED_ADAPTER
     from common.llm import LLM, SamplingParams
     from common.requests.gc_utils import freeze_gc_heap
 
     freeze_gc_heap()
-    # Each prompt has a seed of its own, so that every run and every order gives the same text.
+    # Each prompt has its own seed, so that every run and every order gives the same text.
     params = [
         SamplingParams(
             temperature=args.temperature,
             top_p=TOP_P,
-            # A test repeats its function's name.
+            # No penalty for adapters, because a test repeats its function's name.
             repetition_penalty=1.0 if args.adapters else REPETITION_PENALTY,
             max_tokens=args.max_tokens,
             seed=args.seed + i // (1 + args.adapters),
@@ -351,7 +351,7 @@ def _main(args: argparse.Namespace) -> int:
         + (f", {engine.config.num_ranks} ranks" if engine.config.has_workers else "")
     )
     progress = sys.stderr.isatty() and not args.trace
-    if args.events is None:  # nobody wants to see the warm-up
+    if args.events is None:  # the warm-up must not be in the recorded events
         llm.generate(prompts[:1], SamplingParams(max_tokens=2), use_tqdm=False)
     engine.reset_prefix_cache()
     engine.reset_stats()
@@ -365,7 +365,7 @@ def _main(args: argparse.Namespace) -> int:
     print_summary(result, llm)
     if args.compare_sequential:
         engine.on_step = None
-        engine.reset_prefix_cache()  # the second run gets no help from the first
+        engine.reset_prefix_cache()  # so that the second run finds nothing of the first
         alone = run_sequentially(llm, prompts, params, progress, adapters)
         print("\n=== One request at a time")
         print(f"steps                {alone.num_steps}")
@@ -377,8 +377,8 @@ def _main(args: argparse.Namespace) -> int:
 
 
 def show_grammar(llm, temperature: float, seed: int) -> None:
-    """Functions described as JSON, with a grammar and without: every text of the first kind is
-    whole."""
+    """Generate descriptions of functions as JSON, with a grammar and without. Every text with the
+    grammar is complete JSON."""
     from grammars import Json
     from request import SamplingParams
 

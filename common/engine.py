@@ -1,12 +1,13 @@
-"""`LLMEngine`: text in, text out, and everything that users can ask or get wrong in between.
+"""`LLMEngine`: the public request API. It validates and tokenizes requests, runs engine steps, and
+returns text.
 
     text -> tokenizer -> Request -> EngineCore (chapter 1) -> OutputProcessor -> text
                                       |
                                       scheduler, KV manager, runner, sampler: see `assembly.py`
 
-A user's request is a group of `n` sequences that share a prompt: each is a `Request` to the
-scheduler and an `OutputProcessor` here. Invariants: a request that is refused leaves everything as
-it was; every unfinished `Request` is in one group; two engines in a process share nothing."""
+A user's request is a group of `n` sequences that share a prompt. Each sequence is a `Request` in
+the scheduler and an `OutputProcessor` here. Invariants: a rejected request changes no state; every
+unfinished `Request` is in exactly one group; two engines in a process share no state."""
 
 from __future__ import annotations
 
@@ -48,19 +49,19 @@ if TYPE_CHECKING:
     from common.features.adapters.adapter_names import AdapterNames
     from grammar_queue import GrammarsCompiled
 
-CLOSE_TIMEOUT_S = 5.0  # for a step of another thread, when an engine is closed
-GRAMMAR_WAIT_S = 0.05  # of a step in which everybody waits for one
-MAX_IDLE_STEPS = 100  # a forced preemption takes one; a wait for KV from elsewhere does not count
+CLOSE_TIMEOUT_S = 5.0  # how long `close` waits for a step of another thread
+GRAMMAR_WAIT_S = 0.05  # length of a step in which every request waits for its grammar
+MAX_IDLE_STEPS = 100  # a forced preemption causes one; steps that wait for external KV do not count
 
 
 class LLMEngine:
-    """Requests in at any time, outputs out of every `step()`.
+    """The engine: accepts requests at any time and returns outputs from every `step()`.
 
-    `on_step` is called with each step's `StepRecord`, when the step is complete: it may add and
-    abort requests, but not call `step()`. One thread at a time may use it, and no forked process
-    (`engine_lock.py`); `abort_request` and `close` may come from any thread. `loaded`, `draft` and
-    `tokenizer` replace what `config` names; without a tokenizer, prompts are token ids and texts
-    are empty."""
+    `on_step` is called with each step's `StepRecord` after the step; it may add and abort requests,
+    but not call `step()`. Only one thread at a time may use the engine, and no forked process may
+    (`engine_lock.py`); `abort_request` and `close` can be called from any thread. `loaded`, `draft`
+    and `tokenizer` replace the ones that `config` names. Without a tokenizer, prompts are token ids
+    and texts are empty."""
 
     def __init__(
         self,
@@ -74,10 +75,8 @@ class LLMEngine:
         self.config = config = config or EngineConfig()
         self.lock = EngineLock()
         self._is_closed = False
-        self._is_consistent = (
-            True  # else a call was cut short, and the next one mends what it has left
-        )
-        # By Request.request_id: all members of open groups, those that have finished included.
+        self._is_consistent = True  # False: a call was interrupted, and the next one recovers
+        # All sequences of open groups by Request.request_id, finished ones included.
         self._sequences: dict[str, OutputProcessor] = {}
         make = _make_remote_parts if config.has_workers else _make_parts
         with claim_exclusive(config.parts_with_state):
@@ -102,16 +101,16 @@ class LLMEngine:
             self.max_model_len,
             config.seed,
         )
-        # Ends the workers, if there are any, and gives torch its threads back, when this engine is
-        # closed or collected.
+        # Ends the workers, if there are any, and restores torch's thread count, when this engine is
+        # closed or garbage-collected.
         self._close_side = None if side.close is None else weakref.finalize(self, side.close)
         self._groups: dict[str, RequestGroup] = {}
-        self._ended: dict[RequestGroup, None] = {}  # and not reported yet; in order
-        self._num_idle_steps = 0  # in a row, up to the last one
-        self._num_named = 0  # requests whose names are ours
+        self._ended: dict[RequestGroup, None] = {}  # finished but not yet returned; in order
+        self._num_idle_steps = 0  # consecutive, up to the last step
+        self._num_named = 0  # requests that got a generated id
         self._watch: Watch | None = None
         self._adapters = parts.adapters
-        self._grammars: Grammars | None = None  # until one is brought
+        self._grammars: Grammars | None = None  # until a request has a grammar
         self.reset_stats()
         try:
             if config.events is not None:
@@ -133,9 +132,9 @@ class LLMEngine:
         sampling_params: SamplingParams | None = None,
         **options: Unpack[RequestOptions],
     ) -> RequestGroup:
-        """Queue a request. `prompt` is text or token ids; what else it may bring is in
-        `RequestOptions`. Returns its output, which grows with the steps. Raises `ValueError` for
-        anything that can not be served; nothing has changed then."""
+        """Queue a request. `prompt` is text or token ids; the options are in `RequestOptions`.
+        Returns its output, which later steps extend. Raises `ValueError` for a request that cannot
+        be served, and leaves the state unchanged."""
         self._check_is_open()
         self._recover()
         self._check_id(request_id)
@@ -144,7 +143,7 @@ class LLMEngine:
             options["adapter"] = adapter = self.named_adapters().digest_of(adapter)
         group = self._input_processor.make_group(request_id, prompt, params, **options)
         for sequence in group.sequences:
-            self._check_id(sequence.request_id)  # of a sample: "name#0" may be somebody's name
+            self._check_id(sequence.request_id)  # a sample's id "name#0" may be another request's
         try:
             with self._mutating_state():
                 self._groups[request_id] = group
@@ -155,7 +154,7 @@ class LLMEngine:
                     self.core.add_request(sequence.request)
                     if "grammar" in sequence.request.features:
                         self._compiled_grammars().arrived(sequence.request)
-        except Exception:  # refused, and that changes nothing
+        except Exception:  # a rejected request changes no state
             with self._mutating_state():
                 self._drop(group)
             raise
@@ -169,8 +168,8 @@ class LLMEngine:
         adapters: Sequence[str | None] | None = None,
         **options: Unpack[SharedOptions],
     ) -> None:
-        """Queue all of `(request_id, prompt, sampling_params)` or, if one is refused, none.
-        `adapters` has one for each."""
+        """Queue all `(request_id, prompt, sampling_params)` or, if one is rejected, none.
+        `adapters` has one entry for each request."""
         before: dict[str, RequestGroup | None] = {}
         num_seeds_drawn = self._input_processor.num_seeds_drawn
         with self.lock.deferring():
@@ -190,8 +189,9 @@ class LLMEngine:
                 raise
 
     def abort_request(self, request_id: str) -> RequestOutput | None:
-        """End a request at any moment. Its output so far, which the next `step` returns too, or
-        None if there is no such request. While another thread is in a step, it ends after that."""
+        """Abort a request at any time. Returns its output so far, which the next `step` returns
+        too, or None if there is no such request. If another thread is in a step, the request is
+        aborted after that step."""
         self.lock.check_process()
         group = self._groups.get(request_id)
         if group is None:
@@ -214,36 +214,37 @@ class LLMEngine:
         self._end(group)
 
     def has_unfinished_requests(self) -> bool:
-        """Is there anything to do for `step`, if only to return the output of an aborted one?"""
+        """Whether `step` has anything to do, if only to return an aborted request's output."""
         return bool(self._groups or self._ended)
 
     @exclusive
     def step(self) -> list[RequestOutput]:
-        """One iteration for everybody. The outputs of the requests that have ended since the last
-        one, aborted ones included, and of those that made progress. These are alive: they grow with
-        later steps, and their text is decoded when it is read.
+        """Run one engine step. Returns the outputs of requests that finished since the previous
+        step (aborted ones included) and of those that made progress. The outputs are live objects:
+        later steps extend them, and text is decoded lazily.
 
-        If a step raises (out of memory, an interrupt), nobody can say how far its requests have
-        come: they are aborted, the waiting ones stay, and the engine goes on. If it was interrupted
-        while it wrote its books, nothing is cached any more. Where it can not go on, because a rank
-        is gone, everybody is aborted. If `on_step` raises, nobody is. In each case the next step
-        returns what this one could not.
+        If a step raises (out of memory, an interrupt), the state of its requests is unknown: they
+        are aborted, waiting requests stay queued, and the engine keeps working. If the interrupt
+        hit while scheduler state was being updated, the prefix cache is cleared as well. If a rank
+        is lost, the engine cannot continue, and all requests are aborted. If `on_step` raises, no
+        request is aborted. In each case the next step returns the outputs that this one could not.
         """
         self._recover()
-        # Where only outputs are left, there is nothing to compute, or nobody who could.
+        # If only outputs are left, there is nothing to compute, or the engine is closed.
         has_work = self.core.has_unfinished_requests() or not self._ended
         if has_work:
             self._check_is_open()
         runnable_ids = self._advance() if has_work else []
         outputs: list[RequestOutput] = [*map(copy, self._ended), *runnable_ids]
-        self._ended.clear()  # not before all is ready: an interrupt would lose what has ended
+        self._ended.clear()  # last, because an interrupt would lose finished outputs otherwise
         return outputs
 
     def _advance(self) -> list[RequestGroup]:
-        """One iteration. The unfinished groups that made progress; the others are in `_ended`."""
+        """Run one step. Returns the unfinished groups that made progress; the finished ones are in
+        `_ended`."""
         self.lock.clear()
         self._recover()
-        if self._is_closed:  # by another thread, which waits for this one
+        if self._is_closed:  # by another thread, which waits for this one to abort the requests
             for group in list(self._groups.values()):
                 self._abort(group)
             return []
@@ -256,7 +257,7 @@ class LLMEngine:
         return [group for group in touched if group not in self._ended]
 
     def _compute(self) -> tuple[Collection[RequestGroup], StepRecord | None]:
-        """One step. Whom it concerned; its record, if somebody wants it."""
+        """Run one step. Returns the groups that it touched and, if `on_step` is set, its record."""
         start_time = time.monotonic()
         self._is_consistent = False
         try:
@@ -279,8 +280,8 @@ class LLMEngine:
         return touched, record
 
     def _take(self, results: Sequence[EngineCoreOutput], now: float) -> Collection[RequestGroup]:
-        """Note what a step brought: of a routine one, the time. End the groups that have finished.
-        Returns whom it concerned."""
+        """Process a step's results (for a routine one, only its time is recorded) and end the
+        groups that have finished. Returns the groups that the step touched."""
         if not isinstance(results, StepResults):
             slow_path = {result.request_id: result for result in results}
             results = StepResults(list(slow_path), {}, slow_path)
@@ -311,8 +312,8 @@ class LLMEngine:
     def _members_of(
         self, plan: SchedulerOutput, request_ids: Collection[str]
     ) -> Iterator[OutputProcessor]:
-        """Those of these requests of a plan that are still here. The name of an aborted one may be
-        another request's by now, so requests are compared and not names."""
+        """Yield the sequences of these requests of a plan that still exist. The id of an aborted
+        request may belong to another request by now, so this compares requests, not ids."""
         for request in plan.scheduled_requests:
             if request.request_id in request_ids:
                 sequence = self._sequences.get(request.request_id)
@@ -320,12 +321,12 @@ class LLMEngine:
                     yield sequence
 
     def _check_progress(self, plan: SchedulerOutput) -> None:
-        """Raise `RuntimeError` if requests wait and nothing that could let them in is under way."""
+        """Raise `RuntimeError` if requests wait and nothing in flight can lead to an admission."""
         num_running, num_waiting = self.core.get_request_counts()
         is_busy = plan.num_scheduled_tokens or num_running or not num_waiting
         if not is_busy and self._grammars is not None:
             is_busy = self._grammars.queue.wait(GRAMMAR_WAIT_S)
-        if is_busy or self.kv_manager.num_blocks_in_use:  # what is being loaded holds blocks
+        if is_busy or self.kv_manager.num_blocks_in_use:  # KV that is being loaded holds blocks
             self._num_idle_steps = 0
             return
         self._num_idle_steps += 1
@@ -338,17 +339,17 @@ class LLMEngine:
 
     @contextmanager
     def _mutating_state(self) -> Iterator[None]:
-        """The books of scheduler and engine are changed. Who is cut short in it comes to no
-        `finally`: `_recover` brings it to an end."""
+        """Mark a section that mutates scheduler and engine state. Deliberately without `finally`:
+        if it is interrupted, the flag stays set and the next call runs `_recover`."""
         with self.lock.deferring():
             self._is_consistent, self.recorder.is_inconsistent = False, True
             yield
             self._is_consistent, self.recorder.is_inconsistent = True, False
 
     def _recover(self, error: BaseException | None = None) -> None:
-        """If a call was cut short, by whatever: how far have those who ran come? They are aborted.
-        If it was while books were changed, what follows from requests is made anew: tables, free
-        blocks, what is cached. It may be cut short, too: the next call begins with it."""
+        """Recover from an interrupted call: abort running requests, whose progress is unknown. If
+        state was being mutated, also reset what follows from requests (block tables, free blocks,
+        the prefix cache). Safe to interrupt, because the next call starts with `_recover` again."""
         if not self._is_consistent:
             with self.lock.deferring():
                 self._abort_running(error)
@@ -361,7 +362,7 @@ class LLMEngine:
             self._give_up()
         self.recorder.discard_plans()
         if is_inconsistent:
-            self.unwatch()  # what is on film would not lead to books that are made anew
+            self.unwatch()  # the events written so far do not lead to the state after the reset
             self.kv_manager.clear()
         self.scheduler.clear()
         nobody_computes = getattr(error, "is_final", False)
@@ -386,13 +387,13 @@ class LLMEngine:
         adapter: str | Sequence[str | None] | None = None,
         **options: Unpack[SharedOptions],
     ) -> dict[str, RequestOutput]:
-        """Run prompts to their end. The outputs by request id, in the order of the prompts.
-        `on_finished` is told after each step how many of them ended in it. The other options are
-        those of `add_request`.
+        """Run prompts until all are finished. Returns the outputs by request id, in the order of
+        the prompts. After each step, `on_finished` gets the number of requests that finished in it.
+        The other options are those of `add_request`.
 
-        Other requests in the engine advance with them, and if they end, the next `step` returns
-        them. Raises `ValueError` if one of the prompts can not be served; none of them is queued
-        then. Interrupting the call aborts its requests."""
+        Other requests in the engine advance in the same steps; if they finish, the next `step`
+        returns them. Raises `ValueError`, and queues no prompt, if one of the prompts cannot be
+        served. Interrupting the call aborts its requests."""
         default, n = SamplingParams(), len(prompts)
         per_prompt = spread("sampling_params", params, n, SamplingParams, default)
         adapters = spread("adapter", adapter, n, str)
@@ -415,7 +416,7 @@ class LLMEngine:
         return {group.request_id: copy(group) for group in own}
 
     def _new_id(self) -> str:
-        """Not one that an unfinished request of the user's has."""
+        """Return a request id that no unfinished request has."""
         while True:
             name = f"request-{self._num_named}"
             self._num_named += 1
@@ -428,8 +429,8 @@ class LLMEngine:
         params: SamplingParams | None = None,
         **options: Unpack[RequestOptions],
     ) -> Iterator[str]:
-        """Run one prompt, and yield its text as it becomes final. However the request ends, the
-        rest of its text is yielded. Leaving the loop early aborts it."""
+        """Run one prompt and yield its text as the text becomes final. The remaining text is
+        yielded however the request ends. Leaving the loop early aborts the request."""
         request_id, group = self._new_id(), None
         try:
             with self.lock, self.lock.deferring():
@@ -449,7 +450,8 @@ class LLMEngine:
                 self._invalidate([group])
 
     def _forget_ended(self, groups: Collection[RequestGroup]) -> int:
-        """Their caller holds them, so no step returns them. How many of them had ended."""
+        """Remove finished groups from the output queue, because the caller already holds them.
+        Returns how many were finished."""
         ended = [group for group in self._ended if group in groups]
         for group in ended:
             del self._ended[group]
@@ -467,26 +469,26 @@ class LLMEngine:
 
     @exclusive
     def load_adapter(self, name: str, directory: str | Path) -> None:
-        """A LoRA adapter in PEFT's format, for requests that name it. Raises `ValueError` or
-        `FileNotFoundError`, and nothing has changed, for what can not be computed exactly."""
+        """Load a LoRA adapter in PEFT's format, for requests that name it. Raises `ValueError` or
+        `FileNotFoundError`, and changes nothing, if the adapter cannot be computed exactly."""
         self.named_adapters().load(name, directory)
 
     @exclusive
     def unload_adapter(self, name: str) -> None:
-        """No request to come gets it. Those that have it end with it."""
+        """Remove an adapter for future requests. Requests that already use it keep it."""
         self.named_adapters().unload(name)
 
     @property
     def adapters(self) -> list[str]:
-        """Names that are loaded."""
+        """Names of the loaded adapters."""
         return [] if self._adapters is None else self._adapters.names
 
     def adapter_of(self, digest: str) -> str | None:
-        """The name by which requests get the adapter now that KV is keyed by."""
+        """The current name of the adapter with this digest, the digest that its KV is keyed by."""
         return None if self._adapters is None else self._adapters.name_of(digest)
 
     def named_adapters(self) -> AdapterNames:
-        """For whose turn it is."""
+        """Return the adapters' names, for a caller that holds the engine's lock."""
         self._check_is_open()
         self._recover()
         if self._adapters is None:
@@ -509,10 +511,10 @@ class LLMEngine:
         return self._grammars.queue
 
     def _end_failed_grammars(self) -> None:
-        """Who waits for one that can not be compiled ends with an error."""
+        """Finish requests whose grammar cannot be compiled with an error."""
         failed = {} if self._grammars is None else self._grammars.queue.failed()
         for request_id, why in failed.items():
-            if (sequence := self._sequences.get(request_id)) is not None:  # else of the same group
+            if (sequence := self._sequences.get(request_id)) is not None:  # else it has failed
                 with self._mutating_state():
                     self._fail(sequence.group, why)
 
@@ -524,10 +526,10 @@ class LLMEngine:
         self._stats.num_finished += 1
         self._end(group)
 
-    # -- what it is doing
+    # -- statistics and observation
 
     def stats(self) -> EngineStats:
-        """Totals and the present state. A copy."""
+        """Return a copy of the totals and the current state."""
         running, waiting = self.core.get_request_counts()
         stats = replace(self._stats, num_running=running, num_waiting=waiting)
         stats.kv_blocks_in_use = self.kv_manager.num_blocks_in_use
@@ -556,7 +558,7 @@ class LLMEngine:
 
     @exclusive
     def reset_prefix_cache(self) -> bool:
-        """Forget every cached prefix. False, and nothing has changed, while requests use some."""
+        """Clear the prefix cache. Returns False, and changes nothing, while requests use blocks."""
         self._recover()
         with self._mutating_state():
             is_reset = self.kv_manager.reset_prefix_cache()
@@ -566,11 +568,11 @@ class LLMEngine:
 
     @exclusive
     def watch(self, events: str | Path | TextIO) -> Watch:
-        """Write from now on what happens, step by step, to this file or to whoever takes text, as
-        `EngineConfig(events=...)` does from the start (`common/events`). In a run it begins with
-        all that is there. Nothing more is written where it was before. It ends where the engine is
-        interrupted while it changes its books. Raises `ValueError` or `FileNotFoundError` for a
-        path that is no place for a file."""
+        """Write each step's events to this file or text stream from now on, as
+        `EngineConfig(events=...)` does from the start (`common/events`). In a running engine, the
+        events begin with its whole state. A previous watch ends. The watch ends too if the engine
+        is interrupted while it mutates its state. Raises `ValueError` or `FileNotFoundError` for a
+        path where no file can be written."""
         from common.events.event_log import check_place
         from common.events.watch import Watch
 
@@ -582,15 +584,15 @@ class LLMEngine:
 
     @exclusive
     def unwatch(self) -> None:
-        """Nothing more is written, and a file is closed. Nothing happens if nobody watches."""
+        """Stop writing events and close the file. No effect if events are not being written."""
         if self._watch is not None:
             self._watch.take_out()
             self._watch = None
 
     def close(self) -> None:
-        """Stop the connector's threads, close its files, end the workers. The engine computes
-        nothing after. A step of another thread is waited for, but not for long: if it is late, the
-        thread in which an overlapped engine computes ends after it."""
+        """Stop the connector's threads, close its files and end the workers. The engine computes
+        nothing afterwards. Waits up to `CLOSE_TIMEOUT_S` for a step of another thread; if that step
+        takes longer, the thread in which an overlapped engine computes ends after it."""
         self.lock.check_process()
         self._is_closed = True
         try:
@@ -618,7 +620,7 @@ class LLMEngine:
 
     @exclusive
     def reset_stats(self) -> None:
-        """Start counting anew, after a warm-up for instance. What is cached stays cached."""
+        """Reset the counters, for example after a warm-up. The prefix cache is kept."""
         self._cache_stats, self._throughput = RecentCacheStats(), Throughput(time.monotonic())
         if self.prefix_cache is not None:
             self.prefix_cache.stats = self._cache_stats
@@ -629,7 +631,7 @@ class LLMEngine:
 
     @exclusive
     def check_invariants(self) -> None:
-        """Raise `AssertionError` if a part contradicts itself or another."""
+        """Raise `AssertionError` if the state of the engine's parts is inconsistent."""
         self._recover()
         self.scheduler.check_invariants()
         self.kv_manager.check_invariants(self.scheduler.running.values())
@@ -657,7 +659,7 @@ class LLMEngine:
         stats.recomputed_tokens += num_recomputed_tokens
         stats.kv_blocks_peak = max(stats.kv_blocks_peak, plan.num_kv_blocks_in_use)
         slots = plan.num_kv_blocks_in_use * self.config.block_size
-        # Sequences that share a prompt count it each, so what is written can exceed what is held.
+        # Each sequence counts a shared prompt, so `written` can exceed the slots that are held.
         written = self.kv_manager.num_written_slots(plan.start_positions, num_tokens)
         waste = max(0.0, 1 - written / slots) if slots else 0.0
         stats.kv_waste += (waste - stats.kv_waste) / stats.num_steps
@@ -676,7 +678,7 @@ class LLMEngine:
             raise ValueError(f"request_id must be unique, got {request_id!r}, which is in use")
 
     def _end(self, group: RequestGroup) -> None:
-        """May be interrupted, and done again."""
+        """Close a finished group and queue its output. Can be interrupted and called again."""
         self._ended[group] = None
         for sequence in group.sequences:
             self._sequences.pop(sequence.request_id, None)
@@ -687,7 +689,7 @@ class LLMEngine:
         self._groups.pop(group.request_id, None)
 
     def _drop(self, group: RequestGroup) -> None:
-        """Undo an `add_request` before any step saw it."""
+        """Undo an `add_request` that no step has seen yet."""
         ids = [sequence.request_id for sequence in group.sequences]
         self.scheduler.finish_requests(ids, RequestStatus.FINISHED_ABORTED)
         self._end(group)
@@ -701,13 +703,13 @@ def _make_parts(
     tokenizer: Tokenizer | None,
     sequences: Mapping[str, OutputProcessor],
 ) -> tuple[EngineParts, Tokenizer | None]:
-    """All in this process."""
+    """Make the engine's parts, with the model in this process."""
     if loaded is None:
         model = config.model or SHIPPED_CHECKPOINT
         device = config.resolve_device()
         if device.index is not None:
-            torch.cuda.set_device(device)  # kernels and events are the current device's
-        checkpoint = read_checkpoint(model)  # what is wrong is said before weights are read
+            torch.cuda.set_device(device)  # kernels and events use the current device
+        checkpoint = read_checkpoint(model)  # raises for a bad checkpoint before reading weights
         tokenizer = tokenizer or load_tokenizer(checkpoint.path)
         loaded = load_model(
             checkpoint, config.dtype, device, packing_of=partial(packing_while_loading, config)
@@ -735,7 +737,7 @@ def _make_remote_parts(
     tokenizer: Tokenizer | None,
     sequences: Mapping[str, OutputProcessor],
 ) -> tuple[EngineParts, Tokenizer]:
-    """The model in workers."""
+    """Make the engine's parts, with the model in worker processes."""
     from common.parallel.remote import assemble_remote
 
     if loaded is not None or draft is not None:

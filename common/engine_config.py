@@ -1,4 +1,5 @@
-"""What the engine can be told, and what it tells about itself. What may stand in place of a name:
+"""The engine's configuration (`EngineConfig`) and statistics (`EngineStats`). These arguments take
+a name or an object:
 
     argument            names                           or
     scheduler           SCHEDULERS                      a function of `SchedulerParts`
@@ -10,8 +11,7 @@
     attention_backend   ATTENTION_BACKENDS, "auto"      an AttentionBackend
     kv_connector        None                            a KVConnector
 
-A name stands in one table. It leads to "module:attribute", which is imported when it is chosen and
-not before."""
+A table maps each name to a "module:attribute", which is imported only when the name is chosen."""
 
 from __future__ import annotations
 
@@ -38,10 +38,10 @@ if TYPE_CHECKING:
     from tiered_cache import KVTierConfig
 
 SCHEDULERS = {
-    # Chapter 4. They fill the memory, and preempt when it runs out.
+    # Chapter 4: fill the memory, and preempt when it runs out.
     "two_phase": "common.assembly.scheduler_assembly:make_two_phase",
     "prefill_first": "common.assembly.scheduler_assembly:make_prefill_first",
-    # Chapter 1, over blocks and a cache. It reserves everything at admission.
+    # Chapter 1, over KV blocks and a prefix cache: reserve everything at admission.
     "fcfs": "common.assembly.scheduler_assembly:make_fcfs",
 }
 PREFIX_CACHES = {
@@ -52,7 +52,7 @@ PROPOSERS = {
     "ngram": "common.assembly.assembly:make_ngram",
     "draft": "common.assembly.assembly:make_draft_model",
 }
-# Where prompts are whole; where they are cut, and a batch has both decodes and chunks.
+# The first is for whole prompts; the second for chunked ones, with decodes and chunks in a batch.
 ATTENTION_BACKENDS = {
     "torch": (
         "paged_attention:TorchAttentionBackend",
@@ -68,16 +68,16 @@ CHECKPOINTS = Path(__file__).parent / "checkpoints"
 SHIPPED_CHECKPOINT = CHECKPOINTS / "tiny"
 SHIPPED_DRAFT = CHECKPOINTS / "tiny-draft"
 SHIPPED_ADAPTER = CHECKPOINTS / "tiny-tests"
-# Smaller models win their longer start back after several thousand tokens only:
+# For smaller models, compilation pays for its start-up time only after several thousand tokens:
 # measured in `02_paged_kv/beyond/README.md`.
 COMPILE_FROM_PARAMETERS = 100_000_000
-# Smaller models are computed by one thread on a CPU. A second one brings them up to a half more on
-# a quiet machine, and beside a program that keeps a core busy it costs two thirds. It costs larger
-# models as much there, but for those one thread is slow when nothing else runs, too:
+# Smaller models are computed by one thread on a CPU. A second thread makes them up to 50% faster on
+# an idle machine, but costs two thirds of the speed next to a program that keeps a core busy.
+# Larger models lose as much then, but one thread is slow for them on an idle machine, too:
 # measured there.
 THREADS_FROM_PARAMETERS = 100_000_000
 NO_CLOCK = "not depend on step durations in a pipeline, where other steps are in flight"
-MAX_THREADS = max(64, 4 * (os.cpu_count() or 1))  # whoever cannot have them ends the process
+MAX_THREADS = max(64, 4 * (os.cpu_count() or 1))  # a process that cannot get them ends
 
 
 def _check(config: object, *rules: tuple[str, object, str]) -> None:
@@ -93,7 +93,7 @@ def _is_number(value: object) -> TypeGuard[float]:
 
 @runtime_checkable
 class LearnsDurations(Protocol):
-    """A `ChunkPolicy` that wants to know what steps take."""
+    """A `ChunkPolicy` that is notified of each step's duration."""
 
     def observe_step(
         self, starts: Sequence[int], num_tokens: Sequence[int], step_ms: float
@@ -152,7 +152,7 @@ def is_proposer(value: object) -> TypeGuard[Proposer]:
 
 
 def is_own(value: object) -> bool:
-    """Is it a part, and no name or number?"""
+    """Whether `value` is an object given by the caller, not a name or a number."""
     return value is not None and not isinstance(value, str | int | float | dict)
 
 
@@ -167,16 +167,17 @@ def _check_name(
 
 
 def _is_made(value: object, protocol: type) -> bool:
-    """A class is none: its methods want an instance."""
+    """Whether `value` is an instance of `protocol`. A class with its methods is not one."""
     return not isinstance(value, type) and isinstance(value, protocol)
 
 
 @dataclass(frozen=True, slots=True)
 class SpeculativeConfig:
-    """`method` is `"ngram"` (look up what followed the last `max_ngram` to `min_ngram` tokens
-    before), `"draft"` (ask the model `model`, a directory or hub id of the same vocabulary; None:
-    the shipped draft model) or a `Proposer` (chapter 5). At most `num_spec_tokens` are guessed at a
-    time; `adaptive`: as many of these as pay. Raises `ValueError` that names the field."""
+    """The configuration of speculative decoding. `method` is `"ngram"` (look up what followed the
+    last `max_ngram` to `min_ngram` tokens before), `"draft"` (run the draft model `model`, a
+    directory or hub id with the same vocabulary; None: the shipped draft model) or a `Proposer`
+    (chapter 5). At most `num_spec_tokens` draft tokens are proposed per step; with `adaptive`, only
+    as many of them as pay off. Raises `ValueError` that names the field."""
 
     method: str | Proposer
     num_spec_tokens: int = 4
@@ -217,83 +218,83 @@ class SpeculativeConfig:
 
 @dataclass(frozen=True, slots=True)
 class EngineConfig:
-    """Everything the engine can be told. Raises `ValueError` that names field, value and what is
-    allowed. Python's collector is its process's: a program that serves sets it as the demo does
-    (`common/requests/gc_utils.py`), before it makes an engine."""
+    """All options of the engine. Raises `ValueError` that names the field, its value and the
+    allowed values. Python's garbage collector is shared by the whole process, so a server
+    configures it as the demo does (`common/requests/gc_utils.py`), before it makes an engine."""
 
     model: str | Path | None = None  # a directory or hub id; None: the shipped checkpoint
     device: str = "auto"
     dtype: str | torch.dtype = "auto"
     block_size: int = 16
-    num_blocks: int | None = None  # of KV, the null block included; None: by free memory
+    num_blocks: int | None = None  # KV blocks, with the null block; None: as free memory allows
     max_num_seqs: int = 256
     max_num_batched_tokens: int = 2048
-    max_model_len: int | None = None  # prompt plus outputs; None: what the model was made for
-    # In place of a name each role takes a part of your own, or what makes one.
+    max_model_len: int | None = None  # prompt plus outputs; None: the model's maximum
+    # Instead of a name, each role takes your own part or a function that makes one.
     # "two_phase" and "prefill_first" (chapter 4) fill the memory, and preempt when it runs out.
     # "fcfs" (chapter 1) reserves everything at admission.
     scheduler: str | Callable[[Any], SchedulerInterface] = "two_phase"
-    # Orders the waiting queue of the former two: "priority", "lof", "random", "lpm", "dfs-weight".
+    # Orders the first two's waiting queue: "priority", "lof", "random", "lpm", "dfs-weight".
     policy: str | SchedulePolicy = "fcfs"
-    watermark: float = 0.01  # share of the blocks that "two_phase" leaves to those who run
-    # Or "radix"; None keeps no computed prefixes.
+    watermark: float = 0.01  # share of blocks that "two_phase" keeps for running requests
+    # Or "radix"; None: no prefix cache.
     prefix_cache: str | Callable[..., PrefixCache] | None = "hash"
     kv_tiers: KVTierConfig | None = None  # evicted blocks go to host memory and disk
-    kv_connector: KVConnector | None = None  # shares them over a pool; one for each engine
-    # Long prompts are computed in several steps: as much as a step has room for (True), or at most
-    # so many tokens of a prompt in a step (an integer; with "prefill_first", of all prompts
-    # together). False: whole, and a prompt must fit one step; so it is with "fcfs" always.
+    kv_connector: KVConnector | None = None  # shares KV blocks over a pool; one for each engine
+    # Long prompts are computed in several steps, with chunks as large as the token budget allows
+    # (True) or of at most this many tokens (an integer; with "prefill_first", the limit for all
+    # prompts together). False: a prompt must fit into one step; "fcfs" always works that way.
     chunked_prefill: bool | int | ChunkPolicy = True
     target_step_ms: float | None = None  # chunks as large as a step of this length allows
-    max_long_partial_prefills: int | None = None  # prompts longer than a chunk, under way at once
+    max_long_partial_prefills: int | None = None  # limits concurrent prefills longer than a chunk
     mixing: bool = False  # puts decodes into the prefill batches of "prefill_first"
-    # What `SpeculativeConfig` takes, such as {"method": "ngram"}; or a `Proposer`.
+    # The fields of `SpeculativeConfig`, such as {"method": "ngram"}; or a `Proposer`.
     speculative: dict | Proposer | None = None
     attention_backend: str | AttentionBackend = "auto"  # or "torch", "triton"
-    # Machine code for decode attention, norms and rotary embedding on a CPU, made when the engine
-    # is: some 30 seconds, a few once it is on the disk. "auto": for models of
-    # `COMPILE_FROM_PARAMETERS` and more.
+    # Compiles decode attention, norms and rotary embedding for a CPU when the engine is made: some
+    # 30 seconds, a few seconds once the result is cached on disk. "auto": for models of
+    # `COMPILE_FROM_PARAMETERS` parameters and more.
     compile: bool | str = "auto"
-    # Step n + 1 is planned while step n runs. "auto": on a GPU. Not with `speculative` and
-    # `target_step_ms`: how far a step has come, or how long it took, shows at its end.
+    # Plans step n + 1 while step n runs. "auto": on a GPU. Has no effect with `speculative` or
+    # `target_step_ms`: accepted tokens, or the step's duration, are known only at its end.
     overlap_scheduling: bool | str = "auto"
-    # On a GPU, a step in which each request has one token is replayed from a graph that was
-    # captured at the start. True: its kernels are launched one by one, as in all other steps.
+    # On a GPU, a step in which each request has one token is replayed from a graph captured at
+    # start-up. True: its kernels are launched one by one, as in all other steps.
     enforce_eager: bool = False
-    # On an x86 CPU, in float32 and bfloat16, matrices are reordered for the processor, once.
+    # On an x86 CPU, in float32 and bfloat16: reorders matrices for the processor, once.
     pack_weights: bool = True
     # On a CPU, in float32 and bfloat16: a request has the same bits alone and in any batch.
     batch_invariant: bool = False
-    # Of torch on a CPU, in this whole process, until the engine closes. None: 1 for models below
-    # `THREADS_FROM_PARAMETERS`, and for others as torch has it; but nothing changes where
-    # OMP_NUM_THREADS or `torch.set_num_threads` has said how many (`runner/thread_count.py`).
+    # torch's threads on a CPU, for the whole process, until the engine closes. None: 1 for models
+    # below `THREADS_FROM_PARAMETERS`, and torch's default for larger ones, unless OMP_NUM_THREADS
+    # or `torch.set_num_threads` has set a number (`runner/thread_count.py`).
     num_threads: int | None = None
     gpu_memory_utilization: float = 0.9  # share that weights, activations and KV together may take
-    # Ranks that share each layer, stages that share the layers. More than one rank in all: each is
-    # a process of its own, and this one computes nothing (`common/parallel`).
+    # Ranks that split each layer, and stages that split the list of layers. With more than one rank
+    # in total, each is a separate process, and this one computes nothing (`common/parallel`).
     tensor_parallel_size: int = 1
     pipeline_parallel_size: int = 1
-    worker_timeout_s: float = 300.0  # a rank that needs longer for a step is given up
-    events: str | Path | None = None  # a file for what happens, step by step: `common/events`
-    # LoRA adapters in PEFT's format, by name: {"tests": "directory"}. More may be loaded later, if
-    # this or `max_loras` is given: how many different ones a batch may hold (4). None: no adapters.
+    worker_timeout_s: float = 300.0  # a rank that needs longer for a step counts as lost
+    events: str | Path | None = None  # file for the events of each step: `common/events`
+    # LoRA adapters in PEFT's format, by name: {"tests": "directory"}. With this or `max_loras` (how
+    # many different adapters fit in a batch: 4), more can be loaded later. Both None: no adapters.
     adapters: Mapping[str, str | Path] | None = None
     max_loras: int | None = None
     max_lora_rank: int = 16
-    seed: int = 0  # for requests that bring no seed of their own
+    seed: int = 0  # for requests without a seed
     # Debug switches. None of them may change any output.
-    check_invariants: bool = False  # of scheduler and KV manager, after every step
+    check_invariants: bool = False  # checks scheduler and KV manager after every step
     shuffle_batch: bool = False
     shuffle_waiting: bool = False
-    preempt_every: int | None = None  # every so many steps somebody is preempted
-    emulate_graphs: bool = False  # on a CPU: graphs are replayed from lists, and checked; slowly
+    preempt_every: int | None = None  # preempts a request every so many steps
+    emulate_graphs: bool = False  # on a CPU: replays graphs from lists and checks them; slow
 
     def __post_init__(self) -> None:
         lowest = {"block_size": 1, "max_num_seqs": 1, "max_num_batched_tokens": 1}
         lowest |= {"tensor_parallel_size": 1, "pipeline_parallel_size": 1, "max_lora_rank": 1}
         optional = {"preempt_every": 1, "max_long_partial_prefills": 1, "num_threads": 1}
         optional |= {"max_loras": 1}
-        # The null block and one more; one token in and one out.
+        # The null block and one other block; one prompt token and one output token.
         optional |= {"num_blocks": 2, "max_model_len": 2}
         for name, low in (lowest | optional).items():
             value = getattr(self, name)
@@ -363,7 +364,7 @@ class EngineConfig:
         no_adapters = f"be None with {tiles}"
         is_summed = is_fixed and self.tensor_parallel_size > 1
         order = "be 1 with batch_invariant=True, as the order of summation depends on the batch"
-        refused = {  # where it is given
+        refused = {  # checked only for fields that are not None
             "preempt_every": (not may_preempt, f"be None with {name}"),
             "speculative": (self.speculation and not may_preempt, f"be None with {name}"),
             "policy": (self.policy != "fcfs" and not may_preempt, f"be 'fcfs' with {name}"),
@@ -402,7 +403,7 @@ class EngineConfig:
             )
 
     def _check_own_parts(self) -> None:
-        """What goes together with parts that were given instead of names."""
+        """Check which options are compatible with parts that were given instead of names."""
         has_policy = is_own(self.chunked_prefill)
         has_backend = is_own(self.attention_backend)
         has_proposer = "speculative" in self.parts_with_state
@@ -436,7 +437,7 @@ class EngineConfig:
 
     @property
     def max_adapters(self) -> int:
-        """Different ones in a batch."""
+        """The maximum number of different adapters in a batch."""
         return self.max_loras or 4
 
     @property
@@ -445,18 +446,18 @@ class EngineConfig:
 
     @property
     def may_preempt(self) -> bool:
-        """Of a scheduler of your own it is not known: it may."""
+        """Whether the scheduler can preempt. A scheduler of your own is assumed to."""
         return self.scheduler != "fcfs"
 
     @property
     def learns_durations(self) -> bool:
-        """Whether somebody has to know what each step took."""
+        """Whether the chunk policy needs each step's duration."""
         is_told = isinstance(self.chunked_prefill, LearnsDurations)
         return self.target_step_ms is not None or is_told
 
     @property
     def needs_ends_of_steps(self) -> str | None:
-        """What does not let a step be planned while the one before it runs."""
+        """The option that keeps a step from being planned while the previous one runs, or None."""
         if self.speculative is not None:
             return "speculative"
         learning = "this chunked_prefill" if self.target_step_ms is None else "target_step_ms"
@@ -470,12 +471,12 @@ class EngineConfig:
 
     @property
     def speculation(self) -> SpeculativeConfig | None:
-        """`speculative` as its fields, with their defaults."""
+        """`speculative` as a `SpeculativeConfig`, or None."""
         return None if self.speculative is None else SpeculativeConfig.make(self.speculative)
 
     @property
     def parts_with_state(self) -> dict[str, object]:
-        """Parts that were given instead of a name, and keep state of one engine's requests."""
+        """Parts that were given instead of a name and keep state of one engine's requests."""
         how = self.speculation
         parts = {
             "policy": self.policy,
@@ -486,14 +487,14 @@ class EngineConfig:
 
     @property
     def num_rows_per_request(self) -> int:
-        """Rows of logits that a request can have in a step."""
+        """The maximum number of rows of logits of a request in a step."""
         return 1 if self.speculation is None else 1 + self.speculation.num_spec_tokens
 
     def wants_compiled(self, num_parameters: int, device: torch.device) -> bool:
-        """Whether `compile` says so, for attention in PyTorch: on a GPU there are kernels."""
+        """Whether to compile attention in PyTorch on `device`. (A GPU has kernels instead.)"""
         if self.compile == "auto":
             is_large = num_parameters >= COMPILE_FROM_PARAMETERS
-            # The rows of a step decide what is compiled code's: not where bits must not.
+            # The number of rows in a step decides what runs compiled, and so would change the bits.
             return device.type == "cpu" and is_large and not self.batch_invariant
         return self.compile is True
 
@@ -502,7 +503,7 @@ class EngineConfig:
         return wanted or (self.overlap_scheduling == "auto" and device.type == "cuda")
 
     def num_in_flight_tokens(self, device: torch.device) -> int:
-        """At most so many of a request are computed, or planned, and not published yet."""
+        """The maximum number of a request's tokens that are computed or planned, not published."""
         overlaps = self.wants_overlap(device) and self.needs_ends_of_steps is None
         num_steps = max(self.pipeline_parallel_size, 2 if overlaps else 1)
         return self.max_num_batched_tokens * (1 if self.prefix_cache is None else num_steps)
@@ -511,7 +512,7 @@ class EngineConfig:
         return self.emulate_graphs or (device.type == "cuda" and not self.enforce_eager)
 
     def resolve_device(self) -> torch.device:
-        """`"auto"` is CUDA if there is one. Raises `ValueError` for a device that is not there."""
+        """Return the device; `"auto"`: CUDA if available. Raises `ValueError` for a missing one."""
         if self.device == "auto":
             return torch.device("cuda" if torch.cuda.is_available() else "cpu")
         try:
@@ -529,35 +530,36 @@ class EngineConfig:
 
 @dataclass(slots=True)
 class EngineStats:
-    """Totals since the engine was made, and the state right now. Times in seconds."""
+    """Totals since the engine was made, and the current state. Times in seconds."""
 
     num_steps: int = 0
     num_running: int = 0
     num_waiting: int = 0
-    num_finished: int = 0  # user's requests that came to their own end
+    num_finished: int = 0  # users' requests that finished without being aborted
     num_aborted: int = 0
-    prompt_tokens: int = 0  # of requests that were admitted, each once
+    prompt_tokens: int = 0  # of admitted requests, each counted once
     output_tokens: int = 0
     scheduled_tokens: int = 0
     busy_time: float = 0.0
-    kv_blocks_total: int = 0  # usable ones
-    kv_blocks_in_use: int = 0  # by requests; what is only cached is not in use
+    kv_blocks_total: int = 0  # without the null block
+    kv_blocks_in_use: int = 0  # by requests; blocks that are only cached do not count
     kv_blocks_cached: int = 0
-    looked_up_tokens: int = 0  # prompt tokens of admitted requests, where there is a prefix cache
-    cached_tokens: int = 0  # of them, those that were found there
-    prefix_cache_hit_rate: float = 0.0  # of all prompt tokens of admitted requests
-    recent_prefix_cache_hit_rate: float = 0.0  # of the last 1,000 requests, as vLLM logs it
-    # Tokens a second in the last ten seconds: of prompts that were admitted, cached or not.
+    looked_up_tokens: int = 0  # prompt tokens of admitted requests, if there is a prefix cache
+    cached_tokens: int = 0  # looked-up tokens that were found in the prefix cache
+    prefix_cache_hit_rate: float = 0.0  # share of all prompt tokens of admitted requests
+    recent_prefix_cache_hit_rate: float = 0.0  # for the last 1,000 requests, as vLLM logs it
+    # Tokens a second over the last ten seconds. Prompts count at admission, cached tokens included.
     recent_prompt_throughput: float = 0.0
     recent_output_throughput: float = 0.0
     kv_blocks_peak: int = 0
     num_preemptions: int = 0
-    discarded_tokens: int = 0  # computed for who had ended a step before (`overlap_scheduling`)
-    recomputed_tokens: int = 0  # lost by preemption, less what was then found in the prefix cache
-    num_passes: int = 0  # a request in a step that yields tokens: output_tokens, if nobody guesses
+    discarded_tokens: int = 0  # of requests that ended one step earlier (`overlap_scheduling`)
+    recomputed_tokens: int = 0  # lost by preemption, less those found in the prefix cache again
+    # Counts each request in each step that yields tokens for it. Without drafts: output_tokens.
+    num_passes: int = 0
     num_drafted_tokens: int = 0
     num_accepted_tokens: int = 0
     acceptance_by_position: list[float] = field(default_factory=list)
-    mean_accepted_length: float = 1.0  # tokens of a pass that had drafts
+    mean_accepted_length: float = 1.0  # tokens per pass that had drafts
     tokens_per_pass: float = 0.0
-    kv_waste: float = 0.0  # share of the held slots in which nothing is written, mean over steps
+    kv_waste: float = 0.0  # share of the held slots that are not yet written, mean over steps

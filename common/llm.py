@@ -1,4 +1,4 @@
-"""`LLM`: the engine behind one call.
+"""`LLM`: the engine as one class with `generate` and `stream`.
 
     from common.llm import LLM, SamplingParams
 
@@ -6,7 +6,7 @@
     outputs = llm.generate(["def fibonacci(n):"], SamplingParams(temperature=0, max_tokens=64))
     print(outputs[0].outputs[0].text)
 
-Importing this module is cheap: torch and transformers are loaded by `LLM(...)`, not before.
+Importing this module is cheap, because only `LLM(...)` loads torch and transformers.
 """
 
 from __future__ import annotations
@@ -30,15 +30,15 @@ __all__ = ["LLM", "CompletionOutput", "RequestOutput", "SamplingParams"]
 
 
 class LLM:
-    """A model, ready to generate.
+    """A loaded model that generates text.
 
     `model` is a directory in Hugging Face format, a hub id, or None for the shipped checkpoint. All
     other arguments are the fields of `common.engine_config.EngineConfig`, where they are explained.
-    Raises `ValueError` for arguments that make no sense and `FileNotFoundError` for a model that is
-    not there.
+    Raises `ValueError` for invalid arguments and `FileNotFoundError` for a missing model.
 
-    One thread at a time: while one is in `generate`, or `stream` computes its next piece, another
-    gets a `RuntimeError`, and may only `close` or abort requests. So does a forked process."""
+    Not thread-safe: while one thread is in `generate`, or `stream` computes the next text, another
+    thread gets a `RuntimeError` and can only `close` or abort requests. A forked process gets a
+    `RuntimeError` too."""
 
     def __init__(self, model: str | Path | None = None, **config: Any) -> None:
         from common.engine import LLMEngine
@@ -65,13 +65,13 @@ class LLM:
         adapter: str | Sequence[str | None] | None = None,
         **options: Unpack[SharedOptions],
     ) -> list[RequestOutput]:
-        """Continue each prompt: text, token ids (an array will do), or a list of either. Outputs
-        are in the order given.
+        """Generate a continuation of each prompt: text, token ids (a list or an array), or a list
+        of either. Outputs are in the order of the prompts.
 
-        `sampling_params` is one for all or one for each; so is `adapter`, the name of a LoRA
-        adapter. Options for all, `priority`, `cache_salt` and `arrival_time`, are `SharedOptions`.
-        Raises `ValueError` if any prompt can not be served; nothing is generated then. Interrupting
-        the call aborts its requests."""
+        `sampling_params` is one for all prompts or a list with one for each; so is `adapter`, the
+        name of a LoRA adapter. `SharedOptions` (`priority`, `cache_salt`, `arrival_time`) apply to
+        all. Raises `ValueError`, and generates nothing, if any prompt cannot be served.
+        Interrupting the call aborts its requests."""
         from tqdm import tqdm
 
         prompts = as_list_of_prompts(prompts)
@@ -87,33 +87,34 @@ class LLM:
         sampling_params: SamplingParams | None = None,
         **options: Unpack[RequestOptions],
     ) -> Iterator[str]:
-        """Yield the continuation piece by piece. Joined, the pieces are `generate`'s text.
+        """Yield the continuation in text deltas. Joined, the deltas are `generate`'s text.
 
-        A piece is never taken back: incomplete characters and what may become a stop string are
-        held until they are decided. If the request is aborted, the stream ends with what it has.
-        Leaving the loop early aborts the request."""
+        A delta is final: incomplete characters, and text that could become a stop string, are held
+        back until more tokens settle them. If the request is aborted, the stream ends with the text
+        so far. Leaving the loop early aborts the request."""
         params = SamplingParams() if sampling_params is None else sampling_params
         if isinstance(params, SamplingParams) and params.n != 1:
             raise ValueError(f"n must be 1 for a stream, got {params.n}; use generate")
         yield from self.engine.stream(prompt, params, **options)
 
     def load_adapter(self, name: str, directory: str | Path) -> None:
-        """`LLMEngine.load_adapter`."""
+        """Call `LLMEngine.load_adapter`."""
         self.engine.load_adapter(name, directory)
 
     def unload_adapter(self, name: str) -> None:
-        """`LLMEngine.unload_adapter`."""
+        """Call `LLMEngine.unload_adapter`."""
         self.engine.unload_adapter(name)
 
     def close(self) -> None:
-        """Abort what is unfinished, stop what `kv_tiers` or `kv_connector` started, and end the
-        workers, if there are several ranks. So does whoever forgets the last reference."""
+        """Abort unfinished requests, stop the threads of `kv_tiers` and `kv_connector`, and end the
+        workers, if there are several ranks. Dropping the last reference does the same."""
         self.engine.close()
 
 
 def as_list_of_prompts(prompts: Any) -> list:
-    """A single prompt, text or token ids, becomes a list of one. An array of one dimension is a
-    prompt, one of two is a row of them. Raises `ValueError` for what is neither."""
+    """Return `prompts` as a list. A single prompt, text or token ids, becomes a list of one. A
+    one-dimensional array is one prompt, a two-dimensional one is a list of prompts. Raises
+    `ValueError` for anything else."""
     from common.requests.input_processor import plain
 
     if isinstance(prompts, str):
@@ -125,5 +126,5 @@ def as_list_of_prompts(prompts: Any) -> list:
         )
     prompts = list(prompts)
     if prompts and all(issubclass(kind, Number) for kind in set(map(type, prompts))):
-        return [prompts]  # whether the numbers are token ids is for the engine to say
+        return [prompts]  # the engine checks that the numbers are token ids
     return prompts

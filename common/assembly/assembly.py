@@ -1,21 +1,21 @@
-"""Where the chapters become one engine: one function that chooses a part for every role.
+"""The assembly of the chapters into one engine: `assemble` chooses a part for every role.
 
     role            chapter   part
-    KV tensors         2      PagedKVCache, sized by `kv_sizing` unless `num_blocks` says how many
+    KV tensors         2      PagedKVCache, sized by `kv_sizing` unless `num_blocks` is given
     batch            2, 6     compose_in_order; compose
     attention        2, 6     TorchAttentionBackend, CompiledAttentionBackend or
                               TritonAttentionBackend, or the mixed ones; InvariantAttentionBackend
     runner          common    PagedModelRunner over a BatchState; a GraphRunner, with DecodeGraphs
-    sampler         common    Sampler; in a SpeculativeSampler if somebody guesses
-    kernels         common    KernelRegions and the sampler's Rules, where attention is Triton's
+    sampler         common    Sampler; in a SpeculativeSampler with speculative decoding
+    kernels         common    KernelRegions and the sampler's Rules, if attention uses Triton
     adapters        common    AdapterSlots in the model's matrices, AdapterColumns
-    grammars        common    GrammarMasks, once a request has brought one
-    guesses            5      a SpeculatingRunner with an NgramProposer or a DraftModelProposer
-    the rest         1 to 6   `scheduler_assembly.py`: memory, scheduler, the loop
+    grammars        common    GrammarMasks, once a request has a grammar
+    draft tokens       5      a SpeculatingRunner with an NgramProposer or a DraftModelProposer
+    others           1 to 6   `scheduler_assembly.py`: memory, scheduler, the loop
 
-Nothing is implemented here. To turn a chapter off, a plain part takes the role; no token changes by
-it. A part that is not chosen is not imported either. What is in this file runs wherever the model
-is: in a worker (`parallel/worker.py`) if there are several ranks."""
+Nothing is implemented here. To turn a chapter off, a plain part takes its role, and no output token
+changes. A part that is not chosen is not imported. The code in this file runs in the process that
+has the model: in a worker (`parallel/worker.py`) if there are several ranks."""
 
 from __future__ import annotations
 
@@ -77,7 +77,7 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class Attention:
-    """How KV is attended to, and the layout of batches that goes with it."""
+    """An attention backend and the batch layout that it needs."""
 
     backend: AttentionBackend
     compose: Compose
@@ -86,7 +86,7 @@ class Attention:
 
     @property
     def rules(self) -> Rules | None:
-        """What is sampled with: kernels where attention is one."""
+        """The sampling kernels if attention is a Triton kernel, else None."""
         if not self.is_triton:
             return None
         from common.sampling.sampler_kernel import KERNELS
@@ -96,7 +96,7 @@ class Attention:
 
 @dataclass(frozen=True, slots=True)
 class RunnerSpec:
-    """What the parts of a runner are made of."""
+    """The inputs from which a runner's parts are made."""
 
     config: EngineConfig
     loaded: LoadedModel
@@ -124,7 +124,7 @@ class RunnerSpec:
 
 @dataclass(frozen=True, slots=True)
 class LocalRunner:
-    """What computes, in this process. `speculation`, if any, stands around `paged`."""
+    """The runner in this process. `speculation`, if any, wraps `paged`."""
 
     paged: PagedModelRunner
     kv_cache: PagedKVCache
@@ -143,8 +143,8 @@ def assemble(
     tokenizer: Tokenizer | None,
     members: Mapping[str, OutputProcessor],
 ) -> EngineParts:
-    """Choose and connect the parts. Raises `ValueError` if the model or the memory does not allow
-    it."""
+    """Choose and connect the parts of an engine. Raises `ValueError` if the model or the available
+    memory does not allow the configuration."""
     max_model_len = find_max_model_len(config, loaded.config)
     num_tokens = None if tokenizer is None else tokenizer.vocab_size
     vocab_size = find_vocab_size(loaded.config, num_tokens)
@@ -165,7 +165,7 @@ def assemble(
         max_model_len,
         vocab_size,
         partial(make_block_io, config, loaded, local.kv_cache),
-        is_queued=local.paged.device.type != "cpu",  # by itself
+        is_queued=local.paged.device.type != "cpu",  # by the device
         speculation=guesses,
         num_lookahead_tokens=None if guesses is None else guesses.proposer.num_lookahead_tokens,
         adapters=local.adapters,
@@ -190,18 +190,18 @@ def make_runner(
     peers: Peers = NO_PEERS,
     tokenizer: Tokenizer | None = None,
 ) -> LocalRunner:
-    """What computes. `trim` wraps a runner that verifies guesses, `make_length` chooses their
-    number. `tokenizer` is the checkpoint's, unless another one is given."""
+    """Make the runner. `trim` wraps a runner that verifies draft tokens; `make_length` makes the
+    part that chooses their number. `tokenizer` defaults to the checkpoint's."""
     loaded.model.group_layers(max_model_len)
     if loaded.model.groups.have_windows:
         from common.assembly.windows import check_windows
 
         check_windows(config, loaded.model.groups)
-    if draft is not None and draft.model is not loaded.model:  # it guesses no further
+    if draft is not None and draft.model is not loaded.model:  # the longest context it drafts for
         draft.model.group_layers(draft.config.num_unhidden)
     attention = make_attention(config, loaded)
     given = RunnerSpec(config, loaded, draft, attention, max_model_len, vocab_size, tokenizer)
-    adapters = make_adapter_slots(given)  # KV gets what they leave
+    adapters = make_adapter_slots(given)  # KV gets the memory they leave
     prepare_models(given)
     parts = [] if adapters is None else [adapters]
     make_graphs = make_graph_maker(config, loaded, attention, max_model_len, parts)
@@ -223,7 +223,7 @@ def make_runner(
 
 
 def make_state(given: RunnerSpec, adapters: AdapterSlots | None = None) -> BatchState:
-    """The runner's copy of the requests. Its plugins stand here, in their order."""
+    """Make the runner's copy of the requests, with its plugins in order."""
     config = given.config
     sampling = SamplingColumns(eos_token_ids=given.loaded.generation_eos_token_ids)
     plugins: list[RunnerPlugin] = []
@@ -235,7 +235,7 @@ def make_state(given: RunnerSpec, adapters: AdapterSlots | None = None) -> Batch
     num_groups = given.loaded.model.num_groups
     late = {name: partial(make_lazily, where, given) for name, where in LAZY_PLUGINS.items()}
     if not given.loaded.model.collectives.ranks.is_last_stage:
-        late = {}  # they are for who has logits
+        late = {}  # these plugins need logits
     return BatchState(config.max_num_seqs, max_blocks, sampling, plugins, num_groups, late)
 
 
@@ -277,7 +277,7 @@ def make_adapter_slots(given: RunnerSpec) -> AdapterSlots | None:
 
 
 def prepare_models(given: RunnerSpec) -> None:
-    """Bring the models into the form in which they are computed: everything that changes them."""
+    """Apply all changes to the models that computing with them needs: regions, packing, kernels."""
     config, model, draft = given.config, given.loaded.model, given.draft
     is_compiled = config.wants_compiled(model.num_parameters, model.embed_weight.device)
     set_regions(model, is_compiled, given.attention.is_triton)
@@ -299,23 +299,23 @@ def prepare_models(given: RunnerSpec) -> None:
 
 
 def set_regions(model: DecoderModel, is_compiled: bool, is_triton: bool = False) -> None:
-    """Choose what `model` computes with from now on: kernels where attention is one, what was
-    compiled for a CPU, or the plain functions. Without a C++ compiler it is those, and a warning
-    says so. In float64 it is never kernels."""
+    """Set how `model` computes its regions: with kernels if attention is a Triton kernel, with code
+    compiled for a CPU, or with the plain functions. Without a C++ compiler, the plain functions are
+    used and a warning is logged. float64 never uses kernels."""
     regions, weight = Regions(), model.embed_weight
     if is_triton and weight.dtype != torch.float64:
         from common.models.regions.kernel_regions import KernelRegions
 
         regions = KernelRegions()
     elif is_compiled and weight.device.type == "cpu":
-        from common.models.regions.compiled_regions import compile_regions  # brings the compiler
+        from common.models.regions.compiled_regions import compile_regions  # imports the compiler
 
         regions = compile_regions(model)
     model.regions = regions
 
 
 def packing_of(config: EngineConfig, model: DecoderModel) -> Packing | None:
-    """How the matrices of a model are packed; None: they stay plain."""
+    """Return how the matrices of a model are packed, or None if they stay plain."""
     if not config.pack_weights:
         return None
     dtype, device = model.embed_weight.dtype, model.embed_weight.device
@@ -331,12 +331,12 @@ def packing_of(config: EngineConfig, model: DecoderModel) -> Packing | None:
 
 
 def packing_while_loading(config: EngineConfig, model: DecoderModel) -> Packing | None:
-    """Adapters find their places in matrices that are not packed yet."""
+    """As `packing_of`, but None with adapters, which have to see the matrices before packing."""
     return None if config.takes_adapters else packing_of(config, model)
 
 
 def pack_weights(config: EngineConfig, model: DecoderModel) -> None:
-    """Those that are not packed yet."""
+    """Pack the matrices that are not packed yet."""
     if not config.pack_weights:
         return
     matrices = list(linear_layers(model))
@@ -357,7 +357,7 @@ def pack_weights(config: EngineConfig, model: DecoderModel) -> None:
 
 
 def compile_kernels(given: RunnerSpec) -> None:
-    """Everything that the engine can launch on its GPU, so that no step waits for a compiler."""
+    """Compile all kernels that the engine can launch on its GPU, so that no step has to wait."""
     from common.runner.launch_configurations import launch_configurations
     from common.runner.warm_up import warm_up
     from kernel_launch import architecture_of
@@ -375,7 +375,7 @@ def compile_kernels(given: RunnerSpec) -> None:
     warm_up(launches, model.embed_weight.device)
 
 
-# -- KV blocks on their way
+# -- access to KV blocks
 
 
 def make_block_io(
@@ -384,13 +384,13 @@ def make_block_io(
     from kv_block_io import PagedBlockIO
 
     namespace = kv_namespace(loaded, kv_cache)
-    if config.batch_invariant:  # KV with other bits is another engine's
+    if config.batch_invariant:  # its KV has other bits than other engines'
         namespace += (("numerics", "batch invariant"),)
     return PagedBlockIO(kv_cache), namespace
 
 
 def kv_namespace(loaded: LoadedModel, kv_cache: PagedKVCache) -> tuple[tuple[str, str], ...]:
-    """What the bytes of a KV block depend on besides tokens. Reads every weight."""
+    """Return what the bytes of a KV block depend on besides tokens. Reads every weight."""
     from weights_digest import weights_digest
 
     model = f"{weights_digest(loaded.model.named_weights())} {loaded.config.numerics}"
@@ -403,11 +403,12 @@ def kv_namespace(loaded: LoadedModel, kv_cache: PagedKVCache) -> tuple[tuple[str
 
 
 def make_attention(config: EngineConfig, loaded: LoadedModel) -> Attention:
-    """`"auto"` is Triton on CUDA and PyTorch elsewhere. Where prompts are cut it is chapter 6's,
-    for decodes and chunks in one batch, instead of chapter 2's. A fallback is announced.
+    """Choose the attention backend. `"auto"` is Triton on CUDA and PyTorch elsewhere. With chunked
+    prompts it is chapter 6's backend, for decodes and chunks in one batch, instead of chapter 2's.
+    A fallback logs a warning.
 
-    Raises `RuntimeError` if Triton is asked for by name and cannot run here, and `ValueError` if
-    its kernels do not take this dtype or head_dim.
+    Raises `RuntimeError` if Triton is requested by name and cannot run here, and `ValueError` if
+    its kernels do not support this dtype or head_dim.
     """
     name, is_mixed, compose = config.attention_backend, config.cuts_prompts, compose_in_order
     device = loaded.model.embed_weight.device
@@ -445,7 +446,7 @@ def make_attention(config: EngineConfig, loaded: LoadedModel) -> Attention:
 def make_compiled_attention(
     config: EngineConfig, loaded: LoadedModel, compose: Compose
 ) -> Attention | None:
-    """None, and a warning, where nothing can be compiled."""
+    """Make compiled attention. Returns None, after a warning, if nothing can be compiled."""
     if loaded.model.embed_weight.device.type != "cpu":
         logger.warning("compile=True has no effect: only attention on a CPU is compiled")
         return None
@@ -467,7 +468,7 @@ def make_graph_maker(
     max_model_len: int,
     parts: Sequence[GraphPart] = (),
 ) -> GraphMaker | None:
-    """Who captures decode steps, if they are to be and can be."""
+    """Make the part that captures decode steps in graphs, or None without graphs."""
     if not config.wants_graphs(loaded.model.embed_weight.device):
         return None
     from common.runner.graph_maker import GraphMaker
@@ -476,7 +477,7 @@ def make_graph_maker(
     return GraphMaker.of(config, loaded.model, *backend, max_model_len, parts)
 
 
-# -- tokens, and guesses
+# -- sampling and draft tokens
 
 
 def make_sampler(given: RunnerSpec, proposer: Proposer | None) -> BatchSampler:
@@ -491,7 +492,7 @@ def make_sampler(given: RunnerSpec, proposer: Proposer | None) -> BatchSampler:
 
 
 def make_verifier(sampler: Sampler, proposer: Proposer, is_triton: bool) -> BatchSampler:
-    """A sampler that verifies guesses: with kernels where attention is one."""
+    """Make the sampler that verifies draft tokens: with kernels if attention is a Triton kernel."""
     from common.sampling.speculative_sampler import SpeculativeSampler
 
     if not is_triton:
@@ -513,7 +514,7 @@ def make_draft_length(how: SpeculativeConfig) -> DraftLength:
 
 
 def make_proposer(given: RunnerSpec, kv_cache: PagedKVCache, state: BatchState) -> Proposer | None:
-    """Who guesses, if anybody does here."""
+    """Make the proposer of draft tokens, or None if this rank proposes none."""
     how = given.config.speculation
     if how is None or not given.loaded.model.collectives.ranks.is_last_stage:
         return None
@@ -531,7 +532,7 @@ def make_ngram(how: SpeculativeConfig, *_: object) -> Proposer:
 def make_draft_model(
     how: SpeculativeConfig, given: RunnerSpec, kv_cache: PagedKVCache, state: BatchState
 ) -> Proposer:
-    """Raises `ValueError` if the draft model has other tokens."""
+    """Make the draft model's proposer. Raises `ValueError` if its vocabulary size differs."""
     from common.sampling.speculative_sampler import ConstrainedDrafts
     from draft_model_proposer import DraftModelProposer
 

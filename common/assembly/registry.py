@@ -1,9 +1,9 @@
-"""What an engine finds by name while it runs, and which parts are one engine's.
+"""The parts that an engine finds by name while it runs, and the claims of parts for one engine.
 
-What `LLM(...)` takes by name stands in the tables of `engine_config.py`. A part that may keep state
-of its engine's requests, as policies and proposers do, is one engine's for good: `claim_exclusive`.
-A connector sees to that itself, in `bind`. An attention backend may serve several: what it keeps of
-a step is in the plan."""
+The names that `LLM(...)` takes are in the tables of `engine_config.py`. A part that can keep state
+of its engine's requests, as policies and proposers do, belongs to one engine for its lifetime:
+`claim_exclusive`. A connector checks that itself, in `bind`. An attention backend can serve several
+engines, because its state of a step is in the plan."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ from typing import TYPE_CHECKING, Protocol
 if TYPE_CHECKING:
     from grammar_queue import GrammarsCompiled
 
-# Plugins of the runner that are made when the first request brings something for them.
+# Plugins of the runner that are made when the first request has the feature.
 LAZY_PLUGINS = {
     "prompt_logprobs": "common.sampling.prompt_logprobs:make",
     "grammar": "common.features.grammars.grammar_masks:make",
 }
-# The scheduler's side of grammars, likewise: a `Grammars` of the arguments that the engine gives.
+# The scheduler's side of grammars, made likewise: a `Grammars`, from the engine's arguments.
 REQUEST_GRAMMARS = "common.features.grammars.request_grammars:RequestGrammars"
 
 
@@ -31,15 +31,15 @@ class Grammars(Protocol):
     close: Callable[[], object]
 
 
-# -- what belongs to one engine
+# -- parts that belong to one engine
 
-_claims: dict[int, object] = {}  # by id, which another object may have later
+_claims: dict[int, object] = {}  # by id, which is reused after an object is collected
 
 
 @contextmanager
 def claim_exclusive(parts: Mapping[str, object]) -> Iterator[None]:
-    """These parts, by argument, are one engine's: another one that is given them raises
-    `ValueError`. If the engine cannot be made, they are free again."""
+    """Claim these parts (by argument name) for one engine. Raises `ValueError` if another engine
+    has one of them. If the engine cannot be made, the parts are released."""
     taken: list[object] = []
     try:
         for field, part in parts.items():
@@ -64,5 +64,5 @@ def claim_one(field: str, part: object) -> None:
         )
     try:
         _claims[key] = weakref.ref(part, lambda _: _claims.pop(key, None))
-    except TypeError:  # its class has slots and none for this: it stays
+    except TypeError:  # its class has no `__weakref__` slot, so it is kept
         _claims[key] = part

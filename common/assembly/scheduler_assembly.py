@@ -1,18 +1,18 @@
-"""The scheduler's half of an engine: who computes what, when, and in which memory.
+"""The assembly of the scheduler's half of an engine: scheduler, KV memory and engine loop.
 
     role            chapter   part
     KV memory         2, 3    UncachedKVCacheManager or CachedKVCacheManager over a BlockPool
     prefix cache       3      PrefixCacheLocal or RadixCache
-    KV from elsewhere  3      TieredCache, any KVConnector, or both, by a LoadingKVCacheManager
+    external KV        3      TieredCache, any KVConnector, or both, by a LoadingKVCacheManager
     scheduler        1 to 4   CachingFCFSScheduler; Scheduler or PrefillFirstScheduler with a policy
-    plugins          1 to 5   made by `make_plugins`: steps under way, guesses, forced preemption
+    plugins          1 to 5   made by `make_plugins`: steps in flight, drafts, forced preemption
     chunks           4, 6     Unchunked; ChunkedPrefill or AdaptiveChunks
-    records            1      a RecordedScheduler around it: who learns from the clock observes
-    the loop           1      EngineCore; where several steps are under way an OverlappedEngineCore
-                              or a PipelinedEngineCore, over a QueuedRunner
+    records            1      a RecordedScheduler around it, with observers that need the clock
+    the loop           1      EngineCore; with several steps in flight an OverlappedEngineCore or a
+                              PipelinedEngineCore, over a QueuedRunner
 
-What computes is a `RunnerHandle`: of this process (`assembly.py`) or of others
-(`parallel/remote.py`). Nothing here can tell."""
+The runner is a `RunnerHandle`: in this process (`assembly.py`) or in others (`parallel/remote.py`).
+The code here is the same for both."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ Namespace = Sequence[tuple[str, str]]
 
 
 class KVCacheSize(Protocol):
-    """KV tensors, as the scheduler's side sees them."""
+    """The KV tensors' size, as the scheduler's side sees it."""
 
     @property
     def num_blocks(self) -> int: ...
@@ -66,7 +66,7 @@ class KVCacheSize(Protocol):
 
 
 class Speculation(Protocol):
-    """Who guesses, as the engine sees it."""
+    """The runner's part that proposes draft tokens, as the engine sees it."""
 
     stats: SpecDecodeStats
 
@@ -75,9 +75,9 @@ class Speculation(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class RunnerHandle:
-    """What computes, here or elsewhere. `vocab_size` is what may be sampled: padding lanes are left
-    out. `block_io` gives access to KV blocks, and says what their bytes depend on besides tokens;
-    that takes time."""
+    """The runner, in this process or elsewhere. `vocab_size` counts the tokens that can be sampled,
+    without padding lanes. `block_io` gives access to KV blocks and returns everything that their
+    bytes depend on besides tokens, which takes time."""
 
     runner: ModelRunner
     model: ModelFacts
@@ -85,10 +85,10 @@ class RunnerHandle:
     max_model_len: int
     vocab_size: int
     block_io: Callable[[], tuple[KVBlockIO, Namespace]]
-    is_queued: bool  # `execute` returns when a step has begun
+    is_queued: bool  # `execute` returns when a step has started
     speculation: Speculation | None = None
-    num_lookahead_tokens: int | None = None  # None: nobody guesses
-    adapters: AdapterLoader | None = None  # None: requests bring none
+    num_lookahead_tokens: int | None = None  # None: no draft tokens
+    adapters: AdapterLoader | None = None  # None: no adapters
     close: Callable[[], None] | None = None
 
 
@@ -97,12 +97,12 @@ class EngineParts:
     """The parts of one engine."""
 
     core: EngineCore
-    recorder: RecordedScheduler  # what the loop knows as its scheduler
+    recorder: RecordedScheduler  # the scheduler, as the loop sees it
     side: RunnerHandle
     kv_memory: UncachedKVCacheManager | CachedKVCacheManager
     connector: KVConnector | None
     adapters: AdapterNames | None = None
-    # Where steps may be under way.
+    # Set if several steps can be in flight.
     close_loop: Callable[[], None] | None = None
     give_up: Callable[[], None] | None = None
     in_flight_plans: InFlightPlans | None = None
@@ -119,14 +119,15 @@ def find_max_model_len(config: EngineConfig, model: ModelConfig) -> int:
 
 
 def find_vocab_size(model: ModelConfig, num_tokens_in_tokenizer: int | None) -> int:
-    """Checkpoints pad the vocabulary to a round number; a lane that no token has must never win."""
+    """Return the number of tokens that can be sampled. Checkpoints pad the vocabulary to a round
+    number, and a padding lane must never be sampled."""
     return min(model.vocab_size, num_tokens_in_tokenizer or model.vocab_size)
 
 
 def find_eos_token_ids(
     listed: Sequence[int], tokenizer: Tokenizer | None, vocab_size: int
 ) -> tuple[int, ...]:
-    """Every id that ends a text: those of the model's files, and the tokenizer's own, as in vLLM
+    """Return every id that ends a text: those of the model's files and the tokenizer's, as in vLLM
     and SGLang. Many chat fine-tunes set only the tokenizer's to the token that ends a turn."""
     own = None if tokenizer is None else tokenizer.eos_token_id
     ends = listed if own is None or own >= vocab_size else [*listed, own]
@@ -134,7 +135,7 @@ def find_eos_token_ids(
 
 
 def assemble_around(config: EngineConfig, side: RunnerHandle) -> EngineParts:
-    """Scheduler, memory and loop for what computes."""
+    """Make scheduler, KV memory and engine loop for a runner."""
     connector, listener = make_connector(config, side)
     overlaps = is_overlapped(config, side.model.device)
     in_flight = make_in_flight_plugin(config, overlaps)
@@ -176,12 +177,12 @@ def make_adapter_names(
     return AdapterNames(side.adapters, int if queued is None else queued.wait_for_steps)
 
 
-# -- who computes what
+# -- the scheduler
 
 
 @dataclass(frozen=True, slots=True)
 class SchedulerParts:
-    """What a scheduler is made of. A function that is given to `LLM(scheduler=...)` gets it."""
+    """The parts that a scheduler is made of; the argument of a function in `LLM(scheduler=...)`."""
 
     config: EngineConfig
     max_model_len: int
@@ -199,7 +200,7 @@ class SchedulerParts:
 
     @property
     def options(self) -> SchedulerOptions:
-        """What every scheduler of chapter 4 takes."""
+        """The keyword arguments of every scheduler of chapter 4."""
         return {
             "max_model_len": self.max_model_len,
             "kv_memory": self.kv_memory,
@@ -211,7 +212,7 @@ class SchedulerParts:
 
 
 def make_scheduler(parts: SchedulerParts) -> SchedulerInterface:
-    """Raises `ValueError` if a function of the user's makes none."""
+    """Make the scheduler. Raises `ValueError` if a user's function returns an unsuitable one."""
     wanted = parts.config.scheduler
     if isinstance(wanted, str):
         return resolve_name(SCHEDULERS[wanted])(parts)
@@ -254,7 +255,7 @@ def make_fcfs(parts: SchedulerParts) -> SchedulerInterface:
 def make_in_flight_plugin(
     config: EngineConfig, overlaps: bool
 ) -> OverlapPlugin | PipelinePlugin | None:
-    """None: each step is over before the next one is planned."""
+    """Make the plugin for several steps in flight, or None if steps do not overlap."""
     if config.pipeline_parallel_size > 1:
         from pipeline_plugin import PipelinePlugin
 
@@ -269,8 +270,8 @@ def make_in_flight_plugin(
 def make_plugins(
     config: EngineConfig, in_flight: SchedulerPlugin | None, num_lookahead_tokens: int | None
 ) -> list[SchedulerPlugin]:
-    """In the order in which the scheduler asks and tells them. `num_lookahead_tokens` is None if
-    nobody guesses."""
+    """Make the scheduler's plugins, in the order in which it calls them. `num_lookahead_tokens` is
+    None without speculative decoding."""
     plugins = [] if in_flight is None else [in_flight]
     if num_lookahead_tokens is not None:
         from draft_plugin import DraftPlugin
@@ -289,7 +290,7 @@ def make_plugins(
 
 
 def make_policy(config: EngineConfig, kv_memory: UncachedKVCacheManager) -> SchedulePolicy:
-    """Of those that have a name, chapter 4's root knows two."""
+    """Make the policy. Chapter 4's main folder has two of the names, `sglang_policies` the rest."""
     if isinstance(config.policy, SchedulePolicy):
         return config.policy
     if config.policy in POLICIES:
@@ -300,8 +301,8 @@ def make_policy(config: EngineConfig, kv_memory: UncachedKVCacheManager) -> Sche
 
 
 def make_chunk_policy(config: EngineConfig) -> ChunkPolicy | None:
-    """None: whole prompts. For the prefill-first scheduler a number is a size that its adder cuts
-    to, and no limit of a single prompt."""
+    """Make the chunk policy, or None for whole prompts. For the prefill-first scheduler, a number
+    is the chunk size for all prompts of a batch, not a limit for a single prompt."""
     if not isinstance(config.chunked_prefill, int):
         return config.chunked_prefill
     if not config.cuts_prompts:
@@ -318,7 +319,7 @@ def make_chunk_policy(config: EngineConfig) -> ChunkPolicy | None:
 
 
 def tell_durations(policy: LearnsDurations, record: StepRecord) -> None:
-    """An observer for chunks that learn what steps take."""
+    """Notify a chunk policy of a step's duration. An observer of the recorder."""
     starts, num_tokens = record.start_positions, record.num_scheduled_tokens
     policy.observe_step([starts[r] for r in num_tokens], list(num_tokens.values()), record.step_ms)
 
@@ -327,8 +328,8 @@ def tell_durations(policy: LearnsDurations, record: StepRecord) -> None:
 
 
 def is_overlapped(config: EngineConfig, device: torch.device) -> bool:
-    """Whether a step is planned while the one before it runs. Where that is not possible, each is
-    over first, which is announced."""
+    """Whether a step is planned while the previous one runs. If that is requested but not possible,
+    logs a warning, and each step ends before the next one is planned."""
     if config.pipeline_parallel_size > 1:
         if config.overlap_scheduling is True:
             logger.warning(
@@ -348,7 +349,7 @@ def is_overlapped(config: EngineConfig, device: torch.device) -> bool:
 
 
 def make_queued_runner(side: RunnerHandle) -> QueuedRunner:
-    """For a loop that begins a step while another one is under way."""
+    """Make a runner for a loop that starts a step while another one is in flight."""
     from common.runner.overlap import QueuedRunner, ThreadedRunner
 
     return (QueuedRunner if side.is_queued else ThreadedRunner)(side.runner)
@@ -360,7 +361,7 @@ def make_multi_step_core(
     runner: QueuedRunner,
     scheduler: InFlightPlans,
 ) -> OverlappedEngineCore:
-    """The loop where several steps are under way. `scheduler` keeps their plans."""
+    """Make the engine loop for several steps in flight. `scheduler` keeps their plans."""
     if config.pipeline_parallel_size > 1:
         from common.runner.pipeline import PipelinedEngineCore
 
@@ -380,7 +381,7 @@ def make_kv_memory(
     listener: CacheListener | None,
     wait_for_steps: Callable[[], object] | None = None,
 ) -> UncachedKVCacheManager | CachedKVCacheManager:
-    """`wait_for_steps`: the runner's, if steps may be under way while another one is planned."""
+    """Make the KV memory. `wait_for_steps` is the runner's, if steps can be in flight."""
     pool, block_size = BlockPool(num_blocks), config.block_size
     if config.prefix_cache is None:
         return UncachedKVCacheManager(pool, block_size)
@@ -400,7 +401,7 @@ def make_cache(
     block_size: int,
     listener: CacheListener | None,
 ) -> PrefixCache:
-    """Over the engine's pool. Raises `ValueError` if a function of the user's makes another."""
+    """Make the prefix cache. Raises `ValueError` if a user's function ignores the engine's pool."""
     if isinstance(wanted, str):
         return resolve_name(PREFIX_CACHES[wanted])(pool, block_size, listener)
     cache = wanted(pool=pool, block_size=block_size, listener=listener)
@@ -432,8 +433,8 @@ def make_radix_cache(
 def make_connector(
     config: EngineConfig, side: RunnerHandle
 ) -> tuple[KVConnector | None, CacheListener | None]:
-    """The tiers and the configured connector, bound to this engine's KV memory; and who is to hear
-    of what is cached."""
+    """Make the connector (tiers and configured connector), bound to this engine's KV memory, and
+    the listener that is notified of cached blocks."""
     tiers = None
     if config.kv_tiers is not None:
         from tiered_cache import TieredCache
@@ -451,6 +452,6 @@ def make_connector(
 
 
 def wait_for_loads(kv_memory: Any, record: StepRecord) -> None:
-    """An observer: where a step computed nothing while requests wait, their KV is on its way."""
+    """Wait for KV loads if a step computed nothing while requests wait. An observer."""
     if not record.num_scheduled_tokens and record.num_waiting:
         kv_memory.wait_for_loads()

@@ -1,4 +1,4 @@
-"""What the assembly does where layers attend to a window: what is refused, and the memory."""
+"""The assembly for layers with an attention window: unsupported options, and the KV memory."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ logger = logging.getLogger(__name__)
 
 
 def check_windows(config: EngineConfig, groups: LayerGroups) -> None:
-    """Raises `ValueError` for what is not built beside layers that attend to a window."""
+    """Raise `ValueError` for options that are not supported for layers with a window."""
     how = config.speculation
     refused = {
-        # A draft model's keys lie where those of layers do that see everything.
+        # A draft model's keys use the slots of layers with full attention.
         'speculative other than "ngram", where no layer sees everything,': (
             how is not None and how.method != "ngram" and None not in groups.windows
         ),

@@ -1,10 +1,10 @@
-"""Who may use an engine now: one thread at a time, of the process that made it.
+"""The engine's lock: one thread at a time can use an engine, in the process that made it.
 
-Each line of a step relies on what the line before has left. A second thread in between, or a forked
-copy that writes to the same workers, would leave an engine whose tokens are wrong. So whoever comes
-second is told at once: to wait would only hide that two threads do not make an engine faster. What
-may come from anywhere, at any time (the end of a request), is asked for, and done between two
-steps by the thread whose turn it is."""
+Each line of a step relies on the state that the previous line left. A second thread in between, or
+a forked copy that writes to the same workers, would produce wrong tokens. So the second caller gets
+an error immediately: waiting would only hide that two threads do not make an engine faster. Calls
+that are allowed from any thread at any time (aborting a request) are deferred, and the thread that
+holds the lock runs them between two steps."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ Method = TypeVar("Method", bound=Callable[..., Any])
 
 
 class EngineLock:
-    """A `with` that does not wait, and may be nested. Raises `RuntimeError`."""
+    """A reentrant lock whose `with` never waits. Raises `RuntimeError` if another thread has it."""
 
     def __init__(self) -> None:
         self._lock, self._pid = threading.RLock(), os.getpid()
@@ -54,7 +54,7 @@ class EngineLock:
 
     @contextmanager
     def deferring(self) -> Iterator[None]:
-        """For whose turn it is: what is asked for meanwhile, by whomever, is done afterwards."""
+        """For the thread with the lock: defer the calls of any thread until after this block."""
         before = self._num_deferring
         try:
             self._num_deferring = before + 1
@@ -63,20 +63,21 @@ class EngineLock:
             self._num_deferring = before
 
     def clear(self) -> None:
-        """Nobody is in the middle of anything, whatever an interrupt has left."""
+        """Reset the deferring state, which an interrupt can leave set."""
         self._num_deferring = 0
 
     def run_or_defer(self, what: Callable[[], None]) -> None:
-        """Have it done by whose turn it is; here and now, if that is nobody's, or this thread's and
-        not in the middle of something. A fork asks for nothing: a generator that ends there."""
+        """Run `what` immediately, if the lock is free, or held by this thread and not deferring;
+        otherwise the thread with the lock runs it. No effect in a forked process, where a generator
+        may end."""
         if os.getpid() != self._pid:
             return
         self.deferred.append(what)
         self.run_deferred()
 
     def run_deferred(self) -> None:
-        """Who asked in vain was before the other's release, so that one sees it. What is
-        interrupted is done again."""
+        """Run the deferred calls if the lock is free. If another thread has the lock, it runs them
+        when it releases the lock. An interrupted call is run again."""
         while self.deferred and not self._num_deferring and self.take():
             try:
                 with self.deferring():
@@ -95,7 +96,7 @@ class EngineLock:
 
 
 def exclusive(method: Method) -> Method:
-    """A method of a class with a `lock`."""
+    """Decorate a method of a class with a `lock`, so that it holds the lock."""
 
     @wraps(method)
     def taken(self: Any, *arguments: Any, **keywords: Any) -> Any:

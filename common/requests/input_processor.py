@@ -1,6 +1,6 @@
-"""What comes in: prompts and parameters are checked, and become the requests of one group.
+"""`InputProcessor`: validates prompts and parameters, and makes the requests of one group.
 
-Nothing here touches the engine's state, so whatever is refused leaves no trace."""
+Nothing here changes the engine's state, so a rejected request leaves no trace."""
 
 from __future__ import annotations
 
@@ -18,15 +18,15 @@ from common.requests.tokenizer import Tokenizer
 from kv_memory import KeyedRequest
 from request import SamplingParams, check_integers, require
 
-Prompt = str | Sequence[int]  # or a row of integers of NumPy or PyTorch
+Prompt = str | Sequence[int]  # or a one-dimensional integer array or tensor
 _RULES = "allowed_token_ids", "bad_words", "logit_bias"
-MAX_SAMPLES = 16_384  # of a prompt, as in vLLM: each takes memory at once
+MAX_SAMPLES = 16_384  # of a prompt, as in vLLM, because each takes memory immediately
 
 
 class SharedOptions(TypedDict, total=False):
-    """What requests may bring besides prompt and parameters. `arrival_time` is in seconds of
-    `time.monotonic()`, now if None. A lower `priority` is more urgent. Only requests with an equal
-    `cache_salt` share cached prefixes: one for each tenant keeps them from probing each other's."""
+    """The options of requests besides prompt and parameters. `arrival_time` is in seconds of
+    `time.monotonic()`; None: now. A lower `priority` is more urgent. Only requests with the same
+    `cache_salt` share cached prefixes; one salt per tenant prevents probing of others' prompts."""
 
     arrival_time: float | None
     priority: int
@@ -34,21 +34,21 @@ class SharedOptions(TypedDict, total=False):
 
 
 class RequestOptions(SharedOptions, total=False):
-    """`adapter` is the name of a LoRA adapter that is loaded."""
+    """The options of one request. `adapter` is the name of a loaded LoRA adapter."""
 
     adapter: str | None
 
 
 class DrawnSeedParams(SamplingParams):
-    """Parameters of a request that named no seed, so the engine drew one. Tokens that depend on
-    such a seed may differ with and without speculation."""
+    """Parameters of a request without a seed, for which the engine drew one. Tokens that depend on
+    such a seed can differ with and without speculation."""
 
     __slots__ = ()
 
 
 @dataclass(slots=True)
 class InputProcessor:
-    """`num_embeddings` bounds the ids of a prompt; `vocab_size` is what may be sampled."""
+    """Makes requests. Prompt ids are below `num_embeddings`, sampled ids below `vocab_size`."""
 
     tokenizer: Tokenizer | None
     num_embeddings: int
@@ -68,8 +68,8 @@ class InputProcessor:
         cache_salt: str | None = None,
         adapter: str | None = None,  # the digest of its content
     ) -> RequestGroup:
-        """With its `n` requests. Raises `ValueError` that names field, value and what is
-        allowed."""
+        """Return a group with its `n` requests. Raises `ValueError` that names the field, its value
+        and the allowed values."""
         rules = self._check_params(params)
         arrival_time = time.monotonic() if arrival_time is None else arrival_time
         is_number = isinstance(arrival_time, Real) and not isinstance(arrival_time, bool)
@@ -80,7 +80,7 @@ class InputProcessor:
             raise ValueError(f"cache_salt must be None or a non-empty str, got {cache_salt!r}")
         text = prompt if isinstance(prompt, str) else None
         token_ids = _truncated(self._to_token_ids(prompt), params, self.max_model_len)
-        if params.max_tokens is None:  # a scheduler lowers it to the room that there is
+        if params.max_tokens is None:  # a scheduler lowers it to fit max_model_len
             params = replace(params, max_tokens=self.max_model_len)
         group = RequestGroup(request_id, text, token_ids)
         keys = {"salt": cache_salt, "lora": adapter}
@@ -90,7 +90,7 @@ class InputProcessor:
             features["token_rules"] = rules
         if params.grammar is not None:
             features["grammar"] = self._grammar_source(params)
-            params = replace(params, grammar=None)  # the part that it concerns has it
+            params = replace(params, grammar=None)  # it is in `features` now
         skips = params.skip_reading_prefix_cache
         is_right = skips is None or isinstance(skips, bool)
         require(is_right, "skip_reading_prefix_cache", skips, "None, True or False")
@@ -100,12 +100,12 @@ class InputProcessor:
             require(skips is not False, "skip_reading_prefix_cache", skips, few)
             group.prompt_logprobs = [None]
         seed = params.seed
-        if seed is None:  # a function of the engine's seed and the order of arrival
+        if seed is None:  # drawn from the engine's seed and the order of arrival
             seed = (self.seed << 32) + self.num_seeds_drawn * 1_000_003
             params = DrawnSeedParams(**{f.name: getattr(params, f.name) for f in fields(params)})
         for i in range(params.n):
             own = dict(features)
-            if num_top is not None and i == 0:  # one for all
+            if num_top is not None and i == 0:  # one sample computes them for all
                 own["prompt_logprobs"] = int(num_top)
             request = KeyedRequest(
                 request_id if params.n == 1 else f"{request_id}#{i}",
@@ -135,7 +135,7 @@ class InputProcessor:
         return source_of(params.grammar)
 
     def _check_params(self, params: SamplingParams) -> dict[str, Any] | None:
-        """What rules its tokens keep to, if any."""
+        """Check the parameters. Returns the rules for its tokens, if any."""
         if not isinstance(params, SamplingParams):
             raise ValueError(f"sampling_params must be a SamplingParams, got {params!r}")
         require(params.n <= MAX_SAMPLES, "n", params.n, f"at most {MAX_SAMPLES:,}")
@@ -175,8 +175,8 @@ class InputProcessor:
     def _check_token_ids(
         self, name: str, token_ids: Sequence[int], limit: int | None = None
     ) -> list[int]:
-        """The same ids as `int`s: NumPy's overflow and do not serialise. In bulk, since a prompt
-        may have 100,000: only a prompt that is refused is looked at token by token."""
+        """Return the ids as `int`s, because NumPy's overflow and do not serialise. Checks in bulk,
+        because a prompt can have 100,000 tokens; only an invalid prompt is checked one by one."""
         limit = self.num_embeddings if limit is None else limit
         are_integers = all(map(_is_integer_type, set(map(type, token_ids))))
         ids = list(map(int, token_ids)) if are_integers else []
@@ -187,8 +187,8 @@ class InputProcessor:
 
 
 def _truncated(token_ids: list[int], params: SamplingParams, max_model_len: int) -> list[int]:
-    """The last `truncate_prompt_tokens` of a prompt. -1: as many as leave room for `max_tokens`
-    outputs, or for one if that is None."""
+    """The last `truncate_prompt_tokens` tokens of a prompt. -1: as many as leave space for
+    `max_tokens` outputs, or for one output if that is None."""
     most, max_tokens = params.truncate_prompt_tokens, params.max_tokens
     if most is None:
         return token_ids
@@ -202,7 +202,7 @@ def _truncated(token_ids: list[int], params: SamplingParams, max_model_len: int)
 
 
 def plain(values: Any) -> Any:
-    """Arrays and tensors as lists of Python's numbers; anything else as it is."""
+    """Return arrays and tensors as lists of Python numbers, and anything else unchanged."""
     return values.tolist() if hasattr(values, "tolist") else values
 
 
@@ -211,8 +211,8 @@ def _is_integer_type(kind: type) -> bool:
 
 
 def seed_of_sample(seed: int, index: int) -> int:
-    """64 bits, signed. Sample 0 keeps the seed. The others do not count on from it: the second of
-    seed 42 would be the text of seed 43, as in vLLM."""
+    """Return a sample's seed, a signed 64-bit integer. Sample 0 keeps the seed. The others hash it:
+    if they counted up, the second sample of seed 42 would be the text of seed 43, as in vLLM."""
     if index == 0:
         return (seed + 2**63) % 2**64 - 2**63
     digest = blake2b(f"{seed} {index}".encode(), digest_size=8).digest()

@@ -1,12 +1,12 @@
-"""What the user gets back, and how it comes about: from token ids to text, one continuation at a
-time, and all `n` of them together.
+"""The outputs that users get: token ids become text, for each continuation (`OutputProcessor`) and
+for all `n` of a request (`RequestGroup`).
 
     EngineCoreOutput -> OutputProcessor -> CompletionOutput    one continuation
-                        RequestGroup    -> RequestOutput       what one call asked for
+                        RequestGroup    -> RequestOutput       the `n` continuations of a prompt
 
-The scheduler ends a request at a token (EOS, a stop token, the last one allowed). A stop *string*
-can only be seen here, in the text. When a step yields several tokens (chapter 5), those behind a
-stop string never come here: `TrimmingRunner` asks `num_wanted`."""
+The scheduler finishes a request at a token (EOS, a stop token, the last one allowed). A stop
+*string* can only be found here, in the text. If a step yields several tokens (chapter 5), those
+after a stop string never get here, because `TrimmingRunner` calls `num_wanted`."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ T = TypeVar("T")
 
 @dataclass(slots=True)
 class RequestMetrics:
-    """When things happened to a request. Seconds of `time.monotonic()`; None: not yet."""
+    """The times of a request's events. Seconds of `time.monotonic()`; None: not yet."""
 
     arrival_time: float
     first_scheduled_time: float | None = None
@@ -31,11 +31,11 @@ class RequestMetrics:
     last_token_time: float | None = None
     inter_token_latencies: list[float] = field(default_factory=list)
     num_preemptions: int = 0
-    finish_detail: str | None = None  # why it could not be longer, where that was not its own limit
+    finish_detail: str | None = None  # why it ended, if not by its own limits
 
     def record_tokens(self, num_new_tokens: int, now: float) -> None:
-        """Tokens that arrive together share one latency: the first of them waited, the others did
-        not."""
+        """Record a step's tokens. Of tokens that arrive together, the first gets the latency since
+        the last token, and the others get 0."""
         if num_new_tokens == 0:
             return
         if self.last_token_time is None:
@@ -62,8 +62,8 @@ class CompletionOutput:
     """One continuation. `finish_reason` is None while it runs, then `"stop"`, `"length"`,
     `"abort"`, or `"error"` if the model gave no usable logits (`metrics.finish_detail` says why).
 
-    `stop_reason`: the stop string or stop token id that ended it; None for EOS and for the other
-    reasons."""
+    `stop_reason` is the stop string or stop token id that ended it; None for EOS and for the other
+    finish reasons."""
 
     index: int
     text: str
@@ -74,13 +74,13 @@ class CompletionOutput:
 
     @property
     def cumulative_logprob(self) -> float | None:
-        """Of all its tokens together, where log-probabilities were asked for."""
+        """The sum of its tokens' log-probabilities, or None if they were not requested."""
         return None if self.logprobs is None else sum(entry.logprob for entry in self.logprobs)
 
 
 @dataclass(slots=True)
 class RequestOutput:
-    """What a user gets for one prompt: `n` completions. `prompt` is None if it was token ids."""
+    """The output for one prompt: `n` completions. `prompt` is None if it was token ids."""
 
     request_id: str
     prompt: str | None
@@ -89,15 +89,15 @@ class RequestOutput:
     finished: bool
     metrics: RequestMetrics = field(repr=False)
     num_cached_tokens: int = 0
-    prompt_logprobs: list | None = None  # of each prompt token; of the first: None
+    prompt_logprobs: list | None = None  # one entry per prompt token; the first is None
 
 
 class GrowingCompletion(CompletionOutput):
-    """A completion whose `text` is decoded and joined when somebody reads it: at each step, a token
-    would cost as much as all tokens before it. A copy of it is an ordinary completion."""
+    """A completion whose `text` is decoded and joined only when it is read. At each step, a token
+    would cost as much as all tokens before it. A copy is an ordinary completion."""
 
     __slots__ = ("_text", "source")
-    source: OutputProcessor | None  # of the text, until the whole text was read
+    source: OutputProcessor | None  # of the text, until the final text was read
 
     @property
     def text(self) -> str:
@@ -117,9 +117,9 @@ class GrowingCompletion(CompletionOutput):
 
 
 class OutputProcessor:
-    """The visible side of one `Request`. `completion` is always up to date, and the user's to keep:
-    its `token_ids` are the request's own. Without a tokenizer, text stays empty and stop strings
-    cannot be asked for."""
+    """The output side of one `Request`. `completion` is always up to date, and users can keep it;
+    its `token_ids` is the request's list. Without a tokenizer, text stays empty and stop strings
+    are not allowed."""
 
     group: RequestGroup
 
@@ -155,7 +155,7 @@ class OutputProcessor:
         return self.completion.finish_reason is not None
 
     def process(self, result: EngineCoreOutput, now: float) -> bool:
-        """Take note of one step's tokens. True if a stop string ended the request, which the
+        """Process one step's tokens. Returns True if a stop string ended the request, which the
         scheduler does not know yet."""
         completion, stop_string = self.completion, None
         if self.looks_for_stop and self._detokenizer is not None:
@@ -172,26 +172,27 @@ class OutputProcessor:
         return stop_string is not None
 
     def num_wanted(self, token_ids: list[int]) -> int:
-        """How many tokens of a run that is not processed yet come before a stop string's end."""
+        """Return how many of these tokens, not yet processed, are up to the end of a stop string,
+        or all of them without one."""
         if self._detokenizer is None or not self.looks_for_stop:
             return len(token_ids)
         return self._detokenizer.num_until_stop(token_ids)
 
     def abort(self) -> None:
-        """The user or the engine ended it. What has been generated stays."""
+        """Finish an aborted request. The tokens generated so far are kept."""
         self._finish("abort")
 
     def fail(self, why: str) -> None:
-        """It can not be served. What has been generated stays."""
+        """Finish a request that cannot be served. The tokens generated so far are kept."""
         self.metrics.finish_detail = why
         self._finish("error")
 
     def take_delta(self) -> str:
-        """Text that has become final since the last call."""
+        """Return the text that has become final since the last call."""
         return self._read(lambda detokenizer: detokenizer.take_delta())
 
     def read_text(self) -> str:
-        """All text so far. What was decoded before is not decoded again."""
+        """Return all text so far. Decodes only the tokens that were not decoded before."""
         return self._read(lambda detokenizer: detokenizer.text)
 
     def _read(self, what: Callable[[IncrementalDetokenizer], str]) -> str:
@@ -204,9 +205,9 @@ class OutputProcessor:
         return what(self._detokenizer)
 
     def _decode(self, detokenizer: IncrementalDetokenizer, has_stop_token: bool) -> str | None:
-        """Take the tokens that are not text yet, but for a last one that stopped the request: that
-        has no text, unless what stops is wanted. The stop string that the last of them completes,
-        if any."""
+        """Decode the tokens that are not text yet, except a last one that stopped the request,
+        which has no text unless the output includes stops. Returns the stop string that the last
+        decoded token completes, or None."""
         match, token_ids = None, self.request.output_token_ids
         num_hidden = has_stop_token and not detokenizer.includes_stop
         for token_id in token_ids[detokenizer.num_tokens : len(token_ids) - num_hidden]:
@@ -218,9 +219,9 @@ class OutputProcessor:
 
 
 class RequestGroup(RequestOutput):
-    """A user's request while it runs. Each member is one sequence, a `Request` to the scheduler. It
-    is the user's output too: a field is put together when it is read, so a step makes nothing for
-    who reads nothing. A copy of it is an ordinary output."""
+    """A user's request while it runs. Each member is one sequence, a `Request` in the scheduler.
+    The group is the user's output too: fields are built when they are read, so a step builds
+    nothing that is not read. A copy is an ordinary output."""
 
     __slots__ = ("sequences",)
     __hash__ = object.__hash__  # pyright: ignore[reportAssignmentType]
@@ -256,7 +257,7 @@ class RequestGroup(RequestOutput):
 
 
 def _merge_metrics(metrics: list[RequestMetrics]) -> RequestMetrics:
-    """Of a group: the earliest first time, the latest last one, and all latencies."""
+    """Return a group's metrics: the earliest first times, the latest last one, all latencies."""
 
     def known(name: str) -> list:
         return [value for m in metrics if (value := getattr(m, name)) is not None]
@@ -275,8 +276,8 @@ def _merge_metrics(metrics: list[RequestMetrics]) -> RequestMetrics:
 def spread(
     name: str, given: Any, num_prompts: int, kind: type[T], default: T | None = None
 ) -> list[T]:
-    """One for each prompt, where `given` is one for all, None, or a sequence. Raises `ValueError`
-    if that holds more or fewer."""
+    """Return one entry for each prompt; `given` is one for all, None, or a sequence with one for
+    each. Raises `ValueError` if the sequence has another length."""
     if given is None or isinstance(given, kind):
         return [default if given is None else given] * num_prompts  # pyright: ignore[reportReturnType]
     if not isinstance(given, Sequence) or isinstance(given, str | bytes):

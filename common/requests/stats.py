@@ -1,4 +1,4 @@
-"""What engines log beside their totals: how it went of late."""
+"""Recent statistics, which engines log in addition to their totals: hit rate and throughput."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ RECENT_SECONDS = 10.0
 
 
 class RecentCacheStats(CacheStats):
-    """And of the last `RECENT_REQUESTS` requests."""
+    """Totals, and the hit rate of the last `RECENT_REQUESTS` requests."""
 
     def __init__(self) -> None:
         super().__init__()
         self._recent = deque[tuple[int, int]]()
-        self._num_tokens = self._num_hit = 0  # of these
+        self._num_tokens = self._num_hit = 0  # of the recent requests
 
     def record(self, num_tokens: int, num_hit: int) -> None:
         super().record(num_tokens, num_hit)
@@ -31,7 +31,7 @@ class RecentCacheStats(CacheStats):
         self._num_hit += num_hit
 
     def forget_recent(self) -> None:
-        """What was cached then is gone."""
+        """Clear the recent counts, because the prefix cache was cleared."""
         self._recent.clear()
         self._num_tokens = self._num_hit = 0
 
@@ -41,20 +41,20 @@ class RecentCacheStats(CacheStats):
 
 
 class Throughput:
-    """Tokens a second in the last `RECENT_SECONDS`. Times in seconds of `time.monotonic()`."""
+    """Tokens a second over the last `RECENT_SECONDS`. Times in seconds of `time.monotonic()`."""
 
     def __init__(self, now: float) -> None:
         self.start = now
-        # Steps: when they ended, and totals then. The first one is the last that is too old.
+        # Steps: end time, and totals at that time. The first entry is the newest that is too old.
         self._steps = deque([(now, 0, 0)])
 
     def note(self, now: float, num_prompt_tokens: int, num_output_tokens: int) -> None:
-        """Totals since the start, when a step has ended."""
+        """Record the totals since the start, after a step."""
         self._steps.append((now, num_prompt_tokens, num_output_tokens))
         self._forget(now)
 
     def per_second(self, now: float) -> tuple[float, float]:
-        """Of prompts, of outputs."""
+        """Return the throughput of prompt tokens and of output tokens."""
         self._forget(now)
         (_, *before), (_, *since) = self._steps[0], self._steps[-1]
         seconds = max(min(now - self.start, RECENT_SECONDS), 1e-9)

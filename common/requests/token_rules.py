@@ -1,17 +1,17 @@
-"""Which tokens a request may say: `allowed_token_ids`, `bad_words`, and `logit_bias`.
+"""Rules for a request's output tokens: `allowed_token_ids`, `bad_words`, and `logit_bias`.
 
     logits                1.0   2.0   0.5   3.0      tokens 0 to 3
     only 0, 1, 3          1.0   2.0  -inf   3.0      allowed_token_ids
-    [1, 3] is bad         1.0   2.0  -inf  -inf      bad_words, where the outputs end with 1
+    [1, 3] is bad         1.0   2.0  -inf  -inf      bad_words, after outputs that end with 1
     + 0.5 for 0           1.5   2.0  -inf  -inf      logit_bias
 
-Of a bad word, a sequence of tokens, the last one is ruled out where the outputs end with the
-others. Drafts before a row count as outputs, the prompt does not. A text is ruled out as it is and
-with a space in front of it; vLLM leaves the latter out where it has another number of tokens.
+A bad word is a sequence of tokens. Its last token is forbidden after outputs that end with the
+others. Drafts before a row count as outputs, the prompt does not. A text is forbidden both as given
+and after a space; vLLM omits the latter if it has another number of tokens.
 
-`token_rules_of` checks what a user asks for and makes plain data of it, once for each request: it
-crosses as `features["token_rules"]`. The runner keeps it in its columns (`TokenRules`), and
-applies it to the rows of a step (`constrained_rows.py`)."""
+`token_rules_of` checks a user's rules and converts them to plain data, once for each request. The
+data is sent to the runner as `features["token_rules"]`. The runner keeps it in its columns
+(`TokenRules`) and applies it to the rows of a step (`constrained_rows.py`)."""
 
 from __future__ import annotations
 
@@ -31,8 +31,8 @@ CheckIds = Callable[[str, Any], list[int]]
 def token_rules_of(
     params: SamplingParams, tokenizer: Tokenizer | None, vocab_size: int, check_ids: CheckIds
 ) -> dict[str, Any]:
-    """Plain data. `check_ids(name, ids)` returns ids that may be sampled, those below `vocab_size`,
-    as `int`s. Raises `ValueError` that names field, value and what is allowed."""
+    """Return the rules as plain data. `check_ids(name, ids)` returns ids that can be sampled, below
+    `vocab_size`, as `int`s. Raises `ValueError` that names field, value and allowed values."""
     allowed, bias, words = params.allowed_token_ids, params.logit_bias, params.bad_words
     require(bias is None or isinstance(bias, Mapping), "logit_bias", bias, "None or {id: number}")
     some = "None or a sequence of at least one token id"
@@ -62,15 +62,15 @@ def token_rules_of(
 def _is_list(value: object) -> bool:
     try:
         iter(value)  # pyright: ignore[reportArgumentType, reportCallIssue]
-    except TypeError:  # an array without a dimension, too
+    except TypeError:  # also for a zero-dimensional array
         return False
     return not isinstance(value, str | bytes | bytearray | Mapping)
 
 
 def without_texts(words: Iterable[Any], tokenizer: Tokenizer | None, vocab_size: int) -> list[Any]:
-    """`bad_words` with the token ids of a text, as it is and after a space, in its place. A text
-    that needs a token which the model has no row for is never said and rules nothing out. A server
-    calls this in a thread of its own, because texts may be long. Raises `ValueError`."""
+    """Return `bad_words` with each text replaced by its token ids, as given and after a space. A
+    text with a token that the model has no row for is dropped, because it can never be generated.
+    A server calls this in a separate thread, because texts can be long. Raises `ValueError`."""
     found: list[Any] = []
     for word in words:
         both = _spelled(word, tokenizer) if isinstance(word, str) else None
@@ -100,7 +100,7 @@ def _checked(word: Any, check_ids: CheckIds) -> list[int]:
 
 
 class TokenRules:
-    """Of one request, as `token_rules_of` says."""
+    """The rules of one request, from the data of `token_rules_of`."""
 
     def __init__(self, told: Mapping[str, Any]) -> None:
         allowed, words = told["allowed"], told["bad_words"]
@@ -108,12 +108,12 @@ class TokenRules:
         self.biased, self.bias = np.array(told["biased"], dtype=np.int64), np.array(told["bias"])
         self.bad = np.array([ids[0] for ids in words if len(ids) == 1], dtype=np.int64)
         self.longer = [ids for ids in words if len(ids) > 1]
-        self.words_after: dict[int, list[list[int]]] = {}  # of these, by their last token but one
+        self.words_after: dict[int, list[list[int]]] = {}  # `longer` by second-last token
         for ids in self.longer:
             self.words_after.setdefault(ids[-2], []).append(ids)
 
     def may_come(self, outputs: np.ndarray, vocab_size: int) -> dict[str, np.ndarray]:
-        """Of each rule there is, which tokens it allows next."""
+        """Return, for each rule of the request, which tokens it allows next."""
         found, ends = {}, [word[-1] for word in self.words_ending_in(outputs)]
         if self.allowed is not None:
             found["allowed_token_ids"] = np.isin(np.arange(vocab_size), self.allowed)
@@ -122,8 +122,8 @@ class TokenRules:
         return found
 
     def words_ending_in(self, ids: np.ndarray) -> list[list[int]]:
-        """Those that the next token would complete behind these outputs, as far as is known: a last
-        one below 0 is pending, and may be any."""
+        """Return the bad words that the next token could complete after these outputs. A last
+        output below 0 is pending and can be any token."""
         if not len(ids) or not self.longer:
             return []
         last = int(ids[-1])

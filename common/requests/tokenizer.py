@@ -1,24 +1,24 @@
-"""Text to token ids, and back again one token at a time.
+"""The tokenizer: text to token ids, and token ids to text, one token at a time.
 
-A token is not a piece of text: it is a piece of *bytes*. A byte-level BPE cuts characters where it
-likes, so one emoji can be four tokens, and none of the first three has any text yet:
+A token stands for *bytes*, not for characters. A byte-level BPE splits characters anywhere, so one
+emoji can be four tokens, and the first three have no text yet:
 
     token bytes     | 20 f0 9f | 98 | 80 | 21 |
-    text after it     " "       " "  " 😀" " 😀!"     what has been shown is never taken back
+    text after it     " "       " "  " 😀" " 😀!"     shown text is never taken back
 
-`IncrementalDetokenizer` looks up each token's bytes (once: they are cached) and feeds them to an
-incremental UTF-8 decoder, which keeps at most three bytes for later and answers bytes that can
-never become a character with U+FFFD at once. A token costs O(1), and no token of the prompt is ever
-decoded, so none of it can leak into the output.
+`IncrementalDetokenizer` looks up each token's bytes (cached after the first time) and feeds them to
+an incremental UTF-8 decoder. The decoder keeps at most three bytes for later, and returns U+FFFD
+immediately for bytes that can never become a character. A token costs O(1), and no token of the
+prompt is ever decoded, so none of the prompt can leak into the output.
 
-This is exact as long as a token's bytes depend on nothing but the token and whether it comes first
-(sentencepiece drops a leading space there): so it is in byte-level, Metaspace and byte-fallback
+This is exact as long as a token's bytes depend only on the token and whether it comes first
+(sentencepiece drops a leading space there). That holds for byte-level, Metaspace and byte-fallback
 tokenizers, those of all of today's language models. vLLM and Hugging Face TGI decode a small window
-of tokens twice and compare, which asks less of the tokenizer, but stalls on text that never ends at
-a character border and must be told not to show the prompt.
+of tokens twice and compare. That requires less of the tokenizer, but stalls on text that never ends
+at a character border, and needs extra code to hide the prompt.
 
-Stop strings are searched in the text, so token borders do not matter. What could still become a
-stop string is held back from the stream."""
+Stop strings are searched in the text, so token borders do not matter. Text that could still become
+a stop string is held back from the stream."""
 
 from __future__ import annotations
 
@@ -42,17 +42,17 @@ REPLACEMENT = "\ufffd"
 _FILE, _PARTS = "tokenizer.json", ("model", "normalizer", "pre_tokenizer", "decoder")
 _BYTE_TOKEN = re.compile(r"<0x([0-9A-F]{2})>")  # sentencepiece's byte fallback
 
-# A byte-fallback tokenizer shows one U+FFFD for each byte that is no character, where a byte-level
-# one, like Python, shows one for each incomplete character.
+# A byte-fallback tokenizer shows one U+FFFD for each invalid byte. A byte-level one, like Python,
+# shows one for each incomplete character.
 codecs.register_error("replace_each", lambda e: (REPLACEMENT * (e.end - e.start), e.end))  # pyright: ignore[reportAttributeAccessIssue]
 
 
 class Tokenizer:
     """A fast tokenizer (`tokenizers.Tokenizer`): ids for text, text for ids, bytes for one id.
 
-    `special_ids`: what `skip_special_tokens` skips. `vocab_size`: the highest id plus one, added
-    tokens included; a model's logits may be wider (padding). `source`: what transformers made of
-    the checkpoint's files; it knows the chat template."""
+    `special_ids` are the ids that `skip_special_tokens` skips. `vocab_size` is the highest id plus
+    one, added tokens included; a model's logits can be wider (padding). `source` is the tokenizer
+    that transformers loaded from the checkpoint's files; it has the chat template."""
 
     def __init__(
         self, backend: tokenizers.Tokenizer, eos_token_id: int | None = None, source: Any = None
@@ -71,18 +71,19 @@ class Tokenizer:
         self._pieces: dict[int, bytes] = {}
 
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
-        """Token ids. A BOS token comes first only if the tokenizer is made to put one there."""
+        """Return token ids. They start with a BOS token only if the tokenizer adds one."""
         return self.backend.encode(text, add_special_tokens=add_special_tokens).ids
 
     def decode(self, token_ids: Sequence[int], skip_special_tokens: bool = True) -> str:
-        """Incomplete characters become U+FFFD. Ids without a token are skipped."""
+        """Return text. Incomplete characters become U+FFFD, and ids without a token are skipped."""
         return self.backend.decode(list(token_ids), skip_special_tokens=skip_special_tokens)
 
     def has_token(self, token_id: int) -> bool:
         return self.backend.id_to_token(token_id) is not None
 
     def token_bytes(self, token_id: int, is_first: bool = False) -> bytes:
-        """UTF-8 of one token within a text, or at its beginning; maybe part of a character."""
+        """Return the UTF-8 bytes of one token, possibly part of a character. `is_first`: the token
+        begins the text."""
         if is_first and not self._is_byte_level:
             text = self.decode([token_id], skip_special_tokens=False)
             return self.token_bytes(token_id) if REPLACEMENT in text else text.encode()
@@ -111,7 +112,7 @@ class Tokenizer:
 
     @cached_property
     def _anchor(self) -> tuple[int, str]:
-        """Some ordinary token, to stand before another one so that that is not the first."""
+        """An ordinary token to decode before another one, so that the other is not the first."""
         for token_id in range(self.vocab_size):
             text = self.decode([token_id])
             if text.isalnum():
@@ -120,16 +121,16 @@ class Tokenizer:
 
 
 def load_tokenizer(path: str | PathLike[str]) -> Tokenizer:
-    """The tokenizer of a checkpoint directory. Raises `FileNotFoundError` if there is no such
-    directory and `ValueError` if it holds no usable tokenizer."""
+    """Load the tokenizer of a checkpoint directory. Raises `FileNotFoundError` if there is no such
+    directory and `ValueError` if it has no usable tokenizer."""
     path = Path(path)
     if not path.is_dir():
         raise FileNotFoundError(f"tokenizer must be in a directory, got {path}")
-    from transformers import AutoTokenizer  # seconds to import: only when it is needed
+    from transformers import AutoTokenizer  # takes seconds, so it is imported only here
 
     try:
         loaded = AutoTokenizer.from_pretrained(str(path), local_files_only=True)
-    except Exception as error:  # whatever the many tokenizer classes raise
+    except Exception as error:  # tokenizer classes raise many types
         reason = " ".join(str(error).split())
         raise ValueError(f"cannot load tokenizer from {path}: {reason}") from error
     backend = getattr(loaded, "backend_tokenizer", None)
@@ -145,7 +146,7 @@ def load_tokenizer(path: str | PathLike[str]) -> Tokenizer:
 
 
 def _check_spaces(backend: tokenizers.Tokenizer) -> None:
-    """Raise `ValueError` unless the decoder reads what stands for a space in tokens."""
+    """Raise `ValueError` unless the decoder decodes the character that marks a space in tokens."""
     written, decoder = f"{backend.normalizer!r}, {backend.pre_tokenizer!r}", repr(backend.decoder)
     for mark, writes, reads in (("Ġ", "ByteLevel(", "ByteLevel("), ("▁", '="▁"', "▁")):
         if writes in written and reads not in decoder:
@@ -156,13 +157,13 @@ def _check_spaces(backend: tokenizers.Tokenizer) -> None:
 
 
 def _restore_parts(backend: tokenizers.Tokenizer, path: Path, class_name: str) -> None:
-    """Give `backend` the model, normalizer, pre-tokenizer and decoder of its file. transformers 5
-    builds its own for some classes, whatever the file says, so a prompt would get other ids than
-    in training. Added tokens and what stands around a prompt (BOS) stay as transformers loads them:
-    it reads them from more than one file."""
+    """Set the model, normalizer, pre-tokenizer and decoder of `backend` to those of its file.
+    transformers 5 ignores the file for some classes and builds its own, so a prompt would get other
+    ids than in training. Added tokens and the tokens around a prompt (BOS) are kept from
+    transformers, which reads them from more than one file."""
     stored = type(backend).from_file(str(path))
     changed = []
-    for name in _PARTS:  # a model's text would take half a second
+    for name in _PARTS:  # comparing models would take half a second
         if name != "model" and repr(getattr(backend, name)) != repr(getattr(stored, name)):
             changed.append(name)
         setattr(backend, name, getattr(stored, name))
@@ -173,19 +174,19 @@ def _restore_parts(backend: tokenizers.Tokenizer, path: Path, class_name: str) -
 
 @dataclass(frozen=True, slots=True)
 class StopMatch:
-    """A stop string has been completed by output token number `num_tokens_kept`, which, like those
-    before it, stays in the output. The text ends before the stop string, or with it."""
+    """A stop string that was completed by output token number `num_tokens_kept`. This token and
+    those before it stay in the output. The text ends before the stop string, or with it."""
 
     stop_string: str
     num_tokens_kept: int
 
 
 class IncrementalDetokenizer:
-    """The text of one continuation while it grows. Nothing is appended after a match or `finish()`.
+    """The text of one continuation while it grows. A match or `finish()` ends it.
 
-    `prompt_token_ids` only tell whether the first output token begins the text. `min_tokens`: a
-    stop string that ends within the text of the first `min_tokens` tokens is ordinary text. With
-    `includes_stop` the text ends with the stop string, and nothing has to be held back for it."""
+    `prompt_token_ids` only determine whether the first output token begins the text. A stop string
+    that ends within the text of the first `min_tokens` tokens is ordinary text. With
+    `includes_stop`, the text ends with the stop string, and no text is held back for it."""
 
     def __init__(
         self,
@@ -208,7 +209,7 @@ class IncrementalDetokenizer:
         )
         self._utf8 = codecs.getincrementaldecoder("utf-8")(errors=tokenizer.decode_errors)
         self._pieces: list[str] = []  # joined: the text
-        self._unsent: list[str] = []  # joined: the end of the text that no delta has carried yet
+        self._unsent: list[str] = []  # joined: the end of the text that was in no delta yet
         self._num_sent = 0  # characters
         self._longest = max(map(len, self._stop), default=1)
         self._tail = ""  # the end of the text in which a stop string may have begun
@@ -216,13 +217,13 @@ class IncrementalDetokenizer:
 
     @property
     def text(self) -> str:
-        """All text so far, without incomplete characters. Some may yet be cut by a stop string."""
+        """All text so far, without incomplete characters. A stop string can still cut its end."""
         self._pieces = ["".join(self._pieces)]
         return self._pieces[0]
 
     def append(self, token_id: int) -> StopMatch | None:
-        """Take one output token. On a match the text is cut before the stop string; of several
-        that the token completes, the one that ends first, then the one that begins first, wins."""
+        """Add one output token. On a match, the text is cut before the stop string. If the token
+        completes several, the one that ends first wins, then the one that begins first."""
         if self._is_finished:
             raise RuntimeError("cannot add tokens after a stop string or finish()")
         self.num_tokens += 1
@@ -234,8 +235,8 @@ class IncrementalDetokenizer:
         return self._extend(new) if new else None
 
     def num_until_stop(self, token_ids: Sequence[int]) -> int:
-        """How many of these tokens, if they came next, until a stop string is complete; all of
-        them if none would be. Nothing changes."""
+        """Return how many of these tokens, if they came next, would complete a stop string, or
+        their number if none would. Changes no state."""
         probe = copy.copy(self)
         probe._pieces, probe._unsent = [], []
         probe._utf8 = codecs.getincrementaldecoder("utf-8")(errors=self._tokenizer.decode_errors)
@@ -246,8 +247,8 @@ class IncrementalDetokenizer:
         return len(token_ids)
 
     def take_delta(self) -> str:
-        """Text that follows what earlier calls returned and that nothing can take back. Joined, all
-        deltas are a prefix of `text`, and all of it after `finish()` or a match."""
+        """Return the final text that follows the text of earlier calls. Joined, all deltas are a
+        prefix of `text`, and all of it after `finish()` or a match."""
         unsent = "".join(self._unsent)
         num_held = 0 if self._is_finished else self._num_held(unsent)
         delta = unsent[: len(unsent) - num_held]
@@ -256,7 +257,7 @@ class IncrementalDetokenizer:
         return delta
 
     def finish(self) -> None:
-        """No more tokens: a character still incomplete becomes U+FFFD, nothing is held back."""
+        """End the text: an incomplete character becomes U+FFFD, and no text is held back."""
         if not self._is_finished:
             self._is_finished = True
             if rest := self._utf8.decode(b"", final=True):
@@ -281,8 +282,8 @@ class IncrementalDetokenizer:
         return StopMatch(stop_string, self.num_tokens)
 
     def _find_stop(self, window: str, num_old: int) -> tuple[int, str] | None:
-        """`(start, stop string)` of the first one to end after the `num_old` characters already
-        searched."""
+        """Return `(start, stop string)` of the first stop string that ends after the `num_old`
+        characters already searched, or None."""
         found = []
         for stop in self._stop:
             start = window.find(stop, max(0, num_old - len(stop) + 1))
@@ -291,15 +292,15 @@ class IncrementalDetokenizer:
         return min(found)[1:] if found else None
 
     def _num_held(self, text: str) -> int:
-        """Length of the longest end of `text` that a stop string begins with."""
+        """Return the length of the longest end of `text` with which a stop string begins."""
         most = 0 if self.includes_stop else self._longest - 1
         lengths = range(min(len(text), most), 0, -1)
         return next((n for n in lengths if any(s.startswith(text[-n:]) for s in self._stop)), 0)
 
 
 def _byte_alphabet() -> dict[str, int]:
-    """Byte-level BPE (GPT-2) writes each byte as one printable character: itself if that is
-    printable Latin-1, else the next free one from U+0100 on."""
+    """Return the byte of each character of byte-level BPE (GPT-2), which writes a byte as one
+    printable character: itself if that is printable Latin-1, else the next free one from U+0100."""
     printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
     alphabet = {chr(byte): byte for byte in printable}
     for byte in range(256):

@@ -1,1 +1,1 @@
-"""LoRA adapters: small additions to a model's matrices, another one for each request."""
+"""LoRA adapters: small additions to a model's matrices, which can differ for each request."""

@@ -1,7 +1,7 @@
-"""The runner's side of adapters: which row of a step has which.
+"""The runner's side of adapters: the adapter of each row of a step.
 
-What crosses is the digest of a request's adapter, once, when the request is admitted. The slots are
-the runner's own affair (`adapter_slots.py`), so ranks agree on them without a word."""
+The scheduler sends the digest of a request's adapter once, when the request is admitted. Each
+runner assigns slots (`adapter_slots.py`); all ranks assign the same, without communication."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from scheduler_interface import NewRequestData
 
 
 class AdapterColumns(BroughtByFew):
-    """Stages nothing in a step whose rows have no adapters."""
+    """The adapter of each row. A step without adapters stages nothing."""
 
     name = AdaptedModel.name
 
@@ -33,7 +33,7 @@ class AdapterColumns(BroughtByFew):
         self.put(row, digest)
 
     def column(self, rows: np.ndarray) -> np.ndarray:
-        """The slot of each, which then holds its adapter."""
+        """Return the slot of each row, and load the rows' adapters into these slots."""
         digests = [self.brought[row] for row in rows.tolist()]
         slot_of = self.slots.bring_in(digest for digest in digests if digest is not None)
         return np.array([0 if d is None else slot_of[d] for d in digests], dtype=np.int64)
@@ -46,8 +46,8 @@ class AdapterColumns(BroughtByFew):
 
 
 def ordered(slots: np.ndarray, upload: UploadBuffer) -> Callable[[], Ordered]:
-    """By slot, in order of rows within each; those without an adapter are left out. Nobody may be
-    left: of a step that only cuts prompts no row is sampled from."""
+    """Order rows by slot, and by row within a slot, without rows that have no adapter. The result
+    can be empty, because a step with only unfinished prompt chunks samples from no row."""
     with_one = np.flatnonzero(slots)
     order, segments = in_order(slots[with_one])
     order = with_one[order]

@@ -1,15 +1,15 @@
-"""A LoRA adapter as PEFT writes it: a directory with two files, read strictly.
+"""LoRA adapters in PEFT's format: a directory with two files, read strictly.
 
-    adapter_config.json            which matrices, of which rank, and by what the product is scaled
-    adapter_model.safetensors      two matrices for each of them
+    adapter_config.json            the matrices, their ranks, and the scale of the product
+    adapter_model.safetensors      two matrices, A and B, for each of them
 
         y = W x + scale * B (A x)      A [rank, in], B [out, rank]
 
     scale = alpha / rank, or alpha / sqrt(rank) with `use_rslora`; it is folded into B here.
 
-As with a checkpoint (`loader.py`), every tensor is used exactly once and every matrix that the
-configuration means is there: an adapter that changes half of what it was trained to change still
-writes text. What would compute something else (DoRA, biases, whole modules) is refused by name.
+As with a checkpoint (`loader.py`), every tensor must be used exactly once and every matrix that the
+configuration matches must exist: an adapter that changes half of its matrices still generates text.
+Variants of LoRA that compute something else (DoRA, biases, whole modules) are rejected by name.
 
 Sources: Hu et al., LoRA (arXiv 2106.09685); Kalajdzievski, rsLoRA (arXiv 2312.03732); PEFT 0.21.
 """
@@ -32,7 +32,7 @@ from common.models.loader import read_json
 
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 _PREFIX = "base_model.model."
-# What LoRA has beside its two matrices: each is refused unless it says that there is none.
+# Extensions of LoRA beyond its two matrices. An adapter that sets one of these fields is rejected.
 _REFUSED = {
     "use_dora": "DoRA also scales each output",
     "lora_bias": "B has a bias",
@@ -53,13 +53,13 @@ _REFUSED = {
     "the name is 'layers')",
 }
 
-# Ways to begin training that leave the base model as it is.
+# Initialisations for training that leave the base model unchanged.
 _KEEPS_THE_BASE = (True, False, "gaussian", "eva", "orthogonal")
 
 
 @dataclass(frozen=True, slots=True)
 class LowRank:
-    """What is added to one matrix of the base model."""
+    """The low-rank update of one matrix of the base model."""
 
     a: torch.Tensor  # [rank, in]
     b: torch.Tensor  # [out, rank], scaled
@@ -71,8 +71,8 @@ class LowRank:
 
 @dataclass(frozen=True, slots=True)
 class Adapter:
-    """`digest` is of its content: equal ones compute the same. `matrices` by the names that the
-    base model's checkpoint has for them, such as `model.layers.0.self_attn.q_proj`."""
+    """A LoRA adapter. Adapters with equal `digest` (of the content) compute the same. `matrices` is
+    keyed by names in the base model's checkpoint, such as `model.layers.0.self_attn.q_proj`."""
 
     digest: str
     matrices: Mapping[str, LowRank]
@@ -84,8 +84,8 @@ def read_adapter(
     max_rank: int,
     dtype: torch.dtype,
 ) -> Adapter:
-    """Raises `FileNotFoundError` if a file is not there, and `ValueError` for an adapter that is
-    not complete, not for this model, more than LoRA, or not readable."""
+    """Read an adapter. Raises `FileNotFoundError` if a file is missing, and `ValueError` for an
+    adapter that is incomplete, not for this model, an extension of LoRA, or unreadable."""
     path = Path(directory).expanduser()
     try:
         return _read(path, shapes, max_rank, dtype)
@@ -155,7 +155,7 @@ def _read_config(path: Path) -> dict[str, Any]:
 
 
 def _targets(config: dict[str, Any], shapes: Mapping[str, Any], path: Path) -> list[str]:
-    """Which matrices of the model the adapter changes, by PEFT's rules."""
+    """Return the names of the model's matrices that the adapter changes, by PEFT's rules."""
     wanted, excluded = config.get("target_modules"), config.get("exclude_modules") or []
     layers = config.get("layers_to_transform")
     names = [wanted] if isinstance(wanted, str) else wanted
@@ -184,14 +184,15 @@ def _targets(config: dict[str, Any], shapes: Mapping[str, Any], path: Path) -> l
 def _all_matched(
     field: str, patterns: str | list[str], names: Collection[str], path: Path
 ) -> Collection[str]:
-    """A text is a regular expression for all of the name, a list has whole names or their ends."""
+    """Return the names that match: a `str` is a regular expression for the whole name, a list has
+    whole names or suffixes of them."""
     if isinstance(patterns, str):
         return matched_by(f"{path}: {field}", "fullmatch", [patterns], names)[0]
     return [n for n in names if any(n == end or n.endswith(f".{end}") for end in patterns)]
 
 
 def layer_of(name: str) -> int:
-    """Of a tensor or a matrix, by its name in a checkpoint."""
+    """Return the layer index of a tensor or matrix from its name in a checkpoint."""
     return int(re.findall(r"\.(\d+)\.", name)[0])
 
 
@@ -219,7 +220,7 @@ def _rank_and_scale(
 def _by_pattern(
     config: dict[str, Any], names: Sequence[str], field: str, default: str, path: Path
 ) -> dict[str, Any]:
-    """By names. The first pattern that is the end of a name decides."""
+    """Return the value for each name. The first pattern that matches the end of a name decides."""
     found, patterns = dict.fromkeys(names, config.get(default)), config.get(field) or {}
     around = r"(.*\.)?(", ")$"
     matched = matched_by(f"{path}: {field}", "match", [*patterns], names, around)
@@ -232,10 +233,10 @@ def _by_pattern(
 
 
 def _read_tensors(path: Path) -> dict[str, torch.Tensor]:
-    """By their names without PEFT's prefix."""
+    """Return the file's tensors by name, without PEFT's prefix."""
     try:
         with safe_open(path, framework="pt") as file:
-            # Copies: the file may be written again while the adapter is served.
+            # Copies, because the file can be overwritten while the adapter is served.
             tensors = {name: file.get_tensor(name).clone() for name in file.keys()}  # noqa: SIM118
     except (SafetensorError, OSError) as error:
         raise ValueError(f"{path} is corrupt or incomplete: {error}") from error
@@ -255,7 +256,7 @@ def _take(
     if tensor is None:
         raise ValueError(f"{path / WEIGHTS} lacks {name}, which {CONFIG} names")
     if tuple(tensor.shape) != shape or not tensor.is_floating_point():
-        base = Path(str(config.get("base_model_name_or_path"))).name  # of a folder no more
+        base = Path(str(config.get("base_model_name_or_path"))).name  # without its folder
         raise ValueError(
             f"{path / WEIGHTS}: {name} must have shape {shape}, got {tuple(tensor.shape)} of "
             f"{tensor.dtype}: the adapter was made for {base!r}"

@@ -1,9 +1,9 @@
-"""Adapters by the names that requests have for them.
+"""`AdapterNames`: the loaded adapters by the names that requests use.
 
-    name --> digest of the content --> matrices, where the model is
+    name --> digest of the content --> matrices, in the process that has the model
 
-A name may go at any time; the content stays until the last request that uses it has ended. KV is
-keyed by the digest: another adapter that gets the name later finds nothing of the first one's."""
+A name can be removed at any time; the content stays until the last request that uses it has ended.
+KV is keyed by the digest, so a later adapter of the same name never finds the first one's KV."""
 
 from __future__ import annotations
 
@@ -14,35 +14,36 @@ from typing import Protocol
 
 
 class Loading(Protocol):
-    """An adapter that is being read, while steps go on. The rest is said between two steps."""
+    """An adapter that is being read while steps run. The other calls come between two steps."""
 
     def is_over(self) -> bool: ...
 
     def digest(self) -> str:
-        """Of its content; waits for it. Raises `ValueError` and `FileNotFoundError`."""
+        """Wait for the content, return its digest. Raises `ValueError`, `FileNotFoundError`."""
         ...
 
     def take(self) -> None:
-        """Into memory, for the steps to come."""
+        """Put the adapter into memory, for future steps."""
         ...
 
     def forget(self) -> None:
-        """Nobody will take it, or has."""
+        """Discard the adapter. It was not taken, or taking it failed."""
         ...
 
 
 class AdapterLoader(Protocol):
-    """Where the model is: here, or on every rank."""
+    """Loads adapters in the process that has the model, or on every rank."""
 
     def begin(self, directory: str | Path) -> Loading: ...
 
     def drop(self, digest: str) -> None:
-        """Out of it. No step to come uses it; one that is under way may."""
+        """Remove an adapter from memory. No future step uses it; one in flight may still do so."""
         ...
 
 
 class AdapterNames:
-    """`wait_for_steps`: until none that is under way could use what is dropped then."""
+    """The names, and the requests that use each adapter. `wait_for_steps` waits until no step in
+    flight can use the adapter that is dropped next."""
 
     def __init__(self, loader: AdapterLoader, wait_for_steps: Callable[[], object]) -> None:
         self._loader, self._wait_for_steps = loader, wait_for_steps
@@ -54,12 +55,12 @@ class AdapterNames:
         return list(self._digests)
 
     def load(self, name: str, directory: str | Path) -> None:
-        """Raises `ValueError`, and changes nothing, for a name that is taken and an adapter that
-        can not be computed."""
+        """Load an adapter under a name. Raises `ValueError`, and changes nothing, if the name is in
+        use or the adapter cannot be computed."""
         self.end_load(name, self.begin_load(name, directory))
 
     def begin_load(self, name: str, directory: str | Path) -> Loading:
-        """What `end_load` wants: steps may come between."""
+        """Start to read an adapter. Steps can run before `end_load` gets the result."""
         self._check_is_free(name)
         if not isinstance(directory, str | Path):
             raise ValueError(f"directory must be a path, got {directory!r}")
@@ -68,10 +69,11 @@ class AdapterNames:
 
     def end_load(self, name: str, loading: Loading) -> None:
         try:
-            self._check_is_free(name)  # another one may have been faster
+            self._check_is_free(name)  # another load may have taken the name
             digest = loading.digest()
-            self._users.setdefault(digest, set())  # of what stands here alone, the next call
-            loading.take()  # drops the content
+            # Before `take`: if that is interrupted, the next `_drop_unused` drops the content.
+            self._users.setdefault(digest, set())
+            loading.take()
             self._digests[name] = digest
         except BaseException:
             loading.forget()
@@ -86,7 +88,7 @@ class AdapterNames:
             )
 
     def unload(self, name: str) -> None:
-        """Requests that use it go on. Raises `ValueError` for a name that is not there."""
+        """Remove a name; requests keep the adapter. Raises `ValueError` for an unknown name."""
         self.digest_of(name)
         del self._digests[name]
         self._drop_unused()
@@ -98,24 +100,24 @@ class AdapterNames:
         return self._digests[name]
 
     def name_of(self, digest: str) -> str | None:
-        """The first, if it has several. None: it is used to its end, and nobody else gets it."""
+        """Return the adapter's (first) name, or None if only unfinished requests still use it."""
         return next((name for name, found in self._digests.items() if found == digest), None)
 
     def begin(self, digest: str, request_id: str) -> None:
         self._users[digest].add(request_id)
 
     def end(self, digest: str, request_id: str) -> None:
-        """May be said again."""
+        """Note that a request no longer uses an adapter. Safe to call again."""
         if digest in self._users:
             self._users[digest].discard(request_id)
             self._drop_unused()
 
     def _drop_unused(self) -> None:
-        """May be interrupted, and done again."""
+        """Drop adapters without a name or a request. Safe to interrupt and call again."""
         named = set(self._digests.values())
         unused = [d for d, users in self._users.items() if not users and d not in named]
         for digest in unused:
-            with suppress(Exception):  # a step's, who says it in its turn
+            with suppress(Exception):  # a step's error, raised later by its own caller
                 self._wait_for_steps()
             self._loader.drop(digest)
             del self._users[digest]

@@ -1,26 +1,26 @@
-"""Adapters in the model: what each adds to its matrices, for the rows of its own requests.
+"""Adapters in the model: slots on the device, and the products that adapters add to rows.
 
     slot      0       1            2            max_loras
-    holds     none    some adapter's matrices, on the device, up to `max_lora_rank`
+    holds     none    an adapter's matrices, on the device, up to `max_lora_rank`
 
     rows of a step     a a 0 b 0 a        slots of their adapters: 1 1 0 2 0 1
-    ordered            0 1 5 | 3          by slot, those of slot 0 left out: once a step
-    y[0 1 5] += x[0 1 5] A1^T B1^T        one product for each adapter, whoever it is for
+    ordered            0 1 5 | 3          by slot, without slot 0: once a step
+    y[0 1 5] += x[0 1 5] A1^T B1^T        one product for each adapter, for all its requests
     y[3]     += x[3] A2^T B2^T
 
-In a graph, where the host knows no row, each row is multiplied with the A of all slots, what is not
-of its own becomes 0, and all of it is multiplied with the B of all slots: two products, of as many
-columns as all slots have ranks, which is little where a decode step waits for W.
+In a graph, the host does not know the rows. So each row is multiplied with the A of all slots, the
+results of other slots are set to 0, and the whole is multiplied with the B of all slots. The two
+products have as many columns as all slots have ranks: cheap in a decode step, which waits for W.
 
-A matrix of the model that is several of the checkpoint's (queries, keys and values; gate and up)
-has as many A and B, for as many slices of its outputs. A rank has of A what it has of the inputs,
-of B what it has of the outputs: what a row-parallel matrix adds is part of the sum over ranks.
+A matrix of the model that fuses several of the checkpoint's (queries, keys and values; gate and up)
+has one A and one B for each, for as many slices of its outputs. A rank has the part of A for its
+inputs and the part of B for its outputs; the sum over ranks covers a row-parallel matrix's update.
 
-All that were taken are in the host's memory. A step brings in whom it needs, in the place of whom
-no step has needed for longest: in order with the steps before it, which may still compute.
+All loaded adapters are in the host's memory. A step copies those it needs to the device, replacing
+the least recently used ones, in order with the steps before it, which may still compute.
 
-Invariants: a row without an adapter is not touched; a step's adapters are at most `max_loras`,
-which the scheduler sees to.
+Invariants: a row without an adapter is not changed; a step has at most `max_loras` adapters, which
+the scheduler ensures.
 
 Sources: Chen et al., Punica (arXiv 2310.18547), computes such batches in one kernel; Sheng et al.,
 S-LoRA (arXiv 2311.03285), keeps the adapters of thousands in the host's memory."""
@@ -43,7 +43,7 @@ from common.models.model import DecoderLayer, DecoderModel
 from common.models.model_config import SCORED
 from worker_thread import WorkerThread
 
-# Matrices of a layer: block, matrix, and what a checkpoint has in its place.
+# Matrices of a layer: block, matrix, and the checkpoint's matrices that it fuses.
 _FUSED = (
     ("attention", "qkv", ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj")),
     ("attention", "o", ("self_attn.o_proj",)),
@@ -56,7 +56,7 @@ _FIRST = ".post_attention_layernorm.weight"  # of each layer, in every family
 
 
 def matrix_shapes(parts: Mapping[str, CheckpointTensor]) -> dict[str, tuple[int, ...]]:
-    """Of all matrices that can be adapted, in the whole model: [out, in], by name."""
+    """The shapes [out, in], by name, of all matrices of the whole model that can be adapted."""
     ends = tuple(f".{name}.weight" for _, _, names in _FUSED for name in names)
     matrices = [name for name in parts if name.endswith(ends)]
     return {name.removesuffix(".weight"): parts[name].shape for name in matrices}
@@ -67,8 +67,8 @@ OwnSlot = torch.Tensor
 
 
 class Ordered(NamedTuple):
-    """Rows by adapter: `order[start:stop]` are those of `slot`. `order` is None if that is as they
-    stand, and all of them."""
+    """Rows by adapter: `order[start:stop]` are the rows of `slot`. `order` is None if it would be
+    all rows in their present order."""
 
     order: torch.Tensor | None  # [num_rows] int64
     segments: Sequence[tuple[int, int, int]]  # slot, start, stop
@@ -76,7 +76,8 @@ class Ordered(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class StepAdapters:
-    """Of all rows of a step, and of those that go on after the last layer's attention."""
+    """The adapters of all rows of a step (`tokens`), and of the rows that are still computed after
+    the last layer's attention (`sampled`)."""
 
     slots: AdapterSlots
     tokens: Ordered | OwnSlot
@@ -84,9 +85,9 @@ class StepAdapters:
 
 
 class AdaptedModel:
-    """What is said to a model once, however many engines use it: what the pass has of adapters
-    (`name`, in what the runner has staged), and where the matrices are. Another thread may be in a
-    pass of another engine."""
+    """The hooks of a model, shared by all engines that use it: they set the adapters of the current
+    pass (`name` in the runner's staged data) for its matrices. The state is per thread, because
+    another thread can be in a pass of another engine."""
 
     name = "adapter"
 
@@ -102,7 +103,7 @@ class AdaptedModel:
     def _begin(self, model: Any, arguments: tuple[Any, ...]) -> None:
         staged = arguments[0].staged
         step = staged.get(self.name)
-        if step is not None and SCORED in staged:  # all tokens go on
+        if step is not None and SCORED in staged:  # all tokens are computed to the end
             step = replace(step, sampled=step.tokens)
         self._of_thread.step = step
 
@@ -116,13 +117,13 @@ class AdaptedModel:
 
 
 class MatrixPlace:
-    """A matrix of the model. What is added to its product: nothing, if the step has no adapters."""
+    """The adapters' addition to one matrix of the model. No effect in a step without adapters."""
 
     def __init__(self, adapted: AdaptedModel, index: int, lags: bool) -> None:
         self.adapted, self.index, self.lags = adapted, index, lags
 
     def __call__(self, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
-        """`y`, the product [rows, out] with `x` [rows, in], is changed in place."""
+        """Add to `y` in place, the matrix's product [rows, out] with `x` [rows, in]."""
         step = self.adapted.step
         if step is None:
             return y
@@ -140,13 +141,13 @@ class AdapterSlots:
         parts = model.checkpoint_tensors()
         self.dtype, self.shapes = model.embed_weight.dtype, matrix_shapes(parts)
         self.taken: dict[str, Adapter] = {}  # in the host's memory: this rank's part, by digest
-        self.slot_of: dict[str, int] = {}  # by digest, the longest unneeded first
+        self.slot_of: dict[str, int] = {}  # by digest, the least recently used first
         self.additions: list[Addition] = []
         adapted, last = AdaptedModel.of(model), model.config.num_hidden_layers - 1
         here = [n for n, t in parts.items() if n.endswith(_FIRST) and t.target is not None]
         for name, layer in zip(here, model.layers, strict=True):
             self._adapt(adapted, layer, name.removesuffix(_FIRST), layer_of(name) == last, parts)
-        # Without the tensors: plain weights are given up when they are packed.
+        # Does not keep the tensors, because plain weights are freed when they are packed.
         self._cuts = {name: _Cut.of(tensor) for name, tensor in parts.items()}
 
     def _adapt(
@@ -159,7 +160,7 @@ class AdapterSlots:
     ) -> None:
         for block, name, own in _FUSED:
             names = [f"{prefix}.{part}" for part in own]
-            if f"{names[0]}.weight" not in parts:  # experts have no place for adapters
+            if f"{names[0]}.weight" not in parts:  # adapters are not supported in experts
                 continue
             matrix: Linear = getattr(getattr(layer, block), name)
             sizes = [len(_target(parts[f"{name}.weight"])) for name in names]
@@ -168,12 +169,12 @@ class AdapterSlots:
             self.additions.append(Addition(matrix.plain_weight(), names, sizes, *limits))
 
     def in_graph(self, column: torch.Tensor, logit_indices: torch.Tensor) -> StepAdapters:
-        """Of a step whose rows have these slots, wherever that is captured."""
+        """The adapters of a step in a graph, whose rows have the slots in `column`."""
         is_own = column[:, None] == torch.arange(self.num_slots, device=column.device)
         return StepAdapters(self, is_own, is_own.index_select(0, logit_indices))
 
     def of_largest_step(self, num_tokens: int, num_logit_rows: int) -> dict[str, StepAdapters]:
-        """What such a step has staged, in which every row has an adapter of the highest rank."""
+        """The staged data of a step of this size in which every row has a highest-rank adapter."""
         device = self.additions[0].a.device
         rows = (
             Ordered(torch.arange(n, device=device), [(1, 0, n)])
@@ -181,17 +182,17 @@ class AdapterSlots:
         )
         return {self.name: StepAdapters(self, *rows)}
 
-    # -- who can be brought in
+    # -- loading adapters
 
     def begin(self, directory: str | Path) -> Reading:
         return Reading(self, directory)
 
     def read(self, directory: str | Path) -> Adapter:
-        """In any thread. Raises what `read_adapter` raises."""
+        """Read an adapter, in any thread. Raises the errors of `read_adapter`."""
         return read_adapter(directory, self.shapes, self.max_lora_rank, self.dtype)
 
     def take(self, adapter: Adapter) -> None:
-        """Into the host's memory: this rank's part of it."""
+        """Put this rank's part of an adapter into the host's memory."""
         parts = {
             name: cut.of_low_rank(matrix)
             for name, matrix in adapter.matrices.items()
@@ -200,15 +201,15 @@ class AdapterSlots:
         self.taken[adapter.digest] = Adapter(adapter.digest, parts)
 
     def drop(self, digest: str) -> None:
-        """Out of it, if it is there. No row of a step to come has it."""
+        """Remove an adapter from the host's memory, if present. No row of a future step has it."""
         self.taken.pop(digest, None)
         self.slot_of.pop(digest, None)
 
     def bring_in(self, digests: Iterable[str]) -> dict[str, int]:
-        """The slots of a step's adapters."""
+        """Copy a step's adapters into slots, if needed, and return their slots by digest."""
         wanted = set(digests)
         assert len(wanted) < self.num_slots, "a step has more adapters than max_loras"
-        # Those that are there go to the end of the line: nobody takes their place.
+        # Adapters that have a slot come first, so that they are marked as used and not replaced.
         for digest in sorted(wanted, key=lambda digest: (digest not in self.slot_of, digest)):
             slot = self.slot_of.pop(digest, None)
             if slot is None:
@@ -230,7 +231,7 @@ class AdapterSlots:
 
 
 class Reading:
-    """The `Loading` of one process: a thread reads."""
+    """The `Loading` of one process: a thread reads the adapter."""
 
     def __init__(self, slots: AdapterSlots, directory: str | Path) -> None:
         self._slots, self._thread = slots, WorkerThread("adapter", finishes=False)
@@ -250,7 +251,7 @@ class Reading:
 
 
 class Addition:
-    """What adapters add to the products of one matrix."""
+    """The A and B of all slots for one matrix, and the products that they add."""
 
     def __init__(
         self,
@@ -261,10 +262,10 @@ class Addition:
         max_rank: int,
     ) -> None:
         self.names, self.sizes = names, list(sizes)
-        # A is zero beyond the rank of who is in a slot: a graph reads all of it.
+        # A is zero beyond the rank of a slot's adapter, because a graph reads all of A.
         self.a = weight.new_zeros(num_slots, len(names), max_rank, weight.shape[1])
         self.b = [weight.new_zeros(size, num_slots, max_rank) for size in sizes]
-        # Until somebody is in it, a slot is as one full of zeros is: `of_largest_step`.
+        # An empty slot computes like an adapter of zeros, for `of_largest_step`.
         self.ranks = [[max_rank] * len(names) for _ in range(num_slots)]
 
     def fill(self, slot: int, matrices: Mapping[str, LowRank]) -> None:
@@ -277,7 +278,8 @@ class Addition:
                 b[:, slot, :rank].copy_(matrix.b, non_blocking=True)
 
     def add(self, rows: Ordered | OwnSlot, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
-        """Several small products for each adapter: of each slice with its A, then with its B."""
+        """Add the adapters' products to `y` in place: for each adapter and slice, first with its A,
+        then with its B."""
         if isinstance(rows, OwnSlot):
             return self._add_in_graph(rows, x, y)
         order, segments = rows
@@ -295,7 +297,7 @@ class Addition:
 
     def _add_in_graph(self, is_own: OwnSlot, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
         low = F.linear(x, self.a.flatten(0, 2)).unflatten(1, self.a.shape[:3])
-        low = low.where(is_own[:, :, None, None], 0)  # whatever stands in others' slots
+        low = low.where(is_own[:, :, None, None], 0)  # also NaN from other slots becomes 0
         slices = zip(self.b, low.unbind(2), y.split(self.sizes, dim=1), strict=True)
         for b, of_slice, out in slices:
             out.addmm_(of_slice.flatten(1), b.flatten(1).T)
@@ -304,7 +306,7 @@ class Addition:
 
 @dataclass(frozen=True, slots=True)
 class _Cut:
-    """What a rank has of a matrix [out, in]."""
+    """The part of a matrix [out, in] that a rank has."""
 
     part: tuple[slice, ...]
     is_here: bool
@@ -315,7 +317,7 @@ class _Cut:
 
     def of_low_rank(self, matrix: LowRank) -> LowRank:
         rows, columns = (*self.part, slice(None))[:2]
-        return LowRank(matrix.a[:, columns].clone(), matrix.b[rows].clone())  # not all of it
+        return LowRank(matrix.a[:, columns].clone(), matrix.b[rows].clone())  # frees the whole
 
 
 def _target(tensor: CheckpointTensor) -> torch.Tensor:

@@ -1,8 +1,8 @@
-"""Regular expressions of a downloaded file, matched in a process that can be ended.
+"""Regular expressions from a downloaded file, matched in a process that can be ended.
 
-Python's `re` goes back over what it has matched: an expression of ten characters, such as
-`(a|a)*b`, can keep it busy for years. Meanwhile it holds the interpreter, so that no other thread
-runs and no signal is handled."""
+Python's `re` backtracks: an expression of ten characters, such as `(a|a)*b`, can keep it busy for
+years. In the meantime it holds the interpreter's lock, so that no other thread runs and no signal
+is handled."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ import subprocess
 import sys
 from collections.abc import Collection, Sequence
 
-TIMEOUT_S = 1  # of the processor
-_MAX_WAIT_S = 20.0  # seconds, where the processor has other work
-_IS_PLAIN = re.compile(r"[\w.-]*")  # nothing to go back over
+TIMEOUT_S = 1  # of processor time
+_MAX_WAIT_S = 20.0  # seconds of elapsed time, if the processor is busy with other work
+_IS_PLAIN = re.compile(r"[\w.-]*")  # cannot backtrack
 _PROGRAM = f"""
 import json, re, resource, sys
 resource.setrlimit(resource.RLIMIT_CPU, ({TIMEOUT_S}, {TIMEOUT_S}))
@@ -29,10 +29,10 @@ def matched_by(
     how: str,
     patterns: Sequence[str],
     names: Collection[str],
-    around: tuple[str, str] = ("", ""),  # of each pattern
+    around: tuple[str, str] = ("", ""),  # put around each pattern
 ) -> list[list[str]]:
-    """For each pattern, the names for which `re.<how>` finds something. Raises `re.error` for one
-    that is wrong, and `ValueError` that begins with `where` if matching takes too long."""
+    """Return, for each pattern, the names that `re.<how>` matches. Raises `re.error` for an invalid
+    pattern, and `ValueError` that begins with `where` if matching takes too long."""
     expressions = [pattern.join(around) for pattern in patterns]
     for expression in expressions:
         re.compile(expression)
@@ -45,7 +45,7 @@ def matched_by(
         done = subprocess.run(
             program, input=given, capture_output=True, text=True, timeout=_MAX_WAIT_S
         )
-        has_ended = done.returncode < 0  # by the signal that the limit sends
+        has_ended = done.returncode < 0  # the limit ends it by a signal
     except subprocess.TimeoutExpired:
         has_ended = True
     if has_ended:

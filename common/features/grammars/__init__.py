@@ -1,1 +1,1 @@
-"""Grammars: which tokens may come next in an output, from what its request says of the whole."""
+"""Grammars: masks of the tokens that can come next, so that an output fits a request's grammar."""

@@ -1,16 +1,16 @@
-"""Grammars are compiled one after another, beside the steps, and kept as long as there is room.
+"""`GrammarCompiler`: compiles grammars one after another, concurrently with steps, and caches them.
 
-The library lets other threads run meanwhile, and cannot be stopped. So a thread watches the one
-that compiles: a grammar that takes too long fails, one that no request waits for any more is left
-alone, and the next one begins in either case. A job may be cancelled until it is done.
+The library lets other threads run in the meantime, and cannot be stopped. So a thread watches the
+thread that compiles: a grammar that takes too long fails, a grammar that no request waits for any
+longer is abandoned, and in both cases the next one starts. A job can be cancelled until it is done.
 
-A grammar that was given up is compiled on until the library's own limits end it (`_LIMITS` in
-`vocabulary.py`). The longest compilation that was found, of a schema as long as `grammars.py`
-accepts, took 2.3 s of processor time and 65 MB. Three of them hold up no other grammar.
+An abandoned compilation continues until the library's own limits end it (`_LIMITS` in
+`vocabulary.py`). The longest compilation found, of a schema as long as `grammars.py` accepts, took
+2.3 s of processor time and 65 MB. Three of them do not delay another grammar.
 
-The result is text, which each rank that samples makes a matcher of (`grammar_masks.py`): masks
-never cross processes. A process that compiles could be ended, but it would keep its matcher, so
-the next step would have to make it again."""
+The result is text, from which each rank that samples makes a matcher (`grammar_masks.py`), so masks
+never cross processes. A separate process for compiling could be ended, but its matcher would stay
+in it, and the next step would have to compile again."""
 
 from __future__ import annotations
 
@@ -25,9 +25,9 @@ from common.features.grammars.lark_text import compile_source
 from common.features.grammars.vocabulary import Vocabulary, tokenizer_of
 from worker_thread import ThreadJob
 
-KEPT = 64 << 20  # bytes, about, of grammars that no request may be waiting for
+KEPT = 64 << 20  # approximate bytes of cached grammars, which no request may need
 TIMEOUT_S = 10.0  # for one grammar, without its wait for others
-MAX_CONCURRENT = 4  # one for a request, and three that were given up and have not ended
+MAX_CONCURRENT = 4  # one for a request, and three abandoned ones that still run
 
 
 class GrammarJob(ThreadJob[str]):
@@ -47,19 +47,20 @@ Jobs = SimpleQueue[GrammarJob | None]
 
 
 class GrammarCompiler:
-    """A grammar that was compiled is found again by its source; the least recently wanted go first.
-    One thread at a time may `submit`."""
+    """Compiles grammars and caches them by source; evicts the least recently requested first. Only
+    one thread at a time may call `submit`."""
 
     def __init__(self, vocabulary: Vocabulary) -> None:
         self.vocabulary = vocabulary
         self._kept: OrderedDict[str, GrammarJob] = OrderedDict()
-        self._num_bytes = 0  # of these
+        self._num_bytes = 0  # of the cached grammars
         self._jobs: Jobs = SimpleQueue()
         Thread(target=_watch, args=(self._jobs, vocabulary), name="grammar", daemon=True).start()
         self.close = weakref.finalize(self, _close, self._jobs, self._kept)
 
     def submit(self, source: str) -> GrammarJob:
-        """The text that is compiled of it, or a `ValueError` that says what is wrong."""
+        """Return the job of a grammar. Its result is the compiled text, or a `ValueError` with the
+        reason."""
         job = self._kept.pop(source, None)
         if job is None:
             self._num_bytes += _size(source)
@@ -71,17 +72,17 @@ class GrammarCompiler:
         return job
 
     def _make_room(self) -> None:
-        """What it costs does not depend on how many are kept."""
+        """Evict grammars until they fit into `KEPT`. The cost does not depend on their number."""
         while self._num_bytes > KEPT and len(self._kept) > 1:
             source, job = next(iter(self._kept.items()))
-            if not job.done():  # nor are those behind it
+            if not job.done():  # the jobs after it are not done either
                 break
             del self._kept[source]
             self._num_bytes -= _size(source)
 
 
 def _size(source: str) -> int:
-    """With what was compiled of it, which is longer, and a job."""
+    """The approximate bytes of a source, its compiled text (which is longer) and its job."""
     return 4 * len(source) + 4096
 
 
@@ -90,8 +91,8 @@ def _is_compiled(job: GrammarJob) -> bool:
 
 
 def _watch(jobs: Jobs, vocabulary: Vocabulary) -> None:
-    with suppress(Exception):  # each grammar would say it
-        tokenizer_of(vocabulary)  # takes seconds for a large one, which no grammar is charged with
+    with suppress(Exception):  # each grammar's compilation raises it again
+        tokenizer_of(vocabulary)  # takes seconds for a large one; no grammar's time includes it
     at_work = Semaphore(MAX_CONCURRENT)
     while (job := jobs.get()) is not None:
         at_work.acquire()
@@ -134,5 +135,5 @@ def _refused(why: object) -> ValueError:
 
 def _close(jobs: Jobs, kept: OrderedDict[str, GrammarJob]) -> None:
     for job in kept.values():
-        job.cancel()  # no effect on what is done
+        job.cancel()  # no effect on finished jobs
     jobs.put(None)

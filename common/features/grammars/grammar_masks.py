@@ -1,19 +1,19 @@
-"""The runner's side of grammars: which tokens may be sampled in each row of a step.
+"""The runner's side of grammars: masks of the tokens that can be sampled in each row of a step.
 
-    admit             what was compiled becomes a matcher of this request alone
-    before_sampling   while the device computes: the matcher takes the tokens that are new, and says
-                      in bits which may come next; one row of bits for each row of logits
-    after that        logits of tokens that may not come are -inf, before anything else is done
+    admit             makes a matcher for this request from the compiled text
+    before_sampling   while the device computes: the matcher consumes the new tokens and returns a
+                      bit for each allowed token; one row of bits for each row of logits
+    after that        sets logits of forbidden tokens to -inf, before any other change to logits
 
-A matcher's state follows from the outputs alone. So it takes them from the runner's own copy when
-it needs them: after a preemption, several accepted guesses or a chunk nothing else is to be done.
+A matcher's state depends only on the outputs, and it reads them from the runner's copy when it
+needs them. So preemptions, several accepted draft tokens and chunks need no extra handling.
 
-Guesses (chapter 5) are matched one by one, for the bits of the rows behind each, and then taken
-back: only what the runner knows as tokens stays. Behind a guess that the grammar does not allow,
-nothing is said of the rows: it can not come true.
+Draft tokens (chapter 5) are matched one by one, for the bits of the rows after each, and then
+rolled back: only tokens that the runner has accepted stay. The rows after a draft token that the
+grammar forbids get no mask, because that draft token is rejected in any case.
 
-A step that was planned before the last one's tokens were read (`overlap.py`) waits for them here,
-where the device has work already, and not before: so nobody sits out a step."""
+A step that was planned before the previous step's tokens were read (`overlap.py`) waits for them
+here, when the device already has work, and not earlier. So no request has to skip a step."""
 
 from __future__ import annotations
 
@@ -34,12 +34,12 @@ from scheduler_interface import NewRequestData
 
 
 class GrammarMasks(BroughtByFew):
-    """Made when the first request comes that brings a grammar."""
+    """The plugin that masks logits. Made when the first request with a grammar is admitted."""
 
     name = "grammar"
 
     def __init__(self, vocabulary: Vocabulary) -> None:
-        super().__init__()  # of a row, a `Matched`
+        super().__init__()  # each row has a `Matched` or None
         self._vocabulary, self._tokenizer = vocabulary, tokenizer_of(vocabulary)
 
     def admit(self, row: int, new: NewRequestData) -> None:
@@ -67,7 +67,7 @@ class GrammarMasks(BroughtByFew):
         for i in concerned.tolist():
             matched: Matched = self.brought[rows[i]]
             drafts = step.drafts.get(step.req_ids[i], ())
-            for _ in range(2):  # once more if it had to begin anew
+            for _ in range(2):  # again if the matcher had to restart
                 matched.follow(step.state, rows[i])
                 if matched.fill(bits, row_of_bits, drafts):
                     break
@@ -96,19 +96,19 @@ class GrammarMasks(BroughtByFew):
 
 
 class Matched:
-    """How far the outputs of one request have come in its grammar. EOS is looked after here: the
-    library says whether a text is whole, and what else may follow.
+    """The position of one request's outputs in its grammar. EOS is handled here: the library only
+    returns whether a text is complete, and which other tokens can follow.
 
-    Copies of a matcher share what they have found out, and the count of it. If the library gives
-    up, it may be over what others have asked, or over a guess. So all begins anew then; only if a
-    fresh matcher gives up, too, the request ends."""
+    Copies of a matcher share its cached states and their count. If the library gives up, other
+    requests' states or a draft token may be the cause. So the matcher is then made again from
+    scratch, and only if a fresh matcher gives up too, the request ends."""
 
     def __init__(self, beginning: Beginning, vocabulary: Vocabulary) -> None:
         self._vocabulary, self.beginning = vocabulary, beginning
-        # Of each EOS its word, and its bit there.
+        # For each EOS token, the index of its word and its bit in that word.
         eos = [divmod(i, 32) for i in vocabulary.eos_token_ids]
         self._ends = [(word, np.uint32(1 << place).view(np.int32)) for word, place in eos]
-        self.gave_up = ""  # why the library did, if it did
+        self.gave_up = ""  # the reason, if the library gave up
         self._begin()
 
     def _begin(self) -> None:
@@ -117,34 +117,35 @@ class Matched:
         self._has_ended = False  # EOS was one of them
 
     def follow(self, state: HasTokens, row: int) -> None:
-        """Take the outputs that are new. One that is pending is waited for."""
+        """Consume the new outputs. Waits for a pending one."""
         num_prompt = state.num_prompt_tokens[row]
         new = state.token_ids[row, num_prompt + self._num_taken : state.num_tokens[row]]
         self.take(map(state.known, new.tolist()))
 
     def take(self, outputs: Iterable[int]) -> None:
         for token_id in outputs:
-            if token_id < 0 or self._has_ended:  # its request is over
+            if token_id < 0 or self._has_ended:  # its request has ended
                 return
             if not self._end(token_id):
-                self._matcher.consume_token(token_id)  # one that is wrong makes an error of it
+                self._matcher.consume_token(token_id)  # a wrong token sets its error state
             self._num_taken += 1
 
     def _end(self, token_id: int) -> bool:
-        """Is it an end that may come here?"""
+        """Whether the token is an EOS that can come here; if so, marks the text as ended."""
         if token_id in self._vocabulary.eos_token_ids and not self._has_ended:
             self._has_ended = self._matcher.is_accepting()
             return self._has_ended
         return False
 
     def _accept(self, draft: int) -> bool:
-        """Asked first: a matcher that has refused a token is of no use any more."""
+        """Consume a draft token if it is allowed, and return whether it was. Validates first,
+        because a matcher that has refused a token cannot be used any longer."""
         if self._has_ended or draft in self._vocabulary.eos_token_ids:
             return self._end(draft)
         return self._matcher.validate_tokens([draft]) == 1 and self._matcher.consume_token(draft)
 
     def _rollback(self, drafts: Sequence[int], num_taken: int) -> None:
-        """Those that were accepted."""
+        """Roll back the first `num_taken` draft tokens, those that were accepted."""
         tokens = drafts[:num_taken]
         if self._has_ended and tokens:
             self._has_ended, tokens = False, tokens[:-1]
@@ -152,14 +153,14 @@ class Matched:
         if self._matcher.is_error():
             why = sentence_of(self._matcher.get_error())
             self.gave_up = "" if why == NOTHING_FITS else why
-            if why != TOO_MANY_WAYS:  # those are a text's own
+            if why != TOO_MANY_WAYS:  # that is caused by the text itself
                 self.beginning.rebuild()
             self._begin()
 
     def fill(self, bits: np.ndarray, row: int, drafts: Sequence[int]) -> bool:
-        """Of `bits` [rows, words] int32, that row and one for each draft behind it. Where the text
-        has ended already they stay as they are: what is sampled there is nobody's. False if the
-        library gave up at the first one."""
+        """Fill `bits` [rows, words] int32 at `row` and at one more row for each draft token. After
+        the end of the text, rows stay unchanged, because their samples are ignored. Returns False
+        if the library gave up at the first row."""
         if self._has_ended:
             return True
         num_taken = 0
@@ -177,7 +178,7 @@ class Matched:
 
     def _fill_row(self, bits: np.ndarray, row: int) -> None:
         fill_next_token_bitmask(self._matcher, bits, row)
-        if self._matcher.is_error():  # the text is none, or it has counted too many steps
+        if self._matcher.is_error():  # the text does not match, or the limit is reached
             bits[row] = 0
             return
         is_whole = self._matcher.is_accepting()
@@ -193,7 +194,7 @@ class Matched:
 
 
 class RunnerSpec(Protocol):
-    """What is known of a runner when it is made. Without a tokenizer it is the checkpoint's."""
+    """The inputs of `make`. Without `tokenizer`, the checkpoint's is used."""
 
     @property
     def loaded(self) -> LoadedModel: ...

@@ -1,12 +1,12 @@
-"""A JSON schema in words that llguidance knows.
+"""JSON schemas rewritten with the keywords that llguidance supports.
 
-    oneOf               of lists of values: those that stand in exactly one list
-    format              one that the library does not know is left out, and the log names it once
-    patternProperties   a pattern that matches only names which the schema mentions becomes these
-                        properties. The library takes the names of properties from a pattern, and
-                        allows a comma even if no name is left that could come after it
+    oneOf               of lists of values: becomes the values that are in exactly one list
+    format              removed if the library does not know it; the log names it once
+    patternProperties   a pattern that matches only names in the schema becomes these properties.
+                        The library excludes the names of properties from a pattern, but allows a
+                        comma even if no name is left that could follow it
 
-A schema means the same before and after."""
+The rewritten schema has the same meaning."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from typing import Any
 
 from common.features.grammars.vocabulary import Beginning, tokenizer_of_bytes
 
-HEAD = '%llguidance {"no_forcing": true}\n'  # else only one of the ways to spell what is certain
+HEAD = '%llguidance {"no_forcing": true}\n'  # otherwise certain text has only one spelling
 _TITLES = {"title", "description"}
 _DATA = {"const", "enum", "default", "examples"}  # keywords of a schema that hold values
 # The formats that the library enforces.
@@ -26,12 +26,12 @@ FORMATS = {
     *("date-time", "date", "time", "duration", "uuid"),
     *("email", "hostname", "ipv4", "ipv6", "uri"),
 }
-_named: set[str] = set()  # formats that the log has named
+_named: set[str] = set()  # formats that were logged
 _OF_NAMES = {"properties", "patternProperties", "$defs", "definitions", "dependentSchemas"}
 
 
 logger = logging.getLogger(__name__)
-# How many beginnings of names are looked at for the patterns of one schema: a second's worth.
+# Maximum number of name prefixes that are tried for the patterns of one schema: about a second.
 MAX_SCHEMA_NODES = 20_000
 
 
@@ -49,9 +49,9 @@ def rewritten(schema: dict[str, Any]) -> dict[str, Any]:
 def map_schemas(
     part: Any, change: Callable[[dict[str, Any]], dict[str, Any]], are_names: bool = False
 ) -> Any:
-    """`change` each schema of a schema, or of a list or an object of schemas; the inner ones first.
-    `are_names`: the keys are names, such as those of properties, and mean nothing. Values, such as
-    those of `enum`, are no schemas."""
+    """Apply `change` to each schema in a schema, or in a list or object of schemas, inner ones
+    first. `are_names`: the keys are names, such as those of properties, and not keywords. Values,
+    such as those of `enum`, are not schemas."""
     if isinstance(part, list):
         return [map_schemas(inner, change) for inner in part]
     if not isinstance(part, dict):
@@ -67,7 +67,7 @@ def map_schemas(
 
 
 def _is_remark(value: object) -> bool:
-    """Whether the library does not know this `format`. JSON Schema makes it a remark then."""
+    """Whether the library does not know this `format`. It is an annotation then (JSON Schema)."""
     if not isinstance(value, str) or value in FORMATS:
         return False
     if value not in _named and len(_named) < 1000:
@@ -77,8 +77,8 @@ def _is_remark(value: object) -> bool:
 
 
 def _without_lists(schema: dict[str, Any]) -> dict[str, Any]:
-    """The library knows `oneOf` only of alternatives that it sees to exclude each other, by their
-    types or by texts that a property must have, and refuses others."""
+    """Replace a `oneOf` of lists of values. The library supports `oneOf` only if it can see that
+    the alternatives exclude each other, by type or by the texts that a property must have."""
     alternatives = schema.get("oneOf")
     lists = [_values(one) for one in alternatives] if isinstance(alternatives, list) else []
     if not lists or None in lists or not isinstance(schema.get("allOf", []), list):
@@ -91,20 +91,21 @@ def _without_lists(schema: dict[str, Any]) -> dict[str, Any]:
 
 
 def _values(schema: Any) -> dict[str, Any] | None:
-    """Those of a schema that says nothing else, if they are texts, integers, booleans or null."""
+    """Return the values of a schema that only lists values, all of them strings, integers, booleans
+    or null; otherwise None."""
     is_list = isinstance(schema, dict) and schema.keys() - _TITLES in ({"const"}, {"enum"})
     values = schema.get("enum", [schema.get("const")]) if is_list else [0.5]
-    values = values if isinstance(values, list) else [0.5]  # the library says what is wrong
+    values = values if isinstance(values, list) else [0.5]  # the library reports the error
     is_plain = all(value is None or isinstance(value, str | int) for value in values)
     return {json.dumps(value): value for value in values} if is_plain else None
 
 
-# -- patterns that match names of properties and no other
+# -- patterns that match only names of properties
 
 
 def _names_in(part: Any) -> Iterator[str]:
-    """All keys and all required names: whatever the library merges, it takes none but these from
-    a pattern. More of them do no harm."""
+    """Yield all keys and all required names. Whatever the library merges, it excludes only these
+    names from a pattern. Additional names do no harm."""
     if isinstance(part, dict):
         for key, inner in part.items():
             yield key
@@ -130,15 +131,15 @@ def _without_named_patterns(schema: dict[str, Any], patterns: _Patterns) -> dict
 
 
 class _Patterns:
-    """Asks the library about patterns, whose dialect is its own."""
+    """Finds the names that patterns match, with the library, which has its own regex dialect."""
 
     def __init__(self, names: frozenset[str]) -> None:
         self._names, self._num_left = names, MAX_SCHEMA_NODES
         self._longest = 2 + 6 * max(map(len, names), default=0)  # as JSON, each character as \u0061
 
     def all_matched(self, pattern: str) -> set[str] | None:
-        """The names that it matches; None if it matches another text, too, or is no pattern. Its
-        texts are spelled byte by byte until one is no name."""
+        """Return the names that the pattern matches, or None if it matches other texts too or is
+        invalid. Enumerates its texts byte by byte until one of them is not a name."""
         schema = json.dumps({"type": "string", "pattern": pattern})
         beginning = Beginning(tokenizer_of_bytes(), f"{HEAD}start: %json {schema}").matcher
         if beginning.is_error():

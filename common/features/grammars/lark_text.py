@@ -1,9 +1,9 @@
-"""A grammar of `04_scheduler/beyond/grammars.py` as llguidance reads it: in Lark's words.
+"""Grammars of `04_scheduler/beyond/grammars.py` translated to llguidance's Lark syntax.
 
-Two of its habits would give other masks than the grammar says, and are switched off here. Where
-the text is certain it allows only the tokens that a tokenizer would choose (`no_forcing`). And it
-reads words greedily before it applies rules: `[a-z]+ "b"` would match nothing. In what is made of
-an `Ebnf`, each word is a single character, so that rules are all there is."""
+Two features of llguidance would give other masks than the grammar defines, and are avoided here. If
+the text is certain, it allows only the tokens that a tokenizer would choose (`no_forcing` turns
+that off). And it matches terminals greedily before it applies rules, so `[a-z]+ "b"` would match
+nothing. So in the translation of an `Ebnf`, each terminal is a single character."""
 
 from __future__ import annotations
 
@@ -37,8 +37,9 @@ _ESCAPES = {"n": "\n", "t": "\t", "r": "\r"} | {c: c for c in '\\"[]-^/'}
 
 
 def compile_source(source: str, tokenizer: LLTokenizer) -> str:
-    """Raises `ValueError` for what can not be a grammar of these tokens. The library counts what it
-    does and gives up: milliseconds for most, seconds for schemas of a thousand objects."""
+    """Return the grammar in Lark syntax. Raises `ValueError` if it cannot be a grammar of these
+    tokens. Takes milliseconds for most, seconds for schemas of a thousand objects: the library
+    counts its operations and gives up at a limit."""
     text = _lark_of(json.loads(source))
     matcher = beginning_of(tokenizer, text).matcher
     if not matcher.is_error():
@@ -50,7 +51,7 @@ def compile_source(source: str, tokenizer: LLTokenizer) -> str:
 
 
 def sentence_of(error: str) -> str:
-    """Without places in a text that nobody wrote, and what the library knows of its state."""
+    """Return the library's error without its state and without positions in the generated text."""
     if error.startswith("NoExtensionBias"):
         return NOTHING_FITS
     if re.search(r"Current row has \d+ items|Too many items", error):
@@ -66,7 +67,7 @@ def _lark_of(wanted: dict[str, Any]) -> str:
     if "regex" in wanted:
         return f"{HEAD}start: /{regex_to_lark(wanted['regex'])}/"
     if "choice" in wanted:
-        # As one word, since alternatives of a rule are each looked at apart.
+        # As one terminal, because each alternative of a rule is tried separately.
         return f"{HEAD}start: TEXTS\nTEXTS: " + " | ".join(map(_quoted, wanted["choice"]))
     schema, most = rewritten(wanted["json"]), wanted["max_whitespace"]
     how: dict[str, Any] = {"whitespace_pattern": f"[ \\n\\t]{{0,{most}}}"}
@@ -81,7 +82,7 @@ def _quoted(text: str) -> str:
 
 def _rules(text: str) -> Iterator[str]:
     at, names = 0, {"root": "start"}
-    bodies: dict[str, list[str | None]] = {}  # None: characters
+    bodies: dict[str, list[str | None]] = {}  # None stands for characters
     body: list[str | None] = []
     while at < len(text):
         found = _TOKEN.match(text, at)
@@ -114,10 +115,10 @@ def _rules(text: str) -> Iterator[str]:
 
 
 def _without_end(bodies: dict[str, list[str | None]]) -> list[str]:
-    """Rules that need themselves in each of their alternatives. The library would let a text into
-    one of them and then find that nothing fits."""
+    """Return rules that need themselves in each of their alternatives. The library would accept the
+    start of such a rule and then find that no text fits."""
     ends, left = set[str](), [*bodies]
-    for _ in range(30):  # of rules in an order made for it, the rest is left to the library
+    for _ in range(30):  # a hostile order of rules can need more; the library checks those
         found = len(ends)
         for name in left:
             if _can_end(bodies[name], ends):
@@ -129,7 +130,7 @@ def _without_end(bodies: dict[str, list[str | None]]) -> list[str]:
 
 
 def _can_end(body: list[str | None], ends: set[str]) -> bool:
-    """Whether a text fits it, of rules in `ends` alone."""
+    """Whether a text fits the rule with only rules in `ends`."""
     outer, found, before, last = list[tuple[bool, bool]](), False, True, True
     for part in body:
         if part == "(":
@@ -144,11 +145,11 @@ def _can_end(body: list[str | None], ends: set[str]) -> bool:
             last = True
         elif part is None or part[0] not in "+{":
             before, last = before and last, part is None or part in ends
-    return found or (before and last) or bool(outer)  # what is not closed is said by the library
+    return found or (before and last) or bool(outer)  # the library reports unclosed brackets
 
 
 def _class(inside: str) -> str:
-    """Each character by its number: what has a meaning inside brackets differs."""
+    """Write each character by its number, because special characters in brackets differ."""
     sign = "^" if inside.startswith("^") else ""
     characters = list(_characters(inside[len(sign) :]))
     literal = [match[0] for match in _CHARACTER.finditer(inside[len(sign) :])]

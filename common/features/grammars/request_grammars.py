@@ -1,4 +1,4 @@
-"""Grammars of an engine's requests, on the scheduler's side: made when the first one is brought."""
+"""The scheduler's side of grammars, made when the first request with a grammar arrives."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ from grammar_queue import GrammarsCompiled
 
 
 class RequestGrammars:
-    """Add `queue` to the end of the scheduler's list of plugins. `elsewhere` is the checkpoint of
-    ranks in other processes, which have its own tokenizer. Raises `ValueError` if `tokenizer` is
-    another one."""
+    """The grammars of an engine's requests. Adds `queue` to the end of the scheduler's plugins.
+    `elsewhere` is the checkpoint of ranks in other processes, which use its tokenizer. Raises
+    `ValueError` if `tokenizer` is another one."""
 
     def __init__(
         self,

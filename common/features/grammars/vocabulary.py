@@ -1,8 +1,8 @@
-"""What a grammar has to know of a tokenizer: the bytes of each token, and which ones end a text.
+"""`Vocabulary`: a tokenizer as grammars need it, with the bytes of each token and the EOS tokens.
 
-A grammar is over bytes, as tokens are: half a character is a token, and may be allowed. Special
-tokens have no bytes here, so no grammar ever allows one; EOS is no affair of the library's either
-(`grammar_masks.py`)."""
+A grammar is over bytes, as tokens are: a token can be half a character, and can be allowed. Special
+tokens have no bytes here, so no grammar ever allows one. EOS is handled in `grammar_masks.py`, not
+by the library."""
 
 from __future__ import annotations
 
@@ -17,15 +17,15 @@ from llguidance import LLMatcher, LLParserLimits, LLTokenizer, TokenizerWrapper
 from common.requests.tokenizer import Tokenizer
 
 _NOTHING = b"\xff"  # no text has this byte
-# The library calls itself for each rule or schema that one is made of, and a usual stack that is
-# overrun ends the process. Of what `grammars.py` lets in the worst that was found takes 128 MiB.
-# How much the next thread gets is a setting of the process: the lock is held until it has begun.
+# The library recurses into each rule or schema that a grammar contains, and overrunning a default
+# stack ends the process. The worst grammar found that `grammars.py` accepts takes 128 MiB. The
+# stack size of the next thread is a process-wide setting, so the lock is held until it has started.
 _STACK, _ONE_AT_A_TIME = 256 << 20, Lock()
 RULES = "// rules of single characters\n"
-# What the library may do for one text, counted: so all ranks give up at the same token. Rules can
-# be read in many ways at once, which costs the square of those or more: `s ::= s s | "a"`. So fewer
-# are borne there; and more places in the tree of tokens, since each character is a word of its own.
-# Others have as many ways as properties or texts, and each costs what the last one did.
+# Limits of the library's work for one text, in counts, so that all ranks give up at the same token.
+# Rules can be parsed in many ways at the same time, at quadratic cost or more: `s ::= s s | "a"`.
+# So rules get a lower limit on ways, and a higher one on nodes of the token tree, because each
+# character is a separate terminal. Others have as many ways as properties or texts, at linear cost.
 _LIMITS = {
     True: LLParserLimits(
         max_items_in_row=500, step_max_items=200_000, max_grammar_size=10_000, verbose_errors=False
@@ -36,7 +36,8 @@ _LIMITS = {
 
 @dataclass(frozen=True, slots=True)
 class Vocabulary:
-    """`pieces[i]` are the bytes of token i: none of a special one, or where there is no token."""
+    """A tokenizer's tokens: `pieces[i]` are the bytes of token i, empty if it is special or does
+    not exist."""
 
     pieces: tuple[bytes, ...]
     eos_token_ids: tuple[int, ...]
@@ -50,20 +51,20 @@ class Vocabulary:
 
 @lru_cache(maxsize=2)
 def tokenizer_of(vocabulary: Vocabulary) -> LLTokenizer:
-    """As llguidance has it. Takes seconds for a large one; it is never changed."""
+    """Return the vocabulary for llguidance. Takes seconds for a large one; it is never changed."""
     return LLTokenizer(TokenizerWrapper(_Pieces(vocabulary)))
 
 
 @cache
 def tokenizer_of_bytes() -> LLTokenizer:
-    """Of no model: token 1 + i is byte i."""
+    """Return a vocabulary of bytes, of no model: token 1 + i is byte i."""
     pieces = (b"", *(bytes([i]) for i in range(256)))
     return LLTokenizer(TokenizerWrapper(_Pieces(Vocabulary(pieces, eos_token_ids=(0,)))))
 
 
 class Beginning:
-    """`matcher` stands at the beginning of a text, for copies to be made of. It may have an
-    error."""
+    """A grammar's matcher at the start of a text, to be copied for requests. `matcher` can be in an
+    error state."""
 
     def __init__(self, tokenizer: LLTokenizer, text: str) -> None:
         limits = _LIMITS[RULES in text]
@@ -71,7 +72,7 @@ class Beginning:
         self.rebuild()
 
     def rebuild(self) -> None:
-        """Copies share what they have found out, and the count of it, which may be too high."""
+        """Make the matcher, or a fresh one: copies share states, and their count can be high."""
         made = SimpleQueue[LLMatcher | BaseException]()
         with _ONE_AT_A_TIME:
             usual = stack_size(_STACK)
@@ -94,12 +95,12 @@ def _make(make: Callable[[], LLMatcher], put: Callable[[LLMatcher | BaseExceptio
 
 @lru_cache(maxsize=32)
 def beginning_of(tokenizer: LLTokenizer, text: str) -> Beginning:
-    """Who compiles a grammar leaves it here, so that no step of this process has to."""
+    """Return a grammar's start. Cached when the grammar is compiled, so that no step has to."""
     return Beginning(tokenizer, text)
 
 
 class _Pieces:
-    """What the library asks a tokenizer for."""
+    """The tokenizer's interface that the library requires."""
 
     bos_token_id = None
 
@@ -110,4 +111,4 @@ class _Pieces:
         self.tokens = [piece or _NOTHING for piece in pieces]
 
     def __call__(self, text: object) -> list[int]:
-        return []  # it would be asked for the usual tokens of a text that is certain
+        return []  # only used to spell certain text, which `no_forcing` turns off
