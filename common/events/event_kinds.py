@@ -272,7 +272,8 @@ class Loaded(Event):
 
 @dataclass(frozen=True, slots=True)
 class LoadEnded(Event):
-    """The load no longer holds blocks: its request was admitted, has ended, or was displaced."""
+    """A load no longer holds blocks: its request was admitted or ended, or the load was dropped to
+    free blocks for others."""
 
     kind: ClassVar[str] = "load_ended"
     request: str
