@@ -134,8 +134,8 @@ class EngineLoop:
         self._add_some()
 
     def _add_some(self) -> None:
-        """Add new requests for at most `MAX_ADD_S`. Of a thousand that arrive together, the rest
-        is added after the next step."""
+        """Add new requests for at most `MAX_ADD_S`. If a thousand arrive together, the remaining
+        ones are added after the next step."""
         end = time.monotonic() + MAX_ADD_S
         while self._coming and time.monotonic() < end:
             request_id = next(iter(self._coming))

@@ -15,7 +15,7 @@ a viewer; then they are dropped, and the viewer starts again from a new snapshot
 An engine with inconsistent state ends its film itself, so this is checked after a `failed` line.
 
 A viewer reads only the texts of its own requests: those sent with the same token, which the page
-makes and sends with each request in a header. Of the others it gets lengths (`hidden_texts.py`).
+makes and sends with each request in a header. For the others it gets lengths (`hidden_texts.py`).
 With an API key, a viewer that sends the key and no token reads everything."""
 
 from __future__ import annotations
