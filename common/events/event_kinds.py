@@ -129,7 +129,7 @@ class Preempted(Event):
 @dataclass(frozen=True, slots=True)
 class Finished(Event):
     """A request has ended: `reason` is "stop", "length", "abort" or "error". `rest` is the end of
-    its text that no earlier event contains."""
+    its text, where no event's `pieces` contain it."""
 
     kind: ClassVar[str] = "finished"
     time: float

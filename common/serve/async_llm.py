@@ -146,7 +146,7 @@ class AsyncLLM:
                     raise delta.error
         finally:
             del self._mailboxes[name], self._names[request_id]
-            self._engine_loop.abort(name)  # no effect on a request that has ended
+            self._engine_loop.abort(name)  # nothing, if it has come to its end
 
     async def without_texts(self, params: SamplingParams) -> SamplingParams:
         """Return `params` with `bad_words` as token ids. Otherwise the engine's thread would
