@@ -1,21 +1,21 @@
-"""What can happen to an engine, as data: one frozen class a kind, one JSON object a line.
+"""The events of an engine as data: one frozen class per kind, one JSON object per line.
 
     {"kind":"taken","request":"a","blocks":[1,2]}       kind names the class, the rest its fields
 
-A file is a `run` line and then events in the order in which they happened. Of a step there are
+A file is a `run` line and then events in the order in which they happened. The events of a step:
 
-    taken, admitted, ...  planned        what its planning did, and the plan
-    computed                             what came of it
-    finished, freed, ...  updated        what that led to, and the end of the step
+    taken, admitted, ...  planned        effects of planning, and the plan
+    computed                             the step's results
+    finished, freed, ...  updated        effects of the results, and the end of the step
 
-Arrivals and aborts stand between steps. Where steps overlap, `planned` of step n + 1 stands before
+Arrivals and aborts appear between steps. Where steps overlap, `planned` of step n + 1 comes before
 `computed` of step n.
 
 Field types are the documentation and are checked when a line is read. Times are seconds since the
-`run` line, durations are milliseconds. This module needs nothing but Python's standard library.
+`run` line, durations are milliseconds. This module needs only Python's standard library.
 
-A change that an old reader would misunderstand raises `VERSION`. Chrome's trace format and vLLM's
-KV cache events were read first; neither has reasons, queues or tokens."""
+A change that an old reader would misunderstand raises `VERSION`. Compared with Chrome's trace
+format and vLLM's KV cache events, this format adds reasons, queues and tokens."""
 
 from __future__ import annotations
 
@@ -29,8 +29,8 @@ from typing import Any, ClassVar, Union, get_args, get_origin, get_type_hints
 
 VERSION = 1
 
-# Why a waiting request did not run. One that was passed over has a reason of its own, all behind
-# the one at whom admission stopped share that one's.
+# Why a waiting request did not run. A skipped request has a separate reason; all requests after
+# the one at which admission stopped share its reason.
 REASONS = {
     "budget": "the tokens of this step were spent",
     "blocks": "the KV memory had no room, or was kept for those who run",
@@ -48,17 +48,17 @@ REASONS = {
 
 @dataclass(frozen=True, slots=True)
 class Event:
-    """Something happened."""
+    """Base class of all kinds."""
 
     kind: ClassVar[str]
 
 
 @dataclass(frozen=True, slots=True)
 class Run(Event):
-    """The first line: what ran, and with what. `config` holds the engine's settings by name.
+    """First line: the engine that ran and its versions. `config` holds the settings by name.
 
-    With `windows` a request has a table for each of them (0 sees everything), and the
-    cache holds nothing: what nobody holds is free, and known until it is taken."""
+    With `windows` a request has one block table per window (0: no limit), and the cache holds no
+    references: a block that no request holds is free, and findable until it is allocated."""
 
     kind: ClassVar[str] = "run"
     version: int
@@ -70,11 +70,11 @@ class Run(Event):
     num_blocks: int  # the null block, 0, included
     max_num_seqs: int
     max_num_batched_tokens: int
-    overlaps: bool  # two steps may be under way
+    overlaps: bool  # two steps can be in flight
     config: dict[str, Any]
     model: dict[str, Any]
     versions: dict[str, str]
-    windows: list[int] = field(default_factory=list)  # of its layers' groups, if any has one
+    windows: list[int] = field(default_factory=list)  # per group of layers, if any has a window
 
 
 # -- requests
@@ -82,9 +82,9 @@ class Run(Event):
 
 @dataclass(frozen=True, slots=True)
 class Arrived(Event):
-    """A request waits now, behind all others. `pieces[i]` is what `prompt[i]` adds to the text;
-    empty without a tokenizer. `tenant` tells cache salts apart, and is no salt. `order_key` is what
-    the policy sorts by, as text. `adapter` is the name of its own, `grammar` the kind: "json"."""
+    """A request joined the end of the waiting queue. `pieces[i]` is the text that `prompt[i]` adds;
+    empty without a tokenizer. `tenant` is a label that tells cache salts apart, not the salt.
+    `order_key` is the policy's sort key, as text. `adapter` is a name, `grammar` a kind: "json"."""
 
     kind: ClassVar[str] = "arrived"
     time: float
@@ -101,7 +101,7 @@ class Arrived(Event):
 
 @dataclass(frozen=True, slots=True)
 class Queue(Event):
-    """The waiting requests stand in this order now, and not in that of arrival."""
+    """The waiting requests are now in this order, which is not the order of arrival."""
 
     kind: ClassVar[str] = "queue"
     order: list[str]
@@ -109,8 +109,8 @@ class Queue(Event):
 
 @dataclass(frozen=True, slots=True)
 class Admitted(Event):
-    """It runs. Its first `num_cached_tokens` tokens were found; for a preempted one it is the
-    return."""
+    """A request starts to run, or runs again after a preemption. KV of its first
+    `num_cached_tokens` tokens was found in the cache."""
 
     kind: ClassVar[str] = "admitted"
     request: str
@@ -119,7 +119,7 @@ class Admitted(Event):
 
 @dataclass(frozen=True, slots=True)
 class Preempted(Event):
-    """It gives up its memory, keeps its tokens, and waits in front."""
+    """A request frees its blocks, keeps its tokens, and returns to the head of the queue."""
 
     kind: ClassVar[str] = "preempted"
     request: str
@@ -128,8 +128,8 @@ class Preempted(Event):
 
 @dataclass(frozen=True, slots=True)
 class Finished(Event):
-    """It has ended: `reason` is "stop", "length", "abort" or "error". `rest` is the end of a text
-    that stands in no piece."""
+    """A request has ended: `reason` is "stop", "length", "abort" or "error". `rest` is the end of
+    its text, where no event's `pieces` contain it."""
 
     kind: ClassVar[str] = "finished"
     time: float
@@ -142,8 +142,8 @@ class Finished(Event):
 
 @dataclass(frozen=True, slots=True)
 class Cut(Event):
-    """The end of a request is a stop string, which counts more than any other reason: its text is
-    the first `text_length` characters."""
+    """A request ends at a stop string, which overrides any other reason: its text is cut to the
+    first `text_length` characters."""
 
     kind: ClassVar[str] = "cut"
     request: str
@@ -156,7 +156,7 @@ class Cut(Event):
 
 @dataclass(frozen=True, slots=True)
 class Taken(Event):
-    """These blocks left the front of the free order, in this order, with one reference each."""
+    """Blocks allocated from the front of the free list, in this order, with one reference each."""
 
     kind: ClassVar[str] = "taken"
     request: str | None
@@ -165,7 +165,7 @@ class Taken(Event):
 
 @dataclass(frozen=True, slots=True)
 class Shared(Event):
-    """One reference more for each of these cached blocks, be it the first."""
+    """Each of these cached blocks gains one reference, possibly its first."""
 
     kind: ClassVar[str] = "shared"
     request: str | None
@@ -174,7 +174,7 @@ class Shared(Event):
 
 @dataclass(frozen=True, slots=True)
 class Freed(Event):
-    """One reference less for each. Those without any are free, in this order."""
+    """Each block loses one reference. Blocks without references become free, in this order."""
 
     kind: ClassVar[str] = "freed"
     request: str | None
@@ -183,8 +183,8 @@ class Freed(Event):
 
 @dataclass(frozen=True, slots=True)
 class Table(Event):
-    """The request's block table is its first `keep` entries, and these behind them. 0 is an entry
-    that was given up, since no token to come sees it."""
+    """The request's block table is now its first `keep` entries, followed by `blocks`. 0 is an
+    entry that was released, because no future token attends to it."""
 
     kind: ClassVar[str] = "table"
     request: str
@@ -198,9 +198,9 @@ class Table(Event):
 
 @dataclass(frozen=True, slots=True)
 class Matched(Event):
-    """The longest cached prefix of a request was looked up: these blocks, head first, are used
-    now. A look-up that finds nothing leaves no trace. With groups it is noted for each of them, and
-    `blocks` stand at the end of the prefix: what is in front of them nobody sees."""
+    """Cached prefix found by a look-up: its blocks, first one first, count as just used. A look-up
+    that finds nothing writes no event. With groups there is one event per group, and `blocks` are
+    the end of the prefix: the window does not reach the blocks before them."""
 
     kind: ClassVar[str] = "matched"
     request: str | None
@@ -210,12 +210,12 @@ class Matched(Event):
 
 @dataclass(frozen=True, slots=True)
 class Published(Event):
-    """The cache was given a request's blocks `start` and on. Where `kept[i]` is `given[i]`, the
-    cache holds it from now on, with one reference more; another is a block that held the same
-    already: it has one reference more, and the given one is free.
+    """A request's blocks from index `start` on were offered to the cache. Where `kept[i]` is
+    `given[i]`, the cache now holds that block, with one more reference. Otherwise `kept[i]` is a
+    cached block with the same content: it gains one reference, and the given block is freed.
 
-    `hashes` are the first digits of the kept blocks' hashes, with a hash chain. `node_heads` are
-    those that begin a node, with a radix tree."""
+    `hashes`: with a hash chain, the first digits of the kept blocks' hashes. `node_heads`: with a
+    radix tree, the blocks that begin a node."""
 
     kind: ClassVar[str] = "published"
     request: str
@@ -229,7 +229,7 @@ class Published(Event):
 
 @dataclass(frozen=True, slots=True)
 class Split(Event):
-    """A node of the radix tree was cut in two: from now on this block begins a node."""
+    """A node of the radix tree was split: this block now begins a node."""
 
     kind: ClassVar[str] = "split"
     block: int
@@ -237,9 +237,9 @@ class Split(Event):
 
 @dataclass(frozen=True, slots=True)
 class Evicted(Event):
-    """The cache gave these blocks up, and they are free, in this order, but for those that somebody
-    holds: they were withdrawn, since a request with them ended in an error. Children come first.
-    With groups: what was in them is not known any more, since somebody has taken them."""
+    """The cache released these blocks, children first. They become free, in this order, except
+    blocks that a request still holds: these were invalidated because a request with them ended in
+    an error. With groups: the blocks were allocated again, so their content is no longer cached."""
 
     kind: ClassVar[str] = "evicted"
     blocks: list[int]
@@ -250,7 +250,8 @@ class Evicted(Event):
 
 @dataclass(frozen=True, slots=True)
 class LoadBegun(Event):
-    """KV of a waiting request comes into `blocks`, behind the cached `prefix`, which is held."""
+    """KV of a waiting request is being loaded into `blocks`, which follow the cached `prefix`,
+    which is pinned."""
 
     kind: ClassVar[str] = "load_begun"
     request: str
@@ -260,8 +261,8 @@ class LoadBegun(Event):
 
 @dataclass(frozen=True, slots=True)
 class Loaded(Event):
-    """It is there, and cached: `blocks` replace those of `load_begun`. `sources` are blocks by
-    tier: "host", "disk", or "store" for what is no tier."""
+    """The loaded KV has arrived and is cached: `blocks` replace those of `load_begun`. `sources`
+    counts blocks by tier: "host", "disk", or "store" for a source that is not a tier."""
 
     kind: ClassVar[str] = "loaded"
     request: str
@@ -271,7 +272,8 @@ class Loaded(Event):
 
 @dataclass(frozen=True, slots=True)
 class LoadEnded(Event):
-    """Nothing is held for it any more: it was admitted, has ended, or made way."""
+    """A load no longer holds blocks: its request was admitted or ended, or the load was dropped to
+    free blocks for others."""
 
     kind: ClassVar[str] = "load_ended"
     request: str
@@ -282,12 +284,12 @@ class LoadEnded(Event):
 
 @dataclass(frozen=True, slots=True)
 class Planned(Event):
-    """A step computes `num_tokens[i]` tokens of `requests[i]` from position `starts[i]` on. The
-    last of them are its guesses, if it has `drafts`.
+    """A step computes `num_tokens[i]` tokens of `requests[i]` from position `starts[i]` on. If the
+    request has `drafts`, the last of these tokens are its draft tokens.
 
-    `passed_over` says why those who were asked and not taken must wait, `parents` for whom those
-    with the reason "parent" do. `stop` is the reason for all others, and the request at whom it
-    came up ("": nobody was asked); None: all were asked."""
+    `passed_over` maps skipped requests to the reason, `parents` those with the reason "parent" to
+    the request they wait for. `stop` is the reason for all others and the request at which it arose
+    ("": no request was considered); None: all requests were considered."""
 
     kind: ClassVar[str] = "planned"
     step: int
@@ -304,13 +306,13 @@ class Planned(Event):
 
 @dataclass(frozen=True, slots=True)
 class Computed(Event):
-    """What came of a step. `tokens` are a request's new tokens, `pieces` what each adds to the
-    text. `verified` has, of a request's guesses, how many were accepted and rejected. `discarded`
-    are tokens of who had ended before."""
+    """Results of a step, by request. `tokens` are new tokens, `pieces` the text that each adds.
+    `verified` counts the accepted and the rejected draft tokens. `discarded` are tokens of requests
+    that had already ended."""
 
     kind: ClassVar[str] = "computed"
     step: int
-    time: float  # when the host had it
+    time: float  # when the results reached the host
     times: dict[str, float]  # `{part}_ms`: prepare, forward, sample, propose
     tokens: dict[str, list[int]]
     pieces: dict[str, list[str]] = field(default_factory=dict)
@@ -320,7 +322,7 @@ class Computed(Event):
 
 @dataclass(frozen=True, slots=True)
 class Updated(Event):
-    """A step is over."""
+    """End of a step."""
 
     kind: ClassVar[str] = "updated"
     step: int
@@ -330,7 +332,7 @@ class Updated(Event):
 
 @dataclass(frozen=True, slots=True)
 class Failed(Event):
-    """A step raised. Nothing comes of the steps under way; who ran is aborted next."""
+    """A step raised. Steps in flight have no results; running requests are aborted next."""
 
     kind: ClassVar[str] = "failed"
     time: float
@@ -339,18 +341,18 @@ class Failed(Event):
 
 @dataclass(frozen=True, slots=True)
 class Snapshot(Event):
-    """Watching begins in the middle of a run: all that is there, as rows with names. What a block's
-    holders are follows from it: tables, the cache, and loads.
+    """The complete state at the moment when watching begins in the middle of a run, as rows with
+    named fields. The holders of a block follow from tables, cache and loads.
 
     `requests`, in the order of arrival: "request", "prompt", "prompt_pieces", "max_tokens",
     "priority", "tenant", "order_key", "adapter", "grammar", "arrived_at", "outputs", "pieces",
     "table", "num_computed_tokens", "num_cached_tokens", "num_preemptions", "highest" (the position
-    up to which it was ever computed), "tables" of the groups behind the first. `cached`, with those
-    that nobody uses in the order of eviction: "block", "parent" (a block or null), "tokens",
-    "tenant", "hash"; with groups "group", "place" (its index in tables), no tenant, and no parent,
-    which may be gone. `loads`: "request",
-    "prefix", "blocks", "has_arrived". `under_way`, the oldest first: "step", "requests", "starts",
-    "num_tokens", "drafts" of each plan, without those who have ended since."""
+    up to which it was ever computed), "tables" of the groups after the first. `cached`, with unused
+    blocks in the order of eviction: "block", "parent" (a block or null), "tokens", "tenant",
+    "hash"; with groups "group", "place" (index in tables), an empty tenant, and a null parent,
+    since the parent may no longer be cached. `loads`: "request", "prefix", "blocks", "has_arrived".
+    `under_way`, the oldest first: "step", "requests", "starts", "num_tokens", "drafts" of each
+    plan, without requests that have ended since."""
 
     kind: ClassVar[str] = "snapshot"
     time: float
@@ -378,7 +380,7 @@ _encode = json.JSONEncoder(ensure_ascii=False, separators=(",", ":")).encode
 
 
 def to_line(event: Event) -> str:
-    """JSON without a line break. Fields that are empty and may be are left out."""
+    """Return the event as JSON without a line break. Empty optional fields are left out."""
     kind = type(event)
     optional, line = _OPTIONAL[kind], {"kind": kind.kind}
     for name in _NAMES[kind]:
@@ -389,7 +391,8 @@ def to_line(event: Event) -> str:
 
 
 def from_line(line: str) -> Event:
-    """Raises `ValueError` with a sentence for what is no event of this version."""
+    """Parse one line. Raises `ValueError` that describes the first fault if the line is not an
+    event of this version."""
     try:
         values = json.loads(line)
     except json.JSONDecodeError as error:
@@ -433,20 +436,20 @@ def _fits(value: Any, hint: Any) -> bool:
 
 
 def read_events(path: str | Path) -> Iterator[Event]:
-    """The events of a file, its `run` line first. A last line that a crash has cut is left out.
-    Raises `FileNotFoundError`, and `ValueError` that names the line, for what can not be read."""
+    """Yield the events of a file, its `run` line first. A last line that a crash cut is left out.
+    Raises `FileNotFoundError`, and `ValueError` with the line number for an unreadable line."""
     path = Path(path)
-    # A crash may cut a character; what is behind the last line break is not read.
+    # A crash can cut a character; text after the last line break is not read.
     with path.open(encoding="utf-8", errors="replace", newline="\n") as file:
         yield from parse_events(file, path.name)
 
 
 def parse_events(lines: Iterable[str], name: str = "events") -> Iterator[Event]:
-    """The same of lines with their breaks."""
+    """Yield the events of `lines`, which include their line breaks; otherwise as `read_events`."""
     is_there = False
     for number, line in enumerate(lines, 1):
         if not line.endswith("\n"):
-            break  # the crash came while it was written
+            break  # a crash cut this line
         try:
             event = from_line(line)
         except ValueError as error:

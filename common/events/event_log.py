@@ -1,8 +1,8 @@
-"""The file of a run while it is written: events are noted as they happen, and written once a step.
+"""Write a run's event file: events are noted as they happen, and written once per step.
 
-What is noted during a step goes to the file in one write when the step is over, or has failed; what
-happens between two steps (arrivals, aborts), at once. So a file is whole up to the last step
-whatever ends the process, and nothing is encoded while a part of the step is timed."""
+Events noted during a step are written together when the step has ended or failed; events between
+two steps (arrivals, aborts) are written immediately. So a file is complete up to the last step
+however the process ends, and nothing is encoded while a part of a step is timed."""
 
 from __future__ import annotations
 
@@ -31,24 +31,24 @@ if TYPE_CHECKING:
     from request import Request
 
 logger = logging.getLogger(__name__)
-_OWN_SETTINGS = ("speculative", "kv_tiers")  # fields of the configuration that have fields
+_OWN_SETTINGS = ("speculative", "kv_tiers")  # configuration fields that are dataclasses
 _PACKAGES = ("torch", "transformers", "tokenizers", "vllm-from-scratch")
 
 
 class EventLog:
-    """Writes a run to a file, or to whoever takes text. A path is a new file, and what was there is
-    lost; raises `ValueError` if that is no place for a file, and `FileNotFoundError` for a folder
-    that is not there. If it cannot be written later, that is said once, and nothing more is."""
+    """Writes a run to a file or a text stream. An existing file is overwritten; raises
+    `ValueError` if the path is a folder, and `FileNotFoundError` if its folder does not exist. The
+    first write that fails is logged, and nothing is written after it."""
 
     def __init__(self, events: str | Path | TextIO) -> None:
         if isinstance(events, str | Path):
             self._file = open_file(Path(events))
             self._close = weakref.finalize(self, self._file.close)
         else:
-            self._file, self._close = events, events.flush  # its owner closes it
+            self._file, self._close = events, events.flush  # the stream's owner closes it
         self._has_failed = False
         self._pending: list[Event] = []
-        self._end: Event | None = None  # of the step whose results are still looked at
+        self._end: Event | None = None  # end of the step whose results are still being processed
         self._start = time.monotonic()
         self.in_step = False
 
@@ -66,30 +66,30 @@ class EventLog:
 
     @property
     def position(self) -> int:
-        """Within a step: where the next event goes."""
+        """Index of the next event within the current step."""
         return len(self._pending)
 
     def ends_with(self, event: Event) -> bool:
-        """It was noted last, and is not written yet."""
+        """Whether `event` was noted last and is not written yet."""
         return bool(self._pending) and self._pending[-1] is event
 
     def note_at(self, position: int, event: Event) -> None:
-        """What is known only now, and led to what was noted since."""
+        """Insert an event at an earlier `position`, before the events that it caused."""
         self._pending.insert(position, event)
 
     def end_step(self, event: Event) -> None:
-        """Note it after all that the step's results lead to: a stop string is found in them later,
-        and ends its request in this step. `flush` comes when nothing more can follow."""
+        """Note `event` after all effects of the step's results. A stop string is found later, and
+        still ends its request in this step. `flush` is called when no effect can follow."""
         self._end = event
 
     def close_step(self) -> None:
-        """Nothing more follows from the results of the last step."""
+        """Note the last step's end event: no more effects of its results can follow."""
         if self._end is not None:
             self._pending.append(self._end)
             self._end, self.in_step = None, False
 
     def flush(self) -> None:
-        """Everything noted is in the file, as far as this process is concerned."""
+        """Write all noted events and flush the file (without `fsync`)."""
         self.close_step()
         pending, self._pending = self._pending, []
         if not pending or self._has_failed:
@@ -97,7 +97,7 @@ class EventLog:
         try:
             self._file.write("".join([f"{to_line(event)}\n" for event in pending]))
             self._file.flush()
-        except Exception:  # a full disk, a reader that has gone: no request ends for that
+        except Exception:  # a full disk, a closed pipe: no request ends because of that
             self._has_failed = True
             logger.exception("what happens is not written any more")
 
@@ -166,8 +166,8 @@ def describe_run(
 
 
 def _name(part: Any) -> str:
-    """The name of a part: the one it was chosen by, a policy's own, or that of its class or of the
-    function that makes it."""
+    """Return the name of a part: the string that chose it, a policy's `name`, or the name of the
+    part's class or factory function."""
     if isinstance(part, SchedulePolicy):
         return part.name
     return part if isinstance(part, str) else getattr(part, "__name__", type(part).__name__)
@@ -184,7 +184,7 @@ def _versions() -> dict[str, str]:
 
 
 def _plain(name: str, value: Any) -> Any:
-    """As JSON has it. Of a path only the name: a film is shown to others."""
+    """Convert a setting to JSON's types. A path becomes its name only, because films are shared."""
     if value is None or isinstance(value, bool | int | float):
         return value
     if isinstance(value, torch.dtype):
@@ -205,15 +205,15 @@ def _plain(name: str, value: Any) -> Any:
 
 
 class TextDeltas:
-    """What each token adds to the text, for all requests. The engine makes text when somebody reads
-    it; this reads along, with decoders of its own."""
+    """The text that each token adds, for all requests. The engine decodes text lazily, so this
+    class has separate decoders."""
 
     def __init__(self, members: Mapping[str, OutputProcessor], tokenizer: Tokenizer | None) -> None:
         self._members, self._tokenizer = members, tokenizer
         self._decoders: dict[str, IncrementalDetokenizer] = {}
 
     def begin(self, request: Request) -> list[str]:
-        """The pieces of its prompt. Empty without a tokenizer."""
+        """Return the text that each prompt token adds; [] without a tokenizer."""
         tokenizer, prompt = self._tokenizer, request.prompt_token_ids
         if tokenizer is None:
             return []
@@ -225,7 +225,8 @@ class TextDeltas:
         return _pieces(decoder, prompt, is_last=True)
 
     def add(self, request: Request, token_ids: list[int]) -> list[str]:
-        """The pieces of new outputs. A last token that stopped it has no text."""
+        """Return the text that each new output token adds: "" for a token that stopped the
+        request; [] without a tokenizer."""
         decoder = self._decoders.get(request.request_id)
         if decoder is None:
             return []
@@ -237,12 +238,12 @@ class TextDeltas:
         return pieces + [""] * (len(token_ids) - len(pieces))
 
     def end(self, request: Request) -> str:
-        """What is left of its text where no token was the last: U+FFFD, if anything."""
+        """Return the undecoded rest of a request that ended without a last token: "" or U+FFFD."""
         decoder = self._decoders.pop(request.request_id, None)
         return "" if decoder is None else "".join(_pieces(decoder, [], is_last=True))
 
     def cut_of(self, request_id: str) -> Cut | None:
-        """If the engine has just found a stop string."""
+        """Return a `Cut` if the engine has just found a stop string, else None."""
         member = self._members.get(request_id)
         stop_string = None if member is None else member.completion.stop_reason
         if member is None or not isinstance(stop_string, str):
@@ -263,7 +264,7 @@ def _pieces(decoder: IncrementalDetokenizer, token_ids: list[int], is_last: bool
 
 
 def label_of(extra_keys: object) -> str:
-    """A short name for what sets a tenant apart, which gives away nothing."""
+    """Return a short label of a tenant's cache keys that does not reveal them."""
     if not extra_keys:
         return ""
     return hashlib.blake2b(repr(extra_keys).encode(), digest_size=4).hexdigest()

@@ -1,8 +1,8 @@
-"""The watch page, put together: styles, scripts and data in one HTML text, with no address in it
-that a browser would fetch.
+"""Assemble the watch page: styles, scripts and data in one HTML text without any URL that a browser
+would fetch.
 
-Its files are in `page/`, and are read here as data. `make watch` shows films that are over with
-them, the server one that goes on. Each adds its own last script."""
+Its files are in `page/`, and are read here as data. `make watch` uses them for complete films, the
+server for a live one. Each adds its own last script."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from common.events.event_kinds import KINDS, REASONS, VERSION
 
 PAGE = Path(__file__).parent / "page"
 
-# Each adds to the one global, `Watch`, and uses what stands before it. Scenes: in reading order.
+# Each script adds to the one global, `Watch`, and uses earlier ones. Scenes are in reading order.
 SCRIPTS = (
     *("language.js", "settings.js", "events.js", "state.js", "on_event.js", "film.js"),
     *("store.js", "colours.js", "canvas.js", "reasons.js"),
@@ -52,8 +52,8 @@ def put_together(
     styles: Sequence[Path] = (),
     policy: str = "",
 ) -> str:
-    """The page, as text. `settings` are handed to the scripts, `reels` are elements with events.
-    `starts`: the last scripts; `styles` and `policy`: beside those of every page."""
+    """Return the page's HTML. `settings` are passed to the scripts, `reels` are elements with
+    events. `starts`: the last scripts; `styles` and `policy`: added to those of every page."""
     settings = {"version": VERSION, "schema": schema(), "reasons": REASONS, **settings}
     said = in_script(json.dumps(settings))
     scripts = [*(PAGE / name for name in SCRIPTS), *starts]
@@ -68,18 +68,19 @@ def put_together(
         ),
         "script": "\n".join(map(_read, scripts)),
     }
-    # In one pass: a text that is put in may say {{script}} itself.
+    # In one pass, because an inserted text can contain {{script}} itself.
     template = _read(PAGE / "watch.html")
     return re.sub(r"\{\{(\w+)\}\}", lambda match: parts[match[1]], template)
 
 
 def in_script(text: str) -> str:
-    """JSON that no HTML parser takes for the end of a script: there, `<` stands in strings only."""
+    """Escape JSON so that no HTML parser finds the end of a script in it: in JSON, `<` occurs only
+    within strings."""
     return text.replace("<", "\\u003c")
 
 
 def schema() -> dict[str, dict[str, list[Any]]]:
-    """Each kind's fields: the type, and what it is when it is left out, if it may be."""
+    """Return each kind's fields by name: the type, and the default of an optional field."""
     found: dict[str, dict[str, list[Any]]] = {}
     for name, kind in KINDS.items():
         found[name] = {}
@@ -94,7 +95,7 @@ def schema() -> dict[str, dict[str, list[Any]]]:
 
 
 def palette_rules() -> str:
-    """The book's colours as CSS variables."""
+    """Return the book's colours as CSS variables."""
     colours = {name: value for name, value in vars(page_colours).items() if name.isupper()}
     rules = [f"--{name.lower()}: {value};" for name, value in colours.items()]
     return f":root {{ {' '.join(rules)} }}"

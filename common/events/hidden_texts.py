@@ -1,9 +1,9 @@
-"""An event for a viewer that may read only some of the requests.
+"""Hide texts in events for a viewer that may read only some of the requests.
 
-Of the other requests the lengths stay: each token id is -1, and a text is empty. Their names,
-blocks and counters stay too, so the events still rebuild the engine's state. The hash of a block is
-hidden as well, because it confirms what somebody thinks that the block holds, and so are the labels
-that a client can choose: tenant, order key, adapter, grammar, stop string."""
+The other requests keep their lengths: each token id becomes -1, and each text empty. Their names,
+blocks and counters stay too, so the events still rebuild the engine's state. Block hashes are
+hidden as well, because a hash can confirm a suspected content, and the labels that a client can
+choose are hidden too: tenant, order key, adapter, grammar, stop string."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _TEXTS: dict[str, Any] = {
     **dict.fromkeys(["tenant", "order_key", "adapter", "grammar", "rest", "stop_string"], ""),
     "stop_reason": None,
 }
-# By request: token ids, and what they add to the text.
+# Fields by request: token ids, and the text that they add.
 _IDS_OF_EACH, _TEXTS_OF_EACH = ("tokens", "drafts", "discarded"), "pieces"
 
 
@@ -55,8 +55,8 @@ def _hide_of_each(event: dict[str, Any], may_read: Callable[[str], bool]) -> dic
 
 
 def _hide_in_snapshot(event: dict[str, Any], may_read: Callable[[str], bool]) -> dict[str, Any]:
-    """A cached block is shown if it stands in the table of a request that may be read: then its
-    tokens are some of that request's."""
+    """Hide the texts of a snapshot. A cached block is shown if a request that may be read has it in
+    its table, because the block's tokens are then some of that request's."""
     rows, shown = event["requests"], dict(event)
     tables = [
         table

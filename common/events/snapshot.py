@@ -1,5 +1,5 @@
-"""Everything that an engine has between two steps, as one event: where a film begins that was not
-there from the start. Asking changes nothing; it takes a time that grows with the cache."""
+"""The engine's complete state between two steps, as one event, with which a film begins that does
+not start with the engine. Taking it has no side effects; its time grows with the cache."""
 
 from __future__ import annotations
 
@@ -24,8 +24,8 @@ def take_snapshot(
     under_way: Sequence[SchedulerOutput],
     numbers: Sequence[int],
 ) -> Snapshot:
-    """`under_way` are the plans whose results nobody has seen, the oldest first; `numbers` are
-    those of their steps."""
+    """Return the snapshot. `under_way` are the plans whose results are not processed yet, the
+    oldest first; `numbers` are their step numbers."""
     memory, plans = watch.memory, [_plan_row(*row, scheduler) for row in zip(numbers, under_way)]
     cache = memory.cache
     loads = () if memory.loads is None else memory.loads.loads()
@@ -53,7 +53,7 @@ def take_snapshot(
 
 
 def is_as_new(snapshot: Snapshot, num_blocks: int) -> bool:
-    """Nothing has happened yet that a film would have to know."""
+    """Whether the engine is in its initial state, so that a film needs no snapshot."""
     has_nothing = not (snapshot.requests or snapshot.cached or snapshot.under_way)
     return has_nothing and snapshot.free == list(range(1, num_blocks))
 
@@ -83,7 +83,8 @@ def _request_row(
 
 
 def _highest(request: Request, plans: Sequence[dict[str, Any]]) -> int:
-    """Who has outputs has computed everything before the last of them."""
+    """Return the position up to which a request was ever computed. A request with outputs has
+    computed everything before the last one."""
     name, known = request.request_id, request.num_tokens - 1 if request.output_token_ids else 0
     planned = [num for p in plans for r, num in zip(p["requests"], p["num_tokens"]) if r == name]
     return max(known, request.num_computed_tokens - sum(planned))

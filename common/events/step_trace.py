@@ -1,15 +1,14 @@
-"""A step, told in seven readable lines. Everything comes from the `StepRecord`; nothing is
-recomputed.
+"""Describe a step in seven lines. Everything comes from the `StepRecord`; nothing is recomputed.
 
-arrive     what was running and waiting when the step began
-schedule   who computes how many tokens
-blocks     the KV memory they hold, and how much of it is written
-prepare    where in its sequence each request's tokens stand
+arrive     numbers of running and waiting requests when the step began
+schedule   tokens to compute, by request
+blocks     KV blocks that are held, and the share of their slots that is written
+prepare    positions of each request's tokens in its sequence
 forward    one pass through the model
-sample     the tokens that came out
-update     who finished, and why
+sample     the sampled tokens
+update     requests that finished, with the reason
 
-With speculation (chapter 5), an eighth line: guesses for the next step."""
+With speculation (chapter 5), an eighth line: proposing draft tokens for the next step."""
 
 from __future__ import annotations
 
@@ -25,7 +24,7 @@ _MAX_SHOWN = 6
 def describe_step(
     record: StepRecord, memory: KVCacheManager, decode: Callable[[list[int]], str] | None = None
 ) -> str:
-    """The lines of one step. `decode` turns token ids into text; without it ids are shown."""
+    """Return the lines of one step. `decode` turns token ids into text; None: ids are shown."""
     scheduled = record.num_scheduled_tokens
     num_tokens = sum(scheduled.values())
     before = len(scheduled) - len(record.admitted)

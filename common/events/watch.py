@@ -1,13 +1,13 @@
-"""Watching: what puts an engine on film, and takes it off again, between any two steps.
+"""`Watch`: start and stop recording an engine's events, between any two steps.
 
-A film that begins with the engine knows all from its events. One that begins later has a snapshot
-in front of them. Nothing of an engine's parts knows of events; each is heard through the seam that
-it has, or stands inside something that looks on:
+The events of a recording (a film) that begins with the engine are complete. A later film starts
+with a snapshot. The engine's parts do not know of events; each is observed through its extension
+point, or wrapped by an object that records:
 
-    scheduler    the first plugin of its list; around it, in the recorder, for plans and times
-    memory       a pool and a cache around its own (`watched_memory.py`)
+    scheduler    the first plugin of its list; wrapped, in the recorder, for plans and times
+    memory       its pool and its cache are wrapped (`watched_memory.py`)
 
-So a scheduler, a policy or a cache of somebody else's is watched like those of the book."""
+So a user's scheduler, policy or cache is recorded like those of the book."""
 
 from __future__ import annotations
 
@@ -32,9 +32,9 @@ if TYPE_CHECKING:
 
 
 class Watch:
-    """An engine of `parts` on film. `members` are those of its open requests, whose texts are
-    events, too. Raises what `EventLog` does, or a part of somebody's that is asked, and has changed
-    nothing then."""
+    """Records the engine that consists of `parts`. `members` are the sequences of its open
+    requests, whose texts are recorded, too. Raises what `EventLog` or a user's part raises, and
+    then leaves the engine unchanged."""
 
     def __init__(
         self,
@@ -79,7 +79,8 @@ class Watch:
             raise
 
     def failed(self, error: BaseException | None) -> None:
-        """Nothing comes of the steps under way. None: nobody here has seen what was raised."""
+        """Record a failed step; steps in flight have no results. `error` is None if the exception
+        is unknown."""
         self.log.close_step()
         self.scheduler.steps_failed()
         said = "interrupted" if error is None else f"{type(error).__name__}: {error}"
@@ -88,8 +89,8 @@ class Watch:
         self.log.flush()
 
     def beginning(self) -> str:
-        """Between two steps: the lines with which a film would begin that goes on from here as this
-        one does, for who comes later. What is not noted yet is, so that it comes before."""
+        """Return the first lines of a film that starts now and continues with this one's lines, for
+        a later viewer. Call it between two steps. Pending events are written first."""
         self.requests.note_queue()
         self.memory.settle()
         self.log.flush()
@@ -105,7 +106,7 @@ class Watch:
         return f"{to_line(self.run)}\n{to_line(snapshot)}\n"
 
     def take_out(self) -> None:
-        """The engine is as if nobody had ever watched, and the file is closed."""
+        """Stop recording: restore the engine's parts and close the file."""
         self.is_in = False
         self.recorder.scheduler = cast(SchedulerInterface, self.base_scheduler)
         self.requests.take_out(self.base_scheduler)

@@ -1,15 +1,15 @@
-"""Blocks on film: who takes, shares, frees and caches them, and whose table names them.
+"""Record blocks as events: which request takes, shares, frees and caches them, and block tables.
 
-    pool     PoolWatch around it      blocks taken, shared, freed
-    cache    CacheWatch around it     look-ups, publications, evictions, cuts of its tree
-    loads    told as a `LoadListener`   KV that comes from elsewhere
-    tables   compared                   after whatever the pool did for a request
+    pool     wrapped by PoolWatch       blocks taken, shared, freed
+    cache    wrapped by CacheWatch      look-ups, publications, evictions, splits of its tree
+    loads    `LoadListener`             KV that is loaded from elsewhere
+    tables   compared                   after the pool's work for a request
 
-Pool and cache are put where the memory and the cache have theirs, and taken out again; they call
-what they stand around and look. Any cache that keeps the contract of chapter 3 will do.
+The wrappers replace the pool and the cache in the memory and in the cache, and are removed again;
+they call the wrapped object and record. Any cache with the contract of chapter 3 can be wrapped.
 
-A pool does not know for whom it works. The memory says so (`current_req_id`), or the loads, when
-they do something for one request in the middle of a call for another."""
+A pool does not know the request that it works for. The memory has its id (`current_req_id`), or the
+loads, when they act for one request within a call for another."""
 
 from __future__ import annotations
 
@@ -51,13 +51,13 @@ from request_chain import Link
 
 
 class LoadingMemory(Protocol):
-    """A memory with a connector."""
+    """A KV memory with a connector."""
 
     loads: KVLoads
 
 
 class MemoryWatch(LoadListener):
-    """Everything of one `memory`, from `put_in` to `take_out`."""
+    """Records all block events of one `memory`, from `put_in` to `take_out`."""
 
     def __init__(
         self, log: EventLog, memory: UncachedKVCacheManager, connector: KVConnector | None
@@ -68,16 +68,16 @@ class MemoryWatch(LoadListener):
         self.windows = memory.windows if isinstance(memory, GroupedKVMemory) else ()
         self._loads_for: str | None = None
         self._num_loaded = {} if connector is None else dict(connector.num_loaded_blocks())
-        self._tables: dict[str, list[list[int]]] = {}  # of groups, as they are on film
-        self._touched: str | None = None  # for whom the pool worked last
-        self.num_found = 0  # tokens, by the last look-up
+        self._tables: dict[str, list[list[int]]] = {}  # by request, one per group, as recorded last
+        self._touched: str | None = None  # the request that the pool worked for last
+        self.num_found = 0  # tokens found by the last look-up
 
     @property
     def loads(self) -> KVLoads | None:
         return None if self.connector is None else cast(LoadingMemory, self.memory).loads
 
     def put_in(self, request_ids: Sequence[str]) -> None:
-        """`request_ids` may have tables by now."""
+        """Install the wrappers. `request_ids` are the requests that may already have tables."""
         self._tables = {name: self._tables_of(name) for name in request_ids}
         pool = cast(BlockPool, PoolWatch(self.pool, self))
         self._put_in_pool(pool)
@@ -92,7 +92,7 @@ class MemoryWatch(LoadListener):
             self.loads.cache, self.loads.listener = cache, self
 
     def _put_in_pool(self, pool: BlockPool) -> None:
-        """Where the memory, its groups and the cache have theirs."""
+        """Set the pool of the memory, its groups and the cache."""
         caches = () if self.cache is None else (self.cache,)
         for holder in (self.memory, *self._groups, *caches):
             holder.pool = pool
@@ -111,14 +111,14 @@ class MemoryWatch(LoadListener):
         if self.loads is not None:
             self.loads.cache, self.loads.listener = self.cache, LoadListener()
 
-    # -- for whom
+    # -- the request that the pool works for
 
     @property
     def who(self) -> str | None:
         return self._loads_for or self.memory.current_req_id
 
     def note(self, event: Event) -> None:
-        """What the pool did for a request before is over, and shows in its table."""
+        """Record an event, after the table changes of the pool's previous work."""
         self.settle()
         self.log.note(event)
 
@@ -129,12 +129,13 @@ class MemoryWatch(LoadListener):
         self.log.note(event)
 
     def note_published(self, event: Published) -> None:
-        """Its table is about to get the cache's blocks in place of its own."""
+        """Record a publication, after which the cache's blocks replace the given ones in the
+        request's table."""
         self.note(event)
         self._touched = event.request
 
     def settle(self) -> None:
-        """Note what has become another table since."""
+        """Record the tables that changed since the last call."""
         request_id, self._touched = self._touched, None
         if request_id is None:
             return
@@ -177,8 +178,8 @@ class MemoryWatch(LoadListener):
 
 
 class PoolWatch:
-    """A `BlockPool`. `says` is what it calls a block that is given back; None: nothing is noted,
-    since the cache is at work, and notes the whole."""
+    """A `BlockPool` that records. `says` is the event for freed blocks; None: nothing is recorded,
+    because the cache is working and records the whole operation."""
 
     def __init__(self, pool: BlockPool, watch: MemoryWatch) -> None:
         self._pool, self._watch = pool, watch
@@ -222,7 +223,7 @@ class PoolWatch:
 
 
 class CacheWatch:
-    """A `PrefixCache`, whatever its index is."""
+    """A `PrefixCache` with any index, wrapped to record its events."""
 
     def __init__(self, cache: PrefixCache, watch: MemoryWatch) -> None:
         self._cache, self._watch = cache, watch
@@ -294,18 +295,18 @@ class CacheWatch:
 
 
 class GroupedCacheWatch(CacheWatch):
-    """A `GroupedPrefixCache`: known blocks that nobody holds are the pool's."""
+    """A `GroupedPrefixCache`, wrapped. Cached blocks that no request holds belong to the pool."""
 
     _cache: Any
     _found: Sequence[Sequence[Block]] = ()
-    _published = Published("", 0, [], [])  # last
+    _published = Published("", 0, [], [])  # the last event
 
     def find(self, chain: Sequence[Link], num_blocks: int) -> list[list[Block]]:
         self._found = found = self._cache.find(chain, num_blocks)
         return found
 
     def hold(self, blocks: Sequence[Block]) -> None:
-        """What was found last."""
+        """Record the blocks of the last `find`, by group, and hold `blocks`."""
         for group, found in enumerate(self._found):
             self._watch.note(Matched(self._watch.who, _ids(found), group))
         self._cache.hold(blocks)
@@ -341,7 +342,8 @@ class GroupedCacheWatch(CacheWatch):
 
     @contextmanager
     def _noting_what_goes(self, blocks: Sequence[Block]) -> Iterator[None]:
-        """Of these: most steps forget what they take, and should cost no more."""
+        """Record which of `blocks` are no longer cached after the `with` body. Only these are
+        checked, because most steps forget the blocks they allocate, and that must stay cheap."""
         before = [block for block in blocks if self._cache.knows(block)]
         yield
         if gone := [block.block_id for block in before if not self._cache.knows(block)]:

@@ -1,11 +1,12 @@
-"""Requests and steps on film: arrivals, plans and their reasons, results, ends.
+"""Record requests and steps as events: arrivals, plans and their reasons, results, ends.
 
-    RequestWatch        a plugin of the scheduler    who is asked, admitted, preempted, has ended
-    StepWatch    around it, in the recorder   arrivals; plans and results with their times
+    RequestWatch  a scheduler plugin                      requests considered, admitted, preempted,
+                                                          ended
+    StepWatch     wraps the scheduler, in the recorder    arrivals; plans and results with times
 
-A plan says whom it computes. Why the others wait is told from what happened to each that was asked:
-the plugin is the first of the list, so it hears of everybody who may start if no rule is against
-it, before the memory is asked."""
+A plan contains only the requests that it computes. The reason why a considered request waits
+follows from the calls made for it: the plugin is the first of the list, so its `can_start` runs for
+every candidate before the other rules and before blocks are allocated."""
 
 from __future__ import annotations
 
@@ -37,26 +38,26 @@ from scheduler_interface import EngineCoreOutput, SchedulerInterface, SchedulerO
 from step_plan import PreemptiveSchedulerOutput, StepResults
 
 MAX_LOOKED_AT = 1_000  # waiting requests, for the order of the queue at each arrival
-_STOPS = {"admitted": "seat", "passed over": "enough"}  # what a plan says otherwise than `REASONS`
+_STOPS = {"admitted": "seat", "passed over": "enough"}  # a plan's terms that differ from `REASONS`
 
 
 class RequestWatch(PreemptionPlugin):
-    """Of any scheduler with chapter 1's books, with preemption or without."""
+    """Records the requests of any scheduler derived from chapter 1's, preemptive or not."""
 
     def __init__(
         self,
         log: EventLog,
         texts: TextDeltas,
         memory: MemoryWatch,
-        adapter_name: Callable[[str], str | None],  # of a digest, while it has one
+        adapter_name: Callable[[str], str | None],  # by digest, while the adapter has a name
     ) -> None:
         self.log, self.texts, self.memory = log, texts, memory
         self._adapter_name = adapter_name
         self.is_updating = False
         self.passed_over: dict[str, str] = {}  # in the step that is being planned
         self.parents: dict[str, str] = {}
-        self._asked: Request | None = None  # the last one, until it shows what came of it
-        self._order: dict[str, None] = {}  # who waits, in the order that a film has them in
+        self._asked: Request | None = None  # considered last, until its outcome is known
+        self._order: dict[str, None] = {}  # waiting requests, in the order that was recorded
         self._policy: RememberingPolicy | None = None
 
     def attach(self, scheduler: BaseScheduler) -> None:
@@ -75,11 +76,11 @@ class RequestWatch(PreemptionPlugin):
         if self._policy is not None:
             cast(PolicyQueue, scheduler.waiting).policy = self._policy.policy
 
-    # -- who waits
+    # -- the waiting queue
 
     def queue_order(self) -> list[str]:
-        """In the order of service. Asking changes nothing: a policy that looks at the cache, which
-        counts as a use of it, has the order that it answered last."""
+        """Return the waiting requests in the order of service, without side effects. For a
+        cache-aware policy, whose look-ups would count as cache use, this is its last answer."""
         if self._policy is None:
             return [request.request_id for request in self.watched.waiting.in_order()]
         self._policy.answers_from_memory = True
@@ -89,14 +90,14 @@ class RequestWatch(PreemptionPlugin):
             self._policy.answers_from_memory = False
 
     def note_queue(self) -> None:
-        """Its order, where it is not that of arrival with the preempted in front."""
+        """Record the queue's order if it is not arrival order with preempted requests in front."""
         order = self.queue_order()
         if order != list(self._order):
             self._order = dict.fromkeys(order)
             self.memory.note(Queue(order))
 
     def order_key(self, request: Request) -> str:
-        """What a policy sorts by, if it does."""
+        """Return the policy's sort key as text, "" if it does not sort."""
         queue = self.watched.waiting
         if not isinstance(queue, PolicyQueue) or queue.policy.name == "fcfs":
             return ""
@@ -104,13 +105,13 @@ class RequestWatch(PreemptionPlugin):
         return "" if key is None else str(key)
 
     def brought(self, request: Request) -> dict[str, str]:
-        """Its adapter and its grammar, if it has any."""
+        """Return the request's "adapter" and "grammar", each "" if it has none."""
         digest, source = map(request.features.get, ("adapter", "grammar"))
         adapter = digest and (self._adapter_name(digest) or digest[:8])
         return {"adapter": adapter or "", "grammar": source.split('"')[1] if source else ""}
 
     def check(self) -> None:
-        """Which has asked the queue for its order: a policy may answer anew."""
+        """Record the queue's order again: the scheduler's check has just queried the policy."""
         self.note_queue()
 
     # -- requests
@@ -153,7 +154,7 @@ class RequestWatch(PreemptionPlugin):
             Finished(self.log.now(), request_id, reason, request.stop_reason, detail, rest)
         )
 
-    # -- why they wait
+    # -- reasons for waiting
 
     def begin_step(self) -> None:
         self.passed_over, self.parents, self._asked = {}, {}, None
@@ -164,7 +165,7 @@ class RequestWatch(PreemptionPlugin):
         return True
 
     def _conclude(self) -> None:
-        """What came of the one that was asked last, and has not started."""
+        """Store the reason of the request that was considered last and has not started."""
         request, memory = self._asked, self.memory.memory
         self._asked = None
         if request is None:
@@ -179,26 +180,26 @@ class RequestWatch(PreemptionPlugin):
         elif memory.blocking_req_id is not None:
             reason, self.parents[request_id] = "parent", memory.blocking_req_id
         else:
-            reason = "constraint"  # of those who cut prompts
+            reason = "constraint"  # a rule that splits prompts into chunks
         self.passed_over[request_id] = reason
 
     def reasons(
         self, plan: SchedulerOutput
     ) -> tuple[dict[str, str], dict[str, str], list[str] | None]:
-        """`passed_over`, `parents` and `stop` of those who wait now."""
+        """Return `passed_over`, `parents` and `stop` (see `Planned`) of the waiting requests."""
         self._conclude()
         stop = self._stop_of(plan) if self._order else None
         if stop is not None:
             stop = (_STOPS.get(stop[0], stop[0]), stop[1] if stop[1] in self._order else "")
             self.passed_over.pop(stop[1], None)
         elif unasked := [name for name in self._order if name not in self.passed_over]:
-            self.passed_over |= dict.fromkeys(unasked, "constraint")  # a rule of the scheduler's
+            self.passed_over |= dict.fromkeys(unasked, "constraint")  # a rule of the scheduler
         passed_over = {name: why for name, why in self.passed_over.items() if name in self._order}
         parents = {name: whom for name, whom in self.parents.items() if name in passed_over}
         return passed_over, parents, None if stop is None else list(stop)
 
     def _stop_of(self, plan: SchedulerOutput) -> tuple[str, str] | None:
-        """What ended admission, and at whom."""
+        """Return the reason why admission stopped, and the request at which it stopped."""
         if not isinstance(plan, PreemptiveSchedulerOutput):
             return self._stop_in_order(plan)
         if plan.admission_stop is None and plan.preempted_requests:
@@ -206,7 +207,8 @@ class RequestWatch(PreemptionPlugin):
         return plan.admission_stop
 
     def _stop_in_order(self, plan: SchedulerOutput) -> tuple[str, str] | None:
-        """Chapters 1 to 3: first come, first served. Their plans say nothing about who waits."""
+        """Derive the stop for chapters 1 to 3, which serve first come, first served, and whose
+        plans do not mention waiting requests."""
         scheduler = self.watched
         if len(scheduler.running) >= scheduler.max_num_seqs:
             return ("seat", "")
@@ -217,7 +219,7 @@ class RequestWatch(PreemptionPlugin):
         return None
 
     def _num_wanted(self, request: Request) -> int:
-        """Tokens that the one at whom admission ended would have computed."""
+        """Return the tokens that the request at which admission stopped would have computed."""
         memory = self.memory
         was_looked_up = (
             memory.memory.current_req_id == request.request_id and memory.cache is not None
@@ -225,7 +227,8 @@ class RequestWatch(PreemptionPlugin):
         return request.num_tokens - (memory.num_found if was_looked_up else 0)
 
     def _num_left(self, plan: SchedulerOutput) -> int:
-        """Of the budget: a token was kept for each that ran before."""
+        """Return the tokens left of the budget. One token was reserved for each request that was
+        already running."""
         new = [request.req_id for request in plan.scheduled_new_reqs]
         num_spent = sum(plan.num_scheduled_tokens[name] for name in new)
         num_running = len(self.watched.running) - len(new)
@@ -233,7 +236,7 @@ class RequestWatch(PreemptionPlugin):
 
 
 class RememberingPolicy:
-    """A policy, and what it last answered."""
+    """Wraps a policy and remembers its last answer."""
 
     def __init__(self, policy: SchedulePolicy) -> None:
         self.policy = policy
@@ -253,14 +256,14 @@ class RememberingPolicy:
 
 
 class StepWatch:
-    """A `SchedulerInterface` around another. What happens from a plan on is written when the
-    oldest plan under way has ended. `num_in_flight` plans were made before it came."""
+    """A `SchedulerInterface` that wraps another. Events from a plan on are written when the oldest
+    plan in flight has ended. `num_in_flight` plans were made before this wrapper was installed."""
 
     def __init__(
         self, scheduler: SchedulerInterface, watch: RequestWatch, num_in_flight: int
     ) -> None:
         self._scheduler, self._watch = scheduler, watch
-        self.under_way = deque(range(num_in_flight))  # their numbers
+        self.under_way = deque(range(num_in_flight))  # step numbers of the plans in flight
         self._num_planned = num_in_flight
 
     def __getattr__(self, name: str) -> Any:
@@ -273,7 +276,7 @@ class StepWatch:
     def finish_requests(self, request_ids: str | Iterable[str], status: RequestStatus) -> None:
         self._scheduler.finish_requests(request_ids, status)
         if isinstance(request_ids, str) and (cut := self._watch.texts.cut_of(request_ids)):
-            self._watch.memory.note(cut)  # its last token may have ended it already
+            self._watch.memory.note(cut)  # the last token may already have ended the request
 
     def schedule(self) -> SchedulerOutput:
         watch, log, step = self._watch, self._watch.log, self._num_planned
@@ -338,15 +341,15 @@ class StepWatch:
         )
 
     def steps_failed(self) -> None:
-        """Nothing comes of those under way."""
+        """Drop the plans in flight, which will have no results."""
         self.under_way.clear()
 
 
 def _taken_tokens(
     alive: Sequence[Request], results: Sequence[EngineCoreOutput], output: StepOutput
 ) -> dict[str, list[int]]:
-    """By request, those that became outputs. Where results are made when somebody looks, only the
-    others are looked at."""
+    """Return the tokens that became outputs, by request. With lazy results (`StepResults`), only
+    the slow path's are read."""
     slow_path: Mapping[str, EngineCoreOutput] = {}
     if isinstance(results, StepResults):
         slow_path = results.slow_path
@@ -361,6 +364,6 @@ def _taken_tokens(
 
 
 def _verdict(num_drafts: int, token_ids: Sequence[int] | None) -> list[int]:
-    """Accepted, rejected."""
+    """Return the numbers of accepted and rejected draft tokens."""
     num_accepted = max(0, len(token_ids or ()) - 1)
     return [num_accepted, num_drafts - num_accepted]

@@ -1,4 +1,4 @@
-"""Serve a model to whoever speaks OpenAI's API.
+"""Serve a model over OpenAI's API.
 
 python -m common.serve                                      the shipped checkpoint, on port 8000
 python -m common.serve --model DIRECTORY_OR_HUB_ID --api-key SECRET
@@ -90,8 +90,8 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def end(code: int) -> None:
-    """End the process, whatever a thread still does for requests that have ended: Python would wait
-    for a pool's threads, which may be in the middle of a text of megabytes."""
+    """End the process immediately, even if a thread still works for requests that have ended:
+    Python would wait for a pool's threads, which can be tokenizing a text of megabytes."""
     atexit._run_exitfuncs()
     sys.stdout.flush()
     sys.stderr.flush()
@@ -101,6 +101,6 @@ def end(code: int) -> None:
 if __name__ == "__main__":
     try:
         code = main()
-    except KeyboardInterrupt:  # while it loads: from then on it ends gently
+    except KeyboardInterrupt:  # during loading; later, a signal drains the server
         code = 130
     end(code)

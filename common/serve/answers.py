@@ -1,7 +1,7 @@
-"""What clients get back: OpenAI's objects, whole or in pieces.
+"""Responses to clients: OpenAI's objects, complete or as chunks of a stream.
 
-One id, `created` and `model` for all pieces; the role in the first one only; `finish_reason` null
-until the last; `usage` in a piece of its own if it was asked for."""
+All chunks have the same id, `created` and `model`; only the first has the role; `finish_reason` is
+null until the last; `usage` comes in a separate chunk if the client requested it."""
 
 from __future__ import annotations
 
@@ -23,9 +23,9 @@ from common.serve.wire import GenerateBody
 from request import SamplingParams
 
 DONE = b"data: [DONE]\n\n"
-NUM_OF_END = 16  # tokens of a prompt, which hold what stands at its end
+NUM_OF_END = 16  # last tokens of a prompt, enough to contain the text at its end
 NO_LOGPROB = -9999.0  # JSON has no infinity
-BYTES_OF_AN_ENTRY = 80  # of log-probabilities, about
+BYTES_OF_AN_ENTRY = 80  # approximate size of one log-probability
 
 
 def event(content: Any) -> bytes:
@@ -33,7 +33,7 @@ def event(content: Any) -> bytes:
 
 
 def event_chunks(content: Any) -> Iterator[bytes]:
-    """The same in pieces."""
+    """Yield the same bytes in small parts."""
     return chain([b"data: "], json_chunks(content), [b"\n\n"])
 
 
@@ -54,22 +54,22 @@ class Usage:
 
 @dataclass(slots=True)
 class Answer:
-    """To one HTTP request, `body`: of its prompts with `n` choices each."""
+    """The response to one HTTP request, `body`: `n` choices for each of its prompts."""
 
     kind: str  # "chat" or "completion"
     model: str
     tokenizer: Tokenizer
     body: GenerateBody
     params: SamplingParams
-    prompts: Sequence[str] = ()  # their texts, where they are echoed
+    prompts: Sequence[str] = ()  # texts of the prompts, if they are echoed
     only_echo: bool = False
     request_id: str = field(default_factory=lambda: uuid.uuid4().hex)
-    reader: Reader | None = None  # of a chat's texts; None: they are the content
+    reader: Reader | None = None  # parses a chat's texts; None: the text is the content
     usage: Usage = field(default_factory=Usage)
     id: str = ""
     created: int = field(default_factory=lambda: int(time.time()))
-    _begun: set[int] = field(default_factory=set)  # choices
-    _places: dict[int, TextPlaces] = field(default_factory=dict)  # of those with log-probabilities
+    _begun: set[int] = field(default_factory=set)  # choices whose first text was written
+    _places: dict[int, TextPlaces] = field(default_factory=dict)  # choices with log-probabilities
     _prompt_ids: dict[int, list[int]] = field(default_factory=dict)
     _replies: list[Reply] = field(default_factory=list)
 
@@ -81,7 +81,7 @@ class Answer:
         if delta.prompt_token_ids is not None:
             self.usage.prompt_tokens += len(delta.prompt_token_ids)
             self._prompt_ids[prompt] = delta.prompt_token_ids
-            if self.reader is not None:  # of a chat, which has one prompt
+            if self.reader is not None:  # a chat, which has one prompt
                 end = self.tokenizer.decode(delta.prompt_token_ids[-NUM_OF_END:], False)
                 self._replies = [Reply(self.reader, end) for _ in range(self.params.n)]
         if not self.only_echo:
@@ -91,7 +91,7 @@ class Answer:
             self.usage.cached_tokens += delta.num_cached_tokens
 
     def num_bytes(self, prompt: int, delta: RequestDelta) -> int:
-        """About, of what is written of it."""
+        """Return the approximate size of the JSON for `delta`, in bytes."""
         num, width, n = 0, 1 + (self.params.logprobs or 0), self.params.n
         for piece in delta.completions.values():
             num += len(piece.text) + 8 * len(piece.token_ids)
@@ -112,11 +112,11 @@ class Answer:
         said = self._object("chat.completion", choices) | {"usage": self.usage.content()}
         return said | self._of_the_prompt(0, totals[0]) if self.kind == "chat" else said
 
-    # -- in pieces
+    # -- as chunks
 
     def pieces(self, prompt: int, delta: RequestDelta) -> list[dict[str, Any]]:
-        """Of one prompt. A chat's first ones have the role. A piece without text says that its
-        choice has ended."""
+        """Return the chunks for one delta of a prompt. A chat's first chunks have the role. A chunk
+        without text marks the end of its choice."""
         self.count(prompt, delta)
         firsts: list[dict[str, Any]] = []
         if self.kind == "chat" and delta.prompt_token_ids is not None:
@@ -174,7 +174,8 @@ class Answer:
         return choice
 
     def _of_the_prompt(self, prompt: int, of: RequestDelta) -> dict[str, Any]:
-        """As at vLLM: a chat says it once, a completion in each choice."""
+        """Return the requested fields about the prompt. As in vLLM, a chat has them once, a
+        completion in each choice."""
         said: dict[str, Any] = {}
         if self.body.return_token_ids:
             said["prompt_token_ids"] = self._prompt_ids[prompt]
@@ -222,7 +223,7 @@ class Answer:
         return self._token(entry.token_id, entry.logprob) | {"top_logprobs": top}
 
     def _scored(self, entry: TokenLogprobs | None) -> dict[int, dict[str, Any]] | None:
-        """As vLLM says them of a prompt: by token id."""
+        """Return a prompt position's log-probabilities by token id, as in vLLM."""
         if entry is None:
             return None
         found = {token_id: [p, rank + 1] for rank, (token_id, p) in enumerate(entry.top.items())}
@@ -241,7 +242,7 @@ class Answer:
     ) -> dict[str, Any]:
         tokens, logprobs = [], []
         for entry in entries:
-            if entry is None:  # the first token of a prompt, which nothing stands before
+            if entry is None:  # the first token of a prompt, which has no preceding token
                 token = self._text(self._prompt_ids[prompt][0])
                 logprobs.append(None)
             else:
@@ -258,11 +259,11 @@ class Answer:
     def _top(self, entry: TokenLogprobs | None) -> dict[str, float] | None:
         if entry is None:
             return None
-        most = {entry.token_id: entry.logprob} | entry.top  # and the token itself
+        most = {entry.token_id: entry.logprob} | entry.top  # includes the token itself
         return {self._text(i): finite(p) for i, p in most.items()}
 
     def _text(self, token_id: int) -> str:
-        if self.body.return_tokens_as_token_ids:  # texts of two may be alike
+        if self.body.return_tokens_as_token_ids:  # two tokens can have the same text
             return f"token_id:{token_id}"
         return token_text(self.tokenizer, token_id)
 

@@ -1,5 +1,5 @@
-"""The routes. Each makes of a request what `AsyncLLM` takes, and of what comes back an answer; none
-touches the engine."""
+"""The HTTP routes. Each converts a request to arguments of `AsyncLLM` and its deltas to a response;
+none accesses the engine directly."""
 
 from __future__ import annotations
 
@@ -54,9 +54,9 @@ from request import SamplingParams
 
 logger = logging.getLogger(__name__)
 VERSION = "0.1.0"
-# By the makers of a model, in its generation_config.json.
+# Settings that a model's authors recommend in generation_config.json.
 RECOMMENDED = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
-# What the schema says besides: answers that are errors, and those that may be streams.
+# Additions to the OpenAPI schema: error responses, and responses that can be streams.
 ERRORS: dict[int | str, dict[str, Any]] = {
     code: {"model": ErrorAnswer, "description": "OpenAI's error object"} for code in ("4XX", "5XX")
 }
@@ -67,7 +67,8 @@ FOR_PEOPLE = ("/", "/events")
 
 @dataclass(frozen=True, slots=True)
 class ServeConfig:
-    """`adapter_root`: the folder below which adapters may be loaded over HTTP; None: none may."""
+    """Settings of the routes. Adapters may be loaded over HTTP from below `adapter_root`; None: no
+    adapter."""
 
     model_name: str
     gate: GateConfig = field(default_factory=GateConfig)
@@ -78,7 +79,7 @@ class ServeConfig:
 
 
 class Server:
-    """What the routes share."""
+    """The handlers of the routes, and the state that they share."""
 
     def __init__(
         self, llm: AsyncLLM, config: ServeConfig, gate: Gate, little: AsyncLLM | None = None
@@ -133,7 +134,7 @@ class Server:
         owner = watch_token(request)
         calls = [self.llm.generate(ids, answer.params, owner=owner, **options) for ids in prompts]
         requests = [self.metrics.counted(call) for call in calls]
-        is_theirs = False  # the stream's, to be closed
+        is_theirs = False  # whether the stream owns `requests` and closes them
         try:
             firsts = await accepted(requests)
             if answer.body.stream:
@@ -181,14 +182,14 @@ class Server:
                     yield data
             if how.include_usage:
                 yield event(answer.usage_chunk())
-        except Exception as error:  # the answer has begun: its status can not change
+        except Exception as error:  # the answer has begun, so its status cannot change
             yield event(answer.body.error(error).content())
         yield DONE
 
     async def _ids(self, body: CompletionBody, params: SamplingParams) -> list[list[int]]:
         adds, found = body.add_special_tokens is not False, list[list[int]]()
         for prompt in body.prompts():
-            await asyncio.sleep(0)  # each may take a millisecond, and there may be thousands
+            await asyncio.sleep(0)  # each can take a millisecond, and there can be thousands
             found.append(await self.llm.prompt_ids(prompt, params, adds))
         return found
 
@@ -212,14 +213,14 @@ class Server:
         return self._served(body.model or self.config.model_name)
 
     def _served(self, model: str) -> str:
-        """Raises `ApiError` if it is not here."""
+        """Return `model`. Raises `ApiError` if this server does not serve it."""
         known = [self.config.model_name, *self.llm.adapters]
         if model not in known:
             message = f"model must be one of {', '.join(known)}, got {model!r}"
             raise ApiError(404, message, "model", "model_not_found")
         return model
 
-    # -- tokens: as bytes, since what FastAPI does to a list takes ten times as long
+    # -- tokens: encoded here, because FastAPI takes ten times as long for a list
 
     async def tokenize(self, body: TokenizeBody) -> Response:
         self._model(body)
@@ -244,11 +245,11 @@ class Server:
         vocab_size = self.llm.model_config.vocab_size
         if ids and max(ids) >= vocab_size:
             raise bad(f"{field} must be < {vocab_size}, got {max(ids)}", field)
-        decode = self.llm.tokenizer.backend.decode_batch  # gives up Python's lock
+        decode = self.llm.tokenizer.backend.decode_batch  # releases Python's lock
         return (await asyncio.to_thread(decode, [ids], skip_special_tokens=False))[0]
 
     async def render_completion(self, body: CompletionBody) -> Response:
-        """Token ids of each prompt, for routers that look for the same prefix."""
+        """Return the token ids of each prompt, for routers that match prefixes."""
         model, params = self._model(body), body.params(self.defaults)
         all_ids = await self._ids(body, params)
         found = ({"model": model, "token_ids": ids} for ids in all_ids)
@@ -323,8 +324,8 @@ class Server:
 
 
 class BodyRoute(APIRoute):
-    """FastAPI makes the schema of it. A body is read by `read_body`: FastAPI reads one in the loop,
-    and keeps its bytes and its objects until the answer is complete."""
+    """A route with FastAPI's schema whose body is read by `read_body`. FastAPI would read the body
+    in the loop, and keep its bytes and objects until the answer is complete."""
 
     def get_route_handler(self) -> Callable[[Request], Awaitable[Response]]:  # pyright: ignore[reportIncompatibleMethodOverride]
         hints = get_type_hints(self.endpoint)
@@ -341,8 +342,8 @@ class BodyRoute(APIRoute):
 def make_app(
     llm: AsyncLLM, config: ServeConfig, little: AsyncLLM | None = None
 ) -> tuple[FastAPI, Gate]:
-    """The application, and the gate around it, which is what is served. `little`: an engine of its
-    own for the page's switch, with so few blocks that requests are preempted."""
+    """Return the application, and the gate that wraps it, which is the ASGI app to serve. `little`:
+    a second engine for the page's switch, with so few blocks that requests are preempted."""
     app = FastAPI(title="vllm-from-scratch", version=VERSION, docs_url=None, redoc_url=None)
     app.router.route_class = BodyRoute
     gate = Gate(app, config.gate)
@@ -382,7 +383,7 @@ def make_app(
             responses={**ERRORS, **(STREAMS if path in MAY_STREAM else {})},
             include_in_schema=path not in FOR_PEOPLE and not path.startswith(LITTLE),
         )
-    # A `ValueError`: of a text that is none, or a path. Of others the log says where they were.
+    # A `ValueError` comes from an invalid text or a path. Other errors are logged with a traceback.
     for kind in (ApiError, ValueError, QueueFull, EngineError, Exception):
         app.add_exception_handler(kind, partial(_on_error, post))
     app.add_exception_handler(HTTPException, _on_http_error)
@@ -390,15 +391,15 @@ def make_app(
 
 
 def _on_error(routes: Mapping[str, Any], request: Request, error: Exception) -> Response:
-    """`routes`: by path, those with a body."""
+    """Return the response for an error. `routes`: the routes with a body, by path."""
     route = routes.get(request.url.path)
     body = None if route is None else get_type_hints(route)["body"]
     return error_response(api_error(error, () if body is None else body.model_fields))
 
 
 def sampling_defaults(model: str | Path | None) -> dict[str, Any]:
-    """What its makers recommend where a request says nothing, as vLLM reads it. Raises
-    `ValueError`."""
+    """Return the sampling defaults of the model's generation_config.json, as vLLM reads it; a
+    request's own values override them. Raises `ValueError`."""
     path = resolve_checkpoint(model or SHIPPED_CHECKPOINT) / "generation_config.json"
     found = read_json(path) if path.is_file() else {}
     defaults = {name: found[name] for name in RECOMMENDED if found.get(name) is not None}
@@ -413,5 +414,5 @@ def _on_http_error(request: Request, error: Exception) -> Response:
     is_route = error.status_code != 404
     detail = error.detail if is_route else f"{request.method} {request.url.path} is not served here"
     answer = error_response(ApiError(error.status_code, str(detail)))
-    answer.headers.update(error.headers or {})  # `Allow` of a 405
+    answer.headers.update(error.headers or {})  # such as `Allow` for a 405
     return answer

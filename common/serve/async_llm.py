@@ -1,11 +1,11 @@
-"""`AsyncLLM`: the engine for programs that wait for many things at once.
+"""`AsyncLLM`: the engine for asyncio programs.
 
     async for delta in llm.generate(prompt, SamplingParams(max_tokens=64)):
         print(delta.completions[0].text, end="")
 
-Prompts become token ids here, not in the engine's thread. A step hands over everything at once;
-each request has a mailbox, in which what is not read yet is joined: whoever reads slowly gets more
-at a time, and holds up nobody."""
+Prompts are tokenized here, not in the engine's thread. A step delivers the deltas of all requests
+together. Each request has a mailbox that merges unread deltas, so a slow reader gets several deltas
+merged into one and never blocks other requests."""
 
 from __future__ import annotations
 
@@ -34,14 +34,14 @@ if TYPE_CHECKING:
     from common.requests.input_processor import RequestOptions
 
 __all__ = ["AsyncLLM", "EngineError", "PromptTooLong", "QueueFull", "RequestDelta"]
-LONG_TEXT = 4096  # characters; a longer prompt becomes token ids beside the loop
-COUNTED_BYTES = 1 << 20  # of a text that need not fit; 4 s of a core
-NUM_AT_ONCE = 8  # deltas that are given out before the loop may do something else
+LONG_TEXT = 4096  # characters; a longer prompt is tokenized outside the loop
+COUNTED_BYTES = 1 << 20  # largest text that is tokenized even if it cannot fit; 4 s of a core
+NUM_AT_ONCE = 8  # deltas delivered before the loop can run something else
 MAX_OWNERS = 10_000  # requests whose owner is remembered
 
 
 class Mailbox:
-    """Of one request, in the loop."""
+    """The unread deltas of one request, merged into one. Belongs to the event loop."""
 
     def __init__(self) -> None:
         self._delta: RequestDelta | None = None
@@ -50,7 +50,7 @@ class Mailbox:
     def put(self, delta: RequestDelta) -> None:
         if self._delta is None:
             self._delta = delta
-        elif not self._delta.finished:  # what was under way when it ended is too late
+        elif not self._delta.finished:  # a delta that was in flight at the end is dropped
             self._delta.extend(delta)
         self._is_full.set()
 
@@ -63,24 +63,25 @@ class Mailbox:
 
 
 class AsyncLLM:
-    """Arguments as for `LLM`, and `max_waiting`: so many sequences may wait beyond those that may
-    run; None: any number. It returns when the engine is ready. Its methods belong to one event
-    loop, that of the first call. Raises what `LLM` does."""
+    """The engine with an asyncio interface. Takes the arguments of `LLM`, and `max_waiting`: the
+    number of sequences that may wait in addition to `max_num_seqs`; None: no limit. The constructor
+    returns when the engine is ready, and raises what `LLM` does. All methods belong to one event
+    loop, that of the first call."""
 
     def __init__(
         self, model: str | Path | None = None, *, max_waiting: int | None = None, **config: Any
     ) -> None:
         self.config = EngineConfig(model=model, **config)
         self._loop: asyncio.AbstractEventLoop | None = None
-        self._mailboxes: dict[str, Mailbox] = {}  # by the names that the engine knows
-        self._names: dict[str, str] = {}  # these, by the names that were given
-        self.owners: dict[str, str] = {}  # of requests, the newest last
+        self._mailboxes: dict[str, Mailbox] = {}  # by the engine's request name
+        self._names: dict[str, str] = {}  # the engine's request name, by the caller's
+        self.owners: dict[str, str] = {}  # by the engine's request name, the newest last
         self._num_requests = 0
         self._calls: dict[int, asyncio.Future] = {}
         self._num_calls = 0
         self._given: deque[RequestDelta] = deque()
         self._is_closed = False
-        self.stats = EngineStats()  # when the engine last handed something over
+        self.stats = EngineStats()  # as of the engine's last delivery
         self.max_unfinished = (
             None if max_waiting is None else self.config.max_num_seqs + max_waiting
         )
@@ -89,7 +90,7 @@ class AsyncLLM:
         assert engine.tokenizer is not None
         self.tokenizer, self.max_model_len = engine.tokenizer, engine.max_model_len
         self.model_config, self.stats = engine.model_config, engine.stats()
-        self._vocab_size = engine.vocab_size  # of what may be sampled
+        self._vocab_size = engine.vocab_size  # tokens that can be sampled
         self._max_token_bytes = longest_token(self.tokenizer)
         self.adapters = _adapters_of(engine)  # names that are loaded
 
@@ -97,7 +98,7 @@ class AsyncLLM:
         return EngineLoop(self._make_engine, self._deliver, max_waiting)
 
     def _make_engine(self) -> LLMEngine:
-        """In the engine's thread."""
+        """Create the engine. Runs in the engine's thread."""
         return LLMEngine(self.config)
 
     # -- requests
@@ -111,19 +112,19 @@ class AsyncLLM:
         owner: str | None = None,
         **options: Unpack[RequestOptions],
     ) -> AsyncIterator[RequestDelta]:
-        """What the request brings, piece by piece: first that it was accepted, last its end.
-        Leaving the loop early, or being cancelled, aborts it. `owner` is a secret of the client:
-        a live page that knows it may show the request's text. Raises `ValueError` if it can not be
-        served, `QueueFull` if too many wait, and `EngineError` if it can not go on."""
+        """Yield the deltas of a request: the first reports acceptance, the last the end. Leaving
+        the loop early, or being cancelled, aborts the request. `owner` is a secret of the client: a
+        live page that knows it may show the request's text. Raises `ValueError` if the request
+        cannot be served, `QueueFull` if too many wait, `EngineError` if it cannot continue."""
         self._bind()
         self._num_requests += 1
         if request_id in self._names:
             raise ValueError(f"request_id must be unique, got {request_id!r}, which is in use")
         name = f"{request_id or 'request'}-{self._num_requests}"
         request_id = request_id or name
-        while request_id in self._names:  # somebody chose this name
+        while request_id in self._names:  # a caller chose this name
             request_id += "'"
-        # What is under way of an aborted request must not come to the next one of its name.
+        # Deltas in flight for an aborted request must not reach the next request of that name.
         self._names[request_id] = name
         if owner is not None:
             self.owners[name] = owner
@@ -148,8 +149,8 @@ class AsyncLLM:
             self._engine_loop.abort(name)  # nothing, if it has come to its end
 
     async def without_texts(self, params: SamplingParams) -> SamplingParams:
-        """The same `bad_words` as token ids, which the engine's thread would make of them while
-        other requests wait. Raises `ValueError`."""
+        """Return `params` with `bad_words` as token ids. Otherwise the engine's thread would
+        tokenize them while other requests wait. Raises `ValueError`."""
         words = params.bad_words
         if not isinstance(words, list | tuple) or not any(isinstance(w, str) for w in words):
             return params
@@ -159,7 +160,8 @@ class AsyncLLM:
     async def prompt_ids(
         self, prompt: str | list[int], params: SamplingParams, add_special_tokens: bool = True
     ) -> list[int]:
-        """Of a prompt. Raises `ValueError` for what is no text, and `PromptTooLong`."""
+        """Return the token ids of a prompt. Raises `ValueError` for invalid text, and
+        `PromptTooLong`."""
         is_cut = params.truncate_prompt_tokens is not None
         if isinstance(prompt, str):
             counted = COUNTED_BYTES if is_cut else 0
@@ -179,8 +181,8 @@ class AsyncLLM:
     async def encode(
         self, text: str, add_special_tokens: bool = True, counted: int = COUNTED_BYTES
     ) -> list[int]:
-        """Token ids of a text. Raises `ValueError` for what is no text, and `PromptTooLong` for one
-        of more than `counted` bytes if these must be more tokens than the model takes."""
+        """Return the token ids of a text. Raises `ValueError` for invalid text, and `PromptTooLong`
+        for a text of more than `counted` bytes that must exceed the model's maximum length."""
         try:
             num_bytes = len(text.encode())
         except UnicodeEncodeError as error:
@@ -189,19 +191,19 @@ class AsyncLLM:
             self._check_room(math.ceil(num_bytes / self._max_token_bytes), " or more")
         if len(text) < LONG_TEXT:
             return self.tokenizer.encode(text, add_special_tokens)
-        # As a batch: with one text alone the library holds Python's lock until the end.
+        # As a batch, because for a single text the library holds Python's lock until the end.
         encode = self.tokenizer.backend.encode_batch_fast
         batch = await asyncio.to_thread(encode, [text], add_special_tokens=add_special_tokens)
         return batch[0].ids
 
     async def abort(self, request_id: str) -> None:
-        """Whoever reads it gets what there is, and an `EngineError`."""
+        """Abort a request. Its reader gets the output so far, and an `EngineError`."""
         if (name := self._names.get(request_id)) is not None:
             self._engine_loop.abort(name)
             self._fail(name, "the request was aborted")
 
     def abort_all(self, why: str) -> None:
-        """As `abort`, with `why` as the error."""
+        """Abort all requests, as `abort` does, with `why` as the error's message."""
         for name in self._mailboxes:
             self._engine_loop.abort(name)
             self._fail(name, why)
@@ -217,12 +219,12 @@ class AsyncLLM:
 
     @property
     def death_reason(self) -> str | None:
-        """Why it computes nothing any more; None while it does."""
+        """The reason why the engine has stopped; None while it runs."""
         return self._engine_loop.death_reason
 
     async def load_adapter(self, name: str, directory: str | Path) -> None:
-        """`LLMEngine.load_adapter`. Steps go on while it is read. What has begun comes to its end,
-        even if who waits for it is cancelled."""
+        """`LLMEngine.load_adapter`. Steps continue while the files are read. A load that has begun
+        is completed even if its caller is cancelled."""
         await asyncio.shield(self._load_adapter(name, directory))
 
     async def _load_adapter(self, name: str, directory: str | Path) -> None:
@@ -238,7 +240,7 @@ class AsyncLLM:
         self.adapters = await self.call(_adapters_of)
 
     async def call(self, method: Callable[..., Any], *arguments: Any) -> Any:
-        """`method(engine, *arguments)`, between two steps. Raises what it raises."""
+        """Return `method(engine, *arguments)`, run between two steps. Raises what it raises."""
         loop = self._bind()
         self._num_calls += 1
         number, future = self._num_calls, loop.create_future()
@@ -250,7 +252,7 @@ class AsyncLLM:
             del self._calls[number]
 
     def close(self) -> None:
-        """End all requests, and the engine. May be called from anywhere."""
+        """End all requests and the engine. Can be called from any thread."""
         self._is_closed = True
         self._engine_loop.close()
 
@@ -262,17 +264,17 @@ class AsyncLLM:
         loop = asyncio.get_running_loop()
         if self._loop is None or self._loop.is_closed():
             self._loop = loop
-            self._given.clear()  # for those who waited in the other one
+            self._given.clear()  # deltas for readers in the previous loop
         if self._loop is not loop:
             raise RuntimeError("cannot use this AsyncLLM: another event loop owns it")
         return loop
 
     def _deliver(self, engine_update: EngineUpdate) -> None:
-        """In the engine's thread."""
+        """Pass an update to the event loop. Runs in the engine's thread."""
         self.stats = engine_update.stats
         loop = self._loop
         if loop is not None:
-            with suppress(RuntimeError):  # the loop has ended: nobody waits
+            with suppress(RuntimeError):  # the loop has ended, so there are no readers
                 loop.call_soon_threadsafe(self._receive, engine_update)
 
     def _receive(self, engine_update: EngineUpdate) -> None:

@@ -1,5 +1,5 @@
-"""Messages to a prompt: a model's own template, or one that the server was given. The template also
-says how the model writes its reasoning and its tool calls."""
+"""Render messages to a prompt, with the model's template or the server's `--chat-template`. The
+template also determines how the model writes its reasoning and its tool calls."""
 
 from __future__ import annotations
 
@@ -19,21 +19,22 @@ _TRIED = {"name": "a_tool_to_try", "description": "", "parameters": {"type": "ob
 
 
 class ChatPrompts:
-    """`template`: instead of the model's."""
+    """Renders chats to prompts. `template` replaces the model's; None: the model's."""
 
     def __init__(self, tokenizer: Tokenizer, template: str | None = None) -> None:
         self._tokenizer, self._source, self._template = tokenizer, tokenizer.source, template
 
     @cached_property
     def hides_marks(self) -> bool:
-        """Whether a text without special tokens is one without marks."""
+        """Whether skipping special tokens removes marks from a text."""
         ids = map(self._tokenizer.backend.token_to_id, MARKS)
         return not self._tokenizer.special_ids.isdisjoint(ids)
 
     def reader(self, tools: ToolUse, has_grammar: bool) -> Reader | None:
-        """None: the text is the content. Raises `ApiError`."""
+        """Return the settings for parsing an answer; None: the text is the content. Raises
+        `ApiError`."""
         shown = self._shown_tool if tools.schemas else ""
-        if tools.choice == "auto" and not re.search(CALL + r"\s*{", shown):  # and no other form
+        if tools.choice == "auto" and not re.search(CALL + r"\s*{", shown):  # supported form
             raise bad(
                 "tools: tool_choice must not be 'auto', because the chat template does not ask for "
                 f'calls of the form {CALL}{{"name": ..., "arguments": ...}}; '
@@ -44,11 +45,11 @@ class ChatPrompts:
         has_reasoning = END_THINK in str(template) and not has_grammar
         if tools.choice == "none" and not has_reasoning:
             return None
-        return Reader(replace(tools, schemas={}), has_reasoning)  # which lives with the answer
+        return Reader(replace(tools, schemas={}), has_reasoning)  # kept as long as the answer
 
     @cached_property
     def _shown_tool(self) -> str:
-        """A prompt with a tool."""
+        """A prompt with a tool, to see how the template shows it; "" if the template fails."""
         tools, text = [{"type": "function", "function": _TRIED}], ""
         with suppress(ApiError):
             text = self.text([{"role": "user", "content": "x"}], kwargs={"tools": tools})
@@ -63,7 +64,7 @@ class ChatPrompts:
         continue_final_message: bool | None = None,
         kwargs: dict[str, Any] | None = None,
     ) -> str:
-        """Raises `ApiError`."""
+        """Return the prompt for `messages`. Raises `ApiError`."""
         continues = bool(continue_final_message)
         adds = not continues if add_generation_prompt is None else add_generation_prompt
         if self._template is None and getattr(self._source, "chat_template", None) is None:
@@ -81,12 +82,12 @@ class ChatPrompts:
                 tokenize=False,
                 **(kwargs or {}),
             )
-        except Exception as error:  # a template is a program, and says what it does not take
+        except Exception as error:  # a template is a program that can raise its own errors
             raise bad(f"cannot render these messages: {error}", "messages") from error
 
 
 def _plain(message: dict[str, Any], i: int) -> dict[str, Any]:
-    """Its content as one text."""
+    """Return the message with its content as one text."""
     role, content = message.get("role"), message.get("content")
     if not isinstance(role, str) or not role:
         raise bad(f"messages[{i}].role must be a non-empty str", "messages")
@@ -100,6 +101,6 @@ def _plain(message: dict[str, Any], i: int) -> dict[str, Any]:
     plain = {**message, "content": content or ""}
     if message.get("tool_calls"):
         plain["tool_calls"] = calls_of_history(message["tool_calls"], f"messages[{i}]")
-    if message.get("reasoning"):  # vLLM's name of what templates know by another one
+    if message.get("reasoning"):  # vLLM's name; templates use another one
         plain.setdefault("reasoning_content", message["reasoning"])
     return plain

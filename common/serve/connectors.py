@@ -1,4 +1,4 @@
-"""A connector to a pool of KV blocks, said in JSON:
+"""A connector to a pool of KV blocks, configured as JSON:
 
 --kv-connector '{"kind": "mooncake", "master": "HOST:PORT", "metadata": "HOST:PORT"}'"""
 
@@ -14,8 +14,8 @@ if TYPE_CHECKING:
 
 
 def make_connector(fields: Mapping[str, Any]) -> KVConnector:
-    """A client of the store, until the process ends. Raises `ValueError` for fields that are wrong,
-    and if there is no store."""
+    """Return a connector whose store client lives until the process ends. Raises `ValueError` for
+    invalid fields, and if there is no store."""
     from mooncake_master import MooncakeUnavailableError
 
     others = dict(fields)
@@ -35,7 +35,8 @@ def _mooncake(
     node_id: str | None = None,
     load_timeout_s: float = 10.0,
 ) -> KVConnector:
-    """Where the store is, what this process lends to it, and this machine's name for others."""
+    """Connect to the store at `master` and `metadata`, and contribute `segment_mbytes` MiB of this
+    process's memory to it. `host` is the name of this machine for the others."""
     from mooncake_master import MooncakeAddress
     from mooncake_pool import MooncakePool
     from pool_connector import PoolConnector

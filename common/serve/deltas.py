@@ -1,5 +1,5 @@
-"""What leaves the engine's thread: values, made once a step. Nobody outside looks at a request that
-still grows, so no text is decoded while a step appends to it."""
+"""The values that leave the engine's thread, made once per step. Other threads never read a request
+that is still growing, so no text is decoded while a step appends to it."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from common.sampling.distributions import TokenLogprobs
 
 @dataclass(slots=True)
 class CompletionDelta:
-    """What has come to one continuation: tokens, and the text that nothing can take back. A
-    character that is not whole yet, or what may become a stop string, comes with a later one."""
+    """New tokens of one continuation, and the new text that is final. An incomplete character, or
+    text that can become a stop string, comes with a later delta."""
 
     index: int
     text: str
@@ -33,9 +33,9 @@ class CompletionDelta:
 
 @dataclass(slots=True)
 class RequestDelta:
-    """What has come to a request since the one before. The first says that it was accepted, and has
-    the prompt; the last has `finished` and `metrics`. `completions` by index, of those that moved.
-    `error`: why it can not go on; nothing comes after it."""
+    """New output of a request since its previous delta. The first reports acceptance and has the
+    prompt; the last has `finished` and `metrics`. `completions` has the continuations with new
+    output, by index. `error`: the reason why the request cannot continue; no delta follows it."""
 
     request_id: str
     completions: dict[int, CompletionDelta] = field(default_factory=dict)
@@ -47,7 +47,7 @@ class RequestDelta:
     error: Exception | None = None
 
     def extend(self, later: RequestDelta) -> None:
-        """Whoever reads slowly gets several at once."""
+        """Merge a later delta into this one, for a slow reader."""
         for index, completion in later.completions.items():
             if index in self.completions:
                 self.completions[index].extend(completion)
@@ -60,8 +60,8 @@ class RequestDelta:
 
 @dataclass(slots=True)
 class EngineUpdate:
-    """All that one step has for others. `answers`: to calls, by their number. `is_last`: whoever
-    still waits for something waits in vain."""
+    """The results of one step for other threads. `answers`: results of calls, by their number.
+    `is_last`: no update follows, so everything still pending has failed."""
 
     deltas: list[RequestDelta]
     stats: EngineStats
@@ -70,7 +70,8 @@ class EngineUpdate:
 
 
 class DeltaSource:
-    """Of one request, in the engine's thread: what of it was handed over already."""
+    """Makes the deltas of one request, and tracks the output already sent. Belongs to the engine's
+    thread."""
 
     def __init__(self, group: RequestGroup) -> None:
         self.group = group
@@ -84,7 +85,8 @@ class DeltaSource:
         group, scores = self.group, self.group.prompt_logprobs
         delta = RequestDelta(group.request_id, num_cached_tokens=group.num_cached_tokens)
         delta.finished, delta.metrics = group.finished, group.metrics if group.finished else None
-        # One continuation computes them for all. The others, found in the cache, may be earlier.
+        # One continuation computes the prompt's scores for all. The others, whose prompt is found
+        # in the cache, can have output earlier.
         if scores is None or len(scores) == len(group.prompt_token_ids) or group.finished:
             pieces = [self._take(i, sequence) for i, sequence in enumerate(group.sequences)]
             delta.completions = {piece.index: piece for piece in pieces if piece is not None}

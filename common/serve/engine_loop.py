@@ -1,9 +1,9 @@
-"""The engine's one owner: a thread that steps while there is anything to do, and does what it is
-told between two steps.
+"""`EngineLoop`: the thread that owns the engine. Runs steps while there are unfinished requests,
+and the commands in its inbox between two steps.
 
     inbox: add, abort, call  ->  engine.step()  ->  deliver(EngineUpdate), once a step
 
-Whoever has something to say puts it into the inbox, from any thread, and never waits."""
+Any thread can put commands into the inbox, and never waits."""
 
 from __future__ import annotations
 
@@ -22,18 +22,18 @@ from request import SamplingParams
 
 logger = logging.getLogger(__name__)
 UNCOMPILED = "grammar: cannot compile"
-MAX_GATHER_GAP_S = 0.01  # between two requests that come together
-MAX_ADD_S = 0.02  # for new requests, before those that run get another step
-MAX_FAILURES = 3  # steps in a row that raise: then there is no engine any more
+MAX_GATHER_GAP_S = 0.01  # between two requests that arrive together
+MAX_ADD_S = 0.02  # time for adding new requests before running requests get another step
+MAX_FAILURES = 3  # after this many failed steps in a row the engine stops
 
 
 class QueueFull(Exception):
-    """So many wait already that another request is not taken. Nothing is wrong with it."""
+    """A valid request is refused because too many are waiting."""
 
 
 class EngineError(RuntimeError):
-    """A request that was accepted cannot go on; the message says why. All requests of a step get
-    it, so it names the kind of an exception only; `__cause__` is the exception itself."""
+    """An accepted request cannot continue; the message gives the reason. All requests of a step get
+    the message, so it names only an exception's type; `__cause__` is the exception itself."""
 
     def __init__(self, message: str | None, cause: BaseException | None = None) -> None:
         super().__init__(message)
@@ -41,9 +41,10 @@ class EngineError(RuntimeError):
 
 
 class EngineLoop:
-    """`make_engine` is called in the thread itself: how many threads torch uses is a setting of the
-    thread that asks. `deliver` is called there, too. More than `max_waiting` sequences (a request
-    has `n`) beyond those that may run are refused."""
+    """Creates and owns an engine. `make_engine` is called in the engine's thread, because torch's
+    number of threads is a setting of the calling thread; `deliver` is called there, too. At most
+    `max_waiting` sequences (a request has `n`) may exist in addition to `max_num_seqs`; more are
+    refused."""
 
     def __init__(
         self,
@@ -55,15 +56,15 @@ class EngineLoop:
         self._inbox = SimpleQueue[tuple[Callable[..., None], tuple]]()
         self._coming: dict[str, tuple] = {}  # requests that are not added yet, in order
         self._sources: dict[str, DeltaSource] = {}
-        self._num_sequences = 0  # of these
-        self._deltas: list[RequestDelta] = []  # to be handed over
-        self._has_aborted = False  # since something was handed over: its statistics are old
+        self._num_sequences = 0  # of the requests in `_sources`
+        self._deltas: list[RequestDelta] = []  # to be delivered
+        self._has_aborted = False  # since the last delivery, whose statistics are now outdated
         self._answers: dict[int, Any] = {}
-        self._last_error: Exception | None = None  # the last step failed
+        self._last_error: Exception | None = None  # set if the last step failed
         self._death_error: BaseException | None = None
         self._num_failures = 0
         self._is_closing = False
-        self._step_s = 0.0  # the last one took
+        self._step_s = 0.0  # duration of the last step
         self.death_reason: str | None = None
         self.made = Future[LLMEngine]()
         self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
@@ -80,14 +81,15 @@ class EngineLoop:
         self._inbox.put((self._abort, (request_id,)))
 
     def call(self, number: int, method: Callable[..., Any], *arguments: Any) -> None:
-        """`method(engine, *arguments)`; its answer, or what it raised, is handed over."""
+        """Run `method(engine, *arguments)` between two steps. Its result, or the exception that it
+        raised, is delivered under `number`."""
         self._inbox.put((self._call, (number, method, *arguments)))
 
     def close(self, timeout_s: float = 10.0) -> None:
         self._inbox.put((self._close, ()))
         self._thread.join(timeout_s)
 
-    # -- in its own
+    # -- in the engine's thread
 
     def _run(self) -> None:
         try:
@@ -115,13 +117,13 @@ class EngineLoop:
             engine.close()
         except Exception:
             logger.exception("the engine could not be closed")
-        while not self._is_closing:  # whoever comes now is told so
+        while not self._is_closing:  # later requests get the reason as their error
             self._drain_inbox()
             self._send_update()
         self._send_update(is_last=True)
 
     def _drain_inbox(self) -> None:
-        """All that is in the inbox. It waits for something where there is no step to make."""
+        """Run all commands in the inbox. Blocks for the first one if there is no step to run."""
         is_dead = self.death_reason is not None
         has_steps = not is_dead and self._engine.has_unfinished_requests()
         must_wait = not (self._coming or has_steps)
@@ -132,20 +134,22 @@ class EngineLoop:
         self._add_some()
 
     def _add_some(self) -> None:
-        """Of a thousand requests that come together, some now and some after the next step."""
+        """Add new requests for at most `MAX_ADD_S`. If a thousand arrive together, the remaining
+        ones are added after the next step."""
         end = time.monotonic() + MAX_ADD_S
         while self._coming and time.monotonic() < end:
             request_id = next(iter(self._coming))
             self._add(request_id, *self._coming.pop(request_id))
 
     def _gather(self) -> None:
-        """Who comes when a step has begun waits for its end. So those who come together, one right
-        behind the other, begin together: a fiftieth of a step is waited for the next, and for all
-        of them a quarter at most. The last step may have been a long one: a few milliseconds."""
+        """Wait briefly for requests that arrive together, so that they start in the same step: a
+        request that arrives during a step waits for its end. The wait for the next request is a
+        fiftieth of the last step, at most `MAX_GATHER_GAP_S` because that step may have been long;
+        for all of them it is a quarter of the step."""
         gap_s = min(self._step_s / 50, MAX_GATHER_GAP_S)
         end = time.monotonic() + self._step_s / 4
         while time.monotonic() < end:
-            if self._inbox.empty():  # `get(timeout=...)`, a moment late, waits for ever
+            if self._inbox.empty():  # `get` with a timeout that has just passed blocks forever
                 time.sleep(gap_s)
                 if self._inbox.empty():
                     break
@@ -163,7 +167,7 @@ class EngineLoop:
             self._num_failures += 1
             if getattr(error, "is_final", False) or self._num_failures >= MAX_FAILURES:
                 raise
-            return  # whom it concerned, the next step tells
+            return  # the next step returns the requests that were aborted
         self._step_s = time.monotonic() - begin
         why, self._last_error = self._last_error, None
         for output in outputs:
@@ -177,7 +181,7 @@ class EngineLoop:
         if delta.finished:
             self._forget(delta.request_id)
             reasons = {sequence.completion.finish_reason for sequence in source.group.sequences}
-            if "abort" in reasons:  # by nobody whom this thread serves
+            if "abort" in reasons:  # not requested through this loop
                 says = "the request was ended" if why is None else _step_failed(why)
                 delta.error = EngineError(says, why)
             elif "error" in reasons:
@@ -228,7 +232,7 @@ class EngineLoop:
     def _call(self, number: int, method: Callable[..., Any], *arguments: Any) -> None:
         try:
             self._answers[number] = method(self._engine, *arguments)
-        except StopIteration as error:  # no future takes it
+        except StopIteration as error:  # a future does not accept it
             self._answers[number] = RuntimeError(f"StopIteration: {error}")
         except Exception as error:
             self._answers[number] = error

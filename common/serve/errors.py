@@ -1,4 +1,4 @@
-"""What a client is told when something is wrong: OpenAI's object, and never half an answer."""
+"""Errors as clients get them: OpenAI's error object, and never a part of an answer."""
 
 from __future__ import annotations
 
@@ -29,13 +29,13 @@ class ErrorContent(BaseModel):
 
 
 class ErrorAnswer(BaseModel):
-    """What the schema of the API says of them."""
+    """The body of an error response, for the API's schema."""
 
     error: ErrorContent
 
 
 class ApiError(Exception):
-    """`param`: the field that is wrong. `code`: for programs."""
+    """An error response. `param`: the invalid field. `code`: an identifier for programs."""
 
     def __init__(
         self, status: int, message: str, param: str | None = None, code: str | None = None
@@ -60,8 +60,8 @@ def bad(message: str, param: str | None = None, code: str | None = None) -> ApiE
 
 
 def api_error(error: Exception, fields: Collection[str] = ()) -> ApiError:
-    """What the engine raised, as the client is told. `fields` are those of the body: a sentence
-    may begin with the name of one."""
+    """Return the `ApiError` for an exception of the engine. `fields` are those of the body; if the
+    message begins with one of them, it becomes `param`."""
     if isinstance(error, ApiError):
         return error
     if isinstance(error, QueueFull):
@@ -73,4 +73,4 @@ def api_error(error: Exception, fields: Collection[str] = ()) -> ApiError:
         return bad(str(error), first if first in fields else None)
     if isinstance(error, EngineError):
         return ApiError(500, str(error))
-    return ApiError(500, f"the server has failed: {type(error).__name__}")  # its log has the rest
+    return ApiError(500, f"the server has failed: {type(error).__name__}")  # details are in the log

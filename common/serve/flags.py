@@ -1,5 +1,5 @@
-"""Every field of `EngineConfig` as a flag: its name, its default and the comment beside it are read
-there, so that nothing is said twice."""
+"""Every field of `EngineConfig` as a flag: its name, default and comment are read from there, so
+that they are written only once."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from typing import Any
 
 from common.engine_config import EngineConfig
 
-NO_FLAG = {"model", "events"}  # said otherwise, or no text
+NO_FLAG = {"model", "events"}  # a separate flag, or not expressible as text
 _FIELD = re.compile(r"    (\w+): [^#]*?(?:# (.*))?$")
 
 
@@ -35,7 +35,7 @@ def add_engine_flags(group: argparse._ArgumentGroup) -> None:
 
 
 def engine_settings(args: argparse.Namespace) -> dict[str, Any]:
-    """Those that were given. Raises `ValueError`."""
+    """Return the `EngineConfig` fields given as flags. Raises `ValueError`."""
     names = {f.name for f in dataclasses.fields(EngineConfig)} - NO_FLAG
     given = {name: value for name, value in vars(args).items() if name in names}
     if isinstance(given.get("kv_connector"), dict):
@@ -46,7 +46,7 @@ def engine_settings(args: argparse.Namespace) -> dict[str, Any]:
 
 
 def field_comments() -> dict[str, str]:
-    """What stands beside each field of `EngineConfig`, or right above it."""
+    """Return the comment next to each field of `EngineConfig`, or directly above it."""
     found: dict[str, str] = {}
     above: list[str] = []
     for line in inspect.getsource(EngineConfig).splitlines():
@@ -61,9 +61,10 @@ def field_comments() -> dict[str, str]:
 
 
 def _reader(field: dataclasses.Field) -> Callable[[str], Any]:
-    """Of a text what the field may be; `EngineConfig` says whether it is right."""
+    """Return a function that converts a flag's text to the field's type; `EngineConfig` validates
+    the value."""
 
-    def value(text: str) -> Any:  # argparse names it so
+    def value(text: str) -> Any:  # argparse shows this name in its errors
         if text.startswith("{"):
             found = json.loads(text)
             return _tiers(found) if field.name == "kv_tiers" else found

@@ -1,7 +1,7 @@
-"""Whatever comes from outside passes here first, or does not.
+"""`Gate`: checks every request before the application sees it.
 
-Nothing is trusted because it is loopback: a page of somebody else's in a browser on this machine
-may send requests here, too. Such ones carry an `Origin`, or a `Host` that is a name of theirs."""
+Loopback requests are not trusted: a foreign page in a browser on this machine can send requests
+here, too. Such requests carry an `Origin`, or a `Host` that is a foreign name."""
 
 from __future__ import annotations
 
@@ -23,13 +23,13 @@ from common.serve.errors import ApiError
 from common.serve.large_json import json_response
 
 logger = logging.getLogger(__name__)
-POLLED = ("/health", "/metrics")  # not in the log while all is well
+POLLED = ("/health", "/metrics")  # logged only if the status is not 200
 LOOPBACK = ("localhost", "127.0.0.1", "[::1]")
-LITTLE = "/little"  # in front of the routes of the small engine, to which the same rules apply
+LITTLE = "/little"  # prefix of the small engine's routes, which have the same rules
 MAX_ID = 200
-# A number in a list holds up the loop as long as so many bytes of a text do.
+# A number in a list blocks the loop as long as this many bytes of a text do.
 BYTES_OF_A_VALUE = 32
-MAX_STRINGS = 1 << 16  # keys included; each is more to a parser than a number
+MAX_STRINGS = 1 << 16  # including keys; each costs a parser more than a number
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,8 +38,8 @@ class GateConfig:
     api_key: str | None = None
     max_body_bytes: int = 16 << 20
     body_seconds: float = 30.0  # for all of a body to arrive
-    allowed_hosts: tuple[str, ...] = ()  # names besides its own: of a proxy, of a container's host
-    allowed_origins: tuple[str, ...] = ()  # of pages that may send requests; "*": any
+    allowed_hosts: tuple[str, ...] = ()  # additional names: of a proxy, of a container's host
+    allowed_origins: tuple[str, ...] = ()  # of pages that may send requests; "*": all pages
     metrics_need_key: bool = True
 
     @property
@@ -53,7 +53,8 @@ def error_response(error: ApiError) -> Response:
 
 
 class Gate:
-    """Around the application: key, host, origin, size of the body, and an id for each request."""
+    """Wraps the application: checks key, host, origin and body size, and gives each request an
+    id."""
 
     def __init__(self, app: ASGIApp, config: GateConfig) -> None:
         self.app, self.config = app, config
@@ -100,7 +101,7 @@ class Gate:
         return self.posts is None or path in self.posts
 
     def _cors(self, headers: Headers) -> list[tuple[bytes, bytes]]:
-        """Headers with which a browser gives the answer to a page of another origin."""
+        """Return the headers that let a browser give the answer to a page of another origin."""
         origin = headers.get("origin")
         if origin is None or not self._is_allowed(origin):
             return []
@@ -121,10 +122,10 @@ class Gate:
         path, method, config = scope["path"].removeprefix(LITTLE), scope["method"], self.config
         draining = ApiError(503, "the server is being shut down and takes no new requests")
         if path == "/health":
-            if self.is_draining:  # who asks shall send nothing more here
+            if self.is_draining:  # makes load balancers stop sending requests here
                 raise draining
             return
-        is_free = path == "/"  # a page that holds nothing, and asks for the key
+        is_free = path == "/"  # a page without data, which asks for the key
         is_free |= path == "/metrics" and not config.metrics_need_key
         is_free |= method == "OPTIONS" and self._is_allowed(headers.get("origin", ""))
         if config.api_key is not None and not is_free:
@@ -182,12 +183,12 @@ def _host_name(headers: Headers) -> str:
 
 
 def _shown(path: bytes) -> str:
-    """A path as one word of printable ASCII; no query, which may hold anything."""
+    """Return a path as one word of printable ASCII, without the query, which can hold anything."""
     return quote(path.partition(b"?")[0], safe="/%:,;=@-._~+&$!*'()")
 
 
 async def _read(receive: Receive, most: int, too_large: ApiError) -> bytes:
-    """Whatever its length was said to be."""
+    """Read a body, and check its actual size whatever its `Content-Length` was."""
     body, is_more = bytearray(), True
     while is_more:
         message = await receive()
@@ -201,7 +202,7 @@ async def _read(receive: Receive, most: int, too_large: ApiError) -> bytes:
 
 
 def _again(body: bytes, receive: Receive) -> Receive:
-    """The body, which was read here, and then what comes after it."""
+    """Return a `receive` that yields the body, which was read here, and then later messages."""
     first: list[dict[str, Any]] = [{"type": "http.request", "body": body, "more_body": False}]
 
     async def received() -> Message:

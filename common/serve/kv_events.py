@@ -1,22 +1,22 @@
-"""What an engine's prefix cache holds, told to routers as it changes: vLLM's KV events.
+"""Changes of an engine's prefix cache, published to routers as vLLM's KV events.
 
     cache   block_cached, blocks_evicted, blocks_invalidated    medium "GPU", whatever the device is
     tiers   told(hash, is it here?)                           "CPU" for the host, "STORAGE": disk
             |
-            v   under one lock: what is held and where, and what is to be said of it
-    a thread of its own takes it once a step, packs and sends (`kv_publisher.py`)
+            v   under one lock: the held blocks with their media, and the events to be sent
+    a separate thread takes the events once per step, packs and sends them (`kv_publisher.py`)
 
-A listener stands in the cache's place for one and calls the one that was there. Of any cache it
-hears of whole blocks, each with its parent: a tree's nodes, and where they are cut, do not show.
+`CacheChanges` replaces the cache's listener and calls the previous one. Any cache reports whole
+blocks, each with its parent, so the nodes of a radix tree and their splits are not visible.
 
-A block's hash is that of chapter 3's chain, by which tiers and pools know it too.
+A block's hash is that of chapter 3's chain, by which tiers and pools know the block too.
 
-Where the device has nothing cached any more, and where more would have to be kept for a slow thread
-than it may cost, all is said anew: `AllBlocksCleared`, then each block that is held. So a stream is
-whole, or begins again.
+When the device's cache becomes empty, and when a slow thread leaves more than `max_unsaid` changes
+of blocks unsent, the stream restarts: `AllBlocksCleared`, then each block that is held. So a stream
+is either complete or starts again.
 
-Not told: tier blocks of an earlier process before they are on the device once (nobody here knows
-their tokens), and what a pool shared by engines holds."""
+Not published: tier blocks of an earlier process until they have been on the device once (their
+tokens are unknown here), and the content of a pool shared by engines."""
 
 from __future__ import annotations
 
@@ -52,12 +52,12 @@ if TYPE_CHECKING:
     from scheduler_interface import SchedulerOutput
 
 MAX_UNSAID = 100_000  # blocks
-MAX_EVENTS, MAX_TOKENS = 1_000, 500_000  # of a batch: vllm-router takes 16 MiB, and so many events
+MAX_EVENTS, MAX_TOKENS = 1_000, 500_000  # per batch: vllm-router's limits are 16 MiB and 1,000
 
 
 class CacheChanges:
-    """A `CacheListener` in front of the one that `cache` has. `take` and `say_all` belong to one
-    thread, the rest to the cache's. `name_of` knows what requests call the adapter of a digest."""
+    """A `CacheListener` that wraps the one of `cache`. `take` and `say_all` belong to one thread,
+    the rest to the cache's. `name_of` returns the name of an adapter, by digest."""
 
     def __init__(
         self,
@@ -72,15 +72,15 @@ class CacheChanges:
         below = {} if tiers is None else {CPU: tiers.host, STORAGE: tiers.disk}
         self._below = {name: tier for name, tier in below.items() if tier is not None}
         self._lock = Lock()
-        self._hashes: dict[int, bytes] = {}  # by block id, of what the device has
-        self._held: dict[bytes, HeldBlock] = {}  # those that are nowhere stay until `take`
-        self._gone: set[bytes] = set()  # that may be nowhere
+        self._hashes: dict[int, bytes] = {}  # by block id, for blocks on the device
+        self._held: dict[bytes, HeldBlock] = {}  # blocks without a medium stay until `take`
+        self._gone: set[bytes] = set()  # hashes of blocks that may have no medium left
         self._unsaid: list[Event] = []
         self._num_unsaid = 0
         self._says_all = True
 
     def put_in(self) -> None:
-        """O(cached blocks x depth)."""
+        """Start listening. Cost: O(cached blocks x depth)."""
         by_prefix: dict[tuple, Block] = {}
         for keys, tokens, block in sorted(
             self._cache.cached_prefixes(), key=lambda prefix: len(prefix.token_ids)
@@ -93,7 +93,8 @@ class CacheChanges:
         self._cache.listener = self
 
     def take_out(self) -> None:
-        """What is cached is nobody's concern here from now on: it is said to be gone."""
+        """Stop listening and report all blocks as removed. Raises `RuntimeError` if another
+        listener was added later."""
         if self._cache.listener is not self:
             raise RuntimeError("cannot remove the listener: another was added; remove that first")
         self._cache.listener = self._inner
@@ -104,7 +105,7 @@ class CacheChanges:
             self._gone.clear()
             self.say_all()
 
-    # -- the device's cache tells
+    # -- called by the device's cache
 
     def block_cached(
         self, block: Block, parent: Block | None, token_ids: tuple[int, ...], extra_keys: NormalKeys
@@ -114,7 +115,7 @@ class CacheChanges:
             self._inner.block_cached(block, parent, token_ids, extra_keys)
 
     def blocks_evicted(self, blocks: Sequence[Block]) -> None:
-        """Tiers copy them first: a block that goes down is never nowhere."""
+        """Let tiers copy the blocks first, so that a demoted block always has a medium."""
         try:
             if self._inner is not None:
                 self._inner.blocks_evicted(blocks)
@@ -140,13 +141,14 @@ class CacheChanges:
             self._held.setdefault(name, held)
             self._add(name, GPU)
             for medium, tier in self._below.items():
-                if name in tier:  # from before anybody here knew its tokens
+                if name in tier:  # stored before its tokens were known here
                     self._add(name, medium)
 
     def _wire_keys(
         self, extra_keys: NormalKeys, is_first: bool
     ) -> tuple[str | None, list[str] | None]:
-        """The adapter's name; and, as vLLM has it, that for each block, a salt for the first."""
+        """Return the adapter's name, and vLLM's extra keys: that name for each block, a salt for
+        the first."""
         values = {tag: value.partition(":")[2] for tag, value in extra_keys}
         digest = values.pop("lora", None)
         adapter = digest and (self._name_of(digest) or digest)
@@ -161,12 +163,12 @@ class CacheChanges:
                 self.say_all()
 
     def _moved(self, name: bytes, medium: str, is_here: bool) -> None:
-        """A tier tells, in whatever thread."""
+        """Called by a tier, in any thread."""
         with self._lock:
             if name in self._held:
                 (self._add if is_here else self._remove)(name, medium)
 
-    # -- what is to be said of it
+    # -- events to be sent
 
     def _add(self, name: bytes, medium: str) -> None:
         block = self._held[name]
@@ -178,7 +180,7 @@ class CacheChanges:
 
     def _remove(self, name: bytes, medium: str) -> None:
         block = self._held.get(name)
-        if block is None:  # of a call that was interrupted
+        if block is None:  # left over from an interrupted call
             return
         block.media = tuple(other for other in block.media if other != medium)
         self._gone.add(name)
@@ -192,7 +194,7 @@ class CacheChanges:
         return not self._says_all
 
     def say_all(self) -> None:
-        """What is said next begins anew: for whoever has missed something for good."""
+        """Restart the stream with the next batch, for readers that missed a batch for good."""
         self._says_all, self._unsaid = True, []
 
     @property
@@ -200,7 +202,7 @@ class CacheChanges:
         return self._says_all or bool(self._unsaid)
 
     def take(self) -> Iterator[list[Event]]:
-        """What has happened since, in batches."""
+        """Yield the events since the last call, in batches."""
         with self._lock:
             events, self._unsaid, self._num_unsaid = self._unsaid, [], 0
             all_held = None
@@ -224,11 +226,11 @@ class CacheChanges:
             yield batch
 
     def _say(self, all_held: Mapping[bytes, tuple[HeldBlock, tuple[str, ...]]]) -> list[Event]:
-        """Parents come before their children."""
+        """Return events that describe all held blocks, parents before their children."""
         events: list[Event] = [CLEARED]
         for medium in (GPU, *self._below):
             rest = {name: held for name, (held, media) in all_held.items() if medium in media}
-            for name in reversed(list(rest)):  # from its leaf on, a path is one event
+            for name in reversed(list(rest)):  # a path that starts at a leaf is one event
                 path = []
                 while name in rest:
                     path.append((name, held := rest.pop(name)))
@@ -239,37 +241,37 @@ class CacheChanges:
 
 
 class KVEvents(SchedulerPlugin):
-    """Of one engine, from now on and until `take_out`; made between two steps, by the thread that
-    steps. Begins with all that is cached. Addresses as `EventPublisher` takes them. Raises
-    `ValueError`, and has changed nothing then."""
+    """Publishes one engine's KV events from construction until `take_out`, starting with all cached
+    blocks. Create it between two steps, in the engine's thread. Addresses as in `EventPublisher`.
+    Raises `ValueError`, and then leaves the engine unchanged."""
 
     def __init__(
         self, engine: LLMEngine, endpoint: str, replay_endpoint: str | None = None, topic: str = ""
     ) -> None:
         if engine.prefix_cache is None:
             raise ValueError("kv_events needs a prefix cache, which this engine does not have")
-        if isinstance(engine.kv_manager, GroupedKVMemory):  # its cache may be watched
+        if isinstance(engine.kv_manager, GroupedKVMemory):  # its cache may be wrapped
             raise ValueError("kv_events is not supported for layers with a window")
-        owner = weakref.proxy(engine)  # which holds this
+        owner = weakref.proxy(engine)  # because the engine references this object
         self._changes = CacheChanges(engine.prefix_cache, lambda digest: owner.adapter_of(digest))
         self.publisher = EventPublisher(self._changes, endpoint, replay_endpoint, topic)
         try:
             self._changes.put_in()
-        except BaseException:  # a cache of somebody's
+        except BaseException:  # raised by a user's cache
             self.publisher.close()
             raise
         scheduler = cast("BaseScheduler", engine.scheduler)
         scheduler.set_plugins([*scheduler.plugins, self])
-        self._close = weakref.finalize(engine, self.publisher.close)  # where nobody takes it out
+        self._close = weakref.finalize(engine, self.publisher.close)  # if `take_out` is not called
         self.publisher.start()
 
     def on_plan(self, plan: SchedulerOutput) -> None:
-        """It is said while the step is computed."""
+        """Wake the publisher, which sends while the step is computed."""
         if self._changes.has_news:
             self.publisher.wake()
 
     def take_out(self, engine: LLMEngine) -> None:
-        """The last thing that is said is `AllBlocksCleared`. The engine is as it was before."""
+        """Stop publishing, after a last `AllBlocksCleared`. The engine is as it was before."""
         self._changes.take_out()
         scheduler = cast("BaseScheduler", engine.scheduler)
         scheduler.set_plugins([plugin for plugin in scheduler.plugins if plugin is not self])

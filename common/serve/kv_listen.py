@@ -1,4 +1,4 @@
-"""Prints the KV events of an engine: `python -m common.serve.kv_listen tcp://127.0.0.1:5557`."""
+"""Print the KV events of an engine: `python -m common.serve.kv_listen tcp://127.0.0.1:5557`."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from common.serve.kv_wire import Event
 
 
 def listen(endpoint: str) -> Iterator[tuple[int, Event]]:
-    """Sequence and event, for ever."""
+    """Yield the sequence number and the event, forever."""
     import zmq
 
     socket = zmq.Context.instance().socket(zmq.SUB)

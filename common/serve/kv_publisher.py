@@ -1,13 +1,13 @@
-"""Batches of events to whoever subscribes, over ZeroMQ, in vLLM's form.
+"""Publish batches of events to subscribers over ZeroMQ, in vLLM's format.
 
     PUB      topic | sequence, 8 bytes, big-endian | msgpack of [time, events, 0]
-    ROUTER   a reader asks    "" | first sequence that it wants
+    ROUTER   a reader sends   "" | first sequence that it needs
              and gets         "" | topic | sequence | batch      for each that is kept, and
                               "" | ""    | -1       | ""
 
-A PUB socket waits for nobody: a reader that is not there yet, or too slow, misses batches and sees
-it by the sequence. It asks for them, once; where they are not kept any more, the next batch that
-everybody gets says all anew.
+A PUB socket never waits: a reader that connects late or reads too slowly misses batches, and
+detects that from the sequence. It requests them once; if they are no longer kept, the next batch to
+all readers restarts the stream with the complete state.
 
 Sources: vLLM's `vllm/distributed/kv_events.py` (0.33; older ones replay without the
 topic, and a batch is a map there)."""
@@ -25,25 +25,26 @@ from common.serve.kv_wire import Event, pack_batch
 
 logger = logging.getLogger(__name__)
 BUFFER_STEPS = 10_000  # batches that are kept
-SEND_LIMIT = 100_000  # messages for one slow reader, before it misses some
-POLL_S = 0.1  # for what was not announced, and for replays
+SEND_LIMIT = 100_000  # messages queued for one slow reader before it misses some
+POLL_S = 0.1  # between checks for events without `wake`, and for replay requests
 END = (-1).to_bytes(8, "big", signed=True)
 
 
 class EventSource(Protocol):
     def take(self) -> Iterable[list[Event]]:
-        """Batches that are to be sent now."""
+        """Return the batches to send now."""
         ...
 
     def say_all(self) -> None:
-        """The next batch is to begin anew."""
+        """Make the next batch restart the stream with the complete state."""
         ...
 
 
 class EventPublisher:
-    """Binds where it is made, so that an address that cannot be had is a `ValueError`; sends from
-    `start` on, in a thread of its own. `tcp://*:5557` is for everybody who can reach this machine,
-    `tcp://127.0.0.1:*` for this one, at a port that is free: `endpoint` has it then."""
+    """Sends an `EventSource`'s batches from a separate thread. The constructor binds the sockets
+    and raises `ValueError` for an unavailable address; sending begins with `start`. `tcp://*:5557`
+    is reachable from other machines, `tcp://127.0.0.1:*` only from this one, at a free port, which
+    `endpoint` then contains."""
 
     def __init__(
         self,
@@ -64,7 +65,7 @@ class EventPublisher:
         self._publish_socket = self._context.socket(zmq.PUB)
         self._publish_socket.set_hwm(SEND_LIMIT)
         self._replay_socket = self._context.socket(zmq.ROUTER)
-        # The reader's acknowledgements come late: a whole replay must fit twice.
+        # The reader's acknowledgements come late, so the queue must fit a whole replay twice.
         self._replay_socket.set_hwm(2 * (buffer_steps + 1))
         try:
             self.endpoint = _bind("kv_events", self._publish_socket, endpoint)
@@ -81,11 +82,11 @@ class EventPublisher:
         self._thread.start()
 
     def wake(self) -> None:
-        """There is something to send."""
+        """Tell the thread that there are events to send."""
         self._wake.set()
 
     def close(self) -> None:
-        """What there is goes out first. May be called again, from any thread."""
+        """Send the remaining events, then stop. Can be called again, and from any thread."""
         self._is_closing = True
         self._wake.set()
         if not self._thread.is_alive():

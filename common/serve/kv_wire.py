@@ -1,4 +1,4 @@
-"""KV events as vLLM writes them: a batch is `[time, events, rank]`, an event a map.
+"""KV events in vLLM's format: a batch is `[time, events, rank]`, an event a map.
 
     BlockStored        block_hashes, parent_block_hash (None: the first of a prompt), token_ids,
                        block_size, lora_id (None; vLLM keeps it for old readers), medium, lora_name
@@ -22,8 +22,8 @@ GPU, CPU, STORAGE = "GPU", "CPU", "STORAGE"  # media
 
 @dataclass(slots=True, eq=False)
 class HeldBlock:
-    """The content of a block, wherever it is: its parent's hash, its tokens, what else its KV
-    depends on."""
+    """The content of a block on any medium: its parent's hash, its tokens, and the other inputs on
+    which its KV depends."""
 
     parent: bytes | None
     token_ids: tuple[int, ...]
@@ -33,12 +33,13 @@ class HeldBlock:
 
 
 def wire_hash(block_hash: bytes) -> int:
-    """The last 64 bits, as vLLM makes an integer of a longer hash."""
+    """Return the last 64 bits of a hash as an integer, as vLLM converts a longer hash."""
     return int.from_bytes(block_hash[-8:], "big")
 
 
 def add_stored(events: list[Event], block_hash: bytes, block: HeldBlock, medium: str) -> None:
-    """To the last event, if that ends where `block` begins."""
+    """Add a stored block to `events`: to the last event if that ends where `block` begins, else as
+    a new event."""
     parent = None if block.parent is None else wire_hash(block.parent)
     last = events[-1] if events else CLEARED
     if (

@@ -1,9 +1,9 @@
-"""JSON of more than 256 KB: read, and made, by one thread beside the event loop.
+"""JSON of more than 256 KB: parsed and encoded by one thread outside the event loop.
 
-The parser holds Python's lock until it has read a body, for 0.15 s at most: `gate.py` bounds how
-many values a body has. An answer is made a few entries at a time, as fast as its client reads, so
-the lock is free in between and memory holds no whole one. One thread: several would take the lock
-from the engine in turns. Clients with large answers take turns in it."""
+The parser holds Python's lock until it has read a body, for 0.15 s at most, because `gate.py`
+limits the number of values in a body. An answer is encoded a few entries at a time, as fast as its
+client reads, so the lock is free in between and no complete answer is in memory. There is only one
+thread, because several would take the lock from the engine in turns; large answers share it."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ from common.serve.errors import ApiError, bad
 T = TypeVar("T")
 B = TypeVar("B", bound=BaseModel)
 LARGE = 256 << 10  # bytes
-BYTES_AT_ONCE = 64 << 10  # of an answer
-# Some clients of streams take these for ends of lines. Half a surrogate pair is escaped likewise.
+BYTES_AT_ONCE = 64 << 10  # encoded per call in the thread
+# Some streaming clients treat these as line ends. A lone surrogate is escaped in the same way.
 _LINE_ENDS = {code: f"\\u{code:04x}" for code in (0x85, 0x2028, 0x2029)}
 _THREAD = ThreadPoolExecutor(1, thread_name_prefix="large json")
 
@@ -40,7 +40,7 @@ _encode = json.JSONEncoder(
 
 
 def to_json(content: Any) -> bytes:
-    """An iterator becomes a list."""
+    """Return `content` as JSON. An iterator becomes a list."""
     text = _encode(content)
     text = text if text.isascii() else text.translate(_LINE_ENDS)
     return text.encode("utf-8", "backslashreplace")
@@ -51,14 +51,14 @@ def json_response(content: Any, status: int = 200, headers: Any = None) -> Respo
 
 
 def answered(content: Any, num_bytes: int) -> Response:
-    """`content`, of about `num_bytes`, as an answer."""
+    """Return a response with `content`, of about `num_bytes`."""
     if num_bytes <= LARGE:
         return json_response(content)
     return StreamingResponse(made_aside(json_chunks(content)), media_type="application/json")
 
 
 def json_chunks(content: Any) -> Iterator[bytes]:
-    """`to_json` in pieces: what iterators give is asked for one by one."""
+    """Yield the output of `to_json` in parts, taking the items of iterators one by one."""
     if not _is_lazy(content):
         yield to_json(content)
     elif isinstance(content, dict):
@@ -78,13 +78,13 @@ def json_chunks(content: Any) -> Iterator[bytes]:
 def _is_lazy(content: Any) -> bool:
     if isinstance(content, dict):
         return any(map(_is_lazy, content.values()))
-    if isinstance(content, list):  # of choices, not of numbers
+    if isinstance(content, list):  # a list of choices, not of numbers
         return bool(content) and isinstance(content[0], dict) and any(map(_is_lazy, content))
     return isinstance(content, Iterator)
 
 
 async def made_aside(pieces: Iterator[bytes]) -> AsyncIterator[bytes]:
-    """All of it, some KB at a time."""
+    """Yield the encoded bytes, `BYTES_AT_ONCE` or a little more at a time."""
 
     def some() -> bytes:
         found = bytearray()
@@ -101,7 +101,7 @@ async def beside_the_loop(call: Callable[..., T], *arguments: Any) -> T:
 
 
 async def read_body(request: Request, kind: type[B]) -> B:
-    """The body; its bytes are not kept. Raises `ApiError`."""
+    """Return the parsed body; its bytes are not kept. Raises `ApiError`."""
     data = b"".join([part async for part in request.stream()])
     if len(data) <= LARGE:
         return _parsed(kind, data)

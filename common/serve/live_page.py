@@ -1,21 +1,21 @@
-"""Seen live: `GET /` is the watch page with a place to try prompts, `GET /events` what it shows.
+"""The live page: `GET /` is the watch page with a place to try prompts, `GET /events` its events.
 
 Events are those of `common/events`, the lines that `LLMEngine.watch` writes; one server-sent event
-holds what was written at once. A stream begins with a `run` line and, unless the engine is as new,
-a snapshot. Where another `run` line comes, all begins anew.
+holds the lines of one write. A stream begins with a `run` line and, unless the engine is as new, a
+snapshot. Another `run` line starts the stream again from scratch.
 
-All viewers share one film: an engine has one watch, put in when the first viewer comes, and taken
-out when the last one has left. Who comes later must not end the film of those who look, and nobody
-here keeps it for them (it grows without end). So each new one gets a beginning of its own, a `run`
-line and a snapshot of this moment, and from there on the lines that all get: what is written after
-a snapshot leads on from it, wherever a film began. Nothing of the engine's state is kept here.
+All viewers share one film: an engine has one watch, installed for the first viewer and removed
+after the last. A later viewer must not end the film of the others, and the film is not stored here,
+because it grows without bound. So each new viewer gets a separate beginning, a `run` line and a
+snapshot of the current state, followed by the lines that all viewers get: these continue from a
+snapshot wherever the film began. No engine state is kept here.
 
-The engine's thread hands text to the loop, and never waits. What a viewer has not taken yet waits
-for it, up to `MAX_BEHIND`: then it is forgotten, and the viewer begins anew when it reads again.
-An engine whose books were torn ends its film itself; after a `failed` line that is looked at.
+The engine's thread passes text to the loop and never waits. Up to `MAX_BEHIND` characters wait for
+a viewer; then they are dropped, and the viewer starts again from a new snapshot when it reads next.
+An engine with inconsistent state ends its film itself, so this is checked after a `failed` line.
 
-A viewer reads the texts of its own requests only: those sent with the same token, which the page
-makes and sends with each request in a header. Of the others it gets lengths (`hidden_texts.py`).
+A viewer reads only the texts of its own requests: those sent with the same token, which the page
+makes and sends with each request in a header. For the others it gets lengths (`hidden_texts.py`).
 With an API key, a viewer that sends the key and no token reads everything."""
 
 from __future__ import annotations
@@ -49,8 +49,8 @@ FILES = Path(__file__).parent / "live_page"
 SCRIPTS = ("live.js", "playground_words.js", "playground.js", "live_caption.js", "live_start.js")
 TITLE = ("The engine, live", "引擎实况")
 MAX_VIEWERS = 16
-MAX_BEHIND = 1 << 20  # characters that a viewer has not taken
-AGAIN_S = 1.0  # between two beginnings of one viewer: a snapshot costs the engine something
+MAX_BEHIND = 1 << 20  # characters that a viewer has not read
+AGAIN_S = 1.0  # between two snapshots for one viewer, because each costs the engine time
 LOOK_S = 0.5  # how soon a stream without events notices that the server is shut down
 LONG_TEXT = 1 << 16  # characters; texts are hidden in a longer one outside the loop
 TOKEN_HEADER = "X-Watch-Token"
@@ -69,7 +69,8 @@ def watch_token(request: Request) -> str | None:
 
 
 class Viewer:
-    """Somebody who looks, in the loop. It is behind when it comes, and when it took too little."""
+    """A viewer's unread text; belongs to the loop. `lags` is set at first, and after it read too
+    slowly: it then needs a snapshot."""
 
     def __init__(self) -> None:
         self._texts: list[str] = []
@@ -92,7 +93,7 @@ class Viewer:
         self._is_full.set()
 
     async def take(self) -> list[str]:
-        """Empty if nothing has come for a while."""
+        """Return the unread texts; [] if none arrived within `LOOK_S` seconds."""
         try:
             await asyncio.wait_for(self._is_full.wait(), LOOK_S)
         except asyncio.TimeoutError:
@@ -103,7 +104,7 @@ class Viewer:
 
 
 class Sink(io.TextIOBase):
-    """What the engine writes to, in its thread."""
+    """The text stream that the engine writes to, in its thread."""
 
     def __init__(self, engine_update: Callable[[str], None]) -> None:
         self._send_update = engine_update
@@ -114,13 +115,13 @@ class Sink(io.TextIOBase):
 
 
 class LivePage:
-    """Both routes."""
+    """The routes `/` and `/events`."""
 
     def __init__(self, llm: AsyncLLM, gate: Gate, little: AsyncLLM | None = None) -> None:
         self.llm, self.gate, self.little = llm, gate, little
         self.viewers: set[Viewer] = set()
         self._loop: asyncio.AbstractEventLoop | None = None
-        self._watch: Watch | None = None  # the engine's thread has it
+        self._watch: Watch | None = None  # belongs to the engine's thread
         self._renewals: set[asyncio.Task] = set()
 
     # -- the page
@@ -131,12 +132,13 @@ class LivePage:
 
     @property
     def _num_little(self) -> int:
-        """The blocks of the small engine. 0: there is none."""
+        """The number of blocks of the small engine; 0 if there is none."""
         return 0 if self.little is None else (self.little.config.num_blocks or 1) - 1
 
     @cached_property
     def _page(self) -> tuple[str, str]:
-        """The page, and what a browser lets it do: its own script, and to ask this server."""
+        """The page, and its Content-Security-Policy: its own script, and requests to this server
+        only."""
         text = put_together(
             TITLE[0],
             {"is_live": True, "title": TITLE, "num_little": self._num_little},
@@ -155,7 +157,7 @@ class LivePage:
     # -- the events
 
     async def events(self, request: Request) -> Response:
-        """The gate has checked the key."""
+        """Stream the events to a new viewer. The gate has already checked the key."""
         token = watch_token(request)
         sees_all = self.gate.config.api_key is not None and token is None
         if (why := self.llm.death_reason) is not None:
@@ -167,11 +169,12 @@ class LivePage:
         if len(self.viewers) >= MAX_VIEWERS:
             raise ApiError(429, f"at most {MAX_VIEWERS} viewers can watch")
         events = self._events(None if sees_all else token or "")
-        await anext(events)  # the viewer is counted before anybody else is let in
+        await anext(events)  # counts the viewer before another one can be accepted
         return EventStream(events)
 
     async def _events(self, token: str | None) -> AsyncIterator[bytes]:
-        """Those that the viewer may read the texts of have this token; None: all."""
+        """Yield the event stream of one viewer, which may read the texts of requests with this
+        `token`; None: of all requests."""
         viewer, loop = Viewer(), asyncio.get_running_loop()
         self._loop = loop
         self.viewers.add(viewer)
@@ -195,7 +198,7 @@ class LivePage:
             return server_sent(text)
         owners = self.llm.owners
 
-        def may_read(request: str) -> bool:  # `n` of a prompt have one name in front of a #
+        def may_read(request: str) -> bool:  # the `n` sequences of a prompt are named "request#i"
             return owners.get(request.partition("#")[0]) == token
 
         if len(text) < LONG_TEXT:
@@ -218,7 +221,7 @@ class LivePage:
 
     @property
     def _film(self) -> Watch | None:
-        """That of the engine now. Torn books end it."""
+        """The engine's current film, or None. Inconsistent engine state ends a film."""
         return self._watch if self._watch is not None and self._watch.is_in else None
 
     def _begin(self, engine: LLMEngine, viewer: Viewer) -> None:
@@ -227,7 +230,7 @@ class LivePage:
         self._renew(engine)
 
     def _renew(self, engine: LLMEngine) -> None:
-        """The engine is on film, if anybody looks: what is written begins it for all."""
+        """Start a film if there are viewers and none is running. Its first lines go to all."""
         if self.viewers and self._film is None:
             sink = Sink(lambda text: self._send_update(self._spread, text))
             self._watch = engine.watch(cast(TextIO, sink))
@@ -242,8 +245,8 @@ class LivePage:
 
 
 def server_sent(lines: str, may_read: Callable[[str], bool] | None = None) -> bytes:
-    """One event, without the texts of requests that `may_read` denies. A lone surrogate is written
-    as JSON's escape of it."""
+    """Return `lines` as one server-sent event, without the texts of requests that `may_read`
+    denies. A lone surrogate is written as its JSON escape."""
     shown = [line.encode("utf-8", "backslashreplace") for line in lines.split("\n") if line]
     if may_read is not None:
         shown = [to_json(hide_texts(json.loads(line), may_read)) for line in shown]

@@ -1,4 +1,4 @@
-"""The port of a server: taken before anything is loaded."""
+"""The server's port, bound before the model is loaded."""
 
 from __future__ import annotations
 
@@ -6,13 +6,13 @@ import socket
 
 
 def open_port(host: str, port: int) -> socket.socket:
-    """Taken, but nobody is listened to yet. Raises `OSError`, and `ValueError` for a number that is
-    no port."""
+    """Return a socket that is bound but does not listen yet. Raises `OSError`, and `ValueError` for
+    an invalid port number."""
     if not 0 <= port <= 65535:
         raise ValueError("ports must be numbers from 0 to 65535")
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    # With a protocol, asyncio sets TCP_NODELAY for those who come: else pieces wait 40 ms for each
-    # other.
+    # With an explicit protocol, asyncio sets TCP_NODELAY on accepted connections; otherwise small
+    # packets wait 40 ms for each other.
     listener = socket.socket(family, socket.SOCK_STREAM, socket.IPPROTO_TCP)
     try:
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)

@@ -1,9 +1,9 @@
-"""A text that is too long for the model is refused before it costs anything: 16 MB become token ids
-in a minute of a core. No token stands for more of it than the longest one of the vocabulary.
+"""A bound on a text's tokens, to refuse a text that is too long before it is tokenized: 16 MB take
+a minute of a core. No token covers more bytes than the longest one of the vocabulary.
 
-That holds where each byte of a text goes to some token. Elsewhere a tokenizer may drop a part of a
-text, or make one unknown token of any number of bytes, and only the token ids say how long it is.
-vLLM multiplies the longest token's characters whatever the tokenizer does."""
+The bound holds if each byte of a text goes to some token. Other tokenizers can drop a part of a
+text, or make one unknown token of any number of bytes; then only the token ids give the length.
+vLLM multiplies by the longest token's characters whatever the tokenizer does."""
 
 from __future__ import annotations
 
@@ -18,16 +18,16 @@ from common.requests.tokenizer import Tokenizer
 SPACES = 'Replace(pattern=String(" "), content="▁")'
 NORMALIZERS = {"Sequence", "Prepend", "NFC"}
 SPLITTERS = {"Sequence", "ByteLevel", "Split", "Regex", "String", "Digits", "Metaspace"}
-NFC_SHRINKS = 3.5  # it writes 7 bytes as 2, and no other text shorter than that
+NFC_SHRINKS = 3.5  # NFC's largest reduction: 7 bytes become 2
 BYTE_NAMES = {f"<0x{byte:02X}>" for byte in range(256)}
 
 
 class PromptTooLong(ValueError):
-    """Prompt and answer have no room in the model."""
+    """The prompt and an answer exceed the model's maximum length."""
 
 
 def longest_token(tokenizer: Tokenizer) -> float:
-    """The most bytes of a text that one token may stand for; inf: any number."""
+    """Return the maximum number of bytes of a text that one token can cover; inf: no bound."""
     backend, model = tokenizer.backend, tokenizer.backend.model
     vocab = backend.get_vocab(with_added_tokens=True)
     normalizer, splitter = repr(backend.normalizer), repr(backend.pre_tokenizer)

@@ -1,4 +1,4 @@
-"""From the command to a server that answers, and to its end."""
+"""Run the server: from the parsed command line to shutdown."""
 
 from __future__ import annotations
 
@@ -27,22 +27,22 @@ from common.serve.gate import Gate, GateConfig
 logger = logging.getLogger(__name__)
 HEADER_SECONDS = 10.0
 KEEP_ALIVE_SECONDS = 65  # proxies keep a connection for 60
-LAST_WORDS_SECONDS = 5  # for what is said to be read, at the end
+LAST_WORDS_SECONDS = 5  # for clients to read their answers, at the end
 CUT_SHORT = 3  # exit code: some requests were ended before their end
-FEW = 8  # connections that are accepted or heard in one turn of the loop
+FEW = 8  # connections that are accepted or read in one iteration of the loop
 BACKLOG = 2048  # connections that the system keeps until they are accepted
 PROGRESS_S = 10.0
 MAX_OPEN_FILES = 65_536
-WAITING_BATCHES = 4  # as many may wait by default: 4 * `max_num_seqs` sequences
+WAITING_BATCHES = 4  # by default, 4 * `max_num_seqs` sequences may wait
 KV_EVENTS_HOLD = "anyone who can reach it reads the token ids and salts of all prompts"
 TRY_IT = "def read_lines(path):\n    with open(path) as"  # the shipped checkpoint continues it well
-LITTLE_BLOCKS = 28  # eight prompts of the page do not fit, and are preempted
+LITTLE_BLOCKS = 28  # too few for eight prompts of the page, so requests are preempted
 SWITCH_S = 0.0005  # how long the engine's thread may hold Python's lock while the loop wants it
 
 
 class PatientProtocol(H11Protocol):
-    """Whoever connects, or begins to say something, has to say in `HEADER_SECONDS` what it wants:
-    its first request, a later one, and the rest of a body that was refused."""
+    """HTTP/1.1 with a timeout: a client must send each request completely within `HEADER_SECONDS`
+    of connecting or of its first byte, including the rest of a body that was refused."""
 
     _timer: asyncio.TimerHandle | None = None
 
@@ -63,7 +63,7 @@ class PatientProtocol(H11Protocol):
             self._timer = self.loop.call_later(HEADER_SECONDS, self._cut_off)
 
     def _cut_off(self) -> None:
-        """Unless it has spoken, and the loop, busy with a thousand others, had no time to hear."""
+        """Close the connection, unless it has data that the busy loop has not read yet."""
         unheard = select.poll()
         unheard.register(self.transport.get_extra_info("socket").fileno(), select.POLLIN)
         if unheard.poll(0):
@@ -84,22 +84,23 @@ class PatientProtocol(H11Protocol):
 
 
 class FewAtOnce(selectors.DefaultSelector):
-    """All that is heard in one turn of the loop is begun in one turn: a thousand requests that come
-    at once would hold up every stream for as long as all of them take."""
+    """A selector that returns at most `FEW` events. The loop starts all events of one iteration in
+    that iteration, so a thousand simultaneous requests would delay every stream."""
 
     def select(self, timeout: float | None = None) -> list[tuple[selectors.SelectorKey, int]]:
         return super().select(timeout)[:FEW]
 
 
 def make_event_loop() -> asyncio.AbstractEventLoop:
-    """For a server and its engine, which share Python's lock. Each call of the system in the loop
-    gives it up, and Python's own 5 ms until it comes back are long, ten times in a turn."""
+    """Return an event loop for a server and its engine, which share Python's lock. Each system call
+    in the loop releases the lock, about ten per iteration, and Python's default of 5 ms until the
+    loop gets it back is too long."""
     sys.setswitchinterval(min(sys.getswitchinterval(), SWITCH_S))
     return asyncio.SelectorEventLoop(FewAtOnce())
 
 
 def allow_many_connections() -> None:
-    """Each is an open file, of which most systems let a program have 1,024 unless it asks."""
+    """Raise the limit of open files: each connection is one, and the default is often 1,024."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     most = MAX_OPEN_FILES if hard == resource.RLIM_INFINITY else min(hard, MAX_OPEN_FILES)
     if soft != resource.RLIM_INFINITY and soft < most:
@@ -107,8 +108,8 @@ def allow_many_connections() -> None:
 
 
 class DrainingServer(uvicorn.Server):
-    """The first signal ends it gently: nothing new is taken, and what runs may finish; what has not
-    after `drain_seconds` gets an error. A second one ends it at once."""
+    """A server that drains on the first signal: new requests are refused, running ones may finish,
+    and those unfinished after `drain_seconds` get an error. A second signal ends it immediately."""
 
     def __init__(
         self, llm: AsyncLLM, gate: Gate, drain_seconds: float, little: AsyncLLM | None = None
@@ -130,8 +131,8 @@ class DrainingServer(uvicorn.Server):
         self._draining: asyncio.Task | None = None
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
-        """asyncio has one number for how many connections are accepted in one go, and for how many
-        the system keeps."""
+        """Start, then set the system's backlog separately: asyncio uses one number both for it and
+        for the connections accepted per iteration."""
         await super().startup(sockets)
         for listener in sockets or []:
             listener.listen(BACKLOG)
@@ -141,11 +142,11 @@ class DrainingServer(uvicorn.Server):
             self.drain_seconds = 0.0
             return
         self.gate.is_draining = True
-        # The signal comes in the loop's thread.
+        # The handler runs in the loop's thread.
         self._draining = asyncio.ensure_future(self._drain())
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
-        """Whoever is cut off, too, comes to an end."""
+        """Shut down, and wait for the tasks of disconnected clients, too."""
         await super().shutdown(sockets)
         await asyncio.gather(*self.server_state.tasks, return_exceptions=True)
 
@@ -166,7 +167,7 @@ class DrainingServer(uvicorn.Server):
 
 
 async def serve(args: argparse.Namespace, settings: dict[str, Any], listener: socket.socket) -> int:
-    """The exit code. Raises what `AsyncLLM` does."""
+    """Serve until a signal, and return the exit code. Raises what `AsyncLLM` does."""
     name = args.served_model_name or _name(args.model)
     _say(f"loading {name} ...")
     template = args.chat_template and args.chat_template.read_text(encoding="utf-8")
@@ -218,7 +219,7 @@ async def serve(args: argparse.Namespace, settings: dict[str, Any], listener: so
 
 
 def little_settings(settings: dict[str, Any]) -> dict[str, Any]:
-    """Return those of the engine on which memory runs out, for the page's switch."""
+    """Return the settings of the small engine that runs out of memory, for the page's switch."""
     kept = ("device", "dtype", "num_threads")
     return {name: settings[name] for name in kept if name in settings} | {
         "num_blocks": LITTLE_BLOCKS
@@ -226,7 +227,7 @@ def little_settings(settings: dict[str, Any]) -> dict[str, Any]:
 
 
 async def log_progress(llm: AsyncLLM) -> None:
-    """A line in the log every `PROGRESS_S` in which the engine has computed something."""
+    """Log a line every `PROGRESS_S` seconds in which the engine has run a step."""
     before = llm.stats
     while True:
         await asyncio.sleep(PROGRESS_S)
@@ -264,7 +265,7 @@ def _tell(args: argparse.Namespace, name: str, listener: socket.socket) -> None:
 
 
 def _open_access_lines(gate: GateConfig) -> str:
-    """Which prompts and answers can be read by others."""
+    """Return a line that says which prompts and answers others can read."""
     if gate.api_key is not None:
         return "open to the key: every prompt and answer, by GET /events"
     if gate.is_local:

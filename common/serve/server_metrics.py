@@ -28,12 +28,12 @@ _HISTOGRAMS = (
     ("request_prefill_time_seconds", "From the first step to the first token.", _LONG),
     ("request_decode_time_seconds", "From the first token to the last one.", _LONG),
 )
-_TOKEN_HISTOGRAMS = (  # of requests that have ended
+_TOKEN_HISTOGRAMS = (  # observed when a request has ended
     ("request_prompt_tokens", "Tokens of the prompt."),
     ("request_generation_tokens", "Tokens generated, of all choices."),
 )
 _REASONS = ("stop", "length", "abort", "error")
-# Of `EngineStats`: what it is there (None: worked out), what it says.
+# By vLLM's name: the field of `EngineStats` (None: computed), and the help text.
 _GAUGES = {
     "kv_cache_usage_perc": (None, "Share of the KV blocks in use; 1: all."),
     "num_requests_running": ("num_running", "Sequences that hold memory and compute."),
@@ -49,9 +49,9 @@ _COUNTERS = {
 
 
 class ServerMetrics:
-    """Gauges and counters are the engine's, read when somebody asks. The first token's time is that
-    of a request here, whether it comes to an end or not; other times are the engine's, at the end.
-    """
+    """The server's Prometheus metrics. Gauges and counters are the engine's, read at each scrape.
+    The time to first token is measured here, for unfinished requests too; other times are the
+    engine's, observed when a request ends."""
 
     def __init__(self, llm: AsyncLLM, model_name: str) -> None:
         self.llm, self.started_at, self.content_type = llm, time.time(), CONTENT_TYPE_LATEST
@@ -77,8 +77,8 @@ class ServerMetrics:
             self._ended.labels(*self._labels, reason)
 
     async def counted(self, request: AsyncIterator[RequestDelta]) -> AsyncIterator[RequestDelta]:
-        """The same deltas, on their way to the client."""
-        reason = "abort"  # unless it comes to an end
+        """Yield the deltas of a request unchanged, and count them."""
+        reason = "abort"  # unless the request finishes
         begin, is_first, num_prompt, num_generated = time.monotonic(), True, 0, 0
         try:
             async for delta in request:
@@ -119,12 +119,12 @@ class ServerMetrics:
             self._observe("request_decode_time_seconds", last - first)
         for i, seconds in enumerate(times.inter_token_latencies):
             self._observe("inter_token_latency_seconds", seconds)
-            if i % 1000 == 999:  # with n=128 there may be 200,000
+            if i % 1000 == 999:  # with n=128 there can be 200,000
                 await asyncio.sleep(0)
         return next(c.finish_reason for c in delta.completions.values() if c.finish_reason)
 
     def collect(self) -> Iterator[Metric]:
-        """Called by the registry."""
+        """Yield the engine's metrics. Called by the registry."""
         stats = self.llm.stats
         usage = stats.kv_blocks_in_use / max(stats.kv_blocks_total, 1)
         for name, (field, says) in (_GAUGES | _COUNTERS).items():
@@ -155,6 +155,6 @@ class ServerMetrics:
 
 
 def _one_two_five(most: int) -> list[int]:
-    """1, 2, 5, 10, ... up to `most`."""
+    """Return the buckets 1, 2, 5, 10, ... up to `most`."""
     buckets = [digit * 10**power for power in range(len(str(most))) for digit in (1, 2, 5)]
     return [bucket for bucket in buckets if bucket <= most]

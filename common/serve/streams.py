@@ -1,4 +1,4 @@
-"""Answers that take their time, and clients that do not wait for them."""
+"""Streamed and long-running responses, and clients that disconnect before the end."""
 
 from __future__ import annotations
 
@@ -14,18 +14,18 @@ from common.serve.deltas import RequestDelta
 
 T = TypeVar("T")
 Deltas = AsyncIterator[RequestDelta]
-CLIENT_IS_GONE = Response(status_code=499)  # as nginx says it; nobody reads it
+CLIENT_IS_GONE = Response(status_code=499)  # nginx's status for it; no client reads it
 HEARTBEAT = b": still here\n\n"
 
 
 async def has_exited(receive: Receive) -> None:
-    """Returns when the client has left."""
+    """Wait until the client has disconnected."""
     while (await receive())["type"] != "http.disconnect":
         pass
 
 
 async def unless_gone(receive: Receive, wanted: Awaitable[T]) -> T | None:
-    """What is wanted; if the client leaves first, it is cancelled, and None."""
+    """Return the result of `wanted`. If the client disconnects first, cancel it and return None."""
     watcher = asyncio.ensure_future(has_exited(receive))
     work = asyncio.ensure_future(wanted)
     try:
@@ -36,7 +36,7 @@ async def unless_gone(receive: Receive, wanted: Awaitable[T]) -> T | None:
 
 
 async def accepted(requests: Sequence[Deltas]) -> list[RequestDelta]:
-    """The first delta of each, when all have one. Raises the error of one that is refused."""
+    """Return the first delta of each request. Raises the error of a request that is refused."""
     firsts = await asyncio.gather(*map(anext, requests), return_exceptions=True)
     for first in firsts:
         if isinstance(first, BaseException):
@@ -50,7 +50,7 @@ async def close_all(requests: Sequence[AsyncIterator[Any]]) -> None:
 
 
 async def gathered(firsts: list[RequestDelta], requests: Sequence[Deltas]) -> list[RequestDelta]:
-    """Each to its end. If one fails, the others are ended."""
+    """Return each request's deltas merged into one. If one request fails, the others are ended."""
 
     async def whole(total: RequestDelta, request: Deltas) -> RequestDelta:
         async for delta in request:
@@ -65,12 +65,12 @@ async def gathered(firsts: list[RequestDelta], requests: Sequence[Deltas]) -> li
 
 
 async def merged(requests: Sequence[Deltas]) -> AsyncIterator[tuple[int, RequestDelta]]:
-    """All as they come, each with its number."""
+    """Yield the deltas of all requests as they arrive, each with its request's index."""
     if len(requests) == 1:
         async for delta in requests[0]:
             yield 0, delta
         return
-    # One that is read slowly holds one delta; what comes later is joined in its mailbox.
+    # A slow reader holds back one delta; later ones are merged in the request's mailbox.
     came = asyncio.Queue[tuple[int, RequestDelta | Exception | None]](1)
 
     async def pump(i: int, request: Deltas) -> None:
@@ -103,8 +103,8 @@ async def _end(*tasks: asyncio.Future) -> None:
 
 
 class EventStream(Response):
-    """Server-sent events. However it ends, `events` is closed, and so are the `requests` that it is
-    made of: a generator that never began does not come to its own end."""
+    """A response of server-sent events. At its end, however caused, `events` and the underlying
+    `requests` are closed, because a generator that never started does not run its `finally`."""
 
     media_type = "text/event-stream"
 

@@ -1,11 +1,11 @@
-"""Where tokens begin in a text, in characters: `text_offset` of a completion's log-probabilities.
+"""Character offsets of tokens in a text, for `text_offset` of a completion's log-probabilities.
 
     token           " it"   "f0 9f"   "98 80"   "<|end|>"   "!"
     its place       0       3         3         4           4        of " it😀!"
 
-A token that goes on with a character begins where the character does. A special token that is
-skipped adds nothing. A stop string counts, although it is cut away later, so a stream has the same
-places as a whole answer."""
+A token that continues a character begins where the character does. A special token that is skipped
+adds no text. A stop string counts although it is removed later, so a stream has the same offsets as
+a complete answer."""
 
 from __future__ import annotations
 
@@ -16,19 +16,20 @@ from common.requests.tokenizer import IncrementalDetokenizer, Tokenizer
 
 
 class TextPlaces:
-    """Of one choice. `echoed` is the text of the prompt, if the choice begins with it."""
+    """The token offsets of one choice. `echoed` is the prompt's text, if the choice begins with
+    it. `skips`: whether special tokens are skipped."""
 
     def __init__(
         self, tokenizer: Tokenizer, prompt_ids: Sequence[int], echoed: str | None, skips: bool
     ) -> None:
         self.tokenizer, self.echoed = tokenizer, echoed or ""
-        self._num_left = 0 if echoed is None else len(prompt_ids)  # of the prompt
-        self._num_characters = 0  # of the text so far
+        self._num_left = 0 if echoed is None else len(prompt_ids)  # prompt tokens
+        self._num_characters = 0  # in the text so far
         self._prompt = IncrementalDetokenizer(tokenizer, (), skip_special_tokens=False)
         self._output = IncrementalDetokenizer(tokenizer, prompt_ids, skip_special_tokens=skips)
 
     def take(self, token_ids: Sequence[int]) -> list[int]:
-        """The places of the next tokens: of the prompt first, if it is echoed."""
+        """Return the offsets of the next tokens: prompt tokens first, if the prompt is echoed."""
         places = []
         for token_id in token_ids:
             if not self._num_left:
@@ -37,16 +38,16 @@ class TextPlaces:
             self._num_left -= 1
             here, shown = self._num_characters, self.tokenizer.token_bytes(token_id)
             is_bos = token_id in self.tokenizer.special_ids and not here
-            if not is_bos or self.echoed.startswith(shown.decode()):  # else the text lacks it
+            if not is_bos or self.echoed.startswith(shown.decode()):  # else the text omits it
                 here = self._append(self._prompt, token_id)
             places.append(min(here, len(self.echoed)))
-            if not self._num_left:  # a normalizer may have made it shorter
+            if not self._num_left:  # a normalizer can shorten the text
                 self._num_characters = len(self.echoed)
         return places
 
     def _append(self, detokenizer: IncrementalDetokenizer, token_id: int) -> int:
-        """Where the token begins: behind what an incomplete character before it became, if the
-        token does not complete it."""
+        """Append a token and return its offset. If the token does not complete an incomplete
+        character before it, it begins after the text that this character became."""
         place, data = self._num_characters, self.tokenizer.token_bytes(token_id)
         detokenizer.append(token_id)
         new = detokenizer.take_delta()

@@ -1,15 +1,15 @@
-"""Tool calls and reasoning: what a chat asks of its tools, and how its text becomes an answer.
+"""Tool calls and reasoning: the tools of a chat request, and the parser of the answer's text.
 
     <think> reasoning </think> content <tool_call>{"name": "f", "arguments": {...}}</tool_call>
 
-That is how Qwen and Hermes models write, with `tool_choice` "auto". A choice that is "required" or
-names a function is a grammar instead: the text is an array of calls, as in vLLM, or only the
+Qwen and Hermes models write this with `tool_choice` "auto". If the choice is "required" or names a
+function, a grammar applies instead: the text is an array of calls, as in vLLM, or only the
 arguments.
 
-The text is read in order, and nothing that was sent is taken back, so a stream's deltas are the
-whole answer in parts, wherever they are cut. A mark is sent to no client, and neither are the
-newlines beside it, which chat templates write anew. A call begins when its name and `{` have come.
-Text after `<tool_call>` that is no call is content."""
+The text is parsed in order and output is never retracted, so a stream's deltas add up to the
+complete answer, wherever they are split. Marks are not sent to clients, and neither are the
+newlines next to them, which chat templates add again. A call begins when its name and `{` have
+arrived. Text after `<tool_call>` that is not a call is content."""
 
 from __future__ import annotations
 
@@ -28,26 +28,26 @@ from grammars import Json
 THINK, END_THINK = "<think>", "</think>"
 CALL, END_CALL = "<tool_call>", "</tool_call>"
 MARKS = (THINK, END_THINK, CALL, END_CALL)
-# A call up to its arguments' value. One that is written otherwise is read when it is complete.
+# A call up to its arguments' value. A call in another form is parsed when it is complete.
 _HEAD = re.compile(r'\s*{\s*"name"\s*:\s*"([^"\\<]+)"\s*,\s*"(?:arguments|parameters)"\s*:\s*(?={)')
-_SIGN = re.compile(r'\\.|["{}\[\]]', re.DOTALL)  # of JSON; of an escaped character, both
+_SIGN = re.compile(r'\\.|["{}\[\]]', re.DOTALL)  # JSON's signs; an escape is both characters
 _BRACKETS = {"{": 1, "[": 1, "]": -1, "}": -1}
 _NAME = re.compile(r"[\w.:/-]{1,256}")
 State = Callable[[dict[str, Any]], bool]
 _NO_PARAMETERS = {"type": "object", "properties": {}, "additionalProperties": False}
 
 
-# -- what a chat asks
+# -- the tools of a chat request
 
 
 @dataclass(frozen=True, slots=True)
 class ToolUse:
-    """`choice` is "none", "auto", "required" or "named"; `schemas` are those of the parameters, by
-    function."""
+    """The tools of a chat. `choice` is "none", "auto", "required" or "named"; `schemas` are the
+    parameters' schemas, by function."""
 
     schemas: dict[str, dict[str, Any]]
     choice: str = "none"
-    name: str = ""  # of the function that is named
+    name: str = ""  # the function, if `choice` is "named"
     is_parallel: bool = True
 
     def grammar(self) -> Json | None:
@@ -56,7 +56,8 @@ class ToolUse:
         return Json(self._array()) if self.choice == "required" else None
 
     def _array(self) -> dict[str, Any]:
-        """The schema of the calls. A reference within a function's schema begins at its root."""
+        """Return the schema of an array of calls. A reference within a function's schema is
+        relative to the root of that schema."""
         from common.features.grammars.json_schema import (
             map_schemas,  # which loads the grammar library
         )
@@ -74,7 +75,7 @@ class ToolUse:
 
 
 def tool_use(tools: Any, choice: Any, is_parallel: bool | None) -> ToolUse:
-    """Raises `ApiError`."""
+    """Return the validated tools and choice of a chat. Raises `ApiError`."""
     schemas = schemas_of(tools or ())
     for name in schemas:
         if choice == {"type": "function", "function": {"name": name}}:
@@ -88,7 +89,7 @@ def tool_use(tools: Any, choice: Any, is_parallel: bool | None) -> ToolUse:
 
 
 def schemas_of(tools: Any) -> dict[str, dict[str, Any]]:
-    """The JSON schema of each function's parameters, by name. Raises `ApiError`."""
+    """Return the JSON schema of each function's parameters, by name. Raises `ApiError`."""
     schemas: dict[str, dict[str, Any]] = {}
     for i, tool in enumerate(tools):
         function = tool.get("function")
@@ -110,8 +111,8 @@ def _rooted(root: str, schema: dict[str, Any]) -> dict[str, Any]:
 
 
 def calls_of_history(calls: Any, where: str) -> list[dict[str, Any]]:
-    """The calls of an earlier answer, with the arguments as the object that chat templates expect.
-    Raises `ApiError`."""
+    """Return the calls of an earlier answer, with the arguments as the object that chat templates
+    expect. Raises `ApiError`."""
     found = []
     for call in calls if isinstance(calls, list) else [{}]:
         function = call.get("function") if isinstance(call, dict) else None
@@ -132,20 +133,20 @@ def calls_of_history(calls: Any, where: str) -> list[dict[str, Any]]:
 
 @dataclass(frozen=True, slots=True)
 class Reader:
-    """How the texts of an answer are read. A grammar leaves no room for reasoning."""
+    """Settings for parsing an answer's texts. With a grammar there is no reasoning."""
 
     tools: ToolUse
     has_reasoning: bool
 
 
 class Reply:
-    """The text of one choice, read as it comes. `prompt_end`: with some templates, it opens the
-    reasoning. The states are methods that read from `_text` and return whether another one goes
-    on."""
+    """An incremental parser for the text of one choice. `prompt_end`: some templates open the
+    reasoning there. The states are methods that consume `_text` and return whether the next state
+    can continue."""
 
     def __init__(self, reader: Reader, prompt_end: str = "") -> None:
         self._tools = reader.tools
-        self._text, self._is_last = "", False  # `_text`: has come and is not read yet
+        self._text, self._is_last = "", False  # `_text`: arrived and not parsed yet
         self._mark, self._is_after_mark = "", False  # the last mark, with the newlines before it
         self._num_calls, self._depth, self._is_in_string = 0, 0, False
         if self._tools.choice in ("named", "required"):
@@ -157,7 +158,7 @@ class Reply:
             self._state = self._content
 
     def delta(self, text: str, is_last: bool) -> dict[str, Any]:
-        """The fields of a stream's delta that `text` brings."""
+        """Return the fields of a stream's delta for the new `text`."""
         self._text, self._is_last = self._text + text, is_last
         fields: dict[str, Any] = {}
         while self._state(fields):
@@ -167,14 +168,14 @@ class Reply:
         return fields
 
     def message(self, text: str) -> dict[str, Any]:
-        """The fields of a whole answer."""
+        """Return the fields of a complete answer."""
         fields = self.delta(text, True)
         for call in fields.get("tool_calls", ()):
             del call["index"]
         return {"content": None if fields else ""} | fields
 
     def finish_reason(self, reason: str | None) -> str | None:
-        """As in vLLM, a named function ends with "stop"."""
+        """Return the finish reason of the answer. As in vLLM, it is "stop" for a named function."""
         is_call = self._num_calls and reason == "stop" and self._tools.choice != "named"
         return "tool_calls" if is_call else reason
 
@@ -200,7 +201,7 @@ class Reply:
         )
 
     def _head(self, fields: dict[str, Any]) -> bool:
-        """From the mark, or what stands between two calls of an array, to the arguments."""
+        """Parse from the mark, or from the text between two calls of an array, to the arguments."""
         if self._tools.choice == "required":
             self._text = self._text.lstrip(" \n\r\t,}][")
         if (head := _HEAD.match(self._text)) is not None:
@@ -236,7 +237,7 @@ class Reply:
         return is_whole
 
     def _after_call(self, fields: dict[str, Any]) -> bool:
-        """Past the mark."""
+        """Skip the mark that ends a call."""
         text = self._text.lstrip(" \n\r\t}")
         is_part = END_CALL.startswith(text)
         if is_part and text != END_CALL and not self._is_last:
@@ -245,11 +246,11 @@ class Reply:
         self._is_after_mark, self._state = True, self._content
         return True
 
-    # -- what the states share
+    # -- helpers of the states
 
     def _take(self, fields: dict[str, Any], name: str, mark: str, after_mark: State) -> bool:
-        """Add the text before the mark, and pass the mark if it has come. What may be a part of it,
-        and newlines before that, wait for more text."""
+        """Add the text before the mark, and skip the mark if it has arrived. Text that can be a
+        part of the mark, and newlines before that text, wait for more text."""
         text = self._text.lstrip("\n") if self._is_after_mark else self._text
         self._is_after_mark &= not text
         taken, found, after = text.partition(mark) if mark else (text, "", "")
@@ -267,7 +268,7 @@ class Reply:
         return bool(found)
 
     def _call(self, fields: dict[str, Any], arguments: str, name: str = "") -> None:
-        """Begin the call of a function, or go on with its arguments."""
+        """Begin the call of a function, or extend its arguments."""
         self._num_calls += bool(name)
         if self._num_calls > 1 and not self._tools.is_parallel:
             return
@@ -280,7 +281,8 @@ class Reply:
         calls[-1]["function"]["arguments"] += arguments
 
     def _num_of_object(self) -> int:
-        """The characters up to the bracket that closes the first one, or all that can be read."""
+        """Return the number of characters up to the bracket that closes the first one, or of all
+        that can be parsed."""
         end = 0
         for found in _SIGN.finditer(self._text):
             end, sign = found.end(), found[0]
@@ -294,7 +296,7 @@ class Reply:
 
 
 def _whole_call(text: str) -> dict[str, str] | None:
-    """A call in another order of keys, or without arguments."""
+    """Parse a call with another order of keys, or without arguments. None: it is not a call."""
     try:
         call = json.loads(text)
         found = {"name": call["name"], "arguments": call.get("arguments") or {}}

@@ -1,9 +1,8 @@
-"""What clients may send: OpenAI's fields with vLLM's additions, and what they mean to the engine.
+"""Request bodies: OpenAI's fields with vLLM's additions, and their conversion for the engine.
 
-A number is a number and no text; `null` is a field that was not given. What the values may be is
-said by `SamplingParams` and the engine. Fields that nobody knows are passed over, as vLLM does, and
-named once in the log; fields of OpenAI's that would change the answer, and are not built, are
-refused by name."""
+A number must not be a string; `null` means that the field is absent. `SamplingParams` and the
+engine validate the values. Unknown fields are ignored, as in vLLM, and logged once by name; OpenAI
+fields that would change the answer, and are not supported, are rejected by name."""
 
 from __future__ import annotations
 
@@ -24,9 +23,9 @@ logger = logging.getLogger(__name__)
 MAX_N = 128  # sequences of a prompt, and prompts of a request, as at OpenAI
 MAX_PROMPTS = 2048
 MAX_LOGPROBS = 20  # vLLM's `--max-logprobs`
-MAX_ENTRIES = 2_000_000  # log-probabilities of one answer
+MAX_ENTRIES = 2_000_000  # log-probabilities in one answer
 MAX_TEXT = 64 << 10  # bytes of all `bad_words`, and of all `stop` strings
-# Name: what would change nothing.
+# Unsupported fields, with the values that have no effect and are accepted.
 NOT_BUILT: dict[str, tuple] = {
     "functions": ([],),
     "function_call": ("none",),
@@ -36,34 +35,34 @@ NOT_BUILT: dict[str, tuple] = {
     "best_of": (1,),
     "prediction": (),
     "web_search_options": (),
-    "chat_template": (),  # a template is a program: the server's owner chooses it
+    "chat_template": (),  # a template is a program, so only the server's owner chooses it
     "prompt_embeds": (),
     "use_beam_search": (False,),
-    "echo": (False,),  # of a chat
+    "echo": (False,),  # in a chat
     "truncation_side": ("left",),
     "thinking_token_budget": (-1,),
     "logprob_token_ids": ([],),
     **dict.fromkeys(["guided_json", "guided_regex", "guided_choice", "guided_grammar"], ()),
 }
-# Known, and of no consequence here: a pool's blocks are found by what they hold.
+# Known fields without effect here. `kv_transfer_params`: a pool finds blocks by their content.
 IGNORED_FIELDS = {"user", "store", "metadata", "service_tier", "safety_identifier"}
 IGNORED_FIELDS |= {"kv_transfer_params"}
 _named: set[str] = set()
 
-# The first fault of a list is enough: a body may hold millions.
+# Report only the first fault of a list, because a body can have millions.
 TokenIds = Annotated[list[Annotated[int, Field(ge=0)]], Field(fail_fast=True)]
 Numbers = Annotated[list[int], Field(fail_fast=True)]
 Texts = Annotated[list[str], Field(fail_fast=True)]
-# Each is looked for in each token's text, by the engine: 100,000 cost everybody 70 ms a step.
+# The engine searches each token's text for each string: 100,000 cost all requests 70 ms per step.
 Strings = Annotated[list[str], Field(fail_fast=True, max_length=1024)]
 Messages = Annotated[list[dict[str, Any]], Field(fail_fast=True)]
 MAX_BIASES = 1024
-MAX_NAME = 1024  # characters of what is compared and hashed, and in the log
+MAX_NAME = 1024  # characters of a string that is compared, hashed or logged
 
 
 def _whole(value: Any, depth: int = 2) -> Any:
-    """The same with `int`s for numbers such as 4.0, in lists and lists of lists too: JSON knows no
-    difference."""
+    """Return `value` with numbers such as 4.0 as `int`, also within lists and lists of lists,
+    because JSON does not distinguish the two."""
     if isinstance(value, float) and value.is_integer():
         return int(value)
     if isinstance(value, list) and depth:
@@ -86,7 +85,8 @@ class Body(BaseModel):
             return handler({name: _whole(value) for name, value in data.items()})
 
     def check_extra(self) -> None:
-        """The fields that it does not have here. Raises `ApiError`."""
+        """Check the fields that the model does not declare, then drop them. Raises `ApiError` for
+        an unsupported one, and logs each unknown name once."""
         for name, value in (self.model_extra or {}).items():
             if name in NOT_BUILT and value is not None and value not in NOT_BUILT[name]:
                 raise bad(f"{name} is not supported by this server", name)
@@ -109,7 +109,8 @@ class ResponseFormat(Body):
 
 
 class GenerateBody(Body):
-    """What both kinds of request have. The names are those of `SamplingParams` where it has one."""
+    """The fields of completion and chat requests, with the names of `SamplingParams` if it has
+    the field."""
 
     model: str | None = None
     stream: bool | None = None
@@ -126,7 +127,7 @@ class GenerateBody(Body):
     max_tokens: int | None = None
     min_tokens: int | None = None
     stop: str | Strings | None = None
-    stop_token_ids: Numbers | None = Field(None, max_length=MAX_BIASES)  # by each sequence
+    stop_token_ids: Numbers | None = Field(None, max_length=MAX_BIASES)  # checked per sequence
     ignore_eos: bool | None = None
     skip_special_tokens: bool | None = None
     include_stop_str_in_output: bool | None = None
@@ -144,12 +145,12 @@ class GenerateBody(Body):
     return_tokens_as_token_ids: bool | None = None  # in log-probabilities
 
     def options(self) -> RequestOptions:
-        """Of `AsyncLLM.generate`."""
+        """Return the keyword arguments for `AsyncLLM.generate`."""
         return {"priority": self.priority or 0, "cache_salt": self.cache_salt}
 
     def sampling_params(self, defaults: dict[str, Any], **others: Any) -> SamplingParams:
-        """`defaults` where nothing is given, `others` where the names differ. Raises
-        `ApiError`."""
+        """Return the sampling parameters: `defaults` for absent fields, `others` for fields with
+        other names. Raises `ApiError`."""
         self._check()
         names = SamplingParams.__dataclass_fields__.keys() & type(self).model_fields.keys()
         given = {name: getattr(self, name) for name in names}
@@ -161,14 +162,14 @@ class GenerateBody(Body):
             raise self.error(error) from error
 
     def error(self, error: Exception) -> ApiError:
-        """What a client is told that sent this body: `param` is a field of it."""
+        """Return the error for the client that sent this body, with `param` as a field of it."""
         found = api_error(error, self._names_in_engine | type(self).model_fields.keys())
         found.param = self._names_in_engine.get(found.param or "", found.param)
         return found
 
     @property
     def _names_in_engine(self) -> dict[str, str]:
-        """The fields by other names that sentences begin with."""
+        """The body's field by the name with which the engine's messages begin."""
         form = self.structured_outputs is None and self.response_format is not None
         grammar = "response_format" if form else "structured_outputs"
         return {"grammar": grammar, "schema": grammar, "adapter": "model"}
@@ -187,9 +188,10 @@ class GenerateBody(Body):
     def within_entries(
         self, num_tokens: list[int], params: SamplingParams, most: int
     ) -> SamplingParams:
-        """The parameters, for prompts of so many tokens in a model that takes `most`, with as many
-        log-probabilities as one answer may have: where the client gave no `max_tokens`, it becomes
-        what is left. Raises `ApiError` where the client's own numbers ask for more."""
+        """Return `params` within `MAX_ENTRIES` log-probabilities per answer. `num_tokens` are the
+        lengths of the prompts, `most` is the model's maximum length. If the client gave no
+        `max_tokens`, it is lowered to fit. Raises `ApiError` if the client's values exceed the
+        limit."""
         if params.max_tokens is None and (width := _width(params.logprobs)):
             fits = max(1, MAX_ENTRIES // (params.n * len(num_tokens) * width))
             if fits < most - min(num_tokens):
@@ -222,7 +224,7 @@ class GenerateBody(Body):
         form, given = self.response_format, self.structured_outputs
         if form is None or form.type == "text":
             if given is None:
-                return None  # vLLM's clients send what they do not ask for, too
+                return None  # vLLM's clients also send the options that they do not use
             return {name: value for name, value in given.items() if value not in (None, False)}
         if given is not None:
             raise bad("response_format must be null with structured_outputs", "response_format")
@@ -274,7 +276,7 @@ class ChatBody(GenerateBody):
     add_generation_prompt: bool | None = None
     continue_final_message: bool | None = None
     chat_template_kwargs: dict[str, Any] | None = None
-    documents: list[dict[str, Any]] | None = None  # this and the next two: for the template
+    documents: list[dict[str, Any]] | None = None  # this and the next two are for the template
     reasoning_effort: str | None = None
     enable_thinking: bool | None = None
     tools: Messages | None = None
@@ -289,7 +291,7 @@ class ChatBody(GenerateBody):
         return found | dict.fromkeys(("grammar", "schema") if is_call else (), "tools")
 
     def tool_use(self) -> ToolUse:
-        """Raises `ApiError`."""
+        """Return the tools and their choice. Raises `ApiError`."""
         return tool_use(self.tools, self.tool_choice, self.parallel_tool_calls)
 
     def _grammar(self) -> Any:
@@ -300,7 +302,8 @@ class ChatBody(GenerateBody):
         return grammar if grammar is not None else tools.grammar()
 
     def params(self, defaults: dict[str, Any]) -> SamplingParams:
-        """Without `max_tokens`, an answer is as long as there is room."""
+        """Return the sampling parameters. Without `max_tokens`, only the model's length limits an
+        answer. Raises `ApiError`."""
         if self.top_logprobs and not self.logprobs:  # clients send 0 for none
             raise bad("top_logprobs must be 0 unless logprobs is true", "top_logprobs")
         most = self.max_completion_tokens

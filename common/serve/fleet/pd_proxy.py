@@ -2,17 +2,17 @@
 
     python -m common.serve.fleet.pd_proxy --prefill URL --decode URL --port 8000
 
-    client --> proxy --1--> prefill server    the request with max_tokens=1; nobody reads its token,
+    client --> proxy --1--> prefill server    the request with max_tokens=1; its token is unused,
                        |                      but at its end the prompt's full blocks are stored
-                       2--> decode server     the request as it came; the answer is the client's.
-                                              It loads these blocks and computes what is left
+                       2--> decode server     the unchanged request, whose answer the client gets:
+                                              loads these blocks and computes the other tokens
 
-Both carry `kv_transfer_params`. vLLM's connectors between two engines put into the first answer
-where the blocks are, and it goes into the second request; a store knows blocks by what they hold,
-so ours leave it empty.
+Both carry `kv_transfer_params`. vLLM's connectors between two engines return the location of the
+blocks in the first answer, and the proxy passes it on in the second request; a store finds blocks
+by their content, so our connectors leave it empty.
 
-Nothing of the first request is needed: if it fails or is late, the second one computes the prompt.
-(`vllm-router` 0.1.17 answers with an error then.) Whatever is not a generation goes to the decode
+The first request is optional: if it fails or is late, the decode server computes the prompt.
+(`vllm-router` 0.1.17 answers with an error then.) Requests other than generations go to the decode
 server."""
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from starlette.routing import Route
 
 logger = logging.getLogger(__name__)
 GENERATES = ("/v1/completions", "/v1/chat/completions")
-# What vLLM's own proxies ask the first server for.
+# The parameters that vLLM's proxies send to the first server.
 ASK = {
     "do_remote_decode": True,
     "do_remote_prefill": False,
@@ -47,7 +47,7 @@ HEADERS = ("authorization", "content-type", "x-request-id")
 
 
 def first_request(body: dict[str, Any]) -> dict[str, Any]:
-    """What the prefill server is asked."""
+    """Return the body of the request to the prefill server."""
     kept = {name: value for name, value in body.items() if name not in NOT_FOR_ONE_TOKEN}
     return kept | {"max_tokens": 1, "stream": False, "kv_transfer_params": ASK}
 
@@ -57,7 +57,7 @@ def make_proxy(prefill: str, decode: str, prefill_seconds: float = 60.0) -> Star
     second = httpx.AsyncClient(base_url=decode, timeout=None)
 
     async def ask_first(path: str, body: dict[str, Any], headers: dict[str, str]) -> Any:
-        """Where the blocks are, if anybody has to know."""
+        """Return the location of the blocks, or None if it is not needed or the request fails."""
         try:
             answer = await first.post(path, json=first_request(body), headers=headers)
             answer.raise_for_status()
@@ -73,7 +73,7 @@ def make_proxy(prefill: str, decode: str, prefill_seconds: float = 60.0) -> Star
             try:
                 body = json.loads(content)
             except ValueError:
-                body = None  # the decode server says what is wrong with it
+                body = None  # the decode server reports the error
             if isinstance(body, dict):
                 found = await ask_first(path, body, headers)
                 content = json.dumps(body | ({"kv_transfer_params": found} if found else {}))
@@ -87,7 +87,7 @@ def make_proxy(prefill: str, decode: str, prefill_seconds: float = 60.0) -> Star
             try:
                 async for piece in answer.aiter_raw():
                     yield piece
-            finally:  # a client that leaves ends the request
+            finally:  # a client that disconnects ends the request
                 await answer.aclose()
 
         kept = {n: v for n, v in answer.headers.items() if n in ("content-type", "x-request-id")}

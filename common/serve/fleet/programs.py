@@ -1,7 +1,7 @@
-"""Servers and a router as processes of this machine, each on a free port, ended with the block.
+"""Servers and a router as local processes, each on a free port, ended at the end of a `with` block.
 
-The real router is no package of ours: `pip install vllm-router`, in an environment of its own if
-need be, and `VLLM_ROUTER=/path/to/vllm-router` names it then."""
+The real router is not a dependency: `pip install vllm-router`, in a separate environment if
+necessary, whose program you then name with `VLLM_ROUTER=/path/to/vllm-router`."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def free_port() -> int:
 
 
 class Program:
-    """A command that serves HTTP; ready when its `/health` says so. Its output is kept."""
+    """A process that serves HTTP; ready when its `/health` succeeds. Its output is kept."""
 
     def __init__(self, command: Sequence[str], port: int, metrics_port: int | None = None) -> None:
         self.url = f"http://127.0.0.1:{port}"
@@ -62,7 +62,7 @@ class Program:
             time.sleep(0.1)
 
     def metrics(self) -> dict[str, dict[str, float]]:
-        """By name and labels."""
+        """Return the values of `/metrics`, by name and labels."""
         found: dict[str, dict[str, float]] = {}
         for name, labels, value in _SAMPLE.findall(httpx.get(self._metrics_url, timeout=10).text):
             found.setdefault(name, {})[labels] = float(value)
@@ -88,13 +88,13 @@ class Program:
 
 
 def start_server(*flags: str, module: str = "common.serve") -> Program:
-    """`module` may be another program with a `--port`, such as the proxy."""
+    """Start a server. `module` can be another program with a `--port`, such as the proxy."""
     port = free_port()
     return Program([sys.executable, "-m", module, "--port", str(port), *flags], port)
 
 
 def start_router(*flags: str) -> Program:
-    """Raises `FileNotFoundError` if it is not installed."""
+    """Start the real router. Raises `FileNotFoundError` if it is not installed."""
     program = router_program()
     if program is None:
         raise FileNotFoundError(HOW_TO_INSTALL)

@@ -1,10 +1,10 @@
-"""Replicas that come and go with the load, by Ray Serve: each is an `AsyncLLM` in a process of its
-own, and Ray starts, routes, counts and ends them.
+"""Replicas that Ray Serve scales with the load: each is an `AsyncLLM` in a separate process, and
+Ray starts, routes, counts and ends them.
 
     python -m common.serve.fleet.ray_replicas --max-replicas 2 --streams 24
 
-sends that many streams at once, prints how many replicas there are while they run, and how many are
-left when nobody asks any more. `pip install "ray[serve]"` first."""
+sends that many concurrent streams, and prints the number of replicas while the streams run and
+after the last request. Run `pip install "ray[serve]"` first."""
 
 from __future__ import annotations
 
@@ -30,14 +30,14 @@ class Replica:
         self.llm = AsyncLLM(num_blocks=2000, num_threads=1)
 
     async def __call__(self, request: Request) -> StreamingResponse:
-        """`{"prompt": ..., "max_tokens": ...}`; the text comes as it is made."""
+        """Stream the text for a body of `{"prompt": ..., "max_tokens": ...}`."""
         return StreamingResponse(self.pieces(**await request.json()), media_type="text/plain")
 
     async def pieces(self, prompt: str, max_tokens: int) -> AsyncIterator[str]:
         from request import SamplingParams
 
         params = SamplingParams(temperature=0, max_tokens=max_tokens, ignore_eos=True)
-        async for delta in self.llm.generate(prompt, params):  # a client that leaves ends it
+        async for delta in self.llm.generate(prompt, params):  # ended if the client leaves
             for completion in delta.completions.values():
                 yield completion.text
 
