@@ -1,5 +1,5 @@
-"""The scripts of the films: four to six requests, some twenty steps. What each of them shows is
-read from its film (`film_facts.py`) and said in `films.py`."""
+"""The scripts of the films: four to six requests, about twenty steps. `film_facts.py` reads the
+facts that each film shows, `films.py` their descriptions."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _RUN_AS = "if __name__ =="
 _LOOP = "for i in range(10):"
 _STACK = "class Stack:\n    def push(self, item):\n        self.items.append(item)\n\n"
 
-# Six requests of unlike lengths on three seats, KV for everybody.
+# Six requests of different lengths, three slots, KV memory for all.
 CONTINUOUS = Script(
     (
         Visit("a", 0, _RUN_AS, 20),
@@ -39,7 +39,7 @@ CONTINUOUS = Script(
 )
 STATIC = Script(CONTINUOUS.visits, CONTINUOUS.config, is_static=True)
 
-# Chapter 2's scheduler: whoever begins has all the blocks that it may ever need.
+# Chapter 2's scheduler: an admitted request gets all the blocks that it can ever need.
 TABLES = Script(
     (
         Visit("a", 0, _PRIME, 20),
@@ -136,7 +136,7 @@ WHOLE = Script(
 )
 PIECES = WHOLE.but(chunked_prefill=32)
 
-# Three seats, and room for one adapter. Who comes second wants another one.
+# Three slots, and memory for one adapter. The second request needs another adapter.
 _AREA = 'def area(width, height):\n    """Return the area of a rectangle."""'
 ADAPTED = Script(
     (

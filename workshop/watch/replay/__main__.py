@@ -30,7 +30,7 @@ def describe(film: Film) -> str:
 
 
 def describe_step(film: Film, step: int) -> str:
-    """Who computed what in a step, and why the others did not."""
+    """The tokens that a step computed for each request, and why other requests did not run."""
     film.state_after(step)  # which says if there is no such step
     part = next(part for part in film.steps() if part.number == step)
     lines = [f"step {step}"]
