@@ -1,4 +1,4 @@
-"""What the process that others are forked from has loaded: libraries, and nothing of ours that an
+"""The imports of the process that others are forked from: libraries, and no module of ours that an
 exhibit could change."""
 
 import atexit
@@ -14,7 +14,7 @@ import transformers
 
 import common.tests.kernel_device  # before transformers' models: it decides how Triton is imported
 
-# What is asked for by name is imported only then.
+# Lazily imported names: accessing them here imports their modules.
 LOADED = (
     hypothesis.stateful,
     pytest,

@@ -139,7 +139,7 @@ def take_still(browser: Browser, shot: Shot, folder: Path, language: str = "en")
 
 
 def make_stills(cast: Cast | None = None) -> None:
-    """Make every film's stills. Without a browser, raises `ValueError` that says what to install."""
+    """Make every film's stills. Without a browser, raises `ValueError` with what to install."""
     try:
         with started_browser() as browser, tempfile.TemporaryDirectory() as folder:
             cast = cast or load_cast()
@@ -158,7 +158,8 @@ def make_stills(cast: Cast | None = None) -> None:
 
 
 def take_exhibits(browser: Browser, folder: Path) -> list[Path]:
-    """Draw the museum's stills: runs with and without a bug where they diverge. Returns the files."""
+    """Draw the museum's stills: runs with and without the bug, where they diverge. Returns the
+    files."""
     from workshop.practice.museum import pictures
     from workshop.practice.museum.hall import CHINESE, EXHIBITS
     from workshop.practice.museum.museum_command import watch

@@ -135,7 +135,7 @@ class StaticBatches(SchedulerPlugin):
 
 
 class CompiledLate(SchedulerPlugin):
-    """Marks a grammar as compiled `num_steps` steps after the first check of a request with it."""
+    """Marks a grammar as compiled `num_steps` steps after a request with it was first checked."""
 
     def __init__(self, num_steps: int) -> None:
         self._num_steps, self._step = num_steps, 0

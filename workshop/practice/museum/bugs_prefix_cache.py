@@ -1,4 +1,4 @@
-"""Exhibits of chapter 3: what is shared, with whom, and for how long."""
+"""Exhibits of chapter 3: shared blocks, the requests that share them, and their lifetime."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ A, B, C, D, E = ([letter] * 4 for letter in (1, 2, 3, 4, 5))  # a block of token
 
 
 def make_cache(num_blocks: int = 20) -> Any:
-    """A hash chain over blocks of four tokens."""
+    """Make a hash chain over blocks of four tokens."""
     from block_pool import BlockPool
     from prefix_cache_local import PrefixCacheLocal
 
@@ -32,7 +32,7 @@ def make_scheduler(num_blocks: int = 20, **limits: Any) -> Any:
 
 
 def make_groups(*windows: int | None) -> Any:
-    """Tables in groups with these windows, and their cache, over blocks of two tokens."""
+    """Make tables in groups with these windows, and their cache, over blocks of two tokens."""
     from block_pool import BlockPool
     from cached_grouped_memory import CachedGroupedMemory
 

@@ -1,4 +1,4 @@
-"""Exhibits of chapter 4: memory runs out, and somebody has to make room."""
+"""Exhibits of chapter 4: memory runs out, and a request is preempted."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from workshop.practice.museum.props import steps
 
 
 def make_scheduler(num_blocks: int, **options: Any) -> Any:
-    """Over blocks of four positions, so many of them to use, and nothing is cached."""
+    """Make a scheduler with `num_blocks` usable blocks of four positions, without a cache."""
     from block_pool import BlockPool
     from kv_memory import UncachedKVCacheManager
     from scheduler import Scheduler
