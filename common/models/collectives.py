@@ -191,7 +191,7 @@ class Connected:
                 self.counts.num_sends += 1
                 self.counts.num_bytes += tensor.nbytes
                 work = self._line.send([tensor], self.ranks.stage + 1, 0)
-                self._sent.append((work, tensor))  # it must stay until it has left
+                self._sent.append((work, tensor))  # kept alive until it is sent
             while len(self._sent) > self.ranks.pipeline_parallel_size * len(tensors):
                 self._sent[0][0].wait()
                 self._sent.popleft()
@@ -215,7 +215,7 @@ class Connected:
         try:
             yield
         except RuntimeError as error:  # torch.distributed's errors are such, timeouts included
-            # Without the place in Gloo's source, and without its advice.
+            # Remove the position in Gloo's source, and Gloo's advice.
             reason = re.sub(r"\[\S+:\d+\] |This is typically.*", "", str(error)).strip()
             raise CollectiveError(
                 f"rank {self.ranks.rank} of {self.ranks.world_size}: {operation} failed, another "

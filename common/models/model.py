@@ -43,7 +43,7 @@ from common.models.regions.regions import Regions
 from common.models.rotary import Rotary, rotary_table
 from paged_attention import AttentionPlan, PagedKVCache
 
-# What layers are built of, by the names in `ModelConfig.blocks`. Another block is a file of its own
+# The block classes of layers, by the names in `ModelConfig.blocks`. Another block needs a new file
 # and a line here.
 ATTENTION_BLOCKS = {
     "attention": "common.models.blocks:AttentionBlock",

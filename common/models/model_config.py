@@ -68,17 +68,17 @@ class ModelConfig:
     o_bias: bool = False
     mlp_bias: bool = False
     has_qk_norm: bool = False
-    dtype: str | None = None  # what the configuration says the weights are stored in
+    dtype: str | None = None  # the stored weights' dtype, by the configuration
     eos_token_ids: tuple[int, ...] = ()
     layer_windows: tuple[Window, ...] = ()  # of each layer; (): no layer has one
     blocks: tuple[str, str] = ("attention", "mlp")  # of each layer, as `model.py` names them
     experts: ExpertsConfig | None = None  # of the layers that have a block of them instead
     window_rope: RopeParameters | None = None  # of layers with a window; None: as the others
     query_pre_attn_scalar: float | None = None  # scores are divided by its root; None: head_dim
-    embedding_scale: float = 1.0  # what embeddings are multiplied with
+    embedding_scale: float = 1.0  # embeddings are multiplied with this
     activation: str = "silu"  # of an MLP
-    norm_offset: float = 0.0  # what a checkpoint's weights of norms lack
-    has_post_norms: bool = False  # is what a block adds normed
+    norm_offset: float = 0.0  # added to a checkpoint's norm weights
+    has_post_norms: bool = False  # whether a block's output is normed before it is added
 
     def blocks_of(self, layer: int) -> tuple[str, str]:
         attention, mlp = self.blocks
@@ -322,7 +322,7 @@ WHY_REFUSED: dict[str, str] = {
     "*Model": "it has no head, so no next token",
 }
 
-# Parts of field names that stand for something this decoder does not have.
+# Parts of field names for features that this decoder does not have.
 _UNSUPPORTED = (
     "expert", "moe", "rout", "topk", "scoring", "n_group", "dense_replace", "quantization",
     "softcap", "vision", "audio", "text_config", "multiplier",

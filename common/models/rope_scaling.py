@@ -24,7 +24,7 @@ from common.models.rotary import RopeParameters
 
 _ORIGINAL = "original_max_position_embeddings"
 _BOUNDS = {"llama3": ("low_freq_factor", "high_freq_factor"), "yarn": ("beta_slow", "beta_fast")}
-# What must be there, and what is something if it is not. All are numbers > 0.
+# The required and the optional fields of each kind. All are numbers > 0.
 READS: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
     "linear": (("factor",), ()),
     "llama3": (("factor", "low_freq_factor", "high_freq_factor"), ()),

@@ -15,7 +15,7 @@ from pkgutil import resolve_name
 
 import torch
 
-Rotary = tuple[torch.Tensor, torch.Tensor]  # what a layer turns with, `Regions.rotary`
+Rotary = tuple[torch.Tensor, torch.Tensor]  # a layer's rotary factors, from `Regions.rotary`
 
 
 @dataclass(frozen=True, slots=True)

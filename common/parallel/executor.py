@@ -41,7 +41,7 @@ from common.parallel.channel import (
 logger = logging.getLogger(__name__)
 
 CLOSE_TIMEOUT_S = 5.0
-GRACE_S = 1.0  # for others to say what went wrong, when one has
+GRACE_S = 1.0  # for other ranks' reports, after one rank has reported an error
 ANSWERS = {
     "ready": ("facts",),
     "output": ("step", "output", "digest"),
@@ -87,7 +87,7 @@ class Executor:
         self._pid = os.getpid()
         self._outputs: list[dict[int, dict[str, Any]]] = [{} for _ in links]  # by step
         self._answers: list[deque[dict[str, Any]]] = [deque() for _ in links]
-        # Of adapters that are being read, by number, what each rank says in the end.
+        # Adapters being read: by number, the answer of each rank.
         self.loading: dict[int, dict[int, dict[str, Any]]] = {}
         self._errors: dict[int, dict[str, Any]] = {}
         self._gone: set[int] = set()
@@ -129,7 +129,7 @@ class Executor:
             if time.monotonic() > deadline:
                 names = ", ".join(link.name for link in left)
                 self._fail(f"{names} did not take a message in {timeout_s:g} s")
-            self._take_what_came(0.001)  # or two that are full would wait for each other
+            self._take_what_came(0.001)  # otherwise two full sockets would wait for each other
 
     def _send_some(self, link: Link) -> bool:
         try:
@@ -182,7 +182,7 @@ class Executor:
         """Wait up to `seconds` for a message and process what has arrived. If none arrives and
         `late_for` is set, that is a failure: `late_for` names the missing answer."""
         ready = self._selector.select(max(seconds, 0))
-        with interrupts_held():  # nor is an answer lost on its way from the socket
+        with interrupts_held():  # so that no answer is lost between socket and parsing
             for key, _ in ready:
                 self._take(key.data)
         if self._errors or self._gone:
@@ -295,7 +295,7 @@ class Executor:
 
     def close(self) -> None:
         """End the workers. None is left when this returns. Can be called again."""
-        if self._is_closed or os.getpid() != self._pid:  # in a fork they are not ours
+        if self._is_closed or os.getpid() != self._pid:  # a fork does not own the workers
             return
         self._is_closed = True
         if self.failure is None:

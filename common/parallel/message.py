@@ -215,7 +215,7 @@ def _checked_features(new: NewRequestData) -> dict[str, Any]:
 
 def _params_to_map(params: SamplingParams) -> dict[str, Any]:
     lists = {"stop": list(params.stop), "stop_token_ids": list(params.stop_token_ids)}
-    # Of these a worker gets what it needs as features: plain data.
+    # A worker gets the needed parts of these as features: plain data.
     rules = ("logit_bias", "allowed_token_ids", "bad_words")
     stay = dict.fromkeys((*rules, "prompt_logprobs", "truncate_prompt_tokens", "grammar"))
     is_seed_drawn = isinstance(params, DrawnSeedParams)

@@ -93,7 +93,7 @@ def _part_of_vocab(config: ModelConfig, ranks: Ranks) -> slice:
     return slice(first, min(first + num_rows, config.vocab_size))
 
 
-# The dimension of a checkpoint's matrix that the ranks divide; what is not named, all have whole.
+# The dimension of a checkpoint's matrix that the ranks divide; all have other tensors whole.
 _ROWS = ("q_proj", "k_proj", "v_proj", "gate_proj", "up_proj", "w1", "w3")
 _ROWS += ("embed_tokens", "lm_head")
 _DIVIDED = {**{kind: 0 for kind in _ROWS}, "o_proj": 1, "down_proj": 1, "w2": 1}

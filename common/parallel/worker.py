@@ -34,7 +34,7 @@ def serve(channel: Channel, lifeline: Lifeline) -> None:
     """Process messages until the driver sends `close` or exits."""
     lifeline.start()
     try:
-        from common.parallel.worker_rank import Rank  # all that is heavy
+        from common.parallel.worker_rank import Rank  # all heavy imports
 
         rank = Rank.start(channel)
         while _answer(rank, channel, lifeline):
@@ -45,7 +45,7 @@ def serve(channel: Channel, lifeline: Lifeline) -> None:
     except BaseException as error:
         logger.error("%s", "".join(traceback.format_exception(error)))
         _report(channel, error)
-        lifeline.join()  # the driver ends this process: who is gone is another thing
+        lifeline.join()  # the driver ends this process
     finally:
         lifeline.is_over = True
         channel.close()
@@ -74,7 +74,7 @@ def main(argv: list[str]) -> None:
     logging.shutdown()
     sys.stdout.flush()
     sys.stderr.flush()
-    os._exit(0)  # without taking PyTorch apart
+    os._exit(0)  # without PyTorch's shutdown
 
 
 if __name__ == "__main__":

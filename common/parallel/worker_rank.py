@@ -84,7 +84,7 @@ class Rank:
         self.blocks = PagedBlockIO(local.kv_cache)
         self.num_plans = 0
         self._answering: ThreadPoolExecutor | None = None
-        self._reader: ThreadPoolExecutor | None = None  # of adapters, while steps go on
+        self._reader: ThreadPoolExecutor | None = None  # reads adapters while steps continue
         self._reading: dict[int, Future[Adapter]] = {}
         if local.paged.device.type != "cpu":
             self._answering = ThreadPoolExecutor(1, thread_name_prefix="answers")
@@ -296,7 +296,7 @@ class DriverChosenLength(DraftLength):
         self._unjudged: deque[_Unverified] = deque()
 
     def begin(self, step: int, times: list[list]) -> None:
-        """`times`: step, milliseconds of verifying and of guessing, of steps before this one."""
+        """`times`: step, milliseconds of verifying and of drafting, of steps before this one."""
         self._step = step
         for number, verify_ms, draft_ms in times:
             while self._unjudged and self._unjudged[0].step < number:

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 from common.events.page_colours import *  # noqa: F403
 from common.events.page_colours import INK, PAPER
 
-if TYPE_CHECKING:  # drawings need none of it, and it takes a second
+if TYPE_CHECKING:  # drawings do not need it, and the import takes a second
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 

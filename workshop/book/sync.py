@@ -45,7 +45,7 @@ from workshop.practice.tasks import reading
 
 _SKIPPED = {"build", "dist", "my", "shared", "checkpoints"}
 _CELL = re.compile(r"(?<!\\)\|")
-# What writes tables from the records of a folder; a chapter's are written by its plot scripts.
+# Scripts that write tables from a folder's records; a chapter's plot scripts write its tables.
 _TABLES = {
     "workshop/measure/bench/": (
         ("workshop.bench", "--write-readme"),
@@ -203,7 +203,7 @@ def _cell(cell: str, wanted: str) -> str:
     if sorted(left) == sorted(right) or len(left) != len(right):
         return cell
     new = list(right)
-    for value in [value for value in left if value in new]:  # what stays, stays in its place
+    for value in [value for value in left if value in new]:  # unchanged numbers keep their place
         new.remove(value)
     kept = list(right)
     stays = [value in kept and not kept.remove(value) for value in left]

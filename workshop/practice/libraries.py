@@ -5,7 +5,7 @@ import atexit
 import gc
 import os
 
-# Asked otherwise, a GPU's driver would be started here, and be of no use in a forked process.
+# Query CUDA through NVML: other queries start the GPU driver here, which is useless in a fork.
 os.environ.setdefault("PYTORCH_NVML_BASED_CUDA_CHECK", "1")
 
 import hypothesis.stateful
@@ -24,7 +24,7 @@ LOADED = (
     common.tests.kernel_device,
 )
 
-# A collection in a forked process would go through all of that, and so copy it.
+# A garbage collection in a forked process would visit all these objects, and so copy their pages.
 gc.collect()
 gc.freeze()
 atexit.register(gc.unfreeze)

@@ -30,7 +30,7 @@ class Failure:
 class TestRun:
     """The result of a run: the named tests that failed, and pytest's output."""
 
-    __test__ = False  # for pytest, which collects what is called so
+    __test__ = False  # for pytest, which collects classes with this name
 
     failed: tuple[str, ...]  # by path::name and by path::name[parameters]
     report: str

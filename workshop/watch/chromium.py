@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from playwright.sync_api import Browser
 
 PROGRAMS = ("chromium", "chromium-browser", "google-chrome")
-# Alike on every machine: no hinting by screen, no sub-pixels, and scroll bars that take no room.
+# The same on every machine: no hinting by screen, no sub-pixels, and scroll bars without width.
 FLAGS = ("--font-render-hinting=none", "--disable-lcd-text", "--hide-scrollbars")
 
 

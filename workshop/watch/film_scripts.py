@@ -58,7 +58,7 @@ TABLES = Script(
     },
 )
 
-# Three that begin alike (a, b, e), and two between them that need the memory.
+# Three requests with a common prefix (a, b, e), and two between them that need the memory.
 PREFIXES = Script(
     (
         Visit("a", 0, f"{_STACK}    def pop(self):", 8),
@@ -77,7 +77,7 @@ PREFIXES = Script(
     },
 )
 
-# Fifteen blocks for four that grow.
+# Fifteen blocks for four growing requests.
 SCARCE = Script(
     (
         Visit("a", 0, _PRIME, 20),
@@ -113,7 +113,7 @@ PLAIN = Script(
 )
 GUESSING = PLAIN.but(speculative={"method": "ngram", "num_spec_tokens": 3, "adaptive": False})
 
-# Two that write, and a class with ten getters that comes in between.
+# Two decoding requests, and a long prompt, a class with ten getters, that arrives in between.
 _NAMES = "width height depth colour title parent cursor menu font border"
 _WINDOW = "class Window:\n" + "".join(
     f"    def get_{name}(self):\n        return self._{name}\n\n" for name in _NAMES.split()
@@ -158,7 +158,7 @@ ADAPTED = Script(
     adapters={"tests": 1.0, "half": 0.5},
 )
 
-# Layers in two groups, of which one sees a window: `c` finds what `a` has left, `e` comes too late.
+# Layers in two groups, one with a window: `c` finds the blocks of `a`, `e` comes too late.
 WINDOWED = Script(
     (
         Visit("a", 0, f"{_STACK}    def pop(self):", 10),
@@ -179,7 +179,7 @@ WINDOWED = Script(
     window=10,
 )
 
-# The signature of a function, as the model likes it and as JSON; and one of three words.
+# A function's signature, in the model's own style and as JSON; and a choice of three words.
 _EXAMPLE = """def add(first, second):
     return first + second
 

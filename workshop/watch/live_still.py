@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 FOLDER = Path(__file__).resolve().parents[2] / "common" / "serve" / "figures"
 WIDTH, HEIGHT, SCALE = 1100, 720, 1.5
 LIMIT_S = 60
-# Without the clock, whose times are others each time, and what a small picture has no room for.
+# Hides the clock, whose times differ each time, and parts that do not fit in a small picture.
 _STYLE = """
 .scene-clock, .transport select, .cache .cache-about, .pool .pool-details, .pool .pool-orders,
 .cache-details { display: none !important; }

@@ -36,8 +36,8 @@ GAP = 12  # between two moments, in pixels of the page
 LANGUAGES = {"en": ".png", "zh": ".zh.png"}  # of the page, and how their pictures' names end
 _HEADINGS = ("Step {}: {}", "第 {} 步：{}")
 
-# Nothing but the scenes that are wanted, one below the other, each as high as it is told; of the
-# words only the tokens, and no hints what to point at.
+# Only the requested scenes, one below the other, with the given heights; only the tokens of the
+# words, and no hints at things to point at.
 _STYLE = """
 .head, .transport, .compare, .notice, .film-caption, .by-time { display: none !important; }
 html, body { height: auto; overflow: visible; }
@@ -64,7 +64,7 @@ _PREPARE = """([wanted, heading]) => {
   dispatchEvent(new Event("resize"));
   Watch.redraw();
 }"""
-# When all is drawn; the titles are set again with every drawing.
+# True when all is drawn; the titles are set again with every drawing.
 _TITLE = """() => {
   for (const title of document.querySelectorAll("h2[data-heading]")) {
     title.textContent = title.dataset.heading;

@@ -60,7 +60,7 @@ def main(argv: list[str] | None = None, bench: Workbench | None = None) -> int:
 
 
 def _installed(bench: Workbench | None) -> AbstractContextManager[tuple[int, int]]:
-    # It grades with pytest, which a film does not need.
+    # Imported late: grading needs pytest, a film does not.
     from workshop.practice.tasks.mine import installed
 
     return installed(bench)

@@ -101,7 +101,7 @@ def perform(script: Script, path: str | Path, cast: Cast | None = None) -> dict[
             engine.load_adapter(name, _weakened(Path(folder), strength))
     scheduler = engine.scheduler
     assert isinstance(scheduler, BaseScheduler)
-    if script.is_static:  # no setting of the engine: it is what chapter 1 does away with
+    if script.is_static:  # not an engine setting: chapter 1 replaces static batches
         scheduler.set_plugins([StaticBatches(), *scheduler.plugins])
     if script.compile_steps:
         late = CompiledLate(script.compile_steps)

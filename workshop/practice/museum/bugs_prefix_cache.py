@@ -60,7 +60,7 @@ def twins_in_one_step() -> str:
     pool = BlockPool(7)
     manager = CachedKVCacheManager(pool, 4, PrefixCacheLocal(pool=pool, block_size=4))
     twins = [tokens_request(name, [1, 2, 3, 4, 5]) for name in ("a", "b")]
-    for num_tokens in (3, 2):  # both compute the same block, in two pieces
+    for num_tokens in (3, 2):  # both compute the same block, in two chunks
         for twin in twins:
             manager.allocate_slots(twin, num_tokens)
             twin.num_computed_tokens += num_tokens
@@ -129,7 +129,7 @@ def a_split_under_a_lock() -> str:
     cache.cache_computed_blocks(A + B + C + D)
     match = cache.match_prefix(A + B + C + D)
     cache.touch(match.blocks)  # one request reads all four pages
-    cache.match_prefix(A + B + E)  # another's prompt parts from it in the middle
+    cache.match_prefix(A + B + E)  # another prompt diverges in the middle
     users = [(len(n.blocks), n.lock_ref) for n in cache.tree.nodes() if not n.is_root]
     return "\n".join(f"node of {pages} pages, users: {number}" for pages, number in users)
 
@@ -195,7 +195,7 @@ def shared_pages_counted_twice() -> str:
     cache = make_tree()
     found = cache.cache_computed_blocks(A + B)
     for change in (cache.touch, cache.touch, cache.release, cache.release):
-        change(found)  # two requests read them, and have ended
+        change(found)  # two requests read them, and have finished
     return f"idle; pages cached: 2, of them evictable: {cache.num_evictable_blocks}"
 
 

@@ -75,7 +75,7 @@ def what_was_said_before() -> str:
             break
         plan = scheduler.schedule()
         ready = [r for r in plan.scheduled_requests if r.num_computed_tokens == r.num_tokens]
-        # The model counts: each token says at which place it stands.
+        # The model counts: each token is its own position.
         output = StepOutput({r.request_id: [r.num_tokens] for r in ready})
         for result in scheduler.update_from_output(plan, output):
             said[result.request_id] += result.new_token_ids

@@ -36,7 +36,7 @@ SETTINGS = {
     "num_blocks": 40,
     "watermark": 0.0,
 }
-# What two runs of one engine do not share, and names that say nothing: of a block by its hash.
+# Fields that differ between two runs of one engine, and meaningless names: a block's hash.
 _ASIDE: dict[str, Any] = {"time": 0.0, "started_at": 0.0, "schedule_ms": 0.0, "update_ms": 0.0}
 _ASIDE |= {"times": {}, "order_key": "", "hashes": []}
 

@@ -38,7 +38,7 @@ from workshop.practice.tasks.task import Task
 from workshop.practice.trial import NEVER_ENDS, said_by, swapped, try_tests
 
 LIMIT_S = 10.0  # for a test, an import, a probe
-NUM_LINES = 12  # that are shown of what a test, or the reader's code, has said
+NUM_LINES = 12  # shown of the output of a test or of the reader's code
 
 
 @dataclass(frozen=True, slots=True)
@@ -208,7 +208,7 @@ def _explained(trial: _Trial, run: TestRun) -> Verdict:
     ours = probed_text(task, task.source())
     mistake = None
     if said != ours:
-        # If it does not end: to see that of the others would take as long again.
+        # If the probe does not end: running it with the mistakes could take as long each time.
         others_s = min(limit_s, 2.0) if said == NEVER_ENDS else limit_s
         others = [probed_text(task, m.apply(), others_s) for m in task.mistakes]
         mistake = recognised(task, said, ours, others)

@@ -40,7 +40,7 @@ class Task:
     test_module: str
     # Not the whole body: the statements, one after the other, that bind these names.
     names: tuple[str, ...] = ()
-    # What `LLM` is given so that it uses the module. None: nothing makes it do so.
+    # Arguments of `LLM` that make it use the module. None: no arguments do.
     engine: dict[str, Any] | None = field(default_factory=dict)
 
     @property

@@ -112,7 +112,7 @@ class LoadState:
 @dataclass(frozen=True, slots=True)
 class Cell:
     """Tokens `[start, start + num_tokens)` of a request that a step computes. `kind` is "prompt",
-    "recomputed" (lost by a preemption), "decode", or "guess" (a draft token)."""
+    "recomputed" (lost by a preemption), "decode", or `"guess"` (a draft token)."""
 
     request: str
     kind: str
@@ -138,9 +138,9 @@ class State:
         self.loads: dict[str, LoadState] = {}
         self.num_loaded: dict[str, int] = {}  # blocks, by source
         self.under_way: list[Planned] = []
-        self._planned_for: list[list[RequestState]] = []  # of each of them, whom
+        self._planned_for: list[list[RequestState]] = []  # the requests of each plan in flight
         self.last_planned: Planned | None = None
-        self.num_steps = 0  # that are over
+        self.num_steps = 0  # finished steps
         self.errors: list[str] = []
         self._last_use: dict[int, int] = {}  # of cached blocks: when they became unused
         self._clock = 0
