@@ -134,7 +134,7 @@ class AttentionBlock(nn.Module):
         return self.qkv(x).view(len(hidden), -1, self.head_dim)
 
     def checkpoint_tensors(self) -> dict[str, CheckpointTensor]:
-        """By the checkpoint's names without the layer's prefix."""
+        """The block's tensors, by the checkpoint's names without the layer's prefix."""
         sizes, found = [n * self.head_dim for n in self.head_counts], {}
         if self.post_norm_weight is not None:
             found["post_attention_layernorm.weight"] = self.post_norm_weight
@@ -184,7 +184,7 @@ class MLPBlock(nn.Module):
         """Prepare for captured steps, in which the host reads no tensor. Here it never does."""
 
     def checkpoint_tensors(self) -> dict[str, CheckpointTensor]:
-        """By the checkpoint's names without the layer's prefix."""
+        """The block's tensors, by the checkpoint's names without the layer's prefix."""
         sizes = [self.gate_up.shape[0] // 2] * 2
         found = parts_of("mlp", ("gate_proj", "up_proj"), sizes, self.gate_up)
         found |= parts_of("mlp", ("down_proj",), [self.down.shape[0]], self.down)

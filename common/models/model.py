@@ -92,7 +92,7 @@ class DecoderLayer(nn.Module):
         return mlp.add_to(hidden, x, regions)
 
     def checkpoint_tensors(self) -> dict[str, CheckpointTensor]:
-        """By the checkpoint's names without the layer's prefix."""
+        """The layer's tensors, by the checkpoint's names without its prefix."""
         return self.attention.checkpoint_tensors() | self.mlp.checkpoint_tensors()
 
 

@@ -173,7 +173,7 @@ def plan_to_map(plan: RunnerInput) -> dict[str, Any]:
 
 
 def plan_from_map(found: Any) -> RunnerInput:
-    """Raises `MessageError`."""
+    """Rebuild a plan from a map. Raises `MessageError`."""
     of_new = {"sampling_params": _params_from_map, "block_ids": _tables}
     return _made(
         RunnerInput,
@@ -204,7 +204,7 @@ def _tables(found: Any) -> tuple[list[int], ...]:
 
 
 def _checked_features(new: NewRequestData) -> dict[str, Any]:
-    """Here it is known whose data does not travel."""
+    """Return the features. A feature that cannot be sent raises a `TypeError` that names it."""
     for name, data in new.features.items():
         try:
             unpack(pack("features", data={name: data}), {"features": ["data"]})
@@ -237,7 +237,7 @@ def output_to_map(output: StepOutput) -> dict[str, Any]:
 
 
 def output_from_map(found: Any) -> StepOutput:
-    """Raises `MessageError`."""
+    """Rebuild a step output from a map. Raises `MessageError`."""
     entries = dict.fromkeys(_WITH_ENTRIES, _entries_from_map)
     return _made(StepOutput, "an output", found, _OUTPUT, **entries)
 

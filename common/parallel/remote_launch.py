@@ -126,7 +126,7 @@ def torchrun_size(pipeline_parallel_size: int = 1) -> int:
 
 
 def check_torchrun(tensor_parallel_size: int, pipeline_parallel_size: int) -> None:
-    """Raises `ValueError` if torchrun has started another number of processes."""
+    """Raise `ValueError` if torchrun has started another number of processes."""
     world_size = int(os.environ["WORLD_SIZE"])
     if tensor_parallel_size * pipeline_parallel_size != world_size:
         raise ValueError(

@@ -62,7 +62,7 @@ class Moment:
 class ChapterFilm:
     """A film of a chapter, or of none (0): its scripts and texts. `labels` distinguish two runs."""
 
-    name: str  # as it is asked for: that of a chapter is its number
+    name: str  # its name on the command line; a chapter film's is the chapter's number
     chapter: int
     folder: str
     title: Both

@@ -126,7 +126,7 @@ class ExpertsBlock(nn.Module):
         products.index_copy_(0, order, multiply(inner, down, owners, ends))
 
     def checkpoint_tensors(self) -> dict[str, CheckpointTensor]:
-        """By the checkpoint's names without the layer's prefix."""
+        """The block's tensors, by the checkpoint's names without the layer's prefix."""
         names = self.experts.names
         found = {"post_attention_layernorm.weight": self.mlp_norm_weight}
         found |= parts_of(names.block, ("gate",), [self.router.shape[0]], self.router)

@@ -232,7 +232,7 @@ def a_step_under_way() -> str:
     memory, request = make_groups(4), tokens_request("a", list(range(20)))
     memory.allocate_slots(request, 6)
     first = [memory.pool.blocks[block_id] for block_id in memory.get_block_ids("a")]
-    request.num_computed_tokens = 6  # as soon as it is planned
+    request.num_computed_tokens = 6  # set when the step is planned
     memory.allocate_slots(request, 6)
     free = [block.block_id for block in first if block.ref_cnt == 0]
     memory.cache_blocks(request, 6)

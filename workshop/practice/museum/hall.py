@@ -94,7 +94,7 @@ def english_of(exhibit: Exhibit) -> Words:
 
 
 def read_chinese(text: str) -> Iterator[tuple[str, tuple[str, Words]]]:
-    """By the English title: the digest of the English words, and the Chinese ones."""
+    """Yield by English title: the digest of the English words, and the Chinese ones."""
     parts = "title", "symptom", "cause", "lesson", "watch"
     for row in read_rows(text, f"en {' '.join(parts)}"):
         words = Words(*map(row.text, parts))

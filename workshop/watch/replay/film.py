@@ -182,7 +182,7 @@ class State:
         return tuple(token for part in reversed(parts) for token in part)
 
     def nodes(self) -> list[list[int]]:
-        """With a radix tree: the blocks of each node, head first."""
+        """The blocks of each node of a radix tree, head first."""
         below = {
             cached.parent: block
             for block, cached in self.cached.items()
