@@ -1,8 +1,8 @@
-"""Which models are served: `python -m common.models`.
+"""List the supported models: `python -m common.models`.
 
-The rows come from where they are decided: the families of `model_config.py`, and the architectures
-that it refuses by name. So a new family has a row by itself. `MODELS.md` says besides which random
-checkpoint to try, and which cases show that a family is computed right."""
+The rows come from the tables that decide: the families of `model_config.py`, and the architectures
+that it refuses by name. So a new family gets a row automatically. `MODELS.md` also names a random
+checkpoint to try, and the tests that show that a family is computed correctly."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _WINDOWS = {
     "pattern": "in five layers of six, or as `layer_types` says",
     "pattern of 4": "in three layers of four, or as `layer_types` says",
 }
-# What the other columns say, or what only spells a default.
+# Fields that the other columns show, or that only spell a default.
 _ELSEWHERE = {"model_type", "sliding_window", "experts", "head_dim", "own", "absent", "unread"}
 _OWN = {
     "has_attention_bias": "biases of q, k, v and o if `attention_bias`",
@@ -35,7 +35,7 @@ _OWN = {
 
 
 def families() -> list[list[str]]:
-    """Of each: architecture, what is its own, windows, experts."""
+    """The row of each family: architecture, special settings, windows, experts."""
     return [
         [
             architecture,
@@ -57,7 +57,7 @@ def windows_of(family: Any) -> str:
 
 
 def own_state(family: Any) -> list[str]:
-    """A field that has no sentence here is shown as it is."""
+    """The family's special settings as phrases. A field without a phrase is shown unchanged."""
     found = []
     for field in fields(family):
         value = getattr(family, field.name)

@@ -1,12 +1,12 @@
-"""What a decoder's layer is built of: a block of attention and a block of an MLP.
+"""The blocks of a decoder layer: an attention block and an MLP block.
 
     hidden --+-- norm, qkv, norm by head, rotary, KV cache, attention --- o ---(+)--> hidden
     hidden --+-- norm, gate and up, silu, product --------------------- down --(+)--> hidden
 
-Each has its own norm, its own matrices and its own `checkpoint_tensors`. Where one block adds to
-the residual stream, the next one norms it: a layer does both at once (`model.py`), so an attention
-block gives what `o` multiplies, and an MLP block takes what is normed with `mlp_norm_weight`. Some
-families norm what `o` and `down` give, too, before it is added (`post_norm_weight`)."""
+Each has a norm, matrices and `checkpoint_tensors`. Where one block adds to the residual stream, the
+next one norms the sum. A layer does both in one call (`model.py`), so an attention block returns
+the input of `o`, and an MLP block takes an input normed with `mlp_norm_weight`. Some families also
+norm the output of `o` and `down` before it is added (`post_norm_weight`)."""
 
 from __future__ import annotations
 
@@ -27,8 +27,8 @@ from paged_attention import AttentionPlan, PagedKVCache
 
 @dataclass(frozen=True, slots=True)
 class CheckpointTensor:
-    """Where a tensor of a checkpoint goes: `part` of it, by itself all, to `target`, a view of a
-    parameter, to which it is broadcast, and `offset` is added. It must have exactly `shape`.
+    """Where a checkpoint tensor goes. `part` of the tensor (by default all) is broadcast to
+    `target`, a view of a parameter, and `offset` is added. The tensor must have exactly `shape`.
     `target` is None where another process has the tensor."""
 
     target: torch.Tensor | None
@@ -63,7 +63,7 @@ def linear(
 def parts_of(
     prefix: str, names: tuple[str, ...], sizes: list[int], matrix: Linear
 ) -> dict[str, torch.Tensor]:
-    """Tensors that a checkpoint has apart, and one matrix has one below the other."""
+    """The views of one stacked matrix that belong to separate checkpoint tensors, by name."""
     parts = dict(zip(names, matrix.plain_weight().split(sizes), strict=True))
     found = {f"{prefix}.{name}.weight": part for name, part in parts.items()}
     if matrix.bias is not None:
@@ -77,8 +77,8 @@ def whole(tensors: Mapping[str, torch.Tensor]) -> dict[str, CheckpointTensor]:
 
 
 class AttentionBlock(nn.Module):
-    """Up to `o`, by which a layer multiplies what comes out. `into_stream` makes the matrix whose
-    product is added to the residual stream."""
+    """Attention without the final `o`, which the layer applies to the output. `into_stream` makes
+    the matrix whose product is added to the residual stream."""
 
     group = 0  # of layers that have block tables, and a plan, in common
     rotary = 0  # of the model's rotary tables
@@ -134,7 +134,7 @@ class AttentionBlock(nn.Module):
         return self.qkv(x).view(len(hidden), -1, self.head_dim)
 
     def checkpoint_tensors(self) -> dict[str, CheckpointTensor]:
-        """By the checkpoint's names without the layer's prefix."""
+        """The block's tensors, by the checkpoint's names without the layer's prefix."""
         sizes, found = [n * self.head_dim for n in self.head_counts], {}
         if self.post_norm_weight is not None:
             found["post_attention_layernorm.weight"] = self.post_norm_weight
@@ -152,7 +152,7 @@ class AttentionBlock(nn.Module):
 
 
 class MLPBlock(nn.Module):
-    """From its norm, which a layer computes, to the residual stream."""
+    """The MLP, from its normed input (the layer computes the norm) to the residual stream."""
 
     def __init__(
         self,
@@ -181,10 +181,10 @@ class MLPBlock(nn.Module):
         return regions.add(self.down, hidden, inner, self.eps, self.post_norm_weight)
 
     def prepare(self, is_captured: bool) -> None:
-        """In steps that are captured the host reads no tensor. Here it never does."""
+        """Prepare for captured steps, in which the host reads no tensor. Here it never does."""
 
     def checkpoint_tensors(self) -> dict[str, CheckpointTensor]:
-        """By the checkpoint's names without the layer's prefix."""
+        """The block's tensors, by the checkpoint's names without the layer's prefix."""
         sizes = [self.gate_up.shape[0] // 2] * 2
         found = parts_of("mlp", ("gate_proj", "up_proj"), sizes, self.gate_up)
         found |= parts_of("mlp", ("down_proj",), [self.down.shape[0]], self.down)

@@ -1,4 +1,4 @@
-"""What the ranks of an engine say to each other while a model runs.
+"""Communication between the ranks of an engine while a model runs.
 
     all_reduce     the sum over the ranks of a stage, on each of them
     all_gather     the parts of the ranks of a stage side by side, on each of them
@@ -6,18 +6,19 @@
     least          the smallest number that any rank has
 
 Groups of processes are objects of one engine. `torch.distributed.init_process_group` would make the
-default group of the whole process, which two engines share; nothing is global here. Every group has
-its own prefix in the store that the ranks meet at.
+default group of the whole process, which two engines would share; nothing is global here. Every
+group has a separate prefix in the store that the ranks meet at.
 
 All ranks of a group must make the same calls in the same order, with tensors of the same shape. A
-rank enters a collective because a plan says so, never to wait for work: idle time is no timeout.
+rank enters a collective because a plan says so, never to wait for work, so idle time cannot cause a
+timeout.
 
-Every rank gets the same bits from `all_reduce`: each part of the tensor is summed by one rank, and
-the others are handed the sum. In which order it adds depends on the tensor's size, so a row has
-other last bits in another batch (two ranks excepted: a + b is b + a).
+`all_reduce` is bitwise identical on every rank: each part of the tensor is summed by one rank and
+sent to the others. The order of addition depends on the tensor's size, so a row's last bits differ
+between batches (except with two ranks: a + b is b + a).
 
-Gloo carries them on a CPU, over the loopback interface; NCCL on CUDA, where nothing here waits for
-the device."""
+The transport is Gloo on a CPU, over the loopback interface, and NCCL on CUDA, where nothing here
+waits for the device."""
 
 from __future__ import annotations
 
@@ -38,13 +39,13 @@ dist: Any = torch.distributed  # its type stubs lack what is needed here
 
 
 class CollectiveError(RuntimeError):
-    """A rank did not answer in time, or is gone. The message names this rank and the operation."""
+    """A rank did not answer in time or exited. The message names this rank and the operation."""
 
 
 @dataclass(slots=True)
 class Communication:
-    """What one rank has said, in total. `num_bytes` is what it handed over: the whole tensor of an
-    `all_reduce` and of a `send`, its own part of an `all_gather`."""
+    """The total communication of one rank. `num_bytes` counts the bytes that it passed in: the
+    whole tensor of an `all_reduce` or a `send`, its own part of an `all_gather`."""
 
     num_all_reduces: int = 0
     num_all_gathers: int = 0
@@ -57,39 +58,39 @@ class Communication:
 
 
 class Collectives(Protocol):
-    """One rank's side. Raises `CollectiveError`."""
+    """The collective operations of one rank. Raises `CollectiveError`."""
 
     ranks: Ranks
     counts: Communication
 
     def all_reduce(self, tensor: torch.Tensor) -> torch.Tensor:
-        """The sum over the ranks of this stage. `tensor`, contiguous, is overwritten."""
+        """Return the sum over the ranks of this stage. `tensor`, contiguous, is overwritten."""
         ...
 
     def all_gather(self, tensor: torch.Tensor) -> torch.Tensor:
-        """[..., size] -> [..., tensor_parallel_size * size]: the ranks' parts, in order of rank."""
+        """Return the ranks' parts by rank: [..., size] -> [..., tensor_parallel_size * size]."""
         ...
 
     def min_across(self, value: int) -> int:
-        """The minimum over all ranks of all stages."""
+        """Return the minimum over all ranks of all stages."""
         ...
 
     def send(self, *tensors: torch.Tensor) -> None:
-        """To the next stage's rank with the same `tp_rank`. Does not wait for it, unless more
-        steps are on their way than there are stages; the tensors must not be overwritten."""
+        """Send to the next stage's rank with the same `tp_rank`. Waits for that rank only if more
+        steps are in flight than there are stages. The tensors must not be overwritten."""
         ...
 
     def receive(self, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
-        """The next tensor that the stage before sent. Waits for it."""
+        """Wait for the next tensor from the previous stage and return it."""
         ...
 
     def close(self) -> None:
-        """Give up the connections. A second call does nothing."""
+        """Close the connections. A second call does nothing."""
         ...
 
 
 class SingleProcess:
-    """The only rank: everything is there already."""
+    """The collectives of an engine with one rank: nothing to communicate."""
 
     def __init__(self) -> None:
         self.ranks, self.counts = Ranks(), Communication()
@@ -120,10 +121,10 @@ def connect(
     timeout_s: float,
     host: str = "127.0.0.1",
 ) -> Collectives:
-    """Meet the other ranks at `store`, a `torch.distributed.Store`. Returns when all are there.
+    """Meet the other ranks at `store`, a `torch.distributed.Store`. Returns when all have joined.
 
-    `timeout_s` holds for each operation. `host` is this machine's address for the others: the
-    default serves where all ranks are on one machine. Raises `CollectiveError`."""
+    `timeout_s` applies to each operation. `host` is this machine's address for the other ranks; the
+    default works if all ranks are on one machine. Raises `CollectiveError`."""
     return (
         SingleProcess()
         if ranks.world_size == 1
@@ -132,7 +133,7 @@ def connect(
 
 
 class Connected:
-    """Several ranks, by `torch.distributed`'s groups. Implements `Collectives`."""
+    """`Collectives` over several ranks, with `torch.distributed` groups."""
 
     def __init__(
         self, ranks: Ranks, store: Any, device: torch.device, timeout_s: float, host: str
@@ -190,7 +191,7 @@ class Connected:
                 self.counts.num_sends += 1
                 self.counts.num_bytes += tensor.nbytes
                 work = self._line.send([tensor], self.ranks.stage + 1, 0)
-                self._sent.append((work, tensor))  # it must stay until it has left
+                self._sent.append((work, tensor))  # kept alive until it is sent
             while len(self._sent) > self.ranks.pipeline_parallel_size * len(tensors):
                 self._sent[0][0].wait()
                 self._sent.popleft()
@@ -204,7 +205,7 @@ class Connected:
         return tensor
 
     def close(self) -> None:
-        """What was sent and not yet received may be lost."""
+        """Close the groups. Tensors sent and not yet received can be lost."""
         self._everybody = self._stage = self._line = None
         self._sent.clear()
         self._stores.clear()
@@ -214,7 +215,7 @@ class Connected:
         try:
             yield
         except RuntimeError as error:  # torch.distributed's errors are such, timeouts included
-            # Without the place in Gloo's source, and without its advice.
+            # Remove the position in Gloo's source, and Gloo's advice.
             reason = re.sub(r"\[\S+:\d+\] |This is typically.*", "", str(error)).strip()
             raise CollectiveError(
                 f"rank {self.ranks.rank} of {self.ranks.world_size}: {operation} failed, another "

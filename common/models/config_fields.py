@@ -1,7 +1,7 @@
-"""Fields of a `config.json`: single numbers, and what it says of rotary embedding.
+"""Read fields of a `config.json`: single numbers, and the rotary embedding parameters.
 
 Both spellings of rotary parameters are `transformers`': `rope_theta` and `rope_scaling` (old),
-`rope_parameters` (since transformers 5). Whatever is refused is a `ValueError` that names the
+`rope_parameters` (since transformers 5). An invalid value raises a `ValueError` that names the
 field."""
 
 from __future__ import annotations
@@ -35,8 +35,9 @@ def refused(name: str, value: object, why: str) -> ValueError:
 def read_ropes(
     fields: dict[str, Any], window_theta: float | None, max_positions: int
 ) -> tuple[RopeParameters, RopeParameters | None]:
-    """Of layers without a window and, where those have angles of their own, with one. Then
-    `rope_parameters` holds an object for each kind, and `rope_scaling` is the former's."""
+    """Return the rotary parameters of layers without a window, and those of layers with a window if
+    they use other angles. In that case `rope_parameters` holds an object for each kind, and
+    `rope_scaling` applies to layers without a window."""
     if window_theta is None:
         return _rope(fields, max_positions), None
     kinds = fields.get("rope_parameters") or {}

@@ -1,11 +1,11 @@
-"""Advice to Linux about pages of memory. Elsewhere, and where it is refused, nothing happens.
+"""Ask Linux for huge pages. On other systems, or if Linux refuses, nothing happens.
 
-Weights that lie in pages of 2 MiB instead of 4 KiB cost fewer misses in the processor's table of
-pages. Most systems give such pages only to memory for which a program asks (`madvise` in
-`/sys/kernel/mm/transparent_hugepage/enabled`). NumPy asks for the KV memory, before it is written.
-oneDNN allocates packed weights and writes them in the same call, so they lie in small pages and are
-moved to large ones afterwards. That takes 0.5 to 5 ms a page, so a start moves what it can in
-`MAX_SECONDS`; the kernel moves the rest while the engine runs, some MB a second."""
+Weights in pages of 2 MiB instead of 4 KiB cause fewer TLB misses. Most systems use such pages only
+for memory for which a program requests them (`madvise` in
+`/sys/kernel/mm/transparent_hugepage/enabled`). NumPy requests them for the KV memory before it is
+written. oneDNN allocates packed weights and writes them in the same call, so these are in small
+pages and are moved to large ones afterwards. That takes 0.5 to 5 ms a page, so the start moves as
+many as fit in `MAX_SECONDS`; the kernel moves the rest while the engine runs, some MB a second."""
 
 from __future__ import annotations
 
@@ -30,14 +30,14 @@ def advise(address: int, num_bytes: int, advice: int, page: int = mmap.PAGESIZE)
 
 
 def advise_huge_pages(address: int, num_bytes: int) -> None:
-    """For memory that has not been written."""
+    """Request huge pages for memory that has not been written."""
     if sys.platform == "linux":
         advise(address, num_bytes, mmap.MADV_HUGEPAGE, HUGE_PAGE)
 
 
 def move_to_huge_pages(memory: Iterable[tuple[int, int]]) -> None:
-    """Move memory that has been written, each an address and a number of bytes, to huge pages,
-    unless the system gives none."""
+    """Move written memory, given as (address, number of bytes), to huge pages, if the system has
+    any."""
     if sys.platform != "linux" or not ENABLED.exists() or "[never]" in ENABLED.read_text():
         return
     start = time.monotonic()

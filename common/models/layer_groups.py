@@ -1,4 +1,4 @@
-"""Which layers share block tables: a group is layers of one kind, as many in every group.
+"""Groups of layers that share block tables: layers of one kind, up to k in each group.
 
     layer     0 1 2 3 4 5 | 6 7        w: attends to a window, f: to everything
     kind      w w f w w f | w w        k = 2, the layers of the rarer kind
@@ -6,9 +6,9 @@
     tensor    0 0 0 0 1 1 | 1 1        of the KV cache
 
 Page i of a group lies in tensors 0 to k - 1, so a block has the same bytes for all groups, and all
-draw from one pool. Where a kind is no multiple of k, its last tensors are not used by every group:
-that is what k is chosen by. A stage of a pipeline has the same groups, and a tensor for each of its
-own layers of one: a block is worth as much on every stage as that stage has of it.
+draw from one pool. If the number of layers of a kind is not a multiple of k, some groups leave the
+last tensors unused; k is chosen to keep that small. A pipeline stage has the same groups, with a
+tensor for each of a group's layers on that stage, so a block's size depends on the stage.
 
 vLLM's hybrid KV cache manager deals layers in the same way."""
 
@@ -22,12 +22,12 @@ Window = int | None  # tokens that a query sees, itself included; None: all befo
 
 @dataclass(frozen=True, slots=True)
 class LayerGroups:
-    windows: tuple[Window, ...]  # of each group
-    places: tuple[tuple[int, int], ...]  # of each layer: its group, and its tensor of the cache
-    num_tensors: int  # of the cache, for keys, and as many for values
+    windows: tuple[Window, ...]  # one for each group
+    places: tuple[tuple[int, int], ...]  # for each layer: its group, and its tensor of the cache
+    num_tensors: int  # in the cache, for keys, and as many for values
 
     def of_stage(self, layers: range) -> LayerGroups:
-        """What there is of `layers` alone."""
+        """The groups restricted to `layers`."""
         counts, places = [0] * len(self.windows), []
         for group, _ in (self.places[layer] for layer in layers):
             places.append((group, counts[group]))
@@ -40,12 +40,13 @@ class LayerGroups:
 
     @property
     def num_unused(self) -> int:
-        """Places for a layer that none has."""
+        """The number of layer places that no layer uses."""
         return len(self.windows) * self.num_tensors - len(self.places)
 
 
 def deal_layers(windows: Sequence[Window], max_model_len: int) -> LayerGroups:
-    """`windows`: of each layer. One that hides nothing from `max_model_len` tokens is none."""
+    """Deal the layers to groups. `windows` has each layer's window. A window that hides no position
+    of `max_model_len` tokens counts as None."""
     kinds: dict[Window, list[int]] = {}
     for layer, window in enumerate(windows):
         hides = window is not None and window < max_model_len

@@ -11,9 +11,9 @@ Measured on the matrices of a 0.6B model (`make bench`): the fewer rows a step h
 more of its time was the reordering. The sums are added in another order, so results differ from the
 plain ones in their last bits.
 
-oneDNN's needs an x86 processor, and float32 or bfloat16; float64, in which this book compares
-tokens one by one, stays plain. The plain copy is given up, unless it is somebody else's too (an
-embedding that is tied to the output)."""
+oneDNN's packing needs an x86 processor, and float32 or bfloat16; float64, in which this book
+compares tokens one by one, stays plain. The plain copy is freed, unless it is shared (an embedding
+that is tied to the output)."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ logger = logging.getLogger(__name__)
 
 
 class Packing(Protocol):
-    """How weights are packed, and what multiplies with them. `shape` is that of the weight."""
+    """Packs weights and multiplies with packed weights. `shape` is the weight's shape."""
 
     def pack(self, weight: torch.Tensor) -> torch.Tensor: ...
 
@@ -52,7 +52,7 @@ class Packing(Protocol):
 
 
 class OneDnnPacking:
-    """The weight in oneDNN's order."""
+    """Packs weights in oneDNN's order."""
 
     def pack(self, weight: torch.Tensor) -> torch.Tensor:
         return torch.ops.mkldnn._reorder_linear_weight(weight)
@@ -82,20 +82,20 @@ ONEDNN = OneDnnPacking()
 
 
 class Linear(nn.Module):
-    """`x @ weight.T + bias`. `weight` is given up by `pack`."""
+    """`x @ weight.T + bias`. `pack` frees `weight`."""
 
     def __init__(self, weight: nn.Parameter, bias: nn.Parameter | None = None) -> None:
         super().__init__()
         self.weight: nn.Parameter | None = weight  # [out_features, in_features]
         self.bias = bias  # [out_features]
         self.shape = weight.shape
-        # A packed product is computed for a multiple of `row_tile` rows, or in calls of exactly so
-        # many; None: for the rows that there are. Chosen once, by `make_batch_invariant`.
+        # A packed product is computed for a multiple of `row_tile` rows, or in calls of exactly
+        # `row_tile` rows; None: for the actual rows. Set once, by `make_batch_invariant`.
         self.row_tile: int | None = None
         self.one_tile_a_call = False
         # Without a tile: numbers of rows that are computed faster as a larger number.
         self.padded_rows: Mapping[int, int] = {}
-        # Of `x` and the product: what is added to it, in place, before anybody else sees it.
+        # Gets `x` and the product, and adds to the product in place before it is returned.
         self.addition: Callable[[torch.Tensor, torch.Tensor], torch.Tensor] | None = None
         self._packed: torch.Tensor | None = None
         self.packing: Packing = ONEDNN
@@ -114,19 +114,19 @@ class Linear(nn.Module):
         return self.summed(self.product(x))
 
     def write(self, x: torch.Tensor, out: torch.Tensor) -> torch.Tensor:  # out: [rows, out]
-        """`self(x)`, in `out`."""
+        """Write `self(x)` to `out`."""
         if self._packed is None and self.bias is None and self.addition is None:
             assert self.weight is not None
             return torch.mm(x, self.weight.t(), out=out)
         return out.copy_(self(x))
 
     def product(self, x: torch.Tensor) -> torch.Tensor:
-        """With what this process has of the matrix."""
+        """The product with this process's part of the matrix."""
         product = self._multiply(x)
         return product if self.addition is None else self.addition(x, product)
 
     def summed(self, product: torch.Tensor) -> torch.Tensor:
-        """Over all processes that have a part of the sums."""
+        """The sum of the partial products of all processes."""
         return product
 
     def _multiply(self, x: torch.Tensor) -> torch.Tensor:
@@ -140,7 +140,7 @@ class Linear(nn.Module):
         return self.packing.product(x, self._packed, self.bias, self.shape)
 
     def add_to(self, residual: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
-        """`residual + self(x)`, [rows, out]. `residual` may be overwritten."""
+        """Return `residual + self(x)`, [rows, out]. `residual` may be overwritten."""
         total = self._multiply_onto(residual, x)
         return total if self.addition is None else self.addition(x, total)
 
@@ -157,7 +157,7 @@ class Linear(nn.Module):
         return self.packing.sum(residual, x, self._packed, self.bias)
 
     def _in_tiles(self, product: Callable[..., torch.Tensor], *rows: torch.Tensor) -> torch.Tensor:
-        """`product(*rows)`, where each of `rows` is [num_rows, ...], in tiles of rows."""
+        """Compute `product(*rows)` in tiles of rows. Each of `rows` is [num_rows, ...]."""
         num_rows = len(rows[0])
         tile = self.row_tile or self.padded_rows.get(num_rows)
         if tile is None:
@@ -171,14 +171,14 @@ class Linear(nn.Module):
 
     @torch.no_grad()
     def pack(self, keep_weight: bool = False, packing: Packing = ONEDNN) -> None:
-        """With `keep_weight` the plain one stays, for whoever else uses it."""
+        """Pack the weight. With `keep_weight` the plain one is kept for its other users."""
         if self._packed is None and self.weight is not None:
             self.packing, self._packed = packing, packing.pack(self.weight.detach())
             if not keep_weight:
                 self.weight = None
 
     def plain_weight(self) -> torch.Tensor:
-        """[out_features, in_features]. A copy, if the plain one was given up."""
+        """The plain weight [out_features, in_features]. An unpacked copy, if it was freed."""
         if self.weight is not None:
             return self.weight
         assert self._packed is not None
@@ -186,7 +186,7 @@ class Linear(nn.Module):
 
 
 def reason_not_packed(dtype: torch.dtype, device: torch.device) -> str | None:
-    """None: matrices of this dtype can be packed here. Else a reason."""
+    """Return why matrices of this dtype cannot be packed here. None: they can."""
     if device.type != "cpu":
         return f"the device is {device.type}"
     if platform.machine().lower() not in ("x86_64", "amd64"):
@@ -203,9 +203,9 @@ def reason_not_packed(dtype: torch.dtype, device: torch.device) -> str | None:
 
 def overlap_plain_weights(matrices: Sequence[Linear]) -> dict[int, Linear]:
     """Move the plain weights of all matrices into one buffer that is little larger than the largest
-    of them. They overlap there, so each has to be filled and packed before the next one is filled;
-    in return the system commits that memory once instead of once a matrix. Returns the matrices by
-    the address at which their weight begins, which is different for each."""
+    of them. They overlap there, so each must be filled and packed before the next one is filled. In
+    return, the system commits that memory once instead of once per matrix. Returns the matrices by
+    the start address of their weight, which is different for each."""
     if not matrices:
         return {}
     gap = 64  # elements between the beginnings of two matrices

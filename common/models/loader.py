@@ -1,21 +1,21 @@
-"""From a directory or a hub id to a model that is known to be complete.
+"""Load a complete model from a directory or a hub id.
 
     resolve_checkpoint    name -> directory, downloaded if need be
     load_model            directory -> LoadedModel
 
-Loading keeps one law: every tensor of the checkpoint is used exactly once, and every parameter is
-filled exactly once. Anything over or short is refused by name, because a model with a few unfilled
-weights still answers, in gibberish. Two exceptions, as in `transformers`: `rotary_emb.inv_freq` of
-old checkpoints, which follows from the configuration, is skipped; and with `tie_word_embeddings`
-the shared matrix may have either of its names, or both if both hold the same values. (If they
-differ, transformers 5 unties them and warns; here it is an error.)
+Loading has one rule: every tensor of the checkpoint is used exactly once, and every parameter is
+filled exactly once. A surplus or missing tensor is an error that names it, because a model with a
+few unfilled weights still answers, in gibberish. There are two exceptions, as in `transformers`.
+`rotary_emb.inv_freq` of old checkpoints, which follows from the configuration, is skipped. With
+`tie_word_embeddings` the shared matrix may have either of its names, or both if both hold the same
+values. (If they differ, transformers 5 unties them and warns; here it is an error.)
 
-Parameters are allocated once, uninitialised, on the device they stay on. Files are mapped into
-memory and copied tensor by tensor, and the pages of a tensor are given back once it is copied, so
-the peak is the model plus one tensor. If the matrices are to be packed (`linear.py`), each is
-packed as soon as it is complete, and its plain copy is given up before the next one is read: only
-one plain matrix exists at a time. Where several processes share a model, each copies its own
-slices, and checks names and shapes of the whole."""
+Parameters are allocated once, uninitialised, on their final device. Files are mapped into memory
+and copied tensor by tensor, and the pages of a tensor are released once it is copied, so the peak
+is the model plus one tensor. If the matrices are to be packed (`linear.py`), each is packed as soon
+as it is complete, and its plain copy is freed before the next one is read, so only one plain matrix
+exists at a time. If several processes share a model, each copies its own slices and checks names
+and shapes of the whole."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ _DOWNLOADS = ["*.json", "model*.safetensors", "tokenizer*", "merges.txt", "*.jin
 
 @dataclass(frozen=True, slots=True)
 class LoadedModel:
-    """`generation_eos_token_ids`: ids that end a text, by `config.json` and
+    """A loaded model. `generation_eos_token_ids`: ids that end a text, from `config.json` and
     `generation_config.json`; an engine adds its tokenizer's EOS. `path` is None without a file."""
 
     model: DecoderModel
@@ -69,8 +69,8 @@ class LoadedModel:
 
 
 def resolve_checkpoint(model: str | Path) -> Path:
-    """The directory of a model: `model` itself, or the hub's download of it. Raises
-    `FileNotFoundError` if it is neither."""
+    """Return a model's directory: `model` itself, or the hub's download of it. Raises
+    `FileNotFoundError` if `model` is neither."""
     path = Path(model).expanduser()
     if path.is_dir():
         if not (path / "config.json").is_file():
@@ -94,7 +94,7 @@ def resolve_checkpoint(model: str | Path) -> Path:
 
 @dataclass(frozen=True, slots=True)
 class Checkpoint:
-    """What is known of a model before its weights are read."""
+    """A checkpoint's metadata, before the weights are read."""
 
     path: Path
     config: ModelConfig
@@ -102,7 +102,8 @@ class Checkpoint:
 
 
 def read_checkpoint(model: str | Path) -> Checkpoint:
-    """Raises `FileNotFoundError` and `ValueError`, as `load_model` does."""
+    """Read a checkpoint's metadata. Raises `FileNotFoundError` and `ValueError` like
+    `load_model`."""
     path = resolve_checkpoint(model)
     fields = read_json(path / "config.json")
     layers = fields.get("num_hidden_layers")
@@ -116,9 +117,9 @@ def read_checkpoint(model: str | Path) -> Checkpoint:
 
 
 def checkpoint_digest(path: Path) -> str:
-    """Tells checkpoints apart, quickly: by the configuration, and by names, shapes, dtypes and
-    first rows of all tensors. Training changes them all; what is made to differ in other rows only
-    goes unseen, so KV is not shared by this name (`weights_digest` of chapter 3 reads all)."""
+    """Return a quick digest of the configuration, and of names, shapes, dtypes and first rows of
+    all tensors. Training changes them all. A checkpoint made to differ only in other rows goes
+    unnoticed, so KV is not shared by this digest (`weights_digest` of chapter 3 reads all)."""
     digest = blake2b((path / "config.json").read_bytes(), digest_size=16)
     for name, file in sorted(_open_weights(path).items()):
         stored = file.get_slice(name)
@@ -134,12 +135,12 @@ def load_model(
     make: Callable[[ModelConfig, torch.dtype, torch.device], DecoderModel] = DecoderModel,
     packing_of: Callable[[DecoderModel], Packing | None] = lambda model: None,
 ) -> LoadedModel:
-    """A complete model, ready for `forward`. `dtype="auto"` is the checkpoint's own, except that a
-    CPU without fast arithmetic for it gets float32. `make` may leave a part of the model to other
-    processes (`common/parallel`); only what it takes is read. `packing_of` says how
-    its matrices are packed while they are read; None: they are not. Raises `FileNotFoundError` for
-    missing files and `ValueError` for what does not fit: before memory is taken or weights are
-    read, but for a tied matrix that is stored twice and differs."""
+    """Load a complete model, ready for `forward`. `dtype="auto"` is the checkpoint's dtype, or
+    float32 on a CPU without fast arithmetic for it. `make` can leave a part of the model to other
+    processes (`common/parallel`); only the part it takes is read. `packing_of` returns how the
+    matrices are packed while they are read; None: not packed. Raises `FileNotFoundError` for
+    missing files and `ValueError` for tensors that do not fit, before memory is allocated or
+    weights are read (except for a tied matrix that is stored twice and differs)."""
     checkpoint = model if isinstance(model, Checkpoint) else read_checkpoint(model)
     path, config, device = checkpoint.path, checkpoint.config, torch.device(device)
     files = _open_weights(path)
@@ -149,7 +150,7 @@ def load_model(
 
         files = per_expert(files, config.experts.names)
     _check_count(config, files)
-    short = replace(config, max_position_embeddings=1)  # its rotary table is no memory either
+    short = replace(config, max_position_embeddings=1)  # no rotary table either
     _check_tensors(_places(make(short, dtype, torch.device("meta")), files), files)
     decoder = make(config, dtype, device)
     _fill(decoder, files, packing_of(decoder))
@@ -170,7 +171,7 @@ def read_json(path: Path) -> dict[str, Any]:
 
 
 def _open_weights(path: Path) -> dict[str, Any]:
-    """Open safetensors files by tensor name. Maps them; reads no weights yet."""
+    """Open safetensors files by tensor name. Maps the files; reads no weights yet."""
     if (path / _WEIGHTS).is_file():
         index, file_names = None, [_WEIGHTS]
     elif (path / _INDEX).is_file():
@@ -206,7 +207,7 @@ def _open_file(path: Path, file_name: str) -> Any:
 
 
 def _eos_token_ids(path: Path, config: ModelConfig) -> tuple[int, ...]:
-    """All ids that either file lists: some models have several, and the files rarely agree."""
+    """All EOS ids that either file lists. Some models have several; the files rarely agree."""
     generation: tuple[int, ...] = ()
     if (path / "generation_config.json").is_file():
         value = read_json(path / "generation_config.json").get("eos_token_id")
@@ -244,7 +245,8 @@ def _resolve_dtype(
 
 
 def _check_count(config: ModelConfig, files: dict[str, Any]) -> None:
-    """A model of a million experts is not even described before a file has as many tensors."""
+    """Raise `ValueError` if more layers or experts are configured than there are tensors, before a
+    model of that size is described."""
     num_experts = 0 if config.experts is None else config.experts.num_experts
     for name, count in (("layers", config.num_hidden_layers), ("experts", num_experts)):
         if count > len(files):
@@ -253,7 +255,7 @@ def _check_count(config: ModelConfig, files: dict[str, Any]) -> None:
 
 
 def _places(decoder: DecoderModel, files: dict[str, Any]) -> dict[str, CheckpointTensor]:
-    """Where every tensor goes, by the name that the checkpoint has for it."""
+    """The place of every tensor, by its name in the checkpoint."""
     parts = decoder.checkpoint_tensors()
     if decoder.config.tie_word_embeddings and EMBEDDING not in files and HEAD in files:
         parts[HEAD] = parts.pop(EMBEDDING)
@@ -261,7 +263,7 @@ def _places(decoder: DecoderModel, files: dict[str, Any]) -> dict[str, Checkpoin
 
 
 def _check_tensors(parts: dict[str, CheckpointTensor], files: dict[str, Any]) -> None:
-    """Raises `ValueError` unless all names, shapes and dtypes fit. Reads no weights."""
+    """Raise `ValueError` unless all names, shapes and dtypes fit. Reads no weights."""
     names = {name for name in files if not name.endswith("rotary_emb.inv_freq")}
     if HEAD not in parts and EMBEDDING in names:  # they are tied, and may be stored twice
         names.discard(HEAD)
@@ -317,15 +319,15 @@ def _is_in(target: torch.Tensor, weight: torch.Tensor) -> bool:
 
 
 def _give_back(stored: torch.Tensor) -> None:
-    """Unmap the pages that lie wholly in a tensor of a mapped file: they count as memory of this
-    process as long as the file is open. On Linux; elsewhere the pages stay until it is closed."""
+    """Unmap the pages that lie wholly in a tensor of a mapped file: they count as this process's
+    memory while the file is open. Linux only; elsewhere they stay mapped until it is closed."""
     if sys.platform == "linux":
         memory = stored.untyped_storage()
         advise(memory.data_ptr(), memory.nbytes(), mmap.MADV_DONTNEED)
 
 
 def _check_tied(files: dict[str, Any], matrix: CheckpointTensor) -> None:
-    """A tied matrix stored twice is the same twice. Each process compares what it has of it."""
+    """Check that a tied matrix stored twice has equal values. Each process compares its part."""
     part = matrix.part if matrix.target is not None else (slice(0),)
     embedding, head = (files[name].get_slice(name)[part] for name in (EMBEDDING, HEAD))
     if not torch.equal(embedding, head):

@@ -1,26 +1,26 @@
-"""The decoder that serves tokens: Qwen3, Qwen2, Llama 3.x, Mistral, Gemma 3, and two with experts.
+"""The decoder model: Qwen3, Qwen2, Llama 3.x, Mistral, Gemma 3, and two with experts.
 
-It computes one step for any mix of requests, whose tokens lie end to end in one row:
+One call computes one step for any mix of requests. Their tokens are concatenated:
 
     input_ids, positions    [num_tokens]
     hidden                  [num_tokens, hidden_size]      the residual stream
     queries, keys, values   [num_tokens, heads, head_dim]  written to and read from the paged cache
-    logits                  [num_logit_rows, vocab_size]   only of the rows somebody samples from
+    logits                  [num_logit_rows, vocab_size]   only the rows to sample from
 
 Weights are read once a step, whatever the batch. Projections that read the same input are one
-matrix: queries, keys and values; gate and up. In the last layer, only rows that need logits go on
-after attention.
+matrix: queries, keys and values; gate and up. In the last layer, only rows that need logits are
+computed after attention.
 
 In every dtype the numbers follow `transformers`: norms and rotary angles are computed in float32.
-A layer is two blocks (`blocks.py`). What happens between the matrices is in
-`regions/regions.py`; where attention is a kernel of Triton's, so is that
+A layer is two blocks (`blocks.py`). The operations between the matrices are in
+`regions/regions.py`. If attention is a Triton kernel, these operations are Triton kernels too
 (`kernel_regions.py`).
 
-Nothing in `forward` waits for a GPU. Parameters are uninitialised memory until `loader.py` has
-filled them; `checkpoint_tensors` tells it what goes where.
+Nothing in `forward` waits for a GPU. Parameters are uninitialised memory until `loader.py` fills
+them; `checkpoint_tensors` lists the place of each tensor.
 
-One process has all of it here. A part of each matrix, or some of the layers, is
-`common/parallel/sharded_model.py`, which puts the same pieces together."""
+Here one process has the whole model. `common/parallel/sharded_model.py` builds a part of each
+matrix, or some of the layers, from the same blocks."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ from common.models.regions.regions import Regions
 from common.models.rotary import Rotary, rotary_table
 from paged_attention import AttentionPlan, PagedKVCache
 
-# What layers are built of, by the names in `ModelConfig.blocks`. Another block is a file of its own
+# The block classes of layers, by the names in `ModelConfig.blocks`. Another block needs a new file
 # and a line here.
 ATTENTION_BLOCKS = {
     "attention": "common.models.blocks:AttentionBlock",
@@ -92,7 +92,7 @@ class DecoderLayer(nn.Module):
         return mlp.add_to(hidden, x, regions)
 
     def checkpoint_tensors(self) -> dict[str, CheckpointTensor]:
-        """By the checkpoint's names without the layer's prefix."""
+        """The layer's tensors, by the checkpoint's names without its prefix."""
         return self.attention.checkpoint_tensors() | self.mlp.checkpoint_tensors()
 
 
@@ -124,7 +124,7 @@ class DecoderModel(nn.Module):
     def _complete(
         self, config: ModelConfig, layers: list[DecoderLayer], collectives: Collectives
     ) -> None:
-        """What every process has, whatever its part is."""
+        """Set up everything that every process has, whatever its part of the model."""
         self.config, self.regions, self.collectives = config, Regions(), collectives
         self.layers = cast("list[DecoderLayer]", nn.ModuleList(layers))
         dtype, device = self.embed_weight.dtype, self.embed_weight.device
@@ -142,8 +142,8 @@ class DecoderModel(nn.Module):
         self.group_layers(config.num_unhidden)  # until an engine knows its longest sequence
 
     def group_layers(self, max_model_len: int) -> None:
-        """Who shares block tables, if no sequence is longer than `max_model_len`. Before there is a
-        KV cache: it has a tensor for each layer of a group."""
+        """Choose the layers that share block tables, if no sequence is longer than `max_model_len`.
+        Call before the KV cache is made, which has a tensor for each layer of a group."""
         windows = self.config.layer_windows or (None,) * self.config.num_hidden_layers
         self.groups = deal_layers(windows, max_model_len).of_stage(self.layer_range)
         for layer, place in zip(self.layers, self.groups.places, strict=True):
@@ -151,7 +151,7 @@ class DecoderModel(nn.Module):
 
     @property
     def num_groups(self) -> int:
-        """Of layers: each has block tables, and a plan, of its own."""
+        """The number of layer groups. Each group has its own block tables and attention plan."""
         return len(self.groups.windows)
 
     @torch.inference_mode()
@@ -161,11 +161,11 @@ class DecoderModel(nn.Module):
         kv_cache: PagedKVCache,  # this step's keys and values are written into it
         out: torch.Tensor | None = None,  # where the result is written; None: to new memory
     ) -> torch.Tensor:  # [num_logit_rows, vocab_size]
-        """One step: row r of the result are the logits of the token after `logit_indices[r]`."""
+        """Compute one step. Row r of the result: logits of the token after `logit_indices[r]`."""
         return self.through_head(self.embed(batch.input_ids), batch, kv_cache, out)
 
     def embed(self, input_ids: torch.Tensor) -> torch.Tensor:  # [num_tokens, hidden_size]
-        """The stream that layers add to."""
+        """Return the embeddings, which start the residual stream."""
         hidden = self.look_up(input_ids)
         return hidden if self.embedding_scale is None else hidden.mul_(self.embedding_scale)
 
@@ -179,8 +179,8 @@ class DecoderModel(nn.Module):
         kv_cache: PagedKVCache,
         out: torch.Tensor | None,
     ) -> torch.Tensor:
-        """Through the layers, and on to logits. Whoever wants more than the rows that are sampled
-        from, has staged what takes the hidden states of all tokens."""
+        """Run the layers and the head; return logits. A caller that needs more than the sampled
+        rows has staged a consumer of all tokens' hidden states."""
         scored = batch.staged.get(SCORED)
         rows = batch.logit_indices if scored is None else None
         hidden = self.through_layers(hidden, batch, kv_cache, rows)
@@ -209,12 +209,12 @@ class DecoderModel(nn.Module):
         return self.lm_head(hidden) if out is None else self.lm_head.write(hidden, out)
 
     def blank_hidden(self, num_tokens: int) -> torch.Tensor | None:
-        """What `forward` wants of a batch besides its tokens, to warm up."""
+        """The hidden states that `forward` needs in a warm-up batch besides the tokens."""
         return None
 
     def pack_weights(self, packing: Packing | None = None) -> str | None:
-        """Reorder every matrix for this processor, once (`linear.py`); without `packing` in
-        oneDNN's order. None, or the reason why they stay plain."""
+        """Pack every matrix for this processor (`linear.py`), by default in oneDNN's order. Returns
+        None, or the reason why they stay plain."""
         where = self.embed_weight.dtype, self.embed_weight.device
         reason = None if packing is not None else reason_not_packed(*where)
         if reason is None:
@@ -223,9 +223,8 @@ class DecoderModel(nn.Module):
         return reason
 
     def named_weights(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """Everything the model computes with, by name: the same before and after packing. A packed
-        matrix is unpacked when its turn comes. KV on disks goes by these names: blocks are not in
-        them."""
+        """Yield all weights by name: the same before and after packing. A packed matrix is unpacked
+        when it is reached. KV on disk is keyed by these names, which do not contain blocks."""
         yield from self.named_buffers()
         for name, module in self.named_modules():
             name = name.replace(".attention", "").replace(".mlp", "")
@@ -236,8 +235,8 @@ class DecoderModel(nn.Module):
                     yield part, parameter
 
     def checkpoint_tensors(self) -> dict[str, CheckpointTensor]:
-        """Every tensor a checkpoint of this configuration holds, and where it goes. Together they
-        fill every parameter exactly once."""
+        """Every tensor of a checkpoint of this configuration, with its place. Together they fill
+        every parameter exactly once."""
         singles: dict[str, torch.Tensor] = {
             "model.embed_tokens.weight": self.embed_weight,
             "model.norm.weight": self.norm_weight,

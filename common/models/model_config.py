@@ -1,8 +1,8 @@
-"""`ModelConfig`: what a Hugging Face `config.json` says about a decoder, checked and made explicit.
+"""`ModelConfig`: a decoder's shape, read from a Hugging Face `config.json` and checked.
 
-Eight families are understood: Qwen3, Qwen2 (and 2.5), Llama 3.x, Mistral, Gemma 3 (text alone),
-OLMo 3, Qwen3-MoE and Mixtral. They are one decoder; what differs is who has biases, who norms
-queries and keys, and who has experts in the place of an MLP (`models/experts/expert_config.py`):
+Eight families are supported: Qwen3, Qwen2 (and 2.5), Llama 3.x, Mistral, Gemma 3 (text alone),
+OLMo 3, Qwen3-MoE and Mixtral. All use one decoder. They differ in biases, in norms of queries and
+keys, and in having experts instead of an MLP (`models/experts/expert_config.py`):
 
     family     biases of q, k, v    bias of o         biases of the MLP    q_norm, k_norm
     Qwen3      attention_bias       attention_bias    none                 yes
@@ -14,13 +14,13 @@ queries and keys, and who has experts in the place of an MLP (`models/experts/ex
     Qwen3-MoE  attention_bias       attention_bias    none                 yes
     Mixtral    none                 none              none                 no
 
-A feature that a configuration asks for and this decoder lacks is a `ValueError` that names the
-field: a model that runs without it answers fluently and wrongly. Fields nobody here knows are
-ignored, as `transformers` ignores them, and named in the log.
+A feature that a configuration asks for and this decoder lacks raises a `ValueError` that names the
+field: a model that runs without it answers fluently and wrongly. Unknown fields are ignored, as
+`transformers` ignores them, and named in the log.
 
-Mistral's layers attend to a window, most of Gemma's and OLMo's do, and Qwen's may: `layer_windows`
-says which. Gemma's and OLMo's turn by other angles there, and norm what a block adds. Gemma stores
-norms' weights less 1.
+Mistral's layers attend to a window, most of Gemma's and OLMo's do, and Qwen's can: `layer_windows`
+lists them. Gemma's and OLMo's windowed layers rotate by other angles, and these families norm a
+block's output before it is added. Gemma stores norm weights minus 1.
 
 Defaults of absent fields are those of `transformers`."""
 
@@ -50,7 +50,7 @@ SCORED = "prompt_logprobs"
 
 @dataclass(frozen=True, slots=True)
 class ModelConfig:
-    """A decoder's shape. Use `from_hf` for what comes from a file: it checks."""
+    """A decoder's shape. Use `from_hf` for the contents of a file: it checks them."""
 
     architecture: str
     vocab_size: int
@@ -68,17 +68,17 @@ class ModelConfig:
     o_bias: bool = False
     mlp_bias: bool = False
     has_qk_norm: bool = False
-    dtype: str | None = None  # what the configuration says the weights are stored in
+    dtype: str | None = None  # the stored weights' dtype, by the configuration
     eos_token_ids: tuple[int, ...] = ()
     layer_windows: tuple[Window, ...] = ()  # of each layer; (): no layer has one
     blocks: tuple[str, str] = ("attention", "mlp")  # of each layer, as `model.py` names them
     experts: ExpertsConfig | None = None  # of the layers that have a block of them instead
     window_rope: RopeParameters | None = None  # of layers with a window; None: as the others
     query_pre_attn_scalar: float | None = None  # scores are divided by its root; None: head_dim
-    embedding_scale: float = 1.0  # what embeddings are multiplied with
+    embedding_scale: float = 1.0  # embeddings are multiplied with this
     activation: str = "silu"  # of an MLP
-    norm_offset: float = 0.0  # what a checkpoint's weights of norms lack
-    has_post_norms: bool = False  # is what a block adds normed
+    norm_offset: float = 0.0  # added to a checkpoint's norm weights
+    has_post_norms: bool = False  # whether a block's output is normed before it is added
 
     def blocks_of(self, layer: int) -> tuple[str, str]:
         attention, mlp = self.blocks
@@ -86,28 +86,28 @@ class ModelConfig:
         return attention, "experts" if has_experts else mlp
 
     def rotary_of(self, layer: int) -> int:
-        """0: `rope`, 1: `window_rope`."""
+        """The rotary table that the layer uses. 0: `rope`, 1: `window_rope`."""
         if self.window_rope is None or not self.layer_windows:
             return 0
         return int(self.layer_windows[layer] is not None)
 
     def norm_dtype(self, dtype: torch.dtype) -> torch.dtype:
-        """Of norms' weights. In bfloat16 a sum with 1 would lose most of what is added to it. And
-        who norms what a block adds, rounds norms once: behind the product with the weight."""
+        """The dtype of norm weights. In bfloat16, adding 1 to a weight would lose most of its bits.
+        Families that norm a block's output round once, after the product with the weight."""
         if self.norm_offset or not self.has_post_norms:
             return torch.float32 if self.norm_offset else dtype
         return torch.promote_types(dtype, torch.float32)
 
     @property
     def numerics(self) -> str:
-        """What KV depends on and no weight shows: eps, and the rest where it is not the usual."""
+        """The settings besides weights that KV depends on: eps, and others if not the default."""
         rest = self.query_pre_attn_scalar, self.activation
         is_usual = rest == (None, "silu")
         return f"eps {self.rms_norm_eps}" + ("" if is_usual else f" {rest}")
 
     @property
     def mlp_sizes(self) -> set[int]:
-        """The intermediate sizes that occur."""
+        """The intermediate sizes of all MLPs and experts."""
         experts = self.experts
         if experts is None:
             return {self.intermediate_size}
@@ -116,13 +116,13 @@ class ModelConfig:
 
     @property
     def num_unhidden(self) -> int:
-        """Positions up to which no window hides any."""
+        """The number of positions of which no window hides any."""
         windows = [window for window in self.layer_windows if window is not None]
         return min([self.max_position_embeddings, *windows])
 
     @classmethod
     def from_hf(cls, fields: dict[str, Any]) -> ModelConfig:
-        """From the contents of a `config.json`. Raises `ValueError` for what is not supported."""
+        """Read the contents of a `config.json`. Raises `ValueError` for unsupported values."""
         architecture = _architecture(fields)
         family = FAMILIES[architecture]
         fields = {**family.absent, **fields, **family.unread}
@@ -177,7 +177,7 @@ class ModelConfig:
 
 
 def token_ids(name: str, value: Any) -> tuple[int, ...]:
-    """`eos_token_id` as files have it: an integer, a list of integers, or null."""
+    """Read an `eos_token_id` field: an integer, a list of integers, or null."""
     if value is None:
         return ()
     ids = value if isinstance(value, list) else [value]
@@ -194,8 +194,8 @@ class _Family:
     """`transformers`' class for `model_type`. `head_dim` is its default; None: the usual quotient.
     `sliding_window`: `"optional"` needs `use_sliding_window`, `"always"` is on unless null,
     `"pattern"` is on in all layers but each `sliding_window_pattern`th, `"never"` has none.
-    `experts` reads what is said of experts in `own` fields. `window_theta` is
-    the base of layers with a window if it is not named; None: they have no angles of their own."""
+    `experts` reads the experts' configuration from `own` fields. `window_theta` is the default base
+    of layers with a window; None: they use the same angles as the others."""
 
     model_type: str
     has_attention_bias: bool = False  # is there a field of this name
@@ -217,7 +217,7 @@ class _Family:
 
 
 def _sizes(*sizes: int | None, **others: Any) -> dict[str, Any]:
-    """Defaults of a class in `transformers`, in this order. None: as many KV heads as heads."""
+    """A `transformers` class's defaults, in this order. None: as many KV heads as heads."""
     names = ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers")
     names += ("num_attention_heads", "num_key_value_heads", "max_position_embeddings")
     return dict(zip(names, sizes, strict=True)) | others
@@ -304,9 +304,9 @@ FAMILIES = {
 }
 SUPPORTED_ARCHITECTURES = tuple(FAMILIES)
 
-# Architectures that are not served, and why: the first line whose pattern fits. What is not named
-# here, nor in the families, is refused, too, but without a reason: nobody here has looked at it. A
-# family that is added wins over a pattern.
+# Architectures that are not served, and why: the first pattern that matches applies. Architectures
+# named neither here nor in the families are refused too, without a reason, because they have not
+# been examined. A family takes precedence over a pattern.
 _STATES = "three of four layers keep a state instead of keys and values"
 WHY_REFUSED: dict[str, str] = {
     "GptOssForCausalLM": "its attention has a sink in each head, and its experts are in MXFP4",
@@ -322,7 +322,7 @@ WHY_REFUSED: dict[str, str] = {
     "*Model": "it has no head, so no next token",
 }
 
-# Parts of field names that stand for something this decoder does not have.
+# Parts of field names for features that this decoder does not have.
 _UNSUPPORTED = (
     "expert", "moe", "rout", "topk", "scoring", "n_group", "dense_replace", "quantization",
     "softcap", "vision", "audio", "text_config", "multiplier",
@@ -439,7 +439,7 @@ def _dtype(fields: dict[str, Any]) -> str | None:
 
 @dataclass(frozen=True, slots=True)
 class ModelFacts:
-    """What is known of a model without having it."""
+    """Facts about a model that are known without its checkpoint."""
 
     config: ModelConfig
     eos_token_ids: tuple[int, ...]  # every id that ends a text
@@ -449,7 +449,7 @@ class ModelFacts:
 
 
 def refusal_reason(architectures: object) -> str | None:
-    """None: not known. `architectures` is what a `config.json` says."""
+    """Why a model is not served. None: not known. `architectures` is from a `config.json`."""
     given = architectures if isinstance(architectures, list) else []
     names = [n for n in given if isinstance(n, str) and not fnmatchcase(n, "*Head*Model")]
     for pattern, why in WHY_REFUSED.items():

@@ -3,10 +3,10 @@
     hidden --+-- qkv, norm of queries and of keys, rotary, KV cache, attention, o, norm --(+)
     hidden --+-- gate and up, silu, product, down, norm ----------------------------------(+)
 
-Queries are normed as one vector of all heads, and keys as another one, where other families norm
-each head by itself. Several ranks would have to know each other's sums for that: refused by name.
+Queries are normed as one vector of all heads, and keys as another one, while other families norm
+each head separately. Several ranks would need each other's sums for that: refused with an error.
 
-Source: 2 OLMo 2 Furious, arXiv 2501.00656, which moved the norms behind the blocks."""
+Source: 2 OLMo 2 Furious, arXiv 2501.00656, which moved the norms after the blocks."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What this processor multiplies natively."""
+"""The dtypes that this processor multiplies natively."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import torch
 def is_bfloat16_fast() -> bool:
     """Whether bfloat16 matrices beat float32 ones on this CPU: AVX-512 BF16 or AMX, on x86.
 
-    oneDNN alone says yes to any AVX-512, where it converts to float32 and back."""
+    oneDNN's own check accepts any AVX-512, where it converts to float32 and back."""
     if not torch.ops.mkldnn._is_mkldnn_bf16_supported():
         return False
     if platform.machine().lower() not in ("x86_64", "amd64"):

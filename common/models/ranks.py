@@ -1,4 +1,4 @@
-"""Which process of an engine this is, and which layers it computes.
+"""A process's rank in an engine, and the layers that this rank computes.
 
     tensor_parallel_size=2, pipeline_parallel_size=2
 
@@ -16,7 +16,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class Ranks:
-    """Raises `ValueError` that names the field."""
+    """A rank and the parallel sizes. An invalid field raises a `ValueError` that names it."""
 
     tensor_parallel_size: int = 1
     pipeline_parallel_size: int = 1
@@ -51,13 +51,13 @@ class Ranks:
 
     @property
     def is_output_rank(self) -> bool:
-        """Whether sampled tokens are taken from this rank. All of its stage have the same."""
+        """Whether sampled tokens are read from this rank. All ranks of its stage have the same."""
         return self.is_last_stage and self.tp_rank == 0
 
     def layers(self, num_layers: int) -> range:
-        """The layers of this rank's stage. What is left after an even division goes to stages in
-        the middle, then to the first: the last one computes the head too, and the first holds the
-        embedding. Raises `ValueError` if a stage would have none."""
+        """The layers of this rank's stage. The remainder of an even division goes to stages in the
+        middle, then to the first: the last one also computes the head, and the first holds the
+        embedding. Raises `ValueError` if a stage would have no layer."""
         num_stages = self.pipeline_parallel_size
         if num_layers < num_stages:
             raise ValueError(

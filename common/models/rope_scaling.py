@@ -5,10 +5,10 @@
     yarn      the same by turns in the first training's length; and cosines and sines are
               multiplied by `attention_factor`, so that scores grow
 
-`READS` says what a kind reads of `rope_scaling`, and the function of its name makes the angles.
-They are those of `transformers`, which a test compares. Not here: "dynamic", whose angles change
-when a text grows, so that what is in a KV cache would have to be turned anew; "longrope", which has
-two lists of factors, and turns to the second in the middle of a text.
+`READS` lists the `rope_scaling` fields that a kind reads, and the function with the kind's name
+computes the angles. They equal those of `transformers`, which a test compares. Not supported:
+"dynamic", whose angles change when a text grows, so that keys in the KV cache would have to be
+rotated again; "longrope", which has two lists of factors and switches in the middle of a text.
 
 Sources: YaRN, arXiv 2309.00071; "llama3": the Llama 3.1 model card."""
 
@@ -24,7 +24,7 @@ from common.models.rotary import RopeParameters
 
 _ORIGINAL = "original_max_position_embeddings"
 _BOUNDS = {"llama3": ("low_freq_factor", "high_freq_factor"), "yarn": ("beta_slow", "beta_fast")}
-# What must be there, and what is something if it is not. All are numbers > 0.
+# The required and the optional fields of each kind. All are numbers > 0.
 READS: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
     "linear": (("factor",), ()),
     "llama3": (("factor", "low_freq_factor", "high_freq_factor"), ()),
@@ -38,7 +38,7 @@ READS: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
 def read_scaling(
     source: str, rope_type: str, rope: dict[str, Any], fields: dict[str, Any], max_positions: int
 ) -> dict[str, Any]:
-    """Fields of `RopeParameters`. Raises `ValueError` for another kind, and for what it lacks."""
+    """Read fields of `RopeParameters`. Raises `ValueError` for an unknown kind or missing field."""
     if not isinstance(rope_type, str) or rope_type not in READS:
         known = ", ".join(["default", *READS])
         raise refused(f"{source}: rope_type", rope_type, f"be {known}")
@@ -89,8 +89,9 @@ def llama3(inv_freq: torch.Tensor, rope: RopeParameters) -> torch.Tensor:
 
 
 def yarn(inv_freq: torch.Tensor, rope: RopeParameters) -> torch.Tensor:
-    """What turns more than `beta_fast` times in the first training's length stays, what turns less
-    than `beta_slow` times is divided by `factor`; between these two pairs of channels, evenly."""
+    """Channel pairs that turn more than `beta_fast` times in the first training's length stay,
+    those that turn less than `beta_slow` times are divided by `factor`, and pairs between these two
+    are blended linearly."""
     num_pairs = len(inv_freq)
 
     def pair_that_turns(times: float) -> float:

@@ -1,9 +1,9 @@
-"""Rotary position embedding: the angles of every position, computed once a model.
+"""Rotary position embedding: the angles of every position, computed once per model.
 
 Each pair of channels (i, i + head_dim / 2) of a query or key is turned by position * inv_freq[i].
 The tables hold cosines and sines in float32, cast to the model's dtype, exactly as `transformers`
-computes them. A step looks its rows up by `positions`: the tables have no state to get out of step
-with a cache.
+computes them. A step looks its rows up by `positions`, so the tables have no state that could
+disagree with a cache.
 
 Source: RoFormer, arXiv 2104.09864. For texts longer than in training: `rope_scaling.py`.
 """
@@ -15,12 +15,13 @@ from pkgutil import resolve_name
 
 import torch
 
-Rotary = tuple[torch.Tensor, torch.Tensor]  # what a layer turns with, `Regions.rotary`
+Rotary = tuple[torch.Tensor, torch.Tensor]  # a layer's rotary factors, from `Regions.rotary`
 
 
 @dataclass(frozen=True, slots=True)
 class RopeParameters:
-    """`rope_type` is "default", which uses `theta` alone, or a kind of `rope_scaling.READS`."""
+    """Rotary parameters. `rope_type` is "default", which uses `theta` alone, or a kind of
+    `rope_scaling.READS`."""
 
     theta: float = 10_000.0
     rope_type: str = "default"
@@ -34,7 +35,7 @@ class RopeParameters:
 
 
 def inverse_frequencies(rope: RopeParameters, head_dim: int) -> torch.Tensor:
-    """Radians a position, `[head_dim / 2]` float32."""
+    """Return the radians per position, `[head_dim / 2]` float32."""
     exponents = torch.arange(0, head_dim, 2, dtype=torch.float32) / head_dim
     inv_freq = 1.0 / rope.theta**exponents
     if rope.rope_type == "default":
@@ -45,7 +46,7 @@ def inverse_frequencies(rope: RopeParameters, head_dim: int) -> torch.Tensor:
 def rotary_table(
     rope: RopeParameters, head_dim: int, num_positions: int, dtype: torch.dtype
 ) -> torch.Tensor:  # [num_positions, head_dim]: head_dim / 2 cosines, then as many sines
-    """Computed on the CPU, so that it does not depend on the device."""
+    """Compute the table on the CPU, so that it does not depend on the device."""
     positions = torch.arange(num_positions, dtype=torch.float32)
     angles = positions[:, None] * inverse_frequencies(rope, head_dim)
     return torch.cat((angles.cos(), angles.sin()), dim=-1).mul_(rope.attention_factor).to(dtype)
@@ -55,7 +56,7 @@ def rotary_factors(
     table: torch.Tensor,  # [num_positions, head_dim]
     positions: torch.Tensor,  # [num_tokens] int64
 ) -> tuple[torch.Tensor, torch.Tensor]:  # each [num_tokens, 1, head_dim]
-    """What `rotate` multiplies with: `cos | cos` and `-sin | sin`."""
+    """Return the factors that `rotate` multiplies with: `cos | cos` and `-sin | sin`."""
     cos, sin = table.index_select(0, positions)[:, None].chunk(2, dim=-1)
     return torch.cat((cos, cos), dim=-1), torch.cat((-sin, sin), dim=-1)
 
@@ -64,7 +65,7 @@ def rotate(
     x: torch.Tensor,  # [num_tokens, num_heads, head_dim]
     factors: tuple[torch.Tensor, torch.Tensor],
 ) -> torch.Tensor:  # [num_tokens, num_heads, head_dim]
-    """Turn every channel pair: (a, b) becomes (a cos - b sin, b cos + a sin)."""
+    """Rotate every channel pair: (a, b) becomes (a cos - b sin, b cos + a sin)."""
     cos, sin = factors
     swapped = x.roll(x.shape[-1] // 2, dims=-1)  # (a, b) -> (b, a)
     return (x * cos).addcmul_(swapped, sin)

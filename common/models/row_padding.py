@@ -1,10 +1,10 @@
-"""Numbers of rows for which oneDNN's packed product takes longer than for a larger number.
+"""Row counts for which oneDNN's packed product takes longer than for a larger row count.
 
 Seen with bfloat16 on AMX: 17 to 32 rows 133 ms, 33 rows 85. Such a step is faster if rows of zeros
-are added to it. Which numbers are slow differs by processor and by version, so the matrices of a
-large model are timed once, in a fraction of a second, and the answer is kept. A busy machine can
-make a time longer, but hardly all of `NUM_REPEATS`, and not twice: what is padded must gain in the
-median and in the shortest time, each time."""
+are added. The slow counts differ by processor and version, so the matrices of a large model are
+timed once, in a fraction of a second, and the result is kept. A busy machine can make one time
+longer, but hardly all of `NUM_REPEATS`, and not twice. So a padded count must gain in the median
+and in the shortest time, in both timings."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ TIMED_BYTES = 64 << 20  # more than a cache holds; a model with less is not time
 
 
 def pad_slow_counts(matrices: list[Linear], dtype: torch.dtype) -> None:
-    """Set `padded_rows` of packed matrices: what `find_padding` says of the first ones."""
+    """Set `padded_rows` of packed matrices to the result of `find_padding` for the first ones."""
     timed: list[Linear] = []
     num_bytes = 0
     for matrix in matrices:
@@ -47,8 +47,8 @@ def pad_slow_counts(matrices: list[Linear], dtype: torch.dtype) -> None:
 
 
 def find_padding(timed: list[Linear], dtype: torch.dtype) -> dict[int, int]:
-    """The number of rows to compute instead, by each number that is slow: as it was found before on
-    such a machine, or timed now."""
+    """Return the row count to compute instead of each slow one, from an earlier timing on such a
+    machine, or timed now."""
     shapes = [tuple(matrix.shape) for matrix in timed]
     machine = processor(), torch.__version__, torch.get_num_threads()
     key = blake2b(repr((machine, dtype, shapes, COUNTS)).encode(), digest_size=16)
@@ -57,7 +57,7 @@ def find_padding(timed: list[Linear], dtype: torch.dtype) -> dict[int, int]:
         return {int(n): padded for n, padded in json.loads(kept.read_text()).items()}
     except (OSError, ValueError):
         padding = slow_counts(time_counts(timed, dtype))
-        if padding:  # again: only what is found twice is kept
+        if padding:  # time again: a count must be slow twice
             again = slow_counts(time_counts(timed, dtype))
             padding = {n: padded for n, padded in padding.items() if again.get(n) == padded}
     handle, made = tempfile.mkstemp(dir=kept.parent)
@@ -69,7 +69,7 @@ def find_padding(timed: list[Linear], dtype: torch.dtype) -> dict[int, int]:
 
 @torch.inference_mode()
 def time_counts(matrices: list[Linear], dtype: torch.dtype) -> dict[int, list[float]]:
-    """Seconds of all the products, by the number of rows, in turns."""
+    """Return the seconds of all products, by row count, timed in turns."""
     widths = {matrix.shape[1] for matrix in matrices}
     times: dict[int, list[float]] = {count: [] for count in COUNTS}
     for _ in range(NUM_REPEATS):
@@ -83,7 +83,8 @@ def time_counts(matrices: list[Linear], dtype: torch.dtype) -> dict[int, list[fl
 
 
 def slow_counts(times: dict[int, list[float]]) -> dict[int, int]:
-    """A number that was not timed is taken to be as fast as the faster one of its neighbours."""
+    """Return the larger count for each slow one. A count that was not timed counts as being as fast
+    as the faster one of its neighbours."""
 
     def gains(padded: int, count: int) -> bool:
         one, other, limit = times[padded], times[count], 1 - MIN_GAIN

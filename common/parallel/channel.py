@@ -1,15 +1,15 @@
-"""Messages over a socket: eight bytes of length, then so many bytes.
+"""Messages over a socket: eight bytes that hold the length, then the message's bytes.
 
     worker   waits for one message after another             `receive`
-    driver   takes what has come, waits for nobody alone     `arrived`, `send_some`
+    driver   takes what has come, never waits for one rank   `arrived`, `send_some`
 
-An interrupt (Ctrl-C) between a system call and the line that notes what it did would lose bytes,
-and the rest of the stream would make no sense. So the driver's interrupts wait for the end of a
-message (`interrupts_held`); what is torn all the same is seen (`is_inconsistent`) and never read
-on.
+An interrupt (Ctrl-C) between a system call and the line that records its result would lose bytes,
+and the rest of the stream could not be decoded. So the driver holds interrupts until the end of a
+message (`interrupts_held`). A stream that is cut anyway is detected (`is_inconsistent`) and never
+read again.
 
-A second socket, the lifeline, carries no messages of the engine. A thread of the worker sits at its
-end: it ends the process when the driver is gone, and answers where the process is when it is asked,
+A second socket, the lifeline, carries no engine messages. A worker thread reads it. The thread ends
+the process when the driver has exited, and reports the process's current position on request, even
 while the model computes or waits for another rank."""
 
 from __future__ import annotations
@@ -33,12 +33,12 @@ START_TIMEOUT_S = 600.0  # for a worker's imports, and to read its weights
 
 
 class ChannelClosed(ConnectionError):
-    """The other side is gone."""
+    """The peer has closed the connection or exited."""
 
 
 @contextmanager
 def interrupts_held() -> Iterator[None]:
-    """Ctrl-C comes when this ends. Only the main thread is ever interrupted."""
+    """Delay Ctrl-C until the block ends. Only the main thread is ever interrupted."""
     own = signal.getsignal(signal.SIGINT)
     if own is None or threading.current_thread() is not threading.main_thread():
         yield
@@ -54,7 +54,7 @@ def interrupts_held() -> Iterator[None]:
 
 
 class Channel:
-    """One end. Raises `ChannelClosed`."""
+    """One end of a message socket. Raises `ChannelClosed`."""
 
     def __init__(self, sock: socket.socket) -> None:
         self.sock = sock
@@ -72,7 +72,7 @@ class Channel:
     # -- a worker's way
 
     def send(self, message: bytes) -> None:
-        """From any thread."""
+        """Send a message. Can be called from any thread."""
         try:
             with self._sending:
                 self.sock.sendall(_LENGTH.pack(len(message)) + message)
@@ -87,7 +87,7 @@ class Channel:
     # -- the driver's way
 
     def put(self, message: bytes) -> None:
-        """To be sent by `send_some`. There must be nothing left of the one before."""
+        """Set the message that `send_some` sends. The previous one must be sent completely."""
         self._unsent = memoryview(_LENGTH.pack(len(message)) + message)
 
     @property
@@ -95,7 +95,7 @@ class Channel:
         return not self._unsent
 
     def send_some(self) -> None:
-        """What the socket takes, at once."""
+        """Send as many bytes as the socket accepts without blocking."""
         self.is_inconsistent = True
         try:
             num_sent = self.sock.send(self._unsent, socket.MSG_DONTWAIT)
@@ -107,7 +107,7 @@ class Channel:
         self.is_inconsistent = False
 
     def arrived(self) -> list[bytes]:
-        """Messages, after the socket was said to be readable: perhaps none is complete."""
+        """Return the complete messages, maybe none. Call when the socket is readable."""
         self._read()
         messages = []
         while (message := self._next()) is not None:
@@ -140,14 +140,15 @@ class Channel:
 
 
 class Lifeline(threading.Thread):
-    """A worker's. `parent` is the process that started this one: when it is another, the driver is
-    gone, even if somebody it forked keeps its sockets open. None: somebody else started it."""
+    """A worker's lifeline thread. `parent` is the process that started this one. If the parent
+    changes, the driver has exited, even if a process it forked keeps its sockets open. None: the
+    driver did not start this process."""
 
     def __init__(self, sock: socket.socket, parent: int | None) -> None:
         super().__init__(name="lifeline", daemon=True)
         self.channel, self.parent = Channel(sock), parent
-        self.step: int | None = None  # under way
-        self.is_over = False  # it may go: the driver said so
+        self.step: int | None = None  # the step in flight
+        self.is_over = False  # the driver has asked this process to exit
         sock.settimeout(1.0)
 
     def run(self) -> None:
@@ -159,14 +160,14 @@ class Lifeline(threading.Thread):
                 if isinstance(error.__cause__, TimeoutError) and self._has_parent():
                     continue
                 if not self.is_over:
-                    os._exit(1)  # whatever it computes, or waits for, is for nobody
+                    os._exit(1)  # no process will read the result
                 return
 
     def _has_parent(self) -> bool:
         return self.parent is None or os.getppid() == self.parent
 
     def where(self) -> dict[str, Any]:
-        """The step under way, whether it waits for other ranks, and the line of ours it is in."""
+        """The step in flight, whether it waits for other ranks, and our current source line."""
         frame = sys._current_frames().get(threading.main_thread().ident or 0)
         place, is_waiting = "nowhere", False
         while frame is not None:
@@ -181,7 +182,7 @@ class Lifeline(threading.Thread):
 
 
 def ask_where(lifelines: dict[int, Channel], timeout_s: float) -> dict[int, dict[str, Any]]:
-    """What each process answers at the other end, by rank. One that is gone or stopped does not."""
+    """Return each process's answer by rank. A process that has exited or stopped has none."""
     answers: dict[int, dict[str, Any]] = {}
     deadline = time.monotonic() + timeout_s
     with selectors.DefaultSelector() as selector:

@@ -1,4 +1,4 @@
-"""The driver's end of its workers: send the same message to all, collect what they answer.
+"""The driver's side of the workers: send the same message to all, collect the answers.
 
     driver                     worker 0            worker 1
       | -- plan 7 -------------> |                   |
@@ -6,14 +6,14 @@
       |      (plans the next step, if it may)   all-reduce ...
       | <------------- output 7 -|                   |
 
-Every worker reads its messages in order and answers in order, so nothing is asked twice and nothing
-has to be matched but the number of the step.
+Every worker reads and answers its messages in order, so no message is sent twice and only the step
+number has to be matched.
 
-A worker that raises says so. One that is killed closes its socket. One that is stuck is late, and
-then asked on its lifeline, where a thread answers even if the model waits in a collective: so the
-rank that the others wait for can be told from those that wait. Whatever it is, all workers are
-ended, and from then on every call raises the same sentence: ranks that have lost step with each
-other are of no use."""
+A worker that raises reports the error. A killed worker's socket closes. A stuck worker is late: the
+driver then asks over its lifeline, where a thread answers even if the model waits in a collective.
+That tells the rank that the others wait for from the ranks that wait. After any failure all workers
+are ended, and every later call raises the same message, because ranks that are no longer in the
+same step cannot continue."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ from common.parallel.channel import (
 logger = logging.getLogger(__name__)
 
 CLOSE_TIMEOUT_S = 5.0
-GRACE_S = 1.0  # for others to say what went wrong, when one has
+GRACE_S = 1.0  # for other ranks' reports, after one rank has reported an error
 ANSWERS = {
     "ready": ("facts",),
     "output": ("step", "output", "digest"),
@@ -49,19 +49,19 @@ ANSWERS = {
     "adapter": ("number", "digest", "kind_of_error", "sentence"),
     "error": ("kind_of_error", "sentence", "is_collective"),
 }
-# What is wrong with the arguments of `LLM` is raised as such, wherever it was found.
+# Errors in the arguments of `LLM` keep their type, whichever process found them.
 OF_THE_USER = {"ValueError": ValueError, "FileNotFoundError": FileNotFoundError}
 
 
 class WorkerError(RuntimeError):
-    """A worker is gone, stuck or has raised. The message names it."""
+    """A worker has exited, is stuck or has raised. The message names the worker."""
 
     is_final = True  # no later step can do better
 
 
 @dataclass(frozen=True, slots=True)
 class Link:
-    """A worker, as the driver has it. `process` is None if somebody else started it."""
+    """The driver's handle of a worker. `process` is None if the driver did not start it."""
 
     rank: int
     channel: Channel
@@ -74,7 +74,8 @@ class Link:
 
 
 class Executor:
-    """`output_rank` has the tokens. With `compares`, all ranks say what they have sampled."""
+    """Sends messages to all workers and collects their answers. `output_rank` returns the tokens.
+    With `compares`, all ranks report their sampled tokens."""
 
     def __init__(
         self, links: Sequence[Link], output_rank: int, timeout_s: float, compares: bool = False
@@ -86,7 +87,7 @@ class Executor:
         self._pid = os.getpid()
         self._outputs: list[dict[int, dict[str, Any]]] = [{} for _ in links]  # by step
         self._answers: list[deque[dict[str, Any]]] = [deque() for _ in links]
-        # Of adapters that are being read, by number, what each rank says in the end.
+        # Adapters being read: by number, the answer of each rank.
         self.loading: dict[int, dict[int, dict[str, Any]]] = {}
         self._errors: dict[int, dict[str, Any]] = {}
         self._gone: set[int] = set()
@@ -97,7 +98,8 @@ class Executor:
     # -- to the workers
 
     def start(self, messages: Sequence[bytes]) -> list[dict[str, Any]]:
-        """Each gets its own. What each says of itself. Raises what the user did wrong as such."""
+        """Send each worker its start message and return the answers. A user's error keeps its
+        type."""
         try:
             self._deliver(messages, START_TIMEOUT_S)
             return [answer["facts"] for answer in self._collect(START_TIMEOUT_S, "to start")]
@@ -111,9 +113,9 @@ class Executor:
             raise
 
     def send(self, content: bytes | Sequence[bytes]) -> None:
-        """To all the same, or to each its own. Returns when they have it, not when they have done
-        it. An interrupt waits until then: ranks with different messages would wait for each other
-        for ever."""
+        """Send one message to all workers, or one to each. Returns when all have received theirs,
+        not when they have processed it. An interrupt waits until then, because ranks with
+        different messages would wait for each other forever."""
         messages = [content] * len(self.links) if isinstance(content, bytes) else content
         with interrupts_held():
             self._deliver(messages, self.timeout_s)
@@ -127,7 +129,7 @@ class Executor:
             if time.monotonic() > deadline:
                 names = ", ".join(link.name for link in left)
                 self._fail(f"{names} did not take a message in {timeout_s:g} s")
-            self._take_what_came(0.001)  # or two that are full would wait for each other
+            self._take_what_came(0.001)  # otherwise two full sockets would wait for each other
 
     def _send_some(self, link: Link) -> bool:
         try:
@@ -141,8 +143,8 @@ class Executor:
     # -- from the workers
 
     def wait_for_output(self, step: int) -> dict[str, Any]:
-        """The output rank's answer to the plan of this number. Answers to earlier ones that nobody
-        has waited for are forgotten."""
+        """Return the output rank's answer to the plan of this step number. Answers to earlier plans
+        that no call has waited for are dropped."""
         self._check()
         ranks = range(len(self.links)) if self.compares else (self.output_rank,)
         waiting, what = list(ranks), f"step {step}"
@@ -159,12 +161,12 @@ class Executor:
         return answers[0]
 
     def collect(self, what: str) -> list[dict[str, Any]]:
-        """The next answer of every rank that is not one to a plan."""
+        """Return every rank's next answer other than answers to plans."""
         self._check()
         return self._collect(self.timeout_s, what)
 
     def look(self, seconds: float) -> None:
-        """Take what comes in so long."""
+        """Process the messages that arrive within `seconds`."""
         self._check()
         self._take_what_came(seconds)
 
@@ -177,10 +179,10 @@ class Executor:
     def _take_what_came(
         self, seconds: float, late_for: str | None = None, timeout_s: float | None = None
     ) -> None:
-        """Wait so long for something to come. Nothing in time, if that is to be a failure, is one:
-        `late_for` says for what."""
+        """Wait up to `seconds` for a message and process what has arrived. If none arrives and
+        `late_for` is set, that is a failure: `late_for` names the missing answer."""
         ready = self._selector.select(max(seconds, 0))
-        with interrupts_held():  # nor is an answer lost on its way from the socket
+        with interrupts_held():  # so that no answer is lost between socket and parsing
             for key, _ in ready:
                 self._take(key.data)
         if self._errors or self._gone:
@@ -201,7 +203,7 @@ class Executor:
                 self._outputs[link.rank][content["step"]] = content
             elif kind == "error":
                 self._errors[link.rank] = content
-            elif kind == "adapter":  # nobody may want it any more
+            elif kind == "adapter":  # may no longer be wanted
                 self.loading.get(content["number"], {})[link.rank] = content
             else:
                 self._answers[link.rank].append(content)
@@ -234,8 +236,8 @@ class Executor:
         late_for: str | None = None,
         timeout_s: float | None = None,
     ) -> NoReturn:
-        """Find out whose fault it is, and end everybody. A rank that has failed in a collective
-        suffers from another, which may be about to say so."""
+        """Find the rank at fault, end all workers and raise. A rank that failed in a collective was
+        hit by another rank's failure, whose report may still arrive."""
         deadline = time.monotonic() + GRACE_S
         while self._errors and not self._culprits() and time.monotonic() < deadline:
             for key, _ in self._selector.select(max(0.0, deadline - time.monotonic())):
@@ -243,7 +245,7 @@ class Executor:
         self._end(self._culprits() or self._find_stuck(late_for, timeout_s) or sentence or "")
 
     def _culprits(self) -> str:
-        """Ranks that are gone or have raised, in a sentence. None, if others are to blame."""
+        """A sentence that names the ranks that exited or raised. Empty if others are at fault."""
         gone = [self._describe_gone(self.links[rank]) for rank in sorted(self._gone)]
         raised = [
             self._describe_error(rank)
@@ -292,8 +294,8 @@ class Executor:
     # -- the end
 
     def close(self) -> None:
-        """End the workers. Nothing is left of them when it returns. May be called again."""
-        if self._is_closed or os.getpid() != self._pid:  # in a fork they are not ours
+        """End the workers. None is left when this returns. Can be called again."""
+        if self._is_closed or os.getpid() != self._pid:  # a fork does not own the workers
             return
         self._is_closed = True
         if self.failure is None:

@@ -1,4 +1,4 @@
-"""What crosses between the process that schedules and those that compute: bytes of msgpack.
+"""The messages between the scheduling process and the computing processes: bytes of msgpack.
 
     to a worker     start        its rank, the configuration, where the ranks meet
                     plan         the message of a step (chapter 1's `RunnerInput`)
@@ -14,11 +14,11 @@
 
 A message is a map whose keys are exactly the expected ones: a missing field, one too many and
 another version are refused. Sets travel as sorted lists, parameters as their fields. Only Python's
-own numbers, texts, lists and maps with texts as keys are packed, by their very type: a number of
-NumPy's, a tuple or an object raises `TypeError` here instead of becoming something else there.
+own numbers, strings, lists and maps with string keys are packed, checked by exact type: a NumPy
+number, a tuple or an object raises `TypeError` here instead of arriving as something else.
 
-Never pickle: it would run whatever code the bytes name, and would send the schedulers' books and
-the whole history of each request along, because a plan points to them.
+Never pickle: it would run any code that the bytes name, and would also send the scheduler's state
+and the whole history of each request, because a plan points to them.
 
 nano-vllm pickles method names and `Sequence` objects into a shared memory of 1 MiB with a fixed
 name; vLLM pickles `SchedulerOutput` into a ring buffer of shared memory."""
@@ -51,7 +51,7 @@ class MessageError(ValueError):
 
 
 def pack(kind: str, **content: Any) -> bytes:
-    """Raises `TypeError` for what does not travel."""
+    """Pack a message. Raises `TypeError` for content that cannot be sent."""
     message = {"version": VERSION, "kind": kind, **content}
     packer = msgpack.Packer(
         strict_types=True, default=_refuse, unicode_errors="surrogatepass", autoreset=False
@@ -61,7 +61,7 @@ def pack(kind: str, **content: Any) -> bytes:
 
 
 def pack_error(error: BaseException) -> bytes:
-    """`is_collective`: it is another rank's fault, that is gone or late."""
+    """Pack an error. `is_collective`: another rank, gone or late, is at fault."""
     chain = [error, error.__cause__, error.__context__]
     is_collective = any(type(e).__name__ == "CollectiveError" for e in chain)
     what = {"kind_of_error": type(error).__name__, "sentence": str(error)}
@@ -69,8 +69,8 @@ def pack_error(error: BaseException) -> bytes:
 
 
 def unpack(data: bytes | bytearray | memoryview, kinds: Mapping[str, Any]) -> tuple[str, dict]:
-    """`(kind, content)` of a message. `kinds` are those expected, each with the names of its
-    fields. Raises `MessageError`."""
+    """Return a message's `(kind, content)`. `kinds` are the expected kinds, each with the names of
+    its fields. Raises `MessageError`."""
     try:
         message = msgpack.unpackb(
             data,
@@ -146,7 +146,7 @@ def _same(value: Any) -> Any:
 
 
 def plan_to_map(plan: RunnerInput) -> dict[str, Any]:
-    """Of a `SchedulerOutput` too: what is its scheduler's own is left out."""
+    """Return the plan as a map. Fields that only a `SchedulerOutput` has are left out."""
     cached = plan.scheduled_cached_reqs
     return _as_map(
         plan,
@@ -173,7 +173,7 @@ def plan_to_map(plan: RunnerInput) -> dict[str, Any]:
 
 
 def plan_from_map(found: Any) -> RunnerInput:
-    """Raises `MessageError`."""
+    """Rebuild a plan from a map. Raises `MessageError`."""
     of_new = {"sampling_params": _params_from_map, "block_ids": _tables}
     return _made(
         RunnerInput,
@@ -204,7 +204,7 @@ def _tables(found: Any) -> tuple[list[int], ...]:
 
 
 def _checked_features(new: NewRequestData) -> dict[str, Any]:
-    """Here it is known whose data does not travel."""
+    """Return the features. A feature that cannot be sent raises a `TypeError` that names it."""
     for name, data in new.features.items():
         try:
             unpack(pack("features", data={name: data}), {"features": ["data"]})
@@ -215,7 +215,7 @@ def _checked_features(new: NewRequestData) -> dict[str, Any]:
 
 def _params_to_map(params: SamplingParams) -> dict[str, Any]:
     lists = {"stop": list(params.stop), "stop_token_ids": list(params.stop_token_ids)}
-    # Of these a worker gets what it needs as features: plain data.
+    # A worker gets the needed parts of these as features: plain data.
     rules = ("logit_bias", "allowed_token_ids", "bad_words")
     stay = dict.fromkeys((*rules, "prompt_logprobs", "truncate_prompt_tokens", "grammar"))
     is_seed_drawn = isinstance(params, DrawnSeedParams)
@@ -237,7 +237,7 @@ def output_to_map(output: StepOutput) -> dict[str, Any]:
 
 
 def output_from_map(found: Any) -> StepOutput:
-    """Raises `MessageError`."""
+    """Rebuild a step output from a map. Raises `MessageError`."""
     entries = dict.fromkeys(_WITH_ENTRIES, _entries_from_map)
     return _made(StepOutput, "an output", found, _OUTPUT, **entries)
 

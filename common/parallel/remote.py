@@ -1,4 +1,4 @@
-"""An engine whose model is in other processes, seen from the process that schedules.
+"""The scheduling process's side of an engine whose model runs in other processes.
 
     LLMEngine, scheduler, KV manager, tokenizer, outputs     this process: computes nothing
         RemoteRunner.execute(plan) -> RemoteStep              a `ModelRunner` (chapter 1)
@@ -6,9 +6,9 @@
                 worker 0 .. N-1                               `common/parallel/worker.py`
 
 `execute` returns when every worker has the plan, so a loop that plans ahead (`runner/overlap.py`)
-needs no thread. What needs the engine's own objects stays here: a run of accepted guesses is
-trimmed where the text of a request is, guesses are counted, KV tiers and connectors get the bytes
-of a block from all ranks."""
+needs no thread. Work on the engine's objects stays here: a run of accepted draft tokens is trimmed
+where the request's text is, draft tokens are counted, and KV tiers and connectors get the bytes of
+a block from all ranks."""
 
 from __future__ import annotations
 
@@ -54,13 +54,13 @@ logger = logging.getLogger(__name__)
 
 
 class RemoteRunner:
-    """A `ModelRunner`. `tells_times`: the ranks guess, and learn how long that takes from what one
-    of them has measured."""
+    """A `ModelRunner` over the workers. `tells_times`: the ranks propose draft tokens, and are sent
+    the times that one of them has measured."""
 
     def __init__(self, executor: Executor, tells_times: bool = False) -> None:
         self.executor, self.tells_times = executor, tells_times
         self._num_steps = 0
-        self._times: list[list] = []  # not told yet: step, ms of verifying, ms of guessing
+        self._times: list[list] = []  # not sent yet: step, ms of verifying, ms of drafting
 
     def execute(self, plan: RunnerInput) -> RemoteStep:
         step, self._num_steps = self._num_steps, self._num_steps + 1
@@ -80,19 +80,19 @@ class RemoteRunner:
 
 @dataclass(frozen=True, slots=True)
 class RemoteStep:
-    """A step whose plan is with the workers."""
+    """A step whose plan the workers have received."""
 
     runner: RemoteRunner
     step: int
 
     def wait(self) -> StepOutput:
-        """Raises `WorkerError` if a worker is gone, stuck or has raised."""
+        """Wait for the output. Raises `WorkerError` if a worker exited, is stuck or raised."""
         return self.runner.take(self.step)
 
 
 class CountingRunner:
-    """Counts what came of guesses that are made and verified elsewhere: a function of plan and
-    output."""
+    """Counts accepted and rejected draft tokens that other processes propose and verify. The
+    numbers follow from plan and output."""
 
     def __init__(self, runner: ModelRunner) -> None:
         self.runner, self.stats = runner, SpecDecodeStats()
@@ -124,7 +124,7 @@ class CountedStep:
 
 @dataclass(frozen=True, slots=True)
 class KVSizeOfRanks:
-    """The size of the KV memory. A block is a block on every rank."""
+    """The size of the KV memory. A block id names a block on every rank."""
 
     num_blocks: int
     block_size: int
@@ -145,16 +145,16 @@ class RemoteBlockIO:
         self.block_nbytes: int = kv_cache.kv_bytes_per_block
 
     def read_block(self, block_id: int) -> bytes:
-        """As the steps so far have left it. Raises `ValueError` for a block that is not there."""
+        """The block's bytes after the steps so far. Raises `ValueError` for a missing block."""
         self._check_block(block_id)
-        with interrupts_held():  # an answer that nobody takes would be the next question's
+        with interrupts_held():  # a leftover answer would be taken for the next request's
             self.executor.send(message.pack("read", block_id=block_id))
             parts = self.executor.collect("reading a KV block")
         return b"".join(part["data"] for part in parts)
 
     def write_block(self, block_id: int, data: bytes | memoryview) -> None:
-        """Before the steps to come. Raises `ValueError`, and writes nothing, if the block is not
-        there or `data` has another length."""
+        """Write the block before later steps run. Raises `ValueError`, and writes nothing, if the
+        block does not exist or `data` has another length."""
         self._check_block(block_id)
         if len(data) != self.block_nbytes:
             raise ValueError(f"data must have {self.block_nbytes} bytes, got {len(data)}")
@@ -208,7 +208,7 @@ class RemoteLoading:
         self._end(is_wanted=True)
 
     def forget(self) -> None:
-        """Where the ranks are gone, so is what they have read."""
+        """Drop the loaded data. Ranks that are gone have lost it already."""
         with suppress(WorkerError):
             self._end(is_wanted=False)
 
@@ -229,7 +229,7 @@ class RemoteAdapters:
         return RemoteLoading(self.executor, self._num_begun, str(path))
 
     def drop(self, digest: str) -> None:
-        """Where the ranks are gone, so is what they held: the next step says that."""
+        """Drop the adapter. Ranks that are gone have lost it: the next step reports them."""
         with suppress(WorkerError):
             self.executor.send(message.pack("drop", digest=digest))
 
@@ -240,8 +240,8 @@ class RemoteAdapters:
 def assemble_remote(
     config: EngineConfig, tokenizer: Tokenizer | None, members: Mapping[str, OutputProcessor]
 ) -> tuple[EngineParts, Tokenizer]:
-    """Start the workers, and put a scheduler in front of them. Raises what is wrong with the
-    configuration or the checkpoint, wherever that is found, as one process would."""
+    """Start the workers and make a scheduler for them. Raises the same errors about configuration
+    and checkpoint as a single process, whichever process finds them."""
     checkpoint = read_checkpoint(config.model or SHIPPED_CHECKPOINT)
     tokenizer = tokenizer or load_tokenizer(checkpoint.path)
     max_model_len = find_max_model_len(config, checkpoint.config)
@@ -298,8 +298,8 @@ def _start_messages(
 
 
 def config_to_map(config: EngineConfig) -> dict[str, Any]:
-    """The fields of a configuration that concern a worker. KV tiers and connectors do not, nor does
-    who is served first; and of parts of the user's own that plan, what they are is enough."""
+    """The configuration fields that a worker needs. KV tiers, connectors and the scheduling policy
+    are left out. A user's planning components are sent as their kind only."""
     values = {field.name: getattr(config, field.name) for field in fields(config)}
     for name in ("kv_tiers", "kv_connector", "events", "policy", "prefix_cache"):
         del values[name]

@@ -1,4 +1,4 @@
-"""Where workers come from.
+"""Start worker processes, or connect to those that torchrun has started.
 
     LLM(tensor_parallel_size=2)            starts two processes, each with the end of a socket pair
     torchrun --nproc-per-node=2 SCRIPT     rank 0 is the driver, and starts worker 0; rank 1 comes
@@ -7,11 +7,11 @@
 
 A process that is started runs `python -m common.parallel.worker`, not a copy of this one: nothing
 of the user's script is imported again, so it needs no `if __name__ == "__main__"`, and can be a
-notebook. Worker 0 is a process of its own under torchrun too: the driver is the same in both cases,
-plans while the model computes, and outlives its worker to say what happened.
+notebook. Worker 0 is a separate process under torchrun too: in both cases the driver plans while
+the model computes, and outlives its worker to report what happened.
 
-No port and no name is fixed: sockets have the port that the system gives, which the others read in
-torchrun's store, with a secret that says who may come in."""
+No port and no name is fixed: sockets use a port that the system assigns. The other ranks read it
+from torchrun's store, with the secret that a connection must present."""
 
 from __future__ import annotations
 
@@ -87,8 +87,8 @@ def _make_store(host: str) -> Any:
 
 
 def start_process(rank: int) -> Link:
-    """A worker with one end of two socket pairs. It finds what this process has found: its path is
-    handed on, without the folder that Python puts in front for `-m`."""
+    """Start a worker with one end of two socket pairs. The worker gets this process's import path,
+    without the folder that Python puts in front for `-m`."""
     pairs = [socket.socketpair() for _ in range(2)]
     (channel, its_channel), (lifeline, its_lifeline) = pairs
     path = [os.path.abspath(folder) for folder in sys.path]
@@ -113,8 +113,8 @@ def is_torchrun() -> bool:
 
 
 def torchrun_size(pipeline_parallel_size: int = 1) -> int:
-    """The tensor parallel size that makes use of all of torchrun's processes. Raises `ValueError`
-    if there is none."""
+    """The tensor parallel size that uses all of torchrun's processes. Raises `ValueError` if no
+    size does."""
     check_integers(1, pipeline_parallel_size=pipeline_parallel_size)
     world_size = int(os.environ["WORLD_SIZE"])
     if world_size % pipeline_parallel_size:
@@ -126,7 +126,7 @@ def torchrun_size(pipeline_parallel_size: int = 1) -> int:
 
 
 def check_torchrun(tensor_parallel_size: int, pipeline_parallel_size: int) -> None:
-    """Raises `ValueError` if torchrun has started another number of processes."""
+    """Raise `ValueError` if torchrun has started another number of processes."""
     world_size = int(os.environ["WORLD_SIZE"])
     if tensor_parallel_size * pipeline_parallel_size != world_size:
         raise ValueError(
@@ -137,7 +137,7 @@ def check_torchrun(tensor_parallel_size: int, pipeline_parallel_size: int) -> No
 
 
 def _torchrun_store() -> Any:
-    """Of the agent. Every process is its client."""
+    """The store of torchrun's agent. Every process is a client of it."""
     env, rank = os.environ, int(os.environ["RANK"])
     is_agents = env.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
     store = dist.TCPStore(
@@ -171,7 +171,7 @@ def _launch_with_torchrun(num_ranks: int, num_threads: int) -> StartedWorkers:
 
 
 def _torchrun_threads(num_parameters: int, device: torch.device) -> int:
-    """torchrun sets 1, if nobody else has said how many: too few where there are more cores."""
+    """The number of threads. torchrun sets 1 unless the user sets it: too few with more cores."""
     if os.environ.get("OMP_NUM_THREADS") != "1":
         return torch.get_num_threads()
     num_local = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
@@ -180,7 +180,7 @@ def _torchrun_threads(num_parameters: int, device: torch.device) -> int:
 
 
 def _accept(server: socket.socket, secret: str, num_ranks: int) -> list[Link]:
-    """Two connections from each rank but 0. A caller without the secret is sent away."""
+    """Accept two connections from each rank except 0. Reject a caller without the secret."""
     server.settimeout(START_TIMEOUT_S)
     found: dict[tuple[int, str], Channel] = {}
     while len(found) < 2 * (num_ranks - 1):
@@ -202,7 +202,7 @@ def _accept(server: socket.socket, secret: str, num_ranks: int) -> list[Link]:
 
 
 def serve_if_not_first() -> None:
-    """Under torchrun, ranks other than 0 end here: workers of rank 0's engine until it closes."""
+    """Under torchrun, serve as a worker of rank 0's engine on every other rank, then exit."""
     rank = int(os.environ["RANK"])
     if rank == 0:
         return

@@ -1,14 +1,14 @@
-"""A matrix in several processes: each multiplies a part of it.
+"""A matrix split over several processes: each multiplies a part of it.
 
-    column-parallel    a rank has some of the outputs     every rank needs all of x; nothing is said
+    column-parallel    a rank has some of the outputs     every rank needs all of x; nothing is sent
     row-parallel       a rank has some of the inputs      x is there in parts; products are summed
 
 The names are from Megatron-LM, which writes a product as x @ A: there the columns of A are the
 outputs. Here, as in PyTorch, `weight` is [out, in].
 
-One after the other they need no word between: the parts of the first one's outputs are the parts of
-the second one's inputs. A column-parallel matrix is an ordinary `Linear` with fewer rows, so there
-is no class for it.
+A column-parallel matrix followed by a row-parallel one needs no communication in between: the parts
+of the first one's outputs are the parts of the second one's inputs. A column-parallel matrix is an
+ordinary `Linear` with fewer rows, so it has no class here.
 
     vocabulary-parallel    a rank has some of the tokens: their embeddings, their logits
 
@@ -25,8 +25,8 @@ from common.models.linear import Linear
 
 
 class RowParallelLinear(Linear):
-    """A rank's columns of `weight`, times its part of `x`: summed over the ranks. `bias` is added
-    once, by rank 0 of the stage."""
+    """Multiplies a rank's columns of `weight` by its part of `x` and sums over the ranks. `bias` is
+    added once, by rank 0 of the stage."""
 
     def __init__(
         self, weight: nn.Parameter, bias: nn.Parameter | None, collectives: Collectives
@@ -42,7 +42,7 @@ class RowParallelLinear(Linear):
 
 
 class VocabParallelHead(Linear):
-    """A rank's rows of the head give the logits of its tokens; every rank gets those of all."""
+    """Computes the logits of this rank's tokens; every rank then gathers the logits of all."""
 
     def __init__(self, vocab_size: int, collectives: Collectives, weight: nn.Parameter) -> None:
         super().__init__(weight)
@@ -65,7 +65,7 @@ def vocab_parallel_embedding(
     first_id: int,
     collectives: Collectives,
 ) -> torch.Tensor:  # [num_tokens, hidden_size]
-    """A token is in one rank's part; the others give zeros, which change no sum."""
+    """Look up embeddings. One rank holds each token; the others add zeros to the sum."""
     rows = input_ids - first_id
     is_elsewhere = (rows < 0) | (rows >= len(weight))
     found = F.embedding(rows.masked_fill_(is_elsewhere, 0), weight)
@@ -73,5 +73,5 @@ def vocab_parallel_embedding(
 
 
 def rows_per_rank(vocab_size: int, num_ranks: int) -> int:
-    """Of all ranks but the last, which may have fewer."""
+    """The number of rows of every rank except the last, which can have fewer."""
     return -(-vocab_size // num_ranks)

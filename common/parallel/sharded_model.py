@@ -1,4 +1,4 @@
-"""What one rank has of a model: its stage's layers, and its part of each of their matrices.
+"""One rank's part of a model: the layers of its stage, and its part of each of their matrices.
 
     checkpoint's tensor       on the ranks of a stage                     how
     q, k, v                   [some heads, hidden_size]                   column-parallel
@@ -13,11 +13,11 @@ Up to its row-parallel matrices, a rank's layer is a layer of a narrower model: 
 a smaller `intermediate_size` (`rank_config`). Its KV cache holds its own heads only.
 
 The first stage takes token ids and has the embedding. The last one gives logits and has the last
-norm and the head, and the tied matrix too. Between stages goes the residual stream; who sends it is
-not decided here.
+norm and the head, and the tied matrix too. The residual stream passes between stages; the sending
+is not done here.
 
-All ranks of the last stage get the same logits, bit for bit: they are gathered, not computed twice.
-So all of them sample the same tokens, and nobody has to be told."""
+All ranks of the last stage get bitwise identical logits: they are gathered, not computed twice. So
+all of them sample the same tokens, and none has to be sent."""
 
 from __future__ import annotations
 
@@ -45,8 +45,8 @@ from paged_attention import PagedKVCache
 
 
 def rank_config(config: ModelConfig, ranks: Ranks) -> ModelConfig:
-    """The narrower model whose layers this rank computes. Raises `ValueError` if the model can not
-    be divided so: before any process starts, too."""
+    """The configuration of the narrower model that this rank computes. Raises `ValueError` if the
+    model cannot be divided like this. Also called before any process starts."""
     layers = ranks.layers(config.num_hidden_layers)
     _check_divisible(config, ranks.tensor_parallel_size)
     size = ranks.tensor_parallel_size
@@ -93,7 +93,7 @@ def _part_of_vocab(config: ModelConfig, ranks: Ranks) -> slice:
     return slice(first, min(first + num_rows, config.vocab_size))
 
 
-# The dimension of a checkpoint's matrix that the ranks divide; what is not named, all have whole.
+# The dimension of a checkpoint's matrix that the ranks divide; all have other tensors whole.
 _ROWS = ("q_proj", "k_proj", "v_proj", "gate_proj", "up_proj", "w1", "w3")
 _ROWS += ("embed_tokens", "lm_head")
 _DIVIDED = {**{kind: 0 for kind in _ROWS}, "o_proj": 1, "down_proj": 1, "w2": 1}
@@ -139,8 +139,8 @@ class ShardedModel(DecoderModel):
     def forward(
         self, batch: ComposedBatch, kv_cache: PagedKVCache, out: torch.Tensor | None = None
     ) -> torch.Tensor:
-        """Logits [num_logit_rows, vocab_size] of the last stage; of the others hidden
-        [num_tokens, hidden_size], for the next one. `batch.hidden` is overwritten."""
+        """Return logits [num_logit_rows, vocab_size] on the last stage, and on the others hidden
+        states [num_tokens, hidden_size] for the next stage. `batch.hidden` is overwritten."""
         hidden = batch.hidden if batch.hidden is not None else self.embed(batch.input_ids)
         if self.ranks.is_last_stage:
             return self.through_head(hidden, batch, kv_cache, out)
@@ -157,7 +157,7 @@ class ShardedModel(DecoderModel):
         return self.embed_weight.new_zeros(num_tokens, self.config.hidden_size)
 
     def checkpoint_tensors(self) -> dict[str, CheckpointTensor]:
-        """Every tensor of the whole checkpoint, and which part of it this rank has."""
+        """Every tensor of the whole checkpoint, and the part of each that this rank has."""
         whole = DecoderModel(self.config, device="meta").checkpoint_tensors()  # takes no memory
         targets = self._targets()
         return {
@@ -182,7 +182,7 @@ class ShardedModel(DecoderModel):
         return targets
 
     def _part(self, name: str, target: torch.Tensor) -> tuple[slice, ...]:
-        """Of the checkpoint's tensor: what `target` is filled with."""
+        """The part of the checkpoint's tensor that `target` is filled with."""
         kind = name.split(".")[-2]
         dim = _DIVIDED.get(kind)
         if dim is None or dim >= target.ndim:  # whole: norms, and the biases of o and down

@@ -1,14 +1,15 @@
-"""A worker: a process that has one rank of the model, and computes what the driver's plans say.
+"""A worker: a process that has one rank of the model and executes the driver's plans.
 
     python -m common.parallel.worker CHANNEL LIFELINE     two inherited sockets, by number
 
 It never sees the user's script. It reads one message after another, and answers in order; it enters
-a collective because a plan says so, so between two plans it may wait for ever. When the driver
-closes its end, or is gone, the worker ends, wherever it is: a thread watches the lifeline.
+a collective because a plan says so, so between two plans it can wait forever. When the driver
+closes its end or exits, the worker ends too, even in the middle of a step: a thread watches the
+lifeline.
 
-Its runner is the engine's own: a `PagedModelRunner`, with a `SpeculatingRunner` around it where
-somebody guesses. All ranks of a stage sample the same tokens from the same logits, and guess the
-same from the same tokens; what would depend on a clock of their own, the driver tells them."""
+The worker uses the engine's runner: a `PagedModelRunner`, inside a `SpeculatingRunner` if draft
+tokens are proposed. All ranks of a stage sample the same tokens from the same logits, and propose
+the same draft tokens. A decision that depends on measured time gets its times from the driver."""
 
 from __future__ import annotations
 
@@ -30,10 +31,10 @@ logger = logging.getLogger(__name__)
 
 
 def serve(channel: Channel, lifeline: Lifeline) -> None:
-    """Until the driver says that it is over, or is gone."""
+    """Process messages until the driver sends `close` or exits."""
     lifeline.start()
     try:
-        from common.parallel.worker_rank import Rank  # all that is heavy
+        from common.parallel.worker_rank import Rank  # all heavy imports
 
         rank = Rank.start(channel)
         while _answer(rank, channel, lifeline):
@@ -44,7 +45,7 @@ def serve(channel: Channel, lifeline: Lifeline) -> None:
     except BaseException as error:
         logger.error("%s", "".join(traceback.format_exception(error)))
         _report(channel, error)
-        lifeline.join()  # the driver ends this process: who is gone is another thing
+        lifeline.join()  # the driver ends this process
     finally:
         lifeline.is_over = True
         channel.close()
@@ -73,7 +74,7 @@ def main(argv: list[str]) -> None:
     logging.shutdown()
     sys.stdout.flush()
     sys.stderr.flush()
-    os._exit(0)  # without taking PyTorch apart
+    os._exit(0)  # without PyTorch's shutdown
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""What a worker does about each message: one rank of the model, its KV memory, its runner."""
+"""A worker's message handlers: one rank of the model, its KV memory, its runner."""
 
 from __future__ import annotations
 
@@ -67,8 +67,8 @@ QUESTIONS = {
 
 
 class Rank:
-    """Where a step goes on after `execute` has returned, answers are given in a thread, so that the
-    next step can begin."""
+    """One rank. If a step is still running after `execute` returns, a thread sends the answer, so
+    that the next step can begin."""
 
     def __init__(
         self,
@@ -84,7 +84,7 @@ class Rank:
         self.blocks = PagedBlockIO(local.kv_cache)
         self.num_plans = 0
         self._answering: ThreadPoolExecutor | None = None
-        self._reader: ThreadPoolExecutor | None = None  # of adapters, while steps go on
+        self._reader: ThreadPoolExecutor | None = None  # reads adapters while steps continue
         self._reading: dict[int, Future[Adapter]] = {}
         if local.paged.device.type != "cpu":
             self._answering = ThreadPoolExecutor(1, thread_name_prefix="answers")
@@ -93,8 +93,8 @@ class Rank:
 
     @classmethod
     def start(cls, channel: Channel) -> Rank:
-        """The first message: who this is, and everything that it needs. The answer says what has
-        come of it."""
+        """Make a rank from the first message, which has its number and everything it needs. Sends
+        the answer, which reports the result."""
         _, told = message.unpack(channel.receive(), {"start": QUESTIONS["start"]})
         name = f"[rank {told['rank']}] %(message)s"
         logging.basicConfig(level=told["log_level"], format=name, force=True)
@@ -156,7 +156,7 @@ class Rank:
     # -- then
 
     def handle(self, data: bytes) -> bool:
-        """Whether it was the last message."""
+        """Process a message. Returns whether it was the last one."""
         kind, told = message.unpack(data, QUESTIONS)
         if kind == "plan":
             self._execute(told)
@@ -176,7 +176,7 @@ class Rank:
         return kind == "close"
 
     def _read_adapter(self, number: int, directory: str) -> None:
-        """In a thread, which answers, too."""
+        """Read an adapter in a thread, which also sends the answer."""
         assert self.local.adapters is not None
         self._reader = self._reader or ThreadPoolExecutor(1, thread_name_prefix="adapters")
         reading = self._reader.submit(self.local.adapters.read, directory)
@@ -206,7 +206,7 @@ class Rank:
         return message.pack("output", step=step, output=found, digest=digest)
 
     def _digest(self, output: StepOutput) -> str | None:
-        """Of what all ranks of the last stage must agree on."""
+        """The digest of the results that all ranks of the last stage must agree on."""
         if not self.collectives.ranks.is_last_stage:
             return None
         same = [output.token_ids, output.errors, output.draft_token_ids]
@@ -232,7 +232,7 @@ def _send(channel: Channel, make: Callable[[], bytes | None]) -> None:
 
 
 def _send_or_report(channel: Channel, make: Callable[[], bytes | None]) -> None:
-    """In a thread, whose exceptions nobody sees."""
+    """Send a message, or report the exception. Used in threads, where exceptions go unseen."""
     try:
         _send(channel, make)
     except BaseException as error:
@@ -249,8 +249,8 @@ def _device_of(config: EngineConfig, ranks: Ranks) -> torch.device:
 
 
 class _Meeting:
-    """Where ranks wait for each other before there are collectives, and before those are entered:
-    one may need long to import or to read, and a collective does not wait for so long."""
+    """Lets ranks wait for each other before collectives exist and before they are entered. A rank
+    can take longer to import or to read than a collective waits."""
 
     def __init__(self, ranks: Ranks, channel: Channel, meeting: list) -> None:
         """`meeting` is the store's host and port, and this machine's address for the others."""
@@ -287,8 +287,8 @@ class _Unverified:
 
 
 class DriverChosenLength(DraftLength):
-    """How much to guess, where several ranks have to guess the same: each learns from the clock of
-    the one whose times the driver tells all, a step later."""
+    """The number of draft tokens, where several ranks must propose the same ones. All ranks use the
+    times of one rank, which the driver sends to all a step later."""
 
     def __init__(self, inner: DraftLength) -> None:
         self.inner = inner
@@ -296,7 +296,7 @@ class DriverChosenLength(DraftLength):
         self._unjudged: deque[_Unverified] = deque()
 
     def begin(self, step: int, times: list[list]) -> None:
-        """`times`: step, milliseconds of verifying and of guessing, of steps before this one."""
+        """`times`: step, milliseconds of verifying and of drafting, of steps before this one."""
         self._step = step
         for number, verify_ms, draft_ms in times:
             while self._unjudged and self._unjudged[0].step < number:

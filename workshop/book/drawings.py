@@ -1,9 +1,9 @@
 """Drawings: figures that show an idea and not a measurement. Each is an SVG that is edited by hand.
 
-Its first tag is of the class `drawing`. In the place of colours and fonts it has classes:
+Its first tag has the class `drawing`. Classes replace colours and fonts:
 
-    prompt, cached-30     a colour of the palette, or that share of it in white, as a fill
-    line-prompt           a line in it; head-prompt: the head of such an arrow
+    prompt, cached-30     a fill with a colour of the palette, or with that share of it in white
+    line-prompt           a line in that colour; head-prompt: the head of such an arrow
     soft, paper           a fill without a meaning
     heading, small        a text's size; bold, muted, code, mid and end: its look
     on-light, on-dark     a text on a colour
@@ -11,9 +11,9 @@ Its first tag is of the class `drawing`. In the place of colours and fonts it ha
     data                  a group in the units of what it shows, scaled by its `transform`
 
 `make sync` derives two things: the rules between `<style>` and `</style>`, for the classes that the
-drawing uses, in the light and in the dark; and `NAME.zh.svg`, with the words of `figures.zh.txt`.
-`test_drawings.py` looks at each in a browser, `test_drawn_states.py` asks the classes whether they
-do what is drawn.
+drawing uses, in light and dark mode; and `NAME.zh.svg`, with the words of `figures.zh.txt`.
+`test_drawings.py` checks each in a browser, `test_drawn_states.py` checks that the code's classes
+behave as drawn.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ polyline { fill: none; stroke: $muted; stroke-width: 1.6px }
 
 
 def drawings() -> list[Path]:
-    """In English."""
+    """The paths of the English drawings."""
     paths = sorted(path for place in PLACES for path in ROOT.glob(f"{place}/*.svg"))
     return [p for p in paths if not p.name.endswith(".zh.svg") and _is_drawing(p)]
 
@@ -70,8 +70,8 @@ def _is_drawing(path: Path) -> bool:
 
 
 def derived(path: Path, words: Words) -> dict[Path, str]:
-    """What `make sync` writes. `ValueError` for a class that says nothing, and for a text without
-    Chinese."""
+    """Return the files that `make sync` writes. Raises `ValueError` for an unknown class, and for a
+    text without Chinese."""
     svg = path.read_text(encoding="utf-8")
     try:
         styled, number = _STYLE.subn(lambda _: style_of(svg), svg)
@@ -83,7 +83,7 @@ def derived(path: Path, words: Words) -> dict[Path, str]:
 
 
 def style_of(svg: str) -> str:
-    """The rules of the classes and tags that it uses."""
+    """Return the style rules of the classes and tags that the drawing uses."""
     classes = {name for found in re.findall(r'class="([^"]*)"', svg) for name in found.split()}
     named = {f".{name}" for name in classes}
     selectors = named | set(re.findall(r"<(\w+)", svg))
@@ -110,7 +110,7 @@ def _filled(rule: str, index: int) -> str:
 
 
 def _colours_of(rule: str) -> str:
-    """Without what is the same in the dark."""
+    """The rule without declarations that are the same in dark mode."""
     selector, _, looks = rule.partition(" { ")
     kept = [look for look in looks.removesuffix(" }").split("; ") if "#" in look]
     return f"{selector} {{ {'; '.join(kept)} }}"

@@ -1,5 +1,5 @@
-"""A plot as a file: a card like the drawings', in both languages, that follows the dark mode. A
-style sheet says what each colour of the plot is in the dark (`palette.in_the_dark`).
+"""Write a plot to a file: a card like the drawings, in both languages, that follows dark mode. A
+style sheet maps each colour of the plot to its dark one (`palette.in_the_dark`).
 """
 
 from __future__ import annotations
@@ -55,8 +55,8 @@ STYLE: dict[Any, Any] = {
 def save(
     figures: dict[str, Callable[[], Figure]], folder: Path, words: Words | None = None
 ) -> list[Path]:
-    """Draw each figure and write `folder/NAME.svg`, the same bytes for the same data; with words,
-    `NAME.zh.svg` too."""
+    """Draw each figure and write `folder/NAME.svg`, with the same bytes for the same data. With
+    `words`, also write `NAME.zh.svg`."""
     folder.mkdir(parents=True, exist_ok=True)
     paths = []
     with rc_context(STYLE):
@@ -74,7 +74,7 @@ def save(
 
 
 def as_card(svg: str) -> str:
-    """Matplotlib's file, with places to a hundredth of a point."""
+    """Return Matplotlib's file as a card, with coordinates to a hundredth of a point."""
     svg = re.sub(r" ?font-family: [^;\"]*;?", "", svg)
     svg = re.sub(r"(-?\d+\.\d{3,})(?!\d*e)", lambda number: f"{float(number[1]):.2f}", svg)
     svg = re.sub(r" transform=\"rotate\(-0 [^)]*\)\"", "", svg)
@@ -98,13 +98,13 @@ def as_card(svg: str) -> str:
 
 
 def _same(marks: re.Match[str]) -> str:
-    """What is the same of all marks of a group, once."""
+    """Write the attributes that all marks of a group share only once."""
     return f"{marks[1]}{marks[3]}>{marks[2].replace(marks[3], '')}"
 
 
 def in_chinese(svg: str, words: Words) -> str:
-    """The same plot with these words. Matplotlib gives each line of a text of several a place of
-    its own: where those differ, the lines have one middle, which stays."""
+    """Return the plot with Chinese words. Matplotlib positions each line of a multi-line text
+    separately: if the positions differ, the lines share a centre, which is kept."""
 
     def say_lines(texts: re.Match[str]) -> str:
         places = {float(x) for x in re.findall(r"translate\(([\d.]+)", texts[0])}
@@ -126,12 +126,12 @@ def in_chinese(svg: str, words: Words) -> str:
 
 
 def text_width(text: str, size: float) -> float:
-    """Pixels that a line takes. A Chinese character is as wide as high."""
+    """Return a line's width in pixels. A Chinese character is as wide as it is high."""
     return sum(_WIDTH.get(char, 1.0 if char > "\u2e80" else 0.84) for char in text) * size
 
 
 def style_of(svg: str) -> str:
-    """Of all that is drawn in colours: how it looks in the dark."""
+    """Return the dark mode rules for everything that is drawn in colours."""
     texts = set(re.findall(r"<(?:text|tspan)[^>]*?(fill: #[0-9a-f]{6})", svg))
     marks = set(re.findall(r"(?:fill|stroke): #[0-9a-f]{6}", svg))
     rules = [(f'text[style*="{mark}"]', mark, True) for mark in sorted(texts)]

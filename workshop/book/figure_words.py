@@ -1,11 +1,11 @@
-"""The Chinese of every figure's texts: `figures.zh.txt` has an English text and under it, indented,
+"""The Chinese texts of all figures. `figures.zh.txt` has each English text and under it, indented,
 the Chinese one.
 
     step {} computed {}
         第 {} 步算了 {} 个
 
-`{}` stands for what varies, a number or a name; the Chinese has them in the same order, or
-numbered. `\\n` ends a line. Names of code and texts without words need no Chinese.
+`{}` matches a number or a name; the Chinese text has them in the same order, or numbered. `\\n`
+ends a line. Names of code and texts without words need no Chinese.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ _TEXTS = re.compile(r"(<(text|title|desc)\b[^>]*>)(.*?)(?=</\2>)", re.S)
 @dataclass
 class Words:
     path: Path = field(default_factory=lambda: TABLE)
-    used: set[str] = field(default_factory=set)  # English texts that were asked for
+    used: set[str] = field(default_factory=set)  # English texts that were looked up
 
     @cached_property
     def pairs(self) -> dict[str, str]:
@@ -42,7 +42,7 @@ class Words:
 
     @cached_property
     def patterns(self) -> list[tuple[re.Pattern[str], str]]:
-        """The one that says most comes first."""
+        """The patterns of texts with `{}`, the most specific first."""
         templates = sorted(
             (english for english in self.pairs if "{}" in english),
             key=lambda english: len(english.replace("{}", "")),
@@ -54,7 +54,7 @@ class Words:
         ]
 
     def __call__(self, text: str) -> str:
-        """Raises `ValueError` for words without Chinese."""
+        """Return the Chinese text. Raises `ValueError` for words without Chinese."""
         if text in self.pairs:
             self.used.add(text)
             return self.pairs[text]
@@ -69,8 +69,8 @@ class Words:
 
 
 def in_chinese(svg: str, words: Words) -> str:
-    """The same figure with these words. A text of several lines is one text of the table; a text of
-    the class `code` stays."""
+    """Return the figure with Chinese words. A text of several lines is one text of the table; a
+    text with the class `code` stays."""
 
     def say(found: re.Match[str]) -> str:
         head, _, inner = found.groups()

@@ -1,7 +1,8 @@
-"""The tables of `common/models/MODELS.md`: `python -m workshop.models_page` renews them.
+"""The tables of `common/models/MODELS.md`: `python -m workshop.models_page` updates them.
 
-What the engine decides, `common/models/__main__.py` prints. Here come the random checkpoints that
-each family has, and the cases in which a test compares its logits with those of `transformers`."""
+`common/models/__main__.py` prints the columns that the engine decides. This module adds each
+family's random checkpoints, and the cases in which a test compares its logits with those of
+`transformers`."""
 
 from __future__ import annotations
 
@@ -18,7 +19,8 @@ ORACLE = "test_whole_prompts_in_one_step_give_the_logits_of_transformers"  # of 
 
 
 def rows() -> list[list[str]]:
-    """A row for each family: architecture, its own, windows, experts, random checkpoint, cases."""
+    """A row for each family: architecture, special settings, windows, experts, random checkpoint,
+    cases."""
     found = []
     for architecture, *features in families():
         model_type = FAMILIES[architecture].model_type
@@ -31,7 +33,7 @@ def rows() -> list[list[str]]:
 
 
 def render() -> str:
-    """The page with the tables of today."""
+    """Return the page with its current tables."""
     head = ["architecture", "its own", "windows", "experts", "random checkpoint", "cases"]
     refused = [[f"`{pattern}`", reason] for pattern, reason in WHY_REFUSED.items()]
     tables = {

@@ -4,9 +4,9 @@
     python -m workshop.notebooks 01_batching/x_demo.py only this one
     python -m workshop.notebooks --check           say which twins are missing or out of step
 
-The script, in jupytext's `py:percent` form, is what people edit; the notebook is made from it and
-never edited. What differs from run to run without meaning anything (cell ids, time stamps, memory
-addresses, versions) is taken out, so that running again changes only what the code changed.
+The script, in jupytext's `py:percent` form, is edited; the notebook is made from it and never
+edited. Meaningless differences between runs (cell ids, time stamps, memory addresses, versions) are
+removed, so that running a script again changes only the results of changed code.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ def demo_scripts(root: Path = ROOT) -> list[Path]:
 
 
 def read_script(script: Path) -> NotebookNode:
-    """The script as a notebook without outputs, with cell ids and metadata that do not vary."""
+    """Read the script as a notebook without outputs, with fixed cell ids and metadata."""
     import jupytext
 
     notebook = jupytext.read(script, fmt="py:percent")
@@ -93,7 +93,7 @@ def _remove_noise(notebook: NotebookNode) -> None:
 
 
 def write_twin(script: Path) -> bool:
-    """Execute the script and write its notebook; whether the file changed."""
+    """Execute the script and write its notebook. Returns whether the file changed."""
     import nbformat
 
     text = nbformat.writes(execute(script)) + "\n"
@@ -105,7 +105,7 @@ def write_twin(script: Path) -> bool:
 
 
 def notebook_problems(script: Path) -> list[str]:
-    """What is wrong with the script's twin, in sentences; empty when it is in step and executed."""
+    """Return a sentence for each problem of the notebook; none if it is in step and executed."""
     import nbformat
     from jupytext.compare import NotebookDifference, compare_notebooks
 

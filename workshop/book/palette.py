@@ -1,7 +1,7 @@
 """The colours of every figure in this book. A colour keeps its meaning from chapter to chapter.
 
-Shades of a colour are variants of its meaning (`tint`). What no meaning fits is drawn in `INK`.
-Labels stand beside their marks where there is room (`label_line`), and text is large enough to be
+Shades of a colour are variants of its meaning (`tint`). Marks without a meaning are drawn in `INK`.
+Labels are next to their marks where there is space (`label_line`), and text is large enough to be
 read at half the size.
 """
 
@@ -13,11 +13,11 @@ from typing import TYPE_CHECKING, Any
 from common.events.page_colours import *  # noqa: F403
 from common.events.page_colours import INK, PAPER
 
-if TYPE_CHECKING:  # drawings need none of it, and it takes a second
+if TYPE_CHECKING:  # drawings do not need it, and the import takes a second
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-# What has no meaning follows the reader's dark mode: in the light, in the dark.
+# Colours without a meaning follow the reader's dark mode: light mode -> dark mode.
 NEUTRAL = {
     "card": (PAPER, "#161b22"),
     "border": ("#d0d7de", "#30363d"),  # of the card
@@ -43,15 +43,15 @@ def shade(color: str, share: float) -> str:
 
 
 def luminance(color: str) -> float:
-    """Of `#rrggbb`, from 0 to 1."""
+    """Return the luminance of `#rrggbb`, from 0 to 1."""
     parts = [c / 12.92 if c <= 0.04045 else ((c + 0.055) / 1.055) ** 2.4 for c in _parts(color)]
     return 0.2126 * parts[0] + 0.7152 * parts[1] + 0.0722 * parts[2]
 
 
 def in_the_dark(color: str, is_text: bool = False) -> str:
-    """Neutral colours change places, white with the card. A colour that has a meaning keeps it, and
-    is mixed with white if a line or a text in it were too dark to see. `#111111` and `#ffffff` are
-    for text on a colour: they stay."""
+    """Return a colour's dark mode variant. Neutral colours are swapped, white with the card. A
+    colour with a meaning stays, but is mixed with white if a line or a text in it would be too dark
+    to see. `#111111` and `#ffffff`, for text on a colour, stay."""
     if color in (PAPER, "#111111") and is_text:
         return color
     card = NEUTRAL["card"][1]
@@ -77,20 +77,20 @@ def _hex(parts: Iterable[float]) -> str:
 
 
 def label_line(axis: Axes, x: float, y: float, text: str, color: str, **style: Any) -> None:
-    """`text` beside a mark at `(x, y)`; `ha`, `va` and `offset` (points) say on which side."""
+    """Write `text` next to a mark at `(x, y)`; `ha`, `va` and `offset` (points) set the side."""
     offset = style.pop("offset", (6, 0))
     look = {"ha": "left", "va": "center", "color": shade(color, 0.8), **style}
     axis.annotate(text, (x, y), xytext=offset, textcoords="offset points", **look)
 
 
 def label_axes(axis: Axes, title: str, xlabel: str, ylabel: str, **scales: Any) -> None:
-    """What a panel shows and in which units, over a grid."""
+    """Set a panel's title and axis labels with units, and draw a grid."""
     axis.set(title=title, xlabel=xlabel, ylabel=ylabel, **scales)
     axis.grid()
 
 
 def add_key(figure: Figure, colors: Mapping[str, str]) -> None:
-    """What each fill means, in a row below the panels."""
+    """Add the meaning of each fill, in a row below the panels."""
     from matplotlib.patches import Patch
 
     handles = [Patch(facecolor=c, edgecolor=INK, label=meaning) for meaning, c in colors.items()]

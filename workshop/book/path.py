@@ -3,11 +3,11 @@
 
     loaded   the modules of ours that `LLM()` imports, with its default configuration
     run      the lines of ours that `LLM()` and a default `generate` of one prompt run: each line
-             once, however often; and how long the functions are that they stand in
-    roots    the modules and lines of each chapter's root: what its text walks through
+             once, however often; and the total length of the functions that contain them
+    roots    the modules and lines of each chapter's root: the code that its text explains
 
-Modules without a line in them, and tests and demos, are not counted. The first two are measured in
-a process of their own, so that nothing is there before `LLM` is."""
+Empty modules, tests and demos are not counted. The first two are measured in a separate process, so
+that no module is loaded before `LLM`."""
 
 from __future__ import annotations
 
@@ -74,7 +74,7 @@ class Size:
 
 @dataclass(frozen=True, slots=True)
 class DefaultPath:
-    """What a default `LLM()` loads, how many lines making it runs, and how many `generate`."""
+    """The modules that a default `LLM()` loads, and the lines that `LLM()` and `generate` run."""
 
     loaded: list[str]  # paths within the repository
     num_lines: int  # in them
@@ -89,7 +89,7 @@ def count_lines(path: Path) -> int:
 
 @cache
 def measure_default(root: Path = ROOT) -> DefaultPath:
-    """In a process of its own, without a GPU; takes seconds, once."""
+    """Measure in a separate process, without a GPU; takes seconds, once."""
     found = subprocess.run(
         [sys.executable, "-c", _MEASURE, str(root)],
         cwd=root,
@@ -108,7 +108,7 @@ def measure_default(root: Path = ROOT) -> DefaultPath:
 
 
 def modules_in(folder: Path) -> list[Path]:
-    """Without the tests, demos and fixtures that stand beside them."""
+    """The modules of a folder, without its tests, demos and fixtures."""
     return [
         path
         for path in sorted(folder.glob("*.py"))

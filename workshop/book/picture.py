@@ -1,4 +1,4 @@
-"""A drawing as its tests read it: cells, texts, points and calls of a group, by its `id`."""
+"""Read a drawing for its tests: cells, texts, points and calls of a group, by its `id`."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ Call = tuple[str, str, str]  # from lane, to lane, what
 
 @dataclass(frozen=True, slots=True)
 class Cell:
-    """A rectangle or a circle, and the texts that follow it and lie in it."""
+    """A rectangle or a circle, with the texts that follow in the file and lie inside."""
 
     fill: str  # its first class
     text: str
@@ -23,7 +23,7 @@ class Cell:
     height: float
 
     def holds(self, point: Point) -> bool:
-        """Up to a pixel."""
+        """Whether the cell holds the point, with a tolerance of a pixel."""
         is_wide = self.x - 1 <= point[0] <= self.x + self.width + 1
         return is_wide and self.y - 1 <= point[1] <= self.y + self.height + 1
 
@@ -36,8 +36,8 @@ class Picture:
             element.tag = element.tag.partition("}")[2]
 
     def marks(self, group: str) -> list[Cell | str | list[Point]]:
-        """In their order: cells, the texts that lie in none, and the points of lines. Without a
-        group, those that are in none."""
+        """Cells, texts outside cells, and the points of lines, in file order. With an empty
+        `group`, those outside all groups."""
         found: list[Cell | str | list[Point]] = []
         for mark in self.root if not group else self._group(group):
             if mark.tag in ("rect", "circle") and mark.get("class") != "card":
@@ -58,7 +58,7 @@ class Picture:
         return [mark for mark in self.marks(group) if isinstance(mark, Cell)]
 
     def shown(self, group: str) -> list[tuple[str, str]]:
-        """Fill and text of each cell."""
+        """Return fill and text of each cell."""
         return [(cell.fill, cell.text) for cell in self.cells(group)]
 
     def labels(self, group: str) -> list[str]:
@@ -71,12 +71,12 @@ class Picture:
         return [mark for mark in self.marks(group) if isinstance(mark, list)]
 
     def key(self) -> dict[str, str]:
-        """What the colours mean: meaning -> fill."""
+        """Return the colour key: meaning -> fill."""
         fills = [cell.fill for cell in self.cells("key")]
         return dict(zip(self.texts("key"), fills, strict=True))
 
     def calls(self, group: str) -> list[Call]:
-        """Of a sequence. What a lane does by itself is a cell on it."""
+        """Return the calls of a sequence diagram. A lane's internal work is a cell on the lane."""
         lanes = list(zip(self.labels("lanes"), (line[0][0] for line in self.lines("lanes"))))
 
         def lane(x: float) -> str:

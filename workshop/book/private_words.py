@@ -1,6 +1,7 @@
-"""The private words of a file: what `vocabulary.tsv` has, in docstrings, comments, pages and text
-tables, without code. Three kinds are counted: words, docstrings that begin with neither a command
-nor a noun, and identifiers where they are bound. `words.py` compares the numbers with a table."""
+"""Find a file's private words: expressions of `vocabulary.tsv`, in docstrings, comments, pages and
+text tables, without code. Three kinds are counted: words, docstrings that begin with neither a
+command nor a noun, and identifiers where they are bound. `words.py` compares the numbers with a
+table."""
 
 from __future__ import annotations
 
@@ -21,14 +22,14 @@ STRING_OR_COMMENT = re.compile(
     r'''"""(?:\\.|[^\\])*?"""|\'{3}(?:\\.|[^\\])*?\'{3}|"(?:\\.|[^"\\\n])*"|'(?:\\.|[^'\\\n])*'|#[^\n]*''',
     re.DOTALL,
 )
-AROUND = 30  # characters beside a hit in which it may be allowed
+AROUND = 30  # characters around a hit that can make it an allowed use
 _DOCUMENTED = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
 
 Paragraph = tuple[str, list[tuple[int, int]]]  # its text in one line; offsets and numbers of lines
 
 
 class Row(NamedTuple):
-    """An expression."""
+    """A row of the vocabulary: an expression."""
 
     pattern: re.Pattern[str]
     allowed: re.Pattern[str] | None
@@ -56,7 +57,7 @@ def vocabulary(kind: str) -> list[Row]:
 
 
 def prose_of(name: str, source: str, nodes: Iterable[ast.AST]) -> Iterator[tuple[int, str]]:
-    """Lines without code. A text table's lines have a key, and go on indented."""
+    """Yield lines without code. A text table's lines have a key and indented continuations."""
     if name.endswith(".py"):
         for _, first, text in docstrings(nodes):
             yield from [*enumerate(text.split("\n"), first), (0, "")]
@@ -75,7 +76,7 @@ def prose_of(name: str, source: str, nodes: Iterable[ast.AST]) -> Iterator[tuple
 
 
 def comments(source: str) -> Iterator[tuple[int, int, str]]:
-    """Line, column and text: as `tokenize` finds them, which takes ten times as long."""
+    """Yield line, column and text of comments, as `tokenize` finds them in ten times the time."""
     line, begin = 1, 0
     for found in STRING_OR_COMMENT.finditer(source):
         if found[0][0] == "#":
@@ -85,7 +86,7 @@ def comments(source: str) -> Iterator[tuple[int, int, str]]:
 
 
 def docstrings(nodes: Iterable[ast.AST]) -> Iterator[tuple[str, int, str]]:
-    """The name of what each one documents, the number of its first line, and its text."""
+    """Yield each docstring's documented name, first line number, and text."""
     for node in nodes:
         if isinstance(node, _DOCUMENTED) and ast.get_docstring(node, clean=False) is not None:
             first = node.body[0]
@@ -94,7 +95,7 @@ def docstrings(nodes: Iterable[ast.AST]) -> Iterator[tuple[str, int, str]]:
 
 
 def paragraphs(prose: Iterable[tuple[int, str]]) -> Iterator[Paragraph]:
-    """Joined lines, without code."""
+    """Yield paragraphs: joined lines, without code."""
     text, starts = "", []
     for number, line in [*prose, (0, "")]:
         line = line.strip()
@@ -108,7 +109,7 @@ def paragraphs(prose: Iterable[tuple[int, str]]) -> Iterator[Paragraph]:
 
 
 def bindings(name: str, nodes: Iterable[ast.AST]) -> Iterator[tuple[int, str]]:
-    """Line and identifier, with what binds it: `def f`. Names of tests are left out."""
+    """Yield line and identifier with its kind of binding: `def f`. Names of tests are left out."""
     yield 1, f"module {Path(name).stem}"
     for node in nodes:
         if isinstance(node, ast.ClassDef):
@@ -129,7 +130,7 @@ def private_name(identifier: str) -> Row | None:
 
 
 def hits_of(name: str, source: str) -> tuple[list[Hit], int]:
-    """In the order of lines; and the number of words."""
+    """Return the hits in the order of lines, and the number of words."""
     nodes = list(ast.walk(ast.parse(source))) if name.endswith(".py") else []
     prose = list(paragraphs(prose_of(name, source, nodes)))
     hits = []

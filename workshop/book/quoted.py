@@ -1,12 +1,12 @@
 """How much of a chapter's code its text quotes: `python -m workshop.quoted [--fill]`.
 
-Counted are the lines with code in them: not docstrings, not comments, not blank lines. A line is
-quoted if a block "```python file=NAME.py" of the chapter's README.md has it. Such a block is, line
-by line, part of that file (a law of the house checks it); docstrings may be left out.
+Lines with code are counted, not docstrings, comments or blank lines. A line is quoted if a block
+"```python file=NAME.py" of the chapter's README.md has it. Such a block is, line by line, part of
+that file (a test checks it); docstrings can be left out.
 
-A block may say what it quotes: "```python file=NAME.py symbol=Class.method". `--fill` writes the
-body of these blocks, without docstrings, so that nobody copies by hand. A block that is a piece of
-a function follows its source, too, as long as its first and its last line are there."""
+A block can name its source: "```python file=NAME.py symbol=Class.method". `--fill` writes the body
+of these blocks, without docstrings, so that no code is copied by hand. A block that quotes a part
+of a function follows its source too, as long as its first and last lines are there."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ BLOCK = re.compile(
     r"(?P<code>.*?)^(?P=fence)[ ]*$",
     re.MULTILINE | re.DOTALL,
 )
-# Of a file that is read for its structure alone: what is a line of code, and what is no more.
+# Tokens that are not code, in a file that is read only for its structure.
 _NOT_CODE = {
     tokenize.COMMENT,
     tokenize.NL,
@@ -43,7 +43,7 @@ _HAS_DOCSTRING = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDe
 
 @dataclass(frozen=True, slots=True)
 class Share:
-    """Of a file or of a chapter: lines of code, and how many of them are quoted."""
+    """A file's or a chapter's number of code lines, and how many of them are quoted."""
 
     num_lines: int
     num_quoted: int
@@ -58,8 +58,8 @@ class Share:
 
 @cache
 def docstring_lines(source: str, *, whole_bodies: bool = True) -> frozenset[int]:
-    """Numbers, from 1, of the lines on which docstrings stand; without `whole_bodies` not of those
-    that are all there is of a function."""
+    """Return the line numbers, from 1, of docstrings. Without `whole_bodies`, leaves out docstrings
+    that are a function's whole body."""
     lines: set[int] = set()
     for node in ast.walk(ast.parse(source)):
         if isinstance(node, _HAS_DOCSTRING) and ast.get_docstring(node, clean=False) is not None:
@@ -71,7 +71,7 @@ def docstring_lines(source: str, *, whole_bodies: bool = True) -> frozenset[int]
 
 
 def code_lines(source: str) -> set[int]:
-    """Numbers, from 1, of the lines that have code."""
+    """Return the numbers, from 1, of the lines that have code."""
     lines: set[int] = set()
     for found in tokenize.generate_tokens(io.StringIO(source).readline):
         if found.type not in _NOT_CODE:
@@ -80,7 +80,7 @@ def code_lines(source: str) -> set[int]:
 
 
 def without_docstrings(source: str) -> tuple[list[str], list[int]]:
-    """The lines that are left, and their numbers. A blank line behind a docstring goes with it."""
+    """Return the remaining lines and their numbers. A blank line after a docstring is removed."""
     lines, gone = source.splitlines(), set(docstring_lines(source, whole_bodies=False))
     gone |= {number + 1 for number in gone if lines[number : number + 1] == [""]} - {len(lines) + 1}
     numbers = [number for number in range(1, len(lines) + 1) if number not in gone]
@@ -88,8 +88,8 @@ def without_docstrings(source: str) -> tuple[list[str], list[int]]:
 
 
 def find_quote(source: str, block: str) -> set[int] | None:
-    """Numbers, from 1, of the lines of `source` that `block` is, moved sideways as a whole, with
-    docstrings or without. None if it is no contiguous part of it."""
+    """Return the line numbers, from 1, of `block` in `source`, with any indentation of the whole
+    block, with or without docstrings. None if `source` has no such contiguous lines."""
     wanted = _dedented([line.rstrip() for line in block.strip("\n").splitlines()])
     if not any(wanted):
         return None
@@ -110,7 +110,7 @@ def _dedented(lines: list[str]) -> list[str]:
 
 
 def share_of(path: Path, text: str) -> Share:
-    """Of a module in a page that quotes it."""
+    """Return the share of a module that a page quotes."""
     source = path.read_text(encoding="utf-8")
     quoted: set[int] = set()
     for match in BLOCK.finditer(text):
@@ -121,7 +121,7 @@ def share_of(path: Path, text: str) -> Share:
 
 
 def shares(chapter: Path) -> dict[str, Share]:
-    """Of each module of a chapter's root, in its README.md."""
+    """Return the share of each module of a chapter's root that its README.md quotes."""
     text = (chapter / "README.md").read_text(encoding="utf-8")
     return {path.name: share_of(path, text) for path in modules_in(chapter)}
 
@@ -133,8 +133,8 @@ def _parsed(source: str) -> ast.Module:
 
 @cache
 def symbol_source(source: str, symbol: str) -> str:
-    """The text of a function, class, method or assigned name, "Class.method" being within a class.
-    Without docstrings, not indented. Raises `KeyError` if it is not there."""
+    """Return the source of a function, class, method ("Class.method") or assigned name, without
+    docstrings and not indented. Raises `KeyError` if `source` has no such symbol."""
     body: list[ast.stmt] = _parsed(source).body
     node: ast.stmt | None = None
     for name in symbol.split("."):
@@ -158,8 +158,8 @@ def _names(node: ast.stmt) -> Iterator[str]:
 
 
 def filled(text: str, folder: Path) -> str:
-    """A page with its blocks filled. Files are looked up beside the page, then in the whole
-    repository. A block whose source is not there stays as it is: see `unfilled`."""
+    """Return a page with its blocks filled. Files are looked up in the page's folder, then in the
+    whole repository. A block without a source stays unchanged: see `unfilled`."""
 
     def fill(match: re.Match[str]) -> str:
         head, _, _ = match[0].partition("\n")
@@ -172,7 +172,7 @@ def filled(text: str, folder: Path) -> str:
 
 
 def unfilled(text: str, folder: Path) -> Iterator[str]:
-    """A sentence for each block that quotes what is not there any more."""
+    """Yield a sentence for each block that quotes code that no longer exists."""
     for match in BLOCK.finditer(text):
         try:
             _body(match, folder)
@@ -182,7 +182,7 @@ def unfilled(text: str, folder: Path) -> Iterator[str]:
 
 
 def _body(match: re.Match[str], folder: Path) -> str:
-    """What a block is to hold. Raises `KeyError` if that is not there."""
+    """Return the new content of a block. Raises `KeyError` if its source is not there."""
     source = _find(match["file"], folder).read_text(encoding="utf-8")
     if match["symbol"] is not None:
         return symbol_source(source, match["symbol"])

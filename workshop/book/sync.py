@@ -1,19 +1,19 @@
-"""Renews what is derived: `make sync`, `python -m workshop.sync [--since COMMIT] [--all]`.
+"""Update derived files: `make sync`, `python -m workshop.sync [--since COMMIT] [--all]`.
 
     quotations        `python file=...` blocks of every page, from the source they name
     pages             MUSEUM.md in two languages, the tables of MODELS.md, the lines to read in
                       COURSE.md, its order in README.md and the chapters' heads
-    tables            from records, by the scripts that changed, or whose records did
+    tables            from records, if their script or their records changed
     notebooks         executed where the script is not what the notebook holds
     drawings          the style of each SVG that is edited by hand, and its Chinese twin
-    Chinese pages     code, and numbers in tables, as in the English page beside them
+    Chinese pages     code, and numbers in tables, as in the English page of the same name
 
-What changed is asked of git: the working tree against COMMIT (HEAD). `--all` makes all tables, all
-plots and the stills of the films anew, too, which takes minutes and a browser.
+git compares the working tree with COMMIT (HEAD) to find the changes. `--all` also makes all tables,
+all plots and the stills of the films again, which takes minutes and a browser.
 
-A Chinese section that was in step, and whose English one changed in nothing but derived code and
-numbers, stays in step: its digest is written anew. For all others the last lines of the output say
-that they want a reader."""
+A Chinese section that was in step, and whose English section changed only in derived code and
+numbers, stays in step: its digest is updated. All other sections that need a reader are listed in
+the last lines of the output."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ from workshop.practice.tasks import reading
 
 _SKIPPED = {"build", "dist", "my", "shared", "checkpoints"}
 _CELL = re.compile(r"(?<!\\)\|")
-# What writes tables from the records of a folder; a chapter's are written by its plot scripts.
+# Scripts that write tables from a folder's records; a chapter's plot scripts write its tables.
 _TABLES = {
     "workshop/measure/bench/": (
         ("workshop.bench", "--write-readme"),
@@ -69,7 +69,7 @@ def pages() -> Iterator[Path]:
 
 
 def renew_pages() -> Iterator[str]:
-    """A sentence for each quotation that cannot be found."""
+    """Update the pages. Yields a sentence for each quotation that cannot be found."""
     for page in pages():
         text = page.read_text(encoding="utf-8")
         _write(page, filled(text, page.parent))
@@ -97,7 +97,7 @@ def _write(page: Path, text: str) -> None:
 
 
 def commands_for(changed: Sequence[str], is_all: bool) -> list[list[str]]:
-    """Those that make the tables whose records or scripts are among the changed files."""
+    """Return the commands for the tables whose records or scripts changed."""
     found = []
     for script in sorted((ROOT / "workshop" / "measure").glob("plot_*.py")):
         topic = script.stem.removeprefix("plot_")
@@ -112,7 +112,7 @@ def commands_for(changed: Sequence[str], is_all: bool) -> list[list[str]]:
 
 
 def changed_since(commit: str) -> list[str]:
-    """Paths from the root. Empty where there is no git."""
+    """Return the changed paths, relative to the root. Empty where there is no git."""
     if not (ROOT / ".git").exists():
         return []
     commands = (["diff", "--name-only", commit], ["ls-files", "-o", "--exclude-standard"])
@@ -127,8 +127,9 @@ def changed_since(commit: str) -> list[str]:
 
 
 def in_step(before: str, after: str, chinese: str) -> str:
-    """A Chinese page that rendered `before`, with the code and numbers of `after`, and the digests
-    of the sections that changed in nothing else. `after` itself if the headings do not agree."""
+    """Update a Chinese page that rendered `before` with the code and numbers of `after`, and with
+    the digests of sections that changed in nothing else. Returns it unchanged if the headings do
+    not agree."""
     old, new, zh = sections(before), sections(after), sections(chinese)
     if not len(old) == len(new) == len(zh):
         return chinese
@@ -142,7 +143,7 @@ def in_step(before: str, after: str, chinese: str) -> str:
 
 
 def _words(section: Section) -> list[str]:
-    """All but code, and numbers in tables."""
+    """Return everything in a section except code, and numbers in tables."""
     words, depth = [], 0
     for token in section.tokens:
         depth += (token.type == "table_open") - (token.type == "table_close")
@@ -152,8 +153,8 @@ def _words(section: Section) -> list[str]:
 
 
 def _with_code(english: Section, chinese: Section) -> str:
-    """The Chinese section with the English one's fenced blocks, if it has as many of each kind.
-    Blocks with Chinese words are left to the reader."""
+    """Return the Chinese section with the English one's fenced blocks, if it has as many of each
+    kind. Blocks with Chinese words are left to the reader."""
     if english.code() == chinese.code():
         return chinese.source
     lines = chinese.source.split("\n")
@@ -176,8 +177,8 @@ def _with_code(english: Section, chinese: Section) -> str:
 
 
 def _with_numbers(english: str, chinese: str) -> str:
-    """The rows of Chinese tables with the numbers of the English ones, cell by cell. A cell with
-    other numbers than before keeps its own order; one with more or fewer is left alone."""
+    """Return the rows of Chinese tables with the English tables' numbers, cell by cell. A cell with
+    changed numbers keeps its order; a cell with more or fewer numbers is left unchanged."""
     lines = chinese.split("\n")
     theirs, ours = _rows(lines), [row for _, row in _rows(english.split("\n"))]
     if [len(row) for row in ours] == [len(row) for _, row in theirs]:
@@ -188,7 +189,7 @@ def _with_numbers(english: str, chinese: str) -> str:
 
 
 def _rows(lines: list[str]) -> list[tuple[int, list[str]]]:
-    """Of tables, outside code: the number of the line, and its cells."""
+    """Return line number and cells of each table row outside code."""
     found, is_code = [], False
     for number, line in enumerate(lines):
         is_code ^= line.lstrip().startswith("```")
@@ -202,7 +203,7 @@ def _cell(cell: str, wanted: str) -> str:
     if sorted(left) == sorted(right) or len(left) != len(right):
         return cell
     new = list(right)
-    for value in [value for value in left if value in new]:  # what stays, stays in its place
+    for value in [value for value in left if value in new]:  # unchanged numbers keep their place
         new.remove(value)
     kept = list(right)
     stays = [value in kept and not kept.remove(value) for value in left]
@@ -215,7 +216,7 @@ def _cell(cell: str, wanted: str) -> str:
 
 
 def sync(commit: str = "HEAD", is_all: bool = False) -> list[str]:
-    """What wants a reader."""
+    """Update derived files. Returns a sentence for each section that needs a reader."""
     before = {p: english_of(p).read_text(encoding="utf-8") for p in chinese_pages()}
     complaints = list(renew_pages())
     for command in commands_for(changed_since(commit), is_all):

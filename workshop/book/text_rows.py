@@ -1,7 +1,7 @@
-"""Tables that are prose: rows of lines, each with a word in front that says what it is.
+"""Tables of prose: a row is several lines, and each line begins with a word that names its field.
 
-A blank line ends a row, an indented line continues the one above, and `#` begins a remark. What is
-printed from such a table is in Chinese where the terminal is (`is_chinese`)."""
+A blank line ends a row, an indented line continues the one above, and `#` begins a remark. Text
+from such a table is printed in Chinese if the terminal's language is Chinese (`is_chinese`)."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ _CONTINUED = re.compile(r"\n {4,}")
 @dataclass(frozen=True, slots=True)
 class TextRow:
     head: str  # the first line
-    said: defaultdict[str, list[str]]  # word -> what stands behind it, line by line
+    said: defaultdict[str, list[str]]  # word -> the texts after it, line by line
 
     def text(self, word: str, between: str = "\n") -> str:
         return between.join(self.said[word])
 
 
 def read_rows(text: str, words: str) -> Iterator[TextRow]:
-    """Raises `ValueError` for a line that begins with none of `words`."""
+    """Yield the rows. Raises `ValueError` for a line that begins with none of `words`."""
     for row in re.split(r"\n\s*\n", text.strip()):
         lines = [x for x in _CONTINUED.sub(" ", row).split("\n") if not x.startswith("#")]
         if not lines:
@@ -39,6 +39,6 @@ def read_rows(text: str, words: str) -> Iterator[TextRow]:
 
 
 def is_chinese() -> bool:
-    """What the terminal speaks, as gettext finds it out."""
+    """Whether the terminal's language is Chinese, determined as gettext does."""
     names = ("LANGUAGE", "LC_ALL", "LC_MESSAGES", "LANG")
     return next(filter(None, map(os.environ.get, names)), "").startswith("zh")

@@ -1,23 +1,23 @@
-"""Pages in two languages that stay in step: `NAME.md`, and beside it `NAME.zh.md` in Chinese.
+"""Keep pages in two languages in step: `NAME.md`, and next to it `NAME.zh.md` in Chinese.
 
-    python -m workshop.translation                      what is out of step
+    python -m workshop.translation                      list sections that are out of step
     python -m workshop.translation NAME.md "A heading"  the digest of a section
 
-A section goes from a heading to the next one, of whatever level. Right under each of its headings
-the Chinese page says which English section it renders, by a digest of that section's text:
+A section extends from a heading to the next heading of any level. Directly under each heading, the
+Chinese page names the English section that it renders, by a digest of that section's text:
 
     ## 怎么读
     <!-- en: 3f0c91a2b7de -->
 
-When the English section changes, its digest changes, and whoever has read both and put the Chinese
-one right writes the new digest. It is asked for one section at a time, and nothing here writes it:
-a digest says that somebody has looked.
+When the English section changes, its digest changes. After comparing both sections and correcting
+the Chinese one, the translator writes the new digest. The command prints one section's digest at a
+time and never writes it to the page: a digest means that a person has compared the sections.
 
-A digest does not see where lines break, nor what a script writes between `<!-- table:x -->` and
-`<!-- /table:x -->`. What can be compared without knowing a language is compared directly, so there
-it is no matter of trust: headings, code, numbers in tables, pictures, links, names of code. Outside
-Python a Chinese block may have Chinese words in the last column, or behind a `#`. A link from a
-Chinese page goes to a Chinese page, and where there is none it is marked: （英文）."""
+A digest ignores line breaks, and text that a script writes between `<!-- table:x -->` and
+`<!-- /table:x -->`. Headings, code, numbers in tables, pictures, links and names of code can be
+compared without knowing a language, so they are compared directly. Outside Python, a Chinese block
+can have Chinese words in the last column, or after a `#`. A link from a Chinese page goes to a
+Chinese page; a link to a page that exists only in English is marked: （英文）."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ Cells = list[list[list[str]]]  # of a table: rows, cells, the numbers in a cell 
 
 @dataclass(slots=True)
 class Section:
-    """A heading and what stands under it, up to the next heading."""
+    """A heading and the text under it, up to the next heading."""
 
     level: int
     title: str
@@ -62,13 +62,13 @@ class Section:
 
     @property
     def digest(self) -> str:
-        """Of an English section: 12 hex digits."""
+        """The digest of an English section: 12 hex digits."""
         return _digest(self.source)
 
     @property
     def rendered(self) -> str | None:
-        """Of a Chinese section: what it says right under its heading that it renders."""
-        first = self.tokens[3:4]  # behind the heading's open, inline and close
+        """The English digest that a Chinese section has directly under its heading, or None."""
+        first = self.tokens[3:4]  # after the heading's open, inline and close
         found = DIGEST.fullmatch(first[0].content.strip()) if first else None
         return found[1] if found else None
 
@@ -83,7 +83,7 @@ class Section:
         return [unquote(str(t.attrs["href"])) for t in self._inline() if t.type == "link_open"]
 
     def names(self) -> list[str]:
-        """Of files, functions and tests, as they stand in backticks."""
+        """The names of files, functions and tests in backticks."""
         codes = (t.content for t in self._inline() if t.type == "code_inline")
         return sorted(code for code in codes if NAME.search(code))
 
@@ -107,7 +107,7 @@ class Section:
 
 
 def _text(inline: Token) -> str:
-    """What a reader sees of it."""
+    """The text of an inline token as a reader sees it."""
     kinds = ("text", "code_inline", "softbreak")
     return "".join(t.content or " " for t in inline.children or () if t.type in kinds)
 
@@ -132,7 +132,7 @@ def _digest(source: str) -> str:
 
 @cache  # a page is asked for whenever another one links to it
 def sections(page: str) -> list[Section]:
-    """Of the text of a page. Raises `ValueError` if something stands before its first heading."""
+    """Return a page's sections. Raises `ValueError` if text precedes the first heading."""
     lines, tokens = page.splitlines(), _MARKDOWN.parse(page)
     starts = [t.map[0] for t in tokens if t.type == "heading_open" and t.level == 0 and t.map]
     ends = [*starts[1:], len(lines)]
@@ -169,7 +169,7 @@ def english_of(page: Path) -> Path:
 
 
 def differences(chinese: Path, root: Path = ROOT) -> list[str]:
-    """Where a Chinese page is out of step with the English one beside it, a sentence for each."""
+    """Return a sentence for each place where a Chinese page is out of step with the English one."""
     english = english_of(chinese)
     ours, theirs = chinese.relative_to(root).as_posix(), english.relative_to(root).as_posix()
     if not english.is_file():
@@ -205,7 +205,8 @@ def differences(chinese: Path, root: Path = ROOT) -> list[str]:
 
 
 def _in_english(chinese: list[tuple[str, str]], english: list[tuple[str, str]]) -> list:
-    """The Chinese blocks, with the English line for each that differs in its last words alone."""
+    """Return the Chinese blocks, with the English line for each line that differs only in its last
+    words."""
     found = []
     for i, (info, code) in enumerate(chinese):
         lines = code.splitlines(keepends=True)
@@ -217,7 +218,8 @@ def _in_english(chinese: list[tuple[str, str]], english: list[tuple[str, str]]) 
 
 
 def _line_in_english(chinese: str, english: str) -> str:
-    """Two spaces part columns. The columns before the words have to agree, and all numbers."""
+    """Return the English line if both lines match. Two spaces separate columns. The columns before
+    the words, and all numbers, must agree."""
     before = CHINESE.split(chinese)[0]
     kept = before.removesuffix(COLUMN.split(before)[-1])
     agrees = sorted(NUMBER.findall(chinese)) == sorted(NUMBER.findall(english))
@@ -225,7 +227,7 @@ def _line_in_english(chinese: str, english: str) -> str:
 
 
 def _english_pages(section: Section, page: Path) -> Iterator[str]:
-    """What is wrong with links of a Chinese section that lead to English pages."""
+    """Yield a sentence for each wrong link from a Chinese section to an English page."""
     for path, mark in LINK.findall(section.source):
         target = (page.parent / unquote(path)).resolve()
         target = target / "README.md" if target.is_dir() else target
@@ -238,7 +240,7 @@ def _english_pages(section: Section, page: Path) -> Iterator[str]:
 
 
 def _pictures(section: Section, page: Path) -> list[str]:
-    """As the Chinese page has to show them: `NAME.zh.svg` for `NAME.svg`, where there is one."""
+    """The pictures that the Chinese page must show: `NAME.zh.svg` for `NAME.svg` if it exists."""
     chinese = (
         (src, str(Path(src).with_suffix(f".zh{Path(src).suffix}"))) for src in section.pictures()
     )
@@ -246,8 +248,8 @@ def _pictures(section: Section, page: Path) -> list[str]:
 
 
 def _links(section: Section, page: Path, other: Path) -> list[str]:
-    """As the English page would write them: a Chinese target by the English one, an anchor by the
-    place of its heading in the page."""
+    """The links as the English page would write them: the English target for a Chinese one, and an
+    anchor as the index of its heading in the page."""
     normal = []
     for href in section.links():
         path, _, anchor = href.partition("#")

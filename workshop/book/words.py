@@ -1,8 +1,8 @@
-"""How many private words are left, file by file: `python -m workshop.words`.
+"""Count the private words left in each file: `python -m workshop.words`.
 
     (nothing)           hits per 1,000 words, by folder
-    PATH ...            each hit in these files or folders, and what to write instead
-    --write             lower the numbers in `words_left.tsv` to those of today
+    PATH ...            each hit in these files or folders, with its replacement
+    --write             lower the numbers in `words_left.tsv` to the current ones
     --removed COMMIT    facts of COMMIT that are no longer here, and the number of docstrings
 
 `vocabulary.tsv` has the expressions. They are searched in docstrings, comments, pages and text
@@ -10,9 +10,10 @@ tables, without code. `words_left.tsv` has three numbers for each file: words, d
 begin wrongly, identifiers. A test compares them with the files, in both directions.
 
 `--write` compares with the commit that last changed `words_left.tsv`, or with `--since COMMIT`. A
-file that git sees as moved keeps its number. After a split or a merge, a file takes over numbers of
-files that went away and, if it is new, what others lost. No total rises, and no other number does:
-such a rise is printed and not written. Without `words_left.tsv`, it is written as things are."""
+file that git detects as moved keeps its number. After a split or a merge, a file takes over the
+numbers of removed files and, if it is new, the hits that others lost. No total rises, and no other
+number does: such a rise is printed and not written. A missing `words_left.tsv` is written with the
+current numbers."""
 
 from __future__ import annotations
 
@@ -52,11 +53,11 @@ def search(house: House) -> Found:
 
 
 def count(found: Found) -> Numbers:
-    """For every file, also those without a hit."""
+    """Return the numbers of every file, including files without a hit."""
     return {k: {f: sum(h.kind == k for h in hits) for f, (hits, _) in found.items()} for k in KINDS}
 
 
-# -- the table of what is left
+# -- the table of remaining hits
 
 
 def read_numbers(table: str) -> Numbers:
@@ -71,7 +72,7 @@ def write_numbers(numbers: Numbers) -> str:
 
 
 def complaints(table: Numbers, found: Found) -> Iterator[str]:
-    """Where files and table differ."""
+    """Yield a sentence for each difference between files and table."""
     for kind, numbers in count(found).items():
         for file in sorted({*numbers, *table[kind]}):
             now, left = numbers.get(file, 0), table[kind].get(file, 0)
@@ -88,8 +89,8 @@ def listed(file: str, hits: Sequence[Hit], kind: str = "") -> list[str]:
 
 
 def lowered(old: dict[str, int], now: dict[str, int], known: Collection[str]) -> dict[str, int]:
-    """The numbers to write: those of today, or the old ones where a number rose and may not. `old`
-    is of a commit with the files `known`; `now` has every file of today."""
+    """Return the numbers to write: the current ones, or the old ones where a rise is not allowed.
+    `old` is from a commit with the files `known`; `now` has every current file."""
     rise = {f: number - old.get(f, 0) for f, number in now.items() if number > old.get(f, 0)}
     freed = sum(number for file, number in old.items() if file not in now)
     lost = sum(max(0, old.get(file, 0) - number) for file, number in now.items())
@@ -110,7 +111,7 @@ def git(*arguments: str) -> bytes:
 
 
 def write_lower(since: str) -> list[str]:
-    """Sentences about the files that have more than they may."""
+    """Write the lowered table. Returns a sentence for each file with more hits than allowed."""
     found = search(House(ROOT))
     now = count(found)
     table = LEFT.relative_to(ROOT).as_posix()
@@ -130,7 +131,7 @@ def write_lower(since: str) -> list[str]:
 
 
 def facts(sources: dict[str, str]) -> Counter[str]:
-    """How often each trap and paper is named, each function says what it raises; docstrings."""
+    """Count the mentions of each trap and paper, each function's documented errors, docstrings."""
     found: Counter[str] = Counter()
     for name, source in sources.items():
         found.update(re.sub(r"\s+", " ", fact) for fact in FACT.findall(source))
@@ -149,7 +150,7 @@ def removed(commit: str) -> list[str]:
 
 
 def shares(found: Found) -> Iterator[str]:
-    """Hits per 1,000 words, by folder; tests apart."""
+    """Yield hits per 1,000 words, by folder, with tests separate."""
     numbers, words, hits = count(found)["words"], Counter[str](), Counter[str]()
     for file, (_, num_words) in found.items():
         is_test = "/test_" in f"/{file}" or "/tests/" in file or "conftest" in file

@@ -2,9 +2,9 @@
 
     python -m workshop.worked_steps
 
-Prompts of 9, 3 and 5 tokens, and one of 12 that has to wait for a seat: the example of a post that
-this book is read along with. The shipped model, in float64, blocks of 4; everything in the table is
-read from the events of the run (`common/events`)."""
+Prompts of 9, 3 and 5 tokens, and one of 12 that must wait for a slot: the example of a post that
+this book is read along with. The model is the shipped one in float64, with blocks of 4. Everything
+in the table is read from the events of the run (`common/events`)."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ class Row:
 
 
 def run(path: str | Path) -> None:
-    """Serve the four requests, and write down what happens."""
+    """Serve the four requests, and record their events."""
     config = EngineConfig(
         device="cpu",
         dtype="float64",
@@ -95,7 +95,7 @@ def table(rows: list[Row]) -> str:
 
 
 def stretch(numbers: range | list[int]) -> str:
-    """`0-8` for neighbours; where they are not, what lies apart with a comma: `4-7, 20`."""
+    """Return `0-8` for consecutive numbers; gaps are shown with a comma: `4-7, 20`."""
     parts: list[list[int]] = []
     for number in numbers:
         if parts and parts[-1][-1] + 1 == number:

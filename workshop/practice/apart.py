@@ -1,8 +1,8 @@
-"""A piece of work in a process of its own, so that nothing of ours is imported before it begins.
+"""Run a function in a separate process, so that no module of ours is imported before it starts.
 
-Where the system can fork, the process is forked from one that has loaded the libraries and nothing
-of ours (`libraries.py`): it begins within a fraction of a second. The museum looks at its exhibits
-so, and a reader's answers to the tasks of the course are tried so.
+If the system can fork, the process is forked from one that has loaded only the libraries and no
+module of ours (`libraries.py`), so it starts within a fraction of a second. The museum runs its
+exhibits like this, and readers' answers to the course's tasks are tried like this.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ _LIBRARIES = ["workshop.practice.libraries"]
 
 
 def forked_with_libraries() -> Any:
-    """Where its processes come from, of `multiprocessing`'s contexts."""
+    """Return the `multiprocessing` context that starts these processes."""
     if "forkserver" not in multiprocessing.get_all_start_methods():
         return multiprocessing.get_context("spawn")
     context = multiprocessing.get_context("forkserver")
@@ -30,8 +30,8 @@ def forked_with_libraries() -> Any:
 
 
 def apart(work: Callable, arguments: tuple, limit_s: float) -> Any:
-    """`work(*arguments)` in another process. None if it does not end within `limit_s`. Raises
-    `RuntimeError` if the process dies."""
+    """Return `work(*arguments)`, run in another process. None if the call does not end within
+    `limit_s`. Raises `RuntimeError` if the process dies."""
     context = forked_with_libraries()
     ours, theirs = context.Pipe()
     process = context.Process(target=_answer, args=(theirs, work, arguments), daemon=True)

@@ -1,11 +1,11 @@
-"""What the process that others are forked from has loaded: libraries, and nothing of ours that an
+"""The imports of the process that others are forked from: libraries, and no module of ours that an
 exhibit could change."""
 
 import atexit
 import gc
 import os
 
-# Asked otherwise, a GPU's driver would be started here, and be of no use in a forked process.
+# Query CUDA through NVML: other queries start the GPU driver here, which is useless in a fork.
 os.environ.setdefault("PYTORCH_NVML_BASED_CUDA_CHECK", "1")
 
 import hypothesis.stateful
@@ -14,7 +14,7 @@ import transformers
 
 import common.tests.kernel_device  # before transformers' models: it decides how Triton is imported
 
-# What is asked for by name is imported only then.
+# Lazily imported names: accessing them here imports their modules.
 LOADED = (
     hypothesis.stateful,
     pytest,
@@ -24,7 +24,7 @@ LOADED = (
     common.tests.kernel_device,
 )
 
-# A collection in a forked process would go through all of that, and so copy it.
+# A garbage collection in a forked process would visit all these objects, and so copy their pages.
 gc.collect()
 gc.freeze()
 atexit.register(gc.unfreeze)

@@ -1,13 +1,13 @@
-"""One module from another file, for one process: nothing in the checkout changes.
+"""Load one module from another file, in one process: nothing in the checkout changes.
 
     SWAPPED_MODULE=radix_cache=mine/radix_cache.py \\
         python -m pytest -p workshop.practice.module_swap 03_prefix_cache/test_radix_cache.py
 
-A folder in front of `sys.path` does not do it: pytest puts its own folders in front of that. So an
-import hook answers for the one name, before Python looks anywhere, and for no other: whoever
-imports the module, a chapter, `common` or a test, gets the other file. It works for a chapter's
-flat module (`radix_cache`) and for one in a package (`common.engine`). Under pytest-xdist each
-worker does the same.
+A folder in front of `sys.path` is not enough: pytest puts its own folders in front of that. So an
+import hook handles this one name, before Python searches, and no other. Every import of the module,
+in a chapter, `common` or a test, gets the other file. This works for a chapter's flat module
+(`radix_cache`) and for one in a package (`common.engine`). Under pytest-xdist each worker does the
+same.
 
 Invariant: the module's `__file__` is the other file, or nothing is run.
 """
@@ -33,7 +33,7 @@ PLUGIN = "workshop.practice.module_swap"
 
 @dataclass(frozen=True, slots=True)
 class ModuleSwap(MetaPathFinder):
-    """Finds `module`, as `import` names it, in `file`."""
+    """An import hook that finds `module`, named as in `import`, in `file`."""
 
     module: str
     file: Path
@@ -46,8 +46,8 @@ class ModuleSwap(MetaPathFinder):
         return spec_from_file_location(fullname, self.file)
 
     def install(self) -> None:
-        """From now on, once a process. Raises `RuntimeError` if somebody has the module already,
-        and `ValueError` if there is no such file."""
+        """Install the hook, once per process. Raises `RuntimeError` if the module is already
+        imported, and `ValueError` if the file does not exist."""
         if not self.file.is_file():
             raise ValueError(f"{VARIABLE} must name a file, got {self.file}")
         if self in sys.meta_path:
@@ -57,14 +57,14 @@ class ModuleSwap(MetaPathFinder):
         sys.meta_path.insert(0, self)
 
     def check(self) -> None:
-        """Import the module. Raises `RuntimeError` unless it is the other file's."""
+        """Import the module. Raises `RuntimeError` unless it comes from the other file."""
         found = import_module(self.module).__file__
         if found != str(self.file):
             raise RuntimeError(f"{self.module} must come from {self.file}, got {found}")
 
 
 def name_of(path: Path) -> str:
-    """What `import` calls a file: `radix_cache` of a chapter, `common.engine` of a package."""
+    """Return a file's import name: `radix_cache` in a chapter, `common.engine` in a package."""
     path, folders = path.with_suffix(""), [path.parent]
     while (folders[-1] / "__init__.py").is_file():
         folders.append(folders[-1].parent)
@@ -72,7 +72,7 @@ def name_of(path: Path) -> str:
 
 
 def swap_of(text: str) -> ModuleSwap:
-    """`module=file`. Raises `ValueError` for anything else."""
+    """Parse `module=file`. Raises `ValueError` for any other text."""
     module, _, file = text.partition("=")
     if not (module and file):
         raise ValueError(f"{VARIABLE} must be MODULE=FILE, got {text!r}")
@@ -91,8 +91,8 @@ def _wanted() -> ModuleSwap:
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_load_initial_conftests() -> None:
-    """Before any conftest.py, which may import what is to be swapped. (A worker of xdist is given
-    the same arguments, `-p` among them.)"""
+    """Install the swap before any conftest.py, which can import the swapped module. (An xdist
+    worker gets the same arguments, including `-p`.)"""
     try:
         _wanted().install()
     except (ValueError, RuntimeError) as error:
@@ -100,7 +100,7 @@ def pytest_load_initial_conftests() -> None:
 
 
 def pytest_sessionstart() -> None:
-    """The first assertion of every run."""
+    """Check the swap, as the first assertion of every run."""
     swap = _wanted()
     try:
         swap.check()

@@ -1,4 +1,4 @@
-"""Tests by their names, in this process: which fail, what the first one said, and where."""
+"""Run named tests in this process: which fail, and the first failure's message and place."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from workshop.practice.source_patch import ROOT
 
 @dataclass(frozen=True, slots=True)
 class Failure:
-    """The first test that failed, in parts."""
+    """The first failed test's name, message and place."""
 
     test: str  # path::name[parameters]
     message: str  # of the exception
@@ -28,9 +28,9 @@ class Failure:
 
 @dataclass(frozen=True, slots=True)
 class TestRun:
-    """Of the named tests, those that failed, and what pytest said."""
+    """The result of a run: the named tests that failed, and pytest's output."""
 
-    __test__ = False  # for pytest, which collects what is called so
+    __test__ = False  # for pytest, which collects classes with this name
 
     failed: tuple[str, ...]  # by path::name and by path::name[parameters]
     report: str
@@ -40,7 +40,7 @@ class TestRun:
 
 
 class _Failures:
-    """A plugin of pytest."""
+    """A pytest plugin that collects failures."""
 
     def __init__(self, swapped: str) -> None:
         self.found: dict[str, None] = {}
@@ -73,9 +73,9 @@ class _Failures:
 def run_tests(
     tests: tuple[str, ...], swap: ModuleSwap | None, first_only: bool, limit_s: float
 ) -> TestRun:
-    """With the module that `swap` names from its file. `first_only` stops at the first failure, and
-    `limit_s` is each test's. Once a process. Raises `RuntimeError` if pytest does not come to run
-    them."""
+    """Run the tests with the module of `swap` from its file. `first_only` stops at the first
+    failure. `limit_s` applies to each test. Call once per process. Raises `RuntimeError` if pytest
+    cannot run them."""
     import pytest
 
     arguments = ["-q", "--no-header", "-p", "no:cacheprovider", "-p", "pytest_timeout"]
@@ -86,11 +86,11 @@ def run_tests(
     if swap is not None:
         arguments += ["-p", PLUGIN]
         os.environ[VARIABLE] = f"{swap.module}={swap.file}"
-    # Of the plugins that are installed, only those that the settings and the tests need.
+    # Load only the installed plugins that the settings and the tests need.
     os.environ["PYTEST_DISABLE_PLUGIN_AUTOLOAD"] = "1"
     failures = _Failures("" if swap is None else str(swap.file))
     with tempfile.TemporaryDirectory(prefix="tests-") as folder:
-        # What a broken run finds is nothing for Hypothesis to remember.
+        # Hypothesis must not store the failures of a broken run.
         os.environ["HYPOTHESIS_STORAGE_DIRECTORY"] = folder
         with tempfile.TemporaryFile("w+", encoding="utf-8") as file, into(file.fileno()):
             code = pytest.main([*arguments, *tests], plugins=[failures])
@@ -105,7 +105,7 @@ def run_tests(
 
 @contextlib.contextmanager
 def into(descriptor: int) -> Iterator[None]:
-    """What anybody prints goes there."""
+    """Redirect all output of this process, stdout and stderr, to `descriptor`."""
     kept = [os.dup(1), os.dup(2)]
     for number in (1, 2):
         os.dup2(descriptor, number)

@@ -1,15 +1,15 @@
 """All bugs that this repository plants in itself, from one table: `patches.txt`.
 
     fcfs_scheduler FCFSScheduler._admit                     a module, and a symbol in it
-    - while self.waiting and len(self.running) < limit:     what stands there
-    + while self.waiting:                                   what comes in its place
-    test test_fcfs_scheduler::test_running_never_exceeds    who notices; may stand more than once
-    line More requests run than there are seats.            it is a line to break in `MUSEUM.md`
-    zh 运行中的请求比席位还多。                             the line in Chinese
-    task 1.2 The seats are not counted.                     it is a typical mistake of that task
-    museum The title                                        it is the exhibit of that title
+    - while self.waiting and len(self.running) < limit:     the old code
+    + while self.waiting:                                   the new code
+    test test_fcfs_scheduler::test_running_never_exceeds    a test that fails; can be repeated
+    line More than `max_num_seqs` requests run.             a line of `MUSEUM.md` to break
+    zh 同时运行的请求超过 `max_num_seqs`。                  the line in Chinese
+    task 1.2 The running requests are not counted.          a typical mistake in that task
+    museum The title                                        the exhibit with that title
 
-How such a table is read: `text_rows.py`. A mistake is noticed by the tests of its task."""
+`text_rows.py` reads such tables. A mistake is noticed by the tests of its task."""
 
 from __future__ import annotations
 
@@ -35,25 +35,25 @@ class Bug(Patch):
 
     @property
     def name(self) -> str:
-        """Where in the table, in words."""
+        """The bug's position in the table, in words."""
         task, exhibit = self.task and f"task {self.task}", self.exhibit and f"'{self.exhibit}'"
         where = f"{self.module} {self.symbol}".strip()
         return ", ".join(filter(None, (where, self.line and "a line", task, exhibit)))
 
     @property
     def tests(self) -> tuple[str, ...]:
-        """path::name of those that notice. Raises `LookupError` for a file that is not there."""
+        """The tests that notice, as path::name. Raises `LookupError` for a missing file."""
         return tuple(path_of_test(test) for test in self.named_tests)
 
 
 def path_of_test(test: str) -> str:
-    """`module::name` as pytest is told."""
+    """Return the pytest argument for `module::name`."""
     module, _, name = test.partition("::")
     return f"{file_of(module).relative_to(ROOT).as_posix()}::{name}"
 
 
 def read_bugs(text: str) -> Iterator[Bug]:
-    """Raises `ValueError` for a row that is none."""
+    """Yield the table's bugs. Raises `ValueError` for a row that is not a bug."""
     for row in read_rows(text, "- + test line zh task museum"):
         module, _, symbol = row.head.partition(" ")
         task, _, message = row.text("task", "").partition(" ")
@@ -85,5 +85,5 @@ def mistakes_of_task(number: str) -> tuple[Bug, ...]:
 
 
 def broken_lines() -> tuple[Bug, ...]:
-    """In the order of the chapters."""
+    """The bugs with a line in `MUSEUM.md`, in the order of the chapters."""
     return tuple(sorted((bug for bug in all_bugs() if bug.line), key=lambda bug: bug.chapter))

@@ -21,7 +21,7 @@ from workshop.practice.trial import try_all
 
 
 def problem_of(bug: Bug) -> str:
-    """Why it can not be planted, or nothing. Nothing is run."""
+    """Return why the bug cannot be planted, or "". Runs nothing."""
     try:
         ast.parse(bug.apply())
         task = task_numbered(bug.task)
@@ -39,7 +39,7 @@ def problem_of(bug: Bug) -> str:
 
 
 def trials(bugs: Iterable[Bug]) -> list[tuple[Bug, tuple[str, ...], bool]]:
-    """With the tests that are to notice: all that a bug names, or any of its task."""
+    """Return the bugs with the tests that must notice: all that a bug names, or any of its task."""
     found = []
     for bug in bugs:
         if bug.named_tests:
@@ -80,7 +80,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 class _Formatter(argparse.RawDescriptionHelpFormatter):
-    """The lines of the description stay as they are."""
+    """Keeps the lines of the description unchanged."""
 
 
 if __name__ == "__main__":

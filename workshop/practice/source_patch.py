@@ -1,10 +1,10 @@
-"""A change to one place of this repository, found by what it is called and says.
+"""A change to one place of this repository, found by its symbol and its text.
 
     Patch("block_pool", "BlockPool.free", "if block.ref_cnt == 0:", "if True:")
 
-`module` is the last part of a module's name. Names are flat and unique, so a patch outlives a move
-to another folder. `old` is looked for within the symbol, token by token: where lines break, how far
-they are indented, comments and what stands elsewhere do not count. It must be there once."""
+`module` is the last part of a module's name. Names are flat and unique, so a patch survives a move
+to another folder. `old` is searched in the symbol, token by token, so line breaks, indentation,
+comments and code elsewhere do not matter. It must occur exactly once."""
 
 from __future__ import annotations
 
@@ -22,12 +22,12 @@ _TOKEN = re.compile(rf"(?P<aside>[\s\\]+|#[^\n]*)|[rbfuRBFU]{{0,2}}(?:{_STRING})
 
 
 class PatchError(ValueError):
-    """A patch does not apply. The sentence says which, what it looks for, and what is near."""
+    """A patch does not apply. The message has the patch, the code it searches, and near matches."""
 
 
 @cache
 def module_files() -> dict[str, Path]:
-    """Of the chapters and packages: name -> file. What many folders have is left out."""
+    """Return the modules of chapters and packages: name -> file, without names of many folders."""
     packages = [init.parent for init in ROOT.glob("*/__init__.py")]
     folders = [*sorted(ROOT.glob("[0-9][0-9]_*")), *sorted(packages)]
     return {
@@ -39,7 +39,7 @@ def module_files() -> dict[str, Path]:
 
 
 def file_of(module: str) -> Path:
-    """Raises `LookupError` with the nearest names."""
+    """Return a module's file. Raises `LookupError` with the nearest names."""
     if (path := module_files().get(module)) is None:
         near = ", ".join(difflib.get_close_matches(module, module_files())) or "nothing like it"
         raise LookupError(f"there is no module {module}; there is {near}")
@@ -54,7 +54,7 @@ class _Token:
 
 
 def _tokens(text: str) -> list[_Token]:
-    """Without white space, comments, and commas that a formatter puts before a closing bracket."""
+    """Return the tokens without white space, comments, and a formatter's trailing commas."""
     found = [_Token(m[0], m.start(), m.end()) for m in _TOKEN.finditer(text) if m["aside"] is None]
     following = [*found[1:], _Token("", 0, 0)]
     pairs = zip(found, following)
@@ -62,8 +62,8 @@ def _tokens(text: str) -> list[_Token]:
 
 
 def definitions(tree: ast.Module) -> Iterator[tuple[str, ast.stmt]]:
-    """Functions and classes with their full names, from outside in, and names that are assigned to
-    at the top level or in a class."""
+    """Yield functions and classes with their full names, outer ones first, and names assigned at
+    the top level or in a class."""
 
     def within(node: ast.AST, prefix: str, is_function: bool) -> Iterator[tuple[str, ast.stmt]]:
         for child in ast.iter_child_nodes(node):
@@ -85,7 +85,7 @@ class Patch:
     module: str  # "block_pool"; "outputs" for `common.requests.output_processor`
     symbol: str  # "BlockPool.free"; "" for all of the module
     old: str
-    new: str  # stands where `old` does; its lines are as far from the left as they are from `old`'s
+    new: str  # replaces `old`; its lines are indented relative to the first line of `old`
 
     @property
     def path(self) -> Path:
@@ -93,12 +93,12 @@ class Patch:
 
     @property
     def file(self) -> str:
-        """A path from the root."""
+        """The file's path, relative to the root."""
         return self.path.relative_to(ROOT).as_posix()
 
     @property
     def chapter(self) -> str:
-        """The folder of the chapter, or "common"."""
+        """The chapter's folder, or "common"."""
         folder = self.file.partition("/")[0]
         return folder if folder[0].isdigit() else "common"
 
@@ -110,7 +110,7 @@ class Patch:
         return self.path.read_text(encoding="utf-8")
 
     def apply(self) -> str:
-        """The file's text with the change. Raises `PatchError` if `old` is not there once."""
+        """Return the file's text with the change. Raises `PatchError` unless `old` occurs once."""
         text = self.text()
         start, end = self._place(text)
         begin = text.rfind("\n", 0, start) + 1
@@ -123,7 +123,7 @@ class Patch:
         return text[:begin] + "\n".join(lines) + text[end:]
 
     def _place(self, text: str) -> tuple[int, int]:
-        """Where `old` begins and ends; comments before and after it belong to it if it has some."""
+        """Return start and end of `old`, with comments around it if `old` itself has some."""
         wanted = [token.text for token in _tokens(self.old)]
         places = [
             place
@@ -144,7 +144,7 @@ class Patch:
         return start, end
 
     def _regions(self, text: str) -> list[tuple[int, int]]:
-        """From where to where the symbol stands. A property and its setter are two."""
+        """Return start and end of the symbol's definitions. A property and its setter are two."""
         if not self.symbol:
             return [(0, len(text))]
         starts = [0]
@@ -178,7 +178,7 @@ class Patch:
         return f"{said}\nThe nearest there:\n{_indented(near)}"
 
     def diff(self) -> str:
-        """The whole lines that go ("- ") and come ("+ "), moved to the left together."""
+        """Return the removed ("- ") and added ("+ ") whole lines, dedented together."""
         before, after = self.text().splitlines(), self.apply().splitlines()
         lines = list(difflib.unified_diff(before, after, n=0, lineterm=""))[2:]  # without the names
         changed = [f"{line[0]} {line[1:]}" for line in lines if line[0] in "+-"]
@@ -189,7 +189,7 @@ class Patch:
 
 
 def _occurrences(text: str, wanted: list[str], first: int) -> list[tuple[int, int]]:
-    """Where these tokens stand in `text`, from `first` on."""
+    """Return start and end of each occurrence of these tokens in `text`, from `first` on."""
     tokens = [token for token in _tokens(text) if token.start >= first]
     texts, width = [token.text for token in tokens], len(wanted)
     return [
@@ -200,7 +200,7 @@ def _occurrences(text: str, wanted: list[str], first: int) -> list[tuple[int, in
 
 
 def _tail(text: str) -> str:
-    """What stands behind the last token."""
+    """Return the text after the last token."""
     tokens = _tokens(text)
     return text[tokens[-1].end :] if tokens else text
 
@@ -211,7 +211,7 @@ def _moved(line: str, shift: int) -> str:
 
 @cache  # a file has many bugs
 def _spans(text: str) -> list[tuple[str, int, int]]:
-    """Of each definition its name, its first line and its last."""
+    """Return the name, first line and last line of each definition."""
     return [
         (name, min([node.lineno, *(d.lineno for d in decorators)]), node.end_lineno or 0)
         for name, node in definitions(ast.parse(text))
@@ -224,7 +224,7 @@ def _indented(code: str) -> str:
 
 
 def names_in(path: Path) -> set[str]:
-    """The functions and classes at the top level of a file."""
+    """Return the names of a file's top-level functions and classes."""
     return _names_in(path.read_text(encoding="utf-8"))
 
 

@@ -1,9 +1,9 @@
-"""A module of another text, tried: what a small function says with it, and which tests fail.
+"""Try a module with another text: a small function's output with it, and the tests that fail.
 
-Each trial is a process of its own (`workshop/practice/apart.py`), so that nothing is imported
-before the module is swapped; `workshop/practice/module_swap.py` gives the other text to whoever
-imports it. Nothing in the checkout changes. The museum, the tasks of the course and `python -m
-workshop.patches` try their bugs here, and a reader's answer is tried here.
+Each trial runs in a separate process (`workshop/practice/apart.py`), so that nothing is imported
+before the module is swapped. With `workshop/practice/module_swap.py`, every import gets the other
+text. Nothing in the checkout changes. The museum, the tasks of the course and `python -m
+workshop.patches` try their bugs here, and readers' answers are tried here.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ _IN_THE_FOLDER = re.compile(rf"[^\s\"']*{_FOLDER}\w+/")
 
 @contextlib.contextmanager
 def swapped(path: Path, text: str) -> Iterator[ModuleSwap]:
-    """The module of that file with that text, for as long as the context lasts."""
+    """Swap the module of a file for that text, until the context ends."""
     with tempfile.TemporaryDirectory(prefix=_FOLDER) as folder:
         other = Path(folder).resolve() / path.name
         other.write_text(text, encoding="utf-8")
@@ -50,7 +50,7 @@ def broken_copy(patch: Patch) -> contextlib.AbstractContextManager[ModuleSwap]:
 def said_by(
     work: Callable[[], str], swap: ModuleSwap | None = None, limit_s: float = LIMIT_S
 ) -> str:
-    """What the function says. An exception is one line, and so is the end of its process."""
+    """Return the function's output. An exception, or the end of the process, is one line of it."""
     try:
         said = apart(say, (work, swap), limit_s)
     except RuntimeError as error:
@@ -59,7 +59,7 @@ def said_by(
 
 
 def say(work: Callable[[], str], swap: ModuleSwap | None) -> str:
-    """The same in this process, which has imported nothing of ours that `work` needs."""
+    """Run `said_by` in this process, which has imported no module of ours that `work` needs."""
     if swap is not None:
         swap.install()
         swap.check()  # before anything else
@@ -77,8 +77,8 @@ def try_tests(
     first_only: bool = False,
     limit_s: float = LIMIT_S,
 ) -> TestRun:
-    """Run them, each of them for `limit_s` at most. `first_only` stops at the first failure, and
-    tells all about it. Raises `RuntimeError` with a sentence if pytest did not come to run them."""
+    """Run the tests, each for at most `limit_s`. `first_only` stops at the first failure, with all
+    its details. Raises `RuntimeError` with a sentence if pytest could not run them."""
     run = apart(_run, (tests, swap, first_only, limit_s), 2 * limit_s + 60)
     if run is None:
         return TestRun((), "pytest did not end")
@@ -98,7 +98,7 @@ def _run(
 
 
 def without_folder(text: str) -> str:
-    """Names of files as a reader knows them: the copy's without its temporary folder."""
+    """Return the text with file names as a reader knows them, without the temporary folder."""
     return _IN_THE_FOLDER.sub("(with the bug) ", text)
 
 
@@ -106,7 +106,7 @@ def without_folder(text: str) -> str:
 
 
 def unnoticed(patch: Patch, tests: tuple[str, ...], first_only: bool) -> str:
-    """Why the patch is not noticed by each of the tests (`first_only`: by any). "": it is."""
+    """Return why not every test (`first_only`: no test) notices the patch. "": noticed."""
     try:
         with broken_copy(patch) as swap:
             run = try_tests(tests, swap, first_only=first_only)
@@ -119,8 +119,8 @@ def unnoticed(patch: Patch, tests: tuple[str, ...], first_only: bool) -> str:
 def try_all(
     patches: Iterable[tuple[Patch, tuple[str, ...], bool]], jobs: int
 ) -> Iterator[tuple[Patch, str, float]]:
-    """Of each patch, with its tests and whether the first failure is enough: why it is not noticed
-    (""), and how long that took. `jobs` at a time, in the order given."""
+    """Yield each patch, the reason why it is not noticed (or ""), and the duration. `patches` has
+    the tests of each and whether the first failure is enough. Runs `jobs` at a time, in order."""
 
     def tried(case: tuple[Patch, tuple[str, ...], bool]) -> tuple[Patch, str, float]:
         begun = time.perf_counter()

@@ -1,7 +1,7 @@
-"""Events of a run that no engine made: as many requests and steps as wanted, for tests of the page.
+"""Synthetic events of a run with any number of requests and steps, for tests of the page.
 
-They are what an engine could have done (`State` applies each of them before the next is chosen): a
-queue, seats, prompts in pieces, blocks that fill up, are published, kept and evicted."""
+An engine could have produced them (`State` applies each event before the next is chosen): a queue,
+`max_num_seqs`, prompts in chunks, blocks that fill up and are published, kept and evicted."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ BLOCK_SIZE, NUM_BLOCKS, SEATS, BUDGET, LONGEST = 16, 1500, 24, 256, 160
 
 
 class BigRun:
-    """A very small engine: who came first is served first, and nobody is preempted."""
+    """A very small engine: first come, first served, without preemption."""
 
     def __init__(self, num_requests: int, num_steps: int, seed: int) -> None:
         self.rng = random.Random(seed)
@@ -40,7 +40,7 @@ class BigRun:
         self.events: list[Event] = [run]
         self.state = State(run)
         self.num_requests, self.num_steps, self.time = num_requests, num_steps, 0.0
-        # All seats together say this many tokens in all steps.
+        # The mean number of output tokens of a request, if every slot is used in every step.
         self.mean = SEATS * num_steps // num_requests
 
     def note(self, event: Event) -> None:

@@ -2,8 +2,8 @@
 
     with started_browser() as browser: browser.new_page() ...
 
-playwright is the extra `[browser]`; the browser is the system's own (Debian: `chromium`), because
-playwright's would be a download of its own."""
+playwright is the extra `[browser]`; the browser is the system's (Debian: `chromium`), because
+playwright's browser would be a separate download."""
 
 from __future__ import annotations
 
@@ -16,16 +16,16 @@ if TYPE_CHECKING:
     from playwright.sync_api import Browser
 
 PROGRAMS = ("chromium", "chromium-browser", "google-chrome")
-# Alike on every machine: no hinting by screen, no sub-pixels, and scroll bars that take no room.
+# The same on every machine: no hinting by screen, no sub-pixels, and scroll bars without width.
 FLAGS = ("--font-render-hinting=none", "--disable-lcd-text", "--hide-scrollbars")
 
 
 class BrowserUnavailableError(RuntimeError):
-    """There is no browser, or nothing to drive it; says what to install."""
+    """No browser or no playwright is installed; the message names what to install."""
 
 
 def find_chromium() -> str:
-    """Raises `BrowserUnavailableError` if none of `PROGRAMS` is in the PATH."""
+    """Find the browser. Raises `BrowserUnavailableError` if none of `PROGRAMS` is in the PATH."""
     for program in PROGRAMS:
         if path := shutil.which(program):
             return path
@@ -36,9 +36,9 @@ def find_chromium() -> str:
 
 @contextlib.contextmanager
 def started_browser() -> Iterator[Browser]:
-    """Without a window, for as long as the context lasts. Raises `BrowserUnavailableError`.
+    """Run a browser without a window until the context ends. Raises `BrowserUnavailableError`.
 
-    An event loop of asyncio runs in this thread meanwhile, so that nobody else can start one."""
+    An asyncio event loop runs in this thread in the meantime, so no other one can be started."""
     program = find_chromium()
     try:
         from playwright.sync_api import sync_playwright

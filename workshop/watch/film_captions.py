@@ -1,5 +1,5 @@
-"""The captions of the films where they are read: in the chapters' texts, and in the scripts that
-their notebooks are made of. Written with the still pictures, and checked by a test."""
+"""Write the captions of the films to the chapters' texts and to the scripts of their notebooks.
+They are written together with the still pictures, and checked by a test."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ CELL = "# %% [markdown]\n# ## Watch it run\n"  # begins the cell of a script
 
 
 def page_caption(shot: Shot) -> str:
-    """Of a README.md: the picture, and what it shows."""
+    """Return the picture and caption for a README.md."""
     caption = textwrap.fill(f"*{_words(shot)}*", 112, break_on_hyphens=False)
     return f"![{_alt(shot)}]({shot.film.picture}.png)\n\n{caption}"
 
 
 def chinese_caption(shot: Shot) -> str:
-    """Of a README.zh.md, the same."""
+    """Return the picture and caption for a README.zh.md."""
     film = shot.film
     return (
         f"![影片 {film.name}：{film.title[1]}]({film.picture}.zh.png)\n\n"
@@ -29,7 +29,7 @@ def chinese_caption(shot: Shot) -> str:
 
 
 def cell_caption(shot: Shot) -> str:
-    """The cell of a notebook's script, without the blank line behind it."""
+    """Return the cell for a notebook's script, without the blank line after it."""
     words = textwrap.fill(_words(shot), 98, break_on_hyphens=False).splitlines()
     how = [
         'The film itself takes seconds to make: `make watch ARGS="--film '
@@ -54,7 +54,7 @@ def script_of(shot: Shot, root: Path) -> Path:
 
 
 def write_captions(shot: Shot, root: Path) -> None:
-    """Into the texts and a chapter's script, each of which has its place."""
+    """Write the captions to their places in the texts and in a chapter's script."""
     page = root / shot.film.folder / shot.film.page
     write_between_markers(page.with_suffix(".md"), MARKER, page_caption(shot))
     write_between_markers(page.with_suffix(".zh.md"), MARKER, chinese_caption(shot))
@@ -67,7 +67,7 @@ def write_captions(shot: Shot, root: Path) -> None:
 
 
 def parted(script: str) -> tuple[str, str, str]:
-    """A script before its cell about the film, the cell, and the rest."""
+    """Split a script into the part before its film cell, the cell, and the rest."""
     before, found, rest = script.partition(CELL)
     if not found:
         return script, "", ""

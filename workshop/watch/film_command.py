@@ -31,7 +31,7 @@ def is_about_films(args: argparse.Namespace) -> bool:
 
 
 def make_films(args: argparse.Namespace, mine: tuple[int, int] | None = None) -> None:
-    """What was asked for; `mine` is as for `page_of`. Raises `ValueError` if it cannot be done."""
+    """Make the requested films. `mine` is as for `page_of`. Raises `ValueError` if that fails."""
     from workshop.watch.films import (
         BEYOND,
         FILMS,
@@ -88,7 +88,7 @@ a {{ color: #0b57d0; }} [lang=zh-CN] {{ color: #595959; }}
 
 
 def index_page(films: list[tuple[int, tuple[str, str], tuple[str, str]]]) -> str:
-    """Of each: the chapter, its title, its caption."""
+    """Return the index page. `films` has each film's chapter, title and caption."""
     rows = []
     for number, titles, captions in films:
         (title, chinese_title), (caption, chinese) = (

@@ -1,7 +1,7 @@
-"""What a film shows, read from its events: the numbers, requests and blocks that captions name.
+"""Facts read from a film's events: the numbers, requests and blocks that captions name.
 
-Each function takes the films of a chapter and returns the words for its caption. Where a film does
-not show what the chapter is about, it raises `NotShown`: then there is no caption, and no page."""
+Each function takes the films of a chapter and returns the words for its caption. If a film does not
+show the chapter's topic, the function raises `NotShown`: then there is no caption and no page."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ Kind = TypeVar("Kind", bound=Event)
 
 
 class NotShown(ValueError):
-    """The film does not show this."""
+    """The film does not show what its caption is about."""
 
 
 def _require(is_shown: object, what: str) -> None:
@@ -39,7 +39,7 @@ def _require(is_shown: object, what: str) -> None:
 
 
 def happened(film: Film, kind: type[Kind]) -> Iterator[tuple[int, Kind]]:
-    """All events of a kind, each with its step."""
+    """Yield all events of a kind, each with its step."""
     for part in film.steps():
         for event in part.events:
             if isinstance(event, kind):
@@ -60,7 +60,7 @@ def _first(film: Film, kind: type[Kind], what: str) -> tuple[int, Kind]:
 
 
 def cells(film: Film) -> list[list[Cell]]:
-    """Of each step, what it computed."""
+    """Return the cells that each step computed."""
     found: list[list[Cell]] = []
     for part in film.steps():
         found.append([])
@@ -84,7 +84,7 @@ def _check_same_answers(films: Sequence[Film]) -> None:
 
 
 def a_little_of_everything(film: Film) -> Facts:
-    """A cache hit, a preemption for another, its return, guesses that are right."""
+    """A cache hit, a preemption, the preempted request's return, accepted draft tokens."""
     requests = film.last_state().requests
     step, preempted = _first(film, Preempted, "a preemption")
     victim = preempted.request
@@ -161,8 +161,8 @@ def _end_of(film: Film, name: str) -> int:
 
 
 def reserved_tables(film: Film) -> Facts:
-    """Blocks for all that may come are taken at admission, so that somebody waits for blocks in
-    which nothing is written."""
+    """Blocks for the maximum length are allocated at admission, so that a request waits for blocks
+    while allocated ones are still empty."""
     size = film.run.block_size
     step, stopped = first(
         film, Planned, lambda _, e: e.stop and e.stop[0] == "blocks", "who waits for blocks"
@@ -202,7 +202,7 @@ def reserved_tables(film: Film) -> Facts:
 
 
 def shared_prefix(film: Film) -> Facts:
-    """A match of a whole chain's beginning; later its end is evicted, and the beginning found."""
+    """A match of the start of a block chain; later its end is evicted and its start still found."""
     _require(film.run.prefix_cache == "hash", "a chain of hashes")
     step, match = _first(film, Matched, "a match")
     name, trunk = str(match.request), match.blocks
@@ -283,7 +283,7 @@ def _preemptions(film: Film) -> list[tuple[str, int]]:
 
 
 def guesses(plain: Film, guessing: Film) -> Facts:
-    """A step in which somebody's guesses are all right, and somebody else's all wrong."""
+    """A step that accepts all draft tokens of one request and rejects all of another."""
     _check_same_answers([plain, guessing])
 
     def is_both(_: int, event: Computed) -> bool:
@@ -310,7 +310,7 @@ def guesses(plain: Film, guessing: Film) -> Facts:
 
 
 def long_prompt(whole: Film, pieces: Film) -> Facts:
-    """`whole` computes the longest prompt in one step, `pieces` in several."""
+    """The longest prompt, which `whole` computes in one step and `pieces` in several."""
     _check_same_answers([whole, pieces])
     requests = whole.last_state().requests
     name = max(requests, key=lambda name: len(requests[name].prompt))
@@ -346,7 +346,8 @@ def _prompt_of(step: list[Cell], name: str) -> int:
 
 
 def mixed_adapters(film: Film) -> Facts:
-    """Two with one prompt and unlike adapters; one that waits for another's adapter to go."""
+    """Two requests with one prompt and different adapters; one that waits until another's adapter
+    is unloaded."""
     requests = film.last_state().requests
     base = next(r for r in requests.values() if not r.adapter)
     users = [r for r in requests.values() if r.adapter and r.prompt == base.prompt]
@@ -380,7 +381,8 @@ def mixed_adapters(film: Film) -> Facts:
 
 
 def constrained(film: Film) -> Facts:
-    """One waits for its grammar and is overtaken; another brings the same; both texts fit it."""
+    """A request that waits for its grammar and is overtaken; a second one with the same grammar;
+    both texts match the grammar."""
     requests = film.last_state().requests
     free = next(r for r in requests.values() if not r.grammar)
     step, name = _overtaken(film, "grammar")
@@ -407,8 +409,8 @@ def constrained(film: Film) -> Facts:
 
 
 def window_groups(film: Film) -> Facts:
-    """One gives up blocks at the left in a group with a window; one finds there what the window
-    sees; one finds nothing, though the other group has its prefix."""
+    """A request that frees its oldest blocks in a group with a window; one that finds there the
+    blocks its window sees; one that finds none, although the other group has its prefix."""
     windowed = next((i for i, window in enumerate(film.run.windows) if window), None)
     if windowed is None:
         raise NotShown("the film does not show layers with a window")
@@ -446,7 +448,7 @@ def window_groups(film: Film) -> Facts:
 
 
 def _num_known(film: Film, step: int, prompt: list[int], group: int) -> int:
-    """Blocks of a prompt, from the first on, that can be found in a group after a step."""
+    """The number of a prompt's leading blocks that can be found in a group after a step."""
     cached, size = film.state_after(step).cached.values(), film.run.block_size
     known = {(c.place, c.tokens) for c in cached if c.group == group}
     blocks = [tuple(prompt[i : i + size]) for i in range(0, len(prompt) - 1, size)]
@@ -455,7 +457,8 @@ def _num_known(film: Film, step: int, prompt: list[int], group: int) -> int:
 
 
 def _overtaken(film: Film, reason: str) -> tuple[int, str]:
-    """The first step in which somebody waits for this reason and a later one begins; and who."""
+    """The first step in which a later request starts before one that waits for this reason, and the
+    waiting request's id."""
     order = list(film.last_state().requests)
     for step, event in happened(film, Admitted):
         state = film.state_after(step)

@@ -1,5 +1,5 @@
-"""The scripts of the films: four to six requests, some twenty steps. What each of them shows is
-read from its film (`film_facts.py`) and said in `films.py`."""
+"""The scripts of the films: four to six requests, about twenty steps. `film_facts.py` reads the
+facts that each film shows, `films.py` their descriptions."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _RUN_AS = "if __name__ =="
 _LOOP = "for i in range(10):"
 _STACK = "class Stack:\n    def push(self, item):\n        self.items.append(item)\n\n"
 
-# Six requests of unlike lengths on three seats, KV for everybody.
+# Six requests of different lengths, three slots, KV memory for all.
 CONTINUOUS = Script(
     (
         Visit("a", 0, _RUN_AS, 20),
@@ -39,7 +39,7 @@ CONTINUOUS = Script(
 )
 STATIC = Script(CONTINUOUS.visits, CONTINUOUS.config, is_static=True)
 
-# Chapter 2's scheduler: whoever begins has all the blocks that it may ever need.
+# Chapter 2's scheduler: an admitted request gets all the blocks that it can ever need.
 TABLES = Script(
     (
         Visit("a", 0, _PRIME, 20),
@@ -58,7 +58,7 @@ TABLES = Script(
     },
 )
 
-# Three that begin alike (a, b, e), and two between them that need the memory.
+# Three requests with a common prefix (a, b, e), and two between them that need the memory.
 PREFIXES = Script(
     (
         Visit("a", 0, f"{_STACK}    def pop(self):", 8),
@@ -77,7 +77,7 @@ PREFIXES = Script(
     },
 )
 
-# Fifteen blocks for four that grow.
+# Fifteen blocks for four growing requests.
 SCARCE = Script(
     (
         Visit("a", 0, _PRIME, 20),
@@ -113,7 +113,7 @@ PLAIN = Script(
 )
 GUESSING = PLAIN.but(speculative={"method": "ngram", "num_spec_tokens": 3, "adaptive": False})
 
-# Two that write, and a class with ten getters that comes in between.
+# Two decoding requests, and a long prompt, a class with ten getters, that arrives in between.
 _NAMES = "width height depth colour title parent cursor menu font border"
 _WINDOW = "class Window:\n" + "".join(
     f"    def get_{name}(self):\n        return self._{name}\n\n" for name in _NAMES.split()
@@ -136,7 +136,7 @@ WHOLE = Script(
 )
 PIECES = WHOLE.but(chunked_prefill=32)
 
-# Three seats, and room for one adapter. Who comes second wants another one.
+# Three slots, and memory for one adapter. The second request needs another adapter.
 _AREA = 'def area(width, height):\n    """Return the area of a rectangle."""'
 ADAPTED = Script(
     (
@@ -158,7 +158,7 @@ ADAPTED = Script(
     adapters={"tests": 1.0, "half": 0.5},
 )
 
-# Layers in two groups, of which one sees a window: `c` finds what `a` has left, `e` comes too late.
+# Layers in two groups, one with a window: `c` finds the blocks of `a`, `e` comes too late.
 WINDOWED = Script(
     (
         Visit("a", 0, f"{_STACK}    def pop(self):", 10),
@@ -179,7 +179,7 @@ WINDOWED = Script(
     window=10,
 )
 
-# The signature of a function, as the model likes it and as JSON; and one of three words.
+# A function's signature, in the model's own style and as JSON; and a choice of three words.
 _EXAMPLE = """def add(first, second):
     return first + second
 

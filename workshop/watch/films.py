@@ -1,28 +1,28 @@
-"""One film a chapter: a real run, or two, in which the chapter's idea can be seen happening.
+"""One film (recorded run) a chapter: a real run, or two, that show the chapter's idea in action.
 
-    shot = shoot(FILMS[3], folder)        perform its scripts, and read what they show
-    page_of(shot)                         the watch page, with its caption and where to look
+    shot = shoot(FILMS[3], folder)        perform its scripts, and read the facts they show
+    page_of(shot)                         the watch page, with its caption and moments
 
-A caption names steps, requests and blocks that are read from the events of the very film it stands
-above (`film_facts.py`). A film that does not show its point has no caption: `NotShown`.
+A caption names steps, requests and blocks that are read from the events of its own film
+(`film_facts.py`). A film that does not show its point has no caption: `NotShown`.
 
-What is said stands in `films.txt`, in two languages, a row for a film and then its moments:
+The texts are in `films.txt`, in two languages, a row for a film and then its moments:
 
     film 3                                  its name: a chapter's number, or another word
     folder, title, label, caption, note     see `ChapterFilm`; in Chinese `title_zh`, ...
     scripts PREFIXES                        of `film_scripts.py`
     facts shared_prefix                     of `film_facts.py`
-    scenes grid words cache                 that are open, in this order; the others on demand
-    columns time                            of the grid: as wide as a step took; or all alike
-    knob num_blocks=18 {"num_blocks": 18}   the last script once more, so changed; one line each
+    scenes grid words cache                 open scenes, in this order; the others on demand
+    columns time                            grid columns as wide as a step took; or all equal
+    knob num_blocks=18 {"num_blocks": 18}   the last script again with this change; one line each
 
     moment step                             the name of a fact
-    request b                               another
-    words                                   what is to be seen
+    request b                               the name of a fact: the request to select
+    words                                   what the moment shows
     ask                                     what to point at, in the step before it
     answer request b                        or "block", and the name of a fact
-    why                                     that is the answer: whole sentences
-    still cache 255                         a scene, and how high; may stand more than once"""
+    why                                     the reason for the answer, in whole sentences
+    still cache 255                         a scene and its height; can be repeated"""
 
 from __future__ import annotations
 
@@ -47,11 +47,11 @@ Both = tuple[str, str]  # in English, in Chinese
 
 @dataclass(frozen=True, slots=True)
 class Moment:
-    """A step to look at. `step` is the name of a fact; so are the names in braces."""
+    """A step to look at. `step` and the names in braces are names of facts."""
 
     step: str
     words: Both
-    request: str | None  # whom to select there, the name of a fact
+    request: str | None  # the request to select there, the name of a fact
     ask: Both  # a question before it, which is answered by pointing; "": none
     answer: str  # "request" or "block", and the name of a fact
     why: Both  # is that the answer
@@ -60,10 +60,9 @@ class Moment:
 
 @dataclass(frozen=True, slots=True)
 class ChapterFilm:
-    """Of a chapter, or of none (0): its scripts, and what is said of them. `labels` tell two runs
-    apart."""
+    """A film of a chapter, or of none (0): its scripts and texts. `labels` distinguish two runs."""
 
-    name: str  # as it is asked for: that of a chapter is its number
+    name: str  # its name on the command line; a chapter film's is the chapter's number
     chapter: int
     folder: str
     title: Both
@@ -76,22 +75,22 @@ class ChapterFilm:
     knob: tuple[tuple[str, Mapping[str, Any]], ...]  # other settings of the last script, by label
     labels: tuple[Both, ...]
     note: Both  # what it does not show
-    rule: Both  # by which somebody is held back, if no setting of the engine names it
+    rule: Both  # that makes a request wait, if no engine setting names it
 
     @property
     def page(self) -> str:
-        """Where it is shown, from its folder, without ".md"."""
+        """The page that shows the film, relative to its folder, without ".md"."""
         return "README" if self.chapter else f"beyond/{self.name.upper()}"
 
     @property
     def picture(self) -> str:
-        """Its still, as that page names it, without ".png"."""
+        """The film's still picture, as that page names it, without ".png"."""
         return "figures/film" if self.chapter else f"../figures/film_{self.name}"
 
 
 @dataclass(frozen=True, slots=True)
 class Shot:
-    """A chapter's film, made."""
+    """A chapter's film after it has been made."""
 
     film: ChapterFilm
     paths: tuple[Path, ...]
@@ -110,17 +109,17 @@ class Shot:
         return int(self.facts[moment.step])
 
     def answer(self, moment: Moment) -> tuple[str, int | str] | None:
-        """What to point at: ("block", 6). None: nothing is asked."""
+        """The thing to point at, such as ("block", 6). None: the moment asks nothing."""
         kind, _, fact = moment.answer.partition(" ")
         return (kind, self.facts[fact]) if kind else None
 
     def address(self, moment: Moment) -> str:
-        """Where the page shows it."""
+        """The page address that shows the moment."""
         name = "" if moment.request is None else f"&request={self.facts[moment.request]}"
         return f"step={self.step(moment)}{name}"
 
     def start(self, moment: Moment) -> str:
-        """The same, with the columns of the grid as the film wants them."""
+        """The page address of the moment, with the film's setting of the grid columns."""
         return self.address(moment) + (f"&columns={self.film.columns}" if self.film.columns else "")
 
 
@@ -131,9 +130,9 @@ def shoot(
     num_takes: int = 1,
     has_knob: bool = False,
 ) -> Shot:
-    """Perform its scripts, into `folder`. Raises `NotShown`. Where a film is about time, each step
-    is the shortest of `num_takes`: they differ in what else the machine did. `has_knob`: with the
-    settings of its knob, too."""
+    """Perform the film's scripts and write them to `folder`. Raises `NotShown`. For a film about
+    time, each step is the shortest of `num_takes`, which differ by the machine's other load.
+    `has_knob`: also perform the settings of its knob."""
     cast = cast or load_cast()
     last = film.scripts[-1]
     names = "ab" if len(film.scripts) > 1 else ("",)
@@ -160,9 +159,9 @@ def title_of(film: ChapterFilm) -> Both:
 def page_of(
     shot: Shot, mine: tuple[int, int] | None = None, link: tuple[str, str, str] | None = None
 ) -> str:
-    """The watch page of it, as text. It opens at the first moment. `mine`: how many of how many
-    functions were the reader's, if that was asked for. `link`: another page, and what it is called
-    in English and Chinese."""
+    """Return the film's watch page as text. The page opens at the first moment. `mine`: how many
+    functions, of how many, were the reader's, if requested. `link`: another page, and its name in
+    English and Chinese."""
     film = shot.film
     texts = [path.read_text(encoding="utf-8") for path in shot.paths]
     reels = [Reel(one, text, zh) for (one, zh), text in zip(film.labels, texts)]
@@ -187,7 +186,7 @@ def page_of(
 
 
 def calmest(*takes: str) -> str:
-    """Of runs that differ in nothing but times, each step from the one in which it was shortest."""
+    """Combine runs that differ only in times: each step from the run in which it was shortest."""
     steps = zip(*map(_steps_of, takes), strict=True)
     return "".join(line for step in steps for line in min(step, key=_ms_of))
 
@@ -256,7 +255,7 @@ def _both(row: TextRow, word: str) -> Both:
     return row.text(word), row.text(f"{word}_zh")
 
 
-# Film 0 is shown where nobody brings a run, those with other names when they are asked for.
+# Film 0 is shown if no run is given; films with names other than numbers on request.
 EVERYTHING, *_OTHERS = read_films(TABLE.read_text(encoding="utf-8"))
 FILMS = {film.chapter: film for film in _OTHERS if film.chapter}
 BEYOND = {film.name: film for film in _OTHERS if not film.chapter}

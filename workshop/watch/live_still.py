@@ -1,8 +1,8 @@
-"""A picture of the server's page: eight prompts at once, four of which begin alike, and too little
-memory for all. `python -m workshop.watch --stills` takes it with the others.
+"""A picture of the server's page: eight concurrent prompts, four with a common prefix, and too
+little memory for all. `python -m workshop.watch --stills` takes it with the others.
 
-The page is fed by a server, so it is another run each time: which request comes first depends on
-the machine. What must be seen is waited for."""
+A server feeds the page, so every picture shows another run: the order of the requests depends on
+the machine. The picture is taken when the required events are visible."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 FOLDER = Path(__file__).resolve().parents[2] / "common" / "serve" / "figures"
 WIDTH, HEIGHT, SCALE = 1100, 720, 1.5
 LIMIT_S = 60
-# Without the clock, whose times are others each time, and what a small picture has no room for.
+# Hides the clock, whose times differ each time, and parts that do not fit in a small picture.
 _STYLE = """
 .scene-clock, .transport select, .cache .cache-about, .pool .pool-details, .pool .pool-orders,
 .cache-details { display: none !important; }
@@ -33,7 +33,7 @@ _PREEMPTED = """(() => {
 
 
 def take_live(browser: Browser, language: str) -> Any:
-    """As an image of PIL with few colours."""
+    """Return the picture as a PIL image with few colours."""
     from PIL import Image
 
     from common.serve.fleet.programs import start_server
@@ -66,7 +66,7 @@ def take_live(browser: Browser, language: str) -> Any:
 
 
 def take_lives(browser: Browser, languages: Mapping[str, str]) -> Iterator[Path]:
-    """In each language, with the end of its name. What was drawn."""
+    """Take the picture in each language, each with its file name's suffix. Yields the files."""
     FOLDER.mkdir(exist_ok=True)
     for language, ending in languages.items():
         path = FOLDER / f"live{ending}"

@@ -1,11 +1,11 @@
-"""One HTML file from one or two films: styles, scripts and the events themselves, with no address
-in it that a browser would fetch.
+"""Make one HTML file from one or two films: styles, scripts and events, without any address that a
+browser would fetch.
 
     make_page([Reel("with chunks", text), Reel("without", other)], title=("...", "..."))
 
-`common/events/event_page.py` puts the page's files together. Events stand in the page as the lines
-that they are, `<` written as `\\u003c`, which in JSON is the same; from `PACKED_FROM` bytes
-on they are packed, as 2,000 steps of 200 requests are some 20 MB."""
+`common/events/event_page.py` combines the page's files. Events are embedded as unchanged lines,
+except that `<` is written as `\\u003c`, which is the same in JSON. From `PACKED_FROM` bytes on they
+are packed, because 2,000 steps of 200 requests are about 20 MB."""
 
 from __future__ import annotations
 
@@ -28,8 +28,8 @@ START = Path(__file__).parent / "start.js"  # the page's last script
 
 @dataclass(frozen=True, slots=True)
 class Reel:
-    """The events of one run, as the text of its file, and what to call it beside another, in
-    Chinese too if that is another word."""
+    """The events of one run, as the text of its file, and the run's name next to another run, in
+    Chinese too if the name differs."""
 
     label: str
     text: str
@@ -42,8 +42,9 @@ def make_page(
     start: str = "",
     **settings: Any,
 ) -> str:
-    """The page, as text. `title` is in English and Chinese; `start` is where it opens when its
-    address says nothing else, such as "step=12&request=b". `settings` are handed to the scripts."""
+    """Return the page as text. `title` is in English and Chinese. `start`, such as
+    "step=12&request=b", is where the page opens if its address has no position. `settings` are
+    passed to the scripts."""
     settings = {"title": title, "start": start, "sources": source_lines(RULES), **settings}
     name = title[0] if title else "Watch the engine run"
     return put_together(name, settings, [_reel(reel) for reel in reels], starts=[START])

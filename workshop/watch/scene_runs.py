@@ -1,5 +1,5 @@
-"""Runs for the browser tests of the pool, the prefix cache and the step in words: small, with all
-that these have to show. And what such a test does with a page."""
+"""Small runs for the browser tests of the pool, the prefix cache and the step in words, with every
+case that these must show. Also helpers that such a test uses on a page."""
 
 from __future__ import annotations
 
@@ -78,7 +78,7 @@ SCRIPTS = {
 
 @dataclass(frozen=True, slots=True)
 class Shown:
-    """A page, and the film that it shows as Python reads it."""
+    """A page, and its film as read in Python."""
 
     page: Path
     film: Film
@@ -95,7 +95,7 @@ class Shown:
 
 
 class Pages(dict[str, Shown]):
-    """Of `SCRIPTS`, by name: each is performed when it is first asked for."""
+    """The pages of `SCRIPTS`, by name. Each script is performed on first access."""
 
     def __init__(self, folder: Path, cast: Cast) -> None:
         self.folder, self.cast = folder, cast
@@ -113,7 +113,8 @@ def make_one(folder: Path, name: str, script: Script, cast: Cast) -> Shown:
 
 
 def make_urgent(folder: Path, cast: Cast) -> Shown:
-    """Two seats are taken, and two who are more urgent come. (A `Visit` knows no priorities.)"""
+    """A run with two running requests, a full batch, and two arrivals of higher priority. (A
+    `Visit` has no priorities.)"""
     events, page = folder / "urgent.jsonl", folder / "urgent.html"
     settings = {"block_size": 4, "num_blocks": 30, "max_num_seqs": 2, "policy": "priority"}
     config = EngineConfig(**settings, device="cpu", dtype="float64", events=events)
@@ -137,14 +138,14 @@ def make_urgent(folder: Path, cast: Cast) -> Shown:
 
 
 def ready(page: Page) -> Page:
-    """When its first step is drawn."""
+    """Wait until the page has drawn its first step; return the page."""
     page.wait_for_selector("html[data-ready]")
     go(page)
     return page
 
 
 def go(page: Page, **changes: Any) -> None:
-    """Change the store, and wait until what it asks for has been drawn."""
+    """Change the page's store, and wait until the change has been drawn."""
     page.evaluate(
         "(changes) => new Promise((done) => { Watch.set(changes);"
         " requestAnimationFrame(() => requestAnimationFrame(done)); })",
@@ -153,5 +154,5 @@ def go(page: Page, **changes: Any) -> None:
 
 
 def visible(text: str) -> str:
-    """As the page shows blanks."""
+    """Return the text with blanks as the page shows them."""
     return text.translate(str.maketrans({" ": "·", "\n": "↵", "\t": "→", "\r": "↵"}))

@@ -1,9 +1,9 @@
-"""For tests: what must have happened for a sentence of the page to be true.
+"""For tests: the events that must have happened for a sentence of the page to be true.
 
     unproven(page.evaluate(TOLD))      the sentences of all steps without such an event
 
-Each is looked for in the events of its step, by another way than the page's, which writes a
-sentence when it meets an event: here the sentence comes first, with the numbers that it shows."""
+The page writes a sentence when it reads an event. The test goes the other way: from a sentence and
+the numbers that it shows, it searches the events of the sentence's step."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def _is_proof(event: Event, told: dict[str, Any], events: list[Event]) -> bool:
 
 
 def _blocks(words: str) -> set[int]:
-    """Of "blocks 1–3, 7", those that are named."""
+    """Return the block ids in a text such as "blocks 1–3, 7"."""
     found: set[int] = set()
     for first, last in re.findall(r"(\d+)(?:–(\d+))?\b(?! blocks)", words):
         found |= set(range(int(first), int(last or first) + 1))
@@ -46,7 +46,7 @@ def _blocks(words: str) -> set[int]:
 
 
 def _names(blocks: list[int], words: str) -> bool:
-    """All of them, or of many those that come first."""
+    """Whether the words name all blocks, or the first ones of many."""
     return _blocks(words) == set(blocks) or ("…" in words and _blocks(words) <= set(blocks))
 
 
@@ -56,7 +56,7 @@ def _later(events: list[Event], event: Event, kind: str) -> Iterator[Event]:
 
 
 def _known(event: Event, how: list[str], values: Event, name: str, events: list[Event]) -> bool:
-    """The cache has kept another block; the table is a second event, or there is none."""
+    """Whether the cache has kept another block; the table is a second event, or missing."""
     pairs = [(_blocks(values[side]) or {0}).pop() for side in ("given", "kept")]
     places = [i for i, pair in enumerate(zip(event["given"], event["kept"])) if [*pair] == pairs]
     if pairs[0] == pairs[1] or not places:
@@ -94,7 +94,7 @@ def _in(field: str) -> Callable[..., bool]:
 
 
 def _with(**fields: str) -> Callable[..., bool]:
-    """A value of the sentence is that of the event's field."""
+    """Return a check that a value of the sentence equals the event's field."""
     return lambda event, how, values, *_: all(
         event[of] == values[name] for of, name in fields.items()
     )

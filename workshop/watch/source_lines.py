@@ -1,13 +1,13 @@
-"""The lines of source behind the sentences of the page: which statement decided that.
+"""The source lines for the page's sentences: the statement that made the decision.
 
-A place is a function and a statement in it, both named by their text. It is found in the syntax
-tree, so it survives whatever moves lines, and is missed, loudly, when the statement is rewritten:
+A place is a function and a statement in it, both named by their text. Places are found in the
+syntax tree, so they survive moved lines, and raise an error when the statement is rewritten:
 
     SourcePlace("04_scheduler/scheduler.py", "Scheduler._try_schedule_new", "if num_tokens == 0")
 
-Which place a sentence means depends on what ran: three schedulers admit in three ways. `RULES` in
-`source_places.py` has them; the page picks by the header of the run, so that a file that is dropped
-onto it finds its own. The text goes into the page: it needs no checkout to show it."""
+The place of a sentence depends on the engine that ran: three schedulers admit in three ways. The
+rules are `RULES` in `source_places.py`. The page chooses by the run's header, also for a file that
+is dropped onto it. The source text is embedded in the page, which needs no checkout to show it."""
 
 from __future__ import annotations
 
@@ -35,8 +35,8 @@ class SourcePlace:
 
 @dataclass(frozen=True, slots=True)
 class Rule:
-    """Where `sentence` was decided, if what ran is what is named; None fits whatever ran. Of the
-    rules that fit the first one counts."""
+    """The place that decided `sentence`, if the run's engine has the named parts; None matches any.
+    The first rule that matches applies."""
 
     sentence: str
     place: SourcePlace
@@ -50,7 +50,8 @@ class Rule:
 
 @dataclass(frozen=True, slots=True)
 class Excerpt:
-    """`lines` begin with line `first` of the file; the statement is in lines `line` to `end`."""
+    """Source lines. `lines` begin with line `first` of the file; the statement is in lines `line`
+    to `end`."""
 
     line: int
     end: int
@@ -59,7 +60,7 @@ class Excerpt:
 
 
 def find(place: SourcePlace, root: Path = ROOT) -> Excerpt:
-    """Raises `LookupError` unless there is exactly one such statement."""
+    """Find the statement. Raises `LookupError` unless there is exactly one such statement."""
     source, tree = _parse(_path_of(place.file, root))
     functions = [node for name, node in _functions(tree) if name == place.function]
     if len(functions) != 1:
@@ -74,7 +75,8 @@ def find(place: SourcePlace, root: Path = ROOT) -> Excerpt:
 
 
 def _path_of(file: str, root: Path) -> Path:
-    """In a wheel the chapters' modules lie side by side, next to `common`."""
+    """The path of a source file. In a wheel, the chapters' modules are in one folder, next to
+    `common`."""
     path = root / file
     return path if path.exists() else root / path.name
 
@@ -99,8 +101,8 @@ def _is_it(node: ast.AST, statement: str) -> bool:
 
 
 def _excerpt(source: list[str], function: ast.FunctionDef, node: Any) -> Excerpt:
-    """The statement with what stands around it in its function: the `def` line too if it is near,
-    and of a long statement its beginning."""
+    """Return the statement with its context in the function: the `def` line too if it is near, and
+    only the start of a long statement."""
     top, bottom = function.lineno, function.end_lineno or function.lineno
     first = top if node.lineno - top <= 2 * LINES_BEFORE else node.lineno - LINES_BEFORE
     last = min(bottom, first + MAX_LINES - 1, max(node.end_lineno + 2, first + MIN_LINES + 2))
@@ -113,7 +115,7 @@ def _excerpt(source: list[str], function: ast.FunctionDef, node: Any) -> Excerpt
 
 
 def source_lines(rules: Sequence[Rule], root: Path = ROOT) -> dict[str, Any]:
-    """What the page embeds: `places`, and `rules` that name them by number."""
+    """Return the data that the page embeds: `places`, and `rules` that name them by number."""
     places = list(dict.fromkeys(rule.place for rule in rules))
     numbers = {place: number for number, place in enumerate(places)}
     fields = ("scheduler", "prefix_cache", "policy", "setting", "overlaps", "windows")

@@ -1,16 +1,15 @@
-"""Which statement decided what a sentence of the page says, for each engine that may have run.
+"""The statements that decided a sentence of the page, for each engine that can have run.
 
-A sentence is named by a kind of event ("admitted"), by one and what tells its cases apart
-("finished:length"), or by a reason to wait ("reason:budget"). Every kind and every reason has a
-rule for every scheduler that can bring it up: a test sees to that. They stand in one table,
-`source_places.txt`:
+A sentence is named by a kind of event ("admitted"), by a kind and a case ("finished:length"), or by
+a reason to wait ("reason:budget"). Every kind and every reason has a rule for every scheduler that
+can produce it, which a test checks. The rules are in one table, `source_places.txt`:
 
     admitted                            the sentence
     scheduler two_phase FILE FUNCTION STATEMENT     where, and when this rule fits: see `Rule`
     overlaps yes FILE FUNCTION STATEMENT
     always FILE FUNCTION STATEMENT
 
-How such a table is read: `text_rows.py` of the tools."""
+`workshop/book/text_rows.py` reads such tables."""
 
 from __future__ import annotations
 

@@ -6,8 +6,8 @@ the page as the browser draws it.
                                                and the server's page (`live_still.py`)
 
 Each is drawn for the Chinese pages, too: NAME.zh.png. The caption in a chapter's texts, and in its
-notebook's script, is written with the picture, from the same film (`film_captions.py`). What varies
-from run to run is in no picture but that of film 6, whose columns are as wide as the steps took."""
+notebook's script, is written with the picture, from the same film (`film_captions.py`). Only film
+6's picture varies from run to run: its columns are as wide as the steps took."""
 
 from __future__ import annotations
 
@@ -36,8 +36,8 @@ GAP = 12  # between two moments, in pixels of the page
 LANGUAGES = {"en": ".png", "zh": ".zh.png"}  # of the page, and how their pictures' names end
 _HEADINGS = ("Step {}: {}", "第 {} 步：{}")
 
-# Nothing but the scenes that are wanted, one below the other, each as high as it is told; of the
-# words only the tokens, and no hints what to point at.
+# Only the requested scenes, one below the other, with the given heights; only the tokens of the
+# words, and no hints at things to point at.
 _STYLE = """
 .head, .transport, .compare, .notice, .film-caption, .by-time { display: none !important; }
 html, body { height: auto; overflow: visible; }
@@ -64,7 +64,7 @@ _PREPARE = """([wanted, heading]) => {
   dispatchEvent(new Event("resize"));
   Watch.redraw();
 }"""
-# When all is drawn; the titles are set again with every drawing.
+# True when all is drawn; the titles are set again with every drawing.
 _TITLE = """() => {
   for (const title of document.querySelectorAll("h2[data-heading]")) {
     title.textContent = title.dataset.heading;
@@ -74,7 +74,7 @@ _TITLE = """() => {
 
 @dataclass(frozen=True, slots=True)
 class View:
-    """A place in a page, and the scenes to be seen there, each with its height in pixels."""
+    """An address in a page, and the scenes to show there, each with its height in pixels."""
 
     address: str
     heading: str
@@ -82,7 +82,7 @@ class View:
 
 
 def photograph(browser: Browser, page_path: Path, views: Sequence[View]) -> Any:
-    """The views, one below the other, as an image of PIL with few colours."""
+    """Return the views, one below the other, as a PIL image with few colours."""
     from PIL import Image
 
     context = browser.new_context(
@@ -122,7 +122,7 @@ def _shot(page: Page, path: Path, view: View) -> bytes:
 
 
 def take_still(browser: Browser, shot: Shot, folder: Path, language: str = "en") -> Any:
-    """The picture of a film, by its moments that are for one. The page is left in `folder`."""
+    """Return a film's picture, from its moments with stills. The page is kept in `folder`."""
     page = folder / f"film_{shot.film.name}.html"
     page.write_text(page_of(shot), encoding="utf-8")
     i = list(LANGUAGES).index(language)
@@ -139,7 +139,7 @@ def take_still(browser: Browser, shot: Shot, folder: Path, language: str = "en")
 
 
 def make_stills(cast: Cast | None = None) -> None:
-    """Of every film. Raises `ValueError` with what to install where there is no browser."""
+    """Make every film's stills. Without a browser, raises `ValueError` with what to install."""
     try:
         with started_browser() as browser, tempfile.TemporaryDirectory() as folder:
             cast = cast or load_cast()
@@ -158,7 +158,8 @@ def make_stills(cast: Cast | None = None) -> None:
 
 
 def take_exhibits(browser: Browser, folder: Path) -> list[Path]:
-    """Of the museum: a run with the bug beside one without, where they part. What was drawn."""
+    """Draw the museum's stills: runs with and without the bug, where they diverge. Returns the
+    files."""
     from workshop.practice.museum import pictures
     from workshop.practice.museum.hall import CHINESE, EXHIBITS
     from workshop.practice.museum.museum_command import watch

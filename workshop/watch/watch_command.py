@@ -60,7 +60,7 @@ def main(argv: list[str] | None = None, bench: Workbench | None = None) -> int:
 
 
 def _installed(bench: Workbench | None) -> AbstractContextManager[tuple[int, int]]:
-    # It grades with pytest, which a film does not need.
+    # Imported late: grading needs pytest, a film does not.
     from workshop.practice.tasks.mine import installed
 
     return installed(bench)
@@ -76,7 +76,7 @@ def _show_runs(runs: list[Path], out: Path | None, is_opened: bool) -> None:
 
 
 def read_reel(path: Path) -> Reel:
-    """Raises `FileNotFoundError`, and `ValueError` with a sentence for what is no run."""
+    """Read a run. Raises `FileNotFoundError`, and `ValueError` for a file that is not a run."""
     try:
         Film.read(path)
     except ValueError as error:
@@ -86,8 +86,8 @@ def read_reel(path: Path) -> Reel:
 
 
 def _make_two(out: Path, mine: tuple[int, int] | None, is_opened: bool) -> None:
-    """One idea, which is understood in a minute, and beside it the run with everything at once.
-    Each leads to the other."""
+    """Make two pages that link to each other: one idea that takes a minute to understand, and a run
+    with everything together."""
     from workshop.watch import films  # torch: not needed to show a run that is there
 
     beside = out.with_name(f"{out.stem}_everything{out.suffix}")

@@ -1,11 +1,11 @@
-"""Small scripted workloads: which request comes when, and an engine that serves them on film.
+"""Small scripted workloads: the arrivals of requests, and an engine that serves and records them.
 
     script = Script((Visit("a", 0, "def f(x):", 8), ...), {"num_blocks": 20, ...})
     perform(script, "run.jsonl", load_cast())
 
-The model is the shipped checkpoint, the text is real, and every token is the likeliest one. It
-computes in float64, where neither a neighbour in the batch nor another machine rounds a token to
-another one. So two films of one script differ in their times and in nothing else."""
+The model is the shipped checkpoint, the text is real, and every token is the likeliest one. The
+model computes in float64, where rounding in another batch or on another machine does not change a
+token. So two films of one script differ only in their times."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ MAX_STEPS = 500
 
 @dataclass(frozen=True, slots=True)
 class Visit:
-    """A request that comes before step `step` is planned."""
+    """A request that arrives before step `step` is planned."""
 
     name: str
     step: int
@@ -47,11 +47,11 @@ class Visit:
 
 @dataclass(frozen=True, slots=True)
 class Script:
-    """`visits` in order of arrival, and the engine's settings. `is_static`: a batch begins when
-    nobody runs, with as many as have come and have a seat, and nobody joins it until its last
-    request has ended. `adapters` are the shipped one with so much of its strength, by name. What a
-    grammar is compiled to counts `compile_steps` steps after its arrival, whatever the clock says.
-    With a `window` every second layer of the model sees no more than that."""
+    """`visits` in order of arrival, and the engine's settings. `is_static`: a batch starts when no
+    request runs, with the arrived requests that fit in `max_num_seqs`, and no request joins until
+    the last one has finished. `adapters` are the shipped one with a given strength, by name. A
+    grammar counts as compiled `compile_steps` steps after its arrival, regardless of the clock.
+    With a `window`, every second layer of the model sees only that many tokens."""
 
     visits: tuple[Visit, ...]
     config: Mapping[str, Any] = field(default_factory=dict)
@@ -61,13 +61,13 @@ class Script:
     window: int | None = None
 
     def but(self, **changes: Any) -> Script:
-        """The same visits, with other settings."""
+        """Return the same visits with other settings."""
         return replace(self, config={**self.config, **changes})
 
 
 @dataclass(frozen=True, slots=True)
 class Cast:
-    """What every film is made with, loaded once."""
+    """The model and other parts that every film uses, loaded once."""
 
     loaded: LoadedModel
     tokenizer: Tokenizer
@@ -77,7 +77,7 @@ class Cast:
 
 
 def load_cast() -> Cast:
-    """The shipped checkpoint."""
+    """Load the shipped checkpoint."""
     loaded = load_model(SHIPPED_CHECKPOINT, torch.float64, torch.device("cpu"))
     return Cast(loaded, load_tokenizer(SHIPPED_CHECKPOINT))
 
@@ -91,8 +91,8 @@ def load_windowed(window: int) -> LoadedModel:
 
 
 def perform(script: Script, path: str | Path, cast: Cast | None = None) -> dict[str, str]:
-    """Serve a script, and write what happens to `path`. The answers, by request. Raises
-    `ValueError` or `FileNotFoundError` for a path that is no place for a file."""
+    """Serve a script, and write its events to `path`. Returns the answers by request. Raises
+    `ValueError` or `FileNotFoundError` if no file can be written at `path`."""
     cast = cast or load_cast()
     config = EngineConfig(**script.config, device="cpu", dtype="float64")
     engine = LLMEngine(config, loaded=cast.model_for(script), tokenizer=cast.tokenizer)
@@ -101,7 +101,7 @@ def perform(script: Script, path: str | Path, cast: Cast | None = None) -> dict[
             engine.load_adapter(name, _weakened(Path(folder), strength))
     scheduler = engine.scheduler
     assert isinstance(scheduler, BaseScheduler)
-    if script.is_static:  # no setting of the engine: it is what chapter 1 does away with
+    if script.is_static:  # not an engine setting: chapter 1 replaces static batches
         scheduler.set_plugins([StaticBatches(), *scheduler.plugins])
     if script.compile_steps:
         late = CompiledLate(script.compile_steps)
@@ -120,7 +120,7 @@ def perform(script: Script, path: str | Path, cast: Cast | None = None) -> dict[
 
 
 class StaticBatches(SchedulerPlugin):
-    """One more rule: no request joins running ones."""
+    """A scheduling rule: no request joins running ones."""
 
     is_open = True  # a batch is being put together
 
@@ -135,7 +135,7 @@ class StaticBatches(SchedulerPlugin):
 
 
 class CompiledLate(SchedulerPlugin):
-    """A grammar counts as compiled `num_steps` steps after somebody who brings it was asked."""
+    """Marks a grammar as compiled `num_steps` steps after a request with it was first checked."""
 
     def __init__(self, num_steps: int) -> None:
         self._num_steps, self._step = num_steps, 0
@@ -161,7 +161,7 @@ class CompiledLate(SchedulerPlugin):
 
 
 def _weakened(folder: Path, strength: float) -> Path:
-    """The shipped adapter with another scale."""
+    """Write the shipped adapter with another scale."""
     shutil.copytree(SHIPPED_ADAPTER, folder, dirs_exist_ok=True)
     path = folder / "adapter_config.json"
     config = json.loads(path.read_text(encoding="utf-8"))
@@ -177,7 +177,7 @@ def _let_in(engine: LLMEngine, visit: Visit) -> None:
     engine.add_request(visit.name, visit.prompt, params, adapter=visit.adapter)
 
 
-# -- the run that is shown where nobody brings one
+# -- the run that is shown if no run is given
 
 _STACK = """class Stack:
     def __init__(self):
@@ -192,8 +192,8 @@ _STACK = """class Stack:
 """
 _IMPORTS = "import os\nimport sys\nimport re\n"
 
-# Eight requests, and a little of everything: a shared prefix, a prompt in pieces, a queue, a
-# preemption, evictions, guesses, a stop string.
+# Eight requests, and a little of everything: a shared prefix, a prompt in chunks, a queue, a
+# preemption, evictions, draft tokens, a stop string.
 DEFAULT = Script(
     (
         Visit("a", 0, "def is_prime(n):\n    for", 40),

@@ -1,4 +1,4 @@
-"""What a `config.json` says about experts: Qwen3-MoE and Mixtral.
+"""Read the experts' configuration from a `config.json`: Qwen3-MoE and Mixtral.
 
     family       which layers have experts               renormalised    weights of a token in
     Qwen3-MoE    every `decoder_sparse_step`th, but      norm_topk_prob  the model's dtype
@@ -18,7 +18,7 @@ from request import check_integers
 
 @dataclass(frozen=True, slots=True)
 class ExpertNames:
-    """In a checkpoint, below a layer."""
+    """The names of the experts' tensors in a checkpoint, relative to a layer."""
 
     block: str
     gate: str
@@ -37,15 +37,15 @@ class ExpertsConfig:
     names: ExpertNames
 
     def part(self, layers: range, num_ranks: int) -> ExpertsConfig:
-        """Of these layers, and of each matrix what one of so many ranks has."""
+        """The configuration for these layers, with one rank's part of each matrix."""
         own = tuple(i - layers.start for i in self.layers if i in layers)
         size = self.intermediate_size // num_ranks
         return replace(self, layers=own, intermediate_size=size)
 
 
 def qwen3_moe(fields: dict[str, Any]) -> ExpertsConfig | None:
-    """None: no layer has experts. Raises `ValueError`."""
-    # transformers 5 writes the second name, checkpoints of before have the first one.
+    """Read Qwen3-MoE's fields. None: no layer has experts. Raises `ValueError`."""
+    # transformers 5 writes the second name; older checkpoints have the first.
     numbers = {
         name: fields[name] for name in ("num_experts", "num_local_experts") if name in fields
     }
@@ -77,7 +77,7 @@ def qwen3_moe(fields: dict[str, Any]) -> ExpertsConfig | None:
 
 
 def mixtral(fields: dict[str, Any]) -> ExpertsConfig:
-    """Raises `ValueError`."""
+    """Read Mixtral's fields. Raises `ValueError`."""
     names = ExpertNames("block_sparse_moe", "w1", "w3", "w2")
     return _checked(
         *_integers(

@@ -1,25 +1,26 @@
-"""A block of experts, in the place of an MLP: of many small MLPs each token reads a few.
+"""A block of experts, which replaces an MLP: each token uses a few of many small MLPs.
 
     x        [rows, hidden]            normed
     router   [rows, num_experts]       softmax in float32; a row's `num_active` highest
-    pairs    rows * num_active         a row, and an expert that it is multiplied with
+    pairs    rows * num_active         a row, and one of its experts
 
     experts of rows 0 1 2     5 2 | 2 7 | 5 2
     pairs ordered by expert   0 1 2 | 0 2 | 1      rows of experts 2, 5 and 7: a segment each
     segment                   down(silu(gate(x)) * up(x)), with the matrices of its expert
     back                      by pair: each row's products, times its weights, are added
 
-So a step reads an expert's weights once, however many rows it has, and not at all if it has none.
+So a step reads an expert's weights once, however many rows it has, and not at all without rows.
 
-Two ways to multiply, of one order and one result. On a CPU the host knows the segments and each is
-a product with an ordinary `Linear`, packed if matrices are. On a GPU, and in any graph, their sizes
-stay on the device: PyTorch's grouped product takes the ends of all segments as a tensor. What it
-has no kernel for (float64) every expert multiplies whole, and each row keeps its own.
+There are two ways to multiply, with the same order and the same result. On a CPU the host knows the
+segments, and each is a product with an ordinary `Linear`, packed if the other matrices are. On a
+GPU, and in any graph, the sizes stay on the device: PyTorch's grouped product takes the ends of all
+segments as a tensor. For float64, which has no grouped kernel, every expert multiplies all rows and
+each row keeps the result of its expert.
 
-Of several ranks each has a part of every expert's matrices, and all have the router: they choose
-alike, and what they have added is summed once.
+With several ranks, each has a part of every expert's matrices, and all have the router: they choose
+the same experts, and their partial sums are reduced once.
 
-Invariants: a row's result depends on no other row's choice; no pair is lost.
+Invariants: a row's result does not depend on another row's choice; no pair is lost.
 
 The order of operations is that of `transformers`. vLLM and SGLang have a kernel that reads rows
 through the order instead of copying them. Shazeer et al. (arXiv 1701.06538); Jiang et al., Mixtral
@@ -49,7 +50,7 @@ from common.models.rows_by_owner import in_order
 
 
 class ExpertsBlock(nn.Module):
-    """Answers what an `MLPBlock` answers."""
+    """A block of experts with the interface of an `MLPBlock`."""
 
     def __init__(
         self,
@@ -66,13 +67,13 @@ class ExpertsBlock(nn.Module):
         self.activation = ACTIVATIONS[config.activation]
         self.mlp_norm_weight = empty(hidden)
         self.router = linear(empty, (number, hidden), False)
-        # Of all experts in one piece, [num_experts, out, in]; matrices are views of it.
+        # All experts' weights in one tensor, [num_experts, out, in]; the matrices are views.
         gate_up, down = empty(number, 2 * inner, hidden), empty(number, hidden, inner)
         self.gate_up, self.down = each(gate_up, Linear), each(down, into_stream)
         self.stacks = (gate_up, down) if gate_up.device.type != "cpu" else None
 
     def prepare(self, is_captured: bool) -> None:
-        """In steps that are captured no size of a segment reaches the host."""
+        """Prepare for captured steps, in which no segment size reaches the host."""
         if self.mlp_norm_weight.device.type == "cpu":
             self.stacks = (stack(self.gate_up), stack(self.down)) if is_captured else None
 
@@ -92,7 +93,7 @@ class ExpertsBlock(nn.Module):
         return hidden.add_(self.down[0].summed(weighted.sum(1).to(x.dtype)))
 
     def route(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Weights and experts of each row, [num_rows, num_active], the highest first."""
+        """Return weights and experts of each row, [num_rows, num_active], highest weight first."""
         scores = self.router(x).softmax(-1, dtype=torch.float32)
         weights, chosen = scores.topk(self.experts.num_active, dim=-1)
         if self.experts.is_renormalised:
@@ -102,7 +103,7 @@ class ExpertsBlock(nn.Module):
     def by_segment(
         self, x: torch.Tensor, chosen: torch.Tensor, products: torch.Tensor, regions: Regions
     ) -> None:
-        """The plain way. Fills `products` [num_rows * num_active, hidden_size]."""
+        """Fill `products` [num_rows * num_active, hidden_size], one segment after another."""
         order, segments = in_order(chosen.flatten().numpy())
         for expert, start, stop in segments:
             pairs = torch.from_numpy(order[start:stop])
@@ -113,7 +114,7 @@ class ExpertsBlock(nn.Module):
     def grouped(
         self, x: torch.Tensor, chosen: torch.Tensor, products: torch.Tensor, regions: Regions
     ) -> None:
-        """The same; the host reads nothing."""
+        """Fill `products` with grouped products; the host reads nothing."""
         assert self.stacks is not None
         gate_up, down = self.stacks
         owners, order = chosen.flatten().sort(stable=True)
@@ -125,7 +126,7 @@ class ExpertsBlock(nn.Module):
         products.index_copy_(0, order, multiply(inner, down, owners, ends))
 
     def checkpoint_tensors(self) -> dict[str, CheckpointTensor]:
-        """By the checkpoint's names without the layer's prefix."""
+        """The block's tensors, by the checkpoint's names without the layer's prefix."""
         names = self.experts.names
         found = {"post_attention_layernorm.weight": self.mlp_norm_weight}
         found |= parts_of(names.block, ("gate",), [self.router.shape[0]], self.router)
@@ -137,7 +138,7 @@ class ExpertsBlock(nn.Module):
 
 
 def each(weights: nn.Parameter, make: MakeLinear) -> list[Linear]:
-    """A matrix for each of `weights`, [num_experts, out, in], in the same memory."""
+    """Return a matrix for each expert of `weights`, [num_experts, out, in], sharing its memory."""
     own = (nn.Parameter(weight, requires_grad=False) for weight in weights.detach())
     return cast("list[Linear]", nn.ModuleList(make(weight, None) for weight in own))
 

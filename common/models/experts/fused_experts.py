@@ -1,11 +1,11 @@
-"""Checkpoints whose experts are one tensor, read as if each had its own.
+"""Checkpoints with one fused tensor for all experts, read as one tensor per expert.
 
     per expert   mlp.experts.3.gate_proj.weight   [inner, hidden]
     fused        mlp.experts.gate_up_proj         [num_experts, 2 * inner, hidden]
 
-`transformers` 5 computes with the second and writes either. The law of the loader, that every
-tensor is used and every parameter filled once, is one of tensors per expert; so a fused one is
-shown to it as slices that are not read before somebody asks for them."""
+`transformers` 5 computes with the second and writes either. The loader's rule, that every tensor is
+used and every parameter filled once, applies to tensors per expert. So the loader sees a fused
+tensor as slices, which are read only on access."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _ROUTER = re.compile(r"(.*\.)mlp\.gate\.weight$")
 
 @dataclass(frozen=True, slots=True)
 class Slice:
-    """What safetensors' slices are: [out, in] of one expert."""
+    """One expert's matrix [out, in] in a fused tensor. Has the interface of safetensors' slices."""
 
     fused: Any
     expert: int
@@ -41,7 +41,7 @@ class Slice:
 
 @dataclass(frozen=True, slots=True)
 class Renamed:
-    """A file, of which one tensor has another name."""
+    """A file that holds a tensor under another name."""
 
     file: Any
     name: str
@@ -53,8 +53,8 @@ class Renamed:
 
 
 def per_expert(files: dict[str, Any], names: ExpertNames) -> dict[str, Any]:
-    """Files by the names that tensors have per expert. Raises `ValueError` for a fused one that is
-    none, and for a tensor that is there in both ways."""
+    """Return files by per-expert tensor names. Raises `ValueError` for a fused tensor with a wrong
+    shape, and for a tensor that is stored both ways."""
     found: dict[str, Any] = {}
 
     def put(own: str, file: Any) -> None:

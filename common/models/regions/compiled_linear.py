@@ -1,7 +1,7 @@
 """Products with float32 matrices on a CPU, by `compiled_linear.cpp`.
 
-oneDNN's packed product is made for many rows; a decode step has few. Weights that bfloat16 can
-hold, as those of nearly all checkpoints, are kept in it: half the memory to read, and the same
+oneDNN's packed product is made for many rows; a decode step has few. Weights that bfloat16 can hold
+exactly, as in nearly all checkpoints, are kept in bfloat16: half the memory to read, and the same
 numbers, because they are widened before they are multiplied.
 
 Invariant: a row's result depends neither on the other rows nor on the number of threads."""
@@ -18,11 +18,11 @@ from cpp_library import load_library, try_to_compile
 
 
 class CompiledPacking:
-    """A `Packing` of `common/models/linear.py`. What is packed is `[panels, in_features, columns]`,
-    float32 or bfloat16."""
+    """A `Packing` of `common/models/linear.py`. Packed weights are `[panels, in_features, columns]`
+    in float32 or bfloat16."""
 
     def __init__(self) -> None:
-        """Raises `RuntimeError` where nothing can be compiled."""
+        """Compile the product. Raises `RuntimeError` if nothing can be compiled here."""
         library = load_library(Path(__file__).with_suffix(".cpp"), {})
         library.num_columns.restype = c_int64
         self.num_columns: int = library.num_columns()
@@ -68,7 +68,7 @@ class CompiledPacking:
         packed: torch.Tensor,
         bias: torch.Tensor | None,
     ) -> torch.Tensor:
-        """In `residual`."""
+        """Add the product to `residual` and return it."""
         residual = residual.contiguous()
         self._compute(x, packed, bias, residual.data_ptr(), residual)
         return residual

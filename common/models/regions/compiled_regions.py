@@ -1,14 +1,14 @@
 """The small operations between the matrices, in machine code on a CPU (`compiled_regions.cpp`).
 
-`F.rms_norm` is 13 operations there, and each reads and writes the whole tensor; so it is with
-rotary embedding. Here each of these is one loop, for any number of tokens:
+On a CPU, `F.rms_norm` is 13 operations, and each reads and writes the whole tensor; rotary
+embedding is similar. Here each of these is one loop, for any number of tokens:
 
     rms_norm             before attention, before the MLP and at the end
-    rotate_and_write     heads are normed and turned; keys and values go into the cache at once
+    rotate_and_write     norms and rotates heads; writes keys and values to the cache
     silu_and_multiply    the MLP's gate
 
-In float32 and bfloat16 intermediate results are not rounded, so last bits differ from those of the
-plain functions; in float64 norms are computed in float32 here as there."""
+In float32 and bfloat16, intermediate results are not rounded, so last bits differ from those of the
+plain functions. In float64, norms are computed in float32, as in the plain functions."""
 
 from __future__ import annotations
 
@@ -29,10 +29,10 @@ if TYPE_CHECKING:
 
 
 class CompiledRegions(FusedRegions):
-    """Every method computes what the one of `Regions` does, for tensors of one dtype."""
+    """Compiled versions of the methods of `Regions`, for tensors of one dtype."""
 
     def __init__(self, dtype: torch.dtype, norm_dtype: torch.dtype, head_dim: int) -> None:
-        """Raises `RuntimeError` where nothing can be compiled."""
+        """Compile the loops. Raises `RuntimeError` if nothing can be compiled here."""
         constants = dict(SCALAR=SCALARS[dtype], NORM=SCALARS[norm_dtype], HEAD_DIM=head_dim)
         library = load_library(Path(__file__).with_suffix(".cpp"), constants)
         end = c_int64, c_int64, c_int
@@ -60,7 +60,7 @@ class CompiledRegions(FusedRegions):
         value_cache: torch.Tensor,
         plan: AttentionPlan,
     ) -> torch.Tensor:
-        """Writes by itself: `plan.write_kv` is not called."""
+        """Norm, rotate and write to the cache directly: `plan.write_kv` is not called."""
         table, positions = rotary
         num_tokens, num_all, head_dim = qkv.shape
         block_size, num_kv_heads = key_cache.shape[1:3]
@@ -89,8 +89,8 @@ def _function(function: Callable, *types: type) -> Callable[..., None]:
 
 
 def compile_regions(model: DecoderModel) -> Regions:
-    """Machine code for a model like this one. Without a C++ compiler: the plain functions, and a
-    warning."""
+    """Return compiled regions for a model like this one. Without a C++ compiler: the plain
+    functions, and a warning."""
     dtypes = model.embed_weight.dtype, model.norm_weight.dtype
     make = partial(CompiledRegions, *dtypes, model.layers[0].attention.head_dim)
     what = "norms and rotary embedding"

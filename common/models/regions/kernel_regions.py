@@ -1,15 +1,15 @@
 """The small operations between the matrices of a model, as the kernels of `layer_kernels.py`.
 
-For models whose attention is Triton's. A decoder layer then launches, besides its four matrices and
-its attention:
+For models with Triton attention. A decoder layer then launches, besides its four matrices and its
+attention:
 
     rms_norm            PyTorch's, which is one launch on a GPU
-    rotate_and_write    heads are normed and turned; keys and values go into the cache at once
-    add_rms_norm        the residual is added and normed
+    rotate_and_write    norms and rotates heads; writes keys and values to the cache
+    add_rms_norm        adds to the residual and norms it
     silu_and_multiply   the MLP's gate
 
-The MLP's last matrix adds to the residual itself (`Linear.add_to`). Where it has a bias, or is one
-part of several GPUs', whose products are summed first, the addition is one launch more."""
+The MLP's last matrix product includes the addition to the residual (`Linear.add_to`). With a bias,
+or split over several GPUs, whose products are summed first, the addition is one launch more."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 
 class KernelRegions(FusedRegions):
-    """Every method computes what the one of `Regions` does."""
+    """Versions of the methods of `Regions` that launch Triton kernels."""
 
     def rotate_and_write(
         self,
@@ -38,7 +38,7 @@ class KernelRegions(FusedRegions):
         value_cache: torch.Tensor,
         plan: AttentionPlan,
     ) -> torch.Tensor:
-        """Writes by itself: `plan.write_kv` is not called."""
+        """Norm, rotate and write to the cache directly: `plan.write_kv` is not called."""
         where = key_cache, value_cache, plan.slot_mapping
         return layer_kernels.rotate_and_write(qkv, norm_weight, *rotary, *where, eps)
 

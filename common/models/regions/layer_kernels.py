@@ -1,18 +1,18 @@
 """The small operations between a decoder layer's matrices, each one pass over its data.
 
 A layer of `model.py` is four matrices, attention, and about twenty small operations between
-them. On a GPU each of these is a launch, and a decode step of a small model is over before twenty
-launches are. Three kernels take their place. Beside each stands what it computes, in PyTorch, in
+them. On a GPU each of these is a launch, and a small model's decode step takes less time than
+twenty launches. Three kernels replace them. Next to each is the same computation in PyTorch, for
 any dtype; kernels are tested against that in float64.
 
-    add_rms_norm        the residual is added and normed: before attention, and before the MLP
-    rotate_and_write    heads are normed and turned; keys and values go into the cache at once
+    add_rms_norm        adds to the residual and norms it: before attention, and before the MLP
+    rotate_and_write    norms and rotates heads; writes keys and values to the cache
     silu_and_multiply   between the MLP's matrices
 
 Everything between a load and a store is float32: a kernel rounds once where PyTorch rounds after
-each operation. That changes low bits in bfloat16, as any two implementations differ in them.
+each operation. That changes low bits in bfloat16, as between any two implementations.
 
-`kernel_regions.py` hands them to the model.
+`kernel_regions.py` makes them available to the model.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ def add_rms_norm_in_torch(
     weight: torch.Tensor,  # [hidden_size]
     eps: float,
 ) -> torch.Tensor:  # [num_tokens, hidden_size]
-    """What is normed is the sum as it is stored, rounded."""
+    """Add in place and return the norm of the stored, rounded sum."""
     return rms_norm(hidden.add_(delta), weight, eps)
 
 
@@ -82,7 +82,7 @@ def add_rms_norm_launch(hidden_size: int, dtype: torch.dtype, weight_dtype: torc
 def add_rms_norm(
     hidden: torch.Tensor, delta: torch.Tensor, weight: torch.Tensor, eps: float
 ) -> torch.Tensor:
-    """As above. `hidden` must be contiguous: it is written."""
+    """The kernel for `add_rms_norm_in_torch`. `hidden` must be contiguous: it is written."""
     if not hidden.is_contiguous():
         raise ValueError(f"hidden must be contiguous, got strides {hidden.stride()}")
     normed = torch.empty_like(hidden)
@@ -231,7 +231,7 @@ def rotate_and_write(
     slot_mapping: torch.Tensor,
     eps: float,
 ) -> torch.Tensor:
-    """As above. The caches may lie in memory in either order."""
+    """The kernel for the function above. The caches can have either memory order."""
     check_caches(key_cache, value_cache)
     block_size, num_kv_heads, head_dim = key_cache.shape[1:]
     num_heads = qkv.shape[1] - 2 * num_kv_heads
@@ -298,7 +298,7 @@ def silu_and_multiply_launch(inner_size: int, dtype: torch.dtype) -> Launch:
 
 
 def silu_and_multiply(gate_up: torch.Tensor) -> torch.Tensor:
-    """As above."""
+    """The kernel for the function above."""
     num_tokens, inner_size = gate_up.shape[0], gate_up.shape[1] // 2
     output = gate_up.new_empty(num_tokens, inner_size)
     if num_tokens:

@@ -1,5 +1,5 @@
-"""The small operations between the matrices of a model, plain. `compiled_regions.py` has them fast
-for a CPU, `kernel_regions.py` for a GPU.
+"""The small operations between a model's matrices, in plain PyTorch. `compiled_regions.py` has fast
+versions for a CPU, `kernel_regions.py` for a GPU.
 
 In every dtype the numbers follow `transformers`: norms are computed in float32. That holds in
 float64 too, where tests compare tokens one by one. In bfloat16 a fused norm rounds once where
@@ -25,8 +25,8 @@ def rms_norm(
     weight: torch.Tensor | None,  # [size]
     eps: float,
 ) -> torch.Tensor:  # like x
-    """Over the last dimension, in float32 or below. A weight in float32 is multiplied before the
-    result is rounded to the dtype of `x`, another one after."""
+    """RMS norm over the last dimension, in float32 or below. A float32 weight is multiplied before
+    the result is rounded to the dtype of `x`, a weight of another dtype after."""
     if weight is not None and weight.dtype != x.dtype:
         return rms_norm(x.to(weight.dtype), weight, eps).to(x.dtype)
     if x.dtype != torch.float64:
@@ -49,7 +49,7 @@ def norm_and_rotate(
 
 
 class Regions:
-    """What a model calls between its matrices."""
+    """The operations that a model calls between its matrices."""
 
     def rms_norm(
         self,
@@ -62,7 +62,7 @@ class Regions:
     def rotary(
         self, table: torch.Tensor, positions: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Once a step, for all layers: what `rotate_and_write` turns with."""
+        """Return the rotary factors for `rotate_and_write`, once a step for all layers."""
         return rotary_factors(table, positions)
 
     def rotate_and_write(
@@ -75,7 +75,7 @@ class Regions:
         value_cache: torch.Tensor,  # the same
         plan: AttentionPlan,  # knows the slots
     ) -> torch.Tensor:  # [num_tokens, num_heads, head_dim], the queries
-        """Queries and keys are normed and turned; keys and values go into the cache."""
+        """Norm and rotate queries and keys; write keys and values to the cache."""
         num_kv_heads = key_cache.shape[2]
         qk, value = qkv.split((qkv.shape[1] - num_kv_heads, num_kv_heads), dim=1)
         qk = norm_and_rotate(qk, norm_weight, eps, rotary)
@@ -92,7 +92,7 @@ class Regions:
         eps: float,
         post_weight: torch.Tensor | None = None,  # [hidden_size]
     ) -> tuple[torch.Tensor, torch.Tensor]:  # like hidden
-        """What `add` gives, as it is and normed."""
+        """Return the result of `add`, without and with the norm."""
         hidden = self.add(matrix, hidden, x, eps, post_weight)
         return hidden, hidden if weight is None else self.rms_norm(hidden, weight, eps)
 
@@ -104,7 +104,7 @@ class Regions:
         eps: float,
         post_weight: torch.Tensor | None,  # [hidden_size]; None: what is added is not normed
     ) -> torch.Tensor:  # like hidden
-        """`hidden + matrix(x)`, or the norm of `matrix(x)` in its place."""
+        """Return `hidden + matrix(x)`; with `post_weight`, `matrix(x)` is normed first."""
         if post_weight is None:
             return matrix.add_to(hidden, x)
         return hidden.add_(self.rms_norm(matrix(x), post_weight, eps))
@@ -117,18 +117,18 @@ class Regions:
 
 
 class FusedRegions(Regions):
-    """What those that fuse more than PyTorch does have in common."""
+    """The common base of regions that fuse more than PyTorch does."""
 
     def rotary(
         self, table: torch.Tensor, positions: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """`rotate_and_write` looks up its own rows."""
+        """Return table and positions: `rotate_and_write` looks the rows up itself."""
         return table, positions
 
     def activate_and_multiply(
         self, gate_up: torch.Tensor, activation: Callable[[torch.Tensor], torch.Tensor]
     ) -> torch.Tensor:
-        """SiLU is fused; another one is not."""
+        """Apply the activation and multiply. Only SiLU is fused."""
         if activation is not F.silu:
             return super().activate_and_multiply(gate_up, activation)
         return self.silu_and_multiply(gate_up)

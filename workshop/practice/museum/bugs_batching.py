@@ -1,4 +1,4 @@
-"""Exhibits of chapter 1: who runs, what is sampled, when it ends."""
+"""Exhibits of chapter 1: scheduling, sampling, and the end of a request."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Exhibits of chapter 6: a prompt in pieces."""
+"""Exhibits of chapter 6: a prompt in chunks."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Exhibits of chapter 2: blocks, tables, and where a token stands."""
+"""Exhibits of chapter 2: blocks, block tables, and the slot of a token."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def freed_twice() -> str:
     pool.touch([shared])  # two tables name it
     error = "accepted"
     try:
-        pool.free([shared, shared])  # one of them ends, and a slip names the block twice
+        pool.free([shared, shared])  # one of them ends, and by mistake frees the block twice
     except ValueError:
         error = "refused"
     given = [block.block_id for block in pool.allocate(pool.num_free_blocks) or []]

@@ -1,4 +1,4 @@
-"""Exhibits of chapter 3: what is shared, with whom, and for how long."""
+"""Exhibits of chapter 3: shared blocks, the requests that share them, and their lifetime."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ A, B, C, D, E = ([letter] * 4 for letter in (1, 2, 3, 4, 5))  # a block of token
 
 
 def make_cache(num_blocks: int = 20) -> Any:
-    """A hash chain over blocks of four tokens."""
+    """Make a hash chain over blocks of four tokens."""
     from block_pool import BlockPool
     from prefix_cache_local import PrefixCacheLocal
 
@@ -32,7 +32,7 @@ def make_scheduler(num_blocks: int = 20, **limits: Any) -> Any:
 
 
 def make_groups(*windows: int | None) -> Any:
-    """Tables in groups with these windows, and their cache, over blocks of two tokens."""
+    """Make tables in groups with these windows, and their cache, over blocks of two tokens."""
     from block_pool import BlockPool
     from cached_grouped_memory import CachedGroupedMemory
 
@@ -60,7 +60,7 @@ def twins_in_one_step() -> str:
     pool = BlockPool(7)
     manager = CachedKVCacheManager(pool, 4, PrefixCacheLocal(pool=pool, block_size=4))
     twins = [tokens_request(name, [1, 2, 3, 4, 5]) for name in ("a", "b")]
-    for num_tokens in (3, 2):  # both compute the same block, in two pieces
+    for num_tokens in (3, 2):  # both compute the same block, in two chunks
         for twin in twins:
             manager.allocate_slots(twin, num_tokens)
             twin.num_computed_tokens += num_tokens
@@ -129,7 +129,7 @@ def a_split_under_a_lock() -> str:
     cache.cache_computed_blocks(A + B + C + D)
     match = cache.match_prefix(A + B + C + D)
     cache.touch(match.blocks)  # one request reads all four pages
-    cache.match_prefix(A + B + E)  # another's prompt parts from it in the middle
+    cache.match_prefix(A + B + E)  # another prompt diverges in the middle
     users = [(len(n.blocks), n.lock_ref) for n in cache.tree.nodes() if not n.is_root]
     return "\n".join(f"node of {pages} pages, users: {number}" for pages, number in users)
 
@@ -195,7 +195,7 @@ def shared_pages_counted_twice() -> str:
     cache = make_tree()
     found = cache.cache_computed_blocks(A + B)
     for change in (cache.touch, cache.touch, cache.release, cache.release):
-        change(found)  # two requests read them, and have ended
+        change(found)  # two requests read them, and have finished
     return f"idle; pages cached: 2, of them evictable: {cache.num_evictable_blocks}"
 
 
@@ -232,7 +232,7 @@ def a_step_under_way() -> str:
     memory, request = make_groups(4), tokens_request("a", list(range(20)))
     memory.allocate_slots(request, 6)
     first = [memory.pool.blocks[block_id] for block_id in memory.get_block_ids("a")]
-    request.num_computed_tokens = 6  # as soon as it is planned
+    request.num_computed_tokens = 6  # set when the step is planned
     memory.allocate_slots(request, 6)
     free = [block.block_id for block in first if block.ref_cnt == 0]
     memory.cache_blocks(request, 6)

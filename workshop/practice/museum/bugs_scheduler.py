@@ -1,4 +1,4 @@
-"""Exhibits of chapter 4: memory runs out, and somebody has to make room."""
+"""Exhibits of chapter 4: memory runs out, and a request is preempted."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from workshop.practice.museum.props import steps
 
 
 def make_scheduler(num_blocks: int, **options: Any) -> Any:
-    """Over blocks of four positions, so many of them to use, and nothing is cached."""
+    """Make a scheduler with `num_blocks` usable blocks of four positions, without a cache."""
     from block_pool import BlockPool
     from kv_memory import UncachedKVCacheManager
     from scheduler import Scheduler
@@ -75,7 +75,7 @@ def what_was_said_before() -> str:
             break
         plan = scheduler.schedule()
         ready = [r for r in plan.scheduled_requests if r.num_computed_tokens == r.num_tokens]
-        # The model counts: each token says at which place it stands.
+        # The model counts: each token is its own position.
         output = StepOutput({r.request_id: [r.num_tokens] for r in ready})
         for result in scheduler.update_from_output(plan, output):
             said[result.request_id] += result.new_token_ids

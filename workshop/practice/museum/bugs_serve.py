@@ -1,4 +1,4 @@
-"""Exhibits of the server: what goes over the wire, and who waits for whom."""
+"""Exhibits of the server: the bytes on the wire, and requests that wait for each other."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def a_role() -> str:
 
 
 def _choices(kind: str) -> list[dict[str, Any]]:
-    """Of the pieces that a client gets: two tokens, and no more are allowed."""
+    """Return the choices in a client's deltas: two tokens, and no more are allowed."""
     from common.serve.answers import Answer
     from common.serve.deltas import CompletionDelta, RequestDelta
     from common.serve.wire import GenerateBody

@@ -1,4 +1,4 @@
-"""Exhibits of chapter 5: guesses, and what becomes of the wrong ones."""
+"""Exhibits of chapter 5: draft tokens, and the handling of rejected ones."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def make_scheduler(**options: Any) -> Any:
 
 
 def begin(scheduler: Any, guesses: list[int], max_tokens: int = 20) -> Any:
-    """A request with a prompt of 6 tokens, one token sampled, and guesses about the next."""
+    """Start a request with a prompt of 6 tokens, one sampled token, and draft tokens after it."""
     from request import Request
     from scheduler_interface import StepOutput
 

@@ -16,7 +16,7 @@ The order is that of the chapters. `stories.zh.txt` has the same in Chinese. A r
 title, `title`, `symptom`, `cause`, `lesson`, `watch` (or why there is nothing to watch) and `en`,
 the digest of the English text from which it was translated.
 
-How such a table is read: `text_rows.py`."""
+`text_rows.py` reads such tables."""
 
 from __future__ import annotations
 
@@ -94,7 +94,7 @@ def english_of(exhibit: Exhibit) -> Words:
 
 
 def read_chinese(text: str) -> Iterator[tuple[str, tuple[str, Words]]]:
-    """By the English title: the digest of the English words, and the Chinese ones."""
+    """Yield by English title: the digest of the English words, and the Chinese ones."""
     parts = "title", "symptom", "cause", "lesson", "watch"
     for row in read_rows(text, f"en {' '.join(parts)}"):
         words = Words(*map(row.text, parts))

@@ -1,12 +1,12 @@
-"""An exhibit to be watched: a real engine serves a few requests on film, with the bug and without.
+"""Recorded runs of an exhibit: a real engine serves a few requests, with and without the bug.
 
     with broken_copy(exhibit.patch) as swap:
         wrong = make_film(exhibit.watch, path, swap)
-    parting(make_film(exhibit.watch, other_path), wrong)    where the two part
+    parting(make_film(exhibit.watch, other_path), wrong)    where the two diverge
 
-As a demonstration, a run is in a process of its own, so that nothing is imported before the bug is
-in. It computes in float64, and the likeliest token is the next one unless a seed says another: two
-films of one engine differ in times only."""
+Like a demonstration, a run has a separate process, so that no module is imported before the bug is
+planted. The model computes in float64, and the likeliest token comes next unless a seed is set, so
+two films of one engine differ only in times."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ SETTINGS = {
     "num_blocks": 40,
     "watermark": 0.0,
 }
-# What two runs of one engine do not share, and names that say nothing: of a block by its hash.
+# Fields that differ between two runs of one engine, and meaningless names: a block's hash.
 _ASIDE: dict[str, Any] = {"time": 0.0, "started_at": 0.0, "schedule_ms": 0.0, "update_ms": 0.0}
 _ASIDE |= {"times": {}, "order_key": "", "hashes": []}
 
@@ -54,7 +54,7 @@ class RunOnFilm:
 
 
 def make_film(workload: Workload, path: Path, swap: ModuleSwap | None = None) -> RunOnFilm:
-    """Perform it and write its events to `path`; with the bug, if `swap` has it."""
+    """Run the workload and write its events to `path`, with the bug if `swap` has one."""
     error = apart(_perform, (workload, path, swap), LIMIT_S)
     events = [_without_times(event) for event in read_events(path)]
     return RunOnFilm(events, "it does not end" if error is None else error)
@@ -69,7 +69,7 @@ def _without_times(event: Event) -> Event:
 
 @dataclass(frozen=True, slots=True)
 class Parting:
-    """The first event of each that the other has not in its place. None: it has come to its end."""
+    """The first event at which two films differ, in each of them. None: that film has ended."""
 
     step: int
     right: Event | None
@@ -77,13 +77,13 @@ class Parting:
 
     @property
     def kind(self) -> str:
-        """Of the film with the bug."""
+        """The kind of the event in the film with the bug."""
         event = self.wrong or self.right
         return "" if event is None else event.kind
 
     @property
     def request(self) -> str:
-        """Whom the event is about, or the first whom the two say something else of. "": nobody."""
+        """The request of the event, or the first one that the two events differ in. "": none."""
         right, wrong = self.right, self.wrong
         if isinstance(right, Planned) and isinstance(wrong, Planned):
             return _first_other(_shares(right), _shares(wrong))
@@ -109,7 +109,7 @@ def _first_other(right: Mapping[str, Any], wrong: Mapping[str, Any]) -> str:
 
 
 def parting(right: RunOnFilm, wrong: RunOnFilm) -> Parting | None:
-    """None if they say the same."""
+    """Return where two films diverge. None if their events are the same."""
     step = 0
     for one, other in zip_longest(right.events, wrong.events):
         if one != other:
@@ -119,21 +119,21 @@ def parting(right: RunOnFilm, wrong: RunOnFilm) -> Parting | None:
 
 
 def line_of(event: Event | None, most: int = 200) -> str:
-    """As a file has it, and cut if it is long."""
+    """Return an event as a line of its file, cut to `most` characters."""
     line = "the end of the film" if event is None else to_line(event)
     return line if len(line) <= most else f"{line[: most - 1]}…"
 
 
 @dataclass(frozen=True, slots=True)
 class Contradiction:
-    """In this step the events say what cannot be."""
+    """A step whose events contradict the events before."""
 
     step: int
     sentence: str
 
 
 def contradiction(made: RunOnFilm) -> Contradiction | None:
-    """The first of a film; None if it is sound."""
+    """Return a film's first contradiction; None if there is none."""
     run, *events = made.events
     assert isinstance(run, Run)
     state, step = State(run), 0
@@ -150,7 +150,7 @@ def contradiction(made: RunOnFilm) -> Contradiction | None:
 
 
 class EndlessError(Exception):
-    """A step was stopped from outside."""
+    """A step did not end and was stopped from outside."""
 
 
 def _perform(workload: Workload, path: Path, swap: ModuleSwap | None) -> str:
@@ -167,7 +167,7 @@ def _perform(workload: Workload, path: Path, swap: ModuleSwap | None) -> str:
 
 
 def _serve(workload: Workload, path: Path) -> Iterator[int]:
-    """Step by step."""
+    """Serve the workload, one step per iteration."""
     from common.engine_config import SHIPPED_ADAPTER
     from common.llm import LLM, SamplingParams
 
@@ -199,7 +199,8 @@ def _serve(workload: Workload, path: Path) -> Iterator[int]:
 
 
 def _with_a_limit(work: Any) -> None:
-    """Raises `EndlessError` in what does not end. The processor's time counts, not the clock's."""
+    """Run `work` with a limit on CPU time, not wall time. Raises `EndlessError` beyond the
+    limit."""
     if not hasattr(signal, "setitimer"):
         work()
         return

@@ -1,13 +1,13 @@
-"""A reader's file, of which one function is tried and the others are ours.
+"""A reader's file with one function to try; the other functions are ours.
 
     my/kv_cache_manager.py     slot_mapping (task 2.1)     _grow_table_to (task 2.3)
     to grade task 2.1          the reader's                ours
     to serve, 2.1 passed       the reader's                ours
     2.3 again                  the reader's                the blank
 
-A file has a hole for each of its tasks, and they are filled one after the other: what is not
-written yet must not fail the one that is. Two tasks may share a function (5.3 and 5.4). Then that
-is the reader's, and ours stands only where it still raises."""
+A file has a hole for each of its tasks, and the reader fills them one after the other. An unwritten
+function must not make a written one fail. Two tasks can share a function (5.3 and 5.4). Then the
+reader's function is used, with our code only where it still raises `NotImplementedError`."""
 
 from __future__ import annotations
 
@@ -23,16 +23,16 @@ from workshop.practice.tasks.task import Task
 @dataclass(frozen=True, slots=True)
 class Answer:
     text: str
-    moved: tuple[tuple[int, int], ...] = ()  # behind this line of `text`, lines are so many further
+    moved: tuple[tuple[int, int], ...] = ()  # (line, shift): lines of `text` after it are shifted
 
     def line(self, number: int) -> int:
-        """Of the reader's file, where `number` is one of `text`."""
+        """Return the line number in the reader's file for line `number` of `text`."""
         return number - sum(by for behind, by in self.moved if number > behind)
 
 
 def answer_to(text: str, kept: Collection[Task], module: str) -> Answer:
-    """The reader's `text` with the functions of the `kept` tasks, and ours in the place of the
-    others. Raises `SyntaxError` for a text that is not Python."""
+    """Return the reader's `text` with the functions of the `kept` tasks, and our functions for the
+    other tasks. Raises `SyntaxError` for a text that is not Python."""
     places = {task.place for task in kept}
     answer = Answer(text)
     for task in tasks_of(module):
@@ -44,7 +44,7 @@ def answer_to(text: str, kept: Collection[Task], module: str) -> Answer:
 
 
 def emptied(text: str, task: Task) -> str | None:
-    """With a hole in the place of the task's function. None: it has no such function."""
+    """Return `text` with the task's function blanked. None: the text has no such function."""
     try:
         changed = _with_function(Answer(text), task.place, blank_text(task.module)).text
         tree = ast.parse(changed)
@@ -54,7 +54,7 @@ def emptied(text: str, task: Task) -> str | None:
 
 
 def is_blank(text: str, task: Task) -> bool:
-    """Is the function still as it was written for the reader?"""
+    """Whether the function is still the blank that was written for the reader."""
     blanks = blank_of(task).text, blank_text(task.module)  # alone, and with the others' holes
     try:
         dumped = _dumped(text, task.place)
@@ -69,7 +69,7 @@ def _dumped(text: str, place: str) -> str | None:
 
 
 def _with_function(answer: Answer, place: str, source: str) -> Answer:
-    """The one of `source`, where there is one."""
+    """Return the answer with the function of `source`, if `source` has the function."""
     function, ours = (function_at(ast.parse(text), place) for text in (answer.text, source))
     if function is None or ours is None:
         return answer
@@ -78,7 +78,7 @@ def _with_function(answer: Answer, place: str, source: str) -> Answer:
 
 
 def _filled(answer: Answer, task: Task) -> Answer:
-    """Our lines where it still raises."""
+    """Return the answer with our lines where the task's hole still raises."""
     blank, lines = blank_of(task), answer.text.splitlines(keepends=True)
     raised = blank.stub.splitlines()[-1].strip()
     found = [number for number, line in enumerate(lines) if line.strip() == raised]

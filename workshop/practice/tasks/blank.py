@@ -5,9 +5,8 @@
         # Task 2.2: ...                                what to write
         raise NotImplementedError("task 2.2: ...")
 
-The lines are taken from the source as it is now, so a task cannot drift away from the chapter:
-blank and solution together are the source, byte for byte. A file with several tasks has several
-holes.
+The lines are taken from the current source, so a task always matches the chapter: blank and
+solution together are the source, byte for byte. A file with several tasks has several holes.
 """
 
 from __future__ import annotations
@@ -34,7 +33,7 @@ class Blank:
 
     @property
     def line(self) -> int:
-        """Of the `raise`, in the blank; from 1."""
+        """The line of the `raise` in the blank, from 1."""
         return (self.before + self.stub).count("\n")
 
     @property
@@ -45,7 +44,7 @@ class Blank:
 def make_blank(
     source: str, place: str, names: Sequence[str], title: str, write: str, number: str
 ) -> Blank:
-    """Raises `LookupError` if there is no such function, or no such statements in it."""
+    """Make a blank. Raises `LookupError` if the function or the statements do not exist."""
     first, stop, indent = _region(source, place, names)
     lines = source.splitlines(keepends=True)
     margin = " " * indent
@@ -58,7 +57,7 @@ def make_blank(
 
 
 def with_holes(source: str, blanks: Iterable[Blank]) -> str:
-    """All of them in one text."""
+    """Return the source with all blanks."""
     for blank in sorted(blanks, key=lambda blank: -len(blank.before)):
         end = len(blank.before) + len(blank.solution)
         source = source[: len(blank.before)] + blank.stub + source[end:]
@@ -66,7 +65,7 @@ def with_holes(source: str, blanks: Iterable[Blank]) -> str:
 
 
 def filled(text: str, width: int) -> str:
-    """Paragraphs are filled. One that is indented is a drawing and stays as it is."""
+    """Fill the paragraphs of a text. An indented one is a drawing and stays unchanged."""
     paragraphs = text.split("\n\n")
     return "\n\n".join(p if p.startswith(" ") else textwrap.fill(p, width) for p in paragraphs)
 
@@ -86,13 +85,13 @@ def function_at(tree: ast.Module, place: str) -> ast.FunctionDef | None:
 
 
 def lines_of_function(function: ast.FunctionDef) -> tuple[int, int]:
-    """`[first, stop)`, from 0, with its decorators."""
+    """Return the function's lines `[first, stop)`, from 0, including decorators."""
     first = min(node.lineno for node in (function, *function.decorator_list))
     return first - 1, function.end_lineno or 0
 
 
 def signature(function: ast.FunctionDef) -> str:
-    """Without types, which a reader may leave out."""
+    """Return the signature without types, which a reader may leave out."""
     bare = ast.parse(ast.unparse(function.args).join(("def f(", "): ...")))
     for argument in (node for node in ast.walk(bare) if isinstance(node, ast.arg)):
         argument.annotation = None
@@ -100,7 +99,7 @@ def signature(function: ast.FunctionDef) -> str:
 
 
 def _region(source: str, place: str, names: Sequence[str]) -> tuple[int, int, int]:
-    """The lines `[first, stop)`, from 0, that are taken out, and how far they are indented."""
+    """Return the lines `[first, stop)`, from 0, to take out, and their indentation."""
     function = function_at(ast.parse(source), place)
     if function is None:
         raise LookupError(f"there is no function {place}")
@@ -119,7 +118,7 @@ def _region(source: str, place: str, names: Sequence[str]) -> tuple[int, int, in
 
 
 def _that_bind(function: ast.FunctionDef, names: Sequence[str]) -> list[ast.stmt]:
-    """The first statements in a row of which the i-th binds `names[i]`."""
+    """Return the first consecutive statements of which the i-th binds `names[i]`."""
     for block in _blocks(function):
         for start in range(len(block) - len(names) + 1):
             found = block[start : start + len(names)]

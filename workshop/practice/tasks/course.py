@@ -2,17 +2,17 @@
 
     tasks_batching ends              a module of this folder, and its function that probes
     number, title, minutes, difficulty, module, place, test_module      see `Task`
-    write                            what to write: a line of it, or an empty one
+    write                            a line of the instructions, or an empty line
     hint                             from vague to precise
     test                             the simplest first
-    names                            of statements, where not the whole body is to be written
-    engine {"chunked_prefill": 8}    what `LLM` is given so that it uses the module; null: nothing
+    names                            bound by the statements to write; none: the whole body
+    engine {"chunked_prefill": 8}    arguments of `LLM` that make it use the module; null: none
 
-In Chinese it is told in `tasks.zh.txt`, to a terminal that speaks Chinese (`LANGUAGE=zh` says so to
-any). A row is a number, title, write and hint, a `mistake` for each of its typical ones in
-`patches.txt`, and `en`, the digest of the English words that whoever wrote it has read.
+The Chinese texts are in `tasks.zh.txt`, shown if the terminal's language is Chinese (`LANGUAGE=zh`
+sets that anywhere). A row has number, title, write and hint, a `mistake` for each of the task's
+typical ones in `patches.txt`, and `en`, the digest of the English words that were translated.
 
-How such a table is read: `text_rows.py`."""
+`text_rows.py` reads such tables."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ _WORDS = "number title minutes difficulty module place write hint test_module te
 
 @dataclass(frozen=True, slots=True)
 class Words:
-    """What is said of a task in one language."""
+    """The texts of a task in one language."""
 
     title: str
     write: str
@@ -108,16 +108,16 @@ def tasks_of_evening(number: int) -> list[Task]:
 
 
 def minutes_of(evening: int) -> int:
-    """Of all its tasks."""
+    """The total minutes of an evening's tasks."""
     return sum(task.minutes for task in tasks_of_evening(evening))
 
 
 def tasks_of(module: str) -> list[Task]:
-    """All of them are of one evening."""
+    """The tasks of a module, all in one evening."""
     return [task for task in TASKS if task.module == module]
 
 
 def blank_text(module: str) -> str:
-    """The module with all holes of its evening."""
+    """Return the module's text with all holes of its evening."""
     tasks = tasks_of(module)
     return with_holes(tasks[0].source(), map(blank_of, tasks))

@@ -1,4 +1,4 @@
-"""The engine on a reader's module, small, and with settings that make it use task N's module:
+"""Run a small engine on a reader's module, with settings that make it use task N's module:
 `SWAPPED_MODULE=module=file python -m workshop.tasks.demo_on_yours N`."""
 
 from __future__ import annotations
@@ -17,7 +17,8 @@ TEMPERATURE = 0.7  # and no seeds: greedy and seeded requests are verified by ma
 
 
 def engine_on(options: dict[str, Any]) -> Any:
-    """An engine with those settings that has served some of the demo's prompts, and its run."""
+    """Return an engine with these settings that has served some of the demo's prompts, and its
+    run."""
     from common.demo import PROMPTS, run
     from common.llm import LLM, SamplingParams
 
@@ -61,5 +62,5 @@ def main() -> int:
 if __name__ == "__main__":
     try:
         sys.exit(main())
-    except KeyboardInterrupt:  # who has started this says so
+    except KeyboardInterrupt:  # the parent process reports it
         sys.exit(130)

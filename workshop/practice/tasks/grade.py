@@ -1,14 +1,14 @@
-"""Try a reader's answer to a task, and say what is wrong with it in a sentence.
+"""Try a reader's answer to a task, and describe the first problem in a sentence.
 
-From what is quickly seen to what takes seconds; the first that is wrong ends it:
+The checks go from fast to slow, and the first failure ends the grading:
 
-    the text      it is Python, the function is still there and takes the same arguments
+    the text      is Python; the function is still there and takes the same arguments
     the import    the module can be imported, within a time limit
-    the tests     the named ones, from the simplest on, with the reader's module for all who import
-                  it; the first that fails is told
-    the probe     then only: does it say what a typical mistake says?
+    the tests     the named ones, the simplest first, with the reader's module for every import of
+                  it; the first failure is reported
+    the probe     only after a failed test: whether its output is that of a typical mistake
 
-What runs the reader's code is a process of its own. Nothing in the checkout is written to.
+The reader's code runs in a separate process. Nothing in the checkout is written to.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ from workshop.practice.tasks.task import Task
 from workshop.practice.trial import NEVER_ENDS, said_by, swapped, try_tests
 
 LIMIT_S = 10.0  # for a test, an import, a probe
-NUM_LINES = 12  # that are shown of what a test, or the reader's code, has said
+NUM_LINES = 12  # shown of the output of a test or of the reader's code
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,7 +50,7 @@ class Verdict:
 
 @dataclass(frozen=True, slots=True)
 class _Trial:
-    """A reader's file, and the module that is tried: it has that file's function."""
+    """A reader's file, and the module to try, which has the function of that file."""
 
     task: Task
     file: Path
@@ -63,7 +63,7 @@ class _Trial:
         return _name(self.file)
 
     def place(self, line: int) -> str:
-        """Of the module that is tried, in words of the reader's file."""
+        """Return a line of the tried module, as a place in the reader's file."""
         return f"line {self.answer.line(line)} of {self.name}:\n    {self.source_line(line)}"
 
     def source_line(self, line: int) -> str:
@@ -74,7 +74,7 @@ class _Trial:
 def grade(
     task: Task, file: Path, limit_s: float = LIMIT_S, tell: Callable[[str], None] = lambda _: None
 ) -> Verdict:
-    """`tell` hears what is done now, which may take seconds."""
+    """Grade an answer. `tell` gets a message before each check, which can take seconds."""
     file = file.resolve()
     if problem := _in_the_text(task, file):
         return Verdict(False, problem)
@@ -103,7 +103,7 @@ def _graded(trial: _Trial, tell: Callable[[str], None]) -> Verdict:
 
 
 def _in_the_text(task: Task, file: Path) -> str:
-    """What is wrong with it before it is run, or nothing."""
+    """Return the problem that is visible without running the code, or ""."""
     try:
         text = file.read_text(encoding="utf-8-sig")
     except UnicodeDecodeError as error:
@@ -139,7 +139,7 @@ def _in_the_text(task: Task, file: Path) -> str:
 
 
 def _like(yours: ast.Module, ours: ast.Module, place: str) -> str:
-    """What it may be called now: a function beside it that is none of ours."""
+    """Return the possible new name of a renamed function: one next to it that is not ours."""
     parent, _, name = place.rpartition(".")
     new = sorted(_names_beside(yours, parent) - _names_beside(ours, parent))
     return next(iter(difflib.get_close_matches(name, new, 1)), "")
@@ -155,7 +155,7 @@ def _names_beside(tree: ast.Module, parent: str) -> set[str]:
 
 
 def _in_the_import(trial: _Trial) -> str:
-    """What went wrong, or nothing."""
+    """Return the problem of importing the module, or ""."""
     try:
         problem = apart(_import, (trial.swap,), trial.limit_s)
     except RuntimeError as error:
@@ -168,7 +168,7 @@ def _in_the_import(trial: _Trial) -> str:
 
 
 def _import(swap: ModuleSwap) -> tuple[str, int | None]:
-    """What was raised, and at which line of the module; or nothing."""
+    """Return the exception, and its line in the module; or "" and None."""
     swap.install()
     with tempfile.TemporaryFile("w+") as file, into(file.fileno()):
         try:
@@ -181,13 +181,13 @@ def _import(swap: ModuleSwap) -> tuple[str, int | None]:
 
 
 def probed_text(task: Task, text: str, limit_s: float = LIMIT_S) -> str:
-    """What the probe says with a module of that text."""
+    """Return the probe's output with a module of that text."""
     with swapped(task.path, text) as swap:
         return said_by(task.probe, swap, limit_s)
 
 
 def _tested(trial: _Trial) -> TestRun | str:
-    """The run of the named tests, or why there was none."""
+    """Return the run of the named tests, or why they could not run."""
     try:
         run = try_tests(trial.task.test_ids, trial.swap, first_only=True, limit_s=trial.limit_s)
     except RuntimeError as error:
@@ -208,7 +208,7 @@ def _explained(trial: _Trial, run: TestRun) -> Verdict:
     ours = probed_text(task, task.source())
     mistake = None
     if said != ours:
-        # If it does not end: to see that of the others would take as long again.
+        # If the probe does not end: running it with the mistakes could take as long each time.
         others_s = min(limit_s, 2.0) if said == NEVER_ENDS else limit_s
         others = [probed_text(task, m.apply(), others_s) for m in task.mistakes]
         mistake = recognised(task, said, ours, others)
@@ -228,8 +228,8 @@ def _explained(trial: _Trial, run: TestRun) -> Verdict:
 
 
 def recognised(task: Task, said: str, ours: str, others: Sequence[str]) -> Bug | None:
-    """The typical mistake with which the probe says this; `others` is what it says with each. Else
-    the only one with which it says the same in the first line that is not as ours."""
+    """Return the typical mistake with the probe output `said`; `others` has the output for each.
+    Otherwise the only mistake with the same first line that differs from our output."""
     same = [m for m, other in zip(task.mistakes, others, strict=True) if other == said]
     alike = [
         mistake
@@ -241,7 +241,8 @@ def recognised(task: Task, said: str, ours: str, others: Sequence[str]) -> Bug |
 
 
 def _first_difference(said: str, ours: str) -> tuple[int, str]:
-    """Which line, and what it says; of a `ValueError`, which has the reader's words, its type."""
+    """Return the first different line's number and text. A `ValueError`, whose message has the
+    reader's words, is reduced to its type."""
     said, ours = (re.sub(r"\bValueError: .*", "ValueError", text) for text in (said, ours))
     pairs = enumerate(zip_longest(said.splitlines(), ours.splitlines(), fillvalue=""))
     return next(((number, line) for number, (line, our) in pairs if line != our), (-1, ""))
@@ -253,7 +254,7 @@ def _is_ours_elsewhere(trial: _Trial) -> bool:
 
 
 def _told(failure: Failure, trial: _Trial) -> str:
-    """The first test that fails, as a sentence; where, and what it has seen."""
+    """Return the first failed test as a sentence, with its place and the values it saw."""
     path, _, name = failure.test.partition("::")
     name, _, parameters = name.rpartition("::")[2].partition("[")
     words = name.removeprefix("test_").replace("_", " ")
@@ -293,7 +294,7 @@ def _shown(text: str) -> str:
 
 
 def _name(file: Path) -> str:
-    """As a reader of the repository knows it."""
+    """Return a file's name as a reader of the repository knows it."""
     return file.relative_to(ROOT).as_posix() if file.is_relative_to(ROOT) else file.name
 
 

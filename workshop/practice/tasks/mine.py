@@ -1,10 +1,10 @@
-"""A program of ours, with every function of yours that passes its tests in the place of ours:
+"""Run a program of ours with each of your functions that passes its tests instead of ours:
 
     python -m workshop.tasks.mine common.demo --num-prompts 4
     python -m workshop.tasks.mine common.tests.equivalence --seconds 60
 
-`make demo ARGS=--mine` and `make matrix ARGS=--mine` start it; `make watch ARGS=--mine` does the
-same by itself. What has passed is taken as it is; what is new, or was changed since, is graded
+`make demo ARGS=--mine` and `make matrix ARGS=--mine` start this command; `make watch ARGS=--mine`
+does the same. Functions that have passed are used directly; new or changed ones are graded
 first."""
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from workshop.practice.tasks.workbench import Workbench
 
 
 def passing(bench: Workbench) -> list[Task]:
-    """Whose functions are the reader's, and right."""
+    """Return the tasks with a correct function of the reader."""
     found = []
     for task in TASKS:
         if bench.text(task) is None or bench.is_blank(task):
@@ -41,7 +41,7 @@ def passing(bench: Workbench) -> list[Task]:
 
 
 def install(tasks: Iterable[Task], bench: Workbench, folder: Path) -> list[ModuleSwap]:
-    """Their modules come from files in `folder` from now on."""
+    """Install swaps so that the tasks' modules are imported from files in `folder`."""
     swaps, tasks = [], list(tasks)
     for module in dict.fromkeys(task.module for task in tasks):
         kept = [task for task in tasks if task.module == module]
@@ -59,7 +59,8 @@ def told(num_tasks: int) -> str:
 
 @contextmanager
 def installed(bench: Workbench | None = None) -> Iterator[tuple[int, int]]:
-    """The reader's functions, and how many of how many they are: said before and after, too."""
+    """Use the reader's functions in the context. Yields how many are the reader's, of how many;
+    this is also printed before and after."""
     bench = bench or Workbench()
     tasks = passing(bench)
     with tempfile.TemporaryDirectory(prefix="mine-") as folder:

@@ -1,19 +1,19 @@
-"""What an evening of `COURSE.md` reads and writes, and how long that takes:
+"""The reading list, the tasks and the minutes of each evening of `COURSE.md`:
 `python -m workshop.tasks --write`.
 
-A row of a table names a file, or a class or function of it, and says how many lines that has. The
-last row adds them up. The numbers are put right from the source; everything else of the row, its
-language too, is the page's own:
+A row of a table names a file, or a class or function in it, and its number of lines. The last row
+has the sum. The numbers are updated from the source; the rest of the row, in either language, is
+written by hand:
 
     | [`block_pool.py`](02_paged_kv/block_pool.py) | 127 | ... |
     | [`request.py::Request`](01_batching/request.py) | 104 | ... |
     | **together** | **231** | |
 
-These tables are the one list of what to read, and in which order. README's map, in both languages,
-and the head of each chapter follow it: their words are their own, their order is not.
+These tables are the only list of files to read, and their order. README's map, in both languages,
+and the head of each chapter follow that order, with their own words.
 
-The minutes are derived, too, from the tasks: of each task, of an evening's tasks together, of the
-evenings from the shortest to the longest, and of all parts of an evening together:
+The minutes are derived, too, from the tasks: for each task, for an evening's tasks together, for
+the evenings from the shortest to the longest, and for all parts of an evening together:
 
     | `make task N=1.1` | When has a request ended? | `Request.append_output_token` | 10 | easy |
     | **together** | | | **65** | |
@@ -55,7 +55,8 @@ _PARTS = re.compile(r"^(?P<front>\| +\| \*\*[^*|]+\*\* \| \*\*)(?P<number>\d+–
 
 
 def lines_of(path: Path, symbol: str | None) -> int:
-    """Of the file, or of `Class`, `Class.method` or `function` in it. Raises `LookupError`."""
+    """Return the number of lines of a file, or of `Class`, `Class.method` or `function` in it.
+    Raises `LookupError`."""
     if symbol is None:
         return count_lines(path)
     node: ast.AST = ast.parse(path.read_text(encoding="utf-8"))
@@ -73,7 +74,7 @@ def lines_of(path: Path, symbol: str | None) -> int:
 
 
 def counted(text: str) -> str:
-    """The page, with the numbers of today."""
+    """Return the page with updated numbers."""
     minutes = [minutes_of(evening) for evening in EVENINGS]
     total, least, most, lines = 0, 0, 0, []  # since the last sum
     for line in text.splitlines(keepends=True):
@@ -97,13 +98,13 @@ def counted(text: str) -> str:
 
 
 def sums(text: str) -> list[int]:
-    """Of each evening."""
+    """Return the number of lines to read in each evening."""
     rows = (_SUM.match(line) for line in text.splitlines())
     return [int(row["number"].replace(",", "")) for row in rows if row]
 
 
 def paths_of_evenings() -> dict[int, list[str]]:
-    """By the number of an evening: paths of files, each once, in the order of its table."""
+    """The paths of files by evening number, each once, in the order of the evening's table."""
     text = PAGES[0].read_text(encoding="utf-8")
     parts = re.split(r"^## Evening (\d).*$", text, flags=re.MULTILINE)
     rows = (map(_ROW.match, part.splitlines()) for part in parts[2::2])
@@ -112,13 +113,13 @@ def paths_of_evenings() -> dict[int, list[str]]:
 
 
 def files_of_evenings() -> dict[int, list[str]]:
-    """The same by name, without the folders."""
+    """The names of files by evening number, without folders."""
     found = paths_of_evenings().items()
     return {number: [Path(path).name for path in paths] for number, paths in found}
 
 
 def with_map(text: str) -> str:
-    """README, each chapter with links to the files of its evening."""
+    """Return README with links to the files of its evening in each chapter."""
     paths = paths_of_evenings()
 
     def row(match: re.Match[str]) -> str:
@@ -129,7 +130,7 @@ def with_map(text: str) -> str:
 
 
 def with_head(text: str, first: list[str]) -> str:
-    """A chapter's page: what its evening reads, numbered, and then the others of its root."""
+    """Return a chapter's page with the numbered files of its evening, then the rest of its root."""
     head, mark, rest = text.partition("\n## 1.")
     said = dict(_ITEM.findall(head))
     numbered = enumerate((name for name in first if name in said), 1)
@@ -145,7 +146,7 @@ def with_head(text: str, first: list[str]) -> str:
 
 
 def derived() -> Iterator[tuple[Path, str]]:
-    """Each page that the tables decide about, as it has to be."""
+    """Yield each page that depends on the tables, with its new text."""
     for page in PAGES:
         if page.is_file():
             yield page, counted(page.read_text(encoding="utf-8"))

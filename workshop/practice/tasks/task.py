@@ -1,15 +1,15 @@
 """A task of the course: a function of ours with its body taken out, for a reader to write.
 
                            the module    the named tests    probe()
-    ours                   the source    pass               `right`: what the source says
+    ours                   the source    pass               `right`: the source's output
     the blank              a copy        fail
     a typical mistake      a copy        fail               another text, one for each mistake
 
-A probe is a small function that uses the module as a user of it would and says in a few lines of
-text what came of it. Where a reader's answer fails the tests and says what a typical mistake says,
-the mistake's message is shown; mistakes and messages are in `workshop/practice/patches.txt`. It
-imports what it needs when it is called, so that it gets the reader's module. All of the above is
-checked for every task (`test_task_grades.py`).
+A probe is a small function that uses the module as a caller would and returns the result in a few
+lines of text. If a reader's answer fails the tests and the probe's output is that of a typical
+mistake, the mistake's message is shown; mistakes and messages are in
+`workshop/practice/patches.txt`. A probe imports modules when it is called, so that it gets the
+reader's module. All of the above is checked for every task (`test_task_grades.py`).
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ class Task:
     test_module: str
     # Not the whole body: the statements, one after the other, that bind these names.
     names: tuple[str, ...] = ()
-    # What `LLM` is given so that it uses the module. None: nothing makes it do so.
+    # Arguments of `LLM` that make it use the module. None: no arguments do.
     engine: dict[str, Any] | None = field(default_factory=dict)
 
     @property
@@ -53,12 +53,12 @@ class Task:
 
     @property
     def file(self) -> str:
-        """A path from the root."""
+        """The file's path, relative to the root."""
         return self.path.relative_to(ROOT).as_posix()
 
     @property
     def mistakes(self) -> tuple[Bug, ...]:
-        """Wrong answers that many give, each with what there is to learn from it."""
+        """Common wrong answers, each with the lesson in it."""
         return mistakes_of_task(self.number)
 
     @property

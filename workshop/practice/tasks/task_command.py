@@ -30,11 +30,11 @@ from workshop.practice.trial import swapped
 
 WIDTH = 96
 DEMO_S = 120  # it takes a few; ten times as long on a busy machine
-STOPPED = 130  # as a shell says it of Ctrl-C
+STOPPED = 130  # the shell's exit status for Ctrl-C
 
 
 def main(arguments: Sequence[str] | None = None, bench: Workbench | None = None) -> int:
-    """0: well, 1: the answer is not right yet, 2: the arguments make no sense, 130: Ctrl-C."""
+    """Return 0: success, 1: the answer is not right yet, 2: invalid arguments, 130: Ctrl-C."""
     parser = argparse.ArgumentParser(
         prog="python -m workshop.tasks", description="Write parts of the engine yourself."
     )
@@ -116,7 +116,7 @@ def _evening(number: int, bench: Workbench) -> int:
 
 
 def _go_on(task: Task, bench: Workbench) -> int:
-    """Begin it, or try what is there."""
+    """Begin the task, or grade the existing answer."""
     if not bench.file(task).exists():
         return _begin(task, bench, bench.open([task]))
     if bench.is_blank(task):
@@ -184,7 +184,7 @@ def _hint(task: Task, bench: Workbench) -> int:
 
 
 def _filled(text: str) -> str:
-    """A terminal breaks Chinese where it likes; words are not to be cut."""
+    """Wrap the text between words. Chinese is unchanged: a terminal can break it anywhere."""
     return text if is_chinese() else textwrap.fill(text, WIDTH, subsequent_indent="   ")
 
 
@@ -196,7 +196,7 @@ def _solution(task: Task, bench: Workbench) -> int:
 
 
 def _demo(task: Task, bench: Workbench) -> int:
-    """In a process of its own: nothing is imported before the reader's module is in its place."""
+    """Run the demo in a separate process: nothing is imported before the reader's module."""
     text = bench.text(task)
     if text is None or bench.is_blank(task):
         _say(f"There is no answer to run yet. Begin: make task N={task.number}")

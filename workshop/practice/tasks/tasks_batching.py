@@ -1,4 +1,4 @@
-"""Evening 1: requests, the loop that admits them, the rectangle that a model wants."""
+"""Evening 1: requests, the loop that admits them, the padded batch that a model needs."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Evening 6: prompts in pieces, a batch of both kinds, and attention in parts."""
+"""Evening 6: prompts in chunks, mixed batches, and split attention."""
 
 from __future__ import annotations
 

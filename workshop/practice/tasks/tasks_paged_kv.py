@@ -1,4 +1,4 @@
-"""Evening 2: blocks, tables, and where a token stands."""
+"""Evening 2: blocks, block tables, and the slot of a token."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Evening 3: what is computed once, found again, and in the end forgotten."""
+"""Evening 3: blocks that are computed once, found again, and finally evicted."""
 
 from __future__ import annotations
 

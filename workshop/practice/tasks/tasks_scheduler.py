@@ -1,4 +1,4 @@
-"""Evening 4: who is served first, who makes room, and how a request comes back."""
+"""Evening 4: scheduling order, preemption victims, and how a preempted request resumes."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from typing import Any
 
 from workshop.practice.museum.props import request, steps
 
-# Two of the demo's prompts and their answers do not fit into it: somebody has to make room.
+# Two of the demo's prompts and their answers do not fit into it: one must be preempted.
 
 
 def _scheduler(num_blocks: int, **options: Any) -> Any:

@@ -1,4 +1,4 @@
-"""Evening 5: guesses, which row judges them, and what comes in the place of a wrong one."""
+"""Evening 5: draft tokens, the rows that verify them, and the replacement of a rejected one."""
 
 from __future__ import annotations
 

@@ -1,11 +1,11 @@
-"""The folder with a reader's answers, and what is remembered of them.
+"""The folder with a reader's answers and progress.
 
     my/block_pool.py               a module of ours with a hole for each of its tasks
-    my/answers/2.2_block_pool.py   how it was before a task was begun anew
+    my/answers/2.2_block_pool.py   its copy from before a task was started again
     my/progress.json               hints given, tasks passed
 
-Invariant: nothing that a reader has written is ever lost. A file that is there is only written to
-when a task is begun anew, and then a copy is kept and the reader is told where.
+Invariant: nothing that a reader has written is ever lost. An existing file is only written to when
+a task is started again, and then a copy is kept and its path is printed for the reader.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ class Workbench:
         return path.relative_to(self.folder.parent).as_posix()
 
     def text(self, task: Task) -> str | None:
-        """Of the reader's file. None: there is none, or it is no text."""
+        """The text of the reader's file. None: the file does not exist or is not text."""
         try:
             return self.file(task).read_text(encoding="utf-8-sig")
         except (FileNotFoundError, UnicodeDecodeError):
@@ -65,7 +65,7 @@ class Workbench:
         return text is not None and is_blank(text, task)
 
     def open(self, tasks: Iterable[Task]) -> list[str]:
-        """Write their files that are not there yet. Returns what to tell the reader."""
+        """Write the tasks' missing files. Returns messages for the reader."""
         told = []
         for file, task in {self.file(task): task for task in tasks}.items():
             if file.exists():
@@ -75,7 +75,7 @@ class Workbench:
         return told
 
     def start_over(self, task: Task) -> list[str]:
-        """Its function is a hole again, and what stood in the file is kept."""
+        """Turn the task's function into a hole again, and keep a copy of the file."""
         file, text, told = self.file(task), self.text(task), []
         if file.is_file() and text != blank_text(task.module):
             kept = self._free_name(self.folder / "answers" / f"{task.number}_{file.name}")
@@ -89,7 +89,7 @@ class Workbench:
         return [*told, f"{task.place} is empty again in {self.name(file)}; all else stays."]
 
     def _write_blank(self, task: Task) -> str:
-        """The file with all its holes. Returns what to say of it."""
+        """Write the file with all its holes. Returns a message for the reader."""
         file, numbers = self.file(task), [one.number for one in tasks_of(task.module)]
         self.folder.mkdir(exist_ok=True)
         file.write_text(blank_text(task.module), encoding="utf-8")
@@ -99,12 +99,12 @@ class Workbench:
         )
 
     def _free_name(self, wanted: Path) -> Path:
-        """With the first number that is free, where the name is taken."""
+        """Return `wanted`, or if it exists, the name with the first free number."""
         places = (wanted.with_stem(f"{wanted.stem}_{n}") for n in count(2))
         return next(p for p in places if not p.exists()) if wanted.exists() else wanted
 
     def next_hint(self, task: Task) -> int | None:
-        """Its number, from 1. None: there are no more."""
+        """Return the next hint's number, from 1. None: there are no more."""
         given = self.progress.hints.get(task.number, 0)
         if given >= len(task.hints):
             return None
@@ -113,12 +113,12 @@ class Workbench:
         return given + 1
 
     def passed(self, task: Task) -> None:
-        """Its function as it is now."""
+        """Record that the task's current function has passed."""
         self.progress.passed[task.number] = self._digest(task)
         self.save()
 
     def has_passed(self, task: Task) -> bool:
-        """And has not been changed since."""
+        """Whether the task has passed and its function is unchanged since."""
         return self.progress.passed.get(task.number) == self._digest(task)
 
     def _digest(self, task: Task) -> str:

@@ -1,1 +1,1 @@
-"""Whoever reads the file of a run."""
+"""Read the file of a run."""

@@ -1,5 +1,5 @@
-"""python -m workshop.replay run.jsonl              what is in the file
-python -m workshop.replay run.jsonl --step 12    what a step computed, why others waited"""
+"""python -m workshop.replay run.jsonl              a summary of the file
+python -m workshop.replay run.jsonl --step 12    tokens computed in a step, why others waited"""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from workshop.watch.replay.film import Film
 
 
 def describe(film: Film) -> str:
-    """A few lines about a whole run."""
+    """Return a few lines about a whole run."""
     run, state = film.run, film.last_state()
     kinds = Counter(event.kind for event in film.events)
     ends = Counter(request.finish_reason or "unfinished" for request in state.requests.values())
@@ -30,8 +30,8 @@ def describe(film: Film) -> str:
 
 
 def describe_step(film: Film, step: int) -> str:
-    """Who computed what in a step, and why the others did not."""
-    film.state_after(step)  # which says if there is no such step
+    """The tokens that a step computed for each request, and why other requests did not run."""
+    film.state_after(step)  # raises if there is no such step
     part = next(part for part in film.steps() if part.number == step)
     lines = [f"step {step}"]
     for position, event in enumerate(part.events, part.first + 1):

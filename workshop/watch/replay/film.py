@@ -1,14 +1,14 @@
 """The film of a run: the engine's state after any step, from its events alone.
 
     film = Film.read("run.jsonl")
-    for step in film.steps(): ...           what was planned, what came of it, what happened between
-    film.state_after(12).requests["a"]      replayed from the start, or from where it stands
+    for step in film.steps(): ...           the plan, its result, and the events in between
+    film.state_after(12).requests["a"]      replayed from the start, or from the last position
 
-`State.apply` is the whole of it: one method a kind of event, each a few lines. It knows no engine:
-no chapter, no tensor is imported here. What it assumes about one is in `event_kinds.py`, and
-`test_film.py` compares it with real ones after every step.
+`State.apply` does all the work: one method for each kind of event, each a few lines. This module
+does not depend on an engine: no chapter and no tensor is imported. The assumptions about an engine
+are in `event_kinds.py`, and `test_film.py` compares the state with real engines after every step.
 
-Whatever can not be, because it contradicts the events before, raises `ValueError`."""
+An event that contradicts the events before it raises `ValueError`."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ from common.events.event_kinds import (
 
 @dataclass(slots=True)
 class RequestState:
-    """A request, as far as it has come. It stays when it has ended."""
+    """A request's current state. Kept after the request has finished."""
 
     request_id: str
     prompt: list[int]
@@ -76,7 +76,7 @@ class RequestState:
 
     @property
     def table(self) -> list[int]:
-        """Of the first group, and most models have no other."""
+        """The block table of the first group; most models have no other group."""
         return self.tables[0]
 
     @property
@@ -85,14 +85,14 @@ class RequestState:
 
     @property
     def text(self) -> str:
-        """Of the outputs."""
+        """The output text so far."""
         return ("".join(self.pieces) + self.rest)[: self.text_length]
 
 
 @dataclass(frozen=True, slots=True)
 class CachedBlockState:
-    """What a cached block holds, behind the block before it. With groups that may be gone, and only
-    its `place` in tables is known."""
+    """The content of a cached block and its `parent` block. With groups, the parent can be evicted,
+    and only the block's `place` in tables is known."""
 
     tokens: tuple[int, ...]
     parent: int | None
@@ -111,8 +111,8 @@ class LoadState:
 
 @dataclass(frozen=True, slots=True)
 class Cell:
-    """Tokens `[start, start + num_tokens)` that a step computes of a request. `kind` is "prompt",
-    "recomputed" (lost by a preemption), "decode", or "guess"."""
+    """Tokens `[start, start + num_tokens)` of a request that a step computes. `kind` is "prompt",
+    "recomputed" (lost by a preemption), "decode", or `"guess"` (a draft token)."""
 
     request: str
     kind: str
@@ -121,7 +121,8 @@ class Cell:
 
 
 class State:
-    """An engine. `ref_cnt[b]` is the number of holders of block b; `free` the free order."""
+    """An engine's state. `ref_cnt[b]` is the number of requests that hold block b; `free` lists the
+    free blocks in order."""
 
     def __init__(self, run: Run) -> None:
         self.run = run
@@ -137,15 +138,15 @@ class State:
         self.loads: dict[str, LoadState] = {}
         self.num_loaded: dict[str, int] = {}  # blocks, by source
         self.under_way: list[Planned] = []
-        self._planned_for: list[list[RequestState]] = []  # of each of them, whom
+        self._planned_for: list[list[RequestState]] = []  # the requests of each plan in flight
         self.last_planned: Planned | None = None
-        self.num_steps = 0  # that are over
+        self.num_steps = 0  # finished steps
         self.errors: list[str] = []
-        self._last_use: dict[int, int] = {}  # of cached blocks: when nobody used them any more
+        self._last_use: dict[int, int] = {}  # of cached blocks: when they became unused
         self._clock = 0
 
     def apply(self, event: Event) -> None:
-        """Let it happen. Raises `ValueError` for what contradicts this state."""
+        """Apply an event. Raises `ValueError` if it contradicts this state."""
         getattr(self, f"_on_{event.kind}")(event)
 
     # -- questions
@@ -155,8 +156,8 @@ class State:
         return self.requests[request_id]
 
     def reason_to_wait(self, request_id: str) -> str | None:
-        """Why a waiting request did not run in the step that was planned last, one of `REASONS`;
-        None if it runs, has ended, or was not there."""
+        """Why a waiting request did not run in the last planned step, one of `REASONS`; None if it
+        runs, has finished, or had not arrived."""
         planned = self.last_planned
         if planned is None or request_id not in self.waiting:
             return None
@@ -165,7 +166,7 @@ class State:
         return None if planned.stop is None else planned.stop[0]
 
     def eviction_order(self) -> list[int]:
-        """Cached blocks that nobody uses, the next to be evicted first."""
+        """Cached blocks that no request uses, the next one to be evicted first."""
         if not self.cache_refs:
             return [block for block in self.free if block in self.cached]
         idle = (block for block in self.cached if self.ref_cnt[block] == 1)
@@ -181,7 +182,7 @@ class State:
         return tuple(token for part in reversed(parts) for token in part)
 
     def nodes(self) -> list[list[int]]:
-        """With a radix tree: the blocks of each node, head first."""
+        """The blocks of each node of a radix tree, head first."""
         below = {
             cached.parent: block
             for block, cached in self.cached.items()
@@ -196,13 +197,13 @@ class State:
         return nodes
 
     def users_of(self, block: int) -> list[str]:
-        """Whose tables name it."""
+        """The requests with this block in their tables."""
         requests = self.requests.items()
         return [name for name, request in requests if any(block in t for t in request.tables)]
 
     def cells(self, planned: Planned) -> Iterator[Cell]:
-        """A plan by kinds of tokens. To be asked before or after the plan is applied, but before
-        what came of it."""
+        """Split a plan by kinds of tokens. Call before or after the plan is applied, but before its
+        result is applied."""
         for name, start, num in zip(planned.requests, planned.starts, planned.num_tokens):
             request = self.request(name)
             num_drafts = len(planned.drafts.get(name, ()))
@@ -475,11 +476,11 @@ class State:
 
 @dataclass(frozen=True, slots=True)
 class StepEvents:
-    """The events up to and with the one that ended a step (`Updated` or `Failed`). `number` counts
-    ends, and is the step's number as long as none has failed."""
+    """The events up to and including a step's last one (`Updated` or `Failed`). `number` counts
+    ended steps, and is the step's number as long as no step has failed."""
 
     number: int
-    first: int  # how many events stand before these
+    first: int  # the number of events before these
     events: list[Event]
 
     @property
@@ -504,12 +505,12 @@ class Film:
 
     @classmethod
     def read(cls, path: str | Path) -> Film:
-        """Raises as `read_events`."""
+        """Read a film from a file. Raises the errors of `read_events`."""
         return cls(read_events(path))
 
     @property
     def num_steps(self) -> int:
-        """Steps that came to an end, be it an error."""
+        """The number of steps that ended, also by an error."""
         return len(self._ends)
 
     def steps(self) -> Iterator[StepEvents]:
@@ -519,18 +520,18 @@ class Film:
             start = end
 
     def state_after(self, step: int) -> State:
-        """When that many steps and one more had ended, counted from 0; -1: before the first. It is
-        alive: the next call moves it on. Raises `ValueError` for a step that is not there."""
+        """The state after a step, counted from 0; -1: before the first. A live object: the next
+        call changes it. Raises `ValueError` for a step that does not exist."""
         if not -1 <= step < self.num_steps:
             raise ValueError(f"step must be from 0 to {self.num_steps - 1}, got {step}")
         return self.state_behind(self._ends[step] if step >= 0 else 0)
 
     def last_state(self) -> State:
-        """After the last event."""
+        """The state after the last event."""
         return self.state_behind(len(self.events))
 
     def state_behind(self, position: int) -> State:
-        """After that many events. It is alive, too."""
+        """The state after `position` events. A live object, too."""
         if position < self._position:
             self._state, self._position = State(self.run), 0
         while self._position < position:
