@@ -1,4 +1,4 @@
-"""What teaches and measures the engine, and no part of it: nothing above imports this.
+"""Code that teaches and measures the engine but is not part of it: the engine imports none of this.
 
 `python -m workshop.NAME` finds NAME in each of the folders below; imports name the folder, too."""
 

@@ -1,13 +1,13 @@
-"""What every plot script of a chapter shares: measure, keep, draw, write tables.
+"""The shared frame of the chapters' plot scripts: measure, keep, draw, write tables.
 
     python -m workshop.plot_TOPIC                        draw NN_chapter/figures/ from records/
     python -m workshop.plot_TOPIC --tables               and the tables of the chapter's pages
     python -m workshop.plot_TOPIC --record PART ...      measure first
     python -m workshop.plot_TOPIC --record PART --tiny   almost no work, into build/
 
-A part is one measurement: its record, its figures, its tables. The script says what
-is measured, drawn and tabulated, and leaves the rest to `run_lab`. A table's place in a page is
-between `<!-- table:NAME -->` and `<!-- /table:NAME -->`.
+A part is one measurement with its record, figures and tables. The script defines what is measured,
+drawn and tabulated, and `run_lab` does everything else. A table's place in a page is between
+`<!-- table:NAME -->` and `<!-- /table:NAME -->`.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ from workshop.measure.bench.bench_record import (
 
 @dataclass(frozen=True, slots=True)
 class Measurement:
-    """What a part's `measure` is told."""
+    """The arguments of a part's `measure`."""
 
     tiny: bool  # almost no work: to see that everything runs
     options: argparse.Namespace
@@ -46,8 +46,8 @@ class Measurement:
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """`measure` returns a record with its "config"; where, when and by which command is added.
-    It raises `ValueError` or `OSError` for options that are wrong."""
+    """`measure` returns a record with its "config"; time, machine and command are added.
+    `measure` raises `ValueError` or `OSError` for wrong options."""
 
     measure: Callable[[Measurement], dict]
     figures: Mapping[str, Callable[[dict], Figure]] = field(default_factory=dict)
@@ -55,7 +55,7 @@ class Part:
 
 
 def timed(measure: Callable[..., dict], clock: str) -> Callable[[Measurement], dict]:
-    """`Part.measure` of a `measure(tiny=...)` that times: its record names the clock."""
+    """Make `Part.measure` from a `measure(tiny=...)` that times: its record names the clock."""
 
     def run(measurement: Measurement) -> dict:
         record = measure(tiny=measurement.tiny)
@@ -73,8 +73,8 @@ def run_lab(
     *,
     add_options: Callable[[argparse.ArgumentParser], None] = lambda parser: None,
 ) -> None:
-    """The `main` of a plot script. `script` is its `__file__`, `chapter` the folder of its figures
-    and pages.
+    """Run a plot script as its `main`. `script` is its `__file__`, `chapter` the folder of its
+    figures and pages.
 
     The record of `plot_TOPIC.py`'s part PART is `records/TOPIC_PART.json`, that of a part TOPIC
     `records/TOPIC.json`."""
@@ -87,14 +87,14 @@ def run_lab(
     paths = {part: kept / "records" / f"{name}.json" for part, name in names.items()}
     records = {part: read_record(path) for part, path in paths.items() if path.exists()}
     for part in options.record:
-        environment = describe_environment()  # before: its load average is that of the others
+        environment = describe_environment()  # before measuring: other programs' load average
         try:
             measured = parts[part].measure(Measurement(options.tiny, options, records))
         except (OSError, ValueError) as error:
             raise SystemExit(f"--record {part}: {error}") from error
         command = f"python -m workshop.{path.stem} --record {part}"
         head = {"command": command, "environment": environment}
-        records[part] = {**head, **measured}  # a record may say more of its command
+        records[part] = {**head, **measured}  # a record may describe its command in more detail
         write_record(paths[part], records[part])
     drawn = {
         name: (lambda draw=draw, record=record: draw(record))
@@ -123,7 +123,7 @@ def _parse(
 
 
 def make_tables(parts: Mapping[str, Part], records: Mapping[str, dict]) -> dict[str, str]:
-    """All tables by name; `made_on_PART` is the line under those of a part."""
+    """Return all tables by name; `made_on_PART` is the line under those of a part."""
     tables: dict[str, str] = {}
     for part, record in records.items():
         tables |= {**parts[part].tables(record), f"made_on_{part}": made_on(record)}
@@ -131,8 +131,8 @@ def make_tables(parts: Mapping[str, Part], records: Mapping[str, dict]) -> dict[
 
 
 def write_tables(tables: Mapping[str, str], chapter: Path | None) -> None:
-    """Put each table into whichever page of the chapter has a place for it; the Chinese ones get
-    its numbers by `make sync`. Without a chapter, print all."""
+    """Put each table into the chapter's pages that have a place for it; `make sync` copies the
+    numbers into the Chinese pages. Without a chapter, print all."""
     pages = [] if chapter is None else sorted(chapter.rglob("*.md"))
     pages = [page for page in pages if not page.name.endswith(".zh.md")]
     texts = {page: page.read_text(encoding="utf-8") for page in pages}

@@ -1,9 +1,9 @@
-"""How long one block takes into the real store, and out of it into another process, on loopback.
+"""The time to put one block into the real store, and to get it in another process, on loopback.
 
     python -m workshop.measure_mooncake [--kv-nbytes 1000000] [--repeats 50]
 
 `put` and `get` are the store's own calls and one hop to the client's process; `publish` and
-`fetch` are what a pool does, checksum included. All memory is lent by the one that publishes.
+`fetch` are a pool's operations, checksum included. All memory is lent by the publishing process.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ def _times_ms(call: Callable[[int], object], repeats: int) -> list[float]:
 
 
 def measure(kv_nbytes: int, repeats: int) -> dict[str, list[float]]:
-    """Milliseconds of each repeat, by operation."""
+    """Return milliseconds of each repeat, by operation."""
     kv_data = [os.urandom(kv_nbytes) for _ in range(4)]
     hashes = {index: index.to_bytes(32, "big", signed=True) for index in range(-2, repeats)}
     segment_nbytes = 3 * (repeats + 2) * (kv_nbytes + 4096) + (64 << 20)

@@ -2,11 +2,11 @@
 
     python -m workshop.plot_batch_invariance --record batch_invariance [--threads 1]
 
-Of the shipped checkpoint, and of a model of Qwen3-0.6B's shapes with random weights (`--models
-tiny` leaves it out). All requests of a cell run at once; each round begins with the other engine,
-and every repeat is kept. Then the first ones are served alone, greedy as before: how many have
-other tokens than in company?
-With one thread, times are processor time, which other programs disturb least; else the wall's.
+The models are the shipped checkpoint and one of Qwen3-0.6B's shapes with random weights (`--models
+tiny` leaves it out). All requests of a cell run at the same time; each round begins with the other
+engine, and every repeat is kept. Then the first ones are served alone, greedy as before, to count
+those whose tokens differ from the batch's.
+With one thread, times are processor time, which other programs disturb least; else wall time.
 
 `--record calls`: the packed products of one layer in calls of exactly one tile of rows.
 """
@@ -34,8 +34,8 @@ from workshop.measure.bench.random_weights import QWEN3_0_6B, random_model
 from workshop.measure.lab_frame import Measurement, Part, run_lab
 
 DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32}
-NUM_ALONE = 8  # requests of a cell that are served alone, too
-# Name: dtypes, requests at once, tokens of a prompt (from, to), output tokens, repeats
+NUM_ALONE = 8  # requests of a cell, also served alone
+# Name: dtypes, concurrent requests, tokens of a prompt (from, to), output tokens, repeats
 CELLS = {
     "tiny": (("bfloat16", "float32"), (1, 32, 128), (16, 96), 32, 5),
     "Qwen3-0.6B shapes": (("bfloat16",), (1, 8), (32, 128), 12, 3),
@@ -55,7 +55,7 @@ LOADERS: dict[str, Load] = {"tiny": load_tiny, "Qwen3-0.6B shapes": load_random}
 
 
 class Server:
-    """An engine of its own model, without a prefix cache: every repeat computes everything."""
+    """An engine with its own model and no prefix cache, so every repeat computes everything."""
 
     def __init__(self, loaded: LoadedModel, batch_invariant: bool, num_tokens: int) -> None:
         config = EngineConfig(
@@ -81,7 +81,7 @@ def measure_model(name: str, measurement: Measurement) -> list[dict]:
     prompts = [[rng.randrange(2, 4000) for _ in range(rng.randint(*lengths))] for _ in range(most)]
     num_tokens = sum(-(-(len(p) + num_outputs) // 16) * 16 for p in prompts)
     for dtype in dtypes:
-        servers = {  # a model stays batch-invariant: two of them
+        servers = {  # two models, because one stays batch-invariant
             is_on: Server(LOADERS[name](DTYPES[dtype]), is_on, num_tokens)
             for is_on in (False, True)
         }

@@ -1,7 +1,7 @@
 """The figures and tables of chapter 1, drawn from its record. Measuring takes some minutes.
 
-What is counted and timed, and how, stands in `plot_batching_workloads.py`; how this script is
-called, in `workshop/measure/lab_frame.py`.
+`plot_batching_workloads.py` defines what is counted and timed, and how. The command line is
+described in `workshop/measure/lab_frame.py`.
 """
 
 from __future__ import annotations
@@ -77,7 +77,7 @@ def draw_timeline(record: dict) -> Figure:
 
 
 def draw_row(axis: Axes, slot: int, row: list[list[str] | None]) -> None:
-    """One bar for each run of steps with one use; the request's number above its first step."""
+    """Draw a bar for each run of steps with one use, the request's number at its first step."""
     start = 0
     for step in range(1, len(row) + 1):
         if step < len(row) and row[step] == row[start]:
@@ -111,7 +111,7 @@ def draw_copies(record: dict) -> Figure:
     copies = record["counted"]["copies"]
     figure, axis = plt.subplots(figsize=(7.5, 4), layout="constrained")
     steps = range(1, len(copies["copied"]) + 1)
-    unit = copies["new"][-1]  # what one decode step has to write
+    unit = copies["new"][-1]  # bytes that one decode step has to write
     for name, what, color in (("copied", "written", WASTE), ("new", "new", DECODE)):
         ratios = [num_bytes / unit for num_bytes in copies[name]]
         axis.plot(steps, ratios, color=color, linewidth=2.5)
@@ -145,7 +145,7 @@ def tables(record: dict) -> dict[str, str]:
 
 
 def _sharing(bench: dict) -> str:
-    """What a pass costs by the number of its rows: the matrices of a whole model, from `bench`."""
+    """The cost of a pass by its number of rows: the matrices of a whole model, from `bench`."""
     roofline = bench["roofline"]
     times = {int(n): statistics.median(ms) for n, ms in roofline["linear_ms"].items()}
     rows = [
@@ -227,7 +227,7 @@ def _cases_table(record: dict) -> str:
 
 
 def _floor_table(record: dict) -> str:
-    """The least that the workload can cost, and in brackets how many times that each way took."""
+    """The least possible cost of the workload, and in brackets each way's multiple of it."""
     num_slots = record["config"]["num_slots"]
     run = record["counted"]["real"][str(num_slots)]
     static, continuous = run["static"], run["continuous"]
@@ -274,7 +274,7 @@ def _copies(record: dict) -> str:
 
 
 def _time_table(record: dict) -> str:
-    """Each repeat against the static batch of the same repeat: median, lowest and highest."""
+    """Compare each repeat with the static batch of the same repeat: median, lowest and highest."""
     workloads_timed = record["seconds"]
     rows = []
     for name in next(iter(workloads_timed.values())):

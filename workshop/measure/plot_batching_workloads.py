@@ -1,10 +1,10 @@
-"""What chapter 1's record counts and times. `plot_batching.py --record` runs it; alone it does
-nothing.
+"""The counts and times of chapter 1's record. `plot_batching.py --record` runs this module; alone
+it does nothing.
 
 Every number comes from a run of the chapter's own code over a small random model. Outputs have the
 lengths that the workload asks for (EOS is ignored), so counted numbers, in steps, tokens and bytes,
-depend neither on the machine nor on the weights. Only the last part times anything, and what the
-chapter shows of it are ratios of calls made in turn.
+depend neither on the machine nor on the weights. Only the last part times anything, and the chapter
+shows only ratios of its calls, which are made in turn.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ NUM_SLOTS = 16
 BATCH_SIZES = [4, 8, 16, 32]
 SPREADS = [0.0, 0.25, 0.5, 0.75, 1.0]  # outputs from MEAN * (1 - spread) to MEAN * (1 + spread)
 SPREAD_SEEDS, SPREAD_REQUESTS, SPREAD_SLOTS, SPREAD_PROMPT, SPREAD_MEAN = 3, 64, 8, 8, 32
-TIMELINE_SHRINK = 8  # lengths are divided by it, so that single steps can be seen
+TIMELINE_SHRINK = 8  # divisor of the lengths, so that single steps are visible
 COPY_REQUESTS, COPY_PROMPT, COPY_OUTPUT = 16, 16, 128
 MAX_NUM_BATCHED_TOKENS = 2048
 
@@ -44,7 +44,7 @@ Lengths = Sequence[tuple[int, int]]  # (prompt tokens, output tokens) of each re
 
 
 def stdlib_functions(tokenizer_file: Path, num_functions: int, seed: int) -> Lengths:
-    """Functions of Python's standard library, any of them. `(prompt, output)` tokens: the prompt is
+    """Draw functions of Python's standard library. Returns `(prompt, output)` tokens: the prompt is
     the code from the outermost class or function around one to the end of its header, the output is
     its body and an end-of-text token.
     """
@@ -74,7 +74,7 @@ def stdlib_lengths(tokenizer_file: Path) -> list[tuple[int, int]]:
 def spread_lengths(spread: float, seed: int) -> list[tuple[int, int]]:
     rng = random.Random(seed)
     low = max(1, round(SPREAD_MEAN * (1 - spread)))
-    high = 2 * SPREAD_MEAN - low  # the mean stays where it is
+    high = 2 * SPREAD_MEAN - low  # the mean stays the same
     return [(SPREAD_PROMPT, rng.randint(low, high)) for _ in range(SPREAD_REQUESTS)]
 
 
@@ -91,7 +91,7 @@ def make_requests(lengths: Lengths, vocab_size: int = 64) -> list[Request]:
 def tiny_model(
     layers: int = 1, width: int = 16, head_dim: int = 8, dtype: torch.dtype = torch.float64
 ) -> PreTrainedModel:
-    """A Qwen3 with random weights. Its text is noise; its tensors have the right shapes."""
+    """Build a Qwen3 with random weights. Its text is noise; its tensors have the right shapes."""
     torch.manual_seed(SEED)
     config = Qwen3Config(
         vocab_size=64,
@@ -121,8 +121,8 @@ def serve(
     batched: bool = True,
     on_step: Callable[[StepRecord, HFModelRunner], None] | None = None,
 ) -> tuple[list[StepRecord], HFModelRunner, dict[str, list[int]]]:
-    """Continuous batching of requests that are all there at the start: the records of its steps,
-    its runner, and every request's tokens."""
+    """Serve requests that are all there at the start with continuous batching. Returns the records
+    of its steps, its runner, and every request's tokens."""
     records: list[StepRecord] = []
     runner = HFModelRunner(model, batched=batched)
     scheduler = FCFSScheduler(max_num_seqs, MAX_NUM_BATCHED_TOKENS)
@@ -144,7 +144,7 @@ def describe_static(report: StaticBatchingReport, num_slots: int) -> dict:
         "tokens": report.slot_steps_used,
         "utilisation": report.slot_steps_used / (report.num_steps * num_slots),
         "first_token_step": sum(first_tokens) / len(first_tokens),
-        # Rows times columns of every model call: what is computed, padding included.
+        # Rows times columns of every model call: the computed positions, padding included.
         "computed": sum(
             b.num_prompt_tokens + b.num_padding_tokens + len(b.req_ids) * (b.num_steps - 1)
             for b in report.batches
@@ -171,7 +171,7 @@ def describe_continuous(
 
 
 def compare(model: PreTrainedModel, lengths: Lengths, num_slots: int) -> dict[str, dict]:
-    """The same requests, both ways. Raises `AssertionError` if one token differs."""
+    """Serve the same requests both ways. Raises `AssertionError` if one token differs."""
     report = generate_static(model, make_requests(lengths), num_slots)
     records, runner, token_ids = serve(model, lengths, num_slots)
     assert token_ids == report.token_ids, "batching changed a token"
@@ -181,12 +181,12 @@ def compare(model: PreTrainedModel, lengths: Lengths, num_slots: int) -> dict[st
     }
 
 
-# -- what is recorded
+# -- parts of the record
 
 
 def count_timeline(model: PreTrainedModel, lengths: Lengths) -> dict:
-    """Twelve requests on four slots, step by step. `continuous[slot][step]` is the request id and
-    what it does, or None where nothing is computed; a request keeps the slot it was admitted to.
+    """Count twelve requests on four slots, step by step. `continuous[slot][step]` is the request id
+    and its action, or None where nothing is computed; a request keeps the slot it was admitted to.
     """
     lengths = [(-(-p // TIMELINE_SHRINK), -(-o // TIMELINE_SHRINK)) for p, o in lengths[:12]]
     report = generate_static(model, make_requests(lengths), 4)
@@ -209,7 +209,7 @@ def count_timeline(model: PreTrainedModel, lengths: Lengths) -> dict:
 
 
 def count_copies(model: PreTrainedModel) -> dict:
-    """KV bytes written in each step of requests that all have one length."""
+    """Count the KV bytes written in each step of requests of the same length."""
     copied, new = [0], [0]
 
     def after_step(record: StepRecord, runner: HFModelRunner) -> None:
@@ -250,7 +250,7 @@ def count(lengths: Lengths) -> dict:
 
 
 def measure_time(lengths: Lengths, repeats: int) -> dict[str, dict[str, list[float]]]:
-    """Seconds of the four ways to serve 16 requests on 8 slots, in turn, on one thread."""
+    """Time the four ways to serve 16 requests on 8 slots, in turn, on one thread. In seconds."""
     torch.set_num_threads(1)
     model = tiny_model(layers=4, width=256, head_dim=64, dtype=torch.float32)
     workloads = {

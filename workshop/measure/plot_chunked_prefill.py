@@ -1,7 +1,7 @@
 """The figures and tables of chapter 6, drawn from its records.
 
-All are times and want a quiet machine. What is measured stands in `plot_chunked_prefill_lab.py`;
-how this script is called, in `workshop/measure/lab_frame.py`.
+All are times and want a quiet machine. `plot_chunked_prefill_lab.py` defines the measurements. The
+command line is described in `workshop/measure/lab_frame.py`.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ CLOCK = "time.perf_counter and time.monotonic"
 
 
 def draw_stall(record: dict) -> Figure:
-    """Steps as bars: where they stand on the clock, and how long they take."""
+    """Draw steps as bars at their time on the clock, with their durations."""
     systems = ("whole prompts", "chunks of 128")
     figure, axes = plt.subplots(
         2, 1, figsize=(9, 5.6), layout="constrained", sharex=True, sharey=True
@@ -112,7 +112,7 @@ def _spread(runs: list[dict], name: str) -> str:
 
 
 def note_of_stall(record: dict) -> str:
-    """Chunks against whole prompts, round by round."""
+    """Compare chunks with whole prompts, round by round."""
     pairs = list(zip(record["runs"]["whole prompts"], record["runs"]["chunks of 128"], strict=True))
     gaps = statistics.median(a["gap_ms_p99"] / b["gap_ms_p99"] for a, b in pairs)
     speed = statistics.median(b["output_tokens_per_s"] / a["output_tokens_per_s"] for a, b in pairs)

@@ -1,14 +1,15 @@
-"""What chunks buy and what they cost, measured in the engine with the shipped checkpoint.
-`plot_chunked_prefill.py --record stall sweep adaptive attention` runs it; alone it does nothing.
+"""The gain and the cost of chunks, measured in the engine with the shipped checkpoint.
+`plot_chunked_prefill.py --record stall sweep adaptive attention` runs this module; alone it does
+nothing.
 
-    stall       eight users decode, one brings a long prompt: what each step takes, whole and in
+    stall       eight users decode, one brings a long prompt: the time of each step, whole and in
                 chunks
-    sweep       the same for many chunk sizes: how long the others wait, how long the newcomer
-                waits, and the throughput of all
-    adaptive    the chunk size follows a promise: steps of at most so many milliseconds
+    sweep       the same for many chunk sizes: the waits of the others and of the new request,
+                and the throughput of all
+    adaptive    the chunk size follows a promised maximum of milliseconds a step
     attention   chapter 2's attention against this chapter's, for mixed batches
 
-All systems share one set of weights and take turns, each round beginning with another one.
+All systems share one set of weights and take turns; each round starts with a different one.
 """
 
 from __future__ import annotations
@@ -46,7 +47,7 @@ TARGETS_MS = (10.0, 20.0, 40.0, 80.0)
 
 @dataclass(slots=True)
 class Users:
-    """Token ids of the short prompts and of the long one, from files that were held out."""
+    """Token ids of the short prompts and of the long one, from held-out files."""
 
     short: list[list[int]]
     long: list[int]
@@ -63,7 +64,7 @@ def make_engine(model: LoadedModel, **options) -> LLMEngine:
 
 
 def serve(engine: LLMEngine, users: Users) -> dict:
-    """Everybody to the end. Times in milliseconds."""
+    """Serve all requests to the end. Times are in milliseconds."""
     steps: list[StepRecord] = []
     engine.on_step = steps.append
     for i, prompt in enumerate(users.short):
@@ -123,8 +124,8 @@ def _greedy(max_tokens: int) -> SamplingParams:
 def take_turns(
     engines: dict[str, LLMEngine], users: Users, num_rounds: int, *, keeps_first: bool = False
 ) -> dict:
-    """`num_rounds` runs of each, after one that warms up, which is kept if asked for. The timeline
-    of the last one only."""
+    """Return `num_rounds` runs of each engine, after one that warms up, which is kept if
+    `keeps_first`. Only the last run keeps its timeline."""
     runs: dict[str, list[dict]] = {name: [] for name in engines}
     for name in in_turn(engines, num_rounds + 1):
         runs[name].append(serve(engines[name], users))
@@ -180,7 +181,7 @@ def measure_adaptive(*, tiny: bool) -> dict:
     model, users = _model(), make_users()
     targets = TARGETS_MS[1:2] if tiny else TARGETS_MS
     engines = {f"{ms:g} ms": make_engine(model, target_step_ms=ms) for ms in targets}
-    # The first round is the one in which the policy learns.
+    # The policy learns in the first round.
     runs = take_turns(engines, users, num_rounds, keeps_first=True)
     return {"config": _config(num_rounds) | {"targets_ms": list(targets)}, "runs": runs}
 

@@ -1,13 +1,13 @@
-"""From what size of model on do compiling and a second thread pay? The whole engine, both ways.
+"""The model size from which compiling and a second thread pay. The whole engine, both ways.
 
     python -m workshop.plot_compile_border --record compile_border [--threads 2]
     python -m workshop.plot_compile_border --record threads [--sizes NAME ...]
 
-Models of five sizes with random weights serve the same requests, all there at once, with
-`compile=False` and with `compile=True`. Compiling is paid for at every start, also when the machine
-code is on the disk already: that is what `start_s` is with it, by the wall. With one thread,
-the times of serving are processor time, which other programs disturb least. So many output tokens
-win the longer start back:
+Models of five sizes with random weights serve the same requests, all there at the start, with
+`compile=False` and with `compile=True`. Compiling costs time at every start, also when the machine
+code is on the disk already: that time is `start_s` with compiling, in wall time. With one thread,
+the times of serving are processor time, which other programs disturb least. The longer start is
+paid back after this many output tokens:
 
     start_s / (seconds a token, plain - seconds a token, compiled)
 
@@ -15,7 +15,7 @@ win the longer start back:
 minutes.
 
 The part `threads` serves short prompts with one thread and with two, in turn: one request at a time
-and 16 together, on a quiet machine and beside a process that keeps one core busy.
+and 16 together, on a quiet machine and next to a process that keeps one core busy.
 `THREADS_FROM_PARAMETERS` is chosen from this. It takes five minutes; `--sizes` measures only some
 of the models and keeps the others from the last record."""
 
@@ -68,8 +68,8 @@ def config_of(shape: Sequence[int]) -> ModelConfig:
 
 
 def make_engine(config: ModelConfig, dtype: torch.dtype, limits: Limits, is_compiled: bool):
-    """An engine with weights of its own, and the seconds that it took without them, the machine
-    code being on the disk and not in this process."""
+    """Return an engine with separate weights, and the seconds to make it without them. The machine
+    code is on the disk and not in this process."""
     loaded = random_model(config, seed=0, dtype=dtype)
     start = time.perf_counter()
     engine = LLMEngine(limits.engine_config(compile=is_compiled), loaded=loaded)
@@ -93,7 +93,7 @@ def measure_shape(
     limits = Limits(max_num_seqs=num_seqs, longest=sum((PROMPT_LENS[1], OUTPUT_LENS[1])))
     engines, start_s = {}, {}
     for name, is_compiled in MODES.items():
-        make_engine(config, dtype, limits, is_compiled)  # its files are on the disk now
+        make_engine(config, dtype, limits, is_compiled)  # puts its files on the disk
         engines[name], start_s[name] = make_engine(config, dtype, limits, is_compiled)
         serve(engines[name], requests[:2], clock)
     seconds: dict[str, list[float]] = {name: [] for name in MODES}
@@ -144,7 +144,7 @@ def measure_threads(measurement: Measurement) -> dict:
 
 
 def threads_of_shape(shape: Sequence[int], dtype: torch.dtype, repeats: int) -> dict:
-    """Seconds of the same requests with each number of threads."""
+    """Return seconds of the same requests with each number of threads."""
     config = config_of(shape)
     limits = Limits(max_num_seqs=32, longest=sum((SHORT_PROMPT_LENS[1], SHORT_OUTPUT_LENS[1])))
     loaded = random_model(config, seed=0, dtype=dtype)
@@ -183,7 +183,7 @@ def keep_a_core_busy() -> Iterator[None]:
 
 
 def tokens_to_win_back(size: dict) -> float | None:
-    """Output tokens after which compiling has paid for itself. None: never."""
+    """Return the output tokens after which compiling has paid for itself. None: never."""
     plain, compiled = (statistics.median(size["seconds"][name]) for name in MODES)
     saved = (plain - compiled) / size["num_output_tokens"]
     extra = size["start_s"]["compiled"] - size["start_s"]["plain"]
@@ -208,7 +208,7 @@ def tables(record: dict) -> dict[str, str]:
 
 
 def thread_tables(record: dict) -> dict[str, str]:
-    """Output tokens a second with one thread, then with two; medians."""
+    """Return tables of output tokens a second with one thread, then with two; medians."""
     rows = []
     for name, size in record["sizes"].items():
         row = {"model": f"{name}, {size['num_parameters'] / 1e6:,.0f} M"}

@@ -1,4 +1,4 @@
-"""Decode attention against the clock: gathered, compiled, on contiguous memory, and only read.
+"""The time of decode attention: gathered, compiled, on contiguous memory, and only read.
 
     python -m workshop.plot_decode_attention --record decode_attention [--threads 1]
 
@@ -7,7 +7,7 @@ Four calls do the same work, in turn, each round starting with another; every re
 PyTorch's attention on memory without blocks, `read` sums keys and values as integers, once: no
 attention can be faster than that. The layers of a model follow each other, so that nothing is
 still in the cache.
-With one thread, times are processor time, which other programs disturb least; else the wall's.
+With one thread, times are processor time, which other programs disturb least; else wall time.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ def lengths_of(num_seqs: int, name: str) -> list[int]:
 
 
 def time_in_turn(calls: dict[str, Call], repeats: int, layers: int, threads: int) -> dict:
-    """Milliseconds of each call, all repeats."""
+    """Return milliseconds of each call, all repeats."""
     clock = time.process_time if threads == 1 else time.perf_counter
     names, times = list(calls), {name: [] for name in calls}
     for name in names:
@@ -57,7 +57,7 @@ def time_in_turn(calls: dict[str, Call], repeats: int, layers: int, threads: int
 
 
 class Memory:
-    """Random numbers, as keys and values of whatever layout."""
+    """Random numbers, as keys and values of any layout."""
 
     def __init__(self, dtype: torch.dtype, num_tokens: int) -> None:
         self.dtype, size = dtype, NUM_KV_HEADS * HEAD_DIM * num_tokens

@@ -1,9 +1,9 @@
-"""What windows save, and what they do for a prefix cache: the figure and table of
-`beyond/GROUPS.md`. `--record groups` counts, without a model and without a clock. How this script
-is called: `workshop/measure/lab_frame.py`.
+"""The savings of windows, and their effect on a prefix cache: the figure and table of
+`beyond/GROUPS.md`. `--record groups` counts, without a model and without a clock. The command line
+is described in `workshop/measure/lab_frame.py`.
 
-A model with six groups of layers, as Gemma 3's are dealt: one that sees everything, five with a
-window of 1,024. Beside it the same layers without windows, in the same memory."""
+The model has six groups of layers, arranged as Gemma 3's: one that sees everything, five with a
+window of 1,024. It is compared with the same layers without windows, in the same memory."""
 
 from __future__ import annotations
 
@@ -44,8 +44,8 @@ def conversations(scale: int) -> list[PlannedRequest]:
 
 
 def serve(windows: Sequence[int | None], capacity: int, requests: list[PlannedRequest]) -> float:
-    """One after the other, prompts in steps of 2,048. The share of prompt tokens that is found, in
-    memory for `capacity` tokens of all layers."""
+    """Serve the requests one after the other, prompts in steps of 2,048. Returns the share of
+    prompt tokens that is found, in memory for `capacity` tokens of all layers."""
     pool = BlockPool(1 + len(windows) * capacity // BLOCK_SIZE)
     memory = CachedGroupedMemory(pool, BLOCK_SIZE, windows, STEP)
     source, answers = random.Random(5), {}

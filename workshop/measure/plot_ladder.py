@@ -1,4 +1,4 @@
-"""The ladder as two figures: what each chapter does to throughput and to the two waits.
+"""The ladder as two figures: each chapter's effect on throughput and on the two waits.
 
     python workshop/measure/plot_ladder.py
 
@@ -26,19 +26,19 @@ FIGURES = Path(__file__).parents[1] / "figures"
 
 
 def regimes() -> dict[str, dict[str, dict]]:
-    """Title of a regime -> title of a rung -> what was measured."""
+    """Map the title of a regime and of a configuration to the measured numbers."""
     found = read_record(RECORD)["regimes"].values()
     return {x["title"]: {config["title"]: config for config in x["rungs"].values()} for x in found}
 
 
 def spread(config: dict, name: str) -> tuple[float, float, float]:
-    """The lowest of the runs, their median and the highest."""
+    """Return the lowest of the runs, their median and the highest."""
     values = [run[name] for run in config["runs"]]
     return min(values), statistics.median(values), max(values)
 
 
 def draw_many() -> Figure:
-    """The three numbers of README's table, as bars."""
+    """Draw the three numbers of README's table, as bars."""
     configs, *_ = regimes().values()
     figure, axes = plt.subplots(1, 3, figsize=(9, 4.6), sharey=True, layout="constrained")
     quantities = {
@@ -75,7 +75,7 @@ def draw_many() -> Figure:
 
 
 def draw_regimes() -> Figure:
-    """Throughput and the worst waits, where many users queue and where few do not."""
+    """Draw throughput and the worst waits, where many users queue and where few do not."""
     found = regimes()
     configs, *_ = found.values()
     figure, axes = plt.subplots(1, 3, figsize=(9, 4.6), sharey=True, layout="constrained")

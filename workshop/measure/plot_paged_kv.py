@@ -1,7 +1,7 @@
 """The figures and tables of chapter 2, drawn from its record. Measuring takes some minutes.
 
-What is counted and how stands in `plot_paged_kv_workloads.py`, what is timed in
-`plot_paged_kv_timing.py`; how this script is called, in `workshop/measure/lab_frame.py`.
+`plot_paged_kv_workloads.py` defines what is counted, `plot_paged_kv_timing.py` what is timed. The
+command line is described in `workshop/measure/lab_frame.py`.
 """
 
 from __future__ import annotations
@@ -72,12 +72,12 @@ ROW = 128  # slots in a row of the memory map
 
 
 def empty_share(run: dict) -> float:
-    """The share of the whole memory that holds nothing while requests wait for memory."""
+    """Return the share of the whole memory that holds nothing while requests wait for memory."""
     return 1 - run["crowded_written"] / (run["crowded_steps"] * run["total_slots"])
 
 
 def draw_memory_map(record: dict) -> Figure:
-    """One row of pixels is 128 slots. Blocks are drawn where they lie."""
+    """Draw the memory with 128 slots in a row of pixels. Blocks are drawn at their addresses."""
     figure, axes = plt.subplots(1, 2, figsize=(9, 5.6), sharey=True, layout="constrained")
     counted, num_requests = record["counted"], []
     names = {"contiguous": "2,048 slots a request", "paged": "blocks of 16 slots"}
@@ -99,7 +99,7 @@ def draw_memory_map(record: dict) -> Figure:
 
 
 def draw_slots(axis: Axes, snapshot: list[dict], block_size: int, num_slots: int) -> None:
-    boxes: dict[str, list[Path2D]] = {}  # by colour: one compound path each keeps the file small
+    boxes: dict[str, list[Path2D]] = {}  # by colour: one compound path each keeps files small
     for place, request in enumerate(snapshot):
         left = request["num_computed_tokens"]
         for block_id in request["block_ids"]:
@@ -116,7 +116,7 @@ def draw_slots(axis: Axes, snapshot: list[dict], block_size: int, num_slots: int
 
 
 def boxes_of(start: int, stop: int) -> list[Path2D]:
-    """Slots `[start, stop)` as boxes, one in each row of the map they touch."""
+    """Return slots `[start, stop)` as boxes, one in each row of the map they touch."""
     boxes = []
     for row in range(start // ROW, -(-stop // ROW)) if start < stop else ():
         low, high = max(start - row * ROW, 0), min(stop - row * ROW, ROW)
@@ -175,7 +175,7 @@ def _headline(counted: dict) -> str:
 
 
 def _floor_table(bench: dict) -> str:
-    """The floor of the bench's run by its parts, and how many times that the paged engine took."""
+    """The floor of the bench's run by its parts, and the paged engine's multiple of it."""
     floor, roofline = bench["floor"], bench["roofline"]
     num_rows = roofline["prefill"]["num_rows"]
     matrices_ms = statistics.median(roofline["prefill"]["ms"])

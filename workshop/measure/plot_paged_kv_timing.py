@@ -1,8 +1,9 @@
-"""What chapter 2's record times. `plot_paged_kv.py --record` runs it; alone it does nothing.
+"""The times of chapter 2's record. `plot_paged_kv.py --record` runs this module; alone it does
+nothing.
 
 Calls that do the same work are made in turn, each round starting with another, on one thread; every
-repeat is kept. Times are processor time, which other programs disturb less than the clock on the
-wall. What the chapter shows is ratios of medians.
+repeat is kept. Times are processor time, which other programs disturb less than wall time. The
+chapter shows ratios of medians.
 """
 
 from __future__ import annotations
@@ -22,8 +23,8 @@ NUM_SEQS, SEQ_LEN, NUM_HEADS, NUM_KV_HEADS, HEAD_DIM, NUM_LAYERS = 32, 256, 16, 
 
 
 def time_in_turn(calls: dict[str, Callable[[], object]], repeats: int) -> dict[str, list[float]]:
-    """Milliseconds of processor time of each call. Each of the `repeats` rounds starts with another
-    one."""
+    """Return milliseconds of processor time of each call. Each of the `repeats` rounds starts with
+    a different one."""
     names = list(calls)
     times: dict[str, list[float]] = {name: [] for name in names}
     for name in names:
@@ -37,7 +38,7 @@ def time_in_turn(calls: dict[str, Callable[[], object]], repeats: int) -> dict[s
 
 
 def decode_metadata(block_size: int, seed: int = 0) -> AttentionMetadata:
-    """Every sequence's blocks scattered over the memory; block 0 belongs to nobody."""
+    """Scatter every sequence's blocks over the memory; no sequence uses block 0."""
     num_blocks = NUM_SEQS * SEQ_LEN // block_size
     ids = torch.randperm(num_blocks, generator=torch.Generator().manual_seed(seed)) + 1
     tables = ids.view(NUM_SEQS, -1)
@@ -47,7 +48,7 @@ def decode_metadata(block_size: int, seed: int = 0) -> AttentionMetadata:
 
 
 def measure_time(repeats: int) -> dict:
-    """Gathering and decode attention, in milliseconds for `NUM_LAYERS` layers."""
+    """Time gathering and decode attention, in milliseconds for `NUM_LAYERS` layers."""
     torch.manual_seed(0)
     num_slots = NUM_SEQS * SEQ_LEN + max(BLOCK_SIZES)
     flat = [torch.randn(2, num_slots, NUM_KV_HEADS, HEAD_DIM) for _ in range(NUM_LAYERS)]

@@ -1,9 +1,10 @@
-"""What chapter 2's record counts. `plot_paged_kv.py --record` runs it; alone it does nothing.
+"""The counts of chapter 2's record. `plot_paged_kv.py --record` runs this module; alone it does
+nothing.
 
 The book's own loop, scheduler and KV manager serve requests whose lengths are those of functions of
 Python's standard library: the prompt is the code around a function, the output its body. No model
-runs. Where KV goes depends on lengths alone, so a scripted runner stands in. Counted numbers do not
-depend on the machine, only on the version of Python whose library is read.
+runs: KV placement depends on lengths alone, so a scripted runner replaces it. Counted numbers do
+not depend on the machine, only on the version of Python whose library is read.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ from workshop.measure.plot_batching_workloads import stdlib_functions
 SEED = 0
 NUM_REQUESTS = 256
 MAX_PROMPT, MAX_TOKENS, MAX_MODEL_LEN = 1024, 512, 2048
-NUM_SLOTS = 16384  # of KV memory, whatever it is cut into
+NUM_SLOTS = 16384  # of KV memory, for any block size
 BLOCK_SIZE = 16
 BLOCK_SIZES = [1, 2, 4, 8, 16, 32, 64, 128, 256]
 EOS = 1
@@ -40,7 +41,7 @@ QWEN3_0_6B = {"num_layers": 28, "num_kv_heads": 8, "head_dim": 128, "dtype": tor
 
 @dataclass(frozen=True, slots=True)
 class Job:
-    """One request of the workload. `max_tokens` is what its user asks for."""
+    """One request of the workload. `max_tokens` is its user's limit."""
 
     prompt_len: int
     output_len: int
@@ -48,7 +49,7 @@ class Job:
 
 
 def stdlib_jobs(tokenizer_file: Path) -> list[Job]:
-    """Chapter 1's functions of the standard library, cut to length."""
+    """Return chapter 1's functions of the standard library, cut to length."""
     functions = stdlib_functions(tokenizer_file, NUM_REQUESTS, SEED)
     return [Job(min(prompt, MAX_PROMPT), min(output, MAX_TOKENS)) for prompt, output in functions]
 
@@ -57,7 +58,7 @@ def stdlib_jobs(tokenizer_file: Path) -> list[Job]:
 
 
 class ScriptedRunner:
-    """Every request ends after its known number of outputs."""
+    """Ends every request after its known number of outputs."""
 
     def __init__(self, output_lens: dict[str, int]) -> None:
         self.remaining = dict(output_lens)
@@ -71,8 +72,8 @@ class ScriptedRunner:
 
 
 class AskingScheduler(PagedFCFSScheduler):
-    """Asks for slots in every step, and not only at admission: some memories below promise less
-    then than a reservation."""
+    """Allocates slots in every step, and not only at admission: some memories below promise less at
+    admission than a reservation."""
 
     def make_plan(self, num_tokens: dict[str, int]) -> SchedulerOutput:
         for request_id, num_new_tokens in num_tokens.items():
@@ -83,8 +84,8 @@ class AskingScheduler(PagedFCFSScheduler):
 
 
 class GrowOnDemand(KVCacheManager):
-    """Takes slots when a token needs them and reserves nothing. Safe only where the pool cannot run
-    out; chapter 4's scheduler makes it safe everywhere."""
+    """Allocates slots when a token needs them and reserves nothing. Safe only where the pool cannot
+    run out; chapter 4's scheduler makes it safe everywhere."""
 
     def allocate_slots(
         self, request: Request, num_new_tokens: int, num_reserved_tokens: int = 0
@@ -94,7 +95,7 @@ class GrowOnDemand(KVCacheManager):
 
 class FirstFit(KVCacheManager):
     """The other baseline: one contiguous region a request, as long as prompt + max_tokens, in the
-    first hole that is large enough. Blocks of one slot, but neighbours only."""
+    first hole that is large enough. Blocks have one slot, but must be adjacent."""
 
     def _allocate_blocks(self, num_blocks: int) -> list[Block] | None:
         start = 1
@@ -121,8 +122,8 @@ def serve(
 ) -> dict:
     """Run all jobs to their end and count slots after every step.
 
-    `crowded_*` are sums over the steps after which somebody waits: there memory, not demand, is
-    what limits.
+    `crowded_*` are sums over the steps after which a request waits: in those steps memory is the
+    limit and demand is not.
     """
     scheduler = AskingScheduler(memory, max_num_seqs, 2048, MAX_MODEL_LEN)
     requests = [
@@ -163,7 +164,7 @@ def serve(
     memory.check_invariants()
     result: dict[str, Any] = {"block_size": memory.block_size, "total_slots": total}
     result |= {"steps": num_steps, **sums}
-    if with_snapshot:  # the last of the crowded steps with as much written as the median, to 1 %
+    if with_snapshot:  # the last crowded step that has written the median amount, to 1 %
         median = statistics.median(snapshot["written"] for snapshot in snapshots)
         typical = [s for s in snapshots if abs(s["written"] - median) <= 0.01 * total]
         result["snapshot"] = typical[-1]
@@ -179,7 +180,7 @@ def _snapshot_of(request: Request, memory: KVCacheManager) -> dict:
 
 
 def count(jobs: list[Job]) -> dict:
-    """Everything that is counted, not timed."""
+    """Return everything that is counted, not timed."""
     endless = len(jobs) * MAX_MODEL_LEN
     contiguous = serve(jobs, make_memory(MAX_MODEL_LEN), with_snapshot=True)
     paged = serve(jobs, make_memory(BLOCK_SIZE), with_snapshot=True)

@@ -3,8 +3,8 @@
     --record ops engine loss store
     --record trace --trace FILE      replay a trace in Mooncake's format (see replay_trace.py)
 
-What is timed stands in `plot_prefix_cache_ops.py`, `..._workload.py` and `..._engine.py`, the
-tables are made in `..._tables.py`. How this script is called: `workshop/measure/lab_frame.py`.
+`plot_prefix_cache_ops.py`, `..._workload.py` and `..._engine.py` define what is timed, and
+`..._tables.py` makes the tables. The command line is described in `workshop/measure/lab_frame.py`.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ from workshop.measure.replay_trace import CACHES, make_cache, num_distinct_block
 
 CAPACITIES = (100, 300, 1000, 2000, 3000, 5000, 7000, 10000, 15000, 20000, 30000)
 
-# -- records. What measures is imported when it is needed: drawing needs no engine.
+# -- records. Measuring modules are imported when needed: drawing needs no engine.
 
 
 def measure_store(measurement: Measurement) -> dict:
@@ -111,7 +111,7 @@ MARKERS = ["o", "s", "^", "D"]
 
 
 def plot_spread(axis: Axes, times: dict[str, list[float]], **style: Any) -> list[float]:
-    """Medians as a line, and the stretch from the 10th to the 90th percentile behind it. The
+    """Draw medians as a line over an area from the 10th to the 90th percentile. Returns the
     medians."""
     xs = [int(x) for x in times]
     middle = [statistics.median(values) for values in times.values()]

@@ -1,10 +1,10 @@
-"""What a prefix cache saves, and costs, in the whole engine with the shipped checkpoint.
-`plot_prefix_cache.py --record` runs it; alone it does nothing.
+"""The savings and the cost of a prefix cache, in the whole engine with the shipped checkpoint.
+`plot_prefix_cache.py --record` runs this module; alone it does nothing.
 
 Three engines share one set of weights: no cache, hash chain, radix tree. Every request is served by
 each of them before the next one comes, each round starting with another engine. Requests come one
-at a time, so time to first token is that of the prefill and of nobody else's work. Torch uses one
-thread. Random token ids cost what text costs.
+at a time, so time to first token is that of the prefill alone, without other requests' work. Torch
+uses one thread. Random token ids cost as much as text.
 """
 
 from __future__ import annotations
@@ -33,11 +33,11 @@ UNIQUE_LEN, UNIQUE_OUTPUT_LEN = 832, 32
 
 @dataclass(frozen=True, slots=True)
 class Served:
-    """One request, as its user and the machine saw it."""
+    """One request: its user's wait and the machine's work."""
 
     answer: list[int]
     num_computed: int  # prompt tokens
-    ttft_ms: float  # clock on the wall
+    ttft_ms: float  # wall time
     first_cpu_ms: float  # processor time until the first token
     cpu_ms: float  # processor time until the last
 
@@ -99,7 +99,7 @@ def family_requests(scale: int) -> list[PlannedRequest]:
 
 
 def measure_families(loaded: LoadedModel, repeats: int, scale: int) -> dict:
-    """By family: prompt tokens, and by engine tokens computed and times to first token."""
+    """Return, by family, prompt tokens, and by engine tokens computed and times to first token."""
     engines, requests = make_engines(loaded, num_blocks=2048), family_requests(scale)
     families: dict[str, dict] = {}
     num_different = 0
@@ -137,7 +137,7 @@ def _empty_family() -> dict:
 
 
 def measure_shared_lens(loaded: LoadedModel, repeats: int, shared_lens: Sequence[int]) -> dict:
-    """`{engine: {shared tokens: [ms]}}` for prompts of `PROMPT_LEN` tokens."""
+    """Return `{engine: {shared tokens: [ms]}}` for prompts of `PROMPT_LEN` tokens."""
     source = random.Random(23)
 
     def text(length: int) -> list[int]:
@@ -153,7 +153,7 @@ def measure_shared_lens(loaded: LoadedModel, repeats: int, shared_lens: Sequence
                 engine.reset_prefix_cache()
                 serve(engine, "prefix", [*prefix, 1], 1)
             for shared in in_turn(shared_lens, round_number):
-                # A token that the prefix does not have there: exactly `shared` tokens are shared.
+                # This token differs from the prefix's, so exactly `shared` tokens are shared.
                 other = 2 if prefix[shared : shared + 1] != [2] else 3
                 prompt = [*prefix[:shared], other, *text(PROMPT_LEN - shared - 1)]
                 for name in in_turn(list(engines), round_number):
@@ -201,7 +201,7 @@ def describe(loaded: LoadedModel) -> dict:
 
 
 def measure_engine(repeats: int, *, tiny: bool = False) -> dict:
-    """Everything of `--record engine`."""
+    """Measure everything of `--record engine`."""
     loaded = load()
     shared_lens = SHARED_LENS[::4] if tiny else SHARED_LENS
     return {
@@ -212,7 +212,7 @@ def measure_engine(repeats: int, *, tiny: bool = False) -> dict:
 
 
 def measure_engine_loss(num_prompts: int) -> dict:
-    """Everything of `--record loss`."""
+    """Measure everything of `--record loss`."""
     loaded = load()
     config = {"prompt_len": UNIQUE_LEN, "output_len": UNIQUE_OUTPUT_LEN, "clock": "processor time"}
     return {"config": {**describe(loaded), **config}, **measure_loss(loaded, num_prompts)}

@@ -1,10 +1,10 @@
-"""What the caches themselves cost, without a model. `plot_prefix_cache.py --record` runs it; alone
-it does nothing.
+"""The cost of the caches themselves, without a model. `plot_prefix_cache.py --record` runs this
+module; alone it does nothing.
 
-Every repeat is kept. What is compared is run in turn, each round starting with another. Times are
-processor time of one thread, which other programs disturb less than the clock on the wall. Python's
-cycle collector is off while something is timed, as `timeit` does: with a million cached blocks one
-collection takes longer than everything here.
+Every repeat is kept. Compared calls run in turn, each round starting with another. Times are
+processor time of one thread, which other programs disturb less than wall time. Python's cycle
+collector is off during timing, as in `timeit`: with a million cached blocks one collection takes
+longer than everything here.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ def no_collection() -> Iterator[None]:
 
 
 def cpu_us(call: Callable[[], Any]) -> tuple[float, Any]:
-    """Microseconds of processor time of one call, and what it returns."""
+    """Return microseconds of processor time of one call, and its result."""
     start = time.process_time_ns()
     result = call()
     return (time.process_time_ns() - start) / 1e3, result
@@ -75,10 +75,10 @@ def random_prompt(source: np.random.Generator) -> list[int]:
 
 
 class FilledCache:
-    """A cache full of prompts that nobody uses, and blocks for one prompt more.
+    """A cache full of prompts that no request uses, and blocks for one more prompt.
 
-    `_prompts` has them in the order of their last use, as arrays: every call of the cache is given
-    token ids of its own, as from a tokenizer. Comparing an object with itself would be cheaper.
+    `_prompts` holds them in the order of their last use, as arrays: every call of the cache gets
+    new token id objects, as from a tokenizer. Comparing an object with itself would be cheaper.
     """
 
     def __init__(self, name: str, num_prompts: int) -> None:
@@ -87,15 +87,15 @@ class FilledCache:
         self._source = np.random.default_rng(num_prompts)
         self._random = random.Random(num_prompts)
         self._prompts: deque[np.ndarray] = deque()
-        tokens = list(range(VOCAB_SIZE))  # one object a token, or a million blocks take 10 GB
+        tokens = list(range(VOCAB_SIZE))  # one object a token, else a million blocks take 10 GB
         for _ in range(num_prompts):
             prompt = random_prompt(self._source)
             self._prompts.append(np.array(prompt, dtype=np.int32))
             self.cache.cache_computed_blocks([tokens[t] for t in prompt])
 
     def time_round(self) -> dict[str, float]:
-        """Microseconds of each operation on a whole prompt: one that is cached is matched, used and
-        let go, one that is new is missed and inserted. The cache is as full afterwards."""
+        """Return microseconds of each operation on a whole prompt: a cached one is matched, used
+        and released, a new one is missed and inserted. The cache is as full afterwards."""
         cache, times = self.cache, {}
         index = self._random.randrange(len(self._prompts))
         self._prompts.append(self._prompts[index])
@@ -122,7 +122,7 @@ class FilledCache:
 
 
 def measure_sizes(num_prompts: Sequence[int], repeats: int) -> dict:
-    """`{cache: {cached blocks: {operation: [microseconds for a prompt]}}}`."""
+    """Return `{cache: {cached blocks: {operation: [microseconds for a prompt]}}}`."""
     filled = {(name, num): FilledCache(name, num) for num in num_prompts for name in CACHES}
     times = {
         name: {str(num * PROMPT_BLOCKS): {op: [] for op in OPERATIONS} for num in num_prompts}
@@ -141,7 +141,7 @@ def measure_sizes(num_prompts: Sequence[int], repeats: int) -> dict:
 
 
 def split_path(name: str, num_nodes: int) -> tuple[PrefixCache, list[int]]:
-    """A cache with one prompt in it, whose path others leave at `num_nodes - 1` places."""
+    """Build a cache with one prompt, whose path other prompts leave at `num_nodes - 1` places."""
     source = np.random.default_rng(num_nodes)
     cache = make_cache(name, 2 * PROMPT_BLOCKS)
     prompt = random_prompt(source)
@@ -153,7 +153,7 @@ def split_path(name: str, num_nodes: int) -> tuple[PrefixCache, list[int]]:
 
 
 def measure_depths(depths: Sequence[int], repeats: int) -> dict:
-    """`{cache: {nodes: [microseconds to match a prompt]}}`."""
+    """Return `{cache: {nodes: [microseconds to match a prompt]}}`."""
     split = {(name, depth): split_path(name, depth) for depth in depths for name in CACHES}
     times = {name: {str(depth): [] for depth in depths} for name in CACHES}
     with no_collection():
@@ -168,13 +168,13 @@ def measure_depths(depths: Sequence[int], repeats: int) -> dict:
     return times
 
 
-# -- a whole prompt: found and taken over, beside a design that keeps less
+# -- a whole prompt, matched and allocated, compared with a design that keeps less
 
 
 class DictOfHashes:
-    """What the description of nano-vllm's block manager says, written anew: a dictionary from
-    chained hashes to block ids, tokens compared at each hit, and blocks that stay findable until
-    they are taken again. No extra keys, no listener, nothing refused, nothing checked."""
+    """The published design of nano-vllm's block manager, written from its description: a dictionary
+    from chained hashes to block ids, tokens compared at each hit, and blocks that stay findable
+    until they are reallocated. No extra keys, listener, refusals or checks."""
 
     def __init__(self, num_blocks: int, hash_bytes: Callable[[bytes], int]) -> None:
         self.hash_bytes = hash_bytes
@@ -185,7 +185,7 @@ class DictOfHashes:
         self.free = deque(range(num_blocks))
 
     def take(self, token_ids: list[int]) -> list[int]:
-        """A block for each full block of tokens, cached or fresh."""
+        """Return a block for each full block of tokens, cached or fresh."""
         table, parent = [], b""
         for start in range(0, len(token_ids) - BLOCK_SIZE + 1, BLOCK_SIZE):
             tokens = token_ids[start : start + BLOCK_SIZE]
@@ -219,7 +219,7 @@ def blake2b_64(content: bytes) -> int:
 
 
 class PromptTimer:
-    """Admission of a prompt: find what is cached, take the rest into the cache. Then its end."""
+    """Admission of a prompt: look up its cached blocks, then cache the rest. Then its end."""
 
     def __init__(self, name: str, num_prompts: int) -> None:
         self.cache = make_cache(name, num_prompts * PROMPT_BLOCKS)
@@ -241,8 +241,8 @@ class PromptTimer:
 
 
 def measure_prompts(num_prompts: int, repeats: int) -> dict:
-    """`{design: {"new" | "known": [microseconds for a prompt]}}`; every cache is full, so a new
-    prompt also evicts an old one. A known prompt is in use by another request."""
+    """Return `{design: {"new" | "known": [microseconds for a prompt]}}`; every cache is full, so a
+    new prompt also evicts an old one. A known prompt is in use by another request."""
     designs: dict[str, PromptTimer | DictOfHashes] = {
         name: PromptTimer(name, num_prompts) for name in CACHES
     }
@@ -272,7 +272,7 @@ def measure_prompts(num_prompts: int, repeats: int) -> dict:
 
 
 def measure_operations(repeats: int, *, tiny: bool = False) -> dict:
-    """Everything of `--record ops` but the workload."""
+    """Measure everything of `--record ops` except the workload."""
     num_prompts = NUM_PROMPTS[:2] if tiny else NUM_PROMPTS
     return {
         "config": {

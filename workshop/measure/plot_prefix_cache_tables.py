@@ -17,13 +17,13 @@ def hit_rate(run: dict) -> float:
 
 
 def in_order(families: dict[str, dict]) -> dict[str, dict]:
-    """From the family that shares the most to the one that shares nothing."""
+    """Sort the families from the most shared tokens to none."""
     left = {name: f["num_computed"]["hash"] / f["num_prompt"] for name, f in families.items()}
     return {name: families[name] for name in sorted(families, key=left.__getitem__)}
 
 
 def spread(values: Sequence[float], digits: int = 0) -> str:
-    """`median (10th - 90th percentile)`."""
+    """Return `median (10th - 90th percentile)`."""
     shown = [f"{value:,.{digits}f}" for value in percentiles(values, [50, 10, 90])]
     return f"{shown[0]} ({shown[1]} - {shown[2]})"
 
@@ -114,7 +114,7 @@ def tables_of_engine(record: dict) -> dict[str, str]:
 
 
 def tables_of_loss(record: dict) -> dict[str, str]:
-    """Each request is compared with itself in the engine without a cache."""
+    """Compare each request with itself in the engine without a cache."""
     rows = []
     for name in ("hash", "radix"):
         cells = [NAMES[name]]

@@ -1,5 +1,5 @@
-"""Both caches on one workload, without a model. `plot_prefix_cache.py --record` runs it; alone it
-does nothing.
+"""Both caches on one workload, without a model. `plot_prefix_cache.py --record` runs this module;
+alone it does nothing.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from workshop.measure.prefix_workloads import PlannedRequest, PrefixWorkload
 
 
 def mixed_requests(scale: int = 1) -> list[PlannedRequest]:
-    """Chats, system prompts, few-shot templates and unique prompts, in a random order."""
+    """Draw chats, system prompts, few-shot templates and unique prompts, in a random order."""
     workload = PrefixWorkload(VOCAB_SIZE, seed=3)
     sessions = [
         *workload.chats(12 * scale, 6, first_len=200, user_len=60, output_len=90),
@@ -31,7 +31,7 @@ def mixed_requests(scale: int = 1) -> list[PlannedRequest]:
 
 
 def serve_without_model(cache: PrefixCache, requests: Sequence[PlannedRequest]) -> dict:
-    """One request after the other, through the calls an engine makes. Microseconds for each."""
+    """Serve requests one after the other, by an engine's calls. Returns microseconds for each."""
     source, answers = random.Random(5), {}
     us, num_hit, num_looked_up, num_evicted = [], 0, 0, 0
     for request in requests:
@@ -70,8 +70,8 @@ def _serve(cache: PrefixCache, prompt: list[int], answer: list[int]) -> tuple[in
 
 
 def measure_workload(repeats: int, num_tokens: int = 48_000, scale: int = 1) -> dict:
-    """`{cache and block size: {hit rate, [[microseconds of each request]]}}` in as many tokens of
-    memory."""
+    """Return `{cache and block size: {hit rate, [[microseconds of each request]]}}`, in memory for
+    `num_tokens` tokens."""
     requests = mixed_requests(scale)
     kinds = {"hash, 16": ("hash", 16), "radix, 16": ("radix", 16), "radix, 1": ("radix", 1)}
     runs: dict[str, list[dict]] = {kind: [] for kind in kinds}

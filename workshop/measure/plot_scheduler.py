@@ -1,9 +1,10 @@
 """The figures and tables of chapter 4, drawn from its records.
 
 `lab`, `memory`, `thrash` and `rules` are simulated on a cost model that `lab` fits to the shipped
-checkpoint on this machine; `control` times the schedulers themselves and wants a quiet one. What is
-measured stands in `plot_scheduler_lab.py` and `plot_scheduler_control.py`, the tables in
-`plot_scheduler_tables.py`; how this script is called, in `workshop/measure/lab_frame.py`.
+checkpoint on this machine; `control` times the schedulers themselves and wants a quiet one.
+`plot_scheduler_lab.py` and `plot_scheduler_control.py` define the measurements,
+`plot_scheduler_tables.py` the tables. The command line is described in
+`workshop/measure/lab_frame.py`.
 """
 
 from __future__ import annotations
@@ -74,7 +75,7 @@ def draw_memory(record: dict) -> Figure:
 
 
 def draw_lab(record: dict) -> Figure:
-    """A panel for each workload, a numbered mark for each system."""
+    """Draw a panel for each workload, a numbered mark for each system."""
     workloads = record["workloads"]
     figure, axes = plt.subplots(2, 2, figsize=(9, 9), layout="constrained")
     systems = list(next(iter(workloads.values())))
@@ -108,7 +109,7 @@ def _mark(system: str) -> dict:
 
 
 def _label_points(axis: Axes, points: list[tuple[float, float]]) -> None:
-    """The numbers of the systems above their marks; those whose marks touch share one label."""
+    """Write the systems' numbers above their marks; systems whose marks touch share one label."""
     (_, width), (_, height) = axis.get_xlim(), axis.get_ylim()
 
     def touch(i: int, j: int) -> bool:
@@ -134,7 +135,7 @@ def _label_points(axis: Axes, points: list[tuple[float, float]]) -> None:
 
 
 def _ranges(numbers: list[int]) -> str:
-    """`[1, 2, 3, 6]` is "1-3, 6"."""
+    """Format ranges: `[1, 2, 3, 6]` is "1-3, 6"."""
     parts: list[list[int]] = []
     for number in numbers:
         if parts and number == parts[-1][-1] + 1:
@@ -145,7 +146,7 @@ def _ranges(numbers: list[int]) -> str:
 
 
 def draw_thrash(record: dict) -> Figure:
-    """One panel a system, the others behind it."""
+    """Draw one panel a system, with the other systems in the background."""
     runs = record["runs"]
     figure, axes = plt.subplots(
         2, 3, figsize=(9, 5.6), sharex=True, sharey=True, layout="constrained"

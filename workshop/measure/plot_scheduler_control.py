@@ -1,5 +1,5 @@
-"""What the host does for a step: `plot_scheduler.py --record control`. First the schedulers alone,
-then the whole engine around a model that returns the same logits at once. Alone:
+"""The host's work in a step: `plot_scheduler.py --record control`. First the schedulers alone, then
+the whole engine around a model that returns the same logits immediately. Alone:
 
 python -m workshop.plot_scheduler_control --profile      where the time goes, 1,024 running
 python -m workshop.plot_scheduler_control --host         the whole host step, its parts
@@ -52,7 +52,7 @@ KINDS: dict[str, Callable[[int], SchedulerInterface]] = {
 
 
 def fill(scheduler: SchedulerInterface, num_running: int, num_waiting: int) -> None:
-    """Everybody has computed its prompt, at different places in their blocks."""
+    """Fill with requests whose prompts are computed, at different positions in their blocks."""
     rng = random.Random(0)
 
     def add(name: str, length: int) -> None:
@@ -69,7 +69,7 @@ def fill(scheduler: SchedulerInterface, num_running: int, num_waiting: int) -> N
 
 
 def step(scheduler: SchedulerInterface) -> float:
-    """Seconds of one decode step's decisions."""
+    """Return the seconds of one decode step's decisions."""
     start = time.perf_counter()
     output = scheduler.schedule()
     elapsed = time.perf_counter() - start
@@ -83,7 +83,7 @@ def step(scheduler: SchedulerInterface) -> float:
 
 
 def make_engine(num_running: int) -> LLMEngine:
-    """The engine with everybody running and decoding, at different places in their blocks."""
+    """Build the engine with all requests decoding, at different positions in their blocks."""
     limits = EngineConfig(
         device="cpu",
         max_num_seqs=num_running,
@@ -108,8 +108,8 @@ def make_engine(num_running: int) -> LLMEngine:
 
 
 def host_step(engine: LLMEngine) -> dict[str, float]:
-    """Milliseconds of each part of one decode step. `outputs` is what the engine does around the
-    loop of chapter 1; `whole` is all but the model's forward."""
+    """Return milliseconds of each part of one decode step. `outputs` is the engine's work around
+    the loop of chapter 1; `whole` is all but the model's forward."""
     start = time.perf_counter()
     engine.step()
     total = (time.perf_counter() - start) * 1e3
@@ -121,8 +121,8 @@ def host_step(engine: LLMEngine) -> dict[str, float]:
 
 
 def measure_host(*, tiny: bool) -> dict[str, dict[str, list[float]]]:
-    """`{number running: {part: microseconds of each step}}`. The sizes take turns. Python's
-    collector is as a server has it: else it runs within every step that makes 700 objects."""
+    """Return `{number running: {part: microseconds of each step}}`. The sizes take turns. Python's
+    collector is set as in a server, else it runs in every step that makes 700 objects."""
     freeze_gc_heap()
     num_rounds, num_steps = (1, 3) if tiny else (5, 32)
     sizes = NUM_RUNNING_HOST[: 1 if tiny else None]
@@ -137,7 +137,7 @@ def measure_host(*, tiny: bool) -> dict[str, dict[str, list[float]]]:
 
 
 def measure_control(*, tiny: bool) -> dict:
-    """Microseconds of each step. The kinds take turns, a stretch of steps each."""
+    """Return microseconds of each step. The kinds take turns, several steps each."""
     num_rounds, num_steps = (1, 3) if tiny else (5, 32)
     running_us: dict[str, dict[str, list[float]]] = {kind: {} for kind in KINDS}
     for num_running in NUM_RUNNING[: 2 if tiny else None]:

@@ -1,5 +1,5 @@
-"""Every policy: what `plot_scheduler.py --record lab memory thrash` measures. Alone it
-does nothing."""
+"""Every policy: the measurements of `plot_scheduler.py --record lab memory thrash`. Alone this
+module does nothing."""
 
 from __future__ import annotations
 
@@ -26,12 +26,12 @@ BLOCK_SIZE = 16
 LIMITS: dict[str, Any] = {"max_num_seqs": 64, "max_num_batched_tokens": 1024}
 NUM_BLOCKS = 500  # 8,000 positions
 NUM_REQUESTS = 400
-LOAD = 1.05  # times what a machine with this cost model carries, so that queues form
+LOAD = 1.05  # times the capacity of a machine with this cost model, so that queues form
 MAX_TTFT_S, MAX_ITL_S = 1.0, 0.05
 
 
 def systems(num_blocks: int) -> dict[str, System]:
-    """A fresh one of each. Cheap: nothing is computed yet."""
+    """Return a new system of each kind. Cheap, because nothing is computed yet."""
 
     def make(kind: type[System], policy: str = "fcfs", **options: Any) -> System:
         memory = make_kv_memory(num_blocks)
@@ -50,7 +50,7 @@ def systems(num_blocks: int) -> dict[str, System]:
 
 
 def fit_to_this_machine(num_requests: int) -> dict:
-    """The shipped checkpoint serves chats and long prompts; each step is one sample."""
+    """Fit to chats and long prompts on the shipped checkpoint; each step is one sample."""
     from common.engine import LLMEngine
     from common.engine_config import EngineConfig
     from request import SamplingParams
@@ -100,7 +100,7 @@ def measure_lab(*, tiny: bool) -> dict:
 
 
 def most_per_second(requests: list[SimulatedRequest], cost_model: CostModel) -> float:
-    """Requests a second if all are there at once: what the plainest system carries."""
+    """Return the plainest system's capacity: requests a second if all are there at the start."""
     scheduler = Scheduler(kv_memory=make_kv_memory(NUM_BLOCKS), **LIMITS)
     return len(requests) / simulate(scheduler, requests, cost_model).steps[-1].end_s
 
@@ -138,7 +138,8 @@ def summarise(run: Simulation, scheduler: PreemptiveScheduler) -> dict:
 
 
 def measure_memory(fit: dict, *, tiny: bool) -> dict:
-    """The same requests, all there at once, on one pool: reserve, fill, and fill to a watermark."""
+    """Serve the same requests, all there at the start, on one pool: reserve, fill, and fill to a
+    watermark."""
     cost_model = CostModel(**fit["cost_model"])
     requests = chat(20 if tiny else 200, rate=1e6)
     ways = {
@@ -172,7 +173,7 @@ def measure_memory(fit: dict, *, tiny: bool) -> dict:
 
 
 def measure_thrash(fit: dict, *, tiny: bool) -> dict:
-    """Trap 26. Bursts on a third of the memory, at a rate that it does not carry."""
+    """Measure Trap 26: bursts on a third of the memory, at a rate above its capacity."""
     cost_model = CostModel(**fit["cost_model"])
     requests = bursts(20 if tiny else 300, rate=30.0, seed=3)
     ways = {
@@ -222,7 +223,7 @@ LONGEST_CHUNK = 128  # so that several prompts are cut at one time
 
 
 def measure_rules(fit: dict, *, tiny: bool) -> dict:
-    """Two rules of admission, each as it is here and as vLLM has it. Prompts are cut."""
+    """Compare two rules of admission, each as here and as in vLLM. Prompts are cut."""
     cost_model = CostModel(**fit["cost_model"])
     num_requests = 12 if tiny else NUM_REQUESTS
     workloads: dict[str, dict] = {}

@@ -1,8 +1,8 @@
 """The figures and tables of chapter 5, drawn from its records.
 
-All parts but `rules` are times and want a quiet machine. What is measured stands in
-`plot_spec_decode_engine.py` and `plot_spec_decode_lab.py`, the tables in
-`plot_spec_decode_tables.py`; how this script is called, in `workshop/measure/lab_frame.py`.
+All parts but `rules` are times and want a quiet machine. `plot_spec_decode_engine.py` and
+`plot_spec_decode_lab.py` define the measurements, `plot_spec_decode_tables.py` the tables. The
+command line is described in `workshop/measure/lab_frame.py`.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ CLOCK = "time.perf_counter"
 
 
 def style_of(system: str) -> dict:
-    """Colour: the proposer. Dashed: the length adapts. Pale: fewer draft tokens."""
+    """A line style. Colour: the proposer. Dashed: adaptive length. Pale: fewer draft tokens."""
     color = NGRAM if system.startswith("n-gram") else DRAFT
     style = {"color": color, "linestyle": "-", "marker": "o"}
     if "adaptive" in system:

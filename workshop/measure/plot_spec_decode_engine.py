@@ -1,11 +1,11 @@
-"""What speculation gains and loses in the whole engine, with the shipped pair of models.
-`plot_spec_decode.py --record engine formula` runs it; alone it does nothing.
+"""The gain and the loss of speculation in the whole engine, with the shipped pair of models.
+`plot_spec_decode.py --record engine formula` runs this module; alone it does nothing.
 
-All systems share one set of weights and take turns, each round beginning with another one. Times
-are of decoding: steps that compute prompts count with their guessing only. Prompts come from files
+All systems share one set of weights and take turns; each round starts with a different one. Times
+are of decoding: of steps that compute prompts only the proposing counts. Prompts come from files
 that neither model was trained on.
 
-    copies     greedy, boilerplate whose continuation repeats its pattern: n-gram's home ground
+    copies     greedy, boilerplate whose continuation repeats its pattern: best case of n-grams
     code       greedy, code from anywhere in a file; a small model soon repeats itself, too
     sampled    the same prompts at temperature 1: text that does not repeat
 """
@@ -35,7 +35,7 @@ SYSTEMS: dict[str, dict | None] = {
     "draft, 4": {"method": "draft", "num_spec_tokens": 4, "adaptive": False},
     "draft, adaptive": {"method": "draft"},
 }
-BATCH_SIZES = {1: 2, 4: 1, 16: 1, 64: 1}  # and how many batches of this size a turn serves
+BATCH_SIZES = {1: 2, 4: 1, 16: 1, 64: 1}  # batch size: batches of this size in a turn
 PROMPT_LEN, OUTPUT_LEN = 192, 48
 NAMES = ("alpha", "count", "name", "path", "size", "left", "right", "value", "width", "items")
 
@@ -59,7 +59,7 @@ def held_out_texts(tokenizer: Tokenizer, longer_than: int = 0) -> list[list[int]
 
 
 def pieces_of(texts: list[list[int]], num_pieces: int, length: int) -> list[list[int]]:
-    """From anywhere in the texts, which take turns."""
+    """Return parts from anywhere in the texts, which take turns."""
     rng, pieces = random.Random(0), []
     for i in range(num_pieces):
         ids = texts[i % len(texts)]
@@ -74,7 +74,7 @@ def code_prompts(tokenizer: Tokenizer, num_prompts: int) -> list[list[int]]:
 
 
 def copy_prompts(tokenizer: Tokenizer, num_prompts: int) -> list[list[int]]:
-    """Classes whose constructor stores its arguments, again and again."""
+    """Return prompts with classes whose constructor stores its arguments, again and again."""
     rng = random.Random(1)
     prompts = []
     for _ in range(num_prompts):
@@ -97,7 +97,7 @@ WORKLOADS: dict[str, tuple[Callable[[Tokenizer, int], list[list[int]]], Sampling
 
 @dataclass(slots=True)
 class Watch:
-    """An engine's `on_step`: what its steps took."""
+    """An engine's `on_step`: records the times of its steps."""
 
     decode_ms: float = 0.0
     num_tokens: int = 0  # of decoding
@@ -150,7 +150,7 @@ def serve(
 
 
 def in_turn(systems: dict, num_rounds: int):
-    """Every system once a round, each round beginning with another one."""
+    """Yield every system once a round, each round starting with a different one."""
     names = list(systems)
     for round_ in range(num_rounds):
         shift = round_ % len(names)
@@ -158,7 +158,7 @@ def in_turn(systems: dict, num_rounds: int):
 
 
 def measure_engine(*, tiny: bool) -> dict:
-    """For each workload, batch size and system, a list of turns."""
+    """Return a list of turns for each workload, batch size and system."""
     models = load_models()
     num_rounds = 1 if tiny else 3
     engines = {name: make_engine(models, spec) for name, spec in SYSTEMS.items()}
@@ -189,8 +189,8 @@ def measure_engine(*, tiny: bool) -> dict:
 
 
 def measure_formula(*, tiny: bool) -> dict:
-    """Numbers of drafts, for one request and for 32 at a time: what the formula is made of, and
-    what came of it."""
+    """Measure the formula's inputs and the actual speed, by number of draft tokens, for one request
+    and for 32 at a time."""
     models = load_models()
     lengths = (1, 3) if tiny else (1, 2, 3, 4, 5, 6, 8)
     batch_sizes = (1,) if tiny else (1, 32)

@@ -1,9 +1,9 @@
-"""Speculation without an engine: what each rule accepts, and what a guess costs.
-`plot_spec_decode.py --record rules proposers` runs it; alone it does nothing.
+"""Speculation without an engine: the acceptance of each rule, and the cost of a draft token.
+`plot_spec_decode.py --record rules proposers` runs this module; alone it does nothing.
 
 `rules`: target and draft distributions at every position of held-out files; the chance that a draft
-is accepted, worked out exactly from each pair, not sampled.
-`proposers`: one step's guessing, for histories of different lengths.
+token is accepted, computed exactly from each pair, not sampled.
+`proposers`: the proposing of one step, for histories of different lengths.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ LONG_HISTORY_LENS = (*HISTORY_LENS, 8192, 32768)
 
 @torch.inference_mode()
 def _logits(loaded: LoadedModel, ids: list[int]) -> torch.Tensor:
-    """[len(ids), vocab_size]: every position of one text."""
+    """Return the logits of every position of one text, [len(ids), vocab_size]."""
     size = 16
     num_blocks = -(-len(ids) // size)
     cache = allocate_kv_cache(loaded, num_blocks + 1, size)
@@ -92,12 +92,12 @@ def _history(length: int) -> RunnerRequest:
 
 
 def _follow(request: RunnerRequest) -> ProposerInput:
-    """After a decode step: behind by the last token."""
+    """Return the input after a decode step: the proposer lags by the last token."""
     return ProposerInput(request, request.num_tokens - 2, request.num_tokens - 1)
 
 
 def search_anew(tokens: list[int], longest: int, shortest: int, k: int) -> list[int]:
-    """The look-up without an index: the whole history, in each step."""
+    """Search without an index: the whole history, in each step."""
     for n in range(longest, shortest - 1, -1):
         suffix = tokens[-n:]
         for start in range(len(tokens) - n):
@@ -114,7 +114,7 @@ def _time_us(step: Callable[[], object], num_steps: int) -> float:
 
 
 def measure_proposers(*, tiny: bool) -> dict:
-    """Microseconds of a step: one token has come, four guesses are asked for."""
+    """Return microseconds of a step with one new token that proposes four draft tokens."""
     num_rounds, num_steps = (1, 3) if tiny else (7, 30)
     lengths = LONG_HISTORY_LENS[:2] if tiny else LONG_HISTORY_LENS
     loaded = load_model(SHIPPED_DRAFT, "auto", torch.device("cpu"))
@@ -150,7 +150,7 @@ def measure_proposers(*, tiny: bool) -> dict:
 
 
 def _draft_step(loaded: LoadedModel, length: int) -> Callable[[], object]:
-    """Nothing is accepted, so each step feeds one known token and three guesses."""
+    """Return a step that feeds one known token and three draft tokens: no token is accepted."""
     state = SharingRunnerState(max_num_seqs=1, max_blocks_per_request=200)
     history = _history(length - 1)
     block_ids = list(range(1, 1 + -(-(length + 50) // 16)))

@@ -21,7 +21,7 @@ def median(turns: Sequence[dict], field: str) -> float:
 
 
 def speedups(turns: Sequence[dict], plain: Sequence[dict]) -> list[float]:
-    """Of each round, against the same round's plain decoding."""
+    """Return each round's speed relative to the same round's plain decoding."""
     pairs = zip(turns, plain, strict=True)
     return [turn["tokens_per_s"] / other["tokens_per_s"] for turn, other in pairs]
 
@@ -64,7 +64,7 @@ def tables_of_engine(record: dict) -> dict[str, str]:
 
 
 def predict(points: dict[str, list[dict]], k: int) -> tuple[float, float]:
-    """`(tokens per pass, speed-up)` by the formula, from what was measured apart: the acceptance,
+    """Return `(tokens per pass, speed-up)` by the formula, from separate measurements: acceptance,
     and the times of a pass over 1 + k tokens and of k rounds, in units of a plain step."""
     turns, plain_ms = points[str(k)], median(points["0"], "verify_ms")
     tokens = expected_tokens(median(turns, "acceptance"), k)

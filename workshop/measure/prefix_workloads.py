@@ -1,21 +1,21 @@
 """Requests that share prefixes: made to measure, and read from a published trace.
 
-Prompts share their beginnings for a few reasons only, and each has its own tree:
+Prompts share their beginnings for a few reasons only, and each has a different tree:
 
     shared system prompt    S0 u, S0 u, S1 u, S0 u ...        a few long trunks, many short twigs
     multi-turn chat         u0, u0 a0 u1, u0 a0 u1 a1 u2      one growing branch a user
     few-shot template       I E0 q, I E0 q, I E1 q ...        a trunk, branches, twigs
-    unique prompt           u, u, u ...                       nothing shared: what a cache costs
+    unique prompt           u, u, u ...                       nothing shared: the cost of a cache
 
-Texts that are not meant to be shared differ in their very first token. So what a cache without
-bounds finds is known in advance, to the token. A later turn of a chat contains the answers to the
-turns before it, which only the engine knows; `PlannedRequest.prompt` puts them in.
+Texts that are not meant to be shared differ in their very first token. So the hits of a cache
+without bounds are known in advance, to the token. A later turn of a chat contains the answers to
+the turns before it, which only the engine knows; `PlannedRequest.prompt` inserts them.
 
 A trace in the form of the Mooncake FAST'25 release has lengths and block identities instead of
-tokens: `hash_ids[i]` stands for 512 tokens and everything before them, the last one for what is
-left. So equal ids have equal predecessors, and `read_trace` insists on it.
+tokens: `hash_ids[i]` represents 512 tokens and everything before them, the last one the remaining
+tokens. So equal ids have equal predecessors, and `read_trace` checks this.
 
-Invariants: equal seeds give equal requests; sessions keep their order whatever the mix.
+Invariants: equal seeds give equal requests; sessions keep their order in any mix.
 
 Source: Mooncake, arXiv 2407.00079, and the traces released with its FAST'25 paper.
 """
@@ -35,14 +35,14 @@ TRACE_BLOCK_SIZE = 512
 
 @dataclass(frozen=True, slots=True)
 class PlannedRequest:
-    """One request to come. Its prompt is `new_token_ids`, behind the conversation so far if it
+    """One request to come. Its prompt is `new_token_ids`, after the conversation so far if it
     `follows` an earlier request."""
 
     request_id: str
     family: str
     new_token_ids: tuple[int, ...]
     output_len: int
-    history: tuple[PlannedRequest, ...] = ()  # the turns before this one, the first of them first
+    history: tuple[PlannedRequest, ...] = ()  # the turns before this one, in order
 
     def prompt(self, answers: Mapping[str, Sequence[int]]) -> list[int]:
         """The prompt's token ids. `answers` has the output of each earlier turn by request id.
@@ -86,7 +86,7 @@ class PrefixWorkload:
         user_len: int,
         output_len: int,
     ) -> list[Session]:
-        """`num_groups` applications with a system prompt each, and their users' questions."""
+        """Draw `num_groups` applications with a system prompt each, and their users' questions."""
         sessions: list[Session] = []
         for system in self._roots(num_groups, system_len):
             for user in self._texts(requests_per_group, user_len):
@@ -96,7 +96,7 @@ class PrefixWorkload:
     def chats(
         self, num_chats: int, num_turns: int, first_len: int, user_len: int, output_len: int
     ) -> list[Session]:
-        """Users who ask `num_turns` times: `first_len` tokens, then `user_len` at each turn."""
+        """Draw users with `num_turns` turns: `first_len` tokens, then `user_len` at each turn."""
         sessions: list[Session] = []
         for first in self._roots(num_chats, first_len):
             turns: Session = []
@@ -115,7 +115,7 @@ class PrefixWorkload:
         question_len: int,
         output_len: int,
     ) -> list[Session]:
-        """One instruction for all, examples for each task, and questions."""
+        """Draw one instruction for all, examples for each task, and questions."""
         (instruction,) = self._roots(1, instruction_len)
         sessions: list[Session] = []
         for examples in self._texts(num_tasks, examples_len):
@@ -125,14 +125,14 @@ class PrefixWorkload:
         return sessions
 
     def unique_prompts(self, num_requests: int, prompt_len: int, output_len: int) -> list[Session]:
-        """Prompts of which no two share even their first token."""
+        """Draw prompts that all differ in their first token."""
         return [
             [self._request("unique", text, output_len)]
             for text in self._roots(num_requests, prompt_len)
         ]
 
     def arrive(self, sessions: Sequence[Session]) -> list[PlannedRequest]:
-        """All requests in a random order of arrival; each session keeps its own."""
+        """Return all requests in a random order of arrival; each session keeps its order."""
         turns = [index for index, session in enumerate(sessions) for _ in session]
         self._random.shuffle(turns)
         queues = [iter(session) for session in sessions]
@@ -157,7 +157,7 @@ class PrefixWorkload:
         return self._behind(iter(firsts), count, length)
 
     def _roots(self, count: int, length: int) -> list[tuple[int, ...]]:
-        """As `_texts`, and different from all roots before."""
+        """Return texts as `_texts` does, but different from all roots before."""
         return self._behind(self._first_tokens, count, length)
 
     def _behind(self, firsts: Iterator[int], count: int, length: int) -> list[tuple[int, ...]]:
@@ -187,9 +187,9 @@ class TraceRequest:
 
 
 def read_trace(path: str | Path) -> list[TraceRequest]:
-    """All requests, in the order of the file. Empty lines are passed over.
+    """Read all requests, in the order of the file. Empty lines are skipped.
 
-    Raises `FileNotFoundError`, and `ValueError` that names the line and what is wrong in it.
+    Raises `FileNotFoundError`, and `ValueError` that names the line and its error.
     """
     requests: list[TraceRequest] = []
     parents: dict[int, int | None] = {}
@@ -237,7 +237,7 @@ def _is_count(value: object) -> TypeGuard[int]:
 
 
 def _check_parents(request: TraceRequest, parents: dict[int, int | None]) -> None:
-    """An id stands for everything up to its block: it always comes behind the same one."""
+    """Check that an id always follows the same one: it means everything up to its block."""
     before = None
     for hash_id in request.hash_ids:
         if parents.setdefault(hash_id, before) != before:
@@ -246,10 +246,10 @@ def _check_parents(request: TraceRequest, parents: dict[int, int | None]) -> Non
 
 
 def trace_token_ids(request: TraceRequest, vocab_size: int) -> list[int]:
-    """A prompt of `input_length` tokens that shares with others what the trace says it shares.
+    """Return a prompt of `input_length` tokens that shares with others what the trace shares.
 
-    Each block's tokens are drawn from its id alone. A prefix has one key a block already: replay
-    `hash_ids` themselves, as tokens of a cache with blocks of one token, where no model is to run.
+    Each block's tokens are drawn from its id alone. A prefix has one key a block already: without a
+    model, replay `hash_ids` themselves, as tokens of a cache with blocks of one token.
     """
     token_ids: list[int] = []
     for index, hash_id in enumerate(request.hash_ids, 1):

@@ -6,12 +6,11 @@ A trace has no tokens, but an id for each block of 512 of them. So a cache with 
 "token" is given the ids as tokens: one id, one block. Requests come in the order of the trace, one
 after the other; the outputs are not in the trace and are not cached.
 
-A hit counts as many tokens as the request has in the blocks that were found: the last block of a
-prompt is rarely full. A cache without bounds is the limit: it misses only what it sees for the
-first time.
+A hit counts as many tokens as the request has in the found blocks: the last block of a prompt is
+rarely full. A cache without bounds is the limit: it misses only blocks that are new to it.
 
-Invariants: at any capacity at most as many hits as without bounds; both caches evict the very same
-blocks, and so have the very same hits.
+Invariants: at any capacity at most as many hits as without bounds; both caches evict exactly the
+same blocks, and therefore have the same hits.
 """
 
 from __future__ import annotations
@@ -32,7 +31,7 @@ CAPACITIES = (1000, 3000, 10000, 30000)
 
 @dataclass(frozen=True, slots=True)
 class ReplayResult:
-    """What one replay found. Blocks are those of the trace."""
+    """The result of one replay. Blocks are those of the trace."""
 
     capacity: int  # blocks
     num_requests: int
@@ -44,7 +43,7 @@ class ReplayResult:
 
     @property
     def hit_rate(self) -> float:
-        """Of tokens."""
+        """The share of the tokens that was found."""
         return self.num_tokens_hit / self.num_tokens
 
 
@@ -54,7 +53,7 @@ def make_cache(name: str, capacity: int) -> PrefixCache:
         raise ValueError(f"cache must be one of {CACHES}, got {name!r}")
     if capacity < 1:
         raise ValueError(f"capacity must be >= 1 block, got {capacity}")
-    return PREFIX_CACHES[name](BlockPool(capacity + 1), 1)  # and the null block
+    return PREFIX_CACHES[name](BlockPool(capacity + 1), 1)  # one more for the null block
 
 
 def replay(trace: Sequence[TraceRequest], cache: PrefixCache) -> ReplayResult:
@@ -77,7 +76,7 @@ def replay(trace: Sequence[TraceRequest], cache: PrefixCache) -> ReplayResult:
 
 
 def num_distinct_blocks(trace: Sequence[TraceRequest]) -> int:
-    """The capacity at which nothing is ever evicted."""
+    """Return the capacity at which nothing is ever evicted."""
     return len({hash_id for request in trace for hash_id in request.hash_ids})
 
 

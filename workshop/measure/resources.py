@@ -1,8 +1,8 @@
-"""What every kernel takes of a GPU that is not there: registers, shared memory, spills.
+"""The needs of every kernel on a GPU that is not there: registers, shared memory, spills.
 
 Triton compiles for any GPU on any machine, down to machine code, and `cuobjdump`, which comes with
-it, reads off what that needs. A kernel that is right and slow for want of registers is found here
-and not on the first GPU that somebody pays for.
+Triton, reads the needs from that code. A kernel that is right but slow for want of registers is
+found here and not on the first rented GPU.
 
     python -m workshop.resources
                           what `make test` checks: sm_90 every family, sm_80 and sm_100 once
@@ -10,10 +10,10 @@ and not on the first GPU that somebody pays for.
         --all --record    and write the record and the table in `common/models/regions`
 
 Checked, with Triton 3.6 and 3.9: kernels of 16 bits on sm_90 spill nothing to memory, the others a
-few values, but for what `ALLOWED_STACK_BYTES` names; shared memory fits the smallest GPU of a kind;
-products of 16 bits and tf32x3 use the tensor cores; kernels that promise the bits of their
-specification have no operation that could round otherwise. Not checked, because it needs a GPU:
-whether the kernel is fast. Must run without TRITON_INTERPRET.
+few values, except the ones in `ALLOWED_STACK_BYTES`; shared memory fits the smallest GPU of a kind;
+products of 16 bits and tf32x3 use the tensor cores; kernels that promise bitwise equality with
+their specification have no operation that could round otherwise. Not checked, because it needs a
+GPU: whether the kernel is fast. Must run without TRITON_INTERPRET.
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ def _family(
     has_qk_norm: bool = False,
     window: int | None = None,
 ) -> ModelConfig:
-    """Only what kernels depend on is that model's."""
+    """Return a model's configuration. Only the fields that kernels depend on are that model's."""
     return replace(
         QWEN3_0_6B,
         hidden_size=hidden_size,
@@ -90,7 +90,7 @@ LARGE_HEADS = {
     "Gemma-3-4B": _family(8, 4, 256, 262208, 2560, 10240, has_qk_norm=True, window=1024),
 }
 ARCHITECTURES = (80, 89, 90, 100, 120)
-# Of a program, the smallest GPU of a kind: sm_86 and sm_120 have what sm_89 has.
+# For a program, on the smallest GPU of a kind: sm_86 and sm_120 have as much as sm_89.
 SHARED_BYTES = {80: 163 << 10, 89: 99 << 10, 90: 227 << 10, 100: 227 << 10, 120: 99 << 10}
 TENSOR_CORES = ("wgmma.mma_async", "tcgen05.mma", "mma.sync")
 # Operations that IEEE 754 does not define, or that round once where PyTorch rounds twice.
@@ -101,14 +101,14 @@ KINDS = {
     "float32": (torch.float32, "ieee"),
     "float32 as tf32x3": (torch.float32, "tf32x3"),
 }
-# Bytes of stack a thread: a few values. Which kernels have them differs with Triton's version.
+# Bytes of stack a thread: a few values. The kernels that have them differ with Triton's version.
 FEW_STACK_BYTES = 64
-# More, by (kernel, kind, family, architecture, tile): a vocabulary of 262,208 in one row.
+# Higher limits, by (kernel, kind, family, architecture, tile): a vocabulary of 262,208 in one row.
 ALLOWED_STACK_BYTES: dict[tuple[str, str, str, int, str], int] = {
     ("draw_kernel", "bfloat16", "Gemma-3-4B", 120, ""): 112,
 }
-# Of decode attention, beside the default: what `make gpu ARGS=tune` may try, with splits of any
-# length and either order of the grid. Four stages are the same machine code as three.
+# Decode attention, in addition to the default: constants that `make gpu ARGS=tune` may try, with
+# splits of any length and either order of the grid. Four stages give the machine code of three.
 TUNINGS = tuple(
     DecodeTuning(tile_keys=keys, num_warps=warps, num_stages=stages)
     for keys, warps, stages in (
@@ -122,7 +122,7 @@ WHOLE = EngineConfig(chunked_prefill=False)
 
 @dataclass(frozen=True, slots=True)
 class Resources:
-    """Of one compiled kernel."""
+    """The resources of one compiled kernel."""
 
     kernel: str
     family: str
@@ -134,7 +134,7 @@ class Resources:
     stack_bytes: int  # of a thread, in memory: spilled registers
     shared_bytes: int  # of a program
     tensor_cores: str  # the instruction
-    inexact: str = ""  # an operation, where none is allowed
+    inexact: str = ""  # an inexact operation, where none is allowed
 
     @property
     def has_product(self) -> bool:
@@ -196,7 +196,7 @@ def compile_launch(launch: Launch, architecture: int, family: str, kind: str) ->
 
 
 def read_usage(cubin: bytes) -> tuple[int, int]:
-    """Registers and bytes of stack, of a thread."""
+    """Return registers and bytes of stack, of a thread."""
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
         file.write(cubin)
         file.flush()
@@ -231,8 +231,8 @@ class Wanted:
     tuning: DecodeTuning | None = None  # only decode attention, with these constants
 
     def launches(self) -> list[Launch]:
-        """And `write_kv`, of a backend of chapter 2 or 6 by itself: the engine has another kernel
-        in its place."""
+        """The engine's launches, and `write_kv` of a backend of chapter 2 or 6 by itself, which the
+        engine replaces by another kernel."""
         dtype, precision = KINDS[self.kind]
         model = (FAMILIES | LARGE_HEADS)[self.family]
         shape = attention_shape(model, self.engine, dtype, self.architecture, precision, False)
@@ -277,7 +277,7 @@ def everything() -> list[Wanted]:
 
 
 def compile_all(wanted: list[Wanted], every: int = 1) -> list[Resources]:
-    """Each machine code once, though several engines launch it; of them one in `every`, and the
+    """Compile each machine code once, though several engines launch it: one in `every`, and the
     first of each kernel, family, dtype and architecture."""
     launches: dict[str, tuple[Wanted, Launch]] = {}
     for one in wanted:
@@ -295,7 +295,7 @@ def compile_all(wanted: list[Wanted], every: int = 1) -> list[Resources]:
 
 
 def table(found: list[Resources]) -> str:
-    """What a kernel takes at most, of each dtype and architecture, over the families."""
+    """Return each kernel's maximum resources by dtype and architecture, over the families."""
     groups: dict[tuple[str, str, int], list[Resources]] = {}
     for one in found:
         tile = f", {one.tile}" if one.tile else ""
@@ -325,7 +325,7 @@ def make_record(found: list[Resources], arguments: list[str]) -> dict:
 
 
 def make_table_text() -> str:
-    """All on one architecture, and of the others whatever spills."""
+    """Return all rows of one architecture, and those of the others that spill."""
     record = read_record(RECORD)
     found = [Resources(**one) for one in record["resources"]]
     shown = table([one for one in found if one.architecture == DEFAULT_ARCHITECTURE])

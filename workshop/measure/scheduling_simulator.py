@@ -1,4 +1,4 @@
-"""A clock instead of a model: what a scheduler would do to users, in a second.
+"""A clock instead of a model: the effect of a scheduler on its users, simulated in a second.
 
 The scheduler is real, its KV manager and prefix cache too; only the forward pass is replaced by the
 time that it would have taken:
@@ -6,10 +6,10 @@ time that it would have taken:
     step time = base + per_token * tokens computed + per_request * requests
                      + per_context * positions that attention reads
 
-`fit_cost_model` finds the four numbers from measured steps, so a simulation stands for one machine
-and one model. It says nothing about anything that the formula does not contain: cache misses of
-the processor, the sampler's moods, the cost of the scheduler itself. Results are labelled simulated
-wherever they are shown.
+`fit_cost_model` finds the four numbers from measured steps, so a simulation represents one machine
+and one model. Costs outside the formula are not simulated: cache misses of the processor, the
+variation of the sampler, the cost of the scheduler itself. Results are labelled simulated wherever
+they are shown.
 
 Requests end where their workload says, usually long before `max_tokens`, as real ones do; the
 scheduler does not know where.
@@ -28,13 +28,13 @@ from scheduler_interface import SchedulerInterface, SchedulerOutput, StepOutput
 from step_cost import solve_not_negative
 from step_record import preemptions_of
 
-NUM_IDLE_STEPS = 5  # in a row, with requests there: the scheduler stands still
-STOP, GO_ON = 0, 1  # the only two tokens that anybody samples here
+NUM_IDLE_STEPS = 5  # in a row, with unfinished requests: the scheduler is stuck
+STOP, GO_ON = 0, 1  # the only two tokens that are sampled here
 
 
 @dataclass(frozen=True, slots=True)
 class CostModel:
-    """Milliseconds."""
+    """The coefficients of a step's time, in milliseconds."""
 
     base_ms: float
     per_token_ms: float
@@ -51,9 +51,9 @@ class CostModel:
 
 
 def fit_cost_model(steps: Sequence[tuple[int, int, int, float]]) -> tuple[CostModel, float]:
-    """From `(tokens, requests, context positions, milliseconds)` of measured steps: the model, and
-    the median relative error of its predictions. No number is negative. Least squares of the
-    relative error, so that short steps count as much as long ones."""
+    """Fit `(tokens, requests, context positions, milliseconds)` of measured steps. Returns the
+    model and the median relative error of its predictions. No number is negative. Least squares of
+    the relative error, so that short steps count as much as long ones."""
     rows = np.array([(1, *step[:3]) for step in steps], dtype=float)
     times = np.array([step[3] for step in steps])
     relative = rows / times[:, None]
@@ -64,7 +64,7 @@ def fit_cost_model(steps: Sequence[tuple[int, int, int, float]]) -> tuple[CostMo
 
 @dataclass(frozen=True, slots=True)
 class SimulatedRequest:
-    """Comes at `arrival_s`, and says `num_outputs` tokens, of at most `max_tokens`."""
+    """Arrives at `arrival_s` and produces `num_outputs` tokens, of at most `max_tokens`."""
 
     arrival_s: float
     prompt_token_ids: list[int]
@@ -87,7 +87,7 @@ class SimulatedStep:
 
 @dataclass(slots=True)
 class Simulation:
-    """What happened. `token_times_s[i]` are the times of request i's tokens."""
+    """The result of a simulation. `token_times_s[i]` are the times of request i's tokens."""
 
     requests: list[SimulatedRequest]
     token_times_s: list[list[float]]
@@ -114,8 +114,8 @@ class Simulation:
         return sum(map(len, self.token_times_s)) / (end - start)
 
     def goodput(self, max_ttft_s: float, max_itl_s: float) -> float:
-        """The share of requests whose first token came within `max_ttft_s`, and whose tokens then
-        came at most `max_itl_s` apart, on average."""
+        """Return the share of requests whose first token came within `max_ttft_s`, and whose tokens
+        then came at most `max_itl_s` apart, on average."""
         num_good = 0
         for first_s, times in zip(self.ttft_s, self.token_times_s, strict=True):
             mean_s = (times[-1] - times[0]) / max(1, len(times) - 1)
@@ -124,8 +124,8 @@ class Simulation:
 
     @property
     def fairness(self) -> float:
-        """Jain's index of the tokens a second that each request got while it was there: 1 if all
-        got the same, 1 / n if one got everything."""
+        """Jain's index of each request's tokens a second while it was there: 1 if all requests got
+        the same, 1 / n if one got everything."""
         return jain_index(
             [
                 len(times) / (times[-1] - request.arrival_s)
@@ -141,8 +141,8 @@ def jain_index(values: Sequence[float]) -> float:
 def simulate(
     scheduler: SchedulerInterface, requests: Sequence[SimulatedRequest], cost_model: CostModel
 ) -> Simulation:
-    """Serve `requests`, which come in order of arrival, to their ends. Raises `RuntimeError` if the
-    scheduler stands still."""
+    """Serve `requests`, which arrive in order, to their ends. Raises `RuntimeError` if the
+    scheduler is stuck."""
     result = Simulation(list(requests), [[] for _ in requests])
     clock_s, num_arrived = 0.0, 0
     while num_arrived < len(requests) or scheduler.has_unfinished_requests():
@@ -200,7 +200,7 @@ def _step_ms(output: SchedulerOutput, cost_model: CostModel) -> float:
 
 
 def _sample(output: SchedulerOutput, requests: Sequence[SimulatedRequest]) -> StepOutput:
-    """One token for each request whose last known token was in the step."""
+    """Sample one token for each request whose last known token was in the step."""
     sampled = StepOutput()
     for request in output.scheduled_requests:
         if request.num_computed_tokens == request.num_tokens:

@@ -5,9 +5,9 @@
     shared     two dozen system prompts in front of short questions: together, all of the memory
     burst      chats, but twenty at a time
 
-Tokens are random, and equal only where prompts share a beginning. Everybody asks for up to
-`MAX_TOKENS`, in powers of two, and most stop long before. `rate` is in requests a second; arrivals
-are a Poisson process.
+Tokens are random, and equal only where prompts share a beginning. All requests have a `max_tokens`
+of up to `MAX_TOKENS`, in powers of two, and most stop long before. `rate` is in requests a second;
+arrivals are a Poisson process.
 """
 
 from __future__ import annotations

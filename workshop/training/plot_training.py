@@ -4,7 +4,7 @@
 
 Reads `common/checkpoints/*/training_record.json` and `tiny-draft/evaluation.json`, writes
 `workshop/figures/training.svg` and the `README.md` of each checkpoint, from `card.txt`. No
-number is typed in by hand.
+number is typed by hand.
 """
 
 from __future__ import annotations

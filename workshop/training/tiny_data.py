@@ -1,18 +1,18 @@
 """The corpus and the tokenizer of the shipped checkpoint: Python's own standard library.
 
 Every Python installation carries the same few megabytes of clean, permissively licensed text: the
-source of its standard library. That makes it the one corpus on which a model can be trained
-offline, anywhere, with nothing to download. `corpus()` reads it, `train_tokenizer()` fits a
-byte-level BPE of 4,096 tokens to it, and `token_stream()` lays it out as one long row of token ids
-with an end-of-text token behind every document.
+source of its standard library. Therefore a model can be trained on it offline, on any machine,
+without a download. `corpus()` reads it, `train_tokenizer()` fits a byte-level BPE of 4,096 tokens
+to it, and `token_stream()` returns it as one long row of token ids with an end-of-text token after
+every document.
 
 Two kinds of document are made. Whole files teach long-range structure. Snippets, one top-level
 function or class each, teach the model that `def name(...):` may open a document and that the
 document ends with its body: without them a model that has seen 700 ends of file never learns to
 stop.
 
-Files in `HELD_OUT` are in neither, nor in the tokenizer's training text, and are what losses are
-reported on."""
+Files in `HELD_OUT` are in neither, nor in the tokenizer's training text. Losses are reported on
+them."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ END_OF_TEXT = "<|endoftext|>"
 PAD = "<|pad|>"
 VOCAB_SIZE = 4096
 
-# Present in Python 3.10 to 3.13, and spread over the kinds of code that the library holds.
+# Present in Python 3.10 to 3.13, and spread over the library's kinds of code.
 HELD_OUT = (
     "bisect.py",
     "cmd.py",
@@ -59,14 +59,14 @@ _SKIPPED_FOLDERS = {
 _SKIPPED_PREFIXES = ("_sysconfigdata", "_uuid_")
 _MAX_SNIPPET_CHARS = 2400
 
-# A newline takes the indentation behind it along, a word takes the space before it: two things
-# that Python has much of.
+# A newline includes the indentation after it, a word the space before it: both are frequent in
+# Python.
 _PIECES = Regex(r"\n+ *| ?\p{L}+| ?\p{N}{1,3}| ?[^\s\p{L}\p{N}]+| +|\s+")
 
 
 def corpus(stdlib: Path | None = None) -> tuple[dict[str, str], dict[str, str]]:
-    """`(training files, held-out files)`, each a map from the path inside the standard library to
-    the text."""
+    """Return `(training files, held-out files)`, each a map from the path inside the standard
+    library to the text."""
     root = stdlib or Path(sysconfig.get_path("stdlib"))
     train: dict[str, str] = {}
     held_out: dict[str, str] = {}
@@ -84,7 +84,7 @@ def corpus(stdlib: Path | None = None) -> tuple[dict[str, str], dict[str, str]]:
 
 
 def snippets(text: str) -> Iterator[str]:
-    """The short top-level functions and classes of a file, each as a document of its own."""
+    """Yield the short top-level functions and classes of a file, each as a separate document."""
     try:
         tree = ast.parse(text)
     except SyntaxError:  # lib2to3 keeps Python 2 templates
@@ -98,7 +98,7 @@ def snippets(text: str) -> Iterator[str]:
 
 
 def train_tokenizer(texts: list[str], vocab_size: int = VOCAB_SIZE) -> Tokenizer:
-    """A byte-level BPE tokenizer: any bytes can be encoded, and decoding gives them back."""
+    """Train a byte-level BPE tokenizer: any bytes can be encoded, and decoding restores them."""
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
         [
@@ -118,7 +118,7 @@ def train_tokenizer(texts: list[str], vocab_size: int = VOCAB_SIZE) -> Tokenizer
 
 
 def token_stream(tokenizer: Tokenizer, files: dict[str, str], seed: int) -> np.ndarray:
-    """All training documents in a seeded order, end-of-text behind each: `[num_tokens]`, uint16."""
+    """Training documents in a seeded order, end-of-text after each: `[num_tokens]`, uint16."""
     documents = list(files.values())
     documents += [snippet for text in files.values() for snippet in snippets(text)]
     random.Random(seed).shuffle(documents)

@@ -1,8 +1,8 @@
-"""How good the shipped checkpoints are: held-out loss of both, and how often they agree.
+"""The quality of the shipped checkpoints: held-out loss of both, and how often they agree.
 
 Losses are reported in nats per token and, because that depends on the tokenizer, in bits per byte
 of text. The agreement is the share of held-out positions where draft and target find the same next
-token most likely: what chapter 5's speculation lives on."""
+token most likely: chapter 5's speculation depends on it."""
 
 from __future__ import annotations
 
@@ -23,16 +23,16 @@ ONE_FILE = "bisect.py"  # short enough for a test to repeat its figure
 
 
 def flops_per_token(model: torch.nn.Module) -> int:
-    """Multiply-adds times two, without attention's share that grows with length; the tied output
-    layer counts."""
+    """Return multiply-adds times two, without attention's share that grows with length; the tied
+    output layer counts."""
     return 2 * sum(p.numel() for p in model.parameters() if p.ndim == 2)
 
 
 def held_out_windows(
     tokenizer: Tokenizer, held_out: dict[str, str], seq_len: int
 ) -> list[torch.Tensor]:
-    """Every held-out token once as a target, in windows of one file each: `[1, <= seq_len + 1]`
-    ids."""
+    """Return every held-out token once as a target, in windows of one file each:
+    `[1, <= seq_len + 1]` ids."""
     windows = []
     for text in held_out.values():
         end = tokenizer.token_to_id(END_OF_TEXT)
@@ -49,8 +49,8 @@ def evaluate(
     device: torch.device,
     seq_len: int = 512,
 ) -> dict[str, float]:
-    """Held-out loss: nats per token and, independent of the tokenizer, bits per byte of the
-    text."""
+    """Return the held-out loss: nats per token and, independent of the tokenizer, bits per byte of
+    the text."""
     model.eval()
     nats, num_tokens = 0.0, 0
     for window in held_out_windows(tokenizer, held_out, seq_len):
@@ -72,7 +72,7 @@ def evaluate(
 def greedy_agreement(
     target: torch.nn.Module, draft: torch.nn.Module, tokenizer: Tokenizer, held_out: dict[str, str]
 ) -> float:
-    """Share of held-out positions where both models' most likely next token is the same one."""
+    """Share of held-out positions where both models' most likely next token is the same."""
     same, total = 0, 0
     for window in held_out_windows(tokenizer, held_out, seq_len=512):
         ours, theirs = (m(input_ids=window[:, :-1]).logits.argmax(-1) for m in (target, draft))
@@ -86,8 +86,8 @@ def load(path: Path) -> Qwen3ForCausalLM:
 
 
 def report() -> None:
-    """Losses of both shipped checkpoints, in all and on one short file, and how often they agree;
-    written to `tiny-draft/evaluation.json`."""
+    """Write to `tiny-draft/evaluation.json` the losses of both shipped checkpoints, in all and on
+    one short file, and how often they agree."""
     _, held_out = corpus()
     tokenizer = Tokenizer.from_file(str(CHECKPOINTS / "tiny" / "tokenizer.json"))
     target, draft = load(CHECKPOINTS / "tiny"), load(CHECKPOINTS / "tiny-draft")

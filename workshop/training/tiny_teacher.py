@@ -1,9 +1,9 @@
 """The target's next-token distributions over the training text, computed once for the draft.
 
-Distillation asks the teacher about the same text again and again, and the teacher is six times the
-student. So the text is cut into fixed windows, the teacher reads each once, and of every
-distribution the `TOP_K` most likely tokens are kept, scaled to sum to one: they carry nearly all of
-it. An epoch of the student then costs the student's own arithmetic only."""
+Distillation needs the teacher's output for the same text again and again, and the teacher is six
+times the student. So the text is cut into fixed windows, the teacher reads each once, and the
+`TOP_K` most likely tokens of every distribution are kept, scaled to sum to one: they carry nearly
+all of it. An epoch of the student then costs the student's own arithmetic only."""
 
 from __future__ import annotations
 
@@ -20,16 +20,16 @@ WINDOW = 1024
 
 @dataclass(frozen=True, slots=True)
 class TeacherTargets:
-    """Windows of the stream and what the teacher expects behind each of their positions."""
+    """Windows of the stream and the teacher's distribution after each of their positions."""
 
     input_ids: np.ndarray  # [num_windows, WINDOW] uint16
     token_ids: np.ndarray  # [num_windows, WINDOW, TOP_K] uint16
-    probs: np.ndarray  # [num_windows, WINDOW, TOP_K] float16, sums to 1 but for rounding
+    probs: np.ndarray  # [num_windows, WINDOW, TOP_K] float16, sums to 1 except for rounding
 
     def batch(
         self, num_tokens: int, step: int, seed: int
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """The windows of one step: `input_ids [n, WINDOW]`, `token_ids` and `probs
+        """Return the windows of one step: `input_ids [n, WINDOW]`, `token_ids` and `probs
         [n, WINDOW, TOP_K]`. Every window once an epoch, in a seeded order; a function of the step.
         """
         per_step = max(1, num_tokens // WINDOW)
@@ -49,8 +49,8 @@ class TeacherTargets:
 def teacher_targets(
     teacher: torch.nn.Module, stream: np.ndarray, path: Path, device: torch.device
 ) -> TeacherTargets:
-    """Read from `path`, a folder, if it was completed for this stream length; else computed and
-    written there."""
+    """Read the targets from `path`, a folder, if it was completed for this stream length; else
+    compute and write them there."""
     num_windows = len(stream) // WINDOW
     input_ids = stream[: num_windows * WINDOW].reshape(num_windows, WINDOW)
     shape = (num_windows, WINDOW, TOP_K)

@@ -3,19 +3,19 @@
     python -m workshop.training.train_adapter            minutes on one core
 
 Text for it is in the standard library, too: its own tests, which the model has never seen, compare
-calls with what they return, three thousand times. A document is
+calls with their results, three thousand times. A document is
 
     def mean(values):                                    the head of a function of the library:
         '''Return the arithmetic mean of the values.'''   the prompt, on which there is no loss
 
 
     def test_mean():                                     its name, in
-        assert mean([1, 2, 3]) == 2                      calls that somebody tests, of a function
-        assert mean([]) is None                          with as many parameters
+        assert mean([1, 2, 3]) == 2                      calls from the library's tests, of a
+        assert mean([]) is None                          function with as many parameters
     <|endoftext|>
 
-What is asserted is therefore no more true than what the model writes: the form is learnt, and the
-name. The base's weights stay as they are; A and B are trained in float32, shipped in bfloat16.
+The assertions are therefore no more true than the model's other text: the form is learnt, and the
+name. The base's weights stay unchanged; A and B are trained in float32, shipped in bfloat16.
 """
 
 from __future__ import annotations
@@ -43,13 +43,13 @@ from workshop.training.tiny_eval import CHECKPOINTS, load
 
 BASE, OUT = CHECKPOINTS / "tiny", CHECKPOINTS / "tiny-tests"
 CARD = Path(__file__).with_name("adapter_card.txt")
-_MAX_CHARS = 60  # of a head's line, a docstring, a line of a test
-_IGNORED = -100  # what `cross_entropy` leaves out
+_MAX_CHARS = 60  # for a head's line, a docstring, a line of a test
+_IGNORED = -100  # the label that `cross_entropy` leaves out
 
 
 @dataclass(frozen=True, slots=True)
 class AdapterTraining:
-    """One run."""
+    """The configuration of one run."""
 
     num_steps: int = 400
     num_documents: int = 6  # of a step
@@ -75,7 +75,7 @@ class Case(NamedTuple):
 
 
 def heads(texts: Iterable[str]) -> Iterator[Head]:
-    """Of functions and methods with parameters and a docstring, of which the first line is kept."""
+    """Yield functions and methods with parameters and a docstring, whose first line is kept."""
     for tree in _parsed(texts):
         for node in ast.walk(tree):
             if not isinstance(node, ast.FunctionDef) or node.name.startswith("_"):
@@ -91,7 +91,7 @@ def heads(texts: Iterable[str]) -> Iterator[Head]:
 
 
 def cases(texts: Iterable[str]) -> Iterator[Case]:
-    """`assertEqual(name(1, "a"), True)`: calls with literals, and what they are to return."""
+    """Yield calls with literals and their results: `assertEqual(name(1, "a"), True)`."""
     for tree in _parsed(texts):
         for node in ast.walk(tree):
             match node:
@@ -109,7 +109,7 @@ def _parsed(texts: Iterable[str]) -> Iterator[ast.Module]:
     for text in texts:
         try:
             yield ast.parse(text)
-        except SyntaxError:  # bad on purpose, or of Python 2
+        except SyntaxError:  # invalid on purpose, or Python 2
             continue
 
 
@@ -122,7 +122,7 @@ def _is_literal(node: ast.expr) -> bool:
 
 
 def library_tests(stdlib: Path | None = None) -> list[str]:
-    """The source of the library's own tests. Raises `FileNotFoundError` where there are none."""
+    """Read the source of the library's own tests. Raises `FileNotFoundError` if there are none."""
     folder = (stdlib or Path(sysconfig.get_path("stdlib"))) / "test"
     paths = sorted(folder.rglob("test_*.py"))
     if not paths:
@@ -131,7 +131,7 @@ def library_tests(stdlib: Path | None = None) -> list[str]:
 
 
 def document(head: Head, those: Sequence[Case], rng: random.Random) -> str:
-    """What stands behind the head."""
+    """Return the text that follows the head."""
     lines = [f"\n\n\ndef test_{head.name}():"]
     for case in rng.sample(those, min(len(those), rng.randint(2, 4))):
         operator = "is" if case.wanted in ("None", "True", "False") else "=="
@@ -140,7 +140,7 @@ def document(head: Head, those: Sequence[Case], rng: random.Random) -> str:
 
 
 class Documents:
-    """Of all heads: [prompts, completions], drawn anew in each step."""
+    """The documents of all heads: [prompts, completions], drawn again in each step."""
 
     def __init__(self, tokenizer: Tokenizer, texts: Iterable[str], tests: Iterable[str]) -> None:
         self.tokenizer, self.by_number = tokenizer, {}
@@ -155,7 +155,7 @@ class Documents:
     def batch(
         self, chosen: Sequence[Head], rng: random.Random
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Ids and what is to follow each, [num_documents, longest]."""
+        """Return ids and the label after each, [num_documents, longest]."""
         rows = []
         for head in chosen:
             prompt = self.tokenizer.encode(head.text).ids  # as it is served
@@ -174,7 +174,7 @@ class Documents:
 
 
 def train(config: AdapterTraining, documents: Documents, held_out: Documents, out: Path) -> dict:
-    """Writes the adapter, its record and its card. The record."""
+    """Write the adapter, its record and its card. Returns the record."""
     from peft import LoraConfig, get_peft_model
 
     torch.manual_seed(config.seed)
@@ -218,7 +218,7 @@ def train(config: AdapterTraining, documents: Documents, held_out: Documents, ou
     for weight in weights:
         weight.data = weight.data.bfloat16()
     model.peft_config["default"].base_model_name_or_path = "tiny"
-    model.save_pretrained(str(out), save_embedding_layers=False)  # looks for no config elsewhere
+    model.save_pretrained(str(out), save_embedding_layers=False)  # needs no config from elsewhere
     record = {
         "command": "python -m workshop.training.train_adapter",
         "config": asdict(config),
@@ -246,8 +246,8 @@ def _loss(model: torch.nn.Module, ids: torch.Tensor, labels: torch.Tensor) -> to
 
 @torch.no_grad()
 def evaluate(model: torch.nn.Module, documents: Documents, seed: int) -> dict[str, float]:
-    """Nats a token of the tests, and the share of heads behind which the likeliest text is a test
-    of that name."""
+    """Return nats a token of the tests, and the share of heads that are most likely followed by a
+    test of that name."""
     model.eval()
     ids, labels = documents.batch(documents.heads, random.Random(seed))
     found = {"nats_per_token": _loss(model, ids, labels).item()}
@@ -255,7 +255,7 @@ def evaluate(model: torch.nn.Module, documents: Documents, seed: int) -> dict[st
     for head in documents.heads:
         row = torch.tensor([documents.tokenizer.encode(head.text).ids])
         text = f"\n\n\ndef test_{head.name}():\n    assert {head.name}("
-        wanted = documents.tokenizer.encode(text).ids[:-1]  # what follows may join the last one
+        wanted = documents.tokenizer.encode(text).ids[:-1]  # the last may merge with more text
         with_text = torch.cat([row, torch.tensor([wanted])], dim=1)
         likeliest = model(input_ids=with_text).logits[0].argmax(-1)
         num_tests += likeliest[row.shape[1] - 1 : -1].tolist() == wanted
@@ -276,7 +276,7 @@ def card(record: dict) -> str:
 
 
 def both_documents() -> tuple[Documents, Documents]:
-    """To train on, and held out: of heads in the base's held-out files."""
+    """Return documents to train on, and held-out ones: of heads in the base's held-out files."""
     tokenizer = Tokenizer.from_file(str(BASE / "tokenizer.json"))
     texts, held_out = corpus()
     tests = library_tests()

@@ -6,14 +6,14 @@
 
 The target is trained on next tokens of the standard library. The draft, a model with a sixth of the
 target's arithmetic, is trained to imitate the target's whole next-token distribution on the same
-text (distillation: Hinton et al., arXiv 1503.02531), because speculative decoding (chapter 5) pays
-by agreement, not by likelihood.
+text (distillation: Hinton et al., arXiv 1503.02531), because speculative decoding (chapter 5) gains
+from agreement, not from likelihood.
 
 Matrices are updated with Muon (momentum, then the nearest semi-orthogonal matrix; K. Jordan, 2024),
 everything else with AdamW. The learning rate warms up, stays constant, and falls linearly to zero
 over the last part of the run, so that a run can be lengthened until its last part begins. A run is
 seeded and can be resumed: the state is written to `--state` every `--save-every` steps, and a
-second start goes on from there.
+second start continues from there.
 
 Weights are float32 while training (bfloat16 autocast on an accelerator) and bfloat16 in the files.
 """
@@ -66,7 +66,7 @@ _SHAPES = {  # of the two models, field by field
 
 @dataclass(frozen=True, slots=True)
 class TrainConfig:
-    """One run. `tokens_total` counts every token trained on, with repetition."""
+    """Settings of one run. `tokens_total` counts every token trained on, with repetition."""
 
     role: str
     tokens_total: int
@@ -78,7 +78,7 @@ class TrainConfig:
     matrix_lr: float = 0.02
     other_lr: float = 3e-3
     weight_decay: float = (
-        0.1  # of the matrices, decoupled: after a few passes over the text it counts
+        0.1  # of the matrices, decoupled: matters after a few passes over the text
     )
     warmup_steps: int = 40
     decay_share: float = 0.25
@@ -97,7 +97,7 @@ class TrainConfig:
         )
 
     def lr_scale(self, step: int) -> float:
-        """Warm-up, constant, then linear to zero."""
+        """Return the factor of the learning rate: warm-up, constant, then linear to zero."""
         left = (self.num_steps - step) / (self.decay_share * self.num_steps)
         return min(1.0, (step + 1) / self.warmup_steps, left)
 
@@ -176,7 +176,7 @@ def build_model(role: str, seed: int) -> Qwen3ForCausalLM:
 
 @torch.no_grad()
 def start_from_teacher(draft: Qwen3ForCausalLM, teacher: Qwen3ForCausalLM) -> None:
-    """Begin with the best rank-`hidden_size` approximation of the teacher's token embeddings, which
+    """Start with the best rank-`hidden_size` approximation of the teacher's token embeddings, which
     are also its output layer: most of a small model's weights, and the slowest to learn."""
     wanted = teacher.model.embed_tokens.weight
     own = draft.model.embed_tokens.weight
@@ -187,7 +187,7 @@ def start_from_teacher(draft: Qwen3ForCausalLM, teacher: Qwen3ForCausalLM) -> No
 def sample_batch(
     stream: np.ndarray, num_rows: int, seq_len: int, rng: np.random.Generator
 ) -> torch.Tensor:
-    """Random windows of the stream: `[num_rows, seq_len + 1]`, int64."""
+    """Draw random windows of the stream: `[num_rows, seq_len + 1]`, int64."""
     starts = rng.integers(0, len(stream) - seq_len - 1, size=num_rows)
     rows = np.stack([stream[s : s + seq_len + 1] for s in starts])
     return torch.from_numpy(rows.astype(np.int64))
@@ -224,7 +224,7 @@ def train(
             optimizer.param_groups[0].setdefault("weight_decay", 0.0)
         first, curve, commands = state["step"], state["curve"], state["commands"]
         optimizers[0].param_groups[0]["weight_decay"] = config.weight_decay
-    if not commands or commands[-1] != config.command:  # a longer run goes on from a shorter one
+    if not commands or commands[-1] != config.command:  # a longer run continues a shorter one
         commands.append(config.command)
     base_lrs = [config.matrix_lr, config.other_lr]
     seconds_before = curve[-1]["seconds"] if curve else 0.0
@@ -236,7 +236,7 @@ def train(
             optimizer.param_groups[0]["lr"] = base * config.lr_scale(step)
         with autocast:
             if teacher is None:
-                # A function of the step: resuming repeats nothing.
+                # A function of the step, so a resumed run repeats nothing.
                 rng = np.random.default_rng([config.seed, step])
                 seq_len = config.long_seq_len if config.in_decay(step) else config.seq_len
                 num_rows = config.batch_tokens // seq_len
@@ -278,7 +278,7 @@ def train(
 
 
 def prepare_tokenizer(role: str, train_files: dict[str, str], state_path: Path) -> Tokenizer:
-    """The target's run fits the tokenizer; the draft's takes the target's."""
+    """Fit the tokenizer in the target's run; the draft's run takes the target's."""
     if role == "draft":
         return Tokenizer.from_file(str(CHECKPOINTS / "tiny" / "tokenizer.json"))
     path = state_path.with_suffix(".tokenizer.json")
@@ -298,7 +298,7 @@ def export(
     out: Path,
     device: torch.device,
 ) -> None:
-    """Write a Hugging Face checkpoint in bfloat16, and the record of the run beside it."""
+    """Write a Hugging Face checkpoint in bfloat16, and the record of the run next to it."""
     before = evaluate(model, tokenizer, held_out, device)
     model.to(torch.bfloat16)  # pyright: ignore[reportArgumentType]
     model.save_pretrained(out)

@@ -1,12 +1,12 @@
-"""What adapters cost: a batch of which nobody, half or all have one, of 1 to 8 different ones.
+"""The cost of adapters: batches in which no, half or all requests use 1 to 8 different adapters.
 
     python -m workshop.bench.adapter_bench           measures (minutes), writes the record
     python -m workshop.bench.adapter_bench --tables  writes the table of ADAPTERS.md
 
-All are runs of one engine, one after another in each round, so that a ratio compares neighbours.
-One thread computes, and the clock is the processor's: others on this machine take none of its time.
-`answers` are tokens of decode steps, `prompts` tokens of prompts. Beside them, `peft` computes one
-request at a time. The adapters are the shipped one with eight different scales."""
+All runs use one engine, one after another in each round, so a ratio compares adjacent runs. One
+thread computes. Times are processor time, so other programs on this machine do not count.
+`answers` are tokens of decode steps, `prompts` tokens of prompts. For comparison, `peft` computes
+one request at a time. The adapters are the shipped one with eight different scales."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ NOBODY = "nobody"
 
 
 def copies(folder: Path, number: int) -> dict[str, Path]:
-    """Of the shipped adapter, each with a scale of its own: other content, and so another one."""
+    """Write copies of the shipped adapter, each with a different scale and so different content."""
     found = {}
     for i in range(number):
         path = shutil.copytree(SHIPPED_ADAPTER, folder / str(i))
@@ -52,7 +52,7 @@ def copies(folder: Path, number: int) -> dict[str, Path]:
 
 
 def batches() -> dict[str, list[str | None]]:
-    """The adapter of each request."""
+    """Return the adapter of each request, by batch."""
     found: dict[str, list[str | None]] = {NOBODY: [None] * NUM_REQUESTS}
     for who, every in (("half", 2), ("everybody", 1)):
         for number in NUMBERS:
@@ -67,7 +67,7 @@ def prompt(i: int) -> list[int]:
 
 
 def run(engine: LLMEngine, adapters: Sequence[str | None]) -> dict[str, float]:
-    """Of the processor, seconds until all have their first token, and from there to the end."""
+    """Return the processor seconds until all have their first token, and from there to the end."""
     for i, adapter in enumerate(adapters):
         engine.add_request(str(i), prompt(i), PARAMS, adapter=adapter)
     started = time.process_time()
@@ -138,7 +138,7 @@ def measure(rounds: int) -> dict:
 
 
 def table_of(record: dict) -> str:
-    """Of each batch, and what of the same round's speed without adapters is left."""
+    """The table: speed of each batch, and its share of the round's speed without adapters."""
     config, seconds = record["config"], record["seconds"]
     sizes = {"prompts": config["num_prompt"], "answers": config["num_answer"] - 1}
 

@@ -2,18 +2,18 @@
 
     python -m workshop.bench                 measure, write records, print the tables
     python -m workshop.bench --smoke         the same with almost no work: does it run?
-    python -m workshop.bench --table         print the tables of the records that are there
+    python -m workshop.bench --table         print the tables of the existing records
     python -m workshop.bench --write-readme  put them into README.md and this folder's
     python -m workshop.bench --install-vllm  vLLM's CPU build, as another system
 
-The runs of the systems are interleaved: round r runs every system once, each round starting with
-another, so that a machine that grows slower or busier does so for all. A table shows the median and
-the extremes of the rounds. Every run of a system sets it up anew, lets it serve two short requests
-that are not counted, and then serves the whole workload.
+The runs of the systems are interleaved. Each round runs every system once and starts with a
+different one, so a machine that grows slower or busier does so for all. A table shows the median
+and the extremes of the rounds. Every run of a system sets it up from scratch, lets it serve two
+short requests that are not counted, and then serves the whole workload.
 
-The work and what counts as useful are in `bench_work.py`, the systems in `bench_systems.py`, the
-rounds in `bench_rounds.py`, the floors in `bench_roofline.py` and `bench_floor.py`. It measures the
-CPU.
+The work and the definition of useful tokens are in `bench_work.py`, the systems in
+`bench_systems.py`, the rounds in `bench_rounds.py`, the floors in `bench_roofline.py` and
+`bench_floor.py`. The benchmark measures the CPU.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ from workshop.measure.bench.bench_record import ROOT, record_head, write_record
 from workshop.measure.bench.bench_table import render, tables_of
 from workshop.measure.bench.vllm_install import install, is_installed
 
-if TYPE_CHECKING:  # torch comes late: malloc has to be chosen before the process that uses it
+if TYPE_CHECKING:  # torch is imported late: malloc must be chosen before the process starts
     from workshop.measure.bench.bench_rounds import Bench
 
 SYSTEM_NAMES = (
@@ -57,8 +57,8 @@ SYSTEM_NAMES = (
 
 @dataclass(frozen=True, slots=True)
 class Workload:
-    """Lengths are uniform between both ends. `num_one_at_a_time`: so many of the requests are
-    served one at a time; `minutes` is about what one round takes on two cores."""
+    """Lengths are uniform between both bounds, which are included. `num_one_at_a_time` of the
+    requests are served one at a time. One round takes about `minutes` on two cores."""
 
     num_requests: int
     prompt_lens: tuple[int, int]
@@ -78,7 +78,7 @@ SMOKE = Workload(4, (4, 16), (4, 8), 2, 0.5)
 
 
 def make_bench(name: str, args: argparse.Namespace, head: dict[str, Any]) -> Bench:
-    """Model, work and an empty record, which begins with `head`."""
+    """Build the model, the work and an empty record, which begins with `head`."""
     import torch
 
     from workshop.measure.bench.bench_models import choose_dtype, load_models
@@ -93,7 +93,7 @@ def make_bench(name: str, args: argparse.Namespace, head: dict[str, Any]) -> Ben
     requests = make_requests(
         work.num_requests, work.prompt_lens, work.output_lens, vocab_size, args.seed
     )
-    # Other prompts than the measured ones: no system may remember them.
+    # Not the measured prompts: no system may have them in its cache.
     warm_up = make_requests(2, work.prompt_lens, (4, 8), vocab_size, args.seed + 1)
     limits = Limits(longest=max(r.num_positions for r in requests + warm_up))
     shown = name if name in WORKLOADS else Path(name).name
@@ -181,7 +181,7 @@ def announce(args: argparse.Namespace) -> str:
 
 
 def measure(args: argparse.Namespace) -> int:
-    """Measure all models, one after the other. The exit status: 1 if a system broke."""
+    """Measure all models, one after the other. Returns the exit status: 1 if a system failed."""
     import torch
     from transformers.utils import logging
 
@@ -235,7 +235,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def default_systems() -> list[str]:
-    """All; vLLM where it is installed."""
+    """Return all systems, with vLLM only where it is installed."""
     return [n for n in SYSTEM_NAMES if not n.startswith("vllm") or is_installed()]
 
 

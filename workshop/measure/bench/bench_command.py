@@ -1,6 +1,6 @@
 """The command line of two drivers, `python -m workshop.bench` and `workshop.ladder`.
 
-Both measure, write a record and print its tables; or they only show the record that is there:
+Both measure, write a record and print its tables, or only show the existing record:
 
     --smoke                  almost no work, to see that it runs; the record goes to build/
     --table                  print the tables
@@ -8,8 +8,8 @@ Both measure, write a record and print its tables; or they only show the record 
                              workshop/measure/bench/README.md, a short one into README.md, and
                              a chapter's own row into its README.md
 
-A measurement may have to begin as a new process (`restart_with`): how memory is kept is read by
-the C library once, when a process starts.
+A measurement may have to start as a new process (`restart_with`), because the C library reads its
+memory settings once, when a process starts.
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ from typing import Any
 
 from workshop.measure.bench.bench_record import ROOT, write_between_markers
 
-# glibc hands large tensors back to the kernel when they are freed, and takes fresh pages, one fault
-# per 4 KiB, when the next is made. With these it keeps and reuses them, in large pages.
+# glibc returns large tensors to the kernel when they are freed and takes fresh pages, one fault per
+# 4 KiB, for the next tensor. With these settings it keeps and reuses them, in large pages.
 TUNED_MALLOC = {
     "MALLOC_MMAP_THRESHOLD_": str(8 << 30),
     "MALLOC_TRIM_THRESHOLD_": str(16 << 30),
@@ -37,7 +37,7 @@ TUNED_MALLOC = {
 
 @dataclass(frozen=True, slots=True)
 class Tables:
-    """What a record says, as markdown."""
+    """The tables of a record, as markdown."""
 
     full: str  # for workshop/measure/bench/README.md
     short: str  # for README.md
@@ -47,19 +47,19 @@ class Tables:
 
 @dataclass(frozen=True, slots=True)
 class Driver:
-    """What one of the two commands measures, and how its record is shown.
+    """The measurement of one of the two commands, and the rendering of its record.
 
-    `rounds` and `record` name the options that say how often to measure and where the record is:
+    `rounds` and `record` name the options for the number of repeats and the record's path:
     `args.rounds` and `args.record` afterwards."""
 
-    name: str  # `python -m workshop.NAME`, and of the markers
+    name: str  # in `python -m workshop.NAME` and in the markers
     description: str
     rounds: str
     record: str
     committed: Path
     smoke: Path
-    announce: Callable[[argparse.Namespace], str]  # what is going to be measured
-    measure: Callable[[argparse.Namespace], int]  # the exit status
+    announce: Callable[[argparse.Namespace], str]  # the measurement in words
+    measure: Callable[[argparse.Namespace], int]  # returns the exit status
     tables: Callable[[Path], Tables]
     add_arguments: Callable[[argparse.ArgumentParser], None] = lambda parser: None
 
@@ -103,13 +103,13 @@ class Driver:
 
 
 def write_tables(root: Path, name: str, tables: Tables) -> None:
-    """Into the repository at `root`: between the markers of `name`, in both texts."""
+    """Write the tables between the markers of `name` in both pages of the repository at `root`."""
     for place, part, table in places_of(name, tables):
         write_between_markers(root / place, part, table)
 
 
 def places_of(name: str, tables: Tables) -> list[tuple[str, str, str]]:
-    """Page, name of the markers, and what stands between them."""
+    """Return page, name of the markers, and the text between them, for each place."""
     places = [
         ("README.md", name, tables.short),
         ("workshop/measure/bench/README.md", name, tables.full),
@@ -119,7 +119,7 @@ def places_of(name: str, tables: Tables) -> list[tuple[str, str, str]]:
 
 
 def restart_with(args: argparse.Namespace) -> dict[str, str] | None:
-    """The environment in which this process has to be started again, or None if it is right."""
+    """The environment in which this process must be restarted, or None if it is already right."""
     if args.malloc != "tuned" or sys.platform != "linux" or platform.libc_ver()[0] != "glibc":
         return None
     if all(os.environ.get(name) == value for name, value in TUNED_MALLOC.items()):

@@ -1,12 +1,12 @@
-"""The floor of a run: the least time in which these requests could be served by these kernels.
+"""The floor of a run: the least time in which these kernels could serve these requests.
 
     prompts     every prompt token once, at the rate of the layers' matrices with many rows
-    decodes     for each step the packed matrices alone, with a row for each request still at it
+    decodes     for each step the packed matrices alone, with a row for each running request
     kv          for each step every cached key and value, read once at the measured bandwidth
 
-Nothing else: no attention, norms, sampling or scheduling. All three rates are measured in the same
-run (`bench_roofline.py`). Everybody is there at time 0, and a seat that becomes free is taken at
-once. The first token of a request comes with its prompt."""
+Attention, norms, sampling and scheduling are left out. All three rates are measured in the same
+run (`bench_roofline.py`). Every request is there at time 0, and a slot that becomes free is filled
+immediately. The first token of a request comes with its prompt."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ from typing import Any
 @dataclass(frozen=True, slots=True)
 class DecodeStep:
     num_rows: int
-    kv_tokens: int  # cached positions of all rows together, the step's own included
+    kv_tokens: int  # cached positions of all rows together, with those of this step
 
 
 @dataclass(frozen=True, slots=True)
 class RunFloor:
-    """Seconds, and what was counted."""
+    """Seconds, and the counts they are made of."""
 
     num_prompt_tokens: int
     num_decode_steps: int
@@ -39,8 +39,8 @@ class RunFloor:
 
 
 def decode_steps(lengths: Sequence[tuple[int, int]], max_num_seqs: int) -> list[DecodeStep]:
-    """Of requests `(prompt tokens, output tokens)`, at most `max_num_seqs` at a time."""
-    waiting, running, steps = list(lengths), [], []  # of running: positions, decodes to come
+    """The decode steps of requests `(prompt tokens, output tokens)`, `max_num_seqs` at a time."""
+    waiting, running, steps = list(lengths), [], []  # running: (positions, remaining decodes)
     while waiting or running:
         num_free = max_num_seqs - len(running)
         seated, waiting = waiting[:num_free], waiting[num_free:]
@@ -53,8 +53,8 @@ def decode_steps(lengths: Sequence[tuple[int, int]], max_num_seqs: int) -> list[
 
 
 def rows_ms(linear_ms: Mapping[str, Sequence[float]], num_rows: int) -> float:
-    """Milliseconds of the matrices with so many rows: measured, or on the line between the nearest
-    measured numbers of rows. Raises `ValueError` outside of what was measured."""
+    """Milliseconds of the matrices with `num_rows` rows: measured, or interpolated linearly between
+    the nearest measured numbers of rows. Raises `ValueError` outside the measured range."""
     points = sorted((int(rows), median(times)) for rows, times in linear_ms.items())
     if not points[0][0] <= num_rows <= points[-1][0]:
         raise ValueError(f"num_rows must be from {points[0][0]} to {points[-1][0]}, got {num_rows}")
@@ -69,7 +69,7 @@ def rows_ms(linear_ms: Mapping[str, Sequence[float]], num_rows: int) -> float:
 def run_floor(
     lengths: Sequence[tuple[int, int]], max_num_seqs: int, roofline: Mapping[str, Any]
 ) -> RunFloor:
-    """Of requests `(prompt tokens, output tokens)`, at rates as `bench_roofline.py` has them."""
+    """The floor of requests `(prompt tokens, output tokens)`, at `bench_roofline.py`'s rates."""
     steps = decode_steps(lengths, max_num_seqs)
     num_prompt_tokens = sum(num_prompt for num_prompt, _ in lengths)
     kv_bytes = sum(step.kv_tokens for step in steps) * roofline["kv_bytes_per_token"]
@@ -85,7 +85,7 @@ def run_floor(
 
 
 def floor_of_record(record: Mapping[str, Any]) -> dict[str, Any]:
-    """The floor of a record's whole workload, with its parts, as the record keeps it."""
+    """The floor of a record's whole workload, with its parts, in the form of the record."""
     config = record["config"]
     work = config["workload"]
     lengths = list(zip(work["prompt_tokens"], work["output_tokens"], strict=True))

@@ -1,4 +1,4 @@
-"""What the steps of a run tell: when tokens came out, and what a decode step takes."""
+"""Latencies from the steps of a run: when tokens came out, and how long a decode step takes."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ STAGES = ("schedule_ms", "prepare_ms", "forward_ms", "sample_ms", "update_ms")
 
 
 def describe_latency(token_times: Sequence[Sequence[float]]) -> dict[str, Any]:
-    """From the seconds, counted from the start, at which each request's tokens came out."""
+    """Summarise the times of each request's tokens, in seconds from the start."""
     first = [1e3 * times[0] for times in token_times if times]
     gaps = [1e3 * (b - a) for times in token_times for a, b in pairwise(times)]
     return {"ttft_ms": p50_p99(first), "inter_token_ms": p50_p99(gaps)}
@@ -23,7 +23,7 @@ def describe_latency(token_times: Sequence[Sequence[float]]) -> dict[str, Any]:
 def arrivals_of(
     steps: Sequence[StepRecord], start: float
 ) -> Iterator[tuple[str, list[int], float]]:
-    """Request, the tokens it got in a step, and the end of that step in seconds after `start`."""
+    """Yield request id, its tokens of a step, and the step's end in seconds after `start`."""
     for step in steps:
         end = step.start_time + step.step_ms / 1e3 - start
         for request_id, token_ids in step.new_token_ids.items():
@@ -31,7 +31,7 @@ def arrivals_of(
 
 
 def describe_steps(steps: Sequence[StepRecord], start: float) -> dict[str, Any]:
-    """Latencies, number of steps, and what a pure decode step of the fullest batch takes.
+    """Latencies, number of steps, and the time of a pure decode step of the fullest batch.
 
     `start` is the moment of arrival, in seconds of `time.monotonic()`."""
     times: dict[str, list[float]] = {}
@@ -53,7 +53,7 @@ def describe_steps(steps: Sequence[StepRecord], start: float) -> dict[str, Any]:
 
 
 def _is_decode(step: StepRecord) -> bool:
-    """A token for everybody, and guesses: no piece of a prompt."""
+    """Whether each request computes one token and draft tokens, and none a prompt chunk."""
     scheduled = step.num_scheduled_tokens
     num_drafts = {name: drafted for name, (drafted, _) in step.drafts.items()}
     is_single = all(n == 1 + num_drafts.get(name, 0) for name, n in scheduled.items())
@@ -61,6 +61,6 @@ def _is_decode(step: StepRecord) -> bool:
 
 
 def p50_p99(values: Sequence[float]) -> dict[str, float | None]:
-    """None of nothing."""
+    """Return both percentiles, rounded to three digits; None for an empty sequence."""
     found = {f"p{p}": percentile(values, p) for p in (50, 99)}
     return {name: None if value is None else round(value, 3) for name, value in found.items()}

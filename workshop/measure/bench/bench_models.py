@@ -17,7 +17,7 @@ from workshop.measure.bench.vllm_system import VllmServer
 
 @dataclass(frozen=True, slots=True)
 class BenchModels:
-    """One set of weights in two guises, and processes that read a copy of them."""
+    """One set of weights as two models, and processes that read a copy of the weights."""
 
     loaded: LoadedModel
     hf: Qwen3ForCausalLM
@@ -25,8 +25,8 @@ class BenchModels:
 
 
 def load_models(name: str, dtype: torch.dtype) -> BenchModels:
-    """`name` is one of `WORKLOADS`, or a Qwen3 checkpoint's directory. float32 weights are what
-    bfloat16 ones would be: rounded."""
+    """Load `name`, one of `WORKLOADS` or the directory of a Qwen3 checkpoint. float32 weights have
+    the rounded values that bfloat16 ones would have."""
     if name == "qwen3-0.6b":
         loaded = random_model(QWEN3_0_6B, seed=0, dtype=dtype)
     else:
@@ -38,14 +38,14 @@ def load_models(name: str, dtype: torch.dtype) -> BenchModels:
 
 
 def choose_dtype(name: str) -> torch.dtype:
-    """`"auto"`: bfloat16 if this CPU multiplies it natively, else float32."""
+    """Resolve `"auto"`: bfloat16 if this CPU multiplies it natively, else float32."""
     if name == "auto":
         return torch.bfloat16 if is_bfloat16_fast() else torch.float32
     return getattr(torch, name)
 
 
 def make_twin(loaded: LoadedModel) -> Qwen3ForCausalLM:
-    """The same model as `transformers` computes it. Its parameters are views of `loaded`'s."""
+    """Build the model in `transformers`. Its parameters are views of `loaded`'s."""
     config = loaded.config
     with torch.device("meta"):
         twin = Qwen3ForCausalLM(_hf_config(config))
@@ -53,7 +53,7 @@ def make_twin(loaded: LoadedModel) -> Qwen3ForCausalLM:
     embedding = weights["model.embed_tokens.weight"]
     weights.setdefault("lm_head.weight", embedding)
     twin.load_state_dict(weights, strict=True, assign=True)
-    # The one thing that is not in a checkpoint.
+    # The only tensor that is not in a checkpoint.
     rotary = type(twin.model.rotary_emb)(config=twin.config)
     twin.model.rotary_emb = rotary.to(embedding.device)
     return twin.requires_grad_(False).eval()

@@ -1,14 +1,14 @@
-"""Records of measurements: what was measured, on what machine, with which code.
+"""Records of measurements: the measured values, the machine and the version of the code.
 
 A record is a JSON object in a `records/` folder. Text, tables and figures of the book are made from
-records and from nothing else, so a record carries everything a reader needs to judge a number:
+records and from nothing else, so a record carries everything a reader needs to assess a number:
 hardware, versions, commit, configuration, and every raw repeat.
 
-    describe_environment    where and with what
-    record_head             by which command, when, where
-    write_record            to a file, whole or not at all
+    describe_environment    machine and versions
+    record_head             command, time and machine
+    write_record            to a file, atomically
     read_record
-    summarise, percentile   from raw repeats to what a table shows
+    summarise, percentile   from raw repeats to the numbers of a table
     replace_between_markers `<!-- table:NAME -->` ... `<!-- /table:NAME -->` in a markdown text
     write_between_markers   the same in a file
 """
@@ -30,7 +30,7 @@ from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).resolve().parents[3]
-# Instructions that decide how fast a CPU multiplies matrices, as Linux names them.
+# Instructions that determine how fast a CPU multiplies matrices, as Linux names them.
 CPU_FLAGS_THAT_MATTER = (
     "fma",
     "avx2",
@@ -49,7 +49,7 @@ _PACKAGES = ("torch", "triton", "transformers", "numpy", "tokenizers", "safetens
 
 @dataclass(frozen=True, slots=True)
 class Summary:
-    """What a table shows of raw repeats."""
+    """The numbers that a table shows for raw repeats."""
 
     median: float
     low: float
@@ -58,19 +58,19 @@ class Summary:
 
 
 def summarise(values: Sequence[float]) -> Summary | None:
-    """Median, lowest, highest and number. None if there are none."""
+    """Return median, lowest, highest and number of values, or None if there are none."""
     if not values:
         return None
     return Summary(statistics.median(values), min(values), max(values), len(values))
 
 
 def percentile(values: Sequence[float], percent: float) -> float | None:
-    """With linear interpolation between neighbours. None of nothing."""
+    """Return a percentile, interpolated linearly between values. None for an empty sequence."""
     return percentiles(values, [percent])[0] if values else None
 
 
 def percentiles(values: Sequence[float], percents: Sequence[float]) -> list[float]:
-    """`percentile` of each of `percents`. Raises `ValueError` of nothing."""
+    """Return `percentile` for each of `percents`. Raises `ValueError` for an empty sequence."""
     if not values:
         raise ValueError("values must not be empty")
     ordered, found = sorted(values), []
@@ -82,11 +82,11 @@ def percentiles(values: Sequence[float], percents: Sequence[float]) -> list[floa
     return found
 
 
-# -- where and with what
+# -- machine and versions
 
 
 def describe_environment() -> dict[str, Any]:
-    """Hardware, operating system, versions and commit. Names no path, user or host."""
+    """Return hardware, operating system, versions and commit. Names no path, user or host."""
     import psutil
     import torch
 
@@ -112,7 +112,7 @@ def describe_environment() -> dict[str, Any]:
 
 
 def record_head(module: str, argv: Sequence[str]) -> dict[str, Any]:
-    """How a record begins: by which command it was made, when and where."""
+    """Return the beginning of a record: the command that made it, the time and the machine."""
     return {
         "command": shlex.join(["python", "-m", module, *argv]),
         "date": datetime.now(timezone.utc).strftime("%Y-%m-%d"),
@@ -121,9 +121,9 @@ def record_head(module: str, argv: Sequence[str]) -> dict[str, Any]:
 
 
 def describe_commit(root: Path = ROOT) -> dict[str, Any]:
-    """`commit`, and whether code differs from it (`is_dirty`): modules, not records or text.
+    """Return `commit`, and whether modules (not records or text) differ from it (`is_dirty`).
 
-    Both are None where there is no repository: an installed wheel has none.
+    Both are None where there is no repository, as for an installed wheel.
     """
     head = _git(root, "rev-parse", "HEAD")
     changed = _git(root, "status", "--porcelain", "--", "*.py", "*.toml", "*.safetensors")
@@ -168,9 +168,9 @@ def _cpu_flags() -> list[str]:
 
 
 def write_record(path: Path, record: dict[str, Any]) -> None:
-    """Replace `path` by `record`, at once: whoever reads sees the old record or the new one.
+    """Replace `path` by `record`, atomically: a reader sees the old record or the new one.
 
-    Raises `ValueError` for numbers that JSON lacks (NaN, infinity); the file is as it was then.
+    Raises `ValueError` for numbers that JSON lacks (NaN, infinity), and leaves the file unchanged.
     """
     text = format_record(record)
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -190,7 +190,7 @@ def read_record(path: Path) -> dict[str, Any]:
 
 
 def format_record(record: dict[str, Any]) -> str:
-    """Indented JSON in which a list of plain values takes one line: raw repeats stay readable."""
+    """Indented JSON with each list of plain values on one line: raw repeats stay readable."""
     text = json.dumps(record, indent=1, ensure_ascii=False, allow_nan=False)
     string, plain = r'"(?:[^"\\]|\\.)*"', r"[-\w.+]+"
     item = f"(?:{string}|{plain})"
@@ -198,7 +198,7 @@ def format_record(record: dict[str, Any]) -> str:
 
     def join(match: re.Match[str]) -> str:
         if match.group(1) is not None:
-            return match.group(1)  # a string that is no list: what is in it is left alone
+            return match.group(1)  # a string, not a list: keep its content
         return f"[{', '.join(re.findall(item, match.group(2)))}]"
 
     return one_line.sub(join, text) + "\n"
@@ -207,19 +207,19 @@ def format_record(record: dict[str, Any]) -> str:
 def markdown_table(
     head: Sequence[str], rows: Sequence[Sequence[object]], others: str = "---:"
 ) -> str:
-    """The first column to the left, the others, which mostly hold numbers, to the right."""
+    """Return a table: first column left-aligned, the others, mostly numbers, right-aligned."""
     lines = [head, ["---", *[others] * (len(head) - 1)], *rows]
     return "\n".join("| " + " | ".join(map(str, line)) + " |" for line in lines)
 
 
 def table_of(rows: Sequence[Mapping[str, object]]) -> str:
-    """A table whose rows name their cells: the names of the first row are its head."""
+    """Return a table of rows that map heading to cell; the first row's keys are the head."""
     head = list(rows[0])
     return markdown_table(head, [[row[name] for name in head] for row in rows])
 
 
 def replace_between_markers(text: str, name: str, content: str) -> str:
-    """`text` with `content` between the markers of table `name`.
+    """Return `text` with `content` between the markers of table `name`.
 
     Raises `ValueError` unless both markers are there exactly once and in order."""
     start, end = f"<!-- table:{name} -->", f"<!-- /table:{name} -->"
@@ -236,7 +236,7 @@ def write_between_markers(page: Path, name: str, content: str) -> None:
 
 
 def made_on(record: dict[str, Any]) -> str:
-    """The line under a chapter's table: by which command, of which commit, where."""
+    """Return the line under a chapter's table: its command, commit and machine."""
     where = record["environment"]
     dirty = " with uncommitted changes," if where["is_dirty"] else ""
     load = where["load_average"]

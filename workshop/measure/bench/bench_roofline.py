@@ -1,15 +1,15 @@
-"""What this machine could do at best, measured: the floor under a decode step.
+"""The measured limits of this machine: the floor under a decode step.
 
 A decode step reads every weight once and every cached key and value once, so it cannot take less
 than `bytes / bandwidth`. Two bandwidths are measured: of a large copy, which reads and writes, and
-of a large matrix-vector product, which only reads and is nearer to what a step does. With many rows
-the multiplications themselves take longer than the reading; `linear_ms` times the model's own
-matrices, all of them, with as many rows as there are requests.
+of a large matrix-vector product, which only reads and is closer to a decode step. With many rows
+the multiplications take longer than the reading; `linear_ms` times all of the model's own matrices
+with as many rows as there are requests.
 
 A model whose weights fit in the processor's last cache is not bound by memory at all: then
 `linear_ms` with 1 row is below the "floor".
 
-`measure_gather` times what chapter 2's layout of KV is chosen for: whole blocks against single
+`measure_gather` times the alternatives to chapter 2's KV layout: whole blocks against single
 tokens, and decode attention through a table against attention to contiguous KV.
 """
 
@@ -32,8 +32,8 @@ _MIB = 1 << 20
 
 
 def time_in_turn(calls: dict[str, Callable[[], Any]], repeats: int) -> dict[str, list[float]]:
-    """Milliseconds of each call, `repeats` times after one that is not counted. Every round starts
-    with another call."""
+    """Return milliseconds of each call, `repeats` times after one that is not counted. Each round
+    starts with a different call."""
     names = list(calls)
     times: dict[str, list[float]] = {name: [] for name in names}
     for call in calls.values():
@@ -48,7 +48,7 @@ def time_in_turn(calls: dict[str, Callable[[], Any]], repeats: int) -> dict[str,
 
 @torch.inference_mode()
 def measure_bandwidth(mebibytes: int, repeats: int) -> dict[str, Any]:
-    """Gigabytes (1e9) a second; a copy counts what it reads and what it writes."""
+    """Return gigabytes (1e9) a second. A copy counts the bytes it reads and the bytes it writes."""
     num_columns = 4096
     num_rows = mebibytes * _MIB // (4 * num_columns)
     source, target = torch.ones(num_rows, num_columns), torch.zeros(num_rows, num_columns)
@@ -67,9 +67,9 @@ def measure_bandwidth(mebibytes: int, repeats: int) -> dict[str, Any]:
 def measure_linear(
     loaded: LoadedModel, row_counts: list[int], num_prefill_rows: int, repeats: int
 ) -> dict[str, Any]:
-    """Milliseconds to multiply all matrices of the model, in order, with so many rows each: packed,
-    as the engine has them, where that is possible. `prefill`: those of the layers alone, with
-    `num_prefill_rows`, less often."""
+    """Milliseconds to multiply all matrices of the model, in order, with each number of rows. They
+    are packed as in the engine where that is possible. `prefill` times those of the layers alone,
+    with `num_prefill_rows` rows and fewer repeats."""
     model = loaded.model
     if (packing := packing_of(EngineConfig(), model)) is not None:
         model.pack_weights(packing)
@@ -107,7 +107,7 @@ def measure_linear(
 
 
 def row_counts_up_to(most: int) -> list[int]:
-    """1, 2, 4, 8, 16 and from there in steps of 8, to `most`."""
+    """Return 1, 2, 4, 8, 16 and from there steps of 8, up to `most`."""
     few = [rows for rows in (1, 2, 4, 8) if rows < most]
     return [*few, *range(16, most, 8), most]
 
@@ -124,8 +124,8 @@ NUM_HEADS, NUM_KV_HEADS, HEAD_DIM = 16, 8, 128
 
 @torch.inference_mode()
 def measure_gather(repeats: int) -> dict[str, Any]:
-    """One layer's KV of `NUM_SEQS` sequences of `SEQ_LEN` tokens, whose blocks lie in a random
-    order."""
+    """Time gathering of one layer's KV: `NUM_SEQS` sequences of `SEQ_LEN` tokens, with blocks in
+    random order."""
     times = {
         str(dtype).removeprefix("torch."): time_in_turn(gather_calls(dtype), repeats)
         for dtype in (torch.float32, torch.bfloat16)
@@ -136,12 +136,12 @@ def measure_gather(repeats: int) -> dict[str, Any]:
 
 
 def gather_calls(dtype: torch.dtype) -> dict[str, Callable[[], Any]]:
-    """Ways to bring keys and values together: by block into a buffer that is there already, as the
-    engine does it, and by block and by token into fresh memory. And attention of one query token a
-    sequence, through the table and to KV that lies contiguous."""
+    """Return ways to gather keys and values: by block into an existing buffer, as in the engine,
+    and by block and by token into fresh memory. And attention of one query token a sequence,
+    through the table and to contiguous KV."""
     num_blocks = NUM_SEQS * SEQ_LEN // BLOCK_SIZE
     tables = torch.randperm(num_blocks, generator=torch.Generator().manual_seed(0))
-    tables = tables.view(NUM_SEQS, -1) + 1  # block 0 belongs to nobody
+    tables = tables.view(NUM_SEQS, -1) + 1  # no sequence uses block 0
     blocks = tables.flatten()
     slots = (blocks[:, None] * BLOCK_SIZE + torch.arange(BLOCK_SIZE)).flatten()
     metadata = AttentionMetadata(

@@ -1,4 +1,4 @@
-"""One model's measurement: every system once a round, each round beginning with another."""
+"""One model's measurement: every system once a round, each round starting with a different one."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from workshop.measure.bench.bench_work import BenchRequest, Limits
 
 @dataclass(slots=True)
 class Bench:
-    """One model's measurement. `record` is complete in form from the start and grows run by run."""
+    """One model's measurement. `record` has all its keys from the start and grows run by run."""
 
     models: BenchModels
     limits: Limits
@@ -24,7 +24,7 @@ class Bench:
     record: dict[str, Any]
 
     def run_system(self, name: str, round_number: int, place: int) -> list[list[int]] | None:
-        """Set the system up, time it once and note the run. Its tokens; None if it failed.
+        """Set the system up, time it once and record it. Returns the tokens, None if it failed.
 
         A failure becomes part of the record and is not tried again."""
         entry = self.record["systems"][name]
@@ -54,7 +54,7 @@ class Bench:
                 "round": round_number,
                 "place": place,
                 "seconds": round(seconds, 4),
-                "cpu_seconds": round(cpu_seconds, 4),  # of all threads of whoever served
+                "cpu_seconds": round(cpu_seconds, 4),  # of all threads of the serving process
                 "useful_tokens_per_s": round(num_useful / seconds, 3),
                 **details,
             }
@@ -63,7 +63,7 @@ class Bench:
 
 
 def rotated(names: Sequence[str], round_number: int) -> list[str]:
-    """The order of a round: each system is first once in `len(names)` rounds."""
+    """Return the order of a round: each system is first once in `len(names)` rounds."""
     first = round_number % len(names)
     return [*names[first:], *names[:first]]
 
@@ -89,8 +89,8 @@ def run_rounds(bench: Bench, repeats: int, deadline: float | None = None) -> Ite
 def note_agreement(
     systems: dict[str, dict[str, Any]], first_tokens: dict[str, list[list[int]]]
 ) -> None:
-    """How many requests got the same tokens as from `transformers`' generate, or else from the
-    first system: all of them in exact arithmetic, fewer where two tokens are equally likely."""
+    """Record how many requests got the same tokens as from `transformers`' generate, or else from
+    the first system. In exact arithmetic all do; fewer where two tokens are equally likely."""
     name = "transformers-generate"
     reference = name if name in first_tokens else next(iter(first_tokens))
     for system, tokens in first_tokens.items():

@@ -8,15 +8,14 @@ that sets itself up and yields a function `serve(requests) -> Served`; only that
     padded                    chapter 1: continuous batching over stacked and padded caches
     paged                     chapters 1 and 2: the paged engine
     prefix-cache              and chapter 3: prefixes are kept, and shared within a round
-    two-phase                 and chapter 4: memory is filled, and preempted
-    speculative               and chapter 5: n-grams are looked up, as many guesses as pay
+    two-phase                 and chapter 4: memory is filled, requests are preempted
+    speculative               and chapter 5: n-grams propose as many draft tokens as pay
     chunked                   and chapter 6: at most 128 tokens of a prompt in a step
     transformers-generate     one left-padded batch of everything
     transformers-continuous   transformers' own continuous batching over its paged cache
-    vllm, vllm-eager          vLLM's CPU build, if it is installed: a process of its own
+    vllm, vllm-eager          vLLM's CPU build, if it is installed: a separate process
 
-All but vLLM read the very same weights: the `transformers` model is a second view of our model's
-memory.
+All but vLLM read the same weights: the `transformers` model is a second view of our model's memory.
 """
 
 from __future__ import annotations
@@ -56,8 +55,8 @@ System = Callable[[BenchModels, Limits], AbstractContextManager[Serve]]
 
 @contextmanager
 def paged(models: BenchModels, limits: Limits, **options: Any) -> Iterator[Serve]:
-    """The engine on a pool that holds `max_num_seqs` of the longest requests. Each round begins
-    with an empty cache: rounds bring the same prompts."""
+    """The engine on a pool that holds `max_num_seqs` of the longest requests. Each round starts
+    with an empty cache, because all rounds bring the same prompts."""
     steps: list[StepRecord] = []
     config = limits.engine_config(**options)
     engine = LLMEngine(config, loaded=models.loaded, on_step=steps.append)
@@ -94,7 +93,7 @@ def exclusive(models: BenchModels, limits: Limits) -> Iterator[Serve]:
 def padded_core(
     runner: HFModelRunner, max_num_seqs: int, max_num_batched_tokens: int, steps: list[StepRecord]
 ) -> EngineCore:
-    """Chapter 1's engine; `steps` grows by a record a step."""
+    """Build chapter 1's engine. `steps` grows by one record a step."""
     scheduler = FCFSScheduler(max_num_seqs, max_num_batched_tokens)
     return EngineCore(RecordedScheduler(scheduler, [steps.append]), runner)
 
@@ -177,10 +176,11 @@ def transformers_generate(models: BenchModels, limits: Limits) -> Iterator[Serve
 
 @contextmanager
 def transformers_continuous(models: BenchModels, limits: Limits) -> Iterator[Serve]:
-    """`generate_batch` has one `max_new_tokens` for all, so requests go to its manager one by one.
+    """Serve with `generate_batch`'s manager, one request at a time, because `generate_batch` itself
+    has one `max_new_tokens` for all.
 
-    Attention is `sdpa` over the paged cache, which is what it chooses on a CPU. Pages have its own
-    default size; their number, the requests in flight and the tokens in a step are ours."""
+    Attention is `sdpa` over the paged cache, which is its choice on a CPU. Pages have its default
+    size; their number, the requests in flight and the tokens in a step are ours."""
     try:
         from transformers.generation.configuration_utils import ContinuousBatchingConfig
 

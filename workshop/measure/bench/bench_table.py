@@ -1,4 +1,4 @@
-"""The benchmark's records as markdown. Nothing is measured here, and nothing heavy is imported."""
+"""The benchmark's records as markdown. Measures nothing, and imports nothing heavy."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Any
 from workshop.measure.bench.bench_command import Tables
 from workshop.measure.bench.bench_record import markdown_table, read_record, summarise
 
-# What README.md shows of them: the engine with nothing and with everything, and everybody else.
+# README.md's rows: the engine with nothing and with everything, and all other systems.
 IN_SHORT = (
     "one-at-a-time",
     "static",
@@ -24,8 +24,8 @@ IN_SHORT = (
 
 
 def tables_of(folder: Path) -> Tables:
-    """All `bench_*.json` of a folder, the small model first. Raises `FileNotFoundError` if there
-    are none."""
+    """Render all `bench_*.json` of a folder, the small model first. Raises `FileNotFoundError` if
+    there are none."""
     paths = sorted(folder.glob("bench_*.json"))
     if not paths:
         raise FileNotFoundError(f"{folder} has no bench_*.json; run python -m workshop.bench first")
@@ -34,8 +34,8 @@ def tables_of(folder: Path) -> Tables:
 
 
 def render_short(records: Sequence[dict[str, Any]]) -> str:
-    """Useful tokens a second of the systems `IN_SHORT`, a column for each record, and what the
-    engine gains over one request at a time."""
+    """Useful tokens a second of the systems `IN_SHORT`, one column for each record, and the
+    engine's gain over one request at a time."""
     head = ["useful tok/s"]
     for record in records:
         config = record["config"]
@@ -80,8 +80,8 @@ def _speed(record: dict[str, Any], name: str) -> str:
 
 
 def render(record: dict[str, Any]) -> str:
-    """One model: a heading, the table of systems, what a step could take at best, and where it was
-    measured."""
+    """Render one model: a heading, the table of systems, the floor of a step, and the machine of
+    the measurement."""
     parts = [
         _heading(record),
         _systems_table(record),
@@ -156,7 +156,7 @@ def _share(runs: list[dict[str, Any]], name: str) -> str:
 
 
 def _floor(record: dict[str, Any]) -> str:
-    """The run's floor with its parts, and how many times as long everybody took who served all."""
+    """The run's floor with its parts, and how many times as long each complete system took."""
     floor = record.get("floor")
     if not floor:
         return ""

@@ -1,7 +1,7 @@
-"""The work that every system of a benchmark does, and within which limits.
+"""The work that every system of a benchmark does, and its limits.
 
-Token ids in, and a fixed number of greedy tokens out: end of text is ignored. What a user gets is
-counted, nothing else: tokens computed past a request's own `max_tokens` are not useful.
+Token ids in, and a fixed number of greedy tokens out: end of text is ignored. Only tokens that a
+user gets are counted: tokens computed past a request's own `max_tokens` are not useful.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ class BenchRequest:
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """What every system may use."""
+    """The limits that every system has to keep."""
 
     max_num_seqs: int = 32
     max_num_batched_tokens: int = 2048
@@ -37,14 +37,14 @@ class Limits:
 
     @property
     def num_contiguous(self) -> int:
-        """Requests that the memory holds if each reserves the longest."""
+        """The number of requests that fit in the memory if each reserves the longest."""
         if self.num_positions is None:
             return self.max_num_seqs
         return self.num_positions // self.longest
 
     def engine_config(self, **options: Any) -> EngineConfig:
-        """The engine within these limits, with no more than chapters 1 and 2 unless `options` say
-        so."""
+        """The engine's configuration within these limits, with chapters 1 and 2 only unless
+        `options` add more."""
         blocks_per_request = -(-self.longest // self.block_size)
         num_blocks = self.max_num_seqs * blocks_per_request
         if self.num_positions is not None:
@@ -63,13 +63,13 @@ class Limits:
 
 
 class CannotRunError(RuntimeError):
-    """This system does not exist here. The message says precisely why."""
+    """The system is not available here. The message gives the exact reason."""
 
 
 @dataclass(slots=True)
 class Served:
-    """The tokens of each request, in order. `describe` is called when time is no longer taken.
-    `seconds`: by the clock of whoever served, where that was another process."""
+    """The tokens of each request, in order. `describe` is called after the timed section.
+    `seconds`: by the clock of the serving process, if that was another process."""
 
     token_ids: list[list[int]]
     describe: Callable[[], dict[str, Any]] = field(default=dict)
@@ -86,7 +86,7 @@ def make_requests(
     vocab_size: int,
     seed: int,
 ) -> list[BenchRequest]:
-    """Lengths and token ids uniform, both ends included."""
+    """Draw requests: lengths and token ids are uniform, both bounds included."""
     rng = random.Random(seed)
     lengths = [(rng.randint(*prompt_lens), rng.randint(*output_lens)) for _ in range(num_requests)]
     return [

@@ -1,13 +1,13 @@
-"""What it costs to write down what an engine does: the same work with events and without, in turn.
+"""The cost of recording an engine's events: the same work with events and without, in turn.
 
     python -m workshop.bench.events_bench --record  measures (a minute), writes the record
     python -m workshop.bench.events_bench           measures, and prints the tables only
     python -m workshop.bench.events_bench --tables  writes the tables of common/events
 
-`host`   a model that says the same at once: milliseconds of host work a step
-`cpu`    the shipped model, which says text: tokens a second
-`off` is the engine without events, `off again` the same engine once more in each round: how far
-the two are apart is what this machine can not tell. `on` writes to a file in a temporary folder."""
+`host`   a model that returns the same token immediately: milliseconds of host work a step
+`cpu`    the shipped model, which produces text: tokens a second
+`off` is the engine without events, `off again` the same engine once more in each round: their
+difference is the noise of this machine. `on` writes to a file in a temporary folder."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def make_engine(
 
 
 def run(engine: LLMEngine, num_running: int, vocab_size: int) -> dict:
-    """Seconds from the arrival of all requests to the end of the last, and what came of them."""
+    """Seconds from the arrival of all requests to the end of the last, and the counts."""
     engine.reset_prefix_cache()
     engine.reset_stats()
     params = SamplingParams(temperature=0, max_tokens=MAX_TOKENS, ignore_eos=True)
@@ -75,7 +75,7 @@ def run(engine: LLMEngine, num_running: int, vocab_size: int) -> dict:
 def compare(
     loaded: LoadedModel, tokenizer: Tokenizer | None, num_running: int, rounds: int
 ) -> dict[str, list[dict]]:
-    """In turn, and each round begins with another one."""
+    """Run the kinds in turn; each round starts with a different one."""
     found: dict[str, list[dict]] = {kind: [] for kind in KINDS}
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "run.jsonl"
@@ -126,7 +126,7 @@ def _tokens_per_second(runs: list[dict]) -> float:
 
 
 def _ratio(found: dict[str, list[dict]], kind: str) -> str:
-    """Its time against `off`'s."""
+    """The ratio of a kind's time to `off`'s."""
     pairs = zip(found["off"], found[kind], strict=True)
     return spread([other["seconds"] / off["seconds"] for off, other in pairs])
 

@@ -1,12 +1,12 @@
-"""What a block of experts costs, by the rows of a step: few rows read few experts, many read all.
+"""The cost of a block of experts, by rows of a step: few rows read few experts, many read all.
 
     python -m workshop.bench.experts_bench           measures (minutes), writes the record
     python -m workshop.bench.experts_bench --tables  writes the table of the page
 
-One layer of Qwen3-30B-A3B's sizes with random weights, packed as the engine has them. Beside it an
-MLP as large as the experts of one token, and the block of `transformers` with the same weights. The
-floor is the bytes of the experts that were chosen, at the rate at which that MLP reads its own for
-one row. In the processor's time, on one thread: other programs count less."""
+The block is one layer of Qwen3-30B-A3B's sizes with random weights, packed as in the engine. It is
+compared with an MLP as large as the experts of one token, and with `transformers`' block on the
+same weights. The floor is the bytes of the chosen experts, at the rate at which that MLP reads its
+weights for one row. Times are processor time of one thread: other programs count less."""
 
 from __future__ import annotations
 
@@ -74,7 +74,7 @@ def num_weights(module: nn.Module) -> int:
 
 @torch.inference_mode()
 def timed(work: Callable[[torch.Tensor], object], inputs: list[torch.Tensor]) -> float:
-    """Seconds of a call, over different rows each time: experts are not in a cache already."""
+    """Seconds of a call, with different rows each time: experts are not in a cache already."""
     started = time.process_time()
     for x in inputs:
         work(x)

@@ -1,13 +1,13 @@
-"""`make gpu ARGS=look`: what this code does on this machine's GPU, in minutes.
+"""`make gpu ARGS=look`: a check of this code on this machine's GPU, in minutes.
 
     look        what breaks, which numbers are wrong, where the time goes
     record      the tests of the kernels, then the record that README's table is made from
     tune        decode attention with other tiles, stages and splits
     rehearse    every part of the three on a CPU, tiny and interpreted; the times mean nothing
 
-Each part is a process with its own time limit, so an error of the device or a hang ends one part
-only. The record, written after every step of it, lies in `build/gpu` (`$OUT/gpu` if OUT is set)
-beside what the parts print; a copy goes to `records/`. The exit status is 1 if a part failed.
+Each part is a process with a separate time limit, so an error of the device or a hang ends one part
+only. The record, written after every step of a part, is in `build/gpu` (`$OUT/gpu` if OUT is set)
+with the output of the parts; a copy goes to `records/`. The exit status is 1 if a part failed.
 No network, `.venv` or `.git` is needed. This process imports no torch, which would take memory."""
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from typing import Any
 from workshop.measure.bench.bench_record import ROOT, describe_commit, read_record, write_record
 
 HERE, RECORDS = "workshop.measure.bench", Path(__file__).parent / "records"
-PARTS = {  # what each calls
+PARTS = {  # the functions that each calls
     "here": "gpu_lab.describe_here",
     "prewarm": "gpu_kernels.prewarm",
     "tests": "gpu_kernels.run_tests",
@@ -41,7 +41,7 @@ PARTS = {  # what each calls
     "profile": "gpu_engine.profile",
     "tune": "gpu_kernels.tune",
 }
-COMMANDS = {  # seconds of each part, with the start of its process
+COMMANDS = {  # seconds of each part, process start included
     "look": {"here": 20, "prewarm": 45, "right": 70, "tests": 45, "engine": 65, "profile": 45},
     "record": {"here": 15, "prewarm": 40, "tests": 60, "right": 60, "engine": 95, "profile": 45},
     "tune": {"here": 15, "tune": 90},
@@ -58,7 +58,7 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--commit", help="of this code, in 40 digits, where there is no .git")
     parser.add_argument("--only", nargs="+", choices=PARTS, help="no copy goes to records/")
     parser.add_argument("--seed", type=int, default=secrets.randbits(31), help="of all inputs")
-    parser.add_argument("--part", help=argparse.SUPPRESS)  # this process is one
+    parser.add_argument("--part", help=argparse.SUPPRESS)  # this process runs one part
     args = parser.parse_args(argv)
     args.plan, args.is_rehearsal = COMMANDS[args.command], args.command == "rehearse"
     wanted = ["here", *(args.only or PARTS)]
@@ -85,7 +85,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         record = run_part(args, name)
         device = record["environment"].get("device", {}).get("name")
         if device is None:
-            return 1  # `here` has said why
+            return 1  # `here` has printed the reason
         if not args.is_rehearsal and not args.only:
             slug = re.sub(r"[^a-z0-9]+", "-", device.lower()).strip("-")
             write_record(RECORDS / f"gpu_{args.command}_{slug}.json", record)
@@ -96,8 +96,8 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def checked_commit(args: argparse.Namespace, root: Path = ROOT) -> dict[str, Any]:
-    """`commit` and `is_dirty` of the record. Raises `RuntimeError` if a package is missing, and
-    `ValueError` if this code is not `--commit`."""
+    """Return the record's `commit` and `is_dirty`. Raises `RuntimeError` if a package is missing,
+    and `ValueError` if this code is not `--commit`."""
     names = f"{NEEDED} {NEEDED_BY_TESTS if 'tests' in args.plan else ''}".split()
     if missing := [name for name in names if find_spec(name) is None]:
         raise RuntimeError(f"{sys.executable} lacks {', '.join(missing)}. Install what is missing, "
@@ -115,8 +115,8 @@ def checked_commit(args: argparse.Namespace, root: Path = ROOT) -> dict[str, Any
 
 
 def environment_of(part: str, is_rehearsal: bool) -> dict[str, str]:
-    """Triton decides when it is imported whether it interprets kernels. Those of a rehearsal's
-    `prewarm` are compiled, for a GPU that is not there."""
+    """Return a part's environment variables. Triton reads at import whether to interpret kernels;
+    those of a rehearsal's `prewarm` are compiled, for a GPU that is not there."""
     rooms = sorted([*ROOT.glob("[0-9][0-9]_*"), *ROOT.glob("[0-9][0-9]_*/beyond")])
     paths = [str(ROOT), *map(str, rooms), os.environ.get("PYTHONPATH", "")]
     cache = os.environ.get("TRITON_CACHE_DIR") or f"{tempfile.gettempdir()}/triton-of-make-gpu"
@@ -129,7 +129,7 @@ def environment_of(part: str, is_rehearsal: bool) -> dict[str, str]:
 
 
 def run_part(args: argparse.Namespace, name: str) -> dict[str, Any]:
-    """The record after it."""
+    """Run a part in a new process. Returns the record after it."""
     limit_s, log, start = args.plan[name], args.out / f"{name}.log", time.monotonic()
     print(f"## {name}, at most {limit_s} s, {time.strftime('%T')}", flush=True)
     command = [sys.executable, "-m", f"{HERE}.gpu", args.command, "--part", name]
@@ -142,7 +142,7 @@ def run_part(args: argparse.Namespace, name: str) -> dict[str, Any]:
         except subprocess.TimeoutExpired:
             ended = f"it was ended after {limit_s} s"
         finally:
-            with suppress(ProcessLookupError):  # whatever it has started, too
+            with suppress(ProcessLookupError):  # with the processes it has started
                 os.killpg(process.pid, signal.SIGKILL)
             process.wait()
     record, lines = read_record(args.record), log.read_text(errors="replace").splitlines()
@@ -157,7 +157,7 @@ def run_part(args: argparse.Namespace, name: str) -> dict[str, Any]:
 
 
 def run_here(args: argparse.Namespace) -> int:
-    """A part, in its own process, with some seconds to end by itself."""
+    """Run a part in this process, which gets some seconds to end by itself."""
     from workshop.measure.bench.gpu_lab import Lab, Part
 
     limit_s, start = args.plan[args.part], time.monotonic()

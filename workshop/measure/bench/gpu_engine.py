@@ -1,5 +1,5 @@
-"""The engine, for `make gpu`: is it right (`check_tokens`), how fast is it (`time_engine`), and
-where does the time go (`profile`)?"""
+"""The engine checks of `make gpu`: correctness (`check_tokens`), speed (`time_engine`), and the
+time of each kernel (`profile`)."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ MODES: dict[str, dict[str, Any]] = {
     "graphs": {"enforce_eager": False, "overlap_scheduling": False},
     "eager": {"enforce_eager": True, "overlap_scheduling": False},
 }
-# Of a log probability; where the two highest logits are nearer, rounding chooses the token.
+# For log probabilities. If the two highest logits are nearer, rounding chooses the token.
 TOLERANCE = {torch.float32: 1e-3, torch.bfloat16: 0.25}
 
 
@@ -44,8 +44,8 @@ TOLERANCE = {torch.float32: 1e-3, torch.bfloat16: 0.25}
 def engine_of(
     lab: Lab, mode: str, loaded: LoadedModel | None = None, **options: Any
 ) -> Iterator[LLMEngine]:
-    """One at a time: the KV memory of two would not fit. Raises `RuntimeError` if it fell back to
-    another mode."""
+    """Yield an engine. One exists at a time: the KV memory of two would not fit. Raises
+    `RuntimeError` if the engine fell back to another mode."""
     gc.collect()
     options = {"attention_backend": "triton"} | lab.sizes.engine | MODES[mode] | options
     if lab.is_rehearsal:
@@ -83,8 +83,8 @@ def answers_of(engine: LLMEngine, prompts: list[list[int]], params: Any) -> list
 
 
 def check_tokens(lab: Lab, part: Part) -> None:
-    """The shipped checkpoint continues parts of this repository's code, in every mode, beside
-    transformers on the device. Then a model of real size."""
+    """Compare answers with those of transformers on the device: the shipped checkpoint continues
+    parts of this repository's code, in every mode. Then do the same with a model of real size."""
     number, longest, num_tokens = lab.sizes.prompts
     text = "\n".join(p.read_text("utf-8") for p in sorted(ROOT.glob("0[0-9]_*/*.py"))[:6])
     ids = list(load_tokenizer(SHIPPED_CHECKPOINT).encode(text))
@@ -113,8 +113,8 @@ def check_tokens(lab: Lab, part: Part) -> None:
 
 @torch.inference_mode()
 def against(part: Part, model: Any, prompts: list[list[int]], answers: list[Any]) -> Any:
-    """How many tokens of greedy answers are not those of `model`, how far they lie below its
-    highest log probability, and the largest error of their log probabilities."""
+    """Count the tokens of greedy answers that differ from `model`'s. Returns how far they lie below
+    its highest log probability, and the largest error of their log probabilities, too."""
     found = {"tokens": 0, "others": 0, "below": 0.0, "error": 0.0}
     for prompt, answer in zip(prompts, answers, strict=True):
         ids = torch.tensor([prompt + list(answer.token_ids)], device=model.device)
@@ -134,9 +134,9 @@ def against(part: Part, model: Any, prompts: list[list[int]], answers: list[Any]
 
 
 def compare_ways(lab: Lab, part: Part) -> None:
-    """To the bit: a replay against the captured function called, the same launches; sampling by
-    kernels against PyTorch. Greedy answers against float64. Short requests have one split, long
-    ones many; they end one after the other, so steps fill many buckets."""
+    """Compare bitwise: a graph replay with a call of the captured function (the same launches), and
+    sampling by kernels with PyTorch. Compare greedy answers with float64. Short requests have one
+    split, long ones many; they end one after the other, so steps fill many buckets."""
     number, longest, num_tokens = lab.sizes.prompts
     most = 4 * longest
     prompts = lab.prompts(*(1 + 37 * i % (most if i % 2 else longest) for i in range(number)))
@@ -148,8 +148,8 @@ def compare_ways(lab: Lab, part: Part) -> None:
     runs: list[dict[str, list[Any]]] = []
 
     def compare(*patches: Any) -> dict[str, list[int]]:
-        """With the first run: tokens, logits of all replays, KV cache without block 0, padding's.
-        How many are equal, and of how many."""
+        """Return how many tensors equal the first run's, and of how many: tokens, logits of all
+        replays, and the KV cache without block 0, which is the padding's."""
         logits, replay, found = [], DecodeGraphs.replay, {}
 
         def spy(graphs: DecodeGraphs, *sizes: int) -> torch.Tensor:
@@ -208,7 +208,7 @@ def time_engine(lab: Lab, part: Part) -> None:
 def while_decoding(
     lab: Lab, engine: LLMEngine, cell: tuple[int, int], work: Callable[[LLMEngine], Any]
 ) -> Any:
-    """Its result, when the prompts of so many requests, of about so many keys, are computed."""
+    """Return `work(engine)`, called when `num_seqs` requests of about `context` keys decode."""
     (num_seqs, context), running, num_warm = cell, engine.scheduler.running, 3
     needed, usable = num_seqs * (context // 16 + 6), engine.kv_manager.pool.num_usable_blocks
     if num_seqs > engine.config.max_num_seqs or needed > usable:
@@ -229,11 +229,11 @@ def while_decoding(
             engine.abort_request(name)
         while engine.has_unfinished_requests():
             engine.step()
-        engine.step()  # nothing is in flight any more
+        engine.step()  # nothing is in flight after this
 
 
 def time_steps(lab: Lab, cell: tuple[int, int], engine: LLMEngine) -> dict[str, Any]:
-    """Whole steps by the host's clock: each ends with its tokens on the host."""
+    """Time whole steps by the host's clock. Each step ends when its tokens are on the host."""
     num_keys, times = sum(r.num_computed_tokens for r in engine.scheduler.running.values()), []
     for _ in range(2 if lab.is_rehearsal else 24):
         start = time.perf_counter()
@@ -246,7 +246,7 @@ def time_steps(lab: Lab, cell: tuple[int, int], engine: LLMEngine) -> dict[str, 
 
 
 def time_workload(lab: Lab, engine: LLMEngine, name: str) -> list[dict[str, float]]:
-    """Random tokens, all requests at once, after a few short answers."""
+    """Time random prompts, all requests at the same time, after a few short answers."""
     (number, lens_in, lens_out), runs = lab.sizes.workloads[name], []
     num_ids = min(10_000, lab.sizes.model.vocab_size)
     requests = make_requests(number, lens_in, lens_out, num_ids, 0)
@@ -266,9 +266,9 @@ def time_workload(lab: Lab, engine: LLMEngine, name: str) -> list[dict[str, floa
 
 
 def refuse_hidden_waits(lab: Lab, engine: LLMEngine) -> str:
-    """The host may wait for sampled tokens, by an event; else torch raises, and says where."""
+    """Allow only waits for sampled tokens, by an event; else torch raises and names the place."""
     prompts: Any = lab.prompts(20, 20)
-    answers_of(engine, prompts, params_of(4))  # nothing is compiled after that
+    answers_of(engine, prompts, params_of(4))  # compiles everything
     engine.reset_prefix_cache()
     set_mode = print if lab.is_rehearsal else torch.cuda.set_sync_debug_mode
     set_mode("error")
@@ -294,8 +294,8 @@ def profile(lab: Lab, part: Part) -> None:
 
 
 def by_kernel(lab: Lab, engine: LLMEngine) -> dict[str, Any]:
-    """Of a step: how long kernels ran, how many, and by name. What the step takes longer than that
-    without a profiler (`time_steps`), no kernel runs."""
+    """Return the time and number of kernels in a step, in all and by name. A step that takes longer
+    without a profiler (`time_steps`) leaves the GPU idle for the difference."""
     kinds, num_steps, rows = [ProfilerActivity.CPU], 1 if lab.is_rehearsal else 4, []
     if not lab.is_rehearsal:
         kinds.append(ProfilerActivity.CUDA)

@@ -53,7 +53,7 @@ ATTENTION_TOLERANCE = 0.02  # in bfloat16, which has 8 bits
 
 @cache
 def wanted_launches(what: str) -> list[Launch]:
-    """The slow ones first: products of float32 without tensor cores are unrolled."""
+    """Return the launches to compile, slow ones first: float32 products without tensor cores."""
     chunks, full = EngineConfig(speculative={"method": "draft"}), gpu_lab.FULL.model
     kind = architecture_of(torch.device("cuda" if torch.cuda.is_available() else "cpu"))
     if what == "tune":
@@ -71,7 +71,7 @@ def wanted_launches(what: str) -> list[Launch]:
 
 
 def compile_one(what: str, is_rehearsal: bool, index: int) -> tuple[float, str]:
-    """In a process of its own. A rehearsal has no GPU to compile for."""
+    """Compile one launch, in a process of its own. A rehearsal has no GPU to compile for."""
     launch, start = wanted_launches(what)[index], time.perf_counter()
     if not is_rehearsal:
         compile_now(launch)._init_handles()
@@ -90,7 +90,7 @@ def prewarm(lab: Lab, part: Part) -> None:
 
 
 def run_tests(lab: Lab, part: Part) -> None:
-    """Cut by pytest itself, which then still says what has failed."""
+    """Run pytest with pytest's own time limit, so that the failures are still reported."""
     limit_s = max(1, round(part.deadline - time.monotonic()) - 5)
     how = f"-m gpu -n 10 --timeout 100 --session-timeout {limit_s} --tb=short --maxfail 40"
     how = "--collect-only" if lab.is_rehearsal else how
@@ -110,9 +110,9 @@ def run_tests(lab: Lab, part: Part) -> None:
 
 
 def attention_of(lab: Lab, num_seqs: int, context: int) -> Callable[..., Any]:
-    """Plans a batch of decodes, which a step does once for all layers, and returns the call of a
-    layer. As in a graph the host knows bounds only; blocks lie in random order. Raises `ValueError`
-    if the call's result is not that of float64, for one in 16 sequences."""
+    """Plan a batch of decodes, once for all layers as in a step, and return one layer's call. As in
+    a graph the host knows bounds only; blocks are in random order. Raises `ValueError` if the
+    call's result differs from float64, checked for one in 16 sequences."""
     model, device, width = lab.sizes.model, lab.device, -(-context // BLOCK_SIZE)
     num_heads, num_kv_heads = model.num_attention_heads, model.num_key_value_heads
     scale = model.head_dim**-0.5

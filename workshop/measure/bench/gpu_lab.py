@@ -1,11 +1,11 @@
-"""What every part of `make gpu` uses: its record, sizes, random inputs, floors and a clock.
+"""The shared parts of `make gpu`: its record, sizes, random inputs, floors and a clock.
 
 The floor of a call is the longer of two times: its bytes, each input read once and each output
 written once, at the bandwidth of a large copy, which reads and writes; and its operations, two for
 a multiplication and an addition, at the rate of a large product in bfloat16. Both ceilings are
 measured in the same process. A share of the roofline is floor / measured time. The clock is
 Triton's, of calls in a replayed graph: a launch from Python takes longer than many a kernel runs.
-Nothing flushes the cache of the GPU, so inputs are larger than that."""
+Nothing flushes the cache of the GPU, so inputs are larger than the cache."""
 
 from __future__ import annotations
 
@@ -26,23 +26,23 @@ from workshop.measure.bench.bench_record import describe_environment, read_recor
 from workshop.measure.bench.random_weights import QWEN3_0_6B, random_model
 
 BLOCK_SIZE = 16
-Cost = tuple[int, int]  # bytes, of 16 bits a number, and operations that are needed at least
+Cost = tuple[int, int]  # minimum bytes, of 16 bits a number, and minimum operations
 
 
 @dataclass
 class Part:
-    """The steps of a part: `results[section][step]` is what the step found."""
+    """The steps of a part: `results[section][step]` is the result of a step."""
 
     name: str
     record: Path
     deadline: float  # of time.monotonic()
     results: dict[str, dict[str, Any]] = field(default_factory=dict)
-    notes: list[str] = field(default_factory=list)  # on what was left out
+    notes: list[str] = field(default_factory=list)  # about omitted steps
     errors: list[str] = field(default_factory=list)
     is_over: bool = False
 
     def attempt(self, section: str, step: str, work: Callable[[], Any], needed_s: float = 1) -> Any:
-        """What `work` returns. None if it raised, or if there is no time or memory for it."""
+        """Return the result of `work`, or None if it raised or if time or memory is short."""
         what, found, start = f"{section}, {step}", None, time.perf_counter()
         try:
             if self.deadline - time.monotonic() < needed_s:
@@ -74,7 +74,7 @@ class Part:
 
 @dataclass(frozen=True, slots=True)
 class Sizes:
-    """The most telling come first: what there is no time for is at the end."""
+    """Sizes of the work, the most telling first: the last ones are cut if time is short."""
 
     model: ModelConfig
     ceilings: tuple[int, int]  # numbers that are copied, size of the matrices
@@ -109,16 +109,17 @@ REHEARSAL = Sizes(
 
 
 def attention_cost(model: ModelConfig, num_seqs: int, context: int) -> Cost:
-    """Of decodes, in one layer: all keys and values, queries and outputs once; a score and a
-    weighted value are head_dim products each."""
+    """The cost of decodes in one layer: all keys and values, queries and outputs once; a score and
+    a weighted value are head_dim products each."""
     width = model.num_attention_heads * model.head_dim
     num_keys, kv_width = num_seqs * context, model.num_key_value_heads * model.head_dim
     return 4 * (num_keys * kv_width + num_seqs * width), 4 * num_keys * width
 
 
 def decode_cost(model: ModelConfig, num_weights: int, num_seqs: int, context: int) -> Cost:
-    """One token for each sequence: every matrix once (`num_weights` in all), the rows of the
-    embedding, attention in every layer. Norms, activations and logits need not leave the chip."""
+    """The cost of one token for each sequence: every matrix once (`num_weights` in all), the rows
+    of the embedding, attention in every layer. Norms, activations and logits need not leave the
+    chip."""
     attention = [model.num_hidden_layers * n for n in attention_cost(model, num_seqs, context)]
     num_bytes = 2 * num_weights + 2 * num_seqs * model.hidden_size + attention[0]
     return num_bytes, 2 * num_seqs * num_weights + attention[1]
@@ -150,12 +151,13 @@ class Lab:
 
     @cached_property
     def loaded(self) -> LoadedModel:
-        """Random weights, which take the same time as trained ones."""
+        """The model with random weights, which take the same time as trained ones."""
         return random_model(self.sizes.model, self.seed, torch.bfloat16, self.device)
 
     @cached_property
     def num_weights(self) -> int:
-        """Of all matrices that a step multiplies with: those of the layers, and the head."""
+        """Weights of all matrices that a step multiplies with: those of the layers, and the
+        head."""
         return sum(m.plain_weight().numel() for m in linear_layers(self.loaded.model))
 
     def normal(self, *shape: int) -> torch.Tensor:
@@ -168,8 +170,8 @@ class Lab:
 
     @cached_property
     def ceilings(self) -> dict[str, list[float]]:
-        """Median, lowest, highest of 1e9 bytes and of 1e12 operations a second, of random numbers:
-        zeros are faster."""
+        """Median, lowest, highest of 1e9 bytes and of 1e12 operations a second, with random
+        numbers, because zeros are faster."""
         num_copied, n = self.sizes.ceilings
         source, (a, b) = self.normal(num_copied), self.normal(2, n, n)
         target = torch.empty_like(source)
@@ -187,7 +189,7 @@ class Lab:
         return {"ms": ms, "floor_ms": round(floor, 6), "share": round(floor / ms[0], 4), "by": by}
 
     def time(self, call: Callable[[], Any]) -> list[float]:
-        """Milliseconds: median, lowest, highest. `call` reads no value on the host."""
+        """Return median, lowest, highest milliseconds. `call` must not read a value on the host."""
         if self.is_rehearsal:
             start = time.perf_counter()
             call()
@@ -199,7 +201,7 @@ class Lab:
 
 
 def describe_here(lab: Lab, part: Part) -> None:
-    """Device, versions, processor."""
+    """Record device, versions and processor."""
     found, device = describe_environment(), {"name": "rehearsal"}
     if not lab.is_rehearsal:
         it = torch.cuda.get_device_properties(lab.device)

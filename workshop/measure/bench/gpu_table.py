@@ -1,8 +1,8 @@
-"""What the records of `make gpu` say, as markdown. `make sync` writes it into `PAGES`.
+"""The records of `make gpu` as markdown. `make sync` writes it into `PAGES`.
 
     python -m workshop.bench.gpu_table --write-readme
 
-An aim is a share of the roofline that was set before anything was measured, one for each cell."""
+An aim is a share of the roofline, one for each cell, and was set before any measurement."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ NOTHING_ZH = (
     "还没有在 GPU 上测过。测试在 CPU 上用 Triton 的解释器跑 kernel，用模拟器跑 CUDA "
     "graph：能核对结果，但看不出速度。"
 )
-# Between which markers of which page: the sentence, the table of cells, or the whole report.
+# Page and markers of each text: the sentence, the table of cells, or the whole report.
 PAGES = {"README.md": "gpu", "06_chunked_prefill/README.md": "gpu"}
 PAGES |= {"README.zh.md": "gpu_zh", "06_chunked_prefill/README.zh.md": "gpu_zh"}
 PAGES |= {"common/README.md": "gpu_cells", "common/README.zh.md": "gpu_cells_zh"}
@@ -30,14 +30,14 @@ PAGES |= {"workshop/measure/bench/README.md": "gpu_report"}
 
 
 def aim_of(num_seqs: int, context: int) -> float | None:
-    """For a decode step of the engine. Few keys leave little to do between two launches."""
+    """The aim for an engine's decode step. Few keys leave little to do between two launches."""
     if num_seqs >= 64 and context >= 1024:
         return 0.75 if context >= 2048 else 0.70
     return {1: 0.50, 64: 0.45, 256: 0.45}.get(num_seqs)
 
 
 def sections_of(record: Record) -> dict[str, dict[str, Any]]:
-    """Of all parts, which have no step of the same name."""
+    """Merge the sections of all parts, which have no step of the same name."""
     found: dict[str, dict[str, Any]] = {}
     for part in record["parts"].values():
         for name, steps in part["results"].items():
@@ -46,7 +46,7 @@ def sections_of(record: Record) -> dict[str, dict[str, Any]]:
 
 
 def cells_table(record: Record) -> str:
-    """The best mode is held against the aim."""
+    """Return the table of cells, with the aim compared with the best mode."""
     sections, rows = sections_of(record), []
     by_mode = [sections.get(f"{mode}: steps", {}) for mode in MODES]
     for name in dict.fromkeys(name for steps in by_mode for name in steps):
@@ -60,7 +60,7 @@ def cells_table(record: Record) -> str:
 
 
 def workloads(record: Record) -> list[list[Any]]:
-    """Name, mode, and the tokens in, tokens out and requests a second of the faster run."""
+    """Return name, mode, and the tokens in, tokens out and requests a second of the faster run."""
     sections, kinds = sections_of(record), ("in", "out", "requests")
     return [
         [name, mode, *(max(run[f"{kind}/s"] for run in runs) for kind in kinds)]
@@ -97,7 +97,7 @@ def render(record: Record) -> str:
 
 
 def texts_of(records: Sequence[Record]) -> dict[str, str]:
-    """By marker. Raises `ValueError` for a record that is no result."""
+    """Return the text for each marker. Raises `ValueError` for a record without a result."""
     english, chinese, fastest = NOTHING, NOTHING_ZH, 0.0
     for record in records:
         where = record["environment"]

@@ -1,11 +1,11 @@
-"""What grammars cost: a step with masks beside one without, and what comes before the first token.
+"""The cost of grammars: a step with masks next to one without, and the work before the first token.
 
     python -m workshop.bench.grammar_bench           measures (minutes), writes the record
     python -m workshop.bench.grammar_bench --tables  writes the table of GRAMMARS.md
 
-`steps`    the shipped model on this processor, where nobody or everybody has a grammar: engines in
-           turn, milliseconds of a step, and of them those for the bits and for the logits
-`compile`  a source becomes a matcher, of which the first mask is asked
+`steps`    the shipped model on this processor, where no request or every request has a grammar:
+           engines in turn, milliseconds of a step, with the shares of the bits and of the logits
+`compile`  a source becomes a matcher, which computes its first mask
 `large`    the bits of one row with as many tokens as large models have, made of the shipped ones
            and random ones
 """
@@ -43,7 +43,7 @@ RECORD = Path(__file__).parent / "records" / "grammars.json"
 PAGE = Path(__file__).parents[3] / "04_scheduler" / "beyond" / "GRAMMARS.md"
 NUM_ROWS = (1, 8, 32, 128)
 MAX_TOKENS, NUM_LARGE = 48, 151_936
-# Every answer is longer than is measured.
+# Every answer is longer than the measured part.
 SCHEMA = {"type": "array", "minItems": 99, "items": {"enum": ["open", "closed", 7, None]}}
 GRAMMARS: dict[str, Grammar] = {
     "JSON schema": Json(SCHEMA),
@@ -54,7 +54,7 @@ GRAMMARS: dict[str, Grammar] = {
 
 
 class Clock:
-    """Adds up what calls take."""
+    """Adds up the durations of calls."""
 
     def __init__(self) -> None:
         self.ms = 0.0
@@ -73,8 +73,8 @@ class Clock:
 def timed_batch(
     engine: LLMEngine, num_rows: int, params: SamplingParams, begin: Callable[[], object] = int
 ) -> tuple[float, int]:
-    """Seconds and steps of one batch, from the first step after the prompts, where `begin` is
-    called."""
+    """Return the seconds and steps of one batch, from the first step after the prompts, where
+    `begin` is called."""
     for i in range(num_rows):
         engine.add_request(str(i), [5 + i, 6, 7], params)
     while engine.stats().num_running < num_rows:
@@ -87,7 +87,7 @@ def timed_batch(
 
 
 def run(engine: LLMEngine, num_rows: int, grammar: Grammar | None) -> dict[str, float]:
-    """Of one batch, from the first step after the prompts: milliseconds a step."""
+    """Return milliseconds a step of one batch, from the first step after the prompts."""
     params = SamplingParams(temperature=0, max_tokens=MAX_TOKENS, grammar=grammar)
     if grammar is None:
         params = SamplingParams(temperature=0, max_tokens=MAX_TOKENS, ignore_eos=True)
@@ -158,7 +158,7 @@ def _compile_ms(grammar: Grammar, vocabulary: Vocabulary) -> float:
 
 
 def _fill_us(grammar: Grammar, vocabulary: Vocabulary) -> list[float]:
-    """Along a text that is drawn token by token."""
+    """Return the microseconds of each mask along a text that is drawn token by token."""
     matched = GrammarMasks(vocabulary).match(
         compile_source(source_of(grammar), tokenizer_of(vocabulary))
     )

@@ -1,12 +1,12 @@
-"""One client's heaviest legal bodies, and how long the others wait meanwhile.
+"""One client's heaviest legal bodies, and how long the other clients wait for them.
 
     python -m workshop.bench.hostile_bench --rounds 1   measures (minutes), writes the record
     python -m workshop.bench.hostile_bench --tables     writes common/serve/README.md's table
 
-For each body a server of its own, with the shipped model on one thread. Two streams run in it, and
-somebody asks `/health` every 20 ms. Then the body comes. Told are the longest answer of `/health`,
-the longest silence of a stream, and how long the server took to end after a SIGTERM, sent after
-`SECONDS` or when the body is answered. The aims hold on two quiet cores."""
+Each body gets a new server with the shipped model on one thread. Two streams run in it, and a
+client asks `/health` every 20 ms. Then the body comes. Recorded are the longest answer of
+`/health`, the longest silence of a stream, and how long the server took to end after a SIGTERM,
+sent after `SECONDS` or when the body is answered. The aims hold on two quiet cores."""
 
 from __future__ import annotations
 
@@ -32,9 +32,9 @@ from workshop.measure.bench.side_by_side import measure_and_tell
 RECORD = Path(__file__).parent / "records" / "hostile.json"
 PAGE = Path(__file__).parents[3] / "common" / "serve" / "README.md"
 HEALTH_S, SILENCE_S = 0.25, 0.5  # the aims
-SECONDS = 30.0  # of a body, at most
+SECONDS = 30.0  # at most, for a body
 DRAIN_S, STUCK_S = 1.0, 60.0
-CHUNK = 512  # tokens of a step: the longest silence is that of an ordinary prompt's chunk at least
+CHUNK = 512  # tokens of a step: the longest silence is at least that of an ordinary prompt's chunk
 STREAM = {"prompt": "def f(", "max_tokens": 1900, "ignore_eos": True, "stream": True}
 TWELVE = [[5 + (31 * i + 7 * j) % 4000 for j in range(1000)] for i in range(12)]
 COMPLETIONS = "/v1/completions"
@@ -45,13 +45,13 @@ def words(num_bytes: int) -> dict[str, Any]:
 
 
 def grammar() -> dict[str, Any]:
-    """Of 2,000 parts."""
+    """A grammar of 2,000 parts."""
     parts = {f"name{i}": {"type": "array", "items": {"enum": [i, f"{i}"]}} for i in range(2000)}
     schema = {"type": "object", "properties": parts, "additionalProperties": False}
     return {"prompt": "x", "structured_outputs": {"json": schema}, "max_tokens": 5}
 
 
-# Name: path, body, whether its client leaves at once.
+# Name: path, body, whether the client disconnects immediately.
 BODIES: dict[str, tuple[str, Callable[[], dict[str, Any]], bool]] = {
     "nothing": ("/tokenize", lambda: {"prompt": "x"}, False),
     "`bad_words` of 4 MB": (COMPLETIONS, lambda: words(4 << 20), False),
@@ -88,7 +88,7 @@ BODIES: dict[str, tuple[str, Callable[[], dict[str, Any]], bool]] = {
 
 
 def hostile_adapter(folder: Path) -> None:
-    """The shipped one, with an expression that goes back and forth for ever."""
+    """Write a copy of the shipped adapter with an expression that backtracks forever."""
     (folder / "hostile").mkdir()
     for path in SHIPPED_ADAPTER.iterdir():
         (folder / "hostile" / path.name).write_bytes(path.read_bytes())
@@ -109,7 +109,7 @@ async def sent(port: int, path: str, body: bytes | None) -> tuple[Any, Any]:
 
 
 async def longest_wait(port: int, path: str, body: bytes | None, until: asyncio.Event) -> float:
-    """Seconds between two things that come, from `until` on no more; of `/health` of one answer."""
+    """The longest seconds between two reads until `until` is set; for `/health`, of one answer."""
     longest, begin = 0.0, time.monotonic()
     while not until.is_set():
         begin = time.monotonic()

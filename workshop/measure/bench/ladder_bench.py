@@ -1,15 +1,15 @@
-"""The ladder: one workload, one engine, and one chapter more on each rung.
+"""The ladder: one workload, one engine, and one more chapter in each configuration.
 
     python -m workshop.ladder                 measure, write the record, print the tables
     python -m workshop.ladder --smoke         the same with almost no work: does it run?
     python -m workshop.ladder --table         print the tables of the record
     python -m workshop.ladder --write-readme  put them into README.md, this folder's and chapters'
 
-Two regimes: many users, who queue, and few, who do not. Each seed draws a workload of its own
-(`ladder_workload.py`); all rungs serve it, one after the other, each seed beginning with another
-rung. And for each chapter the work in which its question arises, served with it and without. A
-table shows the median over the seeds and the extremes. Rungs that lose stay in it. What the rungs
-are is in `ladder_systems.py`. It measures the CPU.
+There are two regimes: many users, who queue, and few, who do not. Each seed draws a different
+workload (`ladder_workload.py`). All configurations serve it, one after the other, and each seed
+starts with a different one. Each chapter also has the work in which its question arises, served
+with the chapter and without. A table shows the median over the seeds and the extremes, also of
+configurations that lose. `ladder_systems.py` has the configurations. The CPU is measured.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from workshop.measure.bench.ladder_table import (
 )
 
 RECORD = ROOT / "workshop" / "measure" / "bench" / "records" / "ladder.json"
-NUM_RESERVATIONS = 3  # of the longest request: what the KV memory holds without pages
+NUM_RESERVATIONS = 3  # of the longest request, which the KV memory holds without pages
 
 
 def measure(args: argparse.Namespace) -> dict[str, Any]:

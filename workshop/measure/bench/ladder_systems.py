@@ -1,20 +1,20 @@
-"""The rungs of the ladder: the same engine, with one chapter more on each.
+"""The configurations of the ladder: the same engine, with one more chapter in each.
 
-All rungs have the same weights and the same KV memory, `Limits.num_positions` of it. Without pages
-(the second and the third rung) it holds as many requests as it holds of the longest; with pages it
-holds what fits. A token counts for its user when the step that made it has ended. An answer ends
-when it has as many tokens as its user wanted. The engine is not told in advance: the request is
-stopped from outside, as an end of text would stop it. (The static and the continuous rung are told,
-and reserve the longest all the same.)
+All have the same weights and the same KV memory, `Limits.num_positions` of it. Without pages (the
+second and the third configuration) it holds as many requests as it holds of the longest; with pages
+it holds as many as fit. A token counts for its user when its step has ended. An answer ends when it
+has as many tokens as its user wanted. The engine does not know this number in advance: the request
+is stopped from outside, as an end of text would stop it. (The static and the continuous
+configuration know it, and still reserve the longest.)
 
     one at a time          one request in flight
-    static batch           chapter 1's baseline: who has arrived joins the next batch
+    static batch           chapter 1's baseline: arrived requests join the next batch
     continuous batching    chapter 1: joins the next step; caches stacked and padded
-    paged KV               chapter 2: more of them, since nobody reserves the longest
+    paged KV               chapter 2: more requests, because none reserves the longest
     prefix cache           chapter 3: the system prompt is computed once
     preempting scheduler   chapter 4: memory is filled, and taken back when it runs out
-    speculative decoding   chapter 5: n-grams, as many guesses as pay
-    chunked prefill        chapter 6: long prompts a piece at a time
+    speculative decoding   chapter 5: n-grams propose as many draft tokens as pay
+    chunked prefill        chapter 6: long prompts in chunks
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ CHUNK = 128  # tokens: about the knee of the curve in chapter 6
 
 @dataclass(slots=True)
 class LadderOutcome:
-    """What users got, and when, in seconds after the start; and what the system says of itself."""
+    """The tokens of each request, with seconds after the start; and the system's own counts."""
 
     token_ids: dict[int, list[int]] = field(default_factory=dict)
     token_times: dict[int, list[float]] = field(default_factory=dict)
@@ -116,7 +116,7 @@ def run_padded(
 def run_static(
     models: BenchModels, limits: Limits, requests: Sequence[LadderRequest]
 ) -> LadderOutcome:
-    """Whoever has arrived when a batch ends joins the next one."""
+    """Serve in static batches. Requests that arrive during a batch join the next one."""
     outcome, num_steps, wastes = LadderOutcome(), 0, []
     waiting = deque(enumerate(requests))
     start = time.monotonic()
@@ -130,7 +130,7 @@ def run_static(
             Request(str(i), r.prompt_token_ids, greedy(r.num_outputs), arrival_time=0.0)
             for i, r in batch
         ]
-        ends: list[float] = []  # of the model's passes
+        ends: list[float] = []  # of the forward passes
         with models.hf.register_forward_hook(lambda *_, ends=ends: ends.append(time.monotonic())):
             generate_static(models.hf, own, len(batch))
         for (index, _), request in zip(batch, own, strict=True):
@@ -159,13 +159,13 @@ RUNGS: dict[str, tuple[str, Run]] = {
 
 
 def configs_of(name: str) -> list[str]:
-    """Who serves a regime: all; the work of a chapter's question: its rung and the one below."""
+    """All configurations for a regime; for a chapter's question its own and the one before."""
     configs = list(RUNGS)
     return configs[configs.index(name) - 1 :][:2] if name in RUNGS else configs
 
 
 def describe(outcome: LadderOutcome, requests: Sequence[LadderRequest]) -> dict[str, Any]:
-    """What a table shows of one run. Times in milliseconds."""
+    """Return the numbers that a table shows for one run. Times are in milliseconds."""
     times = [outcome.token_times[index] for index in range(len(requests))]
     first = [1e3 * (t[0] - r.arrival_time) for t, r in zip(times, requests, strict=True)]
     gaps = [1e3 * (b - a) for t in times for a, b in pairwise(t)]
@@ -187,7 +187,7 @@ def _drive(
     has_unfinished: Callable[[], bool],
     steps: list[StepRecord],
 ) -> LadderOutcome:
-    """Bring each request at its time, and step while there is somebody."""
+    """Add each request at its arrival time, and step while requests are unfinished."""
     outcome = LadderOutcome()
     pending = deque(enumerate(requests))
     start = time.monotonic()
@@ -208,7 +208,7 @@ def _drive(
 
 
 def _warm_up(engine: LLMEngine) -> None:
-    """Other tokens than any workload's, so that nothing of them is in the cache."""
+    """Serve tokens that no workload has, so that the cache holds none of its prompts."""
     engine.generate_batch([[7] * 20, [9] * 40], greedy(4))
     engine.reset_prefix_cache()
     engine.reset_stats()

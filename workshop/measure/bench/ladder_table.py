@@ -1,4 +1,4 @@
-"""The ladder's record as markdown. Nothing is measured here, and nothing heavy is imported."""
+"""The ladder's record as markdown. Measures nothing, and imports nothing heavy."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Any
 
 from workshop.measure.bench.bench_record import made_on, markdown_table, summarise
 
-# For each rung its chapter, and what is new on it in a phrase.
+# For each configuration its chapter, and a phrase that names the change.
 PHRASES = {
     "one-at-a-time": ("", "one request in each step"),
     "static": ("", "a batch starts and ends together"),
@@ -19,7 +19,7 @@ PHRASES = {
     "chunked": ("06_chunked_prefill", "a long prompt is split over several steps"),
 }
 
-# The README's first table: what is added, the workload it is meant for, and the number that it
+# The README's first table: the added idea, the workload it is meant for, and the number that it
 # improves. A chapter without a row gains little in its own workload.
 GAINS = {
     "paged": (
@@ -51,12 +51,12 @@ def _kv_over_written(question: dict[str, Any], run: dict[str, Any]) -> float:
 
 
 def _passes_over_least(question: dict[str, Any], run: dict[str, Any]) -> float:
-    """Against four draft tokens a pass, the default, all of them accepted."""
+    """Passes compared with four draft tokens a pass, the default, all of them accepted."""
     return 5 / run.get("tokens_per_pass", 1)
 
 
 def _gap_over_least(question: dict[str, Any], run: dict[str, Any]) -> float:
-    """Against one chunk at the rate of the longest prompt, of which a step computes the whole."""
+    """Gap compared with one chunk, at the rate of the longest prompt computed in one step."""
     whole, chunk = (
         next(other for other in config["runs"] if other["seed"] == run["seed"])
         for config in question["rungs"].values()
@@ -65,7 +65,7 @@ def _gap_over_least(question: dict[str, Any], run: dict[str, Any]) -> float:
     return run["inter_token_ms_p99"] / (share * whole["inter_token_ms_p99"])
 
 
-# A chapter's own row: its distance from the least that the work of its question can cost.
+# A chapter's own row: its distance from the least possible cost of its question's work.
 FLOORS: dict[str, tuple[str, Callable[[dict[str, Any], dict[str, Any]], float]]] = {
     "continuous": ("KV memory held / written", _kv_over_written),
     "paged": ("KV memory held / written", _kv_over_written),
@@ -77,14 +77,14 @@ FLOORS: dict[str, tuple[str, Callable[[dict[str, Any], dict[str, Any]], float]]]
 
 
 def render(record: dict[str, Any]) -> str:
-    """Every rung in every regime, with all that was measured; and each chapter's own question."""
+    """Render every configuration in every regime, with all numbers, and each chapter's question."""
     regimes = map(_regime, record["regimes"].values())
     parts = [*regimes, render_questions(record), made_on(record)]
     return "\n\n".join(filter(None, parts))
 
 
 def render_questions(record: dict[str, Any]) -> str:
-    """Nothing if they were not measured. In each cell: without the chapter, and with it."""
+    """Render each chapter's question, cells without and with the chapter. Empty if not measured."""
     head = ["chapter, and its work", "output tok/s", "first token (p50)", "gap (p99)"]
     rows = []
     for name, question in record.get("questions", {}).items():
@@ -95,12 +95,12 @@ def render_questions(record: dict[str, Any]) -> str:
 
 
 def render_short(record: dict[str, Any]) -> str:
-    """Every rung where many users queue: throughput, both waits, and a phrase."""
+    """Render every configuration where many users queue: throughput, both waits, and a phrase."""
     regime = record["regimes"]["many"]
     head = ["chapter", "output tok/s", "first token (p50)", "gap (p99)", "what is new"]
     rows = [_short_row(name, config) for name, config in regime["rungs"].items()]
     lines = markdown_table(head, rows).splitlines()
-    lines[1] = lines[1].removesuffix("---: |") + "--- |"  # the phrase is to the left
+    lines[1] = lines[1].removesuffix("---: |") + "--- |"  # the phrase is left-aligned
     return "\n".join(lines) + (
         f"\n\n<sub>Gap: between two tokens of one answer. {_work(regime).capitalize()}; "
         f"{_measured(record)} "
@@ -109,8 +109,8 @@ def render_short(record: dict[str, Any]) -> str:
 
 
 def render_rows(record: dict[str, Any]) -> dict[str, str]:
-    """By chapter: the work of its question without it and with it, and the distance from its
-    floor."""
+    """Render a row for each chapter: its question's work without the chapter and with it, and the
+    distance from its floor."""
     rows = {}
     for name, (floor, distance) in FLOORS.items():
         if (question := record.get("questions", {}).get(name)) is None:

@@ -1,13 +1,13 @@
-"""The work of the ladder: users who come when they come, and ask for what code looks like.
+"""The work of the ladder: users who arrive at random, with prompts and answers like code.
 
-Arrivals are a Poisson process. Every prompt begins with the same system prompt, and goes on with
+Arrivals are a Poisson process. Every prompt begins with the same system prompt and continues with
 the first half of a function from the shipped checkpoint's held-out files; the answer ends after as
 many tokens as the second half has. A few users bring most of a file instead: the long prompts that
-make others wait. Nobody says how long the answer is going to be: `max_tokens` is the same for all,
-and generous. The same seed gives the same users to every rung.
+make others wait. The length of an answer is not known in advance: `max_tokens` is the same for all,
+and generous. The same seed gives the same users to every configuration.
 
-All rungs serve the `REGIMES`. `QUESTIONS` has for each chapter the work in which its question
-arises: its rung serves that, and the rung below it."""
+All configurations serve the `REGIMES`. `QUESTIONS` has for each chapter the work in which its
+question arises, which is served by its configuration and the one before."""
 
 from __future__ import annotations
 
@@ -23,13 +23,13 @@ from workshop.training.tiny_data import corpus
 SYSTEM_PROMPT_LEN = 128
 LONG_PROMPT_LEN = 1400
 OUTPUT_LENS = (8, 64)
-MAX_TOKENS = 256  # what everybody asks for
+MAX_TOKENS = 256  # of every request
 
 
 @dataclass(frozen=True, slots=True)
 class Regime:
-    """`num_long` of the `num_requests` users bring a long prompt. Where it `repeats`, the answer of
-    the others stands in their prompt. The last two are no part of `repr`, which goes into seeds."""
+    """`num_long` of the `num_requests` users bring a long prompt. If `repeats`, the prompts of the
+    others contain their answer. `repr`, which goes into seeds, leaves out the last two fields."""
 
     title: str
     num_requests: int
@@ -56,18 +56,18 @@ QUESTIONS = {
 @dataclass(frozen=True, slots=True)
 class LadderRequest:
     prompt_token_ids: list[int]
-    num_outputs: int  # then the answer ends
+    num_outputs: int  # length of the answer
     arrival_time: float  # seconds after the start
     is_long: bool = False
 
 
 def make_workload(tokenizer: Tokenizer, regime: Regime, seed: int) -> list[LadderRequest]:
-    """In order of arrival."""
+    """Draw the requests, in order of arrival."""
     rng = random.Random(f"{seed} {regime}")
     files, functions = _encoded_corpus(tokenizer)
     system = files[0][: regime.system_len]
     long_texts = [ids for ids in files if len(ids) > LONG_PROMPT_LEN]
-    # Never among the very first: there must be somebody who waits.
+    # Never among the very first: other requests must be waiting.
     first = regime.num_requests // 5
     long_places = set(rng.sample(range(first, regime.num_requests), regime.num_long))
     requests, now = [], 0.0
@@ -86,8 +86,8 @@ def make_workload(tokenizer: Tokenizer, regime: Regime, seed: int) -> list[Ladde
 
 
 def min_prompt_tokens(prompts: Iterable[Sequence[int]]) -> int:
-    """Prompt tokens that must be computed if no prefix is computed twice. At least one of each
-    prompt, because its last token gives the logits."""
+    """Return the prompt tokens that must be computed if no prefix is computed twice. At least one
+    of each prompt counts, because its last token gives the logits."""
     nodes: dict[tuple[int, int], int] = {}  # (node, token) -> the node of the longer prefix
     total = 0
     for prompt in prompts:
@@ -98,9 +98,9 @@ def min_prompt_tokens(prompts: Iterable[Sequence[int]]) -> int:
     return total
 
 
-@lru_cache(maxsize=1)  # it takes seconds
+@lru_cache(maxsize=1)  # encoding takes seconds
 def _encoded_corpus(tokenizer: Tokenizer) -> tuple[list[list[int]], list[list[int]]]:
-    """Its files in the order of their names, and the functions in them that are long enough."""
+    """The corpus's files in the order of their names, and their functions that are long enough."""
     files = [text for _, text in sorted(corpus()[1].items())]
     functions = [tokenizer.encode(source) for text in files for source in functions_of(text)]
     functions = [ids for ids in functions if len(ids) >= 2 * OUTPUT_LENS[0]]

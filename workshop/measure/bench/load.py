@@ -1,4 +1,4 @@
-"""Requests over HTTP at given moments, and what became of each."""
+"""Requests over HTTP at given moments, and the outcome of each."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class Planned:
 
 @dataclass(slots=True)
 class Outcome:
-    """Seconds, from the first planned moment. `error`: None if the answer came to its end."""
+    """Seconds, from the first planned moment. `error`: None if the answer was complete."""
 
     sent: float
     first_token: float | None = None
@@ -37,7 +37,7 @@ class Outcome:
 async def replay(
     url: str, model: str, requests: Sequence[Planned], halfway: Callable[[], None] | None = None
 ) -> list[Outcome]:
-    """`halfway` is called right after half of the requests are sent, between two of them."""
+    """Send each request at its moment. `halfway` is called right after half of them are sent."""
     start = time.monotonic()
     limits = httpx.Limits(max_connections=None, max_keepalive_connections=0)
     async with httpx.AsyncClient(base_url=url, timeout=TIMEOUT_SECONDS, limits=limits) as client:

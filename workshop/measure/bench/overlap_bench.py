@@ -1,13 +1,13 @@
-"""What planning a step ahead brings, and where it loses: both engines side by side.
+"""The gain and the loss of planning a step ahead: both engines side by side.
 
     python -m workshop.bench.overlap_bench           measures (a minute), writes the record
     python -m workshop.bench.overlap_bench --tables  writes the tables of common/README.md
 
-`device`   a device that is none: what a step brought can be read so many milliseconds after the
-           step before it was over, as if kernels were queued. The host's work is the real one. It
-           shows what there is to gain: a step takes the longer of the two instead of their sum
+`device`   a simulated device: the result of a step can be read a given number of milliseconds after
+           the end of the step before, as if kernels were queued. The host's work is the real one.
+           The possible gain shows: a step takes the longer of the two instead of their sum
 `cpu`      the shipped model on this processor, whose cores the two share
-`stops`    the same, with answers that end at a stop token: what was begun behind it is lost
+`stops`    the same, with answers that end at a stop token: work begun after it is lost
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ class QueuedStep:
 
 
 class QueuedDevice:
-    """A `ModelRunner` whose steps take `seconds` each, one after another, on no processor."""
+    """A `ModelRunner` whose steps take `seconds` each, one after another, without a processor."""
 
     def __init__(self, runner: ModelRunner, seconds: float) -> None:
         self.runner, self.seconds, self._is_free_at = runner, seconds, 0.0
@@ -81,7 +81,7 @@ def make_engine(loaded: LoadedModel, num_running: int, overlaps: bool) -> LLMEng
 
 
 def run(engine: LLMEngine, num_running: int, vocab_size: int, params: SamplingParams) -> dict:
-    """Seconds of all decode steps of one batch, and what came of them."""
+    """Return the seconds of all decode steps of one batch, and their counts."""
     engine.reset_stats()
     add_requests(engine, num_running, vocab_size, params)
     while engine.stats().num_waiting:
@@ -92,7 +92,7 @@ def run(engine: LLMEngine, num_running: int, vocab_size: int, params: SamplingPa
         engine.step()
     seconds = time.perf_counter() - start
     after = engine.stats()
-    engine.step()  # what is still under way is nobody's
+    engine.step()  # discards the step that is still in flight
     return {
         "seconds": round(seconds, 6),
         "num_steps": after.num_steps - before.num_steps,
@@ -108,12 +108,12 @@ def compare(
     rounds: int,
     device_seconds: float | None = None,
 ) -> dict[str, list[dict]]:
-    """Both engines in turn."""
+    """Run both engines in turn."""
     vocab_size = loaded.config.vocab_size
     engines = {name: make_engine(loaded, num_running, on) for name, on in KINDS.items()}
     for engine in engines.values():
         if device_seconds is not None:
-            inner = getattr(engine.core.runner, "runner", engine.core.runner)  # without its thread
+            inner = getattr(engine.core.runner, "runner", engine.core.runner)  # without the thread
             engine.core.runner = QueuedDevice(inner, device_seconds)
         run(engine, num_running, vocab_size, params)
     found: dict[str, list[dict]] = {name: [] for name in engines}
@@ -173,7 +173,7 @@ def _ms_per_token(runs: list[dict]) -> float:
 
 
 def _ratio(found: dict[str, list[dict]]) -> str:
-    """Overlapped against plain, for the same tokens."""
+    """The ratio of overlapped to plain throughput, for the same tokens."""
     pairs = zip(found["plain"], found["overlapped"], strict=True)
     ratios = [
         (one["seconds"] / one["output_tokens"]) / (other["seconds"] / other["output_tokens"])

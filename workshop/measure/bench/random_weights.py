@@ -3,7 +3,7 @@
     python -m workshop.bench.random_weights mixtral DIRECTORY
 
 writes a small one of a family to try the engine with: `make demo ARGS="--model DIRECTORY"`. Its
-tokenizer is the shipped one; what it says is noise."""
+tokenizer is the shipped one, and its output is noise."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ QWEN3_0_6B = ModelConfig(  # https://huggingface.co/Qwen/Qwen3-0.6B
     eos_token_ids=(151645,),
 )
 
-# `config.json` of small ones, besides the sizes that all have.
+# `config.json` of small ones, in addition to the sizes that all have.
 _SIZES = dict(hidden_size=128, intermediate_size=256, num_hidden_layers=4)
 _HEADS = dict(num_attention_heads=4, num_key_value_heads=2, head_dim=32)
 FAMILIES: dict[str, dict[str, object]] = {
@@ -77,7 +77,7 @@ def random_model(
     dtype: torch.dtype = torch.float32,
     device: str | torch.device = "cpu",
 ) -> LoadedModel:
-    """Weights drawn from N(0, 0.02), norms 1, biases 0: a new model's usual start."""
+    """Draw weights from N(0, 0.02), with norms 1 and biases 0: a new model's usual start."""
     decoder = DecoderModel(config, dtype, device)
     generator = torch.Generator(device).manual_seed(seed)
     for name, parameter in decoder.named_parameters():
@@ -91,16 +91,16 @@ def random_model(
 
 
 def stored(tensor: CheckpointTensor) -> torch.Tensor:
-    """As a checkpoint has it: a norm that we hold once per head is one tensor there."""
-    assert tensor.target is not None  # nobody else has a part of this model
+    """A tensor's checkpoint form: a norm that we hold once per head is one tensor there."""
+    assert tensor.target is not None  # no other process has a part of this model
     is_per_head = tuple(tensor.target.shape) != tensor.shape
     held = tensor.target[0] if is_per_head else tensor.target
-    return held - tensor.offset if tensor.offset else held  # a copy only where it must be
+    return held - tensor.offset if tensor.offset else held  # a copy only where needed
 
 
 def write_random(family: str, path: Path, seed: int = 0) -> None:
-    """A small checkpoint, with the shipped one's tokenizer. Raises `ValueError` for a family that
-    is not one of `FAMILIES`."""
+    """Write a small checkpoint, with the shipped one's tokenizer. Raises `ValueError` for a family
+    that is not one of `FAMILIES`."""
     if family not in FAMILIES:
         raise ValueError(f"family must be {', '.join(FAMILIES)}, got {family!r}")
     shipped = read_json(SHIPPED_CHECKPOINT / "config.json")

@@ -1,15 +1,15 @@
-"""Two servers behind the real `vllm-router`: what each of its policies finds in the caches.
+"""Two servers and the real `vllm-router`: how much each of its policies finds in the caches.
 
     python -m workshop.measure.bench.routing --trace FILE    measures, writes record and table
     python -m workshop.measure.bench.routing                 the table alone, from the record
 
 FILE is Mooncake's synthetic trace (FAST'25). Its last requests, which share most, are sent at its
-own moments, faster, with 8 tokens for each block of 512: a prompt keeps what it shares. The model's
-blocks have 8 tokens, too, and a server holds only a part of what is asked for.
+own moments, faster, with 8 tokens for each block of 512, so a prompt keeps its shared part. The
+model's blocks have 8 tokens, too, and a server holds only a part of the requested blocks.
 
     each policy    new servers and a new router; the prefix caches' and the router's counters are
-                   read afterwards; imbalance is the busier server's share of what was computed
-    one prefix     the same where all prompts begin alike, and nothing else is to be gained
+                   read afterwards; imbalance is the busier server's share of the computed tokens
+    one prefix     the same where all prompts begin alike, and nothing else can be gained
     a death        the same prompts, in turn; one server gets a SIGKILL in mid-run
 
 The router (version 0.1.17) asks `GET /health` of each server, sends the request itself, and asks
@@ -45,7 +45,7 @@ BLOCK_SIZE = 8
 NUM_BLOCKS = 2000
 MAX_PROMPT_BLOCKS = 240  # of the model's 2,048 tokens; longer prompts are cut
 OUTPUT_DIVISOR, MAX_OUTPUT = 16, 64
-NUM_REQUESTS, SPEED = 320, 1.6  # the last so many of the trace, at so many times its own speed
+NUM_REQUESTS, SPEED = 320, 1.6  # the last ones of the trace, at this multiple of its speed
 NUM_ALIKE = 80  # requests with one prefix
 POLICIES = ("round_robin", "cache_aware", "kv_aware")
 ROUTER_COUNTERS = (
@@ -55,7 +55,7 @@ ROUTER_COUNTERS = (
 
 
 def scaled(trace: Sequence[TraceRequest], speed: float, vocab_size: int) -> list[Planned]:
-    """Of a block's id alone its tokens are drawn, as in `trace_token_ids`."""
+    """Plan the trace's requests: tokens drawn from block ids only, as in `trace_token_ids`."""
     planned = []
     for request in trace:
         prompt: list[int] = []
@@ -70,7 +70,7 @@ def scaled(trace: Sequence[TraceRequest], speed: float, vocab_size: int) -> list
 
 
 def of_one_prefix(num_requests: int, vocab_size: int) -> list[Planned]:
-    """All in a few seconds: whoever has computed the prefix once could keep all of them."""
+    """Plan requests with one prefix within seconds. One server could keep it and serve all."""
     sessions = PrefixWorkload(vocab_size).shared_system_prompts(1, num_requests, 400, 8, 0)
     return [
         Planned(1.0 + i / 10 if i else 0.0, list(request.new_token_ids), 48)
@@ -105,7 +105,7 @@ class Fleet:
 def measure_one(
     policy: str, requests: Sequence[Planned], num_blocks: int, dies: bool = False
 ) -> dict[str, Any]:
-    """If it `dies`, the first server does, halfway."""
+    """Measure one policy. If `dies`, the first server is killed halfway."""
     with ExitStack() as stack:
         fleet = Fleet(stack, policy, num_blocks)
         halfway = fleet.servers[0].kill if dies else None
@@ -150,7 +150,7 @@ def measure(path: Path) -> dict[str, Any]:
     return record
 
 
-# -- what is shown
+# -- tables
 
 
 def hit_rate(counts: dict[str, int]) -> float:
@@ -158,7 +158,7 @@ def hit_rate(counts: dict[str, int]) -> float:
 
 
 def row(policy: str, found: dict[str, Any]) -> dict[str, str]:
-    """One row of the table, by the heading of each column."""
+    """Return one row of the table, by the heading of each column."""
     servers, outcomes = found["servers"], [Outcome(**o) for o in found["requests"]]
     total = {name: sum(s[name] for s in servers) for name in servers[0]}
     computed = [s["prefix_cache_queries"] - s["prefix_cache_hits"] for s in servers]

@@ -1,14 +1,14 @@
-"""What a server costs: the same requests by `LLM`'s own call, by `AsyncLLM`, and over HTTP.
+"""The cost of a server: the same requests by `LLM`'s own call, by `AsyncLLM`, and over HTTP.
 
     python -m workshop.bench.serve_bench           measures (minutes), writes the record
     python -m workshop.bench.serve_bench --tables  writes common/serve/README.md's table
 
-All requests of a run come at once: as many as its first column says. Each system has a process of
-its own, and they are measured in turns. The shipped model's step takes milliseconds; those of
-Qwen3-0.6B's shape and random weights (`NUM_LAYERS`) take longer than anything a server does. The
-engine is in a thread of the server, or, to compare, in a process of its own (`EngineInProcess`,
-here only): what crosses then is pickled, once a step. The client is a process of its own; what it
-takes of the processor is measured, since it takes it from the server."""
+All requests of a run come at the same time; the first column gives their number. Each system has a
+separate process, and they are measured in turn. The shipped model's step takes milliseconds; a step
+of Qwen3-0.6B's shape with random weights (`NUM_LAYERS`) takes longer than any work of the server.
+The engine is in a thread of the server, or, to compare, in a separate process (`EngineInProcess`,
+here only), with data pickled once a step. The client is a separate process; its processor time is
+measured, because the server loses it."""
 
 from __future__ import annotations
 
@@ -83,7 +83,7 @@ def make_engine(model: str) -> LLMEngine:
 
 
 class EngineInProcess:
-    """What `EngineLoop` is to `AsyncLLM`, with the engine in another process."""
+    """Does for `AsyncLLM` what `EngineLoop` does, with the engine in another process."""
 
     death_reason = None
 
@@ -192,7 +192,7 @@ async def run_async(llm: AsyncLLM, model: str, number: int) -> Run:
 
 
 async def run_http(port: int, model: str, number: int) -> Run:
-    """A client that does as little as it can."""
+    """Run a client that does as little as possible."""
     started, before = time.monotonic(), time.process_time()
 
     async def read(i: int) -> float:
@@ -221,7 +221,7 @@ async def run_http(port: int, model: str, number: int) -> Run:
 
 
 def serve(model: str, in_process: bool) -> None:
-    """A server in this process, on a free port, which is its first line."""
+    """Run a server in this process, on a free port, which is printed as the first line."""
     from common.serve.app import ServeConfig, make_app
     from common.serve.ports import open_port
     from common.serve.running import DrainingServer, make_event_loop
@@ -229,14 +229,14 @@ def serve(model: str, in_process: bool) -> None:
     llm = MeasuredLLM(model, in_process)
     _, gate = make_app(llm, ServeConfig(model))
     listener = open_port("127.0.0.1", 0)
-    listener.listen()  # who comes before it is served waits
+    listener.listen()  # earlier connections wait
     print(listener.getsockname()[1], flush=True)
     server = DrainingServer(llm, gate, drain_seconds=1.0)
     make_event_loop().run_until_complete(server.serve(sockets=[listener]))
 
 
 def run_when_asked(model: str, in_process: bool | None) -> None:
-    """Each line of stdin says how many at once; None: by `LLM.generate`'s engine."""
+    """Run once for each line of stdin, its number of requests; None: by `LLM.generate`'s engine."""
     if in_process is None:
         engine = make_engine(model)
         run = functools.partial(run_generate, engine, model)
@@ -252,7 +252,7 @@ def run_when_asked(model: str, in_process: bool | None) -> None:
 
 
 class System:
-    """In a process of its own: what two engines in one take from each other is nobody's cost."""
+    """A system in a separate process, where no other engine slows it down."""
 
     def __init__(self, name: str, model: str) -> None:
         self.name, self.model = name, model
@@ -315,8 +315,8 @@ def measure(rounds: int, models: tuple[str, ...] = tuple(NUMBERS)) -> dict[str, 
 
 
 def table_of(record: dict[str, Any]) -> str:
-    """Of each system, and what is left of the same round's `LLM.generate`. What the client took of
-    the processor is taken off the seconds."""
+    """Return a row for each system, compared with the same round's `LLM.generate`. The client's
+    processor time is subtracted from the seconds."""
     rows = []
     for model, systems in record["runs"].items():
         answer = record["config"]["num_answer"][model]

@@ -1,6 +1,6 @@
-"""What the benches share that run one work on several engines, in turn, in one process.
+"""Shared parts of the benches that run one work on several engines, in turn, in one process.
 
-Both are about the host, and both write one table of a record into a page."""
+They are about the host, and each writes one table of a record into a page."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from workshop.measure.bench.bench_record import (
 def add_requests(
     engine: LLMEngine, num_requests: int, vocab_size: int, params: SamplingParams
 ) -> None:
-    """Prompts of 12 to 19 tokens, no two alike."""
+    """Add prompts of 12 to 19 tokens, all different."""
     for i in range(num_requests):
         prompt = [(31 * i + 7 * j) % (vocab_size - 10) for j in range(12 + i % 8)]
         engine.add_request(str(i), prompt, params)
@@ -34,7 +34,7 @@ def ms_per_step(runs: Sequence[dict]) -> float:
 
 
 def spread(ratios: Sequence[float]) -> str:
-    """The median of the rounds, the lowest and the highest."""
+    """Return the median of the rounds, the lowest and the highest."""
     return f"{statistics.median(ratios):.2f} ({min(ratios):.2f} - {max(ratios):.2f})"
 
 
@@ -51,7 +51,7 @@ def measure_and_tell(
     table_of: Callable[[dict[str, Any]], str],
     rounds: int = 5,
 ) -> None:
-    """A bench as a command: it measures, writes the record, and from that the page's table."""
+    """Run a bench as a command: measure, write the record, and from that the page's table."""
     parser = argparse.ArgumentParser(description=(doc or "").partition("\n")[0])
     parser.add_argument("--tables", action="store_true", help="from the record, without measuring")
     parser.add_argument("--rounds", type=int, default=rounds)

@@ -1,4 +1,4 @@
-"""A model that says the same at once: what is left of a step is the host."""
+"""A model that returns the same token immediately: the rest of a step is the host's work."""
 
 from __future__ import annotations
 

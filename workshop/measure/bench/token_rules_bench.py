@@ -1,11 +1,11 @@
-"""What the rules of `SamplingParams` cost: a step in which all rows have one, beside one without.
+"""The cost of the rules of `SamplingParams`: a step in which all rows have one, and one without.
 
     python -m workshop.bench.token_rules_bench           measures (minutes), and records
     python -m workshop.bench.token_rules_bench --tables  the table of common/README.md
 
 The shipped model on this processor, greedy, one thread. The kinds take turns in each round, on one
 engine for each number of rows; the first round warms up. `two words` is a bad word of two tokens,
-which is compared with the outputs in every step, and `all` has everything above at once."""
+which is compared with the outputs in every step, and `all` has everything above together."""
 
 from __future__ import annotations
 

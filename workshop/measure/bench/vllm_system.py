@@ -1,14 +1,14 @@
 """vLLM's CPU build as two systems of the benchmark: `vllm` (compiled) and `vllm-eager`.
 
 It serves as a separate process, `vllm_runner.py`, in the environment that `vllm_install.py` made,
-from a checkpoint that is written from the benchmark's weights: token ids in, so many greedy tokens
-out. The process is made once per benchmark and idles between its turns; starting it and compiling
-are not timed, nor is the warm-up.
+from a checkpoint that is written from the benchmark's weights: token ids in, a fixed number of
+greedy tokens out. The process is made once per benchmark and idles between its turns. Starting,
+compiling and warm-up are not timed.
 
-What it is given is what makes it fast on few cores: one process for everything (its scheduler would
-otherwise spin on a core of its own), as many threads as the others have, each on its core, Intel's
-OpenMP where its package brought it, and `tcmalloc` where the system has it. Variables of its own
-that are set outside (`VLLM_*`) win. The record names them all."""
+Its settings make it fast on few cores: one process for everything (its scheduler would otherwise
+spin on a core of its own), as many threads as the others have, each on its core, Intel's OpenMP
+where its package brought it, and `tcmalloc` where the system has it. `VLLM_*` variables that are
+set outside take precedence. The record names them all."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ GIB = 1 << 30
 
 
 def variables(num_threads: int, kv_bytes: int, environment: Path = ENVIRONMENT) -> dict[str, str]:
-    """What vLLM is told by its surroundings. Names no path."""
+    """Return the environment variables of vLLM's process. Names no path."""
     cores = sorted(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else []
     own = {
         "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
@@ -64,7 +64,7 @@ def variables(num_threads: int, kv_bytes: int, environment: Path = ENVIRONMENT) 
 
 
 class VllmServer:
-    """A process that serves request files. Ends when nobody holds it.
+    """A process that serves request files. Ends when no reference to it is left.
 
     Raises `CannotRunError` if vLLM is not installed, or does not start."""
 
@@ -109,12 +109,12 @@ class VllmServer:
         return line
 
     def serve(self, requests: Sequence[BenchRequest]) -> dict[str, Any]:
-        """The answer of `vllm_runner.py`."""
+        """Return the answer of `vllm_runner.py`."""
         source, target = self.work / "requests.json", self.work / "answer.json"
         write_json(source, request_list(requests))
         target.unlink(missing_ok=True)
         assert self._process.stdin is not None
-        with suppress(BrokenPipeError):  # what it said before it ended comes next
+        with suppress(BrokenPipeError):  # its last output is read next
             self._process.stdin.write(json.dumps([str(source), str(target)]) + "\n")
             self._process.stdin.flush()
         self._expect("done")
@@ -122,7 +122,7 @@ class VllmServer:
 
 
 def _end(process: subprocess.Popen[str], log: Any) -> None:
-    """Its standard input ends, and with it the process; if it is busy, it is stopped."""
+    """Close its standard input, which ends the process; if it is busy, it is stopped."""
     for pipe in (process.stdin, process.stdout):
         if pipe is not None:
             with suppress(BrokenPipeError):
@@ -151,7 +151,7 @@ def write_json(path: Path, value: Any) -> None:
 
 @contextmanager
 def vllm(models: Any, limits: Limits, *, enforce_eager: bool) -> Iterator[Serve]:
-    """`models` is a `BenchModels`: its `servers` keep the process until the benchmark is over."""
+    """Serve with vLLM. `models`, a `BenchModels`, keeps the process in `servers` to the end."""
     name = "vllm-eager" if enforce_eager else "vllm"
     if name not in models.servers:
         models.servers[name] = start(models, limits, enforce_eager)
@@ -172,7 +172,7 @@ def start(models: Any, limits: Limits, enforce_eager: bool) -> VllmServer:
     if not is_installed():
         raise CannotRunError("vLLM is not installed; `python -m workshop.bench --install-vllm`")
     work = WORK / ("eager" if enforce_eager else "compiled")
-    checkpoint = WORK / "checkpoint"  # always the same place: the compiler's cache knows it by name
+    checkpoint = WORK / "checkpoint"  # always the same place: the compiler's cache uses its path
     logging.disable_progress_bar()
     models.hf.save_pretrained(checkpoint)
     settings = {
@@ -190,13 +190,13 @@ def start(models: Any, limits: Limits, enforce_eager: bool) -> VllmServer:
 
 
 def describe_server(server: VllmServer) -> dict[str, Any]:
-    """Names no path."""
+    """Return the server's description for the record. Names no path."""
     settings = {name: value for name, value in server.settings.items() if name != "model"}
     return {"version": server.version, "settings": settings, "environment": server.variables}
 
 
 def read_answer(answer: dict[str, Any], server: dict[str, Any]) -> Served:
-    """Raises `CannotRunError` for what is no answer."""
+    """Return the answer as `Served`. Raises `CannotRunError` if it is not a valid answer."""
     from workshop.measure.bench.bench_latency import describe_latency
 
     missing = {"seconds", "cpu_seconds", "num_steps", "token_ids", "token_times"} - answer.keys()
