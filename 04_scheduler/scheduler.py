@@ -13,26 +13,27 @@ Every step spends one token budget, `max_num_batched_tokens`:
 
 1.  Running requests. Each is scheduled for its uncomputed tokens, up to the remaining budget. A
     prompt chunk (chapter 6) leaves one token of budget for every decode after it. If allocation
-    fails, preempt a victim and retry, until allocation succeeds or the victim is the request
-    itself. A victim that was already scheduled in this step returns its tokens to the budget.
+    fails, preempt a victim (`_choose_victim`) and retry, until allocation succeeds or the victim is
+    the request itself. A victim that was already scheduled in this step returns its tokens to the
+    budget.
 2.  Waiting requests, only if phase 1 preempted nothing. For each: look up its cached prefix,
     compute how many tokens remain, allocate. Admission stops at the first request that does not
     fit, so no later request overtakes it. A request whose KV is still being loaded or computed is
     skipped. A request that a plugin or the chunk policy rejects is skipped too, until it has aged;
     then admission stops there.
 
-The victim is the most recently admitted request; with priorities, the least urgent one and, among
-equals, the latest arrival. With priorities, a strictly more urgent request can also preempt the
-least urgent running request when the batch is full, provided that it then fits into memory. Equal
-priorities never preempt each other, or they would alternate forever.
+With priorities, a strictly more urgent request can also preempt the least urgent running request
+when the batch is full, provided that it then fits into memory. Equal priorities never preempt each
+other, or they would alternate forever.
 
-No request starves. Under FCFS, the longest-running request is chosen only if all others are pinned.
-Under any policy, a request is preempted at most `max_preemptions` times
+No request starves. A request is preempted at most `max_preemptions` times
 (`preemptive_scheduler.py`), and the number of requests that can overtake it is bounded
 (`policy_queue.py`; chapter 3's `kv_loads.py` for requests that wait for external KV).
 
 On a first reading, assume unchunked prompts and no priorities. Then `_num_tokens_for` returns all
-uncomputed tokens of a request, `num_deferred_tokens` is empty, and `preempted_for_it` is None.
+uncomputed tokens of a request, `num_deferred_tokens` is empty, and `preempted_for_it` is None. Also
+skip `fast_path_until` and `slow_path` (a decode inside its block needs no decision) and the
+`*_hooks` (chapter 5's draft tokens).
 
 vLLM V1 has the same two phases. Preemption by recomputation: vLLM, arXiv 2309.06180.
 """
@@ -55,7 +56,8 @@ if TYPE_CHECKING:
 
 __all__ = ["Request", "RequestStatus", "Scheduler", "SimpleBlockManager", "make_kv_memory"]
 
-# Per step: looking at each of a hundred thousand requests would take longer than the step.
+# At most this many waiting requests are skipped in a step; to look at all of a long queue would
+# take longer than the step.
 MAX_SKIPPED = 128
 
 
@@ -73,10 +75,10 @@ class _Admission(Enum):
 class Scheduler(PreemptiveScheduler):
     """A `SchedulerInterface` with preemption. The other options are those of `PreemptiveScheduler`.
 
-    `watermark` is the share of the blocks that an admission leaves free for running requests.
-    `reserve_for_chunks` decides what else it leaves free: blocks for the rest of `"every"` chunked
-    prompt, or only for the rest of the request's `"own"` prompt, as vLLM does
-    (`scheduler_reserve_full_isl`). `reserve_all` allocates everything at admission, as chapter 2
+    `watermark` is the share of the blocks that an admission leaves free for the other running
+    requests, if there are any. `reserve_for_chunks`: an admission also leaves free blocks for the
+    unfinished rest of every chunked prompt (`"every"`), or only of its own (`"own"`, vLLM's
+    `scheduler_reserve_full_isl`). `reserve_all` allocates everything at admission, as chapter 2
     does. Raises `ValueError` that names the field.
     """
 
@@ -207,8 +209,9 @@ class Scheduler(PreemptiveScheduler):
         return num_tokens
 
     def _choose_victim(self, exclude: Sequence[Request] = ()) -> Request | None:
-        """Return the most recently admitted request or, with priorities, the least urgent one.
-        Skips pinned requests and those in `exclude`; None if no request is left."""
+        """Return the most recently admitted request or, with priorities, the least urgent one and,
+        among equals, the latest arrival. Skips pinned requests and those in `exclude`; None if no
+        request is left."""
         running = reversed(self.running.values())
         candidates = (r for r in running if not self.is_pinned(r) and r not in exclude)
         if self._has_priorities:
@@ -237,8 +240,10 @@ class Scheduler(PreemptiveScheduler):
             self.waiting.remove_request(request)
 
     def _try_to_admit(self, request: Request, step: StepPlan) -> _Admission:
-        """Try to admit one waiting request. Checks in this order: batch slot, plugins, cached
-        prefix, chunk policy, then budget and memory."""
+        """Try to admit one waiting request. Checks in this order: budget left, batch slot, plugins,
+        cached prefix, chunk policy, then its tokens against budget and memory. A prefix that is not
+        ready skips the request; so do plugins and the chunk policy, until it has aged. All other
+        checks that fail end admission."""
         if step.budget == 0:
             return _Admission.BUDGET
         preempted_for_it = None
