@@ -43,7 +43,8 @@ _HEAD = """# A museum of bugs
 
 {bugs} bugs that shipped in engines people use, or in this one, and {lines} single lines of this
 repository for you to break. Each is applied to a copy of one module; nothing in your checkout
-changes. Most of them pass every test of shapes and lengths. Look first, then open the fold.
+changes. Most of them pass every test of shapes and lengths. The titles name the causes: to find a
+bug yourself, run `make museum BUG=8 ARGS=--find` before you read on.
 
     make museum                           the list
     make museum BUG=8 ARGS=--find         find it yourself: the symptom first, then clues
@@ -51,8 +52,9 @@ changes. Most of them pass every test of shapes and lengths. Look first, then op
     make museum BUG=8                     the story, the patch, its effect, the test that fails
     python -m workshop.patches --only 8   break line 8 of the lines to break, and run its test
 
-A trap is a number in our list of such bugs; `grep -rn "Trap 10"` finds its tests. A number after an
-engine's name links to the report. (`make sync` makes this page.)
+*Trap 10* is the tenth bug in the list that this project began with (the list is not printed here);
+tests cite it, so `grep -rn "Trap 10" --include=test_*.py .` finds them. A number after an engine's
+name links to the report. (`make sync` makes this page.)
 """
 _CHINESE_HEAD = """# bug 博物馆
 <!-- en: -->
@@ -62,7 +64,8 @@ _CHINESE_HEAD = """# bug 博物馆
 {bugs} 个发布过的 bug，有的在大家都在用的引擎里，有的就在本书的引擎里；\
 另有本仓库的 {lines} 行代码，可以弄坏试试。\
 补丁都打在那个模块的一份副本上，你的工作区一个字也不动。\
-凡是只看形状和长度的测试，它们多半都能通过。先自己找，再展开看。
+凡是只看形状和长度的测试，它们多半都能通过。\
+标题就说出了原因：想自己找，先运行 `make museum BUG=8 ARGS=--find`，再往下看。
 
     make museum                           列表
     make museum BUG=8 ARGS=--find         自己找：先给症状，再给线索
@@ -70,7 +73,8 @@ _CHINESE_HEAD = """# bug 博物馆
     make museum BUG=8                     故事、补丁、后果、失败的测试
     python -m workshop.patches --only 8   弄坏下面的第 8 行，跑它的测试
 
-“陷阱”（trap）后面的数字，是我们那份 bug 清单里的编号，`grep -rn "Trap 10"` 能找到它的测试。\
+*陷阱 10*（trap 10）是本项目最初那份清单里的第十个 bug（清单没有印在这里）；\
+测试引用它，`grep -rn "Trap 10" --include=test_*.py .` 能找到。\
 引擎名后面的编号，链接到原始报告。（本页由 `make sync` 生成。）
 """
 
