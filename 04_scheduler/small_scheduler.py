@@ -19,8 +19,7 @@ num_blocks = dict.fromkeys(PROMPT_LENS, 0)  # blocks that each request holds
 
 
 def allocate_blocks(name, num_tokens):
-    """Allocate slots for `num_tokens` more tokens. Returns False, and changes nothing, if too few
-    blocks are free."""
+    """Allocate slots for `num_tokens` more tokens. Returns False if too few blocks are free."""
     missing = -(-(computed[name] + num_tokens) // BLOCK_SIZE) - num_blocks[name]
     if missing > NUM_BLOCKS - sum(num_blocks.values()):
         return False
