@@ -130,7 +130,7 @@ CASES: dict[str, tuple[Callable[[Path], None], str]] = {
         file(lambda p: p.write_bytes(p.read_bytes()[:-9]), WEIGHTS),
         f"{WEIGHTS} is corrupt or incomplete",
     ),
-    "no tokenizer": (file(Path.unlink, "tokenizer.json"), "tokenizer: "),
+    "no tokenizer": (file(Path.unlink, "tokenizer.json"), "cannot load tokenizer"),
 }
 
 
