@@ -176,7 +176,7 @@ class FCFSMachine(RuleBasedStateMachine):
     @rule(data=st.data())
     def a_duplicate_is_refused(self, data):
         req_id = data.draw(st.sampled_from(sorted(self.scheduler.requests)))
-        refused(self.scheduler, Request.from_tokens(req_id, [2], 1), "request_id")
+        refused(self.scheduler, Request.from_tokens(req_id, [2], 1), "must be unique, got")
 
     @precondition(lambda self: self.requests)
     @rule(data=st.data())

@@ -199,7 +199,7 @@ def test_a_bookmark_leads_back_to_the_end_of_its_path():
     node, root = grove.end_of("ABCD"), grove.tree.root(())
     mark = grove.tree.bookmark(node)
     assert grove.tree.resume(mark, root, 4) is node
-    upper = grove.tree.split_node(node, 2)  # somebody matched A B
+    upper = grove.tree.split_node(node, 2)  # a request matched A B
     assert grove.tree.resume(mark, root, 4) is node
     assert grove.tree.resume(mark, root, 9) is node
     assert grove.tree.resume(mark, root, 3) is upper

@@ -23,10 +23,10 @@ def draw(weights, u):
     return max(weights, key=weights.get)  # rounding: `u` was at the end
 
 
-def judge(guesses, accept_u, sample_u):
+def verify(proposed, accept_u, sample_u):
     """Return the draft tokens up to the first rejection, and one token from the target."""
     tokens = []
-    for d, p, u, v in zip(guesses, TARGET, accept_u, sample_u):
+    for d, p, u, v in zip(proposed, TARGET, accept_u, sample_u):
         if u >= p[d] / DRAFT[d]:  # accepted with probability min(1, p/q)
             residual = {t: max(p[t] - DRAFT[t], 0) for t in TOKENS}
             return [*tokens, draw(residual, v)]
@@ -37,11 +37,11 @@ def judge(guesses, accept_u, sample_u):
 rng = random.Random(5)
 rounds = []
 for _ in range(20_000):
-    guesses = [draw(DRAFT, rng.random()) for _ in TARGET]
+    proposed = [draw(DRAFT, rng.random()) for _ in TARGET]
     numbers = [rng.random() for _ in range(5)]  # two to accept with, three to draw with
-    rounds.append((guesses, numbers[:2], numbers[2:], judge(guesses, numbers[:2], numbers[2:])))
-for guesses, _, _, tokens in rounds[:4]:
-    print(f"proposed {' '.join(guesses)}   output {' '.join(tokens)}")
+    rounds.append((proposed, numbers[:2], numbers[2:], verify(proposed, numbers[:2], numbers[2:])))
+for proposed, _, _, tokens in rounds[:4]:
+    print(f"proposed {' '.join(proposed)}   output {' '.join(tokens)}")
 counts = Counter(tokens[0] for *_, tokens in rounds)
 for token in TOKENS:
     share = counts[token] / len(rounds)
@@ -51,8 +51,8 @@ for token in TOKENS:
 # Compare with the chapter's function, which verifies a whole batch.
 p = torch.tensor([[*row.values()] for row in (*TARGET, BONUS)], dtype=torch.float64)
 q = torch.tensor([[*DRAFT.values()]] * 2, dtype=torch.float64)
-for guesses, accept_u, sample_u, tokens in rounds[:500]:
-    drafts = torch.tensor([TOKENS.index(guess) for guess in guesses])
+for proposed, accept_u, sample_u, tokens in rounds[:500]:
+    drafts = torch.tensor([TOKENS.index(token) for token in proposed])
     u, v = torch.tensor(accept_u, dtype=torch.float64), torch.tensor(sample_u, dtype=torch.float64)
     real = rejection_sample(p, drafts, q, torch.tensor([0, 3]), 2, u, v)
     ids = real.token_ids[0, : int(real.num_sampled[0])].tolist()

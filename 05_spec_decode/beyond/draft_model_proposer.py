@@ -108,7 +108,7 @@ class _Follower:
     block_ids: list[int] = field(default_factory=list)
     num_computed: int = 0  # positions with the draft's KV
     # Draft tokens whose KV is in the last of those positions.
-    guesses: list[int] = field(default_factory=list)
+    drafts: list[int] = field(default_factory=list)
 
 
 class DraftModelProposer:
@@ -172,8 +172,8 @@ class DraftModelProposer:
             for w, token in zip(active, read):
                 drafts[w.request.req_id].append(token)
         for w in work:
-            w.follower.guesses = drafts.get(w.request.req_id, [])[:-1]  # the last one is not fed
-            w.follower.num_computed = w.stop + len(w.follower.guesses)
+            w.follower.drafts = drafts.get(w.request.req_id, [])[:-1]  # the last one is not fed
+            w.follower.num_computed = w.stop + len(w.follower.drafts)
             self._check_blocks(w.inputs, w.follower)
         return drafts
 
@@ -209,13 +209,13 @@ class DraftModelProposer:
     def _take_back_wrong(self, request: RunnerRequest, follower: _Follower) -> None:
         """Drop the KV of wrong draft tokens; correct ones stay, verified or not. The last known
         token has to be fed in any case, because the model's output after it is needed."""
-        start = follower.num_computed - len(follower.guesses)
-        tokens = request.tokens(start, start + len(follower.guesses))
+        start = follower.num_computed - len(follower.drafts)
+        tokens = request.tokens(start, start + len(follower.drafts))
         num_right = 0
-        while num_right < len(tokens) and tokens[num_right] == follower.guesses[num_right]:
+        while num_right < len(tokens) and tokens[num_right] == follower.drafts[num_right]:
             num_right += 1
         follower.num_computed = min(start + num_right, request.num_tokens - 1)
-        follower.guesses = []
+        follower.drafts = []
 
     def _read_table(self, request: RunnerRequest, follower: _Follower) -> None:
         """Read the block table after the checked blocks. There, a block may have been replaced by a

@@ -188,7 +188,7 @@ def test_what_is_printed_to_try_is_continued_well(alone: LLM) -> None:
 @pytest.mark.parametrize(
     ("flags", "says"),
     [
-        (["--port=99999999"], "port 99999999 of 127.0.0.1: ports must be numbers"),
+        (["--port=99999999"], "port 99999999 of 127.0.0.1: ports must be numbers from 0 to 65535"),
         (["--port=-1"], "port -1 of 127.0.0.1: ports must be numbers"),
         (["--host=nowhere.invalid"], "of nowhere.invalid: "),
         (["--host", "x" * 70], "x: "),

@@ -118,9 +118,8 @@ def render_rows(record: dict[str, Any]) -> dict[str, str]:
         head = [_work(question), "output tok/s", "first token (p50)", "gap (p99)", floor]
         lines = []
         for config in question["rungs"].values():
-            found = summarise([distance(question, run) for run in config["runs"]])
-            assert found is not None, "a rung without a run"
-            lines.append([config["title"], *_short_row(name, config)[1:4], f"{found.median:.2f}x"])
+            times = _median_of([distance(question, run) for run in config["runs"]])
+            lines.append([config["title"], *_short_row(name, config)[1:4], f"{times:.2f}x"])
         table = markdown_table(head, lines)
         rows[PHRASES[name][0]] = f"{table}\n\n<sub>Measured: {_measured(record)}</sub>"
     return rows
@@ -176,7 +175,11 @@ def _short_row(name: str, config: dict[str, Any]) -> list[str]:
 
 
 def _median(config: dict[str, Any], name: str) -> float:
-    found = summarise([run[name] for run in config["runs"]])
+    return _median_of([run[name] for run in config["runs"]])
+
+
+def _median_of(numbers: list[float]) -> float:
+    found = summarise(numbers)
     assert found is not None, "a configuration has no run"
     return found.median
 
