@@ -36,8 +36,8 @@ class BlockDeltaEncoder(DeltaEncoder):
         # Number of blocks that the runner knows, for each table.
         self._num_blocks: dict[str, list[int]] = {}
 
-    def forget(self, request_id: str) -> None:
-        super().forget(request_id)
+    def remove_request(self, request_id: str) -> None:
+        super().remove_request(request_id)
         self._num_blocks.pop(request_id, None)
 
     def encode(self, plan: SchedulerOutput) -> None:

@@ -285,7 +285,7 @@ def run_at_random(
         if has_aborts and rng.random() < 0.05 and scheduler.requests:
             scheduler.abort_request(rng.choice(sorted(scheduler.requests)))
 
-    for _ in as_long_as(lambda: to_come or scheduler.has_unfinished_requests(), most=3000):
+    for _ in as_long_as(lambda: to_come or scheduler.has_unfinished_requests(), max_rounds=3000):
         if to_come and rng.random() < 0.4:
             request = to_come.pop()
             for each in (request, *equals_of(request, rng.choice([0, 0, 0, 2]))):
@@ -360,7 +360,7 @@ def test_the_full_blocks_of_equal_prompts_are_computed_once(cache, kind):
     for i in range(4):
         world.add(Request.from_tokens(f"r{i}", [0, 1, 2, 3, 3, 2, 1, 0, 0, 1], 5))
     num_scheduled = 0
-    for _ in as_long_as(world.scheduler.has_unfinished_requests, most=20):
+    for _ in as_long_as(world.scheduler.has_unfinished_requests, max_rounds=20):
         plan = world.scheduler.schedule()
         num_scheduled += plan.total_num_scheduled_tokens
         sampled = world.runner.execute(plan).wait()
@@ -609,7 +609,7 @@ def _explore(world: World, prompts: list[tuple[list[int], int, int]], share: flo
     seen = {fingerprint(world, 0)}
     frontier = [(world, 0)]
     kinds: Counter[str] = Counter()
-    for _ in as_long_as(lambda: frontier, most=200_000):
+    for _ in as_long_as(lambda: frontier, max_rounds=200_000):
         world, num_added = frontier.pop()
         for other, count in successors(world, num_added, prompts):
             state = fingerprint(other, count)

@@ -130,7 +130,7 @@ class CachedGroupedMemory(GroupedKVMemory):
                 super().free(request)
             return False
         for group, length in zip(self.groups, lengths, strict=True):
-            self.cache.forget(group.tail(name, length))
+            self.cache.remove_blocks(group.tail(name, length))
         if is_admission:
             self._published[name] = _InTables(request, num_found)
             reads = not request.sampling_params.skip_reading_prefix_cache

@@ -128,7 +128,7 @@ class GroupedPrefixCache:
             self.pool.free([block])
         return known.block
 
-    def forget(self, blocks: Sequence[Block]) -> None:
+    def remove_blocks(self, blocks: Sequence[Block]) -> None:
         """Remove blocks that are being reallocated, or are not trusted."""
         for block in blocks:
             known = self._by_block_id.pop(block.block_id, None)
@@ -146,7 +146,7 @@ class GroupedPrefixCache:
         for index, link in enumerate(chain):
             if not all(known.is_trusted for known in self._known(link)):
                 behind = (k for k in self._by_block_id.values() if k.index >= index)
-                self.forget([k.block for k in behind if k.chain[index] == link])
+                self.remove_blocks([k.block for k in behind if k.chain[index] == link])
                 return index
         return None
 

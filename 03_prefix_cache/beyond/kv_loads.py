@@ -192,7 +192,7 @@ class KVLoads:
             if first in load.prefix + load.blocks:
                 self.drop(request_id)
 
-    def forget(self, request_id: str) -> None:
+    def remove_request(self, request_id: str) -> None:
         """Drop the load of a request that frees its memory. The connector discards the result of
         its lookup for this request."""
         self.drop(request_id)

@@ -91,7 +91,7 @@ class LoadingKVCacheManager(CachedKVCacheManager):
         return blocks
 
     def free(self, request: Request) -> None:
-        self.loads.forget(request.request_id)
+        self.loads.remove_request(request.request_id)
         state, is_error = self._states.get(request.request_id), request.status == _ERROR
         if state is not None and state.num_published and not is_error:
             block_ids = self.get_block_ids(request.request_id)[: state.num_published]

@@ -325,9 +325,9 @@ class GroupedCacheWatch(CacheWatch):
         last.hashes.append(chain[index][0].hex()[:8])
         return kept
 
-    def forget(self, blocks: Sequence[Block]) -> None:
+    def remove_blocks(self, blocks: Sequence[Block]) -> None:
         with self._noting_what_goes(blocks):
-            self._cache.forget(blocks)
+            self._cache.remove_blocks(blocks)
 
     def invalidate(self, chain: Sequence[Link]) -> int | None:  # pyright: ignore[reportIncompatibleMethodOverride]
         with self._noting_what_goes(self._all()):
