@@ -335,8 +335,8 @@ def table_of(record: dict[str, Any]) -> str:
                         f"{1e3 * statistics.median(first for _, first, _ in runs):,.0f} ms",
                     ]
                 )
-    head = ["model, requests at once", "by", "output tok/s", "of `LLM.generate`", "first token (p50)"]
-    return markdown_table(head, rows)
+    columns = ["output tok/s", "of `LLM.generate`", "first token (p50)"]
+    return markdown_table(["model, requests at once", "by", *columns], rows)
 
 
 def main() -> None:
