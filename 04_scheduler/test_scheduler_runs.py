@@ -41,15 +41,19 @@ VOCAB = 4  # few tokens, so that prefixes are shared by chance
 class _AnswersAreChecked:
     """`can_allocate` says what freeing one and seating the other would come to, tried on a copy."""
 
-    def can_allocate(self, request, num_tokens, computed, num_watermark_blocks=0, gone=None):
-        answer = super().can_allocate(request, num_tokens, computed, num_watermark_blocks, gone)
-        if gone is None:
+    def can_allocate(self, request, num_tokens, computed, num_watermark_blocks=0, freeing=None):
+        answer = super().can_allocate(request, num_tokens, computed, num_watermark_blocks, freeing)
+        if freeing is None:
             return answer  # the scheduler itself asserts that a yes is true
-        memory, request, computed, gone = copy.deepcopy((self, request, computed, gone))
-        memory.free(gone)
+        memory, request, computed, freeing = copy.deepcopy((self, request, computed, freeing))
+        memory.free(freeing)
         is_room = memory.allocate_slots(request, num_tokens, 0, computed)
         num_free = memory.pool.num_usable_blocks - memory.num_blocks_in_use
-        assert answer == (is_room and num_free >= num_watermark_blocks), (request, num_tokens, gone)
+        assert answer == (is_room and num_free >= num_watermark_blocks), (
+            request,
+            num_tokens,
+            freeing,
+        )
         return answer
 
 
@@ -589,9 +593,9 @@ def test_every_interleaving_with_a_newcomer_that_would_take_a_seat(cache, monkey
     answers: Counter[bool] = Counter()
     checked = _AnswersAreChecked.can_allocate
 
-    def counted(self, request, num_tokens, computed, num_watermark_blocks=0, gone=None) -> bool:
-        answer = checked(self, request, num_tokens, computed, num_watermark_blocks, gone)
-        if gone is not None:
+    def counted(self, request, num_tokens, computed, num_watermark_blocks=0, freeing=None) -> bool:
+        answer = checked(self, request, num_tokens, computed, num_watermark_blocks, freeing)
+        if freeing is not None:
             answers[answer] += 1
         return answer
 

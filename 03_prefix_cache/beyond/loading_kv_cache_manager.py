@@ -74,10 +74,10 @@ class LoadingKVCacheManager(CachedKVCacheManager):
         super()._begin(request, computed)
         self.loads.drop(request.request_id)
 
-    def _num_allocatable(self, num_wanted: int, found: list[Block], gone: list[Block]) -> int:
-        if super()._num_allocatable(num_wanted, found, gone) < num_wanted:
+    def _num_allocatable(self, num_wanted: int, found: list[Block], freeing: list[Block]) -> int:
+        if super()._num_allocatable(num_wanted, found, freeing) < num_wanted:
             self.loads.give_way()
-        return super()._num_allocatable(num_wanted, found, gone)
+        return super()._num_allocatable(num_wanted, found, freeing)
 
     def _allocate_blocks(self, num_blocks: int) -> list[Block] | None:
         if num_blocks > self._num_free_or_evictable():
