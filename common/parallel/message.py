@@ -4,7 +4,7 @@
                     plan         the message of a step (chapter 1's `RunnerInput`)
                     read, write  the bytes of a KV block
                     adapter      a directory: read what it holds, while steps go on
-                    take, drop   keep what was read for the steps to come, or forget it
+                    take, drop   keep what was read for the steps to come, or discard it
                     close
     from a worker   ready        what its model is
                     output       the answer to a plan (`StepOutput`), or nothing from most ranks

@@ -180,7 +180,7 @@ class RemoteLoading:
         try:
             executor.send(message.pack("adapter", number=number, directory=path))
         except BaseException:
-            self.forget()
+            self.discard()
             raise
 
     def is_over(self) -> bool:
@@ -207,7 +207,7 @@ class RemoteLoading:
     def take(self) -> None:
         self._end(is_wanted=True)
 
-    def forget(self) -> None:
+    def discard(self) -> None:
         """Drop the loaded data. Ranks that are gone have lost it already."""
         with suppress(WorkerError):
             self._end(is_wanted=False)

@@ -26,7 +26,7 @@ class Loading(Protocol):
         """Put the adapter into memory, for future steps."""
         ...
 
-    def forget(self) -> None:
+    def discard(self) -> None:
         """Discard the adapter. It was not taken, or taking it failed."""
         ...
 
@@ -76,7 +76,7 @@ class AdapterNames:
             loading.take()
             self._digests[name] = digest
         except BaseException:
-            loading.forget()
+            loading.discard()
             raise
 
     def _check_is_free(self, name: str) -> None:

@@ -20,7 +20,7 @@ class RequestGrammars:
 
     def __init__(
         self,
-        books: BaseScheduler,
+        scheduler: BaseScheduler,
         tokenizer: Tokenizer,
         vocab_size: int,
         eos_token_ids: Sequence[int],
@@ -35,4 +35,4 @@ class RequestGrammars:
                 )
         self.compiler = GrammarCompiler(vocabulary)
         self.queue, self.close = GrammarsCompiled(self.compiler.submit), self.compiler.close
-        books.set_plugins([*books.plugins, self.queue])
+        scheduler.set_plugins([*scheduler.plugins, self.queue])
