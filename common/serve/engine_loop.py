@@ -169,21 +169,21 @@ class EngineLoop:
                 raise
             return  # the next step returns the requests that were aborted
         self._step_s = time.monotonic() - begin
-        why, self._last_error = self._last_error, None
+        step_error, self._last_error = self._last_error, None
         for output in outputs:
             if (source := self._sources.get(output.request_id)) is not None:
-                self._deltas.append(self._take(source, why))
+                self._deltas.append(self._take(source, step_error))
                 if self._num_failures and self._deltas[-1].error is None:
                     self._num_failures = 0
 
-    def _take(self, source: DeltaSource, why: Exception | None) -> RequestDelta:
+    def _take(self, source: DeltaSource, step_error: Exception | None) -> RequestDelta:
         delta = source.take()
         if delta.finished:
             self._forget(delta.request_id)
             reasons = {sequence.completion.finish_reason for sequence in source.group.sequences}
             if "abort" in reasons:  # not requested through this loop
-                says = "the request was ended" if why is None else _step_failed(why)
-                delta.error = EngineError(says, why)
+                says = "the request was ended" if step_error is None else _step_failed(step_error)
+                delta.error = EngineError(says, step_error)
             elif "error" in reasons:
                 detail = str(source.group.metrics.finish_detail)
                 is_clients = detail.startswith(UNCOMPILED) or detail.endswith(NO_TOKEN)
@@ -204,13 +204,16 @@ class EngineLoop:
     def _add(
         self, request_id: str, token_ids: list[int], params: SamplingParams, options: dict[str, Any]
     ) -> None:
-        engine, most = self._engine, self._max_waiting
+        engine, max_waiting = self._engine, self._max_waiting
         try:
             if self.death_reason is not None:
                 raise EngineError(self.death_reason, self._death_error)
             num = self._num_sequences
-            if most is not None and num + params.n > engine.config.max_num_seqs + most:
-                raise QueueFull(f"the queue is full: {num} sequences run or wait, {most} may wait")
+            max_num_seqs = engine.config.max_num_seqs
+            if max_waiting is not None and num + params.n > max_num_seqs + max_waiting:
+                raise QueueFull(
+                    f"the queue is full: {num} sequences run or wait, {max_waiting} may wait"
+                )
             group = engine.add_request(request_id, token_ids, params, **options)
         except Exception as error:
             self._deltas.append(RequestDelta(request_id, finished=True, error=error))
@@ -241,9 +244,9 @@ class EngineLoop:
         self._is_closing = True
 
     def _fail_all(self) -> None:
-        why = EngineError(self.death_reason, self._death_error)
+        error = EngineError(self.death_reason, self._death_error)
         names = [*self._sources, *self._coming]
-        self._deltas += [RequestDelta(name, finished=True, error=why) for name in names]
+        self._deltas += [RequestDelta(name, finished=True, error=error) for name in names]
         self._sources.clear()
         self._coming.clear()
         self._num_sequences = 0

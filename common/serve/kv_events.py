@@ -38,7 +38,7 @@ from common.serve.kv_wire import (
     add_stored,
 )
 from grouped_kv_memory import GroupedKVMemory
-from kv_tiers import nobody_listens
+from kv_tiers import ignore_change
 from prefix_cache import NormalKeys
 from prefix_cache_local import compute_block_hash
 from request_chain import root_keys
@@ -74,7 +74,7 @@ class CacheChanges:
         self._lock = Lock()
         self._hashes: dict[int, bytes] = {}  # by block id, for blocks on the device
         self._held: dict[bytes, HeldBlock] = {}  # blocks without a medium stay until `take`
-        self._gone: set[bytes] = set()  # hashes of blocks that may have no medium left
+        self._removed: set[bytes] = set()  # hashes of blocks that may have no medium left
         self._unsaid: list[Event] = []
         self._num_unsaid = 0
         self._says_all = True
@@ -89,7 +89,7 @@ class CacheChanges:
             self._store(block, by_prefix.get((keys, tokens[:start])), tokens[start:], keys)
             by_prefix[keys, tokens] = block
         for medium, tier in self._below.items():
-            tier.told = lambda name, is_here, medium=medium: self._moved(name, medium, is_here)
+            tier.on_change = lambda name, is_here, medium=medium: self._moved(name, medium, is_here)
         self._cache.listener = self
 
     def take_out(self) -> None:
@@ -99,10 +99,10 @@ class CacheChanges:
             raise RuntimeError("cannot remove the listener: another was added; remove that first")
         self._cache.listener = self._inner
         for tier in self._below.values():
-            tier.told = nobody_listens
+            tier.on_change = ignore_change
         with self._lock:
             self._held.clear()
-            self._gone.clear()
+            self._removed.clear()
             self.say_all()
 
     # -- called by the device's cache
@@ -183,7 +183,7 @@ class CacheChanges:
         if block is None:  # left over from an interrupted call
             return
         block.media = tuple(other for other in block.media if other != medium)
-        self._gone.add(name)
+        self._removed.add(name)
         if self._may_say():
             add_removed(self._unsaid, name, medium)
 
@@ -209,10 +209,10 @@ class CacheChanges:
             if self._says_all:
                 all_held = {name: (held, held.media) for name, held in self._held.items()}
             self._says_all = False
-            for name in self._gone:
+            for name in self._removed:
                 if not self._held[name].media:
                     del self._held[name]
-            self._gone.clear()
+            self._removed.clear()
         if all_held is not None:
             events = self._say(all_held)
         batch, num_tokens = list[Event](), 0

@@ -83,13 +83,13 @@ def _is_lazy(content: Any) -> bool:
     return isinstance(content, Iterator)
 
 
-async def made_aside(pieces: Iterator[bytes]) -> AsyncIterator[bytes]:
+async def made_aside(parts: Iterator[bytes]) -> AsyncIterator[bytes]:
     """Yield the encoded bytes, `BYTES_AT_ONCE` or a little more at a time."""
 
     def some() -> bytes:
         found = bytearray()
-        while len(found) < BYTES_AT_ONCE and (piece := next(pieces, None)) is not None:
-            found += piece
+        while len(found) < BYTES_AT_ONCE and (part := next(parts, None)) is not None:
+            found += part
         return bytes(found)
 
     while data := await beside_the_loop(some):
@@ -121,7 +121,7 @@ def _parsed(kind: type[B], data: bytes) -> B:
 
 def _wrong_body(error: ValidationError) -> ApiError:
     first = error.errors(include_url=False, include_context=False, include_input=False)[0]
-    where = list(map(str, first["loc"]))
-    field = next((name for name in where if not name.isdecimal()), None)
-    place = ".".join(where)
+    location = list(map(str, first["loc"]))
+    field = next((name for name in location if not name.isdecimal()), None)
+    place = ".".join(location)
     return bad(f"{place}: {first['msg']}" if place else f"the body: {first['msg']}", field)
