@@ -64,13 +64,13 @@ class HostTier:
         if self.max_blocks == 0:
             return [(block_hash, data)]
         is_full = len(self._blocks) == self.max_blocks and block_hash not in self._blocks
-        gone = [self._blocks.popitem(last=False)] if is_full else []
+        evicted = [self._blocks.popitem(last=False)] if is_full else []
         self._blocks[block_hash] = data
         self._blocks.move_to_end(block_hash)
         self.on_change(block_hash, True)
-        for old_hash, _ in gone:
+        for old_hash, _ in evicted:
             self.on_change(old_hash, False)
-        return gone
+        return evicted
 
 
 class DiskTier:
@@ -136,7 +136,7 @@ class DiskTier:
         with self._lock:
             slot = self._slots.pop(block_hash, None)
             if slot is None:
-                slot = self._free.pop() if self._free else self._forget_oldest()
+                slot = self._free.pop() if self._free else self._evict_oldest()
             offset = self._offset(slot)
             payload = offset + _RECORD_HEADER.size
             self._map[offset : offset + len(_MAGIC)] = bytes(len(_MAGIC))  # invalid from here ...
@@ -147,7 +147,7 @@ class DiskTier:
             self._slots[block_hash] = slot
             self.on_change(block_hash, True)
 
-    def _forget_oldest(self) -> int:
+    def _evict_oldest(self) -> int:
         block_hash, slot = self._slots.popitem(last=False)
         self.on_change(block_hash, False)
         return slot
