@@ -563,7 +563,7 @@ class LLMEngine:
         with self._mutating_state():
             is_reset = self.kv_manager.reset_prefix_cache()
             if is_reset:
-                self._cache_stats.forget_recent()
+                self._cache_stats.clear_recent()
             return is_reset
 
     @exclusive

@@ -300,10 +300,10 @@ class Executor:
         self._is_closed = True
         if self.failure is None:
             with suppress(Exception, KeyboardInterrupt):
-                self._say_goodbye()
+                self._send_close()
         self._kill()
 
-    def _say_goodbye(self) -> None:
+    def _send_close(self) -> None:
         goodbye, deadline = message.pack("close"), time.monotonic() + CLOSE_TIMEOUT_S
         left = [link for link in self.links if link.rank not in self._exited_ranks]
         for link in left:

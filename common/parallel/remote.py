@@ -184,16 +184,16 @@ class RemoteLoading:
             raise
 
     def is_over(self) -> bool:
-        return self._has_come(0)
+        return self._has_all_answers(0)
 
-    def _has_come(self, seconds: float) -> bool:
+    def _has_all_answers(self, seconds: float) -> bool:
         num_ranks = len(self._executor.links)
         if len(self._answers) < num_ranks:
             self._executor.look(seconds)
         return len(self._answers) == num_ranks
 
     def digest(self) -> str:
-        while not self._has_come(1.0):  # a rank that is gone is an error
+        while not self._has_all_answers(1.0):  # a rank that is gone is an error
             pass
         answers = [self._answers[rank] for rank in sorted(self._answers)]
         for answer in answers:

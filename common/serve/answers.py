@@ -123,16 +123,16 @@ class Answer:
             role, about = {"role": "assistant", "content": ""}, self._of_the_prompt(0, delta)
             choices = [self._chat_choice(i, "delta", role, None) for i in range(self.params.n)]
             role_chunks = [self._chunk([choice]) | about for choice in choices]
-        says_all = self.params.logprobs is not None or self.body.return_token_ids
+        sends_empty_text = self.params.logprobs is not None or self.body.return_token_ids
         choices = [
             self._choice(prompt, completion, delta, "delta")
             for completion in delta.completions.values()
-            if completion.text or completion.finish_reason or says_all
+            if completion.text or completion.finish_reason or sends_empty_text
         ]
         return role_chunks + [
             self._chunk([choice])
             for choice in choices
-            if choice.get("delta", True) or choice["finish_reason"] or says_all
+            if choice.get("delta", True) or choice["finish_reason"] or sends_empty_text
         ]
 
     def usage_chunk(self) -> dict[str, Any]:

@@ -26,7 +26,7 @@ from common.serve.deltas import RequestDelta
 from common.serve.engine_loop import EngineError, QueueFull
 from common.serve.errors import ApiError, ErrorAnswer, api_error, bad
 from common.serve.gate import LITTLE, Gate, GateConfig, error_response
-from common.serve.large_json import LARGE, answered, beside_the_loop, made_aside, read_body
+from common.serve.large_json import LARGE, answered, encode_in_thread, read_body, run_in_thread
 from common.serve.live_page import LivePage, watch_token
 from common.serve.server_metrics import ServerMetrics
 from common.serve.streams import (
@@ -125,33 +125,33 @@ class Server:
         answer.params = answer.body.within_entries(num_tokens, answer.params, room)
         max_unfinished, n = self.llm.max_unfinished, answer.params.n
         if max_unfinished is not None and len(prompts) * n > max_unfinished:
-            says = f"at most {max_unfinished}, got {len(prompts) * n}"
+            allowed = f"at most {max_unfinished}, got {len(prompts) * n}"
             name = "prompt" if n == 1 else "n"
-            raise bad(f"{name}: prompts x n must be {says} (--max-waiting)", name)
+            raise bad(f"{name}: prompts x n must be {allowed} (--max-waiting)", name)
         options = answer.body.options()
         if answer.model != self.config.model_name:
             options["adapter"] = answer.model
         owner = watch_token(request)
         calls = [self.llm.generate(ids, answer.params, owner=owner, **options) for ids in prompts]
         requests = [self.metrics.counted(call) for call in calls]
-        is_theirs = False  # whether the stream owns `requests` and closes them
+        stream_owns_requests = False  # whether the stream owns `requests` and closes them
         try:
             first_deltas = await accepted(requests)
             if answer.body.stream:
                 events = self._events(answer, first_deltas, requests)
-                is_theirs = True
+                stream_owns_requests = True
                 return EventStream(events, self.config.heartbeat_seconds, requests)
             totals = await unless_disconnected(request.receive, gathered(first_deltas, requests))
             if totals is None:
                 return CLIENT_DISCONNECTED
             num_bytes = sum(answer.num_bytes(*pair) for pair in enumerate(totals))
             is_large = num_bytes > LARGE
-            whole = await beside_the_loop(answer.whole, totals) if is_large else None
+            whole = await run_in_thread(answer.whole, totals) if is_large else None
             return answered(whole or answer.whole(totals), num_bytes)
         except ValueError as error:
             raise answer.body.error(error) from error
         finally:
-            if not is_theirs:
+            if not stream_owns_requests:
                 await close_all(requests)
 
     async def _events(
@@ -162,7 +162,7 @@ class Server:
         async def made(i: int, delta: RequestDelta) -> AsyncIterator[bytes]:
             is_large = answer.num_bytes(i, delta) > LARGE
             if is_large:
-                chunks = await beside_the_loop(answer.chunks, i, delta)
+                chunks = await run_in_thread(answer.chunks, i, delta)
             else:
                 chunks = answer.chunks(i, delta)
             for chunk in chunks if stream_options.include_usage else ():
@@ -170,7 +170,7 @@ class Server:
                     answer.usage.content() if stream_options.continuous_usage_stats else None
                 )
             if is_large:
-                async for data in made_aside(chain.from_iterable(map(event_chunks, chunks))):
+                async for data in encode_in_thread(chain.from_iterable(map(event_chunks, chunks))):
                     yield data
             elif data := b"".join(map(event, chunks)):
                 yield data
@@ -301,8 +301,8 @@ class Server:
             message = f"lora_path must exist, got {body.lora_path!r}"
             raise ApiError(404, message, "lora_path") from error
         except ValueError as error:  # a sentence about a file names its folder on the server
-            says = str(error).replace(f"{path}", body.lora_path)
-            raise bad(says, None if says == str(error) else "lora_path") from error
+            message = str(error).replace(f"{path}", body.lora_path)
+            raise bad(message, None if message == str(error) else "lora_path") from error
         return PlainTextResponse(f"Success: LoRA adapter '{body.lora_name}' added successfully.")
 
     async def unload_adapter(self, body: UnloadAdapterBody) -> Response:

@@ -54,7 +54,7 @@ def answered(content: Any, num_bytes: int) -> Response:
     """Return a response with `content`, of about `num_bytes`."""
     if num_bytes <= LARGE:
         return json_response(content)
-    return StreamingResponse(made_aside(json_chunks(content)), media_type="application/json")
+    return StreamingResponse(encode_in_thread(json_chunks(content)), media_type="application/json")
 
 
 def json_chunks(content: Any) -> Iterator[bytes]:
@@ -83,7 +83,7 @@ def _is_lazy(content: Any) -> bool:
     return isinstance(content, Iterator)
 
 
-async def made_aside(parts: Iterator[bytes]) -> AsyncIterator[bytes]:
+async def encode_in_thread(parts: Iterator[bytes]) -> AsyncIterator[bytes]:
     """Yield the encoded bytes, `BYTES_AT_ONCE` or a little more at a time."""
 
     def some() -> bytes:
@@ -92,11 +92,11 @@ async def made_aside(parts: Iterator[bytes]) -> AsyncIterator[bytes]:
             found += part
         return bytes(found)
 
-    while data := await beside_the_loop(some):
+    while data := await run_in_thread(some):
         yield data
 
 
-async def beside_the_loop(call: Callable[..., T], *arguments: Any) -> T:
+async def run_in_thread(call: Callable[..., T], *arguments: Any) -> T:
     return await asyncio.get_running_loop().run_in_executor(_THREAD, call, *arguments)
 
 
@@ -105,7 +105,7 @@ async def read_body(request: Request, kind: type[B]) -> B:
     data = b"".join([part async for part in request.stream()])
     if len(data) <= LARGE:
         return _parsed(kind, data)
-    return await beside_the_loop(_parsed, kind, data)
+    return await run_in_thread(_parsed, kind, data)
 
 
 def _parsed(kind: type[B], data: bytes) -> B:

@@ -76,21 +76,21 @@ async def merged(requests: Sequence[Deltas]) -> AsyncIterator[tuple[int, Request
             yield 0, delta
         return
     # A slow reader holds back one delta; later ones are merged in the request's mailbox.
-    came = asyncio.Queue[tuple[int, RequestDelta | Exception | None]](1)
+    queue = asyncio.Queue[tuple[int, RequestDelta | Exception | None]](1)
 
     async def pump(i: int, request: Deltas) -> None:
         try:
             async for delta in request:
-                await came.put((i, delta))
-            await came.put((i, None))
+                await queue.put((i, delta))
+            await queue.put((i, None))
         except Exception as error:  # only `_end` cancels; an interrupt stops the event loop itself
-            await came.put((i, error))
+            await queue.put((i, error))
 
     tasks = [asyncio.ensure_future(pump(*pair)) for pair in enumerate(requests)]
     num_unfinished = len(tasks)
     try:
         while num_unfinished:
-            i, delta = await came.get()
+            i, delta = await queue.get()
             if isinstance(delta, Exception):
                 raise delta
             if delta is None:

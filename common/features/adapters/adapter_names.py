@@ -95,8 +95,8 @@ class AdapterNames:
 
     def digest_of(self, name: str) -> str:
         if not isinstance(name, str) or name not in self._digests:
-            there = ", ".join(map(repr, self._digests)) or "none"
-            raise ValueError(f"adapter must be one of those loaded ({there}), got {name!r}")
+            loaded = ", ".join(map(repr, self._digests)) or "none"
+            raise ValueError(f"adapter must be one of those loaded ({loaded}), got {name!r}")
         return self._digests[name]
 
     def name_of(self, digest: str) -> str | None:

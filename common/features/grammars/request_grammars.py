@@ -28,8 +28,8 @@ class RequestGrammars:
     ) -> None:
         vocabulary = Vocabulary.of(tokenizer, vocab_size, eos_token_ids)
         if elsewhere is not None:
-            theirs = load_tokenizer(resolve_checkpoint(elsewhere))
-            if vocabulary != Vocabulary.of(theirs, vocab_size, eos_token_ids):
+            rank_tokenizer = load_tokenizer(resolve_checkpoint(elsewhere))
+            if vocabulary != Vocabulary.of(rank_tokenizer, vocab_size, eos_token_ids):
                 raise ValueError(
                     "grammar must be None over several ranks without the checkpoint's tokenizer"
                 )
