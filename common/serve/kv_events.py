@@ -57,7 +57,7 @@ MAX_EVENTS, MAX_TOKENS = 1_000, 500_000  # per batch: vllm-router's limits are 1
 
 class CacheChanges:
     """A `CacheListener` that wraps the one of `cache`. `take` and `restart_stream` belong to one
-    thread, the other methods to the cache's. `name_of` returns the name of an adapter, by digest."""
+    thread, the other methods to the cache's. `name_of` returns an adapter's name, by digest."""
 
     def __init__(
         self,
