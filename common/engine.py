@@ -365,14 +365,14 @@ class LLMEngine:
             self.unwatch()  # the events written so far do not lead to the state after the reset
             self.kv_manager.clear()
         self.scheduler.clear()
-        nobody_computes = getattr(error, "is_final", False)
+        is_final = getattr(error, "is_final", False)
         for group in list(self._groups.values()):
             unfinished = {
                 sequence.request_id for sequence in group.sequences if not sequence.is_finished
             }
             if not unfinished:
                 self._end(group)
-            elif nobody_computes or not unfinished <= self.scheduler.requests.keys():
+            elif is_final or not unfinished <= self.scheduler.requests.keys():
                 self._abort_all_of(group)
         self._is_consistent, self.recorder.is_inconsistent = True, False
 
@@ -399,21 +399,21 @@ class LLMEngine:
         adapters = spread("adapter", adapter, n, str)
         ids = [self._new_id() for _ in prompts]
         requests = zip(ids, prompts, per_prompt, strict=True)
-        own = dict[RequestGroup, None]()
+        groups = dict[RequestGroup, None]()
         try:
             with self.lock.deferring():
                 self.add_requests(requests, adapters, **options)
-                own |= dict.fromkeys(self._groups[request_id] for request_id in ids)
-            for group in own:
+                groups |= dict.fromkeys(self._groups[request_id] for request_id in ids)
+            for group in groups:
                 while not group.finished:
                     self._advance()
-                    num_finished = self._forget_ended(own)
+                    num_finished = self._forget_ended(groups)
                     if on_finished is not None:
                         on_finished(num_finished)
         finally:
-            unnamed = (self._groups[name] for name in ids if not own and name in self._groups)
-            self._invalidate(own or dict.fromkeys(unnamed))
-        return {group.request_id: copy(group) for group in own}
+            unnamed = (self._groups[name] for name in ids if not groups and name in self._groups)
+            self._invalidate(groups or dict.fromkeys(unnamed))
+        return {group.request_id: copy(group) for group in groups}
 
     def _new_id(self) -> str:
         """Return a request id that no unfinished request has."""
@@ -513,16 +513,16 @@ class LLMEngine:
     def _end_failed_grammars(self) -> None:
         """Finish requests whose grammar cannot be compiled with an error."""
         failed = {} if self._grammars is None else self._grammars.queue.failed()
-        for request_id, why in failed.items():
+        for request_id, reason in failed.items():
             if (sequence := self._sequences.get(request_id)) is not None:  # else it has failed
                 with self._mutating_state():
-                    self._fail(sequence.group, why)
+                    self._fail(sequence.group, reason)
 
-    def _fail(self, group: RequestGroup, why: str) -> None:
+    def _fail(self, group: RequestGroup, reason: str) -> None:
         for sequence in group.sequences:
             if not sequence.is_finished:
                 self.scheduler.finish_requests(sequence.request_id, RequestStatus.FINISHED_ERROR)
-                sequence.fail(why)
+                sequence.fail(reason)
         self._stats.num_finished += 1
         self._end(group)
 
@@ -543,13 +543,13 @@ class LLMEngine:
         rates = self._throughput.per_second(time.monotonic())
         stats.recent_prompt_throughput, stats.recent_output_throughput = rates
         if self.speculation is not None:
-            guesses = self.speculation.stats
-            stats.num_passes = guesses.num_passes
-            stats.num_drafted_tokens = guesses.num_drafted
-            stats.num_accepted_tokens = guesses.num_accepted
-            stats.acceptance_by_position = guesses.acceptance_by_position
-            stats.mean_accepted_length = guesses.mean_accepted_length
-            stats.tokens_per_pass = guesses.tokens_per_pass
+            spec_stats = self.speculation.stats
+            stats.num_passes = spec_stats.num_passes
+            stats.num_drafted_tokens = spec_stats.num_drafted
+            stats.num_accepted_tokens = spec_stats.num_accepted
+            stats.acceptance_by_position = spec_stats.acceptance_by_position
+            stats.mean_accepted_length = spec_stats.mean_accepted_length
+            stats.tokens_per_pass = spec_stats.tokens_per_pass
         return stats
 
     @property
@@ -714,13 +714,13 @@ def _make_parts(
         loaded = load_model(
             checkpoint, config.dtype, device, packing_of=partial(packing_while_loading, config)
         )
-    weight, how = loaded.model.embed_weight, config.speculation
-    if how is None or how.method != "draft":
+    weight, spec_config = loaded.model.embed_weight, config.speculation
+    if spec_config is None or spec_config.method != "draft":
         draft = None
     elif draft is None:
         packing = partial(packing_of, config)
-        path, where = how.model or SHIPPED_DRAFT, (weight.dtype, weight.device)
-        draft = load_model(path, *where, packing_of=packing)
+        path = spec_config.model or SHIPPED_DRAFT
+        draft = load_model(path, weight.dtype, weight.device, packing_of=packing)
     put_threads_back = set_threads(config.num_threads, loaded.model.num_parameters, weight.device)
     try:
         parts = assemble(config, loaded, draft, tokenizer, sequences)

@@ -135,9 +135,9 @@ class BroughtByFew(RunnerPlugin):
         self.has_one = np.zeros(0, dtype=bool)
 
     def grow(self, num_rows: int) -> None:
-        num_more = num_rows - len(self.brought)
-        self.brought += [None] * num_more
-        self.has_one = np.append(self.has_one, np.zeros(num_more, dtype=bool))
+        num_new = num_rows - len(self.brought)
+        self.brought += [None] * num_new
+        self.has_one = np.append(self.has_one, np.zeros(num_new, dtype=bool))
 
     def put(self, row: int, value: object) -> None:
         self.brought[row], self.has_one[row] = value, value is not None
