@@ -101,9 +101,9 @@ class ModelConfig:
     @property
     def numerics(self) -> str:
         """The settings besides weights that KV depends on: eps, and others if not the default."""
-        rest = self.query_pre_attn_scalar, self.activation
-        is_usual = rest == (None, "silu")
-        return f"eps {self.rms_norm_eps}" + ("" if is_usual else f" {rest}")
+        settings = self.query_pre_attn_scalar, self.activation
+        is_usual = settings == (None, "silu")
+        return f"eps {self.rms_norm_eps}" + ("" if is_usual else f" {settings}")
 
     @property
     def mlp_sizes(self) -> set[int]:

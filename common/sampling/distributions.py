@@ -230,8 +230,8 @@ def entries_of(
     """Yield the entries of numbers that were read, with the first `num_top` of each row."""
     width = numbers.shape[1] // 2 - 1
     ids = numbers[:, 2 : 2 + width].astype(np.int64).tolist()
-    for token, k, likeliest, (logprob, rank, *rest) in zip(tokens, num_top, ids, numbers.tolist()):
-        yield TokenLogprobs(token, logprob, int(rank), dict(zip(likeliest[:k], rest[width:])))
+    for token, k, likeliest, (logprob, rank, *tail) in zip(tokens, num_top, ids, numbers.tolist()):
+        yield TokenLogprobs(token, logprob, int(rank), dict(zip(likeliest[:k], tail[width:])))
 
 
 class Logprobs:

@@ -86,9 +86,9 @@ class RunnerPlugin:
         a row that was never admitted."""
 
     def appended(
-        self, state: HasTokens, rows: np.ndarray, start_columns: np.ndarray, stops: np.ndarray
+        self, state: HasTokens, rows: np.ndarray, starts: np.ndarray, stops: np.ndarray
     ) -> None:
-        """Handle a plan's new tokens: positions `[start_columns[i], stops[i])` of each row. The
+        """Handle a plan's new tokens: positions `[starts[i], stops[i])` of each row. The
         prompt is not included, unless its request was preempted: then all tokens are passed again.
         A pending token (below 0) is passed again too, when its value is known."""
 
