@@ -318,5 +318,5 @@ class DriverChosenLength(DraftLength):
     ) -> None:
         self._unjudged.append(_Unverified(self._step, num_requests, num_tokens, num_rounds))
 
-    def forget(self, request_id: str) -> None:
-        self.inner.forget(request_id)
+    def remove_request(self, request_id: str) -> None:
+        self.inner.remove_request(request_id)

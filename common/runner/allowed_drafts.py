@@ -31,5 +31,5 @@ class AllowedDrafts(Proposer):
     def draft_probs(self, request_id: str) -> torch.Tensor | None:
         return self.proposer.draft_probs(request_id)
 
-    def forget(self, request_id: str) -> None:
-        self.proposer.forget(request_id)
+    def remove_request(self, request_id: str) -> None:
+        self.proposer.remove_request(request_id)

@@ -38,7 +38,7 @@ from common.serve.kv_wire import (
     add_stored,
 )
 from grouped_kv_memory import GroupedKVMemory
-from kv_tiers import nobody_listens
+from kv_tiers import ignore_change
 from prefix_cache import NormalKeys
 from prefix_cache_local import compute_block_hash
 from request_chain import root_keys
@@ -89,7 +89,7 @@ class CacheChanges:
             self._store(block, by_prefix.get((keys, tokens[:start])), tokens[start:], keys)
             by_prefix[keys, tokens] = block
         for medium, tier in self._below.items():
-            tier.told = lambda name, is_here, medium=medium: self._moved(name, medium, is_here)
+            tier.on_change = lambda name, is_here, medium=medium: self._moved(name, medium, is_here)
         self._cache.listener = self
 
     def take_out(self) -> None:
@@ -99,7 +99,7 @@ class CacheChanges:
             raise RuntimeError("cannot remove the listener: another was added; remove that first")
         self._cache.listener = self._inner
         for tier in self._below.values():
-            tier.told = nobody_listens
+            tier.on_change = ignore_change
         with self._lock:
             self._held.clear()
             self._gone.clear()

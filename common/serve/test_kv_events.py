@@ -14,7 +14,7 @@ from common.serve.kv_wire import CLEARED, CPU, GPU, STORAGE, pack_batch, wire_ha
 from common.tests.engine_oracle import Oracle, serve, serve_a_crowd
 from common.tests.kv_stream import Index, check, engine_of, prefixes_of, take, tiers_of
 from kv_slots import PREFIX_CACHES
-from kv_tiers import nobody_listens
+from kv_tiers import ignore_change
 from prefix_cache import PrefixCache
 from tiered_cache import KVTierConfig, TieredCache
 
@@ -219,7 +219,7 @@ def test_a_block_that_goes_down_is_never_nowhere(oracle: Oracle, loaded, one_thr
     *stored, removed = events
     assert stored and set(stored) == {("BlockStored", CPU)} and removed == ("BlockRemoved", GPU)
     changes.take_out()
-    assert engine.prefix_cache.listener.host.told is nobody_listens
+    assert engine.prefix_cache.listener.host.on_change is ignore_change
     engine.close()
 
 

@@ -233,7 +233,7 @@ def test_a_tab_that_sleeps_holds_up_nobody_and_wakes_in_the_present(
         return await take()
 
     monkeypatch.setattr(viewer, "take", take_when_awake)
-    for _ in as_long_as(lambda: not viewer.lags, most=20):
+    for _ in as_long_as(lambda: not viewer.lags, max_rounds=20):
         assert tight.post("/v1/completions", EIGHT)[0] == 200
     assert viewer._texts == []
     monkeypatch.setattr(live_page, "MAX_BEHIND", 1 << 20)
