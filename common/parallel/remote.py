@@ -32,7 +32,7 @@ from common.assembly.scheduler_assembly import (
     find_max_model_len,
     find_vocab_size,
 )
-from common.engine_config import SHIPPED_CHECKPOINT, EngineConfig, is_own
+from common.engine_config import SHIPPED_CHECKPOINT, EngineConfig, is_instance_arg
 from common.models.loader import Checkpoint, read_checkpoint
 from common.models.model import DecoderModel
 from common.models.model_config import ModelFacts
@@ -308,7 +308,7 @@ def config_to_map(config: EngineConfig) -> dict[str, Any]:
         del values[name]
     values["adapters"] = {} if config.takes_adapters else None  # they come later
     for name, instead in (("scheduler", "two_phase"), ("chunked_prefill", True)):
-        if is_own(values[name]):
+        if is_instance_arg(values[name]):
             values[name] = instead
     return _plain(values)
 

@@ -327,15 +327,16 @@ def make_record(found: list[Resources], arguments: list[str]) -> dict:
 
 
 def make_table_text() -> str:
-    """Return all rows of one architecture, and those of the others that spill."""
+    """Return all rows of one architecture, and those of the other architectures that spill."""
     record = read_record(RECORD)
     found = [Resources(**one) for one in record["resources"]]
+    others = [one for one in found if one.architecture != DEFAULT_ARCHITECTURE]
     shown = table([one for one in found if one.architecture == DEFAULT_ARCHITECTURE])
-    spilling = table([one for one in found if one.stack_bytes])
+    spilling = table([one for one in others if one.stack_bytes])
     version = record["environment"]["triton"]
     made = f"{made_on(record)} Compiled by Triton {version}."
     head = f"On sm_{DEFAULT_ARCHITECTURE}:\n\n{shown}"
-    return f"{head}\n\nSpilled, on any architecture:\n\n{spilling}\n\n{made}"
+    return f"{head}\n\nSpilled on other architectures:\n\n{spilling}\n\n{made}"
 
 
 def main(arguments: list[str]) -> None:

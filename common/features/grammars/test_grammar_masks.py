@@ -557,6 +557,15 @@ def test_special_tokens_are_no_text() -> None:
     assert allowed == list(range(1, tokenizer.vocab_size))
 
 
+def test_a_token_that_ends_texts_is_no_text_either() -> None:
+    """A checkpoint's EOS may be a plain token of its tokenizer, which has its text in the file."""
+    tokenizer = small_tokenizer()
+    plain = tokenizer.vocab_size - 1
+    assert plain not in tokenizer.special_ids and tokenizer.token_bytes(plain)
+    vocabulary = Vocabulary.of(tokenizer, tokenizer.vocab_size, [EOS, plain])
+    assert vocabulary.eos_token_ids == (EOS, plain) and not vocabulary.pieces[plain]
+
+
 class Held:
     """A compiler whose library works on grammars with an `x` until it is let go."""
 
