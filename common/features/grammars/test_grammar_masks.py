@@ -563,7 +563,7 @@ def test_a_token_that_ends_texts_is_no_text_either() -> None:
     plain = tokenizer.vocab_size - 1
     assert plain not in tokenizer.special_ids and tokenizer.token_bytes(plain)
     vocabulary = Vocabulary.of(tokenizer, tokenizer.vocab_size, [EOS, plain])
-    assert vocabulary.eos_token_ids == (EOS, plain) and not vocabulary.pieces[plain]
+    assert vocabulary.eos_token_ids == (EOS, plain) and not vocabulary.token_bytes[plain]
 
 
 class Held:
