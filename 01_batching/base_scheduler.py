@@ -41,12 +41,12 @@ class DeltaEncoder:
     def is_tracked(self, request_id: str) -> bool:
         return request_id in self._num_sent
 
-    def forget(self, request_id: str) -> None:
+    def remove_request(self, request_id: str) -> None:
         if request_id in self._num_sent:  # the runner has state for it
             self._finished_req_ids.add(request_id)
             del self._num_sent[request_id]
 
-    def taken(self, plan: SchedulerOutput | None) -> None:
+    def ack(self, plan: SchedulerOutput | None) -> None:
         """Acknowledge that the runner has computed this plan and all plans before it. None:
         acknowledge all."""
         while self._sent and self._sent.popleft() is not plan:
@@ -59,7 +59,7 @@ class DeltaEncoder:
         for plan in self._sent:
             self._finished_req_ids |= plan.finished_req_ids
             for new in plan.scheduled_new_reqs:
-                self.forget(new.req_id)
+                self.remove_request(new.req_id)
         return [request for plan in self._sent for request in plan.scheduled_requests]
 
     def encode(self, plan: SchedulerOutput) -> None:
@@ -222,12 +222,12 @@ class BaseScheduler:
         for request_id in [request_ids] if isinstance(request_ids, str) else list(request_ids):
             if request := self.requests.get(request_id):
                 request.status = status
-                self.forget(request)
+                self._free_request(request)
 
     def abort_request(self, request_id: str) -> None:
         self.finish_requests(request_id, RequestStatus.FINISHED_ABORTED)
 
-    def forget(self, request: Request) -> None:
+    def _free_request(self, request: Request) -> None:
         """Remove a finished request from the scheduler; the next plan tells the runner."""
         for plugin in self.plugins:
             plugin.on_finish(request)
@@ -235,7 +235,7 @@ class BaseScheduler:
         # A running request is not queued, unless `schedule` was interrupted.
         with suppress(KeyError):
             self.waiting.remove_request(request)
-        self.delta.forget(request.request_id)
+        self.delta.remove_request(request.request_id)
         del self.requests[request.request_id]  # last, so that an interrupted call can be repeated
 
     def clear(self) -> None:
@@ -248,7 +248,7 @@ class BaseScheduler:
                 request.status = RequestStatus.WAITING
             else:
                 self.abort_request(request.request_id)
-        self.delta.taken(None)
+        self.delta.ack(None)
 
     def make_plan(
         self, num_tokens: dict[str, int], plan: SchedulerOutput | None = None
@@ -283,7 +283,7 @@ class BaseScheduler:
             for request, start, num_tokens in rows
             if request.status < _FINISHED  # else it was aborted between schedule and update
         ]
-        self.delta.taken(plan)
+        self.delta.ack(plan)
         return results
 
     def append_sampled_tokens(
@@ -311,7 +311,7 @@ class BaseScheduler:
             result.finish_reason, result.stop_reason = request.finish_reason, request.stop_reason
             if request.status == RequestStatus.FINISHED_LENGTH_CAPPED:
                 result.finish_detail = request.length_limit
-            self.forget(request)
+            self._free_request(request)
         return result
 
     def on_positions_computed(self, request: Request, start: int, end: int) -> None:

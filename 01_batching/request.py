@@ -86,32 +86,32 @@ class SamplingParams:
     structured_outputs: Any = None  # vLLM's name for `grammar`, which gets the value
 
     def __post_init__(self) -> None:
-        put = partial(object.__setattr__, self)  # the dataclass is frozen
+        set_field = partial(object.__setattr__, self)  # the dataclass is frozen
         if isinstance(self.stop, str):
-            put("stop", (self.stop,))
+            set_field("stop", (self.stop,))
         if self.structured_outputs is not None:
             other = "None if grammar is set (both name the same thing)"
             require(self.grammar is None, "structured_outputs", self.structured_outputs, other)
-            put("grammar", self.structured_outputs)
-            put("structured_outputs", None)
+            set_field("grammar", self.structured_outputs)
+            set_field("structured_outputs", None)
         if _is_integer(self.top_k) and self.top_k == -1:
-            put("top_k", 0)
+            set_field("top_k", 0)
         for name in ("stop", "stop_token_ids"):
             values = () if getattr(self, name) is None else getattr(self, name)
             # Iterating these gives numbers or keys.
             is_other = isinstance(values, bytes | bytearray | Mapping)
             require(isinstance(values, Iterable) and not is_other, name, values, "a sequence")
-            put(name, tuple(values))
+            set_field(name, tuple(values))
         stop, ids = self.stop, self.stop_token_ids
         require(all(isinstance(s, str) and s for s in stop), "stop", stop, "non-empty strings")
         require(all(_is_integer(t) and t >= 0 for t in ids), "stop_token_ids", ids, "integers >= 0")
-        put("stop_token_ids", tuple(map(int, ids)))
+        set_field("stop_token_ids", tuple(map(int, ids)))
         for name, lowest in _INTEGERS.items():
             if name in ("max_tokens", "logprobs", "seed") and getattr(self, name) is None:
                 continue
             value = getattr(self, name)
             check_integers(lowest, **{name: value})
-            put(name, int(value))  # NumPy's integers overflow
+            set_field(name, int(value))  # NumPy's integers overflow
         for name, (interval, low, high) in _NUMBERS.items():
             value = getattr(self, name)
             if isinstance(value, Real) and not isinstance(value, int):
@@ -119,12 +119,13 @@ class SamplingParams:
             is_number = isinstance(value, int | float) and not isinstance(value, bool)
             is_allowed = is_number and low <= value <= high
             require(is_allowed, name, value, f"a finite number in {interval}")
-            put(name, float(value))
+            set_field(name, float(value))
         for name in ("ignore_eos", "skip_special_tokens"):
             value = getattr(self, name)
             require(isinstance(value, bool), name, value, "True or False")
-        least, most, seed = self.min_tokens, self.max_tokens, self.seed
-        require(most is None or least <= most, "min_tokens", least, f"<= max_tokens ({most})")
+        min_tokens, limit, seed = self.min_tokens, self.max_tokens, self.seed
+        allowed = f"<= max_tokens ({limit})"
+        require(limit is None or min_tokens <= limit, "min_tokens", min_tokens, allowed)
         fits = seed is None or -(2**63) <= seed < 2**63
         require(fits, "seed", seed, "a signed 64-bit integer")
 
@@ -278,12 +279,12 @@ class Request:
             self.status = RequestStatus.FINISHED_LENGTH_CAPPED
 
     def check_invariants(self) -> None:
-        shown, max_tokens, wanted = repr(self), self.max_tokens, self.sampling_params.max_tokens
+        shown, max_tokens, requested = repr(self), self.max_tokens, self.sampling_params.max_tokens
         assert 0 <= self.num_computed_tokens <= self.num_tokens + self.num_output_placeholders, (
             shown
         )
         assert self.all_token_ids == self.prompt_token_ids + self.output_token_ids, shown
-        assert wanted is not None and self.num_output_tokens <= max_tokens <= wanted, shown
+        assert requested is not None and self.num_output_tokens <= max_tokens <= requested, shown
 
     def __repr__(self) -> str:
         return (

@@ -84,9 +84,9 @@ class DecodeGroup:
     ) -> None:
         to_device = partial(torch.Tensor.to, device=key_cache.device, non_blocking=True)
         block_size, num_shared = key_cache.shape[1], num_heads // key_cache.shape[2]
-        own = np.stack([starts[rows], starts[rows + 1], seq_lens[rows]])
-        first, stop, seq_len = torch.from_numpy(own)[:, :, None]  # each [n, 1]
-        query_len = int((own[1] - own[0]).max())
+        bounds = np.stack([starts[rows], starts[rows + 1], seq_lens[rows]])
+        first, stop, seq_len = torch.from_numpy(bounds)[:, :, None]  # each [n, 1]
+        query_len = int((bounds[1] - bounds[0]).max())
         self.num_seqs, self.num_keys = len(rows), int(seq_lens[rows[0]])
         num_blocks = -(-self.num_keys // block_size)
         slots = torch.arange(num_blocks * block_size)

@@ -94,11 +94,13 @@ def compose_in_order(state: PagedRunnerState, queries: Queries, block_size: int)
         arrays.append(group.block_tables[row, : -(-max_seq_len // block_size)])
         arrays.append(block_ids * block_size + positions % block_size)
 
-    def compose(input_ids, positions, logit_indices, starts, seq_lens, *own) -> ComposedBatch:
+    def compose(
+        input_ids, positions, logit_indices, starts, seq_lens, *group_tensors
+    ) -> ComposedBatch:
         sizes = {"max_query_len": max_query_len, "max_seq_len": max_seq_len}
         attention = tuple(
-            AttentionMetadata(starts, seq_lens, *where, **sizes)
-            for where in zip(own[::2], own[1::2], strict=True)
+            AttentionMetadata(starts, seq_lens, tables, slots, **sizes)
+            for tables, slots in zip(group_tensors[::2], group_tensors[1::2], strict=True)
         )
         return ComposedBatch(input_ids, positions, attention, logit_indices)
 
@@ -119,5 +121,5 @@ def all_to_device(device: torch.device, *arrays: np.ndarray) -> list[torch.Tenso
         return [to_device(array, device) for array in arrays]
     parts = [part for a in arrays for part in (a.tobytes(), bytes(-a.nbytes % 16))]
     packed = to_device(np.frombuffer(bytearray().join(parts), dtype=np.uint8), device)
-    pieces = zip(arrays, packed.split(list(map(len, parts)))[::2], strict=True)
-    return [piece.view(torch.from_numpy(a).dtype).view(a.shape) for a, piece in pieces]
+    segments = zip(arrays, packed.split(list(map(len, parts)))[::2], strict=True)
+    return [segment.view(torch.from_numpy(a).dtype).view(a.shape) for a, segment in segments]

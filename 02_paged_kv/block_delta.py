@@ -36,15 +36,15 @@ class BlockDeltaEncoder(DeltaEncoder):
         # Number of blocks that the runner knows, for each table.
         self._num_blocks: dict[str, list[int]] = {}
 
-    def forget(self, request_id: str) -> None:
-        super().forget(request_id)
+    def remove_request(self, request_id: str) -> None:
+        super().remove_request(request_id)
         self._num_blocks.pop(request_id, None)
 
     def encode(self, plan: SchedulerOutput) -> None:
         super().encode(plan)
-        cached, grown = plan.scheduled_cached_reqs, self._kv_memory.req_ids_with_new_blocks
+        cached, changed_ids = plan.scheduled_cached_reqs, self._kv_memory.req_ids_with_new_blocks
         cached.new_block_ids = [
-            self.new_block_ids(request_id) if request_id in grown else ()
+            self.new_block_ids(request_id) if request_id in changed_ids else ()
             for request_id in cached.req_ids
         ]
 
@@ -102,12 +102,12 @@ class TableColumns:
     ) -> None:
         """Append `block_ids[i]` to the table of row `rows[i]`, or replace the whole table if
         `is_new[i]` is false."""
-        firsts = self.num_blocks[rows] * is_new  # 0 if the whole table was sent
-        self.num_blocks[rows] = _write(self.block_tables, rows, firsts, block_ids)
+        start_columns = self.num_blocks[rows] * is_new  # 0 if the whole table was sent
+        self.num_blocks[rows] = _scatter_lists(self.block_tables, rows, start_columns, block_ids)
 
     def grow(self, num_rows: int) -> None:
-        self.block_tables = _longer(self.block_tables, num_rows)
-        self.num_blocks = _longer(self.num_blocks, num_rows)
+        self.block_tables = _grow_rows(self.block_tables, num_rows)
+        self.num_blocks = _grow_rows(self.num_blocks, num_rows)
 
 
 class PagedRunnerState(RunnerState):
@@ -147,32 +147,33 @@ class PagedRunnerState(RunnerState):
     def append(self, changes: CachedRequestData) -> None:
         rows, tokens = self.rows_of(changes.req_ids), changes.new_token_ids
         stops = self.num_prompt_tokens[rows] + np.array(changes.num_output_tokens, dtype=np.int64)
-        firsts = stops - _lengths(tokens)  # some tokens may be known already and sent again
-        self.num_tokens[rows] = self.write_tokens(rows, firsts, tokens)
-        grown = [i for i, tables in enumerate(changes.new_block_ids) if tables]
-        if grown:
-            is_new = [changes.req_ids[i] not in changes.resumed_req_ids for i in grown]
-            of_groups = zip(*(changes.new_block_ids[i] for i in grown), strict=True)
+        start_columns = stops - _lengths(tokens)  # some tokens may be known already and sent again
+        self.num_tokens[rows] = self.write_tokens(rows, start_columns, tokens)
+        changed = [i for i, tables in enumerate(changes.new_block_ids) if tables]
+        if changed:
+            is_new = [changes.req_ids[i] not in changes.resumed_req_ids for i in changed]
+            of_groups = zip(*(changes.new_block_ids[i] for i in changed), strict=True)
             for group, block_ids in zip(self.groups, of_groups, strict=True):
-                group.append(rows[grown], is_new, block_ids)
+                group.append(rows[changed], is_new, block_ids)
 
     def release(self, req_id: str) -> None:
         super().release(req_id)
         self._free_rows.append(self.row_of.pop(req_id))
 
     def write_tokens(
-        self, rows: np.ndarray, firsts: np.ndarray, token_ids: Sequence[Sequence[int]]
+        self, rows: np.ndarray, start_columns: np.ndarray, token_ids: Sequence[Sequence[int]]
     ) -> np.ndarray:
-        """Write `token_ids[i]` to row `rows[i]` from position `firsts[i]` on. Returns the ends."""
-        self.widen((firsts + _lengths(token_ids)).max(initial=0))
-        return _write(self.token_ids, rows, firsts, token_ids)
+        """Write `token_ids[i]` to row `rows[i]` from position `start_columns[i]` on. Returns the
+        next positions."""
+        self.widen((start_columns + _lengths(token_ids)).max(initial=0))
+        return _scatter_lists(self.token_ids, rows, start_columns, token_ids)
 
     def grow(self, num_rows: int) -> None:
         """Grow to `num_rows` rows, at least as many as now. Existing rows stay."""
         num_before = len(self.num_tokens)
         self._free_rows += range(num_rows - 1, num_before - 1, -1)
-        self.num_tokens = _longer(self.num_tokens, num_rows)
-        self.num_prompt_tokens = _longer(self.num_prompt_tokens, num_rows)
+        self.num_tokens = _grow_rows(self.num_tokens, num_rows)
+        self.num_prompt_tokens = _grow_rows(self.num_prompt_tokens, num_rows)
         for group in self.groups:
             group.grow(num_rows)
         self.widen(self.token_ids.shape[1])
@@ -188,7 +189,7 @@ class PagedRunnerState(RunnerState):
                 self.token_ids[row, : self.num_tokens[row]] = known[row, : self.num_tokens[row]]
 
 
-def _longer(column: np.ndarray, num_rows: int) -> np.ndarray:
+def _grow_rows(column: np.ndarray, num_rows: int) -> np.ndarray:
     longer = np.zeros((num_rows, *column.shape[1:]), column.dtype)
     longer[: len(column)] = column
     return longer
@@ -198,12 +199,13 @@ def _lengths(lists: Sequence[Sequence[int]]) -> np.ndarray:
     return np.fromiter(map(len, lists), np.int64, len(lists))
 
 
-def _write(
-    table: np.ndarray, rows: np.ndarray, firsts: np.ndarray, lists: Sequence[Sequence[int]]
+def _scatter_lists(
+    table: np.ndarray, rows: np.ndarray, start_columns: np.ndarray, lists: Sequence[Sequence[int]]
 ) -> np.ndarray:
-    """Write `lists[i]` to `table[rows[i]]` from column `firsts[i]` on. Returns the next columns."""
+    """Write `lists[i]` to `table[rows[i]]` from column `start_columns[i]` on. Returns the next
+    columns."""
     lens = _lengths(lists)
     values = np.fromiter(chain.from_iterable(lists), table.dtype, lens.sum())
-    columns = np.arange(len(values)) + np.repeat(firsts + lens - lens.cumsum(), lens)
+    columns = np.arange(len(values)) + np.repeat(start_columns + lens - lens.cumsum(), lens)
     table[np.repeat(rows, lens), columns] = values
-    return firsts + lens
+    return start_columns + lens

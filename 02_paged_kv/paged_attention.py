@@ -144,8 +144,10 @@ class PagedPlan:
         self.long_queries: list[LongQuery] = []
         for row in np.flatnonzero(is_real & ~is_short):
             start, stop, seq_len = map(int, (starts[row], starts[row + 1], seq_lens[row]))
-            own = slice(start, stop), tables[row, : -(-seq_len // block_size)]
-            self.long_queries.append(LongQuery(stop - start, seq_len, *own))
+            block_ids = tables[row, : -(-seq_len // block_size)]
+            self.long_queries.append(
+                LongQuery(stop - start, seq_len, slice(start, stop), block_ids)
+            )
         short = np.flatnonzero(is_real & is_short)
         self.groups = self.make_groups(short, query_lens, starts, seq_lens, tables, key_cache)
         # The largest first: the buffer is reallocated when it is too small.
@@ -195,8 +197,8 @@ class PagedPlan:
             keys, values = gather(group.block_ids)
             output[group.tokens] = group.attend(query[group.tokens], keys, values, scale)
         for long in self.long_queries:
-            own = by_kv_head(query[long.rows], num_kv_heads)
-            attended = self.attend_long(own, long, gather, scale)
+            queries = by_kv_head(query[long.rows], num_kv_heads)
+            attended = self.attend_long(queries, long, gather, scale)
             by_kv_head(output[long.rows], num_kv_heads).copy_(attended)
         return output
 

@@ -52,9 +52,9 @@ class PagedFCFSScheduler(FCFSScheduler):
         num_reserved = request.max_num_tokens - 1 - request.num_tokens
         return self.kv_memory.allocate_slots(request, request.num_tokens, num_reserved)
 
-    def forget(self, request: Request) -> None:
+    def _free_request(self, request: Request) -> None:
         self.kv_memory.free(request)
-        super().forget(request)
+        super()._free_request(request)
 
     def make_plan(
         self, num_tokens: dict[str, int], plan: SchedulerOutput | None = None

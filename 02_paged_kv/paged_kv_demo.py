@@ -90,8 +90,8 @@ for token_id in (50, 51, 52, 53):
     before = len(manager.get_block_ids("a"))
     assert manager.allocate_slots(a, num_new_tokens=1)
     table = list(manager.get_block_ids("a"))
-    grown = "new block" if len(table) > before else "no new block"
-    print(f"known {a.num_tokens:2}, computed {a.num_computed_tokens}: table {table}, {grown}")
+    change = "new block" if len(table) > before else "no new block"
+    print(f"known {a.num_tokens:2}, computed {a.num_computed_tokens}: table {table}, {change}")
     a.num_computed_tokens += 1  # the step writes it
 
 # %% [markdown]

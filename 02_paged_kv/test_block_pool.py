@@ -228,7 +228,7 @@ def test_every_reachable_state_of_a_small_pool():
     operations += [(name, ids) for name in ("free", "touch", "reclaim") for ids in arguments]
     start = ((1, 2, 3, 4), (0,) * 5)
     seen, frontier = {start}, [start]
-    for _ in as_long_as(lambda: frontier, most=200_000):
+    for _ in as_long_as(lambda: frontier, max_rounds=200_000):
         state = frontier.pop()
         for name, argument in operations:
             pool, model = restored(state)

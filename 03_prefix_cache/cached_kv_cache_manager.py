@@ -164,8 +164,8 @@ class CachedKVCacheManager(UncachedKVCacheManager):
             if self._in_flight.setdefault(key, request.request_id) == request.request_id:
                 state.in_flight = key
 
-    def _num_allocatable(self, num_wanted: int, found: list[Block], gone: list[Block]) -> int:
-        freed = set(gone)
+    def _num_allocatable(self, num_wanted: int, found: list[Block], freeing: list[Block]) -> int:
+        freed = set(freeing)
         num_free = self._num_free_or_evictable()
         num_free += sum(block.ref_cnt == 1 + self.cache.owns(block) for block in freed)
         # Found blocks that no request uses are evictable now, but no longer when they are pinned.
@@ -232,8 +232,8 @@ class CachedKVCacheManager(UncachedKVCacheManager):
 
     def clear(self) -> None:
         """Clear the tables and the cache."""
-        for books in (self._states, self._in_flight, self._moves, self._verified_blocks):
-            books.clear()
+        for container in (self._states, self._in_flight, self._moves, self._verified_blocks):
+            container.clear()
         self.cache.clear()
         super().clear()
 

@@ -82,22 +82,22 @@ class UncachedKVCacheManager(KVCacheManager):
         num_tokens: int,
         computed: ComputedBlocks,
         num_watermark_blocks: int = 0,
-        gone: Request | None = None,
+        freeing: Request | None = None,
     ) -> bool:
         """Whether a new request could get `num_tokens` slots after `computed` and still leave
-        `num_watermark_blocks` blocks free, assuming `gone` is freed first. Changes neither
+        `num_watermark_blocks` blocks free, assuming `freeing` is freed first. Changes neither
         request."""
         num_blocks = self.num_blocks_needed(computed.num_tokens + num_tokens)
         num_new = num_blocks - len(computed.blocks)
-        held = [] if gone is None else self._tables[gone.request_id].blocks
+        held = [] if freeing is None else self._tables[freeing.request_id].blocks
         return num_new + num_watermark_blocks <= self._num_allocatable(
             num_new, computed.blocks, held
         )
 
-    def _num_allocatable(self, num_wanted: int, found: list[Block], gone: list[Block]) -> int:
-        """How many blocks can be allocated once the table `gone` is freed and `found` is pinned. If
-        there are fewer than `num_wanted`, a subclass can reclaim some first."""
-        return self.pool.num_free_blocks + len(gone)
+    def _num_allocatable(self, num_wanted: int, found: list[Block], freeing: list[Block]) -> int:
+        """How many blocks can be allocated once the table `freeing` is freed and `found` is pinned.
+        If there are fewer than `num_wanted`, a subclass can reclaim some first."""
+        return self.pool.num_free_blocks + len(freeing)
 
     def cache_blocks(self, request: Request, num_computed_tokens: int) -> None:
         """Called after the forward pass that wrote the first `num_computed_tokens` positions: they

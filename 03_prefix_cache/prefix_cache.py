@@ -263,8 +263,8 @@ class PrefixCache(ABC):
             if self.listener is not None:
                 self.listener.blocks_invalidated(blocks)
         finally:
-            for gone in blocks:
-                del self._by_block_id[gone.block_id]
+            for removed in blocks:
+                del self._by_block_id[removed.block_id]
             self.pool.free(blocks)
 
     @abstractmethod
@@ -334,7 +334,7 @@ class PrefixCache(ABC):
         """Whether a cached block is the first of its node, if the index is a tree."""
         return False
 
-    def on_split(self, told: Callable[[int], object] | None) -> None:  # noqa: B027
+    def on_split(self, callback: Callable[[int], object] | None) -> None:  # noqa: B027
         """Set a callback for node splits, if the index is a tree. It receives the id of the block
         with which the lower part begins."""
 

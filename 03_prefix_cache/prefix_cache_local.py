@@ -193,14 +193,14 @@ class PrefixCacheLocal(PrefixCache):
         return [cached.block for cached in victims]
 
     def _remove_subtree(self, block: HasBlockId) -> list[Block]:
-        gone = {block.block_id: self._cached([block], "invalidate")[0]}
+        removed = {block.block_id: self._cached([block], "invalidate")[0]}
         for cached in self._by_hash.values():  # parents were cached before their children
-            if cached.parent is not None and cached.parent.block_id in gone:
-                gone[cached.block_id] = cached
-        for cached in gone.values():
+            if cached.parent is not None and cached.parent.block_id in removed:
+                removed[cached.block_id] = cached
+        for cached in removed.values():
             del self._by_hash[cached.block_hash]
             self._evictable.pop(cached.block_id, None)
-        return [cached.block for cached in reversed(gone.values())]
+        return [cached.block for cached in reversed(removed.values())]
 
     def clear(self) -> None:
         super().clear()

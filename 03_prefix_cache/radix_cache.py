@@ -134,8 +134,8 @@ class RadixCache(PrefixCache):
 
     def _remove_subtree(self, block: HasBlockId) -> list[Block]:
         nodes = self.tree.prune(self.tree.cut_out([block.block_id])[0])
-        gone = set(nodes)
-        self._heap = [entry for entry in self._heap if entry[2] not in gone]
+        removed = set(nodes)
+        self._heap = [entry for entry in self._heap if entry[2] not in removed]
         heapify(self._heap)
         self._num_used -= sum(len(node.blocks) for node in nodes if node.lock_ref)
         self._queue(nodes[0].above)
@@ -162,8 +162,8 @@ class RadixCache(PrefixCache):
     def begins_node(self, block: HasBlockId) -> bool:
         return self.tree.node_of[block.block_id].blocks[0].block_id == block.block_id
 
-    def on_split(self, told: Callable[[int], object] | None) -> None:
-        self.tree.on_split = told
+    def on_split(self, callback: Callable[[int], object] | None) -> None:
+        self.tree.on_split = callback
 
     def check_invariants(self) -> None:
         self.tree.check_invariants()

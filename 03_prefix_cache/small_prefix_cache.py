@@ -20,8 +20,8 @@ cache = {}  # hash of a block and all before it -> block; least recently used fi
 free = list(range(1, NUM_BLOCKS))
 hits = {}  # cached blocks that each prompt found
 for name, tokens in PROMPTS.items():
-    firsts = range(0, len(tokens) - BLOCK_SIZE, BLOCK_SIZE)  # the last token is always computed
-    full = [tuple(tokens[i : i + BLOCK_SIZE]) for i in firsts]
+    starts = range(0, len(tokens) - BLOCK_SIZE, BLOCK_SIZE)  # the last token is always computed
+    full = [tuple(tokens[i : i + BLOCK_SIZE]) for i in starts]
     hashes, parent = [], None
     for block in full:
         parent = hash((parent, block))  # equal hashes mean that all tokens up to here are equal

@@ -74,7 +74,7 @@ def test_samples_of_one_prompt_compute_its_full_blocks_once(make_cache, num_samp
     assert plan.num_scheduled_tokens == {"0": 1} | {f"{i}": 2 for i in range(1, num_samples)}
     tables = [scheduler.kv_memory.get_block_ids(f"{i}")[:3] for i in range(num_samples)]
     assert tables == [tables[0]] * num_samples
-    for _ in as_long_as(scheduler.has_unfinished_requests, most=2):
+    for _ in as_long_as(scheduler.has_unfinished_requests, max_rounds=2):
         step(scheduler)
     assert scheduler.kv_memory.num_blocks_in_use == 0
 

@@ -1438,7 +1438,7 @@ def test_every_interleaving_of_three_requests_on_five_blocks(make_cache, share):
     rng = random.Random(1)
     prompts = [[0, 0, 1, 1, 0], [0, 0, 1, 1, 2, 2], [0, 0, 2, 2]]  # blocks P Q, P Q R, P R
     num_ends, num_refused, num_checked, pending = 0, 0, 0, [[]]
-    for _ in as_long_as(lambda: pending, most=200_000):
+    for _ in as_long_as(lambda: pending, max_rounds=200_000):
         order = pending.pop()
         world = World(make_cache, 6, 2)
         tenants = [Tenant(prompt[:], (), MatchCursor()) for prompt in prompts]

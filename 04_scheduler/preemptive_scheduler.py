@@ -179,11 +179,11 @@ class PreemptiveScheduler(BaseScheduler):
         room = capacity - request.num_prompt_tokens + 1
         return super().length_limits(request) | {f"the KV memory holds {capacity} positions": room}
 
-    def forget(self, request: Request) -> None:
+    def _free_request(self, request: Request) -> None:
         request.fast_path_until = -1
         self.kv_memory.free(request)
         self._num_preempted_tokens.pop(request.request_id, None)
-        super().forget(request)
+        super()._free_request(request)
         if request.status == RequestStatus.FINISHED_ABORTED:
             self._stats.total_aborted += 1
         else:
@@ -353,7 +353,7 @@ class PreemptiveScheduler(BaseScheduler):
                 gone.add(request_id)
         if gone:
             results.request_ids = [name for name in results.request_ids if name not in gone]
-        self.delta.taken(plan)
+        self.delta.ack(plan)
         return results
 
     def on_positions_computed(self, request: Request, start: int, end: int) -> None:

@@ -108,8 +108,8 @@ class PreemptionDeltaEncoder(BlockDeltaEncoder):
             self._num_blocks.pop(request_id, None)
             self._preempted.add(request_id)
 
-    def forget(self, request_id: str) -> None:
-        super().forget(request_id)
+    def remove_request(self, request_id: str) -> None:
+        super().remove_request(request_id)
         self._preempted.discard(request_id)
 
     def encode(self, plan: SchedulerOutput) -> None:

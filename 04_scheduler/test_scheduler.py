@@ -824,7 +824,7 @@ def test_who_was_interrupted_in_forgetting_a_request_forgets_it_again(where, mon
     loop.add("a", 6)
     loop.step()
     owner = {"free": loop.memory, "on_finish": plugin, "delta": loop.scheduler.delta}[where]
-    name = {"delta": "forget"}.get(where, where)
+    name = {"delta": "remove_request"}.get(where, where)
     with monkeypatch.context() as patch:
         patch.setattr(type(owner), name, interrupted)
         with pytest.raises(KeyboardInterrupt):

@@ -41,15 +41,19 @@ VOCAB = 4  # few tokens, so that prefixes are shared by chance
 class _AnswersAreChecked:
     """`can_allocate` says what freeing one and seating the other would come to, tried on a copy."""
 
-    def can_allocate(self, request, num_tokens, computed, num_watermark_blocks=0, gone=None):
-        answer = super().can_allocate(request, num_tokens, computed, num_watermark_blocks, gone)
-        if gone is None:
+    def can_allocate(self, request, num_tokens, computed, num_watermark_blocks=0, freeing=None):
+        answer = super().can_allocate(request, num_tokens, computed, num_watermark_blocks, freeing)
+        if freeing is None:
             return answer  # the scheduler itself asserts that a yes is true
-        memory, request, computed, gone = copy.deepcopy((self, request, computed, gone))
-        memory.free(gone)
+        memory, request, computed, freeing = copy.deepcopy((self, request, computed, freeing))
+        memory.free(freeing)
         is_room = memory.allocate_slots(request, num_tokens, 0, computed)
         num_free = memory.pool.num_usable_blocks - memory.num_blocks_in_use
-        assert answer == (is_room and num_free >= num_watermark_blocks), (request, num_tokens, gone)
+        assert answer == (is_room and num_free >= num_watermark_blocks), (
+            request,
+            num_tokens,
+            freeing,
+        )
         return answer
 
 
@@ -285,7 +289,7 @@ def run_at_random(
         if has_aborts and rng.random() < 0.05 and scheduler.requests:
             scheduler.abort_request(rng.choice(sorted(scheduler.requests)))
 
-    for _ in as_long_as(lambda: to_come or scheduler.has_unfinished_requests(), most=3000):
+    for _ in as_long_as(lambda: to_come or scheduler.has_unfinished_requests(), max_rounds=3000):
         if to_come and rng.random() < 0.4:
             request = to_come.pop()
             for each in (request, *equals_of(request, rng.choice([0, 0, 0, 2]))):
@@ -360,7 +364,7 @@ def test_the_full_blocks_of_equal_prompts_are_computed_once(cache, kind):
     for i in range(4):
         world.add(Request.from_tokens(f"r{i}", [0, 1, 2, 3, 3, 2, 1, 0, 0, 1], 5))
     num_scheduled = 0
-    for _ in as_long_as(world.scheduler.has_unfinished_requests, most=20):
+    for _ in as_long_as(world.scheduler.has_unfinished_requests, max_rounds=20):
         plan = world.scheduler.schedule()
         num_scheduled += plan.total_num_scheduled_tokens
         sampled = world.runner.execute(plan).wait()
@@ -589,9 +593,9 @@ def test_every_interleaving_with_a_newcomer_that_would_take_a_seat(cache, monkey
     answers: Counter[bool] = Counter()
     checked = _AnswersAreChecked.can_allocate
 
-    def counted(self, request, num_tokens, computed, num_watermark_blocks=0, gone=None) -> bool:
-        answer = checked(self, request, num_tokens, computed, num_watermark_blocks, gone)
-        if gone is not None:
+    def counted(self, request, num_tokens, computed, num_watermark_blocks=0, freeing=None) -> bool:
+        answer = checked(self, request, num_tokens, computed, num_watermark_blocks, freeing)
+        if freeing is not None:
             answers[answer] += 1
         return answer
 
@@ -609,7 +613,7 @@ def _explore(world: World, prompts: list[tuple[list[int], int, int]], share: flo
     seen = {fingerprint(world, 0)}
     frontier = [(world, 0)]
     kinds: Counter[str] = Counter()
-    for _ in as_long_as(lambda: frontier, most=200_000):
+    for _ in as_long_as(lambda: frontier, max_rounds=200_000):
         world, num_added = frontier.pop()
         for other, count in successors(world, num_added, prompts):
             state = fingerprint(other, count)

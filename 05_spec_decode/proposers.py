@@ -59,7 +59,7 @@ class Proposer(Protocol):
         by matching."""
         ...
 
-    def forget(self, request_id: str) -> None:
+    def remove_request(self, request_id: str) -> None:
         """Drop the state of a request that has finished or lost its KV. Unknown ids are ignored."""
 
 
@@ -105,7 +105,7 @@ class NgramProposer:
     def draft_probs(self, request_id: str) -> None:
         return None  # a lookup is deterministic
 
-    def forget(self, request_id: str) -> None:
+    def remove_request(self, request_id: str) -> None:
         self._histories.pop(request_id, None)
 
     def _begin(self, request: RunnerRequest) -> History:

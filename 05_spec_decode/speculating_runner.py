@@ -42,7 +42,7 @@ class DraftLength(Protocol):
         `num_rounds` rounds of proposing, each for `num_requests`. With 0 rounds, ignore `draft_ms`:
         nothing was proposed, or a draft model caught up on tokens that it had missed."""
 
-    def forget(self, request_id: str) -> None:
+    def remove_request(self, request_id: str) -> None:
         """Drop the state of a finished request. Unknown ids are ignored."""
 
 
@@ -77,10 +77,10 @@ class SpeculatingRunner:
 
     def execute(self, plan: RunnerInput) -> FinishedStep:
         for req_id in plan.finished_req_ids:
-            self.proposer.forget(req_id)
-            self.draft_length.forget(req_id)
+            self.proposer.remove_request(req_id)
+            self.draft_length.remove_request(req_id)
         for req_id in plan.scheduled_cached_reqs.resumed_req_ids:
-            self.proposer.forget(req_id)  # its block table is new
+            self.proposer.remove_request(req_id)  # its block table is new
         output = self.runner.execute(plan).wait()
         verify_ms = sum(output.times.values())
         clock = StepTimer()

@@ -146,7 +146,7 @@ def test_an_id_that_comes_again_after_its_end_has_no_past():
     proposer = NgramProposer(2)
     assert propose(proposer, make_request([1, 2, 3, 1, 2])) == [3, 1]
     for name in ("a", "a", "nobody"):
-        proposer.forget(name)
+        proposer.remove_request(name)
     assert proposer._histories == {}, "what is forgotten takes no memory"
     assert propose(proposer, make_request([8, 9, 1, 2])) == []
     assert propose(proposer, make_request([8, 9, 1, 2, 8, 9])) == [1, 2]

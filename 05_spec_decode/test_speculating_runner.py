@@ -76,8 +76,8 @@ class Recorder:
     def observe_step(self, *args) -> None:
         self.log.append(("step", *args))
 
-    def forget(self, request_id: str) -> None:
-        self.log.append(("forget", request_id))
+    def remove_request(self, request_id: str) -> None:
+        self.log.append(("remove_request", request_id))
 
     def take(self, *events: str) -> list[tuple]:
         taken = [entry for entry in self.log if entry[0] in events]
@@ -214,10 +214,10 @@ def test_nobody_is_asked_for_nothing():
 def test_finished_ids_are_forgotten_by_both():
     bench = Bench()
     bench.step(Row("1", num_left=0), Row("2"), Row("3"))
-    assert bench.recorder.take("forget") == [], "only the scheduler knows who has ended"
+    assert bench.recorder.take("remove_request") == [], "only the scheduler knows who has ended"
     bench.step(Row("2"), finished=["1", "3"])
-    forgotten = bench.recorder.take("forget")
-    assert sorted(forgotten) == [("forget", "1")] * 2 + [("forget", "3")] * 2
+    forgotten = bench.recorder.take("remove_request")
+    assert sorted(forgotten) == [("remove_request", "1")] * 2 + [("remove_request", "3")] * 2
 
 
 def test_an_id_that_comes_again_in_the_very_step_is_forgotten_first():
@@ -226,8 +226,8 @@ def test_an_id_that_comes_again_in_the_very_step_is_forgotten_first():
     bench.recorder.log.clear()
     bench.step(Row("1"), finished=["1"])
     names = [entry[0] for entry in bench.recorder.log]
-    assert names[:4] == ["forget", "forget", "choose", "propose"]
-    assert bench.inner.seen[-1] == [("forget", "1")] * 2, "before the plan is taken over"
+    assert names[:4] == ["remove_request", "remove_request", "choose", "propose"]
+    assert bench.inner.seen[-1] == [("remove_request", "1")] * 2, "before the plan is taken over"
 
 
 def test_who_was_preempted_is_new_to_a_proposer_but_guessed_as_well_as_before():
@@ -236,7 +236,7 @@ def test_who_was_preempted_is_new_to_a_proposer_but_guessed_as_well_as_before():
     bench.step(Row("1"))
     bench.recorder.log.clear()
     bench.step(Row("1"), resumed=["1"])
-    assert bench.recorder.take("forget") == [("forget", "1")]
+    assert bench.recorder.take("remove_request") == [("remove_request", "1")]
 
 
 # -- what is told
@@ -338,7 +338,7 @@ class Adversary:
     def draft_probs(self, request_id: str) -> None:
         return None
 
-    def forget(self, request_id: str) -> None:
+    def remove_request(self, request_id: str) -> None:
         self.known.discard(request_id)
 
 

@@ -104,23 +104,23 @@ def generate_static(
     report = StaticBatchingReport()
     in_order = sorted(requests, key=lambda request: request.arrival_time)
     for first in range(0, len(in_order), batch_size):
-        members = in_order[first : first + batch_size]
-        report.batches.append(_run_batch(model, members, report.num_steps))
+        batch = in_order[first : first + batch_size]
+        report.batches.append(_run_batch(model, batch, report.num_steps))
     report.token_ids = {request.request_id: request.output_token_ids for request in requests}
     return report
 
 
-def _run_batch(model: PreTrainedModel, members: list[Request], start_step: int) -> StaticBatch:
-    token_ids, attention_mask = pad_left([request.prompt_token_ids for request in members])
+def _run_batch(model: PreTrainedModel, requests: list[Request], start_step: int) -> StaticBatch:
+    token_ids, attention_mask = pad_left([request.prompt_token_ids for request in requests])
     token_ids = token_ids.to(model.device)
     attention_mask = attention_mask.to(model.device)
-    num_prompt_tokens = sum(request.num_prompt_tokens for request in members)
+    num_prompt_tokens = sum(request.num_prompt_tokens for request in requests)
     num_padding_tokens = token_ids.numel() - num_prompt_tokens
     positions = (attention_mask.cumsum(dim=1) - 1).clamp(min=0)  # [batch_size, max_len]
     cache = DynamicCache(config=model.config)
-    timeline: list[list[SlotUse]] = [[] for _ in members]
+    timeline: list[list[SlotUse]] = [[] for _ in requests]
     num_steps = 0
-    while not all(request.is_finished for request in members):
+    while not all(request.is_finished for request in requests):
         output = model(
             token_ids,
             attention_mask=attention_mask,
@@ -131,22 +131,22 @@ def _run_batch(model: PreTrainedModel, members: list[Request], start_step: int) 
         )
         sampled = output.logits[:, -1].argmax(dim=-1)  # [batch_size]
         _append_sampled_tokens(
-            members, sampled.tolist(), SlotUse.USEFUL if num_steps else SlotUse.PREFILL, timeline
+            requests, sampled.tolist(), SlotUse.USEFUL if num_steps else SlotUse.PREFILL, timeline
         )
         token_ids = sampled[:, None]  # rows that have finished continue, but are not read
         attention_mask = torch.cat([attention_mask, torch.ones_like(token_ids)], dim=1)
         positions = positions[:, -1:] + 1
         num_steps += 1
-    req_ids = [request.request_id for request in members]
+    req_ids = [request.request_id for request in requests]
     return StaticBatch(
         req_ids, start_step, num_steps, num_prompt_tokens, num_padding_tokens, timeline
     )
 
 
 def _append_sampled_tokens(
-    members: list[Request], tokens: list[int], use: SlotUse, timeline: list[list[SlotUse]]
+    requests: list[Request], tokens: list[int], use: SlotUse, timeline: list[list[SlotUse]]
 ) -> None:
-    for request, token, row in zip(members, tokens, timeline, strict=True):
+    for request, token, row in zip(requests, tokens, timeline, strict=True):
         row.append(SlotUse.WASTED if request.is_finished else use)
         if not request.is_finished:
             request.append_output_token(token)

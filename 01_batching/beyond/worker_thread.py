@@ -30,7 +30,7 @@ class ThreadJob(Generic[T]):
     def __init__(self, work: Callable[[], T] | None = None) -> None:
         self._work = work
         self._taken_by: dict[str, str] = {}  # the first entry wins: atomic
-        self._is_over, self._told = False, SimpleQueue[None]()
+        self._is_over, self._signal = False, SimpleQueue[None]()
         self._value: Any = None
         self._error: BaseException | None = None
 
@@ -53,21 +53,21 @@ class ThreadJob(Generic[T]):
 
     def set_result(self, value: T) -> None:
         self._value, self._is_over = value, True
-        self._told.put(None)
+        self._signal.put(None)
 
     def set_exception(self, error: BaseException) -> None:
         self._error, self._is_over = error, True
-        self._told.put(None)
+        self._signal.put(None)
 
     def cancel(self) -> bool:
         """Cancel a job that has not begun. Returns whether it is cancelled."""
-        if self._is_over or self._taken_by.setdefault("by", "nobody") != "nobody":
+        if self._is_over or self._taken_by.setdefault("by", "cancel") != "cancel":
             return False
-        self._told.put(None)
+        self._signal.put(None)
         return True
 
     def cancelled(self) -> bool:
-        return self._taken_by.get("by") == "nobody"
+        return self._taken_by.get("by") == "cancel"
 
     def done(self) -> bool:
         return self._is_over or self.cancelled()
@@ -76,10 +76,10 @@ class ThreadJob(Generic[T]):
         """Wait until the job is done, at most `timeout_s`. Returns whether it is."""
         with suppress(Empty):
             # CPython 3.11 waits forever in a late `get(timeout=...)` unless a `get` failed before.
-            self._told.get_nowait()
+            self._signal.get_nowait()
         if not self.done():
             with suppress(Empty):
-                self._told.get(timeout=timeout_s)
+                self._signal.get(timeout=timeout_s)
         return self.done()
 
     def result(self, timeout_s: float | None = None) -> T:

@@ -14,15 +14,15 @@ from time import monotonic
 
 
 def as_long_as(
-    condition: Callable[[], object], most: int = 5000, seconds: float | None = None
+    condition: Callable[[], object], max_rounds: int = 5000, seconds: float | None = None
 ) -> Iterator[int]:
-    """Yield 0, 1, 2, ... as long as `condition()` is true. Raises `AssertionError` after `most`
-    rounds or, if the loop waits for another thread or process and rounds mean nothing, after
-    `seconds`."""
+    """Yield 0, 1, 2, ... as long as `condition()` is true. Raises `AssertionError` after
+    `max_rounds` rounds or, if the loop waits for another thread or process and rounds mean nothing,
+    after `seconds`."""
     num_rounds, start = 0, monotonic()
     while condition():
         if seconds is None:
-            assert num_rounds < most, f"not finished after {most} rounds"
+            assert num_rounds < max_rounds, f"not finished after {max_rounds} rounds"
         else:
             assert monotonic() - start < seconds, f"not finished after {seconds} s"
         yield num_rounds

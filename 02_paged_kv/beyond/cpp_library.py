@@ -64,7 +64,7 @@ def load_library(source: Path, constants: Mapping[str, object]) -> ctypes.CDLL:
     return ctypes.CDLL(str(library))
 
 
-def try_to_compile(make: Callable[[], T], what: str, otherwise: str) -> T | None:
+def try_to_compile(make: Callable[[], T], name: str, otherwise: str) -> T | None:
     """Return the result of `make`, which compiles; None, with a warning, if nothing can be
     compiled."""
     start = time.perf_counter()
@@ -73,7 +73,7 @@ def try_to_compile(make: Callable[[], T], what: str, otherwise: str) -> T | None
     except (OSError, RuntimeError) as error:
         logger.warning("%s: %s", otherwise, error)
         return None
-    logger.info("%s compiled in %.1f s", what, time.perf_counter() - start)
+    logger.info("%s compiled in %.1f s", name, time.perf_counter() - start)
     return compiled
 
 

@@ -66,7 +66,7 @@ class QueryRows:
 class Splits(NamedTuple):
     """The splits of some rows in order of the work, int64."""
 
-    firsts: np.ndarray  # [num_rows + 1], the first split of each row, counted row by row
+    first_splits: np.ndarray  # [num_rows + 1], the first split of each row, counted row by row
     owners: np.ndarray  # [num_splits], the row
     numbers: np.ndarray  # [num_splits], index within its row
 
@@ -77,11 +77,11 @@ def split_blocks(block_size: int) -> int:
 
 def split_rows(num_keys: np.ndarray, size: int) -> Splits:
     counts = -(-num_keys // size)
-    firsts = np.append(0, counts.cumsum())
+    first_splits = np.append(0, counts.cumsum())
     owners = np.repeat(np.arange(len(counts)), counts)
-    numbers = np.arange(len(owners)) - firsts[owners]
+    numbers = np.arange(len(owners)) - first_splits[owners]
     order = numbers.argsort(kind="stable")
-    return Splits(firsts, owners[order], numbers[order])
+    return Splits(first_splits, owners[order], numbers[order])
 
 
 def attend_rows(

@@ -177,8 +177,8 @@ def _op(
     # A launch has the arguments by name, a call by their order in the kernel.
     names = [name for name in kernel.arg_names if name in kind_of]
     arguments, name = [(name, kind_of[name]) for name in names], kernel.__name__
-    told = repr((arguments, constants, options)).encode()
-    name = f"kernels::{name}_{hashlib.blake2b(told, digest_size=6).hexdigest()}"
+    signature = repr((arguments, constants, options)).encode()
+    name = f"kernels::{name}_{hashlib.blake2b(signature, digest_size=6).hexdigest()}"
 
     def run(grid, *values):
         with _TURN_OFF():

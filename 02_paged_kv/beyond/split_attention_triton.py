@@ -186,9 +186,9 @@ def _attend_item(
         target = output_row[:, None] + dim[None, :]
         tl.store(target, result.to(output.dtype.element_ty), mask=row_mask)
     else:
-        own = ((tl.zeros([], tl.int64) + item) * NUM_KV_HEADS + kv_head) * tile_rows + row
-        tl.store(partial + own[:, None] * HEAD_DIM + dim[None, :], result, mask=row_mask)
-        tl.store(partial_lse + own, highest + tl.log(weight_sum), mask=is_row)
+        partial_row = ((tl.zeros([], tl.int64) + item) * NUM_KV_HEADS + kv_head) * tile_rows + row
+        tl.store(partial + partial_row[:, None] * HEAD_DIM + dim[None, :], result, mask=row_mask)
+        tl.store(partial_lse + partial_row, highest + tl.log(weight_sum), mask=is_row)
 
 
 @jit_for_any("table_stride", "first_seq", "num_seqs", "split_tiles", "tile_rows")
@@ -237,9 +237,9 @@ def _split_attention_kernel(
     if item >= num_items:
         return
     if LOOPS:
-        for own in range(item, num_items, num_programs):
+        for looped_item in range(item, num_items, num_programs):
             _attend_item(
-                own,
+                looped_item,
                 kv_head,
                 output,
                 partial,
@@ -393,27 +393,27 @@ def _plan_items_kernel(
 ):
     """Plan one sequence, or the padding after the last one. Each program adds up the sequences
     before it."""
-    own, lane = tl.program_id(0), tl.arange(0, WIDTH)
+    planned_seq, lane = tl.program_id(0), tl.arange(0, WIDTH)
     starts, lens = query_start_loc + first_seq, seq_lens + first_seq
     item = tl.zeros([], tl.int32)
-    for start in range(0, own, WIDTH):
+    for start in range(0, planned_seq, WIDTH):
         seq = start + lane
-        is_before = seq < own
+        is_before = seq < planned_seq
         query_len = tl.load(starts + seq + 1, mask=is_before, other=0)
         query_len -= tl.load(starts + seq, mask=is_before, other=0)
         seq_len = tl.load(lens + seq, mask=is_before, other=0)
         num_items = tl.cdiv(query_len, tile_tokens) * tl.cdiv(seq_len, split_len)
         item += tl.sum(num_items.to(tl.int32), 0)
-    tl.store(first_item + own, item)
-    token, last_token = tl.load(starts + own).to(tl.int32) - first_token, num_tokens
-    if own < num_seqs:
-        last_token = tl.load(starts + own + 1).to(tl.int32) - first_token
-        num_splits = tl.cdiv(tl.load(lens + own).to(tl.int32), split_len)
+    tl.store(first_item + planned_seq, item)
+    token, last_token = tl.load(starts + planned_seq).to(tl.int32) - first_token, num_tokens
+    if planned_seq < num_seqs:
+        last_token = tl.load(starts + planned_seq + 1).to(tl.int32) - first_token
+        num_splits = tl.cdiv(tl.load(lens + planned_seq).to(tl.int32), split_len)
         last_item = item + tl.cdiv(last_token - token, tile_tokens) * num_splits
         for start in range(item, last_item, WIDTH):
-            tl.store(item_seq + start + lane, own, mask=start + lane < last_item)
+            tl.store(item_seq + start + lane, planned_seq, mask=start + lane < last_item)
     for start in range(token, last_token, WIDTH):
-        tl.store(token_seq + start + lane, own, mask=start + lane < last_token)
+        tl.store(token_seq + start + lane, planned_seq, mask=start + lane < last_token)
 
 
 _LENGTHS = {"query_start_loc": "*i64", "seq_lens": "*i64"}

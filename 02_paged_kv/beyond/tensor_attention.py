@@ -68,8 +68,8 @@ class TensorPlan:
         is_seen = is_seen[:, None, :, None]  # [num_tokens, 1, keys, 1]
 
         def gather(cache: torch.Tensor) -> torch.Tensor:  # [num_tokens, num_kv_heads, keys, dim]
-            own = cache[tables.index_select(0, seq)].flatten(1, 2).transpose(1, 2)
-            return torch.where(is_seen, own, 0).double()
+            gathered = cache[tables.index_select(0, seq)].flatten(1, 2).transpose(1, 2)
+            return torch.where(is_seen, gathered, 0).double()
 
         shape = num_tokens, num_kv_heads, num_heads // num_kv_heads, head_dim
         scores = query.double().view(shape) @ gather(key_cache).transpose(2, 3) * scale

@@ -215,7 +215,7 @@ def moved(case: Case, row: int, alone: Case) -> Case:
 def test_rows_with_a_common_prefix_read_it_one_after_another() -> None:
     """The picture at the head of the module."""
     splits = split_rows(np.array([600, 100, 400]), SPLIT_KEYS)
-    assert splits.firsts.tolist() == [0, 3, 4, 6]
+    assert splits.first_splits.tolist() == [0, 3, 4, 6]
     assert splits.owners.tolist() == [0, 1, 2, 0, 2, 0]
     assert splits.numbers.tolist() == [0, 0, 0, 1, 1, 2]
 

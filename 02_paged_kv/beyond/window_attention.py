@@ -136,8 +136,8 @@ class WindowDecodeGroup(DecodeGroup):
         key_cache: Tensor,
     ) -> None:
         super().__init__(rows, starts, seq_lens, block_tables, num_heads, key_cache)
-        own = np.stack([starts[rows + 1] - starts[rows], seq_lens[rows]])
-        num_queries, seq_len = torch.from_numpy(own)[:, :, None]  # each [n, 1]
+        lens = np.stack([starts[rows + 1] - starts[rows], seq_lens[rows]])
+        num_queries, seq_len = torch.from_numpy(lens)[:, :, None]  # each [n, 1]
         query_len = len(self.tokens) // len(rows)  # a sequence with fewer repeats its first
         positions = seq_len - torch.arange(query_len, 0, -1).minimum(num_queries)
         hidden = torch.arange(self.num_keys) <= positions[:, :, None] - window
@@ -180,12 +180,12 @@ class WindowPlan(PagedPlan):
             first = max(start - self.window + 1, 0) // size
             gathered = gather(long.block_ids[first : -(-stop // size)])
             rows = slice(start - long.seq_len, stop - long.seq_len or None)
-            own = query[:, :, rows]
-            keys, values = (repeat_for(own, t[: stop - first * size]) for t in gathered)
+            query_tile = query[:, :, rows]
+            keys, values = (repeat_for(query_tile, t[: stop - first * size]) for t in gathered)
             distance = torch.arange(start, stop)[:, None] - torch.arange(first * size, stop)
             hidden = (distance < 0) | (distance >= self.window)
             mask = torch.zeros(hidden.shape, dtype=query.dtype).masked_fill_(hidden, -math.inf)
-            seen = own, keys, values, mask.to(query.device)
+            seen = query_tile, keys, values, mask.to(query.device)
             tiles.append(scaled_dot_product_attention(*seen, scale=scale))
         return torch.cat(tiles, dim=2)
 

@@ -130,7 +130,7 @@ class CachedGroupedMemory(GroupedKVMemory):
                 super().free(request)
             return False
         for group, length in zip(self.groups, lengths, strict=True):
-            self.cache.forget(group.tail(name, length))
+            self.cache.remove_blocks(group.tail(name, length))
         if is_admission:
             self._published[name] = _InTables(request, num_found)
             reads = not request.sampling_params.skip_reading_prefix_cache
@@ -172,7 +172,7 @@ class CachedGroupedMemory(GroupedKVMemory):
             self.cache.is_used(group.group, link) for group in self._windows for link in given
         ):
             state.num_invalidated = max(1, state.num_blocks)
-            self._nobody_waits(state)
+            self._release_waiters(state)
             return
         for group in self.groups:
             blocks = group.tail(request.request_id, state.num_blocks)
@@ -181,9 +181,9 @@ class CachedGroupedMemory(GroupedKVMemory):
                 if kept is not block:
                     group.replace(request.request_id, index, kept)
         state.num_blocks = num_full
-        self._nobody_waits(state)
+        self._release_waiters(state)
 
-    def _nobody_waits(self, state: _InTables) -> None:
+    def _release_waiters(self, state: _InTables) -> None:
         """Stop other requests from waiting for its block: it is published, or never will be."""
         self._in_flight.pop(state.in_flight, None)
         state.in_flight = b""
@@ -193,7 +193,7 @@ class CachedGroupedMemory(GroupedKVMemory):
         unless the request has ended in an error."""
         state = self._published.pop(request.request_id, None)
         if state is not None:
-            self._nobody_waits(state)
+            self._release_waiters(state)
             chain = self._chains.chain(request, state.num_blocks)
             if request.status == RequestStatus.FINISHED_ERROR:
                 self._invalidate(chain)
@@ -206,11 +206,11 @@ class CachedGroupedMemory(GroupedKVMemory):
         nothing more."""
         start = self.cache.invalidate(chain)
         for state in self._published.values():
-            own = self._chains.chain(state.request, state.num_blocks)
-            if start is not None and own[start : start + 1] == [chain[start]]:
+            links = self._chains.chain(state.request, state.num_blocks)
+            if start is not None and links[start : start + 1] == [chain[start]]:
                 state.num_invalidated = max(state.num_invalidated, state.num_blocks)
                 state.num_blocks = start
-                self._nobody_waits(state)
+                self._release_waiters(state)
 
     def clear(self) -> None:
         """Clear the tables and the cache."""
@@ -224,7 +224,7 @@ class CachedGroupedMemory(GroupedKVMemory):
         for name, state in self._published.items():
             for number, ids in enumerate(self.get_tables(name)):
                 for index, block_id in enumerate(ids):
-                    is_known = self.cache.knows(self.pool.blocks[block_id])
+                    is_known = self.cache.is_cached(self.pool.blocks[block_id])
                     is_shared = is_known or index < state.num_invalidated
                     place = ("shared" if is_shared else name, number, index)
                     is_alone = places.setdefault(block_id, place) == place

@@ -38,8 +38,8 @@ def drop(pool: MooncakePool) -> None:
 @pytest.fixture(scope="session", autouse=True)
 def mooncake_store(request: pytest.FixtureRequest) -> Iterator[MooncakeStore | None]:
     """One store for all tests, if any test needs it. Started with the first test of this folder."""
-    wanted = {"master", "doomed", "near", "far", "cold"}
-    if not any(wanted & set(getattr(item, "fixturenames", ())) for item in request.session.items):
+    names = {"master", "doomed", "near", "far", "cold"}
+    if not any(names & set(getattr(item, "fixturenames", ())) for item in request.session.items):
         yield None
         return
     with ThreadPoolExecutor() as threads:
@@ -71,7 +71,7 @@ def real_clients_started(mooncake_store: MooncakeStore | None) -> None:
         wait([mooncake_store.near, mooncake_store.far, mooncake_store.cold])
 
 
-def started(process: Future[Started]) -> Started:
+def result_or_skip(process: Future[Started]) -> Started:
     try:
         return process.result()
     except MooncakeUnavailableError as failure:
@@ -82,25 +82,25 @@ def started(process: Future[Started]) -> Started:
 
 @pytest.fixture
 def master(mooncake_store: MooncakeStore) -> MooncakeMaster:
-    return started(mooncake_store.master)
+    return result_or_skip(mooncake_store.master)
 
 
 @pytest.fixture
 def doomed(mooncake_store: MooncakeStore) -> MooncakeMaster:
-    return started(mooncake_store.doomed)
+    return result_or_skip(mooncake_store.doomed)
 
 
 @pytest.fixture
 def near(mooncake_store: MooncakeStore) -> MooncakePool:
-    return started(mooncake_store.near)
+    return result_or_skip(mooncake_store.near)
 
 
 @pytest.fixture
 def far(mooncake_store: MooncakeStore) -> MooncakePool:
-    return started(mooncake_store.far)
+    return result_or_skip(mooncake_store.far)
 
 
 @pytest.fixture
 def cold(mooncake_store: MooncakeStore) -> MooncakePool:
     """A client for one test alone, which may close it."""
-    return started(mooncake_store.cold)
+    return result_or_skip(mooncake_store.cold)

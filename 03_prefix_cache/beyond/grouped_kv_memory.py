@@ -66,7 +66,7 @@ class OneGroup(UncachedKVCacheManager):
         self._tables[request_id].replace(index, block)
         self.moves.append(BlockTableUpdate(request_id, index, block.block_id, self.group))
 
-    def remove_subtree(self, request_id: str) -> Sequence[Block | None]:
+    def remove_table(self, request_id: str) -> Sequence[Block | None]:
         """Remove a request's table. Returns its blocks, with None for freed entries."""
         self.moves = [move for move in self.moves if move.req_id != request_id]
         self.req_ids_with_new_blocks.discard(request_id)
@@ -84,9 +84,9 @@ class OneGroup(UncachedKVCacheManager):
     def held(self, request_id: str) -> list[Block]:
         return self.tail(request_id, self.num_given_up[request_id])
 
-    def forget_all(self) -> None:
-        for books in (self._tables, self.moves, self.num_given_up):
-            books.clear()
+    def clear_tables(self) -> None:
+        for container in (self._tables, self.moves, self.num_given_up):
+            container.clear()
 
     def _count_holders(self) -> Counter[int]:
         holders = super()._count_holders()
@@ -95,22 +95,23 @@ class OneGroup(UncachedKVCacheManager):
 
 
 class WindowGroup(OneGroup):
-    """The tables of a group whose layers see a window. A request holds at most `most` blocks."""
+    """The tables of a group whose layers see a window. A request holds at most `max_held_blocks`
+    blocks."""
 
     def __init__(
-        self, pool: BlockPool, block_size: int, group: int, window: int, most: int
+        self, pool: BlockPool, block_size: int, group: int, window: int, max_held_blocks: int
     ) -> None:
         super().__init__(pool, block_size, group)
-        self.window, self.most = window, most
+        self.window, self.max_held_blocks = window, max_held_blocks
 
     def max_reserved(self, num_given_up: int, end: int) -> int:
-        return min(self.num_blocks_needed(end), num_given_up + self.most)
+        return min(self.num_blocks_needed(end), num_given_up + self.max_held_blocks)
 
-    def give_up(self, request: Request, most: int) -> None:
+    def give_up(self, request: Request, num_freeable: int) -> None:
         """O(freed blocks)."""
         name = request.request_id
         num_unseen = max(0, request.num_computed_tokens - self.window + 1) // self.block_size
-        first, end = self.num_given_up[name], min(num_unseen, most)
+        first, end = self.num_given_up[name], min(num_unseen, num_freeable)
         if end > first and name in self._tables:
             self._release(self._tables[name].blocks[first:end])
             for index in range(first, end):
@@ -136,8 +137,8 @@ class GroupedKVMemory(UncachedKVCacheManager):
         for number, window in enumerate(windows):
             group = OneGroup(pool, block_size, number)
             if window is not None:
-                most = most_of_window(window, block_size, max_step_tokens)
-                group = WindowGroup(pool, block_size, number, window, most)
+                max_held_blocks = max_window_blocks(window, block_size, max_step_tokens)
+                group = WindowGroup(pool, block_size, number, window, max_held_blocks)
             group.req_ids_with_new_blocks = self.req_ids_with_new_blocks
             self.groups.append(group)
         self._windows = [group for group in self.groups if isinstance(group, WindowGroup)]
@@ -174,16 +175,16 @@ class GroupedKVMemory(UncachedKVCacheManager):
             group.give_up(request, self._may_be_given_up(request))
         end = request.num_computed_tokens + num_found + num_new_tokens
         reserved_end = max(self._reserved_ends.get(name, 0), end + num_reserved_tokens)
-        num_new, wanted = 0, []
+        num_new, lengths = 0, []
         for group in self.groups:
             num_reserved = group.max_reserved(group.num_given_up[name], reserved_end)
-            wanted.append(max(group.num_blocks_needed(end), num_reserved))
-            num_new += max(0, wanted[-1] - len(group.get_block_ids(name)))
+            lengths.append(max(group.num_blocks_needed(end), num_reserved))
+            num_new += max(0, lengths[-1] - len(group.get_block_ids(name)))
         if num_new > self.pool.num_free_blocks:
             return False
         if num_reserved_tokens and not request.num_computed_tokens:  # at admission
             self._reserved_ends[name] = reserved_end
-        return all([g.lengthen(request, n) for g, n in zip(self.groups, wanted, strict=True)])
+        return all([g.lengthen(request, n) for g, n in zip(self.groups, lengths, strict=True)])
 
     def _may_be_given_up(self, request: Request) -> int:
         """Entries at the left of the request's tables that can be freed, if no later token sees
@@ -196,14 +197,16 @@ class GroupedKVMemory(UncachedKVCacheManager):
         num_tokens: int,
         computed: ComputedBlocks,
         num_watermark_blocks: int = 0,
-        gone: Request | None = None,
+        freeing: Request | None = None,
     ) -> bool:
         found = self._find(request, computed)
         num_new, num_found = num_watermark_blocks, computed.num_tokens // self.block_size
         for group, blocks in zip(self.groups, found, strict=True):
             end = computed.num_tokens + num_tokens
             num_new += group.max_reserved(num_found - len(blocks), end) - num_found
-        released = [] if gone is None else [b for g in self.groups for b in g.held(gone.request_id)]
+        released = (
+            [] if freeing is None else [b for g in self.groups for b in g.held(freeing.request_id)]
+        )
         num_free = self.pool.num_free_blocks + sum(block.ref_cnt == 1 for block in released)
         # Found blocks that no request uses are free now, but no longer when they are pinned.
         taken = (b.ref_cnt == (b in released) for blocks in found for b in blocks)
@@ -226,14 +229,14 @@ class GroupedKVMemory(UncachedKVCacheManager):
         groups have it."""
         self.current_req_id = request.request_id
         self._reserved_ends.pop(request.request_id, None)
-        tables = [group.remove_subtree(request.request_id) for group in self.groups]
+        tables = [group.remove_table(request.request_id) for group in self.groups]
         depths = [*zip_longest(*tables)][::-1]
         self.pool.free([block for blocks in depths for block in blocks if block is not None])
 
     def clear(self) -> None:
         self._reserved_ends.clear()
         for group in self.groups:
-            group.forget_all()
+            group.clear_tables()
         super().clear()
 
     def pop_table_updates(self) -> list[BlockTableUpdate]:
@@ -268,11 +271,11 @@ def max_blocks(
     a step computes at most `max_step_tokens`."""
     whole = -(-num_tokens // block_size)
     return sum(
-        whole if w is None else min(whole, most_of_window(w, block_size, max_step_tokens))
+        whole if w is None else min(whole, max_window_blocks(w, block_size, max_step_tokens))
         for w in windows
     )
 
 
-def most_of_window(window: int, block_size: int, max_step_tokens: int) -> int:
+def max_window_blocks(window: int, block_size: int, max_step_tokens: int) -> int:
     """Blocks that hold `window - 1` positions and a step after them, wherever they begin."""
     return -(-(window - 1 + max_step_tokens) // block_size) + 1

@@ -128,7 +128,7 @@ class GroupedPrefixCache:
             self.pool.free([block])
         return known.block
 
-    def forget(self, blocks: Sequence[Block]) -> None:
+    def remove_blocks(self, blocks: Sequence[Block]) -> None:
         """Remove blocks that are being reallocated, or are not trusted."""
         for block in blocks:
             known = self._by_block_id.pop(block.block_id, None)
@@ -145,8 +145,8 @@ class GroupedPrefixCache:
         token, and all that was computed after it. Returns its index, if there is one."""
         for index, link in enumerate(chain):
             if not all(known.is_trusted for known in self._known(link)):
-                behind = (k for k in self._by_block_id.values() if k.index >= index)
-                self.forget([k.block for k in behind if k.chain[index] == link])
+                later_blocks = (k for k in self._by_block_id.values() if k.index >= index)
+                self.remove_blocks([k.block for k in later_blocks if k.chain[index] == link])
                 return index
         return None
 
@@ -154,7 +154,7 @@ class GroupedPrefixCache:
         keys = ((group, link[0]) for group in range(len(self._num_seen)))
         return (self._by_key[key] for key in keys if key in self._by_key)
 
-    def knows(self, block: Block) -> bool:
+    def is_cached(self, block: Block) -> bool:
         return block.block_id in self._by_block_id
 
     def key_of(self, block: Block) -> tuple[int, bytes]:

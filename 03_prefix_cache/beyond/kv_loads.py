@@ -65,7 +65,7 @@ class LoadListener:
 class _Offer:
     """The connector's answer to the lookup of one request."""
 
-    num_local_when_asked: int | None = None  # tokens cached when a load was last decided on
+    num_local_at_decision: int | None = None  # tokens cached when a load was last decided on
     num_external_tokens: int = 0  # tokens that the connector had after these
 
 
@@ -97,13 +97,13 @@ class KVLoads:
     def wants_load(self, request: Request, computed: ComputedBlocks) -> bool:
         """Whether the connector has more than the cache, which was not requested before."""
         offer = self._offers.setdefault(request.request_id, _Offer())
-        asked = offer.num_local_when_asked
-        if asked is not None and computed.num_tokens >= asked:
+        num_local = offer.num_local_at_decision
+        if num_local is not None and computed.num_tokens >= num_local:
             return False
         num_tokens, _ = self.connector.get_num_new_matched_tokens(request, computed.num_tokens)
         offer.num_external_tokens = num_tokens
         if num_tokens == 0:
-            offer.num_local_when_asked = computed.num_tokens
+            offer.num_local_at_decision = computed.num_tokens
         return num_tokens > 0
 
     def start(self, request: Request, computed: ComputedBlocks) -> bool:
@@ -113,12 +113,12 @@ class KVLoads:
         num_blocks = offer.num_external_tokens // self.cache.block_size
         held = sum(len(load.prefix) + len(load.blocks) for load in self._loads.values())
         num_wanted = len(computed.blocks) + num_blocks
-        most = self.cache.pool.num_usable_blocks * MAX_SHARE_OF_LOADS
-        if held and held + num_wanted > most:
+        max_held = self.cache.pool.num_usable_blocks * MAX_SHARE_OF_LOADS
+        if held and held + num_wanted > max_held:
             if not all([self._has_arrived(load) for load in self._loads.values()]):
                 return self._refuse(request.request_id)  # not now: others are first
             self.give_way()  # loads of requests that wait for admission may come after this one
-        offer.num_local_when_asked = computed.num_tokens
+        offer.num_local_at_decision = computed.num_tokens
         self.cache.touch(computed.blocks)
         blocks = self._allocate_blocks(num_blocks)
         if blocks is None:
@@ -136,7 +136,7 @@ class KVLoads:
         often to wait any longer."""
         if self._overtakes.setdefault(request_id, 0) < MAX_OVERTAKES:
             return False
-        self._offers[request_id].num_local_when_asked = 0  # it is never looked up again
+        self._offers[request_id].num_local_at_decision = 0  # it is never looked up again
         del self._overtakes[request_id]
         return True
 
@@ -192,7 +192,7 @@ class KVLoads:
             if first in load.prefix + load.blocks:
                 self.drop(request_id)
 
-    def forget(self, request_id: str) -> None:
+    def remove_request(self, request_id: str) -> None:
         """Drop the load of a request that frees its memory. The connector discards the result of
         its lookup for this request."""
         self.drop(request_id)
@@ -215,8 +215,8 @@ class KVLoads:
             self.connector.clear()
         except Exception:  # it would be raised again by every later call
             logger.exception("the connector failed when it was to begin anew")
-        for books in (self._loads, self._offers, self._overtakes):
-            books.clear()
+        for container in (self._loads, self._offers, self._overtakes):
+            container.clear()
 
     def wait(self) -> None:
         """Wait until a load arrives, for a short time."""
@@ -234,6 +234,6 @@ class KVLoads:
         return self._loads.values()
 
     def check_invariants(self) -> None:
-        most = self.cache.pool.num_usable_blocks * MAX_SHARE_OF_LOADS
+        max_held = self.cache.pool.num_usable_blocks * MAX_SHARE_OF_LOADS
         num_held = sum(1 for _ in self.held_blocks())
-        assert len(self._loads) <= 1 or num_held <= most, "loads exceed MAX_SHARE_OF_LOADS"
+        assert len(self._loads) <= 1 or num_held <= max_held, "loads exceed MAX_SHARE_OF_LOADS"

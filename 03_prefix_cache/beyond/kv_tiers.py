@@ -38,7 +38,7 @@ class HostTier:
 
     def __init__(self, max_blocks: int) -> None:
         self.max_blocks = max_blocks
-        self.told: Callable[[bytes, bool], object] = nobody_listens
+        self.on_change: Callable[[bytes, bool], object] = ignore_change
         self._blocks: OrderedDict[bytes, bytes] = OrderedDict()  # least recently used first
 
     def __len__(self) -> int:
@@ -56,7 +56,7 @@ class HostTier:
 
     def drop(self, block_hash: bytes) -> None:
         if self._blocks.pop(block_hash, None) is not None:
-            self.told(block_hash, False)
+            self.on_change(block_hash, False)
 
     def put(self, block_hash: bytes, data: bytes) -> list[tuple[bytes, bytes]]:
         """Store a block. Returns the evicted blocks: at most one, which is the given one if the
@@ -64,19 +64,19 @@ class HostTier:
         if self.max_blocks == 0:
             return [(block_hash, data)]
         is_full = len(self._blocks) == self.max_blocks and block_hash not in self._blocks
-        gone = [self._blocks.popitem(last=False)] if is_full else []
+        evicted = [self._blocks.popitem(last=False)] if is_full else []
         self._blocks[block_hash] = data
         self._blocks.move_to_end(block_hash)
-        self.told(block_hash, True)
-        for old_hash, _ in gone:
-            self.told(old_hash, False)
-        return gone
+        self.on_change(block_hash, True)
+        for old_hash, _ in evicted:
+            self.on_change(old_hash, False)
+        return evicted
 
 
 class DiskTier:
     """A tier in a memory-mapped file: chain hash -> bytes. An existing file is reused if it fits.
 
-    `put` and `read` can be called from different threads; `told` is called in theirs. Raises
+    `put` and `read` can be called from different threads; `on_change` is called in theirs. Raises
     `ValueError` for sizes below 1, and `OSError` if the file cannot be made.
     """
 
@@ -88,7 +88,7 @@ class DiskTier:
         self.max_blocks = max_blocks
         self.block_nbytes = block_nbytes
         self.num_corrupt = 0
-        self.told: Callable[[bytes, bool], object] = nobody_listens
+        self.on_change: Callable[[bytes, bool], object] = ignore_change
         self._lock = threading.Lock()
         self._slots: OrderedDict[bytes, int] = OrderedDict()  # least recently used first
         self._record_nbytes = _RECORD_HEADER.size + block_nbytes
@@ -136,7 +136,7 @@ class DiskTier:
         with self._lock:
             slot = self._slots.pop(block_hash, None)
             if slot is None:
-                slot = self._free.pop() if self._free else self._forget_oldest()
+                slot = self._free.pop() if self._free else self._evict_oldest()
             offset = self._offset(slot)
             payload = offset + _RECORD_HEADER.size
             self._map[offset : offset + len(_MAGIC)] = bytes(len(_MAGIC))  # invalid from here ...
@@ -145,11 +145,11 @@ class DiskTier:
             header = _RECORD_HEADER.pack(_MAGIC, block_hash, len(data), checksum)
             self._map[offset:payload] = header  # ... to here
             self._slots[block_hash] = slot
-            self.told(block_hash, True)
+            self.on_change(block_hash, True)
 
-    def _forget_oldest(self) -> int:
+    def _evict_oldest(self) -> int:
         block_hash, slot = self._slots.popitem(last=False)
-        self.told(block_hash, False)
+        self.on_change(block_hash, False)
         return slot
 
     def read(self, block_hash: bytes) -> bytes | None:
@@ -178,7 +178,7 @@ class DiskTier:
                 offset = self._offset(slot)
                 self._map[offset : offset + len(_MAGIC)] = bytes(len(_MAGIC))
                 self._free.append(slot)
-                self.told(block_hash, False)
+                self.on_change(block_hash, False)
 
     def _drop(self, block_hash: bytes, slot: int) -> None:
         with self._lock:
@@ -186,7 +186,7 @@ class DiskTier:
                 del self._slots[block_hash]
                 self._free.append(slot)
                 self.num_corrupt += 1
-                self.told(block_hash, False)
+                self.on_change(block_hash, False)
 
     def clear(self) -> None:
         """Free the slots whose `put` was interrupted: their records are not valid."""
@@ -208,7 +208,7 @@ class DiskTier:
             assert sorted(slots) == list(range(self.max_blocks)), "a slot is missing or used twice"
 
 
-def nobody_listens(block_hash: bytes, is_here: bool) -> None:
+def ignore_change(block_hash: bytes, is_here: bool) -> None:
     """The default listener of a tier, which does nothing."""
 
 

@@ -113,11 +113,11 @@ class BackgroundTransfers:
         """End every transfer in flight with an error. Threads stop; hanging ones are left."""
         with self._changed:
             self._is_closed = True
-            under_way = list(self._transfers.values())
+            in_flight = list(self._transfers.values())
             num_workers = max(len(self._threads) - 1, 0)
             self._threads.clear()
             self._changed.notify_all()
-        for transfer in under_way:
+        for transfer in in_flight:
             self._end(transfer, "the pool was closed")
         for _ in range(num_workers):
             self._jobs.put(None)
@@ -181,10 +181,10 @@ class BackgroundTransfers:
 
     def check_invariants(self) -> None:
         with self._changed:
-            under_way = list(self._transfers.values())
+            in_flight = list(self._transfers.values())
             assert self._transfers.keys().isdisjoint(self._results), "complete, but in flight"
-            assert not any(transfer.is_over for transfer in under_way), "finished, but in flight"
-            deadlines = [transfer.deadline for transfer in under_way]
+            assert not any(transfer.is_over for transfer in in_flight), "finished, but in flight"
+            deadlines = [transfer.deadline for transfer in in_flight]
             assert deadlines == sorted(deadlines), "transfers are not in order of deadline"
             assert not (self._is_closed and self._threads), "threads outlive the pool"
 

@@ -74,10 +74,10 @@ class LoadingKVCacheManager(CachedKVCacheManager):
         super()._begin(request, computed)
         self.loads.drop(request.request_id)
 
-    def _num_allocatable(self, num_wanted: int, found: list[Block], gone: list[Block]) -> int:
-        if super()._num_allocatable(num_wanted, found, gone) < num_wanted:
+    def _num_allocatable(self, num_wanted: int, found: list[Block], freeing: list[Block]) -> int:
+        if super()._num_allocatable(num_wanted, found, freeing) < num_wanted:
             self.loads.give_way()
-        return super()._num_allocatable(num_wanted, found, gone)
+        return super()._num_allocatable(num_wanted, found, freeing)
 
     def _allocate_blocks(self, num_blocks: int) -> list[Block] | None:
         if num_blocks > self._num_free_or_evictable():
@@ -91,7 +91,7 @@ class LoadingKVCacheManager(CachedKVCacheManager):
         return blocks
 
     def free(self, request: Request) -> None:
-        self.loads.forget(request.request_id)
+        self.loads.remove_request(request.request_id)
         state, is_error = self._states.get(request.request_id), request.status == _ERROR
         if state is not None and state.num_published and not is_error:
             block_ids = self.get_block_ids(request.request_id)[: state.num_published]

@@ -73,9 +73,9 @@ class MooncakeClient:
     ) -> None:
         if not timeout_s > 0:
             raise ValueError(f"timeout_s must be > 0, got {timeout_s}")
-        for where in (address.master, address.metadata):
-            if not can_connect(where):  # the library would try for 90 s
-                raise MooncakeUnavailableError(f"cannot reach a Mooncake store at {where}")
+        for endpoint in (address.master, address.metadata):
+            if not can_connect(endpoint):  # the library would try for 90 s
+                raise MooncakeUnavailableError(f"cannot reach a Mooncake store at {endpoint}")
         self.timeout_s = timeout_s
         self.down_reason: str | None = None
         self._lock = threading.Lock()

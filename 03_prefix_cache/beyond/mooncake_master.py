@@ -101,7 +101,7 @@ class MooncakeMaster:
         address = self.address
         waiting = [address.master, address.metadata, address.admin]
         while waiting and time.monotonic() < deadline and self.process.poll() is None:
-            waiting = [where for where in waiting if not can_connect(where)]
+            waiting = [endpoint for endpoint in waiting if not can_connect(endpoint)]
             time.sleep(0.01)
         return not waiting
 

@@ -62,7 +62,7 @@ def test_the_longest_hits_of_the_page():
             if is_there == "x":
                 cache.publish(1, chain, index, cache.pool.blocks[5 + index])
         assert 4 * cache.longest_hit(chain) == expected, in_group_1
-        cache.forget([cache.pool.blocks[4]])  # the last one of group 0
+        cache.remove_blocks([cache.pool.blocks[4]])  # the last one of group 0
         assert 4 * cache.longest_hit(chain) == shorter, in_group_1
 
 
@@ -152,7 +152,7 @@ def test_eviction_takes_the_end_of_a_prefix_first(windows):
     for _ in range(most):
         hits.append(memory.get_computed_blocks(probe).num_tokens)
         taken = memory.pool.allocate(1)
-        memory.cache.forget(taken)
+        memory.cache.remove_blocks(taken)
     assert hits == sorted(hits, reverse=True) and hits[0] == 16
     assert set(hits) >= set(range(2, 17, 2)), hits
 
@@ -199,7 +199,7 @@ def test_what_it_says_of_room_is_what_there_is(num_found: int, num_new: int):
         other = Request.from_tokens("c", [*tokens[:4], 88], 1)  # shares some with the first
         compute(memory, other)
         taken = memory.pool.allocate(memory.pool.num_free_blocks) or []
-        memory.cache.forget(taken)
+        memory.cache.remove_blocks(taken)
         memory.pool.free(taken[:num_free])
         request = Request.from_tokens("b", [*tokens, *[77] * num_new], 1)
         computed = memory.get_computed_blocks(request)
@@ -302,7 +302,7 @@ def test_who_stops_publishing_takes_nobody_else_s_mark_along():
     memory.cache_blocks(one, 4)
     memory.cache_blocks(alone, 4)
     leave(memory, one)
-    memory.cache.forget(memory.pool.blocks)
+    memory.cache.remove_blocks(memory.pool.blocks)
     assert memory.allocate_slots(again, 4)
     memory.free(alone)
     assert memory.get_computed_blocks(waiting) is NotReady.IN_FLIGHT

@@ -24,8 +24,8 @@ def weights_digest(weights: Iterable[tuple[str, torch.Tensor]]) -> str:
     parts = []
     with ThreadPoolExecutor() as threads:
         for name, tensor in weights:  # one at a time: it may be a copy, made for this
-            pieces = tensor.detach().reshape(-1).view(torch.uint8).split(_DIGEST_BYTES)
-            digests = threads.map(lambda piece: blake2b(piece.cpu().numpy()).digest(), pieces)
+            chunks = tensor.detach().reshape(-1).view(torch.uint8).split(_DIGEST_BYTES)
+            digests = threads.map(lambda chunk: blake2b(chunk.cpu().numpy()).digest(), chunks)
             layout = f"{name} {tensor.dtype} {tuple(tensor.shape)}\n"
             parts.append(layout.encode() + b"".join(digests))
     return blake2b(b"".join(sorted(parts)), digest_size=16).hexdigest()

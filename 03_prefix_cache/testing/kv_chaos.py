@@ -9,7 +9,7 @@ from kv_world import World
 
 OPERATIONS = [
     *(["submit"] * 3 + ["admit"] * 5 + ["advance", "advance_all", "step"] * 3),
-    *["leave", "abort_waiting", "ask", "reset"],
+    *["leave", "abort_waiting", "probe", "reset"],
 ]
 
 
@@ -44,15 +44,15 @@ class Chaos:
             num_new = 10**9 if self.pick(0, 1) else self.pick(1, 2 * self.world.block_size)
             self.world.admit(request_id, num_new, max(0, self.pick(-4, 3)))
 
-    def ask(self) -> None:
+    def probe(self) -> None:
         """Look up only requests that were preempted, because the cache counts each first
         admission."""
         world = self.world
         request_id = self.choose(r for r, q in world.waiting.items() if q.num_preemptions)
         if request_id is not None:
-            gone = self.choose(world.running) if self.pick(0, 1) else None
+            freeing = self.choose(world.running) if self.pick(0, 1) else None
             num_tokens = self.pick(1, 4 * world.block_size)
-            world.ask(request_id, num_tokens, max(0, self.pick(-2, 2)), gone)
+            world.probe(request_id, num_tokens, max(0, self.pick(-2, 2)), freeing)
 
     def advance(self) -> None:
         request_id = self.choose(self.world.running.keys() - self.world.plan.keys())

@@ -100,8 +100,8 @@ class Engine:
         """Run until all requests finish. Checks that there is no deadlock: of the requests that
         wait for a block, or for memory, one always continues."""
         requests = self.scheduler.requests.values()
-        num_left = sum(request.num_prompt_tokens + request.max_tokens for request in requests)
-        for _ in range(num_left + 20):
+        max_steps = sum(request.num_prompt_tokens + request.max_tokens for request in requests)
+        for _ in range(max_steps + 20):
             if self.scheduler.has_unfinished_requests():
                 self.step()
         assert not self.scheduler.has_unfinished_requests(), "it hangs"

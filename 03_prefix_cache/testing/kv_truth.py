@@ -26,7 +26,7 @@ class Truth:
         self.written: dict[str, int] = {}  # positions whose KV is in memory
         self.plan: dict[str, tuple[int, int]] = {}
         self.stats = [0, 0, 0]
-        self.somebody_left = False  # since the last step
+        self.planned_request_left = False  # since the last step
         self.checks = checks
 
     # -- for worlds in which KV comes from outside

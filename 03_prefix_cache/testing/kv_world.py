@@ -40,7 +40,7 @@ class World(Truth):
         if isinstance(computed, NotReady):
             assert computed is NotReady.IN_FLIGHT and is_computed, "no request computes it"
         else:
-            assert not is_computed or self.somebody_left, "computed twice"
+            assert not is_computed or self.planned_request_left, "computed twice"
             assert [block.block_id for block in computed.blocks] == found
             assert computed.num_tokens == len(found) * self.block_size
 
@@ -60,31 +60,31 @@ class World(Truth):
         self._put_in_plan(request, num_new)
         return True
 
-    def ask(
+    def probe(
         self,
         request_id: str,
         num_tokens: int,
         num_watermark_blocks: int = 0,
-        gone: str | None = None,
+        freeing: str | None = None,
     ) -> bool:
-        """Try to admit a waiting request, assuming `gone` is freed. If it fits, free `gone` and
-        admit it."""
+        """Try to admit a waiting request, assuming `freeing` is freed. If it fits, free `freeing`
+        and admit it."""
         request = self.waiting[request_id]
         computed = self.get_computed_blocks(request)
         if isinstance(computed, NotReady):
             return False
-        victim = None if gone is None else self.running[gone]
+        victim = None if freeing is None else self.running[freeing]
         gives_way = self.gives_way()
         before = self.snapshot(gives_way)
-        fits = self.fits(request, num_tokens, computed, num_watermark_blocks, gone)
+        fits = self.fits(request, num_tokens, computed, num_watermark_blocks, freeing)
         answer = self.manager.can_allocate(
             request, num_tokens, computed, num_watermark_blocks, victim
         )
         assert answer == fits, "promised or denied against the count of blocks"
         assert self.snapshot(gives_way) == before, "a question changed something"
         if answer:
-            if gone is not None:
-                self.preempt(gone)
+            if freeing is not None:
+                self.preempt(freeing)
             assert self.manager.allocate_slots(request, num_tokens, 0, computed), "promised"
             assert (
                 self.pool.num_free_blocks + self.cache.num_evictable_blocks >= num_watermark_blocks
@@ -141,7 +141,7 @@ class World(Truth):
         self.manager.free(request)
         assert list(self.manager.get_block_ids(request_id)) == []
         self.runner.tables.pop(request_id, None)
-        self.somebody_left |= self.plan.pop(request_id, None) is not None
+        self.planned_request_left |= self.plan.pop(request_id, None) is not None
 
     # -- one step
 
@@ -163,7 +163,7 @@ class World(Truth):
                 self.manager.cache_blocks(request, stop)
                 if stop == request.num_tokens:
                     request.append_output_token(sample(request))
-        self.plan, self.somebody_left = {}, False
+        self.plan, self.planned_request_left = {}, False
         assert not self.manager._in_flight, "published, or given up"
         if self.checks:
             self._check_published()

@@ -22,9 +22,9 @@ class Rig:
         self.pool = self.cache.pool
         self.page_size = page_size
 
-    def spell(self, letters: str, num_more: int = 0) -> list[int]:
+    def spell(self, letters: str, num_extra: int = 0) -> list[int]:
         tokens = [100 * ord(letter) + i for letter in letters for i in range(self.page_size)]
-        return tokens + list(range(num_more))
+        return tokens + list(range(num_extra))
 
     def hold(self, letters: str, path: MatchCursor | None = None) -> list[Block]:
         """Cache the word as a request that uses it from now on."""

@@ -13,7 +13,7 @@ import pytest
 from block_pool import BlockPool
 from cached_grouped_memory import CachedGroupedMemory
 from fake_model import FakeModelRunner
-from grouped_kv_memory import GroupedKVMemory, max_blocks, most_of_window
+from grouped_kv_memory import GroupedKVMemory, max_blocks, max_window_blocks
 from kv_memory import ComputedBlocks, SharingRunnerState
 from request import Request, SamplingParams
 from scheduler import Scheduler
@@ -25,15 +25,19 @@ from unchunked import ChunkToBudget
 class Checked(GroupedKVMemory):
     """`can_allocate` says what freeing one and seating the other would come to, tried on a copy."""
 
-    def can_allocate(self, request, num_tokens, computed, num_watermark_blocks=0, gone=None):
-        answer = super().can_allocate(request, num_tokens, computed, num_watermark_blocks, gone)
-        memory, request, gone = copy.deepcopy((self, request, gone))
-        if gone is not None:
-            memory.free(gone)
+    def can_allocate(self, request, num_tokens, computed, num_watermark_blocks=0, freeing=None):
+        answer = super().can_allocate(request, num_tokens, computed, num_watermark_blocks, freeing)
+        memory, request, freeing = copy.deepcopy((self, request, freeing))
+        if freeing is not None:
+            memory.free(freeing)
         num_new = min(num_tokens, self.max_step_tokens)
         is_room = memory.allocate_slots(request, num_new, num_tokens - num_new, computed)
         num_free = memory.pool.num_free_blocks
-        assert answer == (is_room and num_free >= num_watermark_blocks), (request, num_tokens, gone)
+        assert answer == (is_room and num_free >= num_watermark_blocks), (
+            request,
+            num_tokens,
+            freeing,
+        )
         return answer
 
 
@@ -198,7 +202,7 @@ def test_the_example_of_the_page():
     assert memory.allocate_slots(request, 4)  # it gives up the third
     memory.clear()
     assert not memory.pop_table_updates()
-    assert (most_of_window(1024, 16, 1), most_of_window(1024, 16, 2048)) == (65, 193)
+    assert (max_window_blocks(1024, 16, 1), max_window_blocks(1024, 16, 2048)) == (65, 193)
 
 
 @pytest.mark.parametrize("window", [1, 2, 5, 8])

@@ -176,7 +176,7 @@ class AdaptiveLength:
         else:
             self.draft_cost.fade()
 
-    def forget(self, request_id: str) -> None:
+    def remove_request(self, request_id: str) -> None:
         self._requests.pop(request_id, None)
 
 

@@ -180,7 +180,7 @@ class DraftModelProposer:
     def draft_probs(self, request_id: str) -> torch.Tensor | None:
         return self._probs.get(request_id)
 
-    def forget(self, request_id: str) -> None:
+    def remove_request(self, request_id: str) -> None:
         self._probs.pop(request_id, None)
         self._followers.pop(request_id, None)
 

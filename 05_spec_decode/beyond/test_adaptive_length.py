@@ -266,7 +266,7 @@ def test_an_id_that_comes_again_starts_anew_and_leaves_nothing():
     assert length.acceptance("a") < 0.6
     assert len(length._requests) == 51
     for request_id in [f"r{i}" for i in range(50)] + ["a", "a", "nobody"]:
-        length.forget(request_id)
+        length.remove_request(request_id)
     assert length._requests == {}
     assert before > length.acceptance("a") > 0.8, "only what all have in common"
 
@@ -284,7 +284,7 @@ def test_a_fixed_length_is_that():
     length = FixedLength(3)
     length.observe("0", 3, 0)
     length.observe_step(1, 4, 3, 1e9, 1e9)
-    length.forget("0")
+    length.remove_request("0")
     assert length.choose(REQUESTS[:2]) == [3, 3] and length.choose([]) == []
 
 
@@ -452,7 +452,7 @@ calls = st.one_of(
         st.floats(0, 1e5),
         st.floats(0, 1e5),
     ),
-    st.tuples(st.just("forget"), st.integers(0, 6)),
+    st.tuples(st.just("remove_request"), st.integers(0, 6)),
 )
 
 
@@ -473,7 +473,7 @@ def test_a_length_is_never_less_than_none_nor_more_than_allowed(
         "step": lambda num, rounds, verify_ms, draft_ms: length.observe_step(
             num, num * (1 + rounds), rounds, verify_ms, draft_ms
         ),
-        "forget": lambda i: length.forget(str(i)),
+        "remove_request": lambda i: length.remove_request(str(i)),
     }
     for name, *args in calls:
         if name == "choose":

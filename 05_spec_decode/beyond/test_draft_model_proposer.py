@@ -150,7 +150,7 @@ class Checked:
         self.inner, self.errs = proposer, errs
         self.num_spec_tokens = proposer.num_spec_tokens
         self.num_lookahead_tokens = proposer.num_lookahead_tokens
-        self.draft_probs, self.forget = proposer.draft_probs, proposer.forget
+        self.draft_probs, self.remove_request = proposer.draft_probs, proposer.remove_request
         self.last: dict[str, list[int]] = {}
         self._contents: dict[int, list[int]] = {}  # of a block, by its hash
 
@@ -218,7 +218,7 @@ class ScriptedLength:
     def observe_step(self, *times: float) -> None:
         pass
 
-    def forget(self, request_id: str) -> None:
+    def remove_request(self, request_id: str) -> None:
         pass
 
 
@@ -601,7 +601,7 @@ def test_a_block_may_yet_be_exchanged_until_the_step_that_filled_it_is_over(inde
     tables, checked = make_by_hand()
     tokens = prompt_of(9)
     checked.propose([after(tables.add("a", tokens, [1, 2, 3, 4, 5]))], [1])
-    checked.forget("a")
+    checked.remove_request("a")
     second = tables.add("b", tokens, [1, 2, 3, 4, 5])
     checked.propose([after(second, 0, 2)], [0])
     tables.move("b", index, 6)
@@ -652,8 +652,8 @@ def test_probabilities_are_those_that_each_draft_was_drawn_from():
     assert len(checked.draft_probs("c")) == 3, "its drafts may still wait to be verified"
     checked.propose(inputs, [0, 1, 1])
     assert checked.draft_probs("a") is None and len(checked.draft_probs("c")) == 1
-    checked.forget("c")
-    checked.forget("c")
+    checked.remove_request("c")
+    checked.remove_request("c")
     assert checked.draft_probs("c") is None and checked.inner._probs == {}
 
 
@@ -732,7 +732,9 @@ def run_random_trace(seed: int) -> World:
     world = random_world(rng)
     families = [prompt_of(rng.randint(4, 10), i) for i in range(2)]
     num_to_come = 8
-    for _ in as_long_as(lambda: num_to_come or world.scheduler.has_unfinished_requests(), most=600):
+    for _ in as_long_as(
+        lambda: num_to_come or world.scheduler.has_unfinished_requests(), max_rounds=600
+    ):
         if num_to_come and rng.random() < 0.4:
             num_to_come -= 1
             add_random_group(rng, world, f"r{rng.choice([num_to_come, num_to_come, 99])}", families)

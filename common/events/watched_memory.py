@@ -325,9 +325,9 @@ class GroupedCacheWatch(CacheWatch):
         last.hashes.append(chain[index][0].hex()[:8])
         return kept
 
-    def forget(self, blocks: Sequence[Block]) -> None:
+    def remove_blocks(self, blocks: Sequence[Block]) -> None:
         with self._noting_what_goes(blocks):
-            self._cache.forget(blocks)
+            self._cache.remove_blocks(blocks)
 
     def invalidate(self, chain: Sequence[Link]) -> int | None:  # pyright: ignore[reportIncompatibleMethodOverride]
         with self._noting_what_goes(self._all()):
@@ -344,9 +344,9 @@ class GroupedCacheWatch(CacheWatch):
     def _noting_what_goes(self, blocks: Sequence[Block]) -> Iterator[None]:
         """Record which of `blocks` are no longer cached after the `with` body. Only these are
         checked, because most steps forget the blocks they allocate, and that must stay cheap."""
-        before = [block for block in blocks if self._cache.knows(block)]
+        before = [block for block in blocks if self._cache.is_cached(block)]
         yield
-        if gone := [block.block_id for block in before if not self._cache.knows(block)]:
+        if gone := [block.block_id for block in before if not self._cache.is_cached(block)]:
             self._watch.note(Evicted(gone))
 
 

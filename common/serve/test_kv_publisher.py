@@ -127,7 +127,7 @@ class Scripted:
         while self.batches:
             yield self.batches.pop(0)
 
-    def say_all(self) -> None:
+    def restart_stream(self) -> None:
         self.num_anew += 1
 
 
@@ -369,7 +369,7 @@ def test_what_is_kept_no_more_is_said_anew(
 ) -> None:
     events.publisher._kept = type(events.publisher._kept)(maxlen=2)
     serve(engine, oracle, [0, 1, 2], 6)
-    for _ in as_long_as(lambda: events._changes.has_news, most=2000):
+    for _ in as_long_as(lambda: events._changes.has_news, max_rounds=2000):
         time.sleep(0.005)  # until it is sent, and nobody has it
     reader = Reader(events.publisher)
     reader.catch_up()

@@ -233,7 +233,7 @@ def test_a_tab_that_sleeps_holds_up_nobody_and_wakes_in_the_present(
         return await take()
 
     monkeypatch.setattr(viewer, "take", take_when_awake)
-    for _ in as_long_as(lambda: not viewer.lags, most=20):
+    for _ in as_long_as(lambda: not viewer.lags, max_rounds=20):
         assert tight.post("/v1/completions", EIGHT)[0] == 200
     assert viewer._texts == []
     monkeypatch.setattr(live_page, "MAX_BEHIND", 1 << 20)
@@ -396,7 +396,7 @@ def test_a_card_says_what_its_request_has_and_waits_for(
             """However slowly the page sends them: else the first may end before the last comes."""
             del loop._gather
             while len(loop._sources) < len(PROMPTS):
-                if not loop._coming:  # those that came together are added in 20 ms each time
+                if not loop._new_requests:  # those that came together are added in 20 ms each time
                     do, arguments = loop._inbox.get(timeout=30)
                     do(*arguments)
                 loop._add_some()

@@ -118,7 +118,7 @@ def checked_engine(loaded: LoadedModel, draft: LoadedModel | None = None, **conf
 def finish(engine: LLMEngine) -> dict[str, RequestOutput]:
     """Step until nobody is left. What ended on the way, by id, in order."""
     outputs: dict[str, RequestOutput] = {}
-    for _ in as_long_as(engine.has_unfinished_requests, most=500):
+    for _ in as_long_as(engine.has_unfinished_requests, max_rounds=500):
         outputs |= {o.request_id: o for o in engine.step() if o.finished}
     return outputs
 

@@ -223,7 +223,7 @@ def test_who_uses_an_adapter_that_is_unloaded_ends_with_it(
         engine.add_request("late", prompts[0], adapter="everything")
     assert len(slots.taken) == 3
     found = {}
-    for _ in as_long_as(engine.has_unfinished_requests, most=100):
+    for _ in as_long_as(engine.has_unfinished_requests, max_rounds=100):
         found |= {int(o.request_id): o for o in engine.step() if o.finished}
     tokens = [found[i].outputs[0].token_ids for i in range(len(prompts))]
     assert tokens == expected["everything"]
@@ -298,7 +298,7 @@ def test_names_change_their_content_while_requests_with_grammars_run(
         asked[request_id] = kind_of.get(name), grammar, i
 
     to_do = rng.choices([change, ask, int], k=120)
-    for _ in as_long_as(lambda: to_do or engine.has_unfinished_requests(), most=3000):
+    for _ in as_long_as(lambda: to_do or engine.has_unfinished_requests(), max_rounds=3000):
         for do in to_do[-2:]:
             do()
         del to_do[-2:]
@@ -325,7 +325,7 @@ def test_whom_an_abort_ends_holds_no_adapter(model, directories, prompts) -> Non
     engine.abort_request("a")
     engine.unload_adapter("attention")
     assert len(engine._side.adapters.taken) == 2
-    for _ in as_long_as(engine.has_unfinished_requests, most=100):
+    for _ in as_long_as(engine.has_unfinished_requests, max_rounds=100):
         engine.step()
 
 

@@ -364,13 +364,13 @@ def test_a_grammar_that_is_slow_to_compile_holds_up_nobody(
             if output.finished:
                 done[output.request_id] = output.outputs[0].token_ids
 
-    for _ in as_long_as(lambda: "free" not in done, most=100):
+    for _ in as_long_as(lambda: "free" not in done, max_rounds=100):
         step()
     for _ in range(3):
         step()  # nobody can do anything, and that is no fault
     engine.abort_request("choice")
     goes_on.set()
-    for _ in as_long_as(engine.has_unfinished_requests, most=1000):
+    for _ in as_long_as(engine.has_unfinished_requests, max_rounds=1000):
         step()
     assert done == {"choice": []} | {n or "free": expected[n][0] for n in ("regex", "json", None)}
     goes_on.clear()

@@ -125,7 +125,8 @@ class Run:
             if output.finished:
                 self.take(output)
         if self.interrupt.was_delivering:
-            known = self.engine._groups.keys() | {g.request_id for g in self.engine._ended}
+            finished = {group.request_id for group in self.engine._finished_groups}
+            known = self.engine._groups.keys() | finished
             lost = self.open.keys() - known
             self.num_preempted_tokens += len(lost)
             for name in lost:
@@ -330,7 +331,7 @@ def test_a_token_that_is_half_taken_is_nobodys(family_oracle, family_loaded, mon
     indices, outputs = range(6), {}
     for index in indices:
         engine.add_request(str(index), family_oracle.prompts[index], GREEDY)
-    for _ in as_long_as(engine.has_unfinished_requests, most=300):
+    for _ in as_long_as(engine.has_unfinished_requests, max_rounds=300):
         try:
             outputs |= {o.request_id: o.outputs[0] for o in engine.step() if o.finished}
         except KeyboardInterrupt:

@@ -85,7 +85,7 @@ class SayItAgain(Counting):
     def draft_probs(self, request_id: str) -> torch.Tensor | None:
         return None
 
-    def forget(self, request_id: str) -> None:
+    def remove_request(self, request_id: str) -> None:
         pass
 
 

@@ -54,7 +54,7 @@ class ScriptedProposer:
     def draft_probs(self, request_id: str) -> None:
         return None
 
-    def forget(self, request_id: str) -> None:
+    def remove_request(self, request_id: str) -> None:
         pass
 
 

@@ -295,24 +295,26 @@ def compile_all(wanted: list[Wanted], every: int = 1) -> list[Resources]:
 
 
 def table(found: list[Resources]) -> str:
-    """Return each kernel's maximum resources by dtype and architecture, over the families."""
+    """Return each kernel's maximum resources by dtype and architecture, over the families. Dtypes
+    with equal numbers share a row. The column of the architecture is left out if there is one."""
     groups: dict[tuple[str, str, int], list[Resources]] = {}
     for one in found:
         tile = f", {one.tile}" if one.tile else ""
         groups.setdefault((f"{one.kernel}{tile}", one.kind, one.architecture), []).append(one)
-    head = ["kernel, query rows x keys", "dtype", "sm", "registers", "shared KB", "spilled"]
-    rows = [
-        [
+    has_one = len({architecture for _, _, architecture in groups}) == 1
+    head = ["kernel, query rows x keys", "dtype", "sm", "registers", "shared KB", "spilled bytes"]
+    kinds: dict[tuple[object, ...], list[str]] = {}
+    for (kernel, kind, architecture), group in sorted(groups.items()):
+        row = (
             kernel,
-            kind,
-            architecture,
+            *(() if has_one else (architecture,)),
             max(one.registers for one in group),
             f"{max(one.shared_bytes for one in group) / 1024:.1f}",
             max(one.stack_bytes for one in group),
-        ]
-        for (kernel, kind, architecture), group in sorted(groups.items())
-    ]
-    return markdown_table(head, rows)
+        )
+        kinds.setdefault(row, []).append(kind)
+    rows = [[kernel, ", ".join(names), *rest] for (kernel, *rest), names in kinds.items()]
+    return markdown_table([*head[:2], *head[2 + has_one :]], rows)
 
 
 def make_record(found: list[Resources], arguments: list[str]) -> dict:
@@ -325,14 +327,16 @@ def make_record(found: list[Resources], arguments: list[str]) -> dict:
 
 
 def make_table_text() -> str:
-    """Return all rows of one architecture, and those of the others that spill."""
+    """Return all rows of one architecture, and those of the other architectures that spill."""
     record = read_record(RECORD)
     found = [Resources(**one) for one in record["resources"]]
+    others = [one for one in found if one.architecture != DEFAULT_ARCHITECTURE]
     shown = table([one for one in found if one.architecture == DEFAULT_ARCHITECTURE])
-    spilling = table([one for one in found if one.stack_bytes])
+    spilling = table([one for one in others if one.stack_bytes])
     version = record["environment"]["triton"]
     made = f"{made_on(record)} Compiled by Triton {version}."
-    return f"{shown}\n\nWhat spills, on whatever architecture:\n\n{spilling}\n\n{made}"
+    head = f"On sm_{DEFAULT_ARCHITECTURE}:\n\n{shown}"
+    return f"{head}\n\nSpilled on other architectures:\n\n{spilling}\n\n{made}"
 
 
 def main(arguments: list[str]) -> None:

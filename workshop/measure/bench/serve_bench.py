@@ -325,17 +325,18 @@ def table_of(record: dict[str, Any]) -> str:
             for name, says in SYSTEMS.items():
                 runs = systems[name][number]
                 own = [seconds - client for seconds, _, client in runs]
+                share = spread([b / o for b, o in zip(base, own, strict=True)])
                 rows.append(
                     [
-                        f"{model}, {number} at once",
+                        f"{model}, {number}",
                         says,
                         f"{int(number) * answer / statistics.median(own):,.0f}",
-                        spread([b / o for b, o in zip(base, own, strict=True)]),
-                        f"{1e3 * statistics.median(first for _, first, _ in runs):,.0f} ms",
+                        "1" if name == "generate" else share,
+                        f"{1e3 * statistics.median(first for _, first, _ in runs):,.0f}",
                     ]
                 )
-    head = ["model, requests", "by", "output tok/s", "of `LLM.generate`", "first token (p50)"]
-    return markdown_table(head, rows)
+    columns = ["output tok/s", "of `LLM.generate`", "first token (p50), ms"]
+    return markdown_table(["model, requests at once", "by", *columns], rows)
 
 
 def main() -> None:
