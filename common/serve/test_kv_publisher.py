@@ -127,7 +127,7 @@ class Scripted:
         while self.batches:
             yield self.batches.pop(0)
 
-    def say_all(self) -> None:
+    def restart_stream(self) -> None:
         self.num_anew += 1
 
 

@@ -212,7 +212,7 @@ def model_on(device: torch.device, **sizes: int) -> SimpleNamespace:
         ({"compile": True}, {}, "compiled code"),
         ({"attention_backend": "torch", "emulate_graphs": False}, {}, "planned on the host"),
         ({}, {"pipeline_parallel_size": 2}, "a stage waits for the stage before it"),
-        ({}, {"tensor_parallel_size": 2}, "nothing that the emulator sees"),
+        ({}, {"tensor_parallel_size": 2}, "the emulator cannot capture"),
     ],
 )
 def test_what_has_no_graphs_is_announced(config, ranks, why, caplog) -> None:

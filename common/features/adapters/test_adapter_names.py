@@ -49,7 +49,7 @@ class Loaded:
     def take(self) -> None:
         self.loader.there += [self.content] * (self.content not in self.loader.there)
 
-    def forget(self) -> None:
+    def discard(self) -> None:
         self.loader.num_forgotten += 1
 
 
