@@ -142,7 +142,7 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument(
         "--speculative",
         choices=("ngram", "draft"),
-        help="guess tokens ahead: by look-up, or with the shipped draft model",
+        help="propose draft tokens: by look-up, or with the shipped draft model",
     )
     parser.add_argument(
         "--tensor-parallel-size",
@@ -273,7 +273,7 @@ def print_summary(result: Run, llm) -> None:
     if llm.engine.speculation is not None:
         print(
             f"speculation          {stats.num_accepted_tokens} of {stats.num_drafted_tokens} "
-            f"guesses were right; {stats.tokens_per_pass:.2f} tokens a pass"
+            f"draft tokens accepted; {stats.tokens_per_pass:.2f} tokens a pass"
         )
 
 

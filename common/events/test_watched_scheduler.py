@@ -430,7 +430,7 @@ def test_tokens_of_a_step_are_told_apart(random_oracle, random_loaded, tmp_path:
     num_outputs = sum(len(output.outputs[0].token_ids) for output in outputs.values())
     stats = engine.stats()
     assert (accepted, accepted + rejected) == (stats.num_accepted_tokens, stats.num_drafted_tokens)
-    assert found["guess"] == accepted + rejected and accepted > 0
+    assert found["draft"] == accepted + rejected and accepted > 0
     assert found["recomputed"] == stats.recomputed_tokens > 0
     assert found["prompt"] == 15 + 12
     # Each token is fed back once, but for the last of each request.
