@@ -179,7 +179,7 @@ def tables(record: dict) -> dict[str, str]:
             [
                 f"{cell['model']}, {cell['dtype']}, {cell['num_requests']}",
                 *(f"{statistics.median(speeds[name]):,.1f}" for name in ("without", "with")),
-                f"**{statistics.median(ratios):.2f}** ({min(ratios):.2f} - {max(ratios):.2f})",
+                f"**{statistics.median(ratios):.2f}** ({min(ratios):.2f}-{max(ratios):.2f})",
                 *(f"{other[name]} of {num}" for name in ("without", "with")),
             ]
         )

@@ -299,7 +299,7 @@ def table(found: list[Resources]) -> str:
     with equal numbers share a row. The column of the architecture is left out if there is one."""
     groups: dict[tuple[str, str, int], list[Resources]] = {}
     for one in found:
-        tile = f", {one.tile}" if one.tile else ""
+        tile = f", {one.tile.replace(' x ', 'x')}" if one.tile else ""
         groups.setdefault((f"{one.kernel}{tile}", one.kind, one.architecture), []).append(one)
     has_one = len({architecture for _, _, architecture in groups}) == 1
     head = ["kernel, query rows x keys", "dtype", "sm", "registers", "shared KB", "spilled bytes"]

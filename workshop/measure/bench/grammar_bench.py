@@ -183,7 +183,7 @@ def table_of_all(record: dict[str, Any]) -> str:
         "with",
         "of it bits",
         "of it logits",
-        "times as long (lowest - highest)",
+        "times as long (lowest-highest)",
     ]
     rows = []
     for n, found in record["steps"].items():
