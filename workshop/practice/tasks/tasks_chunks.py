@@ -14,7 +14,7 @@ def sizes() -> str:
         policy = ChunkedPrefill(threshold)
         for behind, budget in ((500, 2048), (500, 300), (80, 2048), (500, 60)):
             given = policy.num_tokens_to_schedule(one, behind, budget, most=2048)
-            lines.append(f"threshold {threshold}, {behind} behind, {budget} left: {given}")
+            lines.append(f"threshold {threshold}, {behind} uncomputed, {budget} left: {given}")
     return "\n".join(lines)
 
 
