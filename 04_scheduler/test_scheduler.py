@@ -403,7 +403,7 @@ def test_room_is_kept_for_the_rest_of_every_prompt_that_is_cut_or_of_its_own(rul
     """a has 2 of 4 blocks, b 1 of 4; c wants 2 of the 9. For b and c there is room only as long as
     nobody counts what a and b still need."""
     chunks = ChunkToBudget()
-    chunks.num_tokens_to_schedule = lambda request, num_uncomputed_tokens, budget, most: min(
+    chunks.num_tokens_to_schedule = lambda _, num_uncomputed_tokens, budget, max_step_tokens: min(
         num_uncomputed_tokens, budget, 8
     )
     loop = Loop(9, max_num_batched_tokens=20, chunk_policy=chunks, reserve_for_chunks=rule)

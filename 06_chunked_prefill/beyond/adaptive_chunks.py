@@ -60,9 +60,11 @@ class AdaptiveChunks(ChunkedPrefill):
         self._has_chunk = False
 
     def num_tokens_to_schedule(
-        self, request: Request, num_uncomputed_tokens: int, budget: int, most: int
+        self, request: Request, num_uncomputed_tokens: int, budget: int, max_step_tokens: int
     ) -> int:
-        num_tokens = super().num_tokens_to_schedule(request, num_uncomputed_tokens, budget, most)
+        num_tokens = super().num_tokens_to_schedule(
+            request, num_uncomputed_tokens, budget, max_step_tokens
+        )
         if num_tokens == 0:
             return 0
         start = request.num_tokens - num_uncomputed_tokens

@@ -13,7 +13,7 @@ def sizes() -> str:
     for threshold in (None, 100):
         policy = ChunkedPrefill(threshold)
         for behind, budget in ((500, 2048), (500, 300), (80, 2048), (500, 60)):
-            given = policy.num_tokens_to_schedule(one, behind, budget, most=2048)
+            given = policy.num_tokens_to_schedule(one, behind, budget, max_step_tokens=2048)
             lines.append(f"threshold {threshold}, {behind} behind, {budget} left: {given}")
     return "\n".join(lines)
 
