@@ -74,15 +74,15 @@ class AdaptiveChunks(ChunkedPrefill):
         return num_tokens
 
     def _fitting(self, start: int) -> int:
-        least = 0 if self._has_chunk else self.min_chunk
-        most = max(self.min_chunk, 2 * self._largest_kept)
-        num_deferred_tokens = max(0, most - self._planned.num_tokens)
+        min_tokens = 0 if self._has_chunk else self.min_chunk
+        max_tokens = max(self.min_chunk, 2 * self._largest_kept)
+        num_fitting = max(0, max_tokens - self._planned.num_tokens)
         if self.cost.is_known:
-            num_deferred_tokens = min(
-                num_deferred_tokens,
+            num_fitting = min(
+                num_fitting,
                 self.cost.largest_chunk(self.target_step_ms, self._planned, start),
             )
-        return max(least, num_deferred_tokens)
+        return max(min_tokens, num_fitting)
 
     def observe_step(
         self, starts: Sequence[int], num_tokens: Sequence[int], step_ms: float
