@@ -180,10 +180,10 @@ def ratio_run(num_requests: int = 30, seed: int = 1) -> RatioRun:
     run = RatioRun([], [], [], 0.0)
     requests: list[Request] = []
 
-    def goes_on() -> bool:
+    def has_work() -> bool:
         return len(requests) < num_requests or scheduler.has_unfinished_requests()
 
-    for number in as_long_as(goes_on, 2000):
+    for number in as_long_as(has_work, 2000):
         if len(requests) < num_requests and number % 6 == 0:
             stops = frozenset(range(rng.choice((0, 1, 2, 4))))
             name = f"r{len(requests)}"

@@ -118,19 +118,20 @@ class Group:
 
     def rows_of(self, query: Tensor, num_kv_heads: int) -> Tensor:
         """[num_chunks, num_kv_heads, num_rows, head_dim] of [num_tokens, num_heads, head_dim]."""
-        mine = query[self.tokens].view(
+        rows = query[self.tokens].view(
             -1, self.max_tokens, num_kv_heads, self.num_shared, query.shape[2]
         )
-        mine = mine.transpose(1, 2).flatten(2, 3)
-        num_missing = self.num_rows - mine.shape[2]
-        last = mine[:, :, -1:].expand(-1, -1, num_missing, -1)
-        return torch.cat([mine, last], dim=2) if num_missing else mine.contiguous()
+        rows = rows.transpose(1, 2).flatten(2, 3)
+        num_missing = self.num_rows - rows.shape[2]
+        last = rows[:, :, -1:].expand(-1, -1, num_missing, -1)
+        return torch.cat([rows, last], dim=2) if num_missing else rows.contiguous()
 
     def write(self, output: Tensor, rows: Tensor) -> None:
         """Write rows back to tokens, the inverse of `rows_of`. Duplicates are equal."""
         num_real = self.max_tokens * self.num_shared
-        mine = rows[:, :, :num_real].unflatten(2, (self.max_tokens, self.num_shared))
-        output[self.tokens] = mine.transpose(1, 2).reshape(-1, *output.shape[1:]).to(output.dtype)
+        real_rows = rows[:, :, :num_real].unflatten(2, (self.max_tokens, self.num_shared))
+        real_rows = real_rows.transpose(1, 2).reshape(-1, *output.shape[1:])
+        output[self.tokens] = real_rows.to(output.dtype)
 
 
 class InvariantPlan(PagedPlan):
@@ -172,9 +173,9 @@ class InvariantPlan(PagedPlan):
             chunks.sort(key=lambda chunk: -chunk.num_spans)
             max_chunks = max(1, min(num_keys // KEY_TILE, CHUNK_ROWS // num_rows))
             for i in range(0, len(chunks), max_chunks):
-                some = chunks[i : i + max_chunks]
+                group_chunks = chunks[i : i + max_chunks]
                 shared_args = num_rows, tables, num_shared, block_size, self.window
-                self.chunks.append(Group(some, *shared_args))
+                self.chunks.append(Group(group_chunks, *shared_args))
         max_keys = max((len(g.spans[0].slots) for g in self.chunks), default=0)
         self.gathered = key_cache.new_empty(max_keys, num_kv_heads, head_dim)
         self.buffers = self.gathered.new_empty(2, self.gathered.numel(), dtype=self.wide)
