@@ -288,11 +288,7 @@ def test_a_victim_that_was_planned_gives_everything_back():
     urgent = loop.add("u", 5, 8, priority=1)
     loop.step()
     other = loop.add("o", 4, 8, priority=2)
-    assert scheduled_tokens(loop.step()) == {
-        "v": 1,
-        "u": 1,
-        "o": 4,
-    }  # 2 + 2 + 1 blocks: all are held
+    assert scheduled_tokens(loop.step()) == {"v": 1, "u": 1, "o": 4}  # 2 + 2 + 1 blocks, all held
     output = loop.scheduler.schedule()  # v has room inside its block; o wants another block
     assert preempted_ids(output) == ["v"]
     assert output.num_scheduled_tokens == {"u": 1, "o": 1}
