@@ -245,11 +245,11 @@ print(*(lines[step - 1] for step in (1, 2, 16, 32, 64)), sep="\n")
 #
 # ![Film 1: a static batch, and a continuous one](figures/film.png)
 #
-# 6 requests, 3 slots (max_num_seqs; the picture says seat). c ends in step 5. In the static batch
-# its slot stays empty until b, the longest, has ended too, so d starts in step 14. In the
-# continuous batch d starts in step 6, and everything takes 19 steps instead of 24. The static run
-# is this engine with one more rule: no request joins a running batch (“held back” in the picture).
-# Rows of finished requests are not computed here; a padded batch computes them too.
+# 6 requests, 3 slots (max_num_seqs). c ends in step 5. In the static batch its slot stays empty
+# until b, the longest, has ended too, so d starts in step 14. In the continuous batch d starts in
+# step 6, and everything takes 19 steps instead of 24. The static run is this engine with one more
+# rule: no request joins a running batch (“held back” in the picture). Rows of finished requests are
+# not computed here; a padded batch computes them too.
 #
 # The film itself takes seconds to make: `make watch ARGS="--film 1 --open"`
 # in the root of the repository. Step through it with the arrow keys.

@@ -540,7 +540,7 @@ def test_positions_are_those_of_the_plan_and_not_of_counters_that_moved_on():
 
 
 def test_what_is_no_request_is_refused_with_a_sentence():
-    with pytest.raises(ValueError, match="request must"):
+    with pytest.raises(ValueError, match=r"request must be a Request, got \[1, 2\]"):
         FCFSScheduler().add_request([1, 2])
 
 

@@ -54,7 +54,7 @@ def test_allocating_fewer_than_one_block_is_an_error(num_blocks):
 
 @pytest.mark.parametrize("num_blocks", [1, 0, -3])
 def test_a_pool_without_a_usable_block_is_an_error(num_blocks):
-    with pytest.raises(ValueError, match="num_blocks must"):
+    with pytest.raises(ValueError, match=f"num_blocks must be >= 2 .*, got {num_blocks}"):
         BlockPool(num_blocks)
 
 

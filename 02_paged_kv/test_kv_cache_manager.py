@@ -168,16 +168,18 @@ def test_bad_arguments_are_errors_that_change_nothing():
     assert manager.allocate_slots(request, 8)
     before = snapshot(manager)
     calls = {
-        "num_new_tokens must be .*-1": lambda: manager.allocate_slots(request, -1),
-        "num_reserved_tokens must": lambda: manager.allocate_slots(request, 1, -2),
-        "num_new_tokens must be .*1.5": lambda: manager.allocate_slots(request, 1.5),
+        "num_new_tokens must be .*>= 0, got -1": lambda: manager.allocate_slots(request, -1),
+        "num_reserved_tokens must be .*>= 0, got -2": lambda: manager.allocate_slots(
+            request, 1, -2
+        ),
+        "num_new_tokens must be .*>= 0, got 1.5": lambda: manager.allocate_slots(request, 1.5),
     }
     for match, call in calls.items():
         with pytest.raises(ValueError, match=match):
             call()
         assert snapshot(manager) == before
     for block_size in (0, True, 2.0):
-        with pytest.raises(ValueError, match="block_size must"):
+        with pytest.raises(ValueError, match=f"block_size must be .*>= 1, got {block_size}"):
             KVCacheManager(BlockPool(4), block_size)
 
 

@@ -188,7 +188,7 @@ def test_new_block_ids_in_the_message_are_copies():
 
 @pytest.mark.parametrize("name", ["max_num_seqs", "max_num_batched_tokens", "max_model_len"])
 def test_a_limit_below_one_is_an_error(name):
-    with pytest.raises(ValueError, match=f"{name} must"):
+    with pytest.raises(ValueError, match=f"{name} must be .*>= 1, got 0"):
         PagedFCFSScheduler(memory_of(8), **{name: 0})
 
 

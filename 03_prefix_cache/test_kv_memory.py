@@ -37,7 +37,7 @@ def test_a_plain_request_depends_on_its_tokens_alone():
 @pytest.mark.parametrize("extra_keys", [["x"], ("lora", None), [("salt", "x"), ("salt", "y")]])
 def test_a_bad_key_is_refused_when_the_request_is_made(extra_keys):
     """Not in a step, where it would end everybody else's."""
-    with pytest.raises(ValueError, match="extra_keys must"):
+    with pytest.raises(ValueError, match=r"extra_keys must .*, got [\[(]"):
         KeyedRequest("a", [1], PARAMS, extra_keys=extra_keys)
 
 

@@ -386,7 +386,7 @@ def test_who_is_waited_for_came_earlier(definition):
     ],
 )
 def test_sizes_that_are_too_small_are_errors(kind, field, value, lowest):
-    with pytest.raises(ValueError, match=f"{field} must"):
+    with pytest.raises(ValueError, match=f"{field} must be >= {lowest}, got {value}"):
         kind(lambda request: [], **{field: value})
     kind(lambda request: [], **{field: lowest})
 

@@ -88,7 +88,7 @@ def test_a_request_made_as_the_reading_material_makes_it_says_what_to_write_inst
     with pytest.raises(ValueError, match=r"sampling_params must .*Request\.from_tokens\(") as error:
         Request("a", [1, 2, 3], 10)
     assert "AttributeError" not in str(error.value)
-    with pytest.raises(ValueError, match="request must"):
+    with pytest.raises(ValueError, match="request must be a Request, got 'a'"):
         Scheduler().add_request("a")
 
 
@@ -454,7 +454,7 @@ def test_what_can_never_run_is_refused_and_changes_nothing(kind):
     with pytest.raises(ValueError, match="max_model_len=30"):
         Loop(100, kind, max_model_len=30).add("a", 30)
     loop.add("a", 16, 1)
-    with pytest.raises(ValueError, match="request_id must"):
+    with pytest.raises(ValueError, match="request_id must be unique, got 'a'"):
         loop.add("a", 3)
     assert list(loop.scheduler.requests) == ["a"]
     loop.run()

@@ -45,7 +45,7 @@ NUM_REQUESTS = 100_000
 # of logits: one for the position of its draft token, one for the bonus token after it.
 
 # %%
-draft_token_ids = torch.multinomial(q, NUM_REQUESTS, replacement=True)
+drafts = torch.multinomial(q, NUM_REQUESTS, replacement=True)
 
 
 def uniform(n):
@@ -54,7 +54,7 @@ def uniform(n):
 
 verified = rejection_sample(
     target_probs=p.expand(2 * NUM_REQUESTS, -1),
-    draft_token_ids=draft_token_ids,
+    draft_token_ids=drafts,
     draft_probs=q.expand(NUM_REQUESTS, -1),
     cu_num_logits=torch.arange(0, 2 * NUM_REQUESTS + 1, 2),
     max_num_drafts=1,
@@ -79,7 +79,7 @@ recovered = torch.bincount(first[~is_accepted], minlength=8) / NUM_REQUESTS
 
 figure, axis = plt.subplots(figsize=(7, 3.6), layout="constrained")
 tokens = range(8)
-axis.bar(tokens, accepted, color=ACCEPTED, label="guess accepted")
+axis.bar(tokens, accepted, color=ACCEPTED, label="draft token accepted")
 axis.bar(tokens, recovered, bottom=accepted, color=REJECTED, label="drawn from the residual")
 axis.plot(tokens, p, "_", color=INK, markersize=28, label="p, the target")
 axis.plot(tokens, q, "x", color=DRAFT, label="q, the draft")
@@ -101,7 +101,7 @@ assert (accepted + recovered - p).abs().max() < 0.01
 # %%
 sampled = torch.multinomial(p, 2 * NUM_REQUESTS, replacement=True)
 rows = torch.arange(0, 2 * NUM_REQUESTS + 1, 2)
-tokens, num_sampled = rejection_sampling_batched(sampled, draft_token_ids, rows, 1)
+tokens, num_sampled = rejection_sampling_batched(sampled, drafts, rows, 1)
 came_out = torch.bincount(tokens[:, 0], minlength=8) / NUM_REQUESTS
 print("came out ", [round(x, 3) for x in came_out.tolist()])
 print(f"accepted {(num_sampled == 2).double().mean():.3f}, sum of p q {(p * q).sum():.3f}")

@@ -286,7 +286,9 @@ def test_guesses_for_who_has_ended_are_not_for_the_next_of_its_name(kind):
 
 @pytest.mark.parametrize("num_lookahead_tokens", [-1, 1.5, True, None])
 def test_a_number_of_slots_that_makes_no_sense_is_named(num_lookahead_tokens):
-    with pytest.raises(ValueError, match=r"^num_lookahead_tokens must"):
+    with pytest.raises(
+        ValueError, match=f"^num_lookahead_tokens must be .*>= 0, got {num_lookahead_tokens}"
+    ):
         DraftPlugin(num_lookahead_tokens)
 
 

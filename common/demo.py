@@ -142,7 +142,7 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument(
         "--speculative",
         choices=("ngram", "draft"),
-        help="guess tokens ahead: by look-up, or with the shipped draft model",
+        help="propose draft tokens: by look-up, or with the shipped draft model",
     )
     parser.add_argument(
         "--tensor-parallel-size",
@@ -199,8 +199,8 @@ def run_sequentially(
     started = time.perf_counter()
     shown = tqdm(prompts, desc="One at a time", unit="req", disable=not progress)
     outputs = [
-        llm.generate(prompt, own, use_tqdm=False, adapter=adapter)[0]
-        for prompt, own, adapter in zip(shown, params, adapters or repeat(None))
+        llm.generate(prompt, prompt_params, use_tqdm=False, adapter=adapter)[0]
+        for prompt, prompt_params, adapter in zip(shown, params, adapters or repeat(None))
     ]
     return _summarise(llm, outputs, time.perf_counter() - started, before.num_steps)
 
@@ -273,7 +273,7 @@ def print_summary(result: Run, llm) -> None:
     if llm.engine.speculation is not None:
         print(
             f"speculation          {stats.num_accepted_tokens} of {stats.num_drafted_tokens} "
-            f"guesses were right; {stats.tokens_per_pass:.2f} tokens a pass"
+            f"draft tokens accepted; {stats.tokens_per_pass:.2f} tokens a pass"
         )
 
 
@@ -389,17 +389,17 @@ def show_grammar(llm, temperature: float, seed: int) -> None:
             for i in range(len(prompts))
         ]
         print(f"\n=== {title}")
-        num_whole = 0
+        num_json = 0
         for head, output in zip(
             GRAMMAR_HEADS, llm.generate(prompts, params, use_tqdm=False), strict=True
         ):
             completion = output.outputs[0]
             text = completion.text
-            num_whole += (is_whole := _is_json(text))
-            said = "JSON" if is_whole else "no JSON"
+            num_json += (is_json := _is_json(text))
+            label = "JSON" if is_json else "no JSON"
             name = head.split("(")[0].removeprefix("def ")
-            print(f"{name:<12}{said:<9}{json.dumps(text[:90])}")
-        print(f"{num_whole} of {len(prompts)} are JSON")
+            print(f"{name:<12}{label:<9}{json.dumps(text[:90])}")
+        print(f"{num_json} of {len(prompts)} are JSON")
 
 
 def _is_json(text: str) -> bool:

@@ -105,7 +105,7 @@ class LLMEngine:
         # closed or garbage-collected.
         self._close_side = None if side.close is None else weakref.finalize(self, side.close)
         self._groups: dict[str, RequestGroup] = {}
-        self._ended: dict[RequestGroup, None] = {}  # finished but not yet returned; in order
+        self._finished_groups: dict[RequestGroup, None] = {}  # not yet returned; in order
         self._num_idle_steps = 0  # consecutive, up to the last step
         self._num_named = 0  # requests that got a generated id
         self._watch: Watch | None = None
@@ -156,7 +156,7 @@ class LLMEngine:
                         self._compiled_grammars().arrived(sequence.request)
         except Exception:  # a rejected request changes no state
             with self._mutating_state():
-                self._drop(group)
+                self._rollback_add(group)
             raise
         self._input_processor.num_seeds_drawn += params.seed is None
         return group
@@ -184,7 +184,7 @@ class LLMEngine:
                 with self._mutating_state():
                     for name, old in before.items():
                         if (group := self._groups.get(name)) is not None and group is not old:
-                            self._drop(group)
+                            self._rollback_add(group)
                 self._input_processor.num_seeds_drawn = num_seeds_drawn
                 raise
 
@@ -203,19 +203,19 @@ class LLMEngine:
         self._recover()
         if self._groups.get(group.request_id) is group:
             with self._mutating_state():
-                self._abort_all_of(group)
+                self._abort_sequences(group)
 
-    def _abort_all_of(self, group: RequestGroup) -> None:
+    def _abort_sequences(self, group: RequestGroup) -> None:
         for sequence in group.sequences:
             if not sequence.is_finished:
                 self.scheduler.abort_request(sequence.request_id)
                 sequence.abort()
         self._stats.num_aborted += 1
-        self._end(group)
+        self._finish_group(group)
 
     def has_unfinished_requests(self) -> bool:
         """Whether `step` has anything to do, if only to return an aborted request's output."""
-        return bool(self._groups or self._ended)
+        return bool(self._groups or self._finished_groups)
 
     @exclusive
     def step(self) -> list[RequestOutput]:
@@ -231,32 +231,32 @@ class LLMEngine:
         """
         self._recover()
         # If only outputs are left, there is nothing to compute, or the engine is closed.
-        has_work = self.core.has_unfinished_requests() or not self._ended
+        has_work = self.core.has_unfinished_requests() or not self._finished_groups
         if has_work:
             self._check_is_open()
-        runnable_ids = self._advance() if has_work else []
-        outputs: list[RequestOutput] = [*map(copy, self._ended), *runnable_ids]
-        self._ended.clear()  # last, because an interrupt would lose finished outputs otherwise
+        progressed = self._run_step() if has_work else []
+        outputs: list[RequestOutput] = [*map(copy, self._finished_groups), *progressed]
+        self._finished_groups.clear()  # last, or an interrupt would lose finished outputs
         return outputs
 
-    def _advance(self) -> list[RequestGroup]:
+    def _run_step(self) -> list[RequestGroup]:
         """Run one step. Returns the unfinished groups that made progress; the finished ones are in
-        `_ended`."""
+        `_finished_groups`."""
         self.lock.clear()
         self._recover()
         if self._is_closed:  # by another thread, which waits for this one to abort the requests
             for group in list(self._groups.values()):
                 self._abort(group)
             return []
-        self._end_failed_grammars()
+        self._fail_bad_grammars()
         with self.lock.deferring():
-            touched, record = self._compute()
+            touched, record = self._execute_step()
         if self.on_step is not None and record is not None:
             self.on_step(record)
         self.lock.run_deferred()
-        return [group for group in touched if group not in self._ended]
+        return [group for group in touched if group not in self._finished_groups]
 
-    def _compute(self) -> tuple[Collection[RequestGroup], StepRecord | None]:
+    def _execute_step(self) -> tuple[Collection[RequestGroup], StepRecord | None]:
         """Run one step. Returns the groups that it touched and, if `on_step` is set, its record."""
         start_time = time.monotonic()
         self._is_consistent = False
@@ -265,8 +265,8 @@ class LLMEngine:
             now = time.monotonic()
             record = None if self.on_step is None else self.recorder.record()
             with self._mutating_state():
-                self._count(self.recorder.plan, now - start_time)
-                touched = self._take(results, now)
+                self._update_stats(self.recorder.plan, now - start_time)
+                touched = self._process_outputs(results, now)
             totals = self._stats.prompt_tokens, self._stats.output_tokens
             self._throughput.note(now, *totals)
         except BaseException as error:
@@ -279,7 +279,9 @@ class LLMEngine:
             self.check_invariants()
         return touched, record
 
-    def _take(self, results: Sequence[EngineCoreOutput], now: float) -> Collection[RequestGroup]:
+    def _process_outputs(
+        self, results: Sequence[EngineCoreOutput], now: float
+    ) -> Collection[RequestGroup]:
         """Process a step's results (for a routine one, only its time is recorded) and end the
         groups that have finished. Returns the groups that the step touched."""
         if not isinstance(results, StepResults):
@@ -287,7 +289,7 @@ class LLMEngine:
             results = StepResults(list(slow_path), {}, slow_path)
         sequences, touched = self._sequences, dict[RequestGroup, None]()
         if scored := self.recorder.output.prompt_logprobs:
-            for sequence in self._members_of(self.recorder.plan, scored):
+            for sequence in self._sequences_of(self.recorder.plan, scored):
                 assert sequence.group.prompt_logprobs is not None
                 sequence.group.prompt_logprobs += scored[sequence.request_id]
         for request_id in results.request_ids:
@@ -306,10 +308,10 @@ class LLMEngine:
                 self.core.scheduler.finish_requests(request_id, RequestStatus.FINISHED_STOPPED)
             if sequence.is_finished and sequence.group.finished:
                 self._stats.num_finished += 1
-                self._end(sequence.group)
+                self._finish_group(sequence.group)
         return touched
 
-    def _members_of(
+    def _sequences_of(
         self, plan: SchedulerOutput, request_ids: Collection[str]
     ) -> Iterator[OutputProcessor]:
         """Yield the sequences of these requests of a plan that still exist. The id of an aborted
@@ -365,15 +367,15 @@ class LLMEngine:
             self.unwatch()  # the events written so far do not lead to the state after the reset
             self.kv_manager.clear()
         self.scheduler.clear()
-        nobody_computes = getattr(error, "is_final", False)
+        is_final = getattr(error, "is_final", False)
         for group in list(self._groups.values()):
             unfinished = {
                 sequence.request_id for sequence in group.sequences if not sequence.is_finished
             }
             if not unfinished:
-                self._end(group)
-            elif nobody_computes or not unfinished <= self.scheduler.requests.keys():
-                self._abort_all_of(group)
+                self._finish_group(group)
+            elif is_final or not unfinished <= self.scheduler.requests.keys():
+                self._abort_sequences(group)
         self._is_consistent, self.recorder.is_inconsistent = True, False
 
     # -- whole calls
@@ -399,21 +401,21 @@ class LLMEngine:
         adapters = spread("adapter", adapter, n, str)
         ids = [self._new_id() for _ in prompts]
         requests = zip(ids, prompts, per_prompt, strict=True)
-        own = dict[RequestGroup, None]()
+        groups = dict[RequestGroup, None]()
         try:
             with self.lock.deferring():
                 self.add_requests(requests, adapters, **options)
-                own |= dict.fromkeys(self._groups[request_id] for request_id in ids)
-            for group in own:
+                groups |= dict.fromkeys(self._groups[request_id] for request_id in ids)
+            for group in groups:
                 while not group.finished:
-                    self._advance()
-                    num_finished = self._forget_ended(own)
+                    self._run_step()
+                    num_finished = self._dequeue_finished(groups)
                     if on_finished is not None:
                         on_finished(num_finished)
         finally:
-            unnamed = (self._groups[name] for name in ids if not own and name in self._groups)
-            self._invalidate(own or dict.fromkeys(unnamed))
-        return {group.request_id: copy(group) for group in own}
+            unnamed = (self._groups[name] for name in ids if not groups and name in self._groups)
+            self._abort_groups(groups or dict.fromkeys(unnamed))
+        return {group.request_id: copy(group) for group in groups}
 
     def _new_id(self) -> str:
         """Return a request id that no unfinished request has."""
@@ -442,28 +444,28 @@ class LLMEngine:
                     yield delta
                 else:
                     with self.lock:
-                        self._advance()
-            if rest := sequence.take_delta():
-                yield rest
+                        self._run_step()
+            if delta := sequence.take_delta():
+                yield delta
         finally:
             if group := group or self._groups.get(request_id):
-                self._invalidate([group])
+                self._abort_groups([group])
 
-    def _forget_ended(self, groups: Collection[RequestGroup]) -> int:
+    def _dequeue_finished(self, groups: Collection[RequestGroup]) -> int:
         """Remove finished groups from the output queue, because the caller already holds them.
         Returns how many were finished."""
-        ended = [group for group in self._ended if group in groups]
-        for group in ended:
-            del self._ended[group]
-        return len(ended)
+        finished = [group for group in self._finished_groups if group in groups]
+        for group in finished:
+            del self._finished_groups[group]
+        return len(finished)
 
-    def _invalidate(self, groups: Collection[RequestGroup]) -> None:
-        def invalidate() -> None:
+    def _abort_groups(self, groups: Collection[RequestGroup]) -> None:
+        def abort() -> None:
             for group in groups:
                 self._abort(group)
-            self._forget_ended(groups)
+            self._dequeue_finished(groups)
 
-        self.lock.run_or_defer(invalidate)
+        self.lock.run_or_defer(abort)
 
     # -- adapters
 
@@ -510,21 +512,21 @@ class LLMEngine:
             )
         return self._grammars.queue
 
-    def _end_failed_grammars(self) -> None:
+    def _fail_bad_grammars(self) -> None:
         """Finish requests whose grammar cannot be compiled with an error."""
         failed = {} if self._grammars is None else self._grammars.queue.failed()
-        for request_id, why in failed.items():
+        for request_id, reason in failed.items():
             if (sequence := self._sequences.get(request_id)) is not None:  # else it has failed
                 with self._mutating_state():
-                    self._fail(sequence.group, why)
+                    self._fail(sequence.group, reason)
 
-    def _fail(self, group: RequestGroup, why: str) -> None:
+    def _fail(self, group: RequestGroup, reason: str) -> None:
         for sequence in group.sequences:
             if not sequence.is_finished:
                 self.scheduler.finish_requests(sequence.request_id, RequestStatus.FINISHED_ERROR)
-                sequence.fail(why)
+                sequence.fail(reason)
         self._stats.num_finished += 1
-        self._end(group)
+        self._finish_group(group)
 
     # -- statistics and observation
 
@@ -543,13 +545,13 @@ class LLMEngine:
         rates = self._throughput.per_second(time.monotonic())
         stats.recent_prompt_throughput, stats.recent_output_throughput = rates
         if self.speculation is not None:
-            guesses = self.speculation.stats
-            stats.num_passes = guesses.num_passes
-            stats.num_drafted_tokens = guesses.num_drafted
-            stats.num_accepted_tokens = guesses.num_accepted
-            stats.acceptance_by_position = guesses.acceptance_by_position
-            stats.mean_accepted_length = guesses.mean_accepted_length
-            stats.tokens_per_pass = guesses.tokens_per_pass
+            spec_stats = self.speculation.stats
+            stats.num_passes = spec_stats.num_passes
+            stats.num_drafted_tokens = spec_stats.num_drafted
+            stats.num_accepted_tokens = spec_stats.num_accepted
+            stats.acceptance_by_position = spec_stats.acceptance_by_position
+            stats.mean_accepted_length = spec_stats.mean_accepted_length
+            stats.tokens_per_pass = spec_stats.tokens_per_pass
         return stats
 
     @property
@@ -563,7 +565,7 @@ class LLMEngine:
         with self._mutating_state():
             is_reset = self.kv_manager.reset_prefix_cache()
             if is_reset:
-                self._cache_stats.forget_recent()
+                self._cache_stats.clear_recent()
             return is_reset
 
     @exclusive
@@ -642,17 +644,17 @@ class LLMEngine:
             group = sequence.group
             assert self._groups[group.request_id] is group and not group.finished, request_id
             assert sequence in group.sequences and sequence.request_id == request_id, request_id
-        assert all(group.finished for group in self._ended)
+        assert all(group.finished for group in self._finished_groups)
         assert self.scheduler.requests or self.kv_manager.num_blocks_in_use == 0, "blocks leaked"
 
-    def _count(self, plan: SchedulerOutput, seconds: float) -> None:
+    def _update_stats(self, plan: SchedulerOutput, seconds: float) -> None:
         stats, num_tokens = self._stats, plan.total_num_scheduled_tokens
         stats.num_steps += 1
         stats.busy_time += seconds
         stats.scheduled_tokens += num_tokens
         if admitted := {new.req_id: new for new in plan.scheduled_new_reqs}:
             stats.prompt_tokens += sum(len(new.prompt_token_ids) for new in admitted.values())
-            for sequence in self._members_of(plan, admitted):
+            for sequence in self._sequences_of(plan, admitted):
                 sequence.metrics.first_scheduled_time = self.recorder.start_time
         preempted, num_recomputed_tokens = preemptions_of(plan)
         stats.num_preemptions += len(preempted)
@@ -677,9 +679,9 @@ class LLMEngine:
         if request_id in self._groups or request_id in self._sequences:
             raise ValueError(f"request_id must be unique, got {request_id!r}, which is in use")
 
-    def _end(self, group: RequestGroup) -> None:
+    def _finish_group(self, group: RequestGroup) -> None:
         """Close a finished group and queue its output. Can be interrupted and called again."""
-        self._ended[group] = None
+        self._finished_groups[group] = None
         for sequence in group.sequences:
             self._sequences.pop(sequence.request_id, None)
         if self._adapters is not None:
@@ -688,12 +690,12 @@ class LLMEngine:
                 self._adapters.end(adapter, group.request_id)
         self._groups.pop(group.request_id, None)
 
-    def _drop(self, group: RequestGroup) -> None:
+    def _rollback_add(self, group: RequestGroup) -> None:
         """Undo an `add_request` that no step has seen yet."""
         ids = [sequence.request_id for sequence in group.sequences]
         self.scheduler.finish_requests(ids, RequestStatus.FINISHED_ABORTED)
-        self._end(group)
-        self._ended.pop(group, None)
+        self._finish_group(group)
+        self._finished_groups.pop(group, None)
 
 
 def _make_parts(
@@ -714,13 +716,13 @@ def _make_parts(
         loaded = load_model(
             checkpoint, config.dtype, device, packing_of=partial(packing_while_loading, config)
         )
-    weight, how = loaded.model.embed_weight, config.speculation
-    if how is None or how.method != "draft":
+    weight, spec_config = loaded.model.embed_weight, config.speculation
+    if spec_config is None or spec_config.method != "draft":
         draft = None
     elif draft is None:
         packing = partial(packing_of, config)
-        path, where = how.model or SHIPPED_DRAFT, (weight.dtype, weight.device)
-        draft = load_model(path, *where, packing_of=packing)
+        path = spec_config.model or SHIPPED_DRAFT
+        draft = load_model(path, weight.dtype, weight.device, packing_of=packing)
     put_threads_back = set_threads(config.num_threads, loaded.model.num_parameters, weight.device)
     try:
         parts = assemble(config, loaded, draft, tokenizer, sequences)

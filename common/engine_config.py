@@ -151,7 +151,7 @@ def is_proposer(value: object) -> TypeGuard[Proposer]:
     return _is_made(value, Proposer)
 
 
-def is_own(value: object) -> bool:
+def is_instance_arg(value: object) -> bool:
     """Whether `value` is an object given by the caller, not a name or a number."""
     return value is not None and not isinstance(value, str | int | float | dict)
 
@@ -388,8 +388,8 @@ class EngineConfig:
                 "be False with enforce_eager",
             ),
         }
-        for field_name, (is_wrong, why) in refused.items():
-            _check(self, (field_name, getattr(self, field_name) is None or not is_wrong, why))
+        for field_name, (is_wrong, rule) in refused.items():
+            _check(self, (field_name, getattr(self, field_name) is None or not is_wrong, rule))
         if self.kv_tiers is not None or self.kv_connector is not None:
             from kv_connector import KVConnector
             from tiered_cache import KVTierConfig
@@ -404,8 +404,8 @@ class EngineConfig:
 
     def _check_own_parts(self) -> None:
         """Check which options are compatible with parts that were given instead of names."""
-        has_policy = is_own(self.chunked_prefill)
-        has_backend = is_own(self.attention_backend)
+        has_policy = is_instance_arg(self.chunked_prefill)
+        has_backend = is_instance_arg(self.attention_backend)
         has_proposer = "speculative" in self.parts_with_state
         far = "be a name, because the model is in other processes"
         tiles = "be a name with batch_invariant=True, which has its own tiles"
@@ -477,13 +477,13 @@ class EngineConfig:
     @property
     def parts_with_state(self) -> dict[str, object]:
         """Parts that were given instead of a name and keep state of one engine's requests."""
-        how = self.speculation
+        spec_config = self.speculation
         parts = {
             "policy": self.policy,
             "chunked_prefill": self.chunked_prefill,
-            "speculative": None if how is None else how.method,
+            "speculative": None if spec_config is None else spec_config.method,
         }
-        return {name: part for name, part in parts.items() if is_own(part)}
+        return {name: part for name, part in parts.items() if is_instance_arg(part)}
 
     @property
     def num_rows_per_request(self) -> int:
@@ -499,8 +499,8 @@ class EngineConfig:
         return self.compile is True
 
     def wants_overlap(self, device: torch.device) -> bool:
-        wanted = self.overlap_scheduling is True
-        return wanted or (self.overlap_scheduling == "auto" and device.type == "cuda")
+        is_requested = self.overlap_scheduling is True
+        return is_requested or (self.overlap_scheduling == "auto" and device.type == "cuda")
 
     def num_in_flight_tokens(self, device: torch.device) -> int:
         """The maximum number of a request's tokens that are computed or planned, not published."""

@@ -45,8 +45,8 @@ def test_speculation_changes_no_word_and_tells_how_it_fared(method, capsys, monk
         out = capsys.readouterr().out
         texts.append(out[out.index("--- request-") : out.index("=== Summary")])
     assert texts[0] == texts[1]
-    assert "guesses were right" in out and "guesses right: request-" in out
-    assert "    propose   guesses for the next step" in out
+    assert "draft tokens accepted" in out and "drafts accepted: request-" in out
+    assert "    propose   draft tokens for the next step" in out
 
 
 def test_chunks_change_no_word_and_are_seen_in_the_trace(capsys) -> None:
@@ -59,7 +59,7 @@ def test_chunks_change_no_word_and_are_seen_in_the_trace(capsys) -> None:
         steps.append(out.count("5 forward"))
     assert texts[0] == texts[1]
     assert steps[1] > steps[0] + 1
-    assert "nothing: its prompt goes on" in out
+    assert "nothing: its prompt is unfinished" in out
 
 
 def test_sequential_comparison_finds_the_same_tokens(capsys: pytest.CaptureFixture[str]) -> None:

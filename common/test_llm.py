@@ -230,7 +230,7 @@ def test_unknown_argument_and_wrong_number_of_params_are_named(llm: LLM) -> None
         LLM(blocksize=16)
     with pytest.raises(ValueError, match=r"prompt contains '\\ud800'"):
         generate(llm, "a\ud800b", SamplingParams())
-    with pytest.raises(ValueError, match="sampling_params must"):
+    with pytest.raises(ValueError, match="sampling_params must be a SamplingParams, got 5"):
         next(llm.stream("a", 5))  # pyright: ignore
     with pytest.raises(ValueError, match="got 2"):
         generate(llm, ["a", "b", "c"], [SamplingParams(), SamplingParams()])

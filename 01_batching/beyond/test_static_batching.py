@@ -123,7 +123,7 @@ def test_nothing_to_do_is_a_report_without_waste(qwen3):
 
 def test_bad_input_is_refused_before_anything_is_computed(qwen3):
     requests = [make("a", 2, 2), make("a", 3, 2)]
-    with pytest.raises(ValueError, match="batch_size must"):
+    with pytest.raises(ValueError, match="batch_size must be >= 1, got 0"):
         generate_static(qwen3, requests[:1], batch_size=0)
     with pytest.raises(ValueError, match="unique"):
         generate_static(qwen3, requests, batch_size=2)

@@ -44,18 +44,22 @@ class _Transfer:
 
 
 class BackgroundTransfers:
-    """Up to `num_threads` transfers at a time, started in the order of the calls.
+    """Up to `num_transfer_threads` transfers at a time, started in the order of the calls.
 
-    `timeout_s` counts from `start`, including the wait for a thread. Threads begin with the first
-    transfer. Raises `ValueError` for a number or a time that is not positive.
+    `transfer_timeout_s` counts from `start`, including the wait for a thread. Threads begin with
+    the first transfer. Raises `ValueError` for a number or a time that is not positive.
     """
 
-    def __init__(self, num_threads: int = 4, timeout_s: float = 10.0) -> None:
-        for name, value in (("num_threads", num_threads), ("timeout_s", timeout_s)):
+    def __init__(self, num_transfer_threads: int = 4, transfer_timeout_s: float = 10.0) -> None:
+        limits = {
+            "num_transfer_threads": num_transfer_threads,
+            "transfer_timeout_s": transfer_timeout_s,
+        }
+        for name, value in limits.items():
             if not value > 0:
                 raise ValueError(f"{name} must be > 0, got {value}")
-        self.num_threads = num_threads
-        self.timeout_s = timeout_s
+        self.num_threads = num_transfer_threads
+        self.timeout_s = transfer_timeout_s
         self._changed = threading.Condition()
         self._transfers: dict[str, _Transfer] = {}  # in flight; the oldest first
         self._results: dict[str, TransferResult] = {}  # complete, and not taken yet

@@ -87,7 +87,7 @@ class MooncakePool(TransferringPool):
     ) -> None:
         self.address = address
         # The client answers one call at a time: more threads would only wait.
-        self._transfers = BackgroundTransfers(num_threads=1, timeout_s=transfer_timeout_s)
+        self._transfers = BackgroundTransfers(1, transfer_timeout_s)
         self._client = MooncakeClient(address, segment_nbytes, timeout_s=timeout_s, host=host)
         self._block_size: int | None = None  # tokens; known from the first block on
 

@@ -166,7 +166,7 @@ def test_other_tokens_under_a_known_hash_are_refused(tokens, node_id):
     "name", ["max_blocks_per_node", "transfer_timeout_s", "num_transfer_threads"]
 )
 def test_numbers_that_are_not_positive_are_refused(name):
-    with pytest.raises(ValueError, match="must be >"):
+    with pytest.raises(ValueError, match=f"^{name} must be >.*, got 0"):
         GlobalKVPool(**{name: 0})
 
 

@@ -17,7 +17,7 @@ BLOCKS = [KVBlock.create(bytes([i]), "a", [i], bytes([i])) for i in range(3)]
 
 @pytest.fixture
 def transfers() -> Iterator[BackgroundTransfers]:
-    transfers = BackgroundTransfers(num_threads=1)
+    transfers = BackgroundTransfers(num_transfer_threads=1)
     yield transfers
     transfers.check_invariants()
     transfers.close()
@@ -98,7 +98,7 @@ def test_no_further_block_is_fetched_for_a_cancelled_transfer(transfers):
 
 def test_threads_end_with_close_and_a_result_can_still_be_taken():
     before = set(threading.enumerate())
-    transfers = BackgroundTransfers(num_threads=3)
+    transfers = BackgroundTransfers(num_transfer_threads=3)
     assert set(threading.enumerate()) == before, "no transfer, no thread"
     ended = threading.Event()
     transfers.start("r", iter(BLOCKS), lambda *_: ended.set())

@@ -471,7 +471,7 @@ def test_a_closed_connector_loads_nothing_and_leaves_the_pool_to_others(pool, sa
 
 
 def test_bad_arguments_are_refused(pool, engines):
-    with pytest.raises(ValueError, match="load_timeout_s must"):
+    with pytest.raises(ValueError, match="load_timeout_s must be > 0, got 0"):
         PoolConnector(pool, "a", load_timeout_s=0)
     first, second = engines
     request = make_request("0", TOKENS)

@@ -22,7 +22,7 @@ NAMESPACE = (("model", "test"),)
 
 
 def test_a_folder_is_no_file(tmp_path):
-    with pytest.raises(ValueError, match="disk_path must"):
+    with pytest.raises(ValueError, match=f"disk_path must be a file.*{tmp_path.name}"):
         KVTierConfig(host_blocks=1, disk_path=tmp_path)
 
 

@@ -141,7 +141,7 @@ def assemble(
     loaded: LoadedModel,
     draft: LoadedModel | None,
     tokenizer: Tokenizer | None,
-    members: Mapping[str, OutputProcessor],
+    sequences: Mapping[str, OutputProcessor],
 ) -> EngineParts:
     """Choose and connect the parts of an engine. Raises `ValueError` if the model or the available
     memory does not allow the configuration."""
@@ -154,10 +154,10 @@ def assemble(
     def trim(runner: ModelRunner) -> ModelRunner:
         from common.runner.trimming_runner import TrimmingRunner
 
-        return TrimmingRunner(runner, members)
+        return TrimmingRunner(runner, sequences)
 
     local = make_runner(config, loaded, draft, max_model_len, vocab_size, trim, tokenizer=tokenizer)
-    guesses = local.speculation
+    speculation = local.speculation
     side = RunnerHandle(
         local.outermost,
         model_facts(loaded),
@@ -166,8 +166,10 @@ def assemble(
         vocab_size,
         partial(make_block_io, config, loaded, local.kv_cache),
         is_queued=local.paged.device.type != "cpu",  # by the device
-        speculation=guesses,
-        num_lookahead_tokens=None if guesses is None else guesses.proposer.num_lookahead_tokens,
+        speculation=speculation,
+        num_lookahead_tokens=None
+        if speculation is None
+        else speculation.proposer.num_lookahead_tokens,
         adapters=local.adapters,
     )
     return assemble_around(config, side)
@@ -233,14 +235,14 @@ def make_state(given: RunnerSpec, adapters: AdapterSlots | None = None) -> Batch
         plugins.append(AdapterColumns(adapters))
     max_blocks = -(-given.max_model_len // config.block_size)
     num_groups = given.loaded.model.num_groups
-    late = {name: partial(make_lazily, where, given) for name, where in LAZY_PLUGINS.items()}
+    late = {name: partial(make_lazily, qualname, given) for name, qualname in LAZY_PLUGINS.items()}
     if not given.loaded.model.collectives.ranks.is_last_stage:
         late = {}  # these plugins need logits
     return BatchState(config.max_num_seqs, max_blocks, sampling, plugins, num_groups, late)
 
 
-def make_lazily(where: str, given: RunnerSpec) -> RunnerPlugin:
-    return resolve_name(where)(given)
+def make_lazily(qualname: str, given: RunnerSpec) -> RunnerPlugin:
+    return resolve_name(qualname)(given)
 
 
 def make_paged_runner(
@@ -503,34 +505,36 @@ def make_verifier(sampler: Sampler, proposer: Proposer, is_triton: bool) -> Batc
     return SpeculativeSampler(sampler, proposer.draft_probs, *rules)
 
 
-def make_draft_length(how: SpeculativeConfig) -> DraftLength:
+def make_draft_length(spec_config: SpeculativeConfig) -> DraftLength:
     from speculating_runner import FixedLength
 
-    if not how.adaptive:
-        return FixedLength(how.num_spec_tokens)
+    if not spec_config.adaptive:
+        return FixedLength(spec_config.num_spec_tokens)
     from adaptive_length import AdaptiveLength
 
-    return AdaptiveLength(how.num_spec_tokens)
+    return AdaptiveLength(spec_config.num_spec_tokens)
 
 
 def make_proposer(given: RunnerSpec, kv_cache: PagedKVCache, state: BatchState) -> Proposer | None:
     """Make the proposer of draft tokens, or None if this rank proposes none."""
-    how = given.config.speculation
-    if how is None or not given.loaded.model.collectives.ranks.is_last_stage:
+    spec_config = given.config.speculation
+    if spec_config is None or not given.loaded.model.collectives.ranks.is_last_stage:
         return None
-    if isinstance(how.method, str):
-        return resolve_name(PROPOSERS[how.method])(how, given, kv_cache, state)
-    return how.method
+    if isinstance(spec_config.method, str):
+        return resolve_name(PROPOSERS[spec_config.method])(spec_config, given, kv_cache, state)
+    return spec_config.method
 
 
-def make_ngram(how: SpeculativeConfig, *_: object) -> Proposer:
+def make_ngram(spec_config: SpeculativeConfig, *_: object) -> Proposer:
     from ngram_index import BulkNgramProposer
 
-    return BulkNgramProposer(how.num_spec_tokens, how.max_ngram, how.min_ngram)
+    return BulkNgramProposer(
+        spec_config.num_spec_tokens, spec_config.max_ngram, spec_config.min_ngram
+    )
 
 
 def make_draft_model(
-    how: SpeculativeConfig, given: RunnerSpec, kv_cache: PagedKVCache, state: BatchState
+    spec_config: SpeculativeConfig, given: RunnerSpec, kv_cache: PagedKVCache, state: BatchState
 ) -> Proposer:
     """Make the draft model's proposer. Raises `ValueError` if its vocabulary size differs."""
     from common.sampling.speculative_sampler import ConstrainedDrafts
@@ -549,7 +553,7 @@ def make_draft_model(
         allocate_kv_cache(draft, kv_cache.num_blocks, kv_cache.block_size),
         given.attention.backend,
         state,
-        how.num_spec_tokens,
+        spec_config.num_spec_tokens,
         max_model_len=min(given.max_model_len, draft.config.num_unhidden),
         sampler=ConstrainedDrafts(sampler, state.sampling, state),
     )

@@ -129,8 +129,8 @@ def find_eos_token_ids(
 ) -> tuple[int, ...]:
     """Return every id that ends a text: those of the model's files and the tokenizer's, as in vLLM
     and SGLang. Many chat fine-tunes set only the tokenizer's to the token that ends a turn."""
-    own = None if tokenizer is None else tokenizer.eos_token_id
-    ends = listed if own is None or own >= vocab_size else [*listed, own]
+    eos = None if tokenizer is None else tokenizer.eos_token_id
+    ends = listed if eos is None or eos >= vocab_size else [*listed, eos]
     return tuple(dict.fromkeys(ends))
 
 
@@ -213,10 +213,10 @@ class SchedulerParts:
 
 def make_scheduler(parts: SchedulerParts) -> SchedulerInterface:
     """Make the scheduler. Raises `ValueError` if a user's function returns an unsuitable one."""
-    wanted = parts.config.scheduler
-    if isinstance(wanted, str):
-        return resolve_name(SCHEDULERS[wanted])(parts)
-    scheduler = wanted(parts)
+    name_or_factory = parts.config.scheduler
+    if isinstance(name_or_factory, str):
+        return resolve_name(SCHEDULERS[name_or_factory])(parts)
+    scheduler = name_or_factory(parts)
     is_ours = getattr(scheduler, "kv_memory", None) is parts.kv_memory
     if not is_ours or not isinstance(scheduler, BaseScheduler):
         raise ValueError(
@@ -396,15 +396,15 @@ def make_kv_memory(
 
 
 def make_cache(
-    wanted: str | Callable[..., PrefixCache],
+    name_or_factory: str | Callable[..., PrefixCache],
     pool: BlockPool,
     block_size: int,
     listener: CacheListener | None,
 ) -> PrefixCache:
     """Make the prefix cache. Raises `ValueError` if a user's function ignores the engine's pool."""
-    if isinstance(wanted, str):
-        return resolve_name(PREFIX_CACHES[wanted])(pool, block_size, listener)
-    cache = wanted(pool=pool, block_size=block_size, listener=listener)
+    if isinstance(name_or_factory, str):
+        return resolve_name(PREFIX_CACHES[name_or_factory])(pool, block_size, listener)
+    cache = name_or_factory(pool=pool, block_size=block_size, listener=listener)
     is_ours = isinstance(cache, PrefixCache) and cache.pool is pool
     if not is_ours or cache.block_size != block_size or cache.listener is not listener:
         raise ValueError(

@@ -18,11 +18,11 @@ logger = logging.getLogger(__name__)
 
 def check_windows(config: EngineConfig, groups: LayerGroups) -> None:
     """Raise `ValueError` for options that are not supported for layers with a window."""
-    how = config.speculation
+    spec_config = config.speculation
     refused = {
         # A draft model's keys use the slots of layers with full attention.
         'speculative other than "ngram", where no layer sees everything,': (
-            how is not None and how.method != "ngram" and None not in groups.windows
+            spec_config is not None and spec_config.method != "ngram" and None not in groups.windows
         ),
         "kv_tiers": config.kv_tiers is not None,
         "kv_connector": config.kv_connector is not None,

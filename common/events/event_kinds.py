@@ -33,16 +33,16 @@ VERSION = 1
 # the one at which admission stopped share its reason.
 REASONS = {
     "budget": "the tokens of this step were spent",
-    "blocks": "the KV memory had no room, or was kept for those who run",
-    "preempting": "a step that preempts admits nobody",
-    "seat": "as many run as may (max_num_seqs)",
+    "blocks": "no KV block was free, or those left are kept for running requests",
+    "preempting": "a step that preempts admits none",
+    "seat": "every batch slot is taken (max_num_seqs)",
     "constraint": "a rule held it back: a static batch, too many long prompts, an adapter",
-    "parent": "another request computes the very block that it could share",
+    "parent": "another request is computing the block that it could share",
     "remote_kv": "its KV is on its way from a tier or a store",
     "grammar": "its grammar is being compiled",
-    "pending": "a token of it was still under way when it was preempted",
-    "turn": "it was the turn of those who decode",
-    "enough": "so many were passed over before it that nobody else was asked",
+    "pending": "a token of it was still in flight when it was preempted",
+    "turn": "this step was for decoding requests",
+    "enough": "so many requests were skipped before it that no other was tried",
 }
 
 

@@ -36,7 +36,7 @@ def describe_step(
     def sampled(request_id: str) -> str:
         ids = record.new_token_ids.get(request_id, [])
         if not ids:
-            return f"{request_id} nothing: its prompt goes on"
+            return f"{request_id} nothing: its prompt is unfinished"
         return f"{request_id} {decode(ids)!r}" if decode else f"{request_id} {ids}"
 
     def stretch(request_id: str) -> str:
@@ -46,8 +46,8 @@ def describe_step(
 
     admitted = f"  admitted: {_some(record.admitted)}" if record.admitted else ""
     preempted = f"  preempted: {_some(record.preempted)}" if record.preempted else ""
-    guesses = _some([f"{r} {right} of {n}" for r, (n, right) in record.drafts.items()])
-    verified = f"  guesses right: {guesses}" if guesses else ""
+    drafts = _some([f"{r} {right} of {n}" for r, (n, right) in record.drafts.items()])
+    verified = f"  drafts accepted: {drafts}" if drafts else ""
     finished = _some([f"{name} ({reason})" for name, reason in record.finished.items()])
     lines = [
         f"step {record.step}  ({num_tokens} tokens, {record.step_ms:.2f} ms)",
@@ -60,11 +60,11 @@ def describe_step(
         f"  5 forward   {num_tokens} tokens in one pass  {record.forward_ms:.2f} ms",
         f"  6 sample    {_some([sampled(r) for r in scheduled])}{verified}"
         f"  {record.sample_ms:.2f} ms",
-        f"  7 update    {'finished: ' + finished if finished else 'nobody finished'}"
+        f"  7 update    {'finished: ' + finished if finished else 'none finished'}"
         f"  {record.update_ms:.2f} ms",
     ]
     if record.propose_ms:
-        lines.append(f"    propose   guesses for the next step  {record.propose_ms:.2f} ms")
+        lines.append(f"    propose   draft tokens for the next step  {record.propose_ms:.2f} ms")
     return "\n".join(lines)
 
 

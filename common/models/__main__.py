@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import fields
 from typing import Any
 
-from common.models.model_config import FAMILIES, WHY_REFUSED
+from common.models.model_config import FAMILIES, REFUSAL_REASONS
 
 _WINDOWS = {
     "never": "none",
@@ -19,8 +19,9 @@ _WINDOWS = {
     "pattern of 4": "in three layers of four, or as `layer_types` says",
 }
 # Fields that the other columns show, or that only spell a default.
-_ELSEWHERE = {"model_type", "sliding_window", "experts", "head_dim", "own", "absent", "unread"}
-_OWN = {
+_OMITTED = {"model_type", "sliding_window", "experts", "head_dim"}
+_OMITTED |= {"extras", "defaults", "overrides"}
+_PHRASES = {
     "has_attention_bias": "biases of q, k, v and o if `attention_bias`",
     "has_mlp_bias": "biases of the MLP if `mlp_bias`",
     "has_qkv_bias": "biases of q, k and v",
@@ -39,7 +40,7 @@ def families() -> list[list[str]]:
     return [
         [
             architecture,
-            "; ".join(own_state(family)) or "nothing",
+            "; ".join(special_settings(family)) or "nothing",
             windows_of(family),
             "yes" if family.experts else "none",
         ]
@@ -49,30 +50,30 @@ def families() -> list[list[str]]:
 
 def windows_of(family: Any) -> str:
     kind = family.sliding_window
-    if kind == "pattern" and (every := family.unread.get("sliding_window_pattern")):
+    if kind == "pattern" and (every := family.overrides.get("sliding_window_pattern")):
         kind = f"pattern of {every}"
-    if kind == "always" and family.absent.get("sliding_window") is None:
+    if kind == "always" and family.defaults.get("sliding_window") is None:
         return "in every layer, if `sliding_window` says so"
     return _WINDOWS.get(kind, f"`{kind}`")
 
 
-def own_state(family: Any) -> list[str]:
+def special_settings(family: Any) -> list[str]:
     """The family's special settings as phrases. A field without a phrase is shown unchanged."""
     found = []
     for field in fields(family):
         value = getattr(family, field.name)
-        if value != field.default and field.name not in _ELSEWHERE:
-            found.append(_OWN.get(field.name, f"`{field.name}` is {value!r}"))
+        if value != field.default and field.name not in _OMITTED:
+            found.append(_PHRASES.get(field.name, f"`{field.name}` is {value!r}"))
     return found
 
 
 def main() -> None:
-    for architecture, own, windows, experts in families():
-        own, windows = own.replace("`", ""), windows.replace("`", "")
-        print(f"{architecture}\n  its own   {own}\n  windows   {windows}\n  experts   {experts}\n")
+    for name, settings, windows, experts in families():
+        settings, windows = settings.replace("`", ""), windows.replace("`", "")
+        print(f"{name}\n  settings  {settings}\n  windows   {windows}\n  experts   {experts}\n")
     print("Refused by name, before a weight is read:")
-    for pattern, why in WHY_REFUSED.items():
-        print(f"  {pattern:25} {why}")
+    for pattern, reason in REFUSAL_REASONS.items():
+        print(f"  {pattern:25} {reason}")
     print("\nAll other architectures are refused, too. What a config may say, a random checkpoint")
     print("of each family, and what shows that it is right: common/models/MODELS.md")
 

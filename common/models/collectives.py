@@ -139,9 +139,9 @@ class Connected:
         self, ranks: Ranks, store: Any, device: torch.device, timeout_s: float, host: str
     ) -> None:
         self.ranks, self.counts, self.device = ranks, Communication(), device
-        self._everybody: Any = None
-        self._stage: Any = None  # its ranks; None: there is one
-        self._line: Any = None  # the stages' ranks with this `tp_rank`; None: there is one
+        self._world_group: Any = None
+        self._tp_group: Any = None  # its ranks; None: there is one
+        self._pp_group: Any = None  # the stages' ranks with this `tp_rank`; None: there is one
         self._sent: deque[tuple[Any, torch.Tensor]] = deque()
         self._stores: list[Any] = []  # a group's store must outlive it
         tp_size, num_stages = ranks.tensor_parallel_size, ranks.pipeline_parallel_size
@@ -155,32 +155,32 @@ class Connected:
 
         with self._named("connect"):
             # Numbers are on the CPU, so this one is Gloo's everywhere.
-            self._everybody = group("everybody", ranks.rank, ranks.world_size, _make_gloo)
-            self._stage = group(f"stage {ranks.stage}", ranks.tp_rank, tp_size)
-            self._line = group(f"line {ranks.tp_rank}", ranks.stage, num_stages)
+            self._world_group = group("world", ranks.rank, ranks.world_size, _make_gloo)
+            self._tp_group = group(f"tp {ranks.stage}", ranks.tp_rank, tp_size)
+            self._pp_group = group(f"pp {ranks.tp_rank}", ranks.stage, num_stages)
 
     def all_reduce(self, tensor: torch.Tensor) -> torch.Tensor:
-        if self._stage is not None:
+        if self._tp_group is not None:
             self.counts.num_all_reduces += 1
             self.counts.num_bytes += tensor.nbytes
             with self._named("all_reduce"):
-                self._stage.allreduce([tensor]).wait()
+                self._tp_group.allreduce([tensor]).wait()
         return tensor
 
     def all_gather(self, tensor: torch.Tensor) -> torch.Tensor:
-        if self._stage is None:
+        if self._tp_group is None:
             return tensor
         self.counts.num_all_gathers += 1
         self.counts.num_bytes += tensor.nbytes
         parts = [torch.empty_like(tensor) for _ in range(self.ranks.tensor_parallel_size)]
         with self._named("all_gather"):
-            self._stage.allgather([parts], [tensor]).wait()
+            self._tp_group.allgather([parts], [tensor]).wait()
         return torch.cat(parts, dim=-1)
 
     def min_across(self, value: int) -> int:
         number = torch.tensor([value], dtype=torch.int64)
-        with self._named("least"):
-            self._everybody.allreduce([number], dist.ReduceOp.MIN).wait()
+        with self._named("min_across"):
+            self._world_group.allreduce([number], dist.ReduceOp.MIN).wait()
         return int(number)
 
     def send(self, *tensors: torch.Tensor) -> None:
@@ -190,7 +190,7 @@ class Connected:
             for tensor in tensors:
                 self.counts.num_sends += 1
                 self.counts.num_bytes += tensor.nbytes
-                work = self._line.send([tensor], self.ranks.stage + 1, 0)
+                work = self._pp_group.send([tensor], self.ranks.stage + 1, 0)
                 self._sent.append((work, tensor))  # kept alive until it is sent
             while len(self._sent) > self.ranks.pipeline_parallel_size * len(tensors):
                 self._sent[0][0].wait()
@@ -201,12 +201,12 @@ class Connected:
             raise ValueError("cannot receive: there is no previous stage")
         tensor = torch.empty(tuple(shape), dtype=dtype, device=self.device)
         with self._named("receive"):
-            self._line.recv([tensor], self.ranks.stage - 1, 0).wait()
+            self._pp_group.recv([tensor], self.ranks.stage - 1, 0).wait()
         return tensor
 
     def close(self) -> None:
         """Close the groups. Tensors sent and not yet received can be lost."""
-        self._everybody = self._stage = self._line = None
+        self._world_group = self._tp_group = self._pp_group = None
         self._sent.clear()
         self._stores.clear()
 

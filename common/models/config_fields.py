@@ -27,9 +27,10 @@ def positive_float(fields: dict[str, Any], name: str, default: float | None = No
     return float(value)
 
 
-def refused(name: str, value: object, why: str) -> ValueError:
+def refused(name: str, value: object, rule: str) -> ValueError:
     text = repr(value)
-    return ValueError(f"{name} must {why}, got {text if len(text) <= 200 else f'{text[:200]} ...'}")
+    shown = text if len(text) <= 200 else f"{text[:200]} ..."
+    return ValueError(f"{name} must {rule}, got {shown}")
 
 
 def read_ropes(
@@ -49,8 +50,8 @@ def read_ropes(
         {**others, "rope_parameters": kinds.get(name), "rope_scaling": None} for name in names
     )
     if scaling := fields.get("rope_scaling"):
-        own = kinds.get(names[0]) or {}
-        full["rope_scaling"] = {**own, **scaling} if isinstance(scaling, dict) else scaling
+        rope = kinds.get(names[0]) or {}
+        full["rope_scaling"] = {**rope, **scaling} if isinstance(scaling, dict) else scaling
     sliding["rope_theta"] = fields.get("rope_local_base_freq", window_theta)
     return _rope(full, max_positions), _rope(sliding, max_positions)
 
@@ -60,8 +61,8 @@ def _rope(fields: dict[str, Any], max_positions: int) -> RopeParameters:
     rope = fields.get(source) or {}
     if not isinstance(rope, dict):
         raise refused(source, rope, "be an object or null")
-    for where in (fields, rope):
-        if (share := where.get("partial_rotary_factor")) not in (None, 1):
+    for holder in (fields, rope):
+        if (share := holder.get("partial_rotary_factor")) not in (None, 1):
             raise refused("partial_rotary_factor", share, "be 1 or absent")
     rope_type = rope.get("rope_type", rope.get("type", "default"))
     values: dict[str, Any] = {}
@@ -74,8 +75,8 @@ def _rope(fields: dict[str, Any], max_positions: int) -> RopeParameters:
     return RopeParameters(positive_float(theta, "rope_theta", 10_000.0), rope_type, **values)
 
 
-def refuse_unknown(source: str, rope: dict[str, Any], own: set[str]) -> None:
+def refuse_unknown(source: str, rope: dict[str, Any], type_fields: set[str]) -> None:
     known = {"rope_type", "type", "rope_theta", "partial_rotary_factor"}
-    known |= {"original_max_position_embeddings", *own}
+    known |= {"original_max_position_embeddings", *type_fields}
     if unknown := sorted(set(rope) - known):
         raise refused(f"{source}: {unknown[0]}", rope[unknown[0]], "be absent (not supported)")

@@ -181,14 +181,14 @@ def _open_weights(path: Path) -> dict[str, Any]:
         file_names = sorted(set(index.values()))
     else:
         others = [p.name for p in sorted(path.iterdir()) if p.suffix in _PICKLED]
-        why = f"; {others[0]} is not read, because reading it may run any code" if others else ""
-        raise FileNotFoundError(f"{path} has no weights: neither {_WEIGHTS} nor {_INDEX}{why}")
+        hint = f"; {others[0]} is not read, because reading it may run any code" if others else ""
+        raise FileNotFoundError(f"{path} has no weights: neither {_WEIGHTS} nor {_INDEX}{hint}")
     files: dict[str, Any] = {}
     for file_name in file_names:
         file = _open_file(path, file_name)
         names = set(file.keys())
         if index is not None:
-            promised = {name for name, where in index.items() if where == file_name}
+            promised = {name for name, listed_file in index.items() if listed_file == file_name}
             if culprits := _shown(sorted(names ^ promised)):
                 raise ValueError(f"{path / _INDEX} and {file_name} disagree about: {culprits}")
         files.update(dict.fromkeys(sorted(names), file))
@@ -224,9 +224,9 @@ def _eos_token_ids(path: Path, config: ModelConfig) -> tuple[int, ...]:
 def _resolve_dtype(
     dtype: str | torch.dtype, config: ModelConfig, files: dict[str, Any], device: torch.device
 ) -> torch.dtype:
-    wanted = _DTYPES.get(dtype) if isinstance(dtype, str) else dtype
-    if wanted is not None and wanted in _DTYPES.values():
-        return wanted
+    requested = _DTYPES.get(dtype) if isinstance(dtype, str) else dtype
+    if requested is not None and requested in _DTYPES.values():
+        return requested
     if dtype != "auto":
         raise ValueError(f"dtype must be 'auto' or one of {', '.join(_DTYPES)}, got {dtype!r}")
     stored = _DTYPES.get(config.dtype or "")
@@ -284,8 +284,8 @@ def _check_tensors(parts: dict[str, CheckpointTensor], files: dict[str, Any]) ->
 def _fill(decoder: DecoderModel, files: dict[str, Any], packing: Packing | None) -> None:
     """Copy every tensor to its place. With `packing`, pack each matrix when it is complete; the
     parts of one follow each other in `checkpoint_tensors`."""
-    own = [m for m in linear_layers(decoder) if m.weight is not decoder.embed_weight]
-    unpacked = {} if packing is None else overlap_plain_weights(own)
+    matrices = [m for m in linear_layers(decoder) if m.weight is not decoder.embed_weight]
+    unpacked = {} if packing is None else overlap_plain_weights(matrices)
     parts = _places(decoder, files)
     if decoder.config.tie_word_embeddings and EMBEDDING in files and HEAD in files:
         _check_tied(files, parts[EMBEDDING])

@@ -166,10 +166,10 @@ class DecoderModel(nn.Module):
 
     def embed(self, input_ids: torch.Tensor) -> torch.Tensor:  # [num_tokens, hidden_size]
         """Return the embeddings, which start the residual stream."""
-        hidden = self.look_up(input_ids)
+        hidden = self.embed_tokens(input_ids)
         return hidden if self.embedding_scale is None else hidden.mul_(self.embedding_scale)
 
-    def look_up(self, input_ids: torch.Tensor) -> torch.Tensor:
+    def embed_tokens(self, input_ids: torch.Tensor) -> torch.Tensor:
         return F.embedding(input_ids, self.embed_weight)
 
     def through_head(
@@ -215,8 +215,8 @@ class DecoderModel(nn.Module):
     def pack_weights(self, packing: Packing | None = None) -> str | None:
         """Pack every matrix for this processor (`linear.py`), by default in oneDNN's order. Returns
         None, or the reason why they stay plain."""
-        where = self.embed_weight.dtype, self.embed_weight.device
-        reason = None if packing is not None else reason_not_packed(*where)
+        weight = self.embed_weight
+        reason = None if packing else reason_not_packed(weight.dtype, weight.device)
         if reason is None:
             for matrix in linear_layers(self):
                 matrix.pack(matrix.weight is self.embed_weight, packing or ONEDNN)

@@ -101,9 +101,9 @@ class ModelConfig:
     @property
     def numerics(self) -> str:
         """The settings besides weights that KV depends on: eps, and others if not the default."""
-        rest = self.query_pre_attn_scalar, self.activation
-        is_usual = rest == (None, "silu")
-        return f"eps {self.rms_norm_eps}" + ("" if is_usual else f" {rest}")
+        settings = self.query_pre_attn_scalar, self.activation
+        is_usual = settings == (None, "silu")
+        return f"eps {self.rms_norm_eps}" + ("" if is_usual else f" {settings}")
 
     @property
     def mlp_sizes(self) -> set[int]:
@@ -125,7 +125,7 @@ class ModelConfig:
         """Read the contents of a `config.json`. Raises `ValueError` for unsupported values."""
         architecture = _architecture(fields)
         family = FAMILIES[architecture]
-        fields = {**family.absent, **fields, **family.unread}
+        fields = {**family.defaults, **fields, **family.overrides}
         _refuse_unsupported(fields, family)
         num_layers = positive_int(fields, "num_hidden_layers")
         num_heads = positive_int(fields, "num_attention_heads")
@@ -134,8 +134,8 @@ class ModelConfig:
         head_dim = positive_int(fields, "head_dim", family.head_dim or hidden_size // num_heads)
         max_positions = positive_int(fields, "max_position_embeddings")
         if num_heads % num_kv_heads:
-            why = f"divide num_attention_heads ({num_heads})"
-            raise refused("num_key_value_heads", num_kv_heads, why)
+            rule = f"divide num_attention_heads ({num_heads})"
+            raise refused("num_key_value_heads", num_kv_heads, rule)
         if head_dim % 2:
             raise refused("head_dim", head_dim, "be even for rotary embedding")
         attention_bias = bool(fields.get("attention_bias"))
@@ -167,7 +167,7 @@ class ModelConfig:
             experts=None if family.experts is None else resolve_name(family.experts)(fields),
             window_rope=window_rope,
             query_pre_attn_scalar=positive_float(fields, "query_pre_attn_scalar")
-            if "query_pre_attn_scalar" in family.own
+            if "query_pre_attn_scalar" in family.extras
             else None,
             embedding_scale=hidden_size**0.5 if family.scales_embeddings else 1.0,
             activation=family.activation[1],
@@ -194,7 +194,7 @@ class _Family:
     """`transformers`' class for `model_type`. `head_dim` is its default; None: the usual quotient.
     `sliding_window`: `"optional"` needs `use_sliding_window`, `"always"` is on unless null,
     `"pattern"` is on in all layers but each `sliding_window_pattern`th, `"never"` has none.
-    `experts` reads the experts' configuration from `own` fields. `window_theta` is the default base
+    `experts` reads the experts' configuration from `extras`. `window_theta` is the default base
     of layers with a window; None: they use the same angles as the others."""
 
     model_type: str
@@ -211,9 +211,9 @@ class _Family:
     scales_embeddings: bool = False
     norm_offset: float = 0.0
     has_post_norms: bool = False
-    own: frozenset[str] = frozenset()
-    absent: Mapping[str, Any] = field(default_factory=dict)  # what its absent fields are
-    unread: Mapping[str, Any] = field(default_factory=dict)  # what fields are that it has not
+    extras: frozenset[str] = frozenset()  # fields that not every family has
+    defaults: Mapping[str, Any] = field(default_factory=dict)  # values of absent fields
+    overrides: Mapping[str, Any] = field(default_factory=dict)  # values of fields it does not read
 
 
 def _sizes(*sizes: int | None, **others: Any) -> dict[str, Any]:
@@ -231,24 +231,24 @@ FAMILIES = {
         has_qk_norm=True,
         head_dim=128,
         sliding_window="optional",
-        absent=_sizes(151_936, 4096, 22_016, 32, 32, 32, 32_768, sliding_window=4096),
+        defaults=_sizes(151_936, 4096, 22_016, 32, 32, 32, 32_768, sliding_window=4096),
     ),
     "Qwen2ForCausalLM": _Family(
         "qwen2",
         has_qkv_bias=True,
         sliding_window="optional",
-        absent=_sizes(151_936, 4096, 22_016, 32, 32, 32, 32_768, sliding_window=4096),
+        defaults=_sizes(151_936, 4096, 22_016, 32, 32, 32, 32_768, sliding_window=4096),
     ),
     "LlamaForCausalLM": _Family(
         "llama",
         has_attention_bias=True,
         has_mlp_bias=True,
-        absent=_sizes(32_000, 4096, 11_008, 32, 32, None, 2048, eos_token_id=2),
+        defaults=_sizes(32_000, 4096, 11_008, 32, 32, None, 2048, eos_token_id=2),
     ),
     "MistralForCausalLM": _Family(
         "mistral",
         sliding_window="always",
-        absent=_sizes(32_000, 4096, 14_336, 32, 32, 8, 131_072, eos_token_id=2)
+        defaults=_sizes(32_000, 4096, 14_336, 32, 32, 8, 131_072, eos_token_id=2)
         | {"sliding_window": 4096},
     ),
     "Gemma3ForCausalLM": _Family(
@@ -262,9 +262,9 @@ FAMILIES = {
         scales_embeddings=True,
         norm_offset=1.0,
         has_post_norms=True,
-        own=frozenset({"hidden_activation", "query_pre_attn_scalar", "rope_local_base_freq"})
+        extras=frozenset({"hidden_activation", "query_pre_attn_scalar", "rope_local_base_freq"})
         | {"sliding_window_pattern", "cache_implementation"},
-        absent=_sizes(262_208, 2304, 9216, 26, 8, 4, 131_072, eos_token_id=1)
+        defaults=_sizes(262_208, 2304, 9216, 26, 8, 4, 131_072, eos_token_id=1)
         | {"sliding_window": 4096, "query_pre_attn_scalar": 256, "rope_theta": 1e6}
         | {"tie_word_embeddings": True, "hidden_activation": "gelu_pytorch_tanh"},
     ),
@@ -275,10 +275,10 @@ FAMILIES = {
         window_theta=5e5,
         blocks=("post-norm attention", "post-norm mlp"),
         has_post_norms=True,
-        absent=_sizes(50_304, 4096, 11_008, 32, 32, None, 2048, eos_token_id=50_279)
+        defaults=_sizes(50_304, 4096, 11_008, 32, 32, None, 2048, eos_token_id=50_279)
         | {"sliding_window": 4096, "rope_theta": 5e5, "rms_norm_eps": 1e-5},
-        own=frozenset({"sliding_window_pattern", "rope_local_base_freq"}),
-        unread={"sliding_window_pattern": 4, "rope_local_base_freq": 5e5},
+        extras=frozenset({"sliding_window_pattern", "rope_local_base_freq"}),
+        overrides={"sliding_window_pattern": 4, "rope_local_base_freq": 5e5},
     ),
     "Qwen3MoeForCausalLM": _Family(
         "qwen3_moe",
@@ -286,18 +286,18 @@ FAMILIES = {
         has_qk_norm=True,
         sliding_window="optional",
         experts="common.models.experts.expert_config:qwen3_moe",
-        own=frozenset({"num_experts", "num_local_experts", "decoder_sparse_step", *_OF_EXPERTS})
+        extras=frozenset({"num_experts", "num_local_experts", "decoder_sparse_step", *_OF_EXPERTS})
         | {"moe_intermediate_size", "norm_topk_prob", "mlp_only_layers"},
-        absent=_sizes(151_936, 2048, 6144, 24, 32, 4, 32_768, sliding_window=4096)
+        defaults=_sizes(151_936, 2048, 6144, 24, 32, 4, 32_768, sliding_window=4096)
         | {"num_experts_per_tok": 8, "moe_intermediate_size": 768},
-        unread={"max_window_layers": 0},  # a window is one of all layers
+        overrides={"max_window_layers": 0},  # a window is one of all layers
     ),
     "MixtralForCausalLM": _Family(
         "mixtral",
         sliding_window="always",
         experts="common.models.experts.expert_config:mixtral",
-        own=frozenset({"num_local_experts", "router_jitter_noise", *_OF_EXPERTS}),  # in training
-        absent=_sizes(32_000, 4096, 14_336, 32, 32, 8, 131_072, eos_token_id=2)
+        extras=frozenset({"num_local_experts", "router_jitter_noise", *_OF_EXPERTS}),  # in training
+        defaults=_sizes(32_000, 4096, 14_336, 32, 32, 8, 131_072, eos_token_id=2)
         | {"num_local_experts": 8, "num_experts_per_tok": 2}
         | {"rms_norm_eps": 1e-5, "rope_theta": 1e6},
     ),
@@ -308,7 +308,7 @@ SUPPORTED_ARCHITECTURES = tuple(FAMILIES)
 # named neither here nor in the families are refused too, without a reason, because they have not
 # been examined. A family takes precedence over a pattern.
 _STATES = "three of four layers keep a state instead of keys and values"
-WHY_REFUSED: dict[str, str] = {
+REFUSAL_REASONS: dict[str, str] = {
     "GptOssForCausalLM": "its attention has a sink in each head, and its experts are in MXFP4",
     "Qwen3Next*": _STATES,
     "Qwen3_5*": _STATES,
@@ -353,8 +353,8 @@ def _architecture(fields: dict[str, Any]) -> str:
     ]
     if not isinstance(names, list) or len(names) != 1 or names[0] not in FAMILIES:
         shown = fields.get("architectures") or f"none with model_type {model_type!r}"
-        why = f": {found}" if (found := refusal_reason(names)) else ""
-        raise ValueError(f"architectures must be one of {', '.join(FAMILIES)}, got {shown}{why}")
+        suffix = f": {found}" if (found := refusal_reason(names)) else ""
+        raise ValueError(f"architectures must be one of {', '.join(FAMILIES)}, got {shown}{suffix}")
     expected = FAMILIES[names[0]].model_type
     if model_type not in (None, expected):
         raise refused("model_type", model_type, f"be {expected!r} with {names[0]}")
@@ -367,10 +367,11 @@ def _is_unsupported(name: str) -> bool:
 
 def _refuse_unsupported(fields: dict[str, Any], family: _Family) -> None:
     if code := fields.get("auto_map"):
-        why = "be absent, because a checkpoint's own code is never run here; remove the field if "
-        raise refused("auto_map", code, f"{why}transformers' {family.model_type} is the same model")
+        rule = "be absent, because a checkpoint's own code is never run here; remove the field if "
+        rule += f"transformers' {family.model_type} is the same model"
+        raise refused("auto_map", code, rule)
     for name, value in fields.items():
-        if name in family.own or not _is_unsupported(name):
+        if name in family.extras or not _is_unsupported(name):
             continue
         is_cap = "softcap" in name  # one of 1 caps
         if value is True or value not in (_NEUTRAL[:1] if is_cap else _NEUTRAL):
@@ -386,7 +387,7 @@ def _refuse_unsupported(fields: dict[str, Any], family: _Family) -> None:
     for name, has in has_biases.items():
         if fields.get(name) and not has:
             raise refused(name, fields[name], f"be false in {family.model_type}")
-    known = _KNOWN | family.own | ({"use_qk_norm"} if family.has_qk_norm else set())
+    known = _KNOWN | family.extras | ({"use_qk_norm"} if family.has_qk_norm else set())
     names = [name for name in sorted(fields.keys() - known) if not name.startswith("_")]
     if unknown := [name for name in names if not _is_unsupported(name)]:
         logger.warning("ignoring unknown fields of config.json: %s", ", ".join(unknown))
@@ -424,9 +425,9 @@ def _layer_windows(fields: dict[str, Any], family: _Family) -> tuple[Window, ...
     if window is None or (kind != "always" and "sliding_attention" not in layer_types):
         return ()
     window = positive_int({"sliding_window": window}, "sliding_window")
-    if window > (most := positive_int(fields, "max_position_embeddings")):
+    if window > (max_positions := positive_int(fields, "max_position_embeddings")):
         says = "sliding_window is %d and max_position_embeddings %d: it hides nothing, %s"
-        logger.warning(says, window, most, "so all layers are served as full attention")
+        logger.warning(says, window, max_positions, "so all layers are served as full attention")
     if kind == "always":
         return (window,) * num_layers
     return tuple(window if kind == "sliding_attention" else None for kind in layer_types)
@@ -452,7 +453,7 @@ def refusal_reason(architectures: object) -> str | None:
     """Why a model is not served. None: not known. `architectures` is from a `config.json`."""
     given = architectures if isinstance(architectures, list) else []
     names = [n for n in given if isinstance(n, str) and not fnmatchcase(n, "*Head*Model")]
-    for pattern, why in WHY_REFUSED.items():
+    for pattern, reason in REFUSAL_REASONS.items():
         if any(fnmatchcase(name, pattern) for name in names):
-            return why
+            return reason
     return None

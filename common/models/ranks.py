@@ -64,8 +64,8 @@ class Ranks:
                 f"pipeline_parallel_size must be <= {num_layers}, the number of layers, got "
                 f"{num_stages}"
             )
-        even, num_left = divmod(num_layers, num_stages)
-        taken = [*range(1, num_stages - 1), 0][:num_left]
+        even, remainder = divmod(num_layers, num_stages)
+        taken = [*range(1, num_stages - 1), 0][:remainder]
         sizes = [even + (stage in taken) for stage in range(num_stages)]
         start = sum(sizes[: self.stage])
         return range(start, start + sizes[self.stage])

@@ -47,12 +47,12 @@ def read_scaling(
     values: dict[str, Any] = {name: positive_float(rope, name) for name in needed}
     values |= {k: positive_float(rope, k) for k in optional if rope.get(k) is not None}
     if rope_type != "linear":
-        own = fields if fields.get(_ORIGINAL) is not None else rope
-        values[_ORIGINAL] = positive_int(own, _ORIGINAL, max_positions)
+        holder = fields if fields.get(_ORIGINAL) is not None else rope
+        values[_ORIGINAL] = positive_int(holder, _ORIGINAL, max_positions)
         low, high = _BOUNDS[rope_type]
-        least, most = values.get(low, 1.0), values.get(high, 32.0)  # yarn's, if they are absent
-        if most <= least:
-            raise refused(f"{source}: {high}", most, f"exceed {low} ({least})")
+        lower, upper = values.get(low, 1.0), values.get(high, 32.0)  # yarn's, if they are absent
+        if upper <= lower:
+            raise refused(f"{source}: {high}", upper, f"exceed {low} ({lower})")
     if rope_type == "yarn":
         if rope.get("rope_theta", fields.get("rope_theta")) == 1:
             raise refused("rope_theta", 1, "be another number with yarn")
@@ -61,11 +61,13 @@ def read_scaling(
     return values
 
 
-def _attention_factor(factor: float, mscale: float | None, of_all: float | None) -> float:
-    def grown(scale: float) -> float:
+def _attention_factor(factor: float, mscale: float | None, mscale_all_dim: float | None) -> float:
+    def yarn_mscale(scale: float) -> float:
         return 0.1 * scale * math.log(factor) + 1.0 if factor > 1 else 1.0
 
-    return grown(mscale) / grown(of_all) if mscale and of_all else grown(1.0)
+    if mscale and mscale_all_dim:
+        return yarn_mscale(mscale) / yarn_mscale(mscale_all_dim)
+    return yarn_mscale(1.0)
 
 
 def linear(inv_freq: torch.Tensor, rope: RopeParameters) -> torch.Tensor:

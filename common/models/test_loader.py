@@ -220,7 +220,7 @@ def test_a_tied_matrix_may_have_either_name_or_both(how, tmp_path):
 def test_a_tied_matrix_stored_twice_with_different_values_is_refused(tmp_path):
     save_case("qwen2", tmp_path)
     edit_weights(tmp_path, lambda tensors: tensors.update({HEAD: tensors[EMBEDDING] + 1e-9}))
-    with pytest.raises(ValueError, match="tie_word_embeddings must"):
+    with pytest.raises(ValueError, match=r"tie_word_embeddings must be false .*, got true"):
         load_model(tmp_path)
 
 
@@ -286,7 +286,7 @@ def test_an_index_without_a_proper_weight_map_is_refused(weight_map, sharded):
 
 def test_an_index_cannot_point_outside_its_directory(sharded):
     edit_json(sharded / INDEX, weight_map={"a": "../whole/model.safetensors"})
-    with pytest.raises(ValueError, match="file names must"):
+    with pytest.raises(ValueError, match=r"file names must .*, got '../whole/model.safetensors'"):
         load_model(sharded)
 
 
@@ -407,7 +407,7 @@ def test_a_dtype_can_be_asked_for(checkpoint):
         expected = getattr(torch, dtype) if isinstance(dtype, str) else dtype
         assert load_model(checkpoint, dtype).model.norm_weight.dtype == expected
     for dtype in ("int8", "fp16", torch.int64, None, 16):
-        with pytest.raises(ValueError, match="dtype must be"):
+        with pytest.raises(ValueError, match=f"dtype must be .*bfloat16, .*, got {dtype!r}"):
             load_model(checkpoint, dtype)
 
 

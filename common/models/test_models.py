@@ -19,7 +19,7 @@ from common.engine_config import SHIPPED_CHECKPOINT
 from common.models import loader, test_model
 from common.models.__main__ import main
 from common.models.model import DecoderModel
-from common.models.model_config import SUPPORTED_ARCHITECTURES, WHY_REFUSED, refusal_reason
+from common.models.model_config import REFUSAL_REASONS, SUPPORTED_ARCHITECTURES, refusal_reason
 from common.tests.model_cases import save_case
 from workshop.book import models_page
 
@@ -41,14 +41,14 @@ def test_the_page_and_what_is_printed_say_what_the_code_says(capsys):
     assert models_page.PAGE.read_text(encoding="utf-8") == models_page.render()
     main()
     printed = capsys.readouterr().out
-    for name in (*SUPPORTED_ARCHITECTURES, *WHY_REFUSED, *WHY_REFUSED.values()):
+    for name in (*SUPPORTED_ARCHITECTURES, *REFUSAL_REASONS, *REFUSAL_REASONS.values()):
         assert name in printed
 
 
 def test_every_architecture_that_is_refused_by_name_is_one():
     kinds = (names for key, names in vars(modeling_auto).items() if key.endswith("_MAPPING_NAMES"))
     known = {name for kind in kinds for name in kind.values() if isinstance(name, str)}
-    for pattern, why in WHY_REFUSED.items():
+    for pattern, why in REFUSAL_REASONS.items():
         fitting = [name for name in known if fnmatchcase(name, pattern)]
         assert any(refusal_reason([name]) == why for name in fitting), pattern
     assert refusal_reason(["SomethingNew"]) is refusal_reason("GptOssForCausalLM") is None

@@ -39,18 +39,18 @@ class ChannelClosed(ConnectionError):
 @contextmanager
 def interrupts_held() -> Iterator[None]:
     """Delay Ctrl-C until the block ends. Only the main thread is ever interrupted."""
-    own = signal.getsignal(signal.SIGINT)
-    if own is None or threading.current_thread() is not threading.main_thread():
+    previous_handler = signal.getsignal(signal.SIGINT)
+    if previous_handler is None or threading.current_thread() is not threading.main_thread():
         yield
         return
-    came: list[int] = []
-    signal.signal(signal.SIGINT, lambda number, frame: came.append(number))
+    received: list[int] = []
+    signal.signal(signal.SIGINT, lambda number, frame: received.append(number))
     try:
         yield
     finally:
-        signal.signal(signal.SIGINT, own)
-        if came:
-            signal.raise_signal(came[0])
+        signal.signal(signal.SIGINT, previous_handler)
+        if received:
+            signal.raise_signal(received[0])
 
 
 class Channel:
@@ -155,7 +155,7 @@ class Lifeline(threading.Thread):
         while True:
             try:
                 self.channel.receive()
-                self.channel.send(json.dumps(self.where()).encode())
+                self.channel.send(json.dumps(self.location()).encode())
             except ChannelClosed as error:
                 if isinstance(error.__cause__, TimeoutError) and self._has_parent():
                     continue
@@ -166,7 +166,7 @@ class Lifeline(threading.Thread):
     def _has_parent(self) -> bool:
         return self.parent is None or os.getppid() == self.parent
 
-    def where(self) -> dict[str, Any]:
+    def location(self) -> dict[str, Any]:
         """The step in flight, whether it waits for other ranks, and our current source line."""
         frame = sys._current_frames().get(threading.main_thread().ident or 0)
         place, is_waiting = "nowhere", False
@@ -181,7 +181,7 @@ class Lifeline(threading.Thread):
         return {"step": self.step, "is_waiting": is_waiting, "place": place}
 
 
-def ask_where(lifelines: dict[int, Channel], timeout_s: float) -> dict[int, dict[str, Any]]:
+def ask_locations(lifelines: dict[int, Channel], timeout_s: float) -> dict[int, dict[str, Any]]:
     """Return each process's answer by rank. A process that has exited or stopped has none."""
     answers: dict[int, dict[str, Any]] = {}
     deadline = time.monotonic() + timeout_s

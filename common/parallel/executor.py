@@ -34,7 +34,7 @@ from common.parallel.channel import (
     START_TIMEOUT_S,
     Channel,
     ChannelClosed,
-    ask_where,
+    ask_locations,
     interrupts_held,
 )
 
@@ -90,7 +90,7 @@ class Executor:
         # Adapters being read: by number, the answer of each rank.
         self.loading: dict[int, dict[int, dict[str, Any]]] = {}
         self._errors: dict[int, dict[str, Any]] = {}
-        self._gone: set[int] = set()
+        self._exited_ranks: set[int] = set()
         self._selector = selectors.DefaultSelector()
         for link in self.links:
             self._selector.register(link.channel, selectors.EVENT_READ, link)
@@ -129,14 +129,14 @@ class Executor:
             if time.monotonic() > deadline:
                 names = ", ".join(link.name for link in left)
                 self._fail(f"{names} did not take a message in {timeout_s:g} s")
-            self._take_what_came(0.001)  # otherwise two full sockets would wait for each other
+            self._receive(0.001)  # otherwise two full sockets would wait for each other
 
     def _send_some(self, link: Link) -> bool:
         try:
             if not link.channel.is_sent:
                 link.channel.send_some()
         except ChannelClosed:
-            self._gone.add(link.rank)
+            self._exited_ranks.add(link.rank)
             self._fail()
         return link.channel.is_sent
 
@@ -147,10 +147,10 @@ class Executor:
         that no call has waited for are dropped."""
         self._check()
         ranks = range(len(self.links)) if self.compares else (self.output_rank,)
-        waiting, what = list(ranks), f"step {step}"
+        waiting, late_for = list(ranks), f"step {step}"
         deadline = time.monotonic() + self.timeout_s
         while waiting := [rank for rank in waiting if step not in self._outputs[rank]]:
-            self._take_what_came(deadline - time.monotonic(), what)
+            self._receive(deadline - time.monotonic(), late_for)
         answers = [self._outputs[rank].pop(step) for rank in ranks]
         for outputs in self._outputs:
             for number in [n for n in outputs if n < step]:
@@ -160,23 +160,23 @@ class Executor:
             return answers[self.output_rank]
         return answers[0]
 
-    def collect(self, what: str) -> list[dict[str, Any]]:
+    def collect(self, late_for: str) -> list[dict[str, Any]]:
         """Return every rank's next answer other than answers to plans."""
         self._check()
-        return self._collect(self.timeout_s, what)
+        return self._collect(self.timeout_s, late_for)
 
     def look(self, seconds: float) -> None:
         """Process the messages that arrive within `seconds`."""
         self._check()
-        self._take_what_came(seconds)
+        self._receive(seconds)
 
-    def _collect(self, timeout_s: float, what: str) -> list[dict[str, Any]]:
+    def _collect(self, timeout_s: float, late_for: str) -> list[dict[str, Any]]:
         deadline = time.monotonic() + timeout_s
         while not all(self._answers):
-            self._take_what_came(deadline - time.monotonic(), what, timeout_s)
+            self._receive(deadline - time.monotonic(), late_for, timeout_s)
         return [answers.popleft() for answers in self._answers]
 
-    def _take_what_came(
+    def _receive(
         self, seconds: float, late_for: str | None = None, timeout_s: float | None = None
     ) -> None:
         """Wait up to `seconds` for a message and process what has arrived. If none arrives and
@@ -185,7 +185,7 @@ class Executor:
         with interrupts_held():  # so that no answer is lost between socket and parsing
             for key, _ in ready:
                 self._take(key.data)
-        if self._errors or self._gone:
+        if self._errors or self._exited_ranks:
             self._fail()
         if not ready and late_for is not None:
             self._fail(late_for=late_for, timeout_s=timeout_s or self.timeout_s)
@@ -194,7 +194,7 @@ class Executor:
         try:
             messages = link.channel.arrived()
         except ChannelClosed:
-            self._gone.add(link.rank)
+            self._exited_ranks.add(link.rank)
             self._selector.unregister(link.channel)
             return
         for data in messages:
@@ -246,20 +246,20 @@ class Executor:
 
     def _culprits(self) -> str:
         """A sentence that names the ranks that exited or raised. Empty if others are at fault."""
-        gone = [self._describe_gone(self.links[rank]) for rank in sorted(self._gone)]
+        exits = [self._describe_exit(self.links[rank]) for rank in sorted(self._exited_ranks)]
         raised = [
             self._describe_error(rank)
             for rank, error in sorted(self._errors.items())
             if not error["is_collective"]
         ]
-        return "; ".join(raised[:1] or gone)
+        return "; ".join(raised[:1] or exits)
 
     def _describe_error(self, rank: int) -> str:
         error = self._errors[rank]
         return f"{self.links[rank].name} raised {error['kind_of_error']}: {error['sentence']}"
 
     @staticmethod
-    def _describe_gone(link: Link) -> str:
+    def _describe_exit(link: Link) -> str:
         if link.process is None:
             return f"{link.name} has exited"
         with suppress(subprocess.TimeoutExpired):
@@ -271,25 +271,25 @@ class Executor:
 
     def _find_stuck(self, late_for: str | None, timeout_s: float | None) -> str:
         lifelines = {link.rank: link.lifeline for link in self.links}
-        answers = ask_where(lifelines, GRACE_S)
+        answers = ask_locations(lifelines, GRACE_S)
         late = "" if late_for is None else f" in {timeout_s:g} s"
-        what = late_for or "its step"
+        awaited = late_for or "its step"
         if silent := [link.name for link in self.links if link.rank not in answers]:
-            return f"{', '.join(silent)} is stuck: no sign of life, and no end of {what}{late}"
+            return f"{', '.join(silent)} is stuck: no sign of life, and no end of {awaited}{late}"
         places = {rank: answer["place"] for rank, answer in answers.items()}
         busy = {r for r, a in answers.items() if a["step"] is not None and not a["is_waiting"]}
         if late_for is not None and busy:
             shown = ", ".join(f"{self.links[r].name} at {places[r]}" for r in sorted(busy))
-            return f"{shown} is late: no end of {what}{late}"
+            return f"{shown} is late: no end of {awaited}{late}"
         if self._errors:
             return self._describe_error(min(self._errors))
         shown = ", ".join(f"rank {rank} at {place}" for rank, place in sorted(places.items()))
-        return f"no rank has come to the end of {what}{late}: {shown}"
+        return f"no rank has come to the end of {awaited}{late}: {shown}"
 
-    def _end(self, why: str) -> NoReturn:
-        self.failure = why
+    def _end(self, reason: str) -> NoReturn:
+        self.failure = reason
         self._kill()
-        raise WorkerError(why)
+        raise WorkerError(reason)
 
     # -- the end
 
@@ -300,18 +300,18 @@ class Executor:
         self._is_closed = True
         if self.failure is None:
             with suppress(Exception, KeyboardInterrupt):
-                self._say_goodbye()
+                self._send_close()
         self._kill()
 
-    def _say_goodbye(self) -> None:
+    def _send_close(self) -> None:
         goodbye, deadline = message.pack("close"), time.monotonic() + CLOSE_TIMEOUT_S
-        left = [link for link in self.links if link.rank not in self._gone]
+        left = [link for link in self.links if link.rank not in self._exited_ranks]
         for link in left:
             if link.channel.is_sent and not link.channel.is_inconsistent:
                 link.channel.put(goodbye)
                 with suppress(ChannelClosed):
                     link.channel.send_some()
-        while len(self._gone) < len(self.links) and time.monotonic() < deadline:
+        while len(self._exited_ranks) < len(self.links) and time.monotonic() < deadline:
             for key, _ in self._selector.select(max(0.0, deadline - time.monotonic())):
                 self._take(key.data)
         for link in left:

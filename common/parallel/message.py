@@ -4,7 +4,7 @@
                     plan         the message of a step (chapter 1's `RunnerInput`)
                     read, write  the bytes of a KV block
                     adapter      a directory: read what it holds, while steps go on
-                    take, drop   keep what was read for the steps to come, or forget it
+                    take, drop   keep what was read for the steps to come, or discard it
                     close
     from a worker   ready        what its model is
                     output       the answer to a plan (`StepOutput`), or nothing from most ranks
@@ -64,8 +64,10 @@ def pack_error(error: BaseException) -> bytes:
     """Pack an error. `is_collective`: another rank, gone or late, is at fault."""
     chain = [error, error.__cause__, error.__context__]
     is_collective = any(type(e).__name__ == "CollectiveError" for e in chain)
-    what = {"kind_of_error": type(error).__name__, "sentence": str(error)}
-    return pack("error", **what, is_collective=is_collective)
+    kind_of_error, sentence = type(error).__name__, str(error)
+    return pack(
+        "error", kind_of_error=kind_of_error, sentence=sentence, is_collective=is_collective
+    )
 
 
 def unpack(data: bytes | bytearray | memoryview, kinds: Mapping[str, Any]) -> tuple[str, dict]:
@@ -103,15 +105,15 @@ def _extension(code: int, data: bytes) -> Any:
     return int.from_bytes(data, "big", signed=True)
 
 
-def _check_fields(what: str, found: Any, expected: Any) -> None:
+def _check_fields(name: str, found: Any, expected: Any) -> None:
     if not isinstance(found, dict):
-        raise MessageError(f"{what} must be a map")
+        raise MessageError(f"{name} must be a map")
     if found.keys() != set(expected):
         missing, unknown = (
             sorted(set(expected) - found.keys()),
             sorted(found.keys() - set(expected)),
         )
-        raise MessageError(f"{what} lacks {sorted(missing)} and has unknown {sorted(unknown)}")
+        raise MessageError(f"{name} lacks {sorted(missing)} and has unknown {sorted(unknown)}")
 
 
 def _names(kind: type) -> tuple[str, ...]:
@@ -127,15 +129,15 @@ def _as_map(value: Any, names: tuple[str, ...], **instead: Any) -> dict[str, Any
 
 
 def _made(
-    kind: Callable[..., Any], what: str, found: Any, names: tuple[str, ...], **instead
+    kind: Callable[..., Any], label: str, found: Any, names: tuple[str, ...], **instead
 ) -> Any:
-    _check_fields(what, found, names)
+    _check_fields(label, found, names)
     try:
         return kind(**{name: instead.get(name, _same)(found[name]) for name in names})
     except MessageError:
         raise
     except (TypeError, KeyError, ValueError) as error:
-        raise MessageError(f"{what}: {error}") from error
+        raise MessageError(f"{label}: {error}") from error
 
 
 def _same(value: Any) -> Any:
@@ -185,7 +187,7 @@ def plan_from_map(found: Any) -> RunnerInput:
         ],
         scheduled_cached_reqs=lambda cached: _made(
             CachedRequestData,
-            "what changed",
+            "changed requests",
             cached,
             _CACHED,
             new_block_ids=lambda rows: [() if found == [] else _tables(found) for found in rows],

@@ -32,7 +32,7 @@ from common.assembly.scheduler_assembly import (
     find_max_model_len,
     find_vocab_size,
 )
-from common.engine_config import SHIPPED_CHECKPOINT, EngineConfig, is_own
+from common.engine_config import SHIPPED_CHECKPOINT, EngineConfig, is_instance_arg
 from common.models.loader import Checkpoint, read_checkpoint
 from common.models.model import DecoderModel
 from common.models.model_config import ModelFacts
@@ -180,20 +180,20 @@ class RemoteLoading:
         try:
             executor.send(message.pack("adapter", number=number, directory=path))
         except BaseException:
-            self.forget()
+            self.discard()
             raise
 
     def is_over(self) -> bool:
-        return self._has_come(0)
+        return self._has_all_answers(0)
 
-    def _has_come(self, seconds: float) -> bool:
+    def _has_all_answers(self, seconds: float) -> bool:
         num_ranks = len(self._executor.links)
         if len(self._answers) < num_ranks:
             self._executor.look(seconds)
         return len(self._answers) == num_ranks
 
     def digest(self) -> str:
-        while not self._has_come(1.0):  # a rank that is gone is an error
+        while not self._has_all_answers(1.0):  # a rank that is gone is an error
             pass
         answers = [self._answers[rank] for rank in sorted(self._answers)]
         for answer in answers:
@@ -207,7 +207,7 @@ class RemoteLoading:
     def take(self) -> None:
         self._end(is_wanted=True)
 
-    def forget(self) -> None:
+    def discard(self) -> None:
         """Drop the loaded data. Ranks that are gone have lost it already."""
         with suppress(WorkerError):
             self._end(is_wanted=False)
@@ -238,7 +238,7 @@ class RemoteAdapters:
 
 
 def assemble_remote(
-    config: EngineConfig, tokenizer: Tokenizer | None, members: Mapping[str, OutputProcessor]
+    config: EngineConfig, tokenizer: Tokenizer | None, sequences: Mapping[str, OutputProcessor]
 ) -> tuple[EngineParts, Tokenizer]:
     """Start the workers and make a scheduler for them. Raises the same errors about configuration
     and checkpoint as a single process, whichever process finds them."""
@@ -265,8 +265,8 @@ def assemble_remote(
         messages = _start_messages(config, checkpoint, device, started, [max_model_len, vocab_size])
         facts = executor.start(messages)
         sizes = max_model_len, vocab_size, num_parameters
-        side = _make_side(config, checkpoint, executor, facts, *sizes, members)
-        return assemble_around(config, side), tokenizer
+        runner_handle = _make_runner_handle(config, checkpoint, executor, facts, *sizes, sequences)
+        return assemble_around(config, runner_handle), tokenizer
     except BaseException:
         executor.close()
         raise
@@ -279,12 +279,15 @@ def _start_messages(
     started: StartedWorkers,
     limits: list[int],
 ) -> list[bytes]:
-    told = config_to_map(config) | {"model": str(checkpoint.path.resolve()), "device": device.type}
+    config_map = config_to_map(config) | {
+        "model": str(checkpoint.path.resolve()),
+        "device": device.type,
+    }
     has_connector = config.kv_tiers is not None or config.kv_connector is not None
     return [
         message.pack(
             "start",
-            config=told,
+            config=config_map,
             rank=link.rank,
             limits=limits,
             eos_token_ids=list(checkpoint.generation_eos_token_ids),
@@ -305,7 +308,7 @@ def config_to_map(config: EngineConfig) -> dict[str, Any]:
         del values[name]
     values["adapters"] = {} if config.takes_adapters else None  # they come later
     for name, instead in (("scheduler", "two_phase"), ("chunked_prefill", True)):
-        if is_own(values[name]):
+        if is_instance_arg(values[name]):
             values[name] = instead
     return _plain(values)
 
@@ -324,7 +327,7 @@ def _plain(value: Any) -> Any:
     return value
 
 
-def _make_side(
+def _make_runner_handle(
     config: EngineConfig,
     checkpoint: Checkpoint,
     executor: Executor,
@@ -332,7 +335,7 @@ def _make_side(
     max_model_len: int,
     vocab_size: int,
     num_parameters: int,
-    members: Mapping[str, OutputProcessor],
+    sequences: Mapping[str, OutputProcessor],
 ) -> RunnerHandle:
     for name in ("checkpoint", "dtype", "num_blocks"):
         values = [fact[name] for fact in facts]
@@ -343,7 +346,7 @@ def _make_side(
     runner: ModelRunner = RemoteRunner(executor, tells_times=config.speculation is not None)
     counting = None
     if config.speculation is not None:
-        runner = counting = CountingRunner(TrimmingRunner(runner, members))
+        runner = counting = CountingRunner(TrimmingRunner(runner, sequences))
     lookahead = [f["num_lookahead_tokens"] for f in facts if f["num_lookahead_tokens"] is not None]
 
     def block_io() -> tuple[RemoteBlockIO, Namespace]:

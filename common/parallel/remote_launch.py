@@ -162,8 +162,8 @@ def _launch_with_torchrun(num_ranks: int, num_threads: int) -> StartedWorkers:
     links = [start_process(0)]
     with socket.create_server((host, 0), family=family) as server:
         secret = secrets.token_hex(16)
-        where = {"host": host, "port": server.getsockname()[1], "secret": secret}
-        meeting.set("engine", json.dumps(where))
+        endpoint = {"host": host, "port": server.getsockname()[1], "secret": secret}
+        meeting.set("engine", json.dumps(endpoint))
         links += _accept(server, secret, num_ranks)
     store = _make_store(host) if num_ranks > 1 else None
     own_hosts = [host] + [""] * (num_ranks - 1)
@@ -208,14 +208,16 @@ def serve_if_not_first() -> None:
         return
     from common.parallel.worker import serve
 
-    where = json.loads(_torchrun_store().get("engine"))
+    endpoint = json.loads(_torchrun_store().get("engine"))
     ends = []
     for name in ("channel", "lifeline"):
-        sock = socket.create_connection((where["host"], where["port"]), START_TIMEOUT_S)
+        sock = socket.create_connection((endpoint["host"], endpoint["port"]), START_TIMEOUT_S)
         sock.settimeout(None)
         sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         ends.append(Channel(sock))
-        ends[-1].send(json.dumps({"secret": where["secret"], "rank": rank, "name": name}).encode())
+        ends[-1].send(
+            json.dumps({"secret": endpoint["secret"], "rank": rank, "name": name}).encode()
+        )
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the driver to answer
     serve(ends[0], Lifeline(ends[1].sock, parent=None))
     raise SystemExit(0)

@@ -146,7 +146,7 @@ class ShardedModel(DecoderModel):
             return self.through_head(hidden, batch, kv_cache, out)
         return self.through_layers(hidden, batch, kv_cache, None)
 
-    def look_up(self, input_ids: torch.Tensor) -> torch.Tensor:
+    def embed_tokens(self, input_ids: torch.Tensor) -> torch.Tensor:
         return vocab_parallel_embedding(
             input_ids, self.embed_weight, self._first_id, self.collectives
         )

@@ -21,7 +21,7 @@ from common.parallel.channel import (
     Channel,
     ChannelClosed,
     Lifeline,
-    ask_where,
+    ask_locations,
     interrupts_held,
 )
 from common.parallel.executor import Executor, Link, WorkerError
@@ -102,9 +102,9 @@ def test_interrupts_are_the_main_threads_business():
 def test_a_rank_in_a_collective_is_said_to_wait():
     line = Lifeline(pair()[0].sock, parent=None)
     said: dict = {}
-    code = compile("said |= line.where()", "/engine/collectives.py", "exec")
+    code = compile("said |= line.location()", "/engine/collectives.py", "exec")
     exec(code, {"line": line, "said": said})
-    assert said["is_waiting"] and not line.where()["is_waiting"]
+    assert said["is_waiting"] and not line.location()["is_waiting"]
 
 
 def test_a_lifeline_says_where_the_process_is_and_who_is_silent_does_not():
@@ -113,7 +113,7 @@ def test_a_lifeline_says_where_the_process_is_and_who_is_silent_does_not():
     line.step = 7
     line.start()
     its_three.close()
-    answers = ask_where({0: one, 1: two, 2: three}, 1.0)
+    answers = ask_locations({0: one, 1: two, 2: three}, 1.0)
     assert answers.keys() == {0} and answers[0]["step"] == 7 and not answers[0]["is_waiting"]
     assert answers[0]["place"].startswith("channel.py:")  # of ours, the innermost line: it waits
     line.is_over = True
@@ -197,7 +197,7 @@ def broken(kind: str, is_collective: bool) -> Callable[[int], list[bytes]]:
     return lambda step: [message.pack("error", **what, is_collective=is_collective)]
 
 
-def where(is_waiting: bool, step: int | None = 3) -> dict:
+def location(is_waiting: bool, step: int | None = 3) -> dict:
     return {"step": step, "is_waiting": is_waiting, "place": f"a.py:{int(is_waiting)}"}
 
 
@@ -219,7 +219,7 @@ def impatient(monkeypatch) -> None:
 
 
 def test_answers_that_nobody_waited_for_are_forgotten():
-    executor = played((right, where(True)), (silent, where(True)), timeout_s=5)
+    executor = played((right, location(True)), (silent, location(True)), timeout_s=5)
     for number in range(3):
         executor.send(message.pack("plan", step=number))
     assert executor.wait_for_output(2)["output"] == {"of": 2}
@@ -253,7 +253,7 @@ def test_two_that_talk_at_once_do_not_wait_for_each_other():
     executor.close()
 
 
-WAITS, WORKS, IS_IDLE = where(True), where(False), where(False, None)
+WAITS, WORKS, IS_IDLE = location(True), location(False), location(False, None)
 FAILURES = {
     "gone": ((right, WAITS), (lambda _: [b""], WAITS), "^rank 1 has exited$"),
     "gone, and another has noticed": (

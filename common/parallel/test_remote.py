@@ -387,7 +387,7 @@ def test_ranks_that_say_different_things_of_themselves_are_refused(
     executor, ranks = Executor([], 0, 1.0), [facts, facts | {name: other}]
     with pytest.raises(ValueError, match=f"{name} must be the same on all ranks"):
         checkpoint = read_checkpoint(random_oracle.path)
-        remote._make_side(config, checkpoint, executor, ranks, 64, 97, 0, {})
+        remote._make_runner_handle(config, checkpoint, executor, ranks, 64, 97, 0, {})
 
 
 class NoTokenizer:

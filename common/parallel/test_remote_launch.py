@@ -219,7 +219,9 @@ def test_what_torchrun_has_started_is_made_use_of(under_torchrun) -> None:
     assert remote_launch.torchrun_size() == 6
     assert remote_launch.torchrun_size(pipeline_parallel_size=3) == 2
     for size in (0, "2"):
-        with pytest.raises(ValueError, match="pipeline_parallel_size must"):
+        with pytest.raises(
+            ValueError, match=f"pipeline_parallel_size must be .*>= 1, got {size!r}"
+        ):
             remote_launch.torchrun_size(pipeline_parallel_size=size)  # pyright: ignore
 
 
@@ -300,7 +302,7 @@ def test_each_worker_gets_its_share_of_the_threads_unless_told(monkeypatch):
 
 def test_a_device_of_its_own_for_each_rank(monkeypatch):
     monkeypatch.setattr(EngineConfig, "resolve_device", lambda self: torch.device("cuda", 1))
-    with pytest.raises(ValueError, match="device must"):
+    with pytest.raises(ValueError, match=r"device must .*, got 'cuda:1'"):
         LLM(tensor_parallel_size=2, device="cuda:1")
     monkeypatch.setattr(remote_launch.torch.cuda, "device_count", lambda: 1)
     with pytest.raises(ValueError, match="2 ranks need a CUDA device each, got 1"):

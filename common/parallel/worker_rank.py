@@ -95,30 +95,30 @@ class Rank:
     def start(cls, channel: Channel) -> Rank:
         """Make a rank from the first message, which has its number and everything it needs. Sends
         the answer, which reports the result."""
-        _, told = message.unpack(channel.receive(), {"start": QUESTIONS["start"]})
-        name = f"[rank {told['rank']}] %(message)s"
-        logging.basicConfig(level=told["log_level"], format=name, force=True)
-        torch.set_num_threads(told["threads"])
-        config = EngineConfig(**told["config"])
-        ranks = Ranks(config.tensor_parallel_size, config.pipeline_parallel_size, told["rank"])
+        _, content = message.unpack(channel.receive(), {"start": QUESTIONS["start"]})
+        name = f"[rank {content['rank']}] %(message)s"
+        logging.basicConfig(level=content["log_level"], format=name, force=True)
+        torch.set_num_threads(content["threads"])
+        config = EngineConfig(**content["config"])
+        ranks = Ranks(config.tensor_parallel_size, config.pipeline_parallel_size, content["rank"])
         device = _device_of(config, ranks)
-        meeting = _Meeting(ranks, channel, told["meeting"])
+        meeting = _Meeting(ranks, channel, content["meeting"])
         meeting.wait("imported")
         collectives = meeting.connect(device, config.worker_timeout_s)
         loaded = _load(config, device, collectives)
-        loaded = replace(loaded, generation_eos_token_ids=tuple(told["eos_token_ids"]))
-        draft, how = None, config.speculation
-        if how is not None and how.method == "draft" and ranks.is_last_stage:
-            path, dtype = how.model or SHIPPED_DRAFT, loaded.model.embed_weight.dtype
+        loaded = replace(loaded, generation_eos_token_ids=tuple(content["eos_token_ids"]))
+        draft, spec_config = None, config.speculation
+        if spec_config is not None and spec_config.method == "draft" and ranks.is_last_stage:
+            path, dtype = spec_config.model or SHIPPED_DRAFT, loaded.model.embed_weight.dtype
             draft = load_model(path, dtype, device, packing_of=partial(packing_of, config))
         length: DriverChosenLength | None = None
 
-        def tell(how: SpeculativeConfig) -> DriverChosenLength:
+        def make_length(speculation: SpeculativeConfig) -> DriverChosenLength:
             nonlocal length
-            length = DriverChosenLength(make_draft_length(how))
+            length = DriverChosenLength(make_draft_length(speculation))
             return length
 
-        max_model_len, vocab_size = told["limits"]
+        max_model_len, vocab_size = content["limits"]
         meeting.wait("loaded")
         local = make_runner(
             config,
@@ -126,7 +126,7 @@ class Rank:
             draft,
             max_model_len,
             vocab_size,
-            make_length=tell,
+            make_length=make_length,
             peers=Peers(
                 collectives.min_across if ranks.world_size > 1 else int,
                 int(os.environ.get("LOCAL_WORLD_SIZE", ranks.world_size)),
@@ -134,14 +134,14 @@ class Rank:
         )
         rank = cls(channel, config, collectives, local, length)
         facts = rank._facts(loaded)
-        if told["has_connector"]:  # reads every weight
+        if content["has_connector"]:  # reads every weight
             _, namespace = make_block_io(config, loaded, local.kv_cache)
             facts["namespace"] = [list(pair) for pair in namespace]
         channel.send(message.pack("ready", facts=facts))
         return rank
 
     def _facts(self, loaded: LoadedModel) -> dict[str, Any]:
-        kv_cache, guesses = self.local.kv_cache, self.local.speculation
+        kv_cache, speculation = self.local.kv_cache, self.local.speculation
         assert loaded.path is not None
         return {
             "pid": os.getpid(),
@@ -150,29 +150,29 @@ class Rank:
             "checkpoint": checkpoint_digest(loaded.path),
             "num_blocks": kv_cache.num_blocks,
             "kv_bytes_per_block": kv_cache.kv_bytes_per_block,
-            "num_lookahead_tokens": guesses and guesses.proposer.num_lookahead_tokens,
+            "num_lookahead_tokens": speculation and speculation.proposer.num_lookahead_tokens,
         }
 
     # -- then
 
     def handle(self, data: bytes) -> bool:
         """Process a message. Returns whether it was the last one."""
-        kind, told = message.unpack(data, QUESTIONS)
+        kind, content = message.unpack(data, QUESTIONS)
         if kind == "plan":
-            self._execute(told)
+            self._execute(content)
         elif kind == "read":  # before the next step begins, which may write to the block
-            block = self.blocks.read_block(told["block_id"])
+            block = self.blocks.read_block(content["block_id"])
             self._send(lambda: message.pack("block", data=block))
         elif kind == "write":
-            self.blocks.write_block(told["block_id"], told["data"])
+            self.blocks.write_block(content["block_id"], content["data"])
         elif kind == "adapter":
-            self._read_adapter(told["number"], told["directory"])
+            self._read_adapter(content["number"], content["directory"])
         elif kind == "take":  # in the host's memory before any step that uses it
-            reading = self._reading.pop(told["number"], None)
-            if told["is_wanted"] and reading is not None and self.local.adapters is not None:
+            reading = self._reading.pop(content["number"], None)
+            if content["is_wanted"] and reading is not None and self.local.adapters is not None:
                 self.local.adapters.take(reading.result())
         elif kind == "drop" and self.local.adapters is not None:
-            self.local.adapters.drop(told["digest"])
+            self.local.adapters.drop(content["digest"])
         return kind == "close"
 
     def _read_adapter(self, number: int, directory: str) -> None:
@@ -181,14 +181,16 @@ class Rank:
         self._reader = self._reader or ThreadPoolExecutor(1, thread_name_prefix="adapters")
         reading = self._reader.submit(self.local.adapters.read, directory)
         self._reading[number] = reading
-        self._reader.submit(_send_or_report, self.channel, partial(_what_was_read, number, reading))
+        self._reader.submit(
+            _send_or_report, self.channel, partial(_pack_adapter_answer, number, reading)
+        )
 
-    def _execute(self, told: dict[str, Any]) -> None:
+    def _execute(self, content: dict[str, Any]) -> None:
         self.num_plans += 1
         if self.length is not None:
-            self.length.begin(told["step"], told["times"])
-        handle = self.local.outermost.execute(message.plan_from_map(told["plan"]))
-        self._send(partial(self._answer_to, told["step"], handle))
+            self.length.begin(content["step"], content["times"])
+        handle = self.local.outermost.execute(message.plan_from_map(content["plan"]))
+        self._send(partial(self._answer_to, content["step"], handle))
 
     def _send(self, make: Callable[[], bytes | None]) -> None:
         if self._answering is None:
@@ -216,7 +218,7 @@ class Rank:
         self.collectives.close()
 
 
-def _what_was_read(number: int, reading: Future[Adapter]) -> bytes:
+def _pack_adapter_answer(number: int, reading: Future[Adapter]) -> bytes:
     found: dict[str, Any] = {"digest": None, "kind_of_error": "", "sentence": ""}
     try:
         found["digest"] = reading.result().digest
@@ -270,12 +272,12 @@ class _Meeting:
 
 
 def _load(config: EngineConfig, device: torch.device, collectives: Collectives) -> LoadedModel:
-    where = config.model or SHIPPED_CHECKPOINT, config.dtype, device
+    load_args = config.model or SHIPPED_CHECKPOINT, config.dtype, device
     packing = partial(packing_while_loading, config)
     if collectives.ranks.world_size == 1:
-        return load_model(*where, packing_of=packing)
+        return load_model(*load_args, packing_of=packing)
     make = partial(ShardedModel, collectives=collectives)
-    return load_model(*where, make, packing)
+    return load_model(*load_args, make, packing)
 
 
 @dataclass(frozen=True, slots=True)
@@ -293,16 +295,16 @@ class DriverChosenLength(DraftLength):
     def __init__(self, inner: DraftLength) -> None:
         self.inner = inner
         self._step = 0
-        self._unjudged: deque[_Unverified] = deque()
+        self._unverified: deque[_Unverified] = deque()
 
     def begin(self, step: int, times: list[list]) -> None:
         """`times`: step, milliseconds of verifying and of drafting, of steps before this one."""
         self._step = step
         for number, verify_ms, draft_ms in times:
-            while self._unjudged and self._unjudged[0].step < number:
-                self._unjudged.popleft()  # the driver has never seen its end
-            if self._unjudged and self._unjudged[0].step == number:
-                seen = self._unjudged.popleft()
+            while self._unverified and self._unverified[0].step < number:
+                self._unverified.popleft()  # the driver has never seen its end
+            if self._unverified and self._unverified[0].step == number:
+                seen = self._unverified.popleft()
                 self.inner.observe_step(
                     seen.num_requests, seen.num_tokens, seen.num_rounds, verify_ms, draft_ms
                 )
@@ -316,7 +318,7 @@ class DriverChosenLength(DraftLength):
     def observe_step(
         self, num_requests: int, num_tokens: int, num_rounds: int, verify_ms: float, draft_ms: float
     ) -> None:
-        self._unjudged.append(_Unverified(self._step, num_requests, num_tokens, num_rounds))
+        self._unverified.append(_Unverified(self._step, num_requests, num_tokens, num_rounds))
 
     def remove_request(self, request_id: str) -> None:
         self.inner.remove_request(request_id)

@@ -66,13 +66,13 @@ class EngineLock:
         """Reset the deferring state, which an interrupt can leave set."""
         self._num_deferring = 0
 
-    def run_or_defer(self, what: Callable[[], None]) -> None:
-        """Run `what` immediately, if the lock is free, or held by this thread and not deferring;
-        otherwise the thread with the lock runs it. No effect in a forked process, where a generator
-        may end."""
+    def run_or_defer(self, callback: Callable[[], None]) -> None:
+        """Run `callback` immediately, if the lock is free, or held by this thread and not
+        deferring; otherwise the thread with the lock runs it. No effect in a forked process, where
+        a generator may end."""
         if os.getpid() != self._pid:
             return
-        self.deferred.append(what)
+        self.deferred.append(callback)
         self.run_deferred()
 
     def run_deferred(self) -> None:
@@ -86,9 +86,9 @@ class EngineLock:
             finally:
                 self._lock.release()
 
-    def _do(self, what: Callable[[], None]) -> None:
+    def _do(self, callback: Callable[[], None]) -> None:
         try:
-            what()
+            callback()
         except Exception:
             self.deferred.popleft()
             raise
@@ -99,8 +99,8 @@ def exclusive(method: Method) -> Method:
     """Decorate a method of a class with a `lock`, so that it holds the lock."""
 
     @wraps(method)
-    def taken(self: Any, *arguments: Any, **keywords: Any) -> Any:
+    def wrapper(self: Any, *arguments: Any, **keywords: Any) -> Any:
         with self.lock:
             return method(self, *arguments, **keywords)
 
-    return cast(Method, taken)
+    return cast(Method, wrapper)

@@ -104,21 +104,21 @@ class InputProcessor:
             seed = (self.seed << 32) + self.num_seeds_drawn * 1_000_003
             params = DrawnSeedParams(**{f.name: getattr(params, f.name) for f in fields(params)})
         for i in range(params.n):
-            own = dict(features)
+            sample_features = dict(features)
             if num_top is not None and i == 0:  # one sample computes them for all
-                own["prompt_logprobs"] = int(num_top)
+                sample_features["prompt_logprobs"] = int(num_top)
             request = KeyedRequest(
                 request_id if params.n == 1 else f"{request_id}#{i}",
                 group.prompt_token_ids,
                 replace(
                     params,
                     seed=seed_of_sample(seed, i),
-                    skip_reading_prefix_cache=bool(skips or "prompt_logprobs" in own),
+                    skip_reading_prefix_cache=bool(skips or "prompt_logprobs" in sample_features),
                 ),
                 self.eos_token_ids,
                 arrival_time,
                 priority,
-                own,
+                sample_features,
                 extra_keys=extra_keys,
             )
             group.add(OutputProcessor(request, i, self.tokenizer))
@@ -189,16 +189,16 @@ class InputProcessor:
 def _truncated(token_ids: list[int], params: SamplingParams, max_model_len: int) -> list[int]:
     """The last `truncate_prompt_tokens` tokens of a prompt. -1: as many as leave space for
     `max_tokens` outputs, or for one output if that is None."""
-    most, max_tokens = params.truncate_prompt_tokens, params.max_tokens
-    if most is None:
+    num_kept, max_tokens = params.truncate_prompt_tokens, params.max_tokens
+    if num_kept is None:
         return token_ids
-    is_right = _is_integer_type(type(most)) and (most == -1 or most > 0)
-    require(is_right, "truncate_prompt_tokens", most, "None, -1 or an integer >= 1")
-    if most == -1:
-        most = max_model_len - (1 if max_tokens is None else max_tokens)
+    is_right = _is_integer_type(type(num_kept)) and (num_kept == -1 or num_kept > 0)
+    require(is_right, "truncate_prompt_tokens", num_kept, "None, -1 or an integer >= 1")
+    if num_kept == -1:
+        num_kept = max_model_len - (1 if max_tokens is None else max_tokens)
         room = f"< max_model_len={max_model_len} if truncate_prompt_tokens is -1, or None"
-        require(most >= 1, "max_tokens", max_tokens, room)
-    return token_ids[-most:]
+        require(num_kept >= 1, "max_tokens", max_tokens, room)
+    return token_ids[-num_kept:]
 
 
 def plain(values: Any) -> Any:

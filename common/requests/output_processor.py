@@ -182,9 +182,9 @@ class OutputProcessor:
         """Finish an aborted request. The tokens generated so far are kept."""
         self._finish("abort")
 
-    def fail(self, why: str) -> None:
+    def fail(self, reason: str) -> None:
         """Finish a request that cannot be served. The tokens generated so far are kept."""
-        self.metrics.finish_detail = why
+        self.metrics.finish_detail = reason
         self._finish("error")
 
     def take_delta(self) -> str:
@@ -195,14 +195,14 @@ class OutputProcessor:
         """Return all text so far. Decodes only the tokens that were not decoded before."""
         return self._read(lambda detokenizer: detokenizer.text)
 
-    def _read(self, what: Callable[[IncrementalDetokenizer], str]) -> str:
+    def _read(self, getter: Callable[[IncrementalDetokenizer], str]) -> str:
         if self._detokenizer is None:
             return ""
         reason, stop_reason = self.completion.finish_reason, self.completion.stop_reason
         self._decode(self._detokenizer, reason == "stop" and not isinstance(stop_reason, str))
         if reason is not None:
             self._detokenizer.finish()
-        return what(self._detokenizer)
+        return getter(self._detokenizer)
 
     def _decode(self, detokenizer: IncrementalDetokenizer, has_stop_token: bool) -> str | None:
         """Decode the tokens that are not text yet, except a last one that stopped the request,

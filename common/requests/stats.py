@@ -30,7 +30,7 @@ class RecentCacheStats(CacheStats):
         self._num_tokens += num_tokens
         self._num_hit += num_hit
 
-    def forget_recent(self) -> None:
+    def clear_recent(self) -> None:
         """Clear the recent counts, because the prefix cache was cleared."""
         self._recent.clear()
         self._num_tokens = self._num_hit = 0
@@ -51,15 +51,15 @@ class Throughput:
     def note(self, now: float, num_prompt_tokens: int, num_output_tokens: int) -> None:
         """Record the totals since the start, after a step."""
         self._steps.append((now, num_prompt_tokens, num_output_tokens))
-        self._forget(now)
+        self._drop_old(now)
 
     def per_second(self, now: float) -> tuple[float, float]:
         """Return the throughput of prompt tokens and of output tokens."""
-        self._forget(now)
+        self._drop_old(now)
         (_, *before), (_, *since) = self._steps[0], self._steps[-1]
         seconds = max(min(now - self.start, RECENT_SECONDS), 1e-9)
         return (since[0] - before[0]) / seconds, (since[1] - before[1]) / seconds
 
-    def _forget(self, now: float) -> None:
+    def _drop_old(self, now: float) -> None:
         while len(self._steps) > 1 and self._steps[1][0] <= now - RECENT_SECONDS:
             self._steps.popleft()

@@ -19,7 +19,7 @@ def test_the_hit_rate_of_late_is_that_of_the_last_thousand_requests() -> None:
             recent = seen[max(0, count - RECENT_REQUESTS) : count]
             assert stats.recent_hit_rate == sum(h for _, h in recent) / sum(n for n, _ in recent)
     assert stats.hit_rate == sum(h for _, h in seen) / sum(n for n, _ in seen) != 0
-    stats.forget_recent()
+    stats.clear_recent()
     assert stats.recent_hit_rate == 0 and stats.hit_rate > 0
 
 

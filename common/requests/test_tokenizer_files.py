@@ -120,7 +120,9 @@ def test_prompt_ids_and_texts_are_those_of_the_file_for_every_class(
                 assert loaded.encode(text, add_special_tokens=False) == ids[1:], about
                 whole = file.decode(ids)
                 assert loaded.decode(ids) == whole == stream(loaded, [], ids)[1], about
-                said = b"".join(vocabulary.pieces[i] for i in ids if i not in loaded.special_ids)
+                said = b"".join(
+                    vocabulary.token_bytes[i] for i in ids if i not in loaded.special_ids
+                )
                 assert said.decode().strip(" ") == whole.strip(" "), about
 
 

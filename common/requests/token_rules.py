@@ -102,10 +102,10 @@ def _checked(word: Any, check_ids: CheckIds) -> list[int]:
 class TokenRules:
     """The rules of one request, from the data of `token_rules_of`."""
 
-    def __init__(self, told: Mapping[str, Any]) -> None:
-        allowed, words = told["allowed"], told["bad_words"]
+    def __init__(self, rules: Mapping[str, Any]) -> None:
+        allowed, words = rules["allowed"], rules["bad_words"]
         self.allowed = None if allowed is None else np.array(allowed, dtype=np.int64)
-        self.biased, self.bias = np.array(told["biased"], dtype=np.int64), np.array(told["bias"])
+        self.biased, self.bias = np.array(rules["biased"], dtype=np.int64), np.array(rules["bias"])
         self.bad = np.array([ids[0] for ids in words if len(ids) == 1], dtype=np.int64)
         self.longer = [ids for ids in words if len(ids) > 1]
         self.words_after: dict[int, list[list[int]]] = {}  # `longer` by second-last token

@@ -68,7 +68,7 @@ class Tokenizer:
         self._is_byte_level = "ByteLevel(" in decoder
         self._has_byte_tokens = "ByteFallback(" in decoder
         self.decode_errors = "replace_each" if self._has_byte_tokens else "replace"
-        self._pieces: dict[int, bytes] = {}
+        self._token_bytes: dict[int, bytes] = {}
 
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
         """Return token ids. They start with a BOS token only if the tokenizer adds one."""
@@ -87,10 +87,10 @@ class Tokenizer:
         if is_first and not self._is_byte_level:
             text = self.decode([token_id], skip_special_tokens=False)
             return self.token_bytes(token_id) if REPLACEMENT in text else text.encode()
-        piece = self._pieces.get(token_id)
-        if piece is None:
-            piece = self._pieces[token_id] = self._find_bytes(token_id)
-        return piece
+        found = self._token_bytes.get(token_id)
+        if found is None:
+            found = self._token_bytes[token_id] = self._find_bytes(token_id)
+        return found
 
     def _find_bytes(self, token_id: int) -> bytes:
         token = self.backend.id_to_token(token_id)
@@ -208,7 +208,7 @@ class IncrementalDetokenizer:
             t not in self._skipped and tokenizer.has_token(t) for t in reversed(prompt_token_ids)
         )
         self._utf8 = codecs.getincrementaldecoder("utf-8")(errors=tokenizer.decode_errors)
-        self._pieces: list[str] = []  # joined: the text
+        self._text_parts: list[str] = []  # joined: the text
         self._unsent: list[str] = []  # joined: the end of the text that was in no delta yet
         self._num_sent = 0  # characters
         self._longest = max(map(len, self._stop), default=1)
@@ -218,8 +218,8 @@ class IncrementalDetokenizer:
     @property
     def text(self) -> str:
         """All text so far, without incomplete characters. A stop string can still cut its end."""
-        self._pieces = ["".join(self._pieces)]
-        return self._pieces[0]
+        self._text_parts = ["".join(self._text_parts)]
+        return self._text_parts[0]
 
     def append(self, token_id: int) -> StopMatch | None:
         """Add one output token. On a match, the text is cut before the stop string. If the token
@@ -238,7 +238,7 @@ class IncrementalDetokenizer:
         """Return how many of these tokens, if they came next, would complete a stop string, or
         their number if none would. Changes no state."""
         probe = copy.copy(self)
-        probe._pieces, probe._unsent = [], []
+        probe._text_parts, probe._unsent = [], []
         probe._utf8 = codecs.getincrementaldecoder("utf-8")(errors=self._tokenizer.decode_errors)
         probe._utf8.setstate(self._utf8.getstate())
         for i, token_id in enumerate(token_ids):
@@ -261,11 +261,11 @@ class IncrementalDetokenizer:
         if not self._is_finished:
             self._is_finished = True
             if rest := self._utf8.decode(b"", final=True):
-                self._pieces.append(rest)
+                self._text_parts.append(rest)
                 self._unsent.append(rest)
 
     def _extend(self, new: str) -> StopMatch | None:
-        self._pieces.append(new)
+        self._text_parts.append(new)
         self._unsent.append(new)
         if not self._stop:
             return None
@@ -277,7 +277,7 @@ class IncrementalDetokenizer:
         self._is_finished = True
         start, stop_string = match
         end = start + len(stop_string) * self.includes_stop
-        self._pieces = [self.text[: len(self.text) - len(window) + end]]
+        self._text_parts = [self.text[: len(self.text) - len(window) + end]]
         self._unsent = [self.text[self._num_sent :]]
         return StopMatch(stop_string, self.num_tokens)
 
@@ -293,8 +293,8 @@ class IncrementalDetokenizer:
 
     def _num_held(self, text: str) -> int:
         """Return the length of the longest end of `text` with which a stop string begins."""
-        most = 0 if self.includes_stop else self._longest - 1
-        lengths = range(min(len(text), most), 0, -1)
+        max_held = 0 if self.includes_stop else self._longest - 1
+        lengths = range(min(len(text), max_held), 0, -1)
         return next((n for n in lengths if any(s.startswith(text[-n:]) for s in self._stop)), 0)
 
 

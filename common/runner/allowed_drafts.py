@@ -22,11 +22,11 @@ class AllowedDrafts(Proposer):
     def propose(
         self, inputs: Sequence[ProposerInput], num_drafts: Sequence[int]
     ) -> dict[str, list[int]]:
-        guesses, state = self.proposer.propose(inputs, num_drafts), self.state
+        draft_token_ids, state = self.proposer.propose(inputs, num_drafts), self.state
         for num_possible in state.plugins.num_possible:
-            for req_id, drafts in guesses.items():
+            for req_id, drafts in draft_token_ids.items():
                 del drafts[num_possible(state, state.row_of[req_id], drafts) :]
-        return {req_id: drafts for req_id, drafts in guesses.items() if drafts}
+        return {req_id: drafts for req_id, drafts in draft_token_ids.items() if drafts}
 
     def draft_probs(self, request_id: str) -> torch.Tensor | None:
         return self.proposer.draft_probs(request_id)

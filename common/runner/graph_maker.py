@@ -6,7 +6,7 @@ import logging
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from common.engine_config import EngineConfig, is_own
+from common.engine_config import EngineConfig, is_instance_arg
 from common.models.model import DecoderModel
 from common.runner.graphs import CannotCapture, CudaGraphs, DecodeGraphs, GraphPart, Graphs
 from paged_attention import AttentionBackend, PagedKVCache
@@ -38,21 +38,21 @@ class GraphMaker:
         parts: Sequence[GraphPart] = (),
     ) -> GraphMaker | None:
         device, ranks = model.embed_weight.device, model.collectives.ranks
-        why_not = None
+        reason = None
         if config.batch_invariant:
-            why_not = "batch_invariant=True computes on the host's plan"
+            reason = "batch_invariant=True computes on the host's plan"
         elif device.type == "cpu" and config.wants_compiled(model.num_parameters, device):
-            why_not = "compiled code is nothing that PyTorch sees"
-        elif is_own(config.attention_backend):
-            why_not = "who knows where this attention_backend plans"
+            reason = "PyTorch cannot capture compiled code"
+        elif is_instance_arg(config.attention_backend):
+            reason = "this attention_backend may plan on the host"
         elif not is_triton and device.type == "cuda":
-            why_not = "attention in PyTorch is planned on the host"
+            reason = "attention in PyTorch is planned on the host"
         elif ranks.pipeline_parallel_size > 1:
-            why_not = "a stage waits for the stage before it in the middle of its step"
+            reason = "a stage waits for the stage before it in the middle of its step"
         elif config.emulate_graphs and ranks.world_size > 1:
-            why_not = "what ranks say to each other is nothing that the emulator sees"
-        if why_not is not None:
-            logger.warning("decode steps run without graphs: %s", why_not)
+            reason = "the emulator cannot capture communication between ranks"
+        if reason is not None:
+            logger.warning("decode steps run without graphs: %s", reason)
             return None
         if config.speculative is not None:
             logger.warning("steps with draft tokens run without graphs: they are not decode steps")
@@ -72,15 +72,15 @@ class GraphMaker:
         if not self.is_possible:
             return None
         sizes = self.config.max_num_seqs, self.max_model_len
-        what = self.model, kv_cache, self.backend, *sizes
+        arguments = self.model, kv_cache, self.backend, *sizes
         short = self.unsplit_len // kv_cache.block_size * kv_cache.block_size
         try:
-            graphs = DecodeGraphs(self._make(), *what)
+            graphs = DecodeGraphs(self._make(), *arguments)
             if 0 < short < self.max_model_len:
-                same, logits = (*what[:-1], short), graphs.logits
+                same, logits = (*arguments[:-1], short), graphs.logits
                 graphs.short = DecodeGraphs(self._make(), *same, logits=logits)
             graphs.beside = {
-                part.name: DecodeGraphs(self._make(), *what, part) for part in self.parts
+                part.name: DecodeGraphs(self._make(), *arguments, part) for part in self.parts
             }
             return graphs
         except CannotCapture as error:

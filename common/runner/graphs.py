@@ -280,9 +280,9 @@ class DecodeGraphs:
         self.buckets = graph_buckets(max_num_seqs)
         table_width = -(-max_model_len // kv_cache.block_size)
         self.max_seq_len = table_width * kv_cache.block_size
-        where = model.embed_weight.device, model.num_groups
-        self.memory = StaticMemory(max_num_seqs, table_width, *where)
-        self.column = torch.zeros(max_num_seqs, dtype=torch.int64, device=where[0])  # the part's
+        device = model.embed_weight.device
+        self.memory = StaticMemory(max_num_seqs, table_width, device, model.num_groups)
+        self.column = torch.zeros(max_num_seqs, dtype=torch.int64, device=device)  # the part's
         if logits is None:
             logits = model.embed_weight.new_empty(max_num_seqs, model.config.vocab_size)
         self.logits = logits
@@ -303,13 +303,13 @@ class DecodeGraphs:
     def _compute(self, bucket: int) -> torch.Tensor:
         """Return logits [bucket, vocab_size], in the memory that all buckets share."""
         x = self.inputs[bucket]
-        seen = zip(self.attention[bucket], self.model.groups.windows, strict=True)
+        groups = zip(self.attention[bucket], self.model.groups.windows, strict=True)
         size = self.kv_cache.block_size
-        where = tuple(m if w is None else window_of_decodes(m, w, size) for m, w in seen)
-        batch = ComposedBatch(x.input_ids, x.positions, where, x.logit_indices)
+        attention = tuple(m if w is None else window_of_decodes(m, w, size) for m, w in groups)
+        batch = ComposedBatch(x.input_ids, x.positions, attention, x.logit_indices)
         if self.part is not None:
-            own = self.part.in_graph(self.column[:bucket], x.logit_indices)
-            batch.staged[self.part.name] = own
+            staged = self.part.in_graph(self.column[:bucket], x.logit_indices)
+            batch.staged[self.part.name] = staged
         batch.plan_attention(self.backend, self.model.num_heads, self.kv_cache)
         return self.model(batch, self.kv_cache, self.logits[:bucket])
 
@@ -317,10 +317,10 @@ class DecodeGraphs:
         """Return the metadata of a replay by group. Its integers are upper bounds, and the plan
         that a backend makes with the metadata is part of the graph."""
         x, longest = self.inputs[bucket], {"max_query_len": 1, "max_seq_len": self.max_seq_len}
-        where = {"bucket": bucket, "graphs": self}
+        replayed = {"bucket": bucket, "graphs": self}
         return tuple(
-            ReplayMetadata(x.query_start_loc, x.seq_lens, *own, **longest, **where)
-            for own in zip(x.block_tables, x.slot_mapping, strict=True)
+            ReplayMetadata(x.query_start_loc, x.seq_lens, *group, **longest, **replayed)
+            for group in zip(x.block_tables, x.slot_mapping, strict=True)
         )
 
     def tensors(self, bucket: int) -> GraphTensors:
@@ -348,16 +348,16 @@ class DecodeGraphs:
         """Lay the step out for the static inputs, in the order given."""
         x, n = self.inputs[bucket], len(queries.rows)
         num_logit_rows = np.count_nonzero(queries.num_logit_rows)
-        padded = [np.pad(own, (0, bucket - n)) for own in column]
+        padded = [np.pad(values, (0, bucket - n)) for values in column]
 
         def compose(
-            columns: torch.Tensor, block_tables: torch.Tensor, *own: torch.Tensor
+            columns: torch.Tensor, block_tables: torch.Tensor, *part_column: torch.Tensor
         ) -> ComposedBatch:
             self.memory.fill(columns, block_tables)
-            for rows in own:
-                self.column[:bucket].copy_(rows)
-            where = self.attention[bucket], x.logit_indices[:num_logit_rows]
-            return ComposedBatch(x.input_ids[:n], x.positions[:n], *where)
+            for values in part_column:
+                self.column[:bucket].copy_(values)
+            rows = x.logit_indices[:num_logit_rows]
+            return ComposedBatch(x.input_ids[:n], x.positions[:n], self.attention[bucket], rows)
 
         arrays = *pad_step(state, queries, block_size, bucket), *padded
         return StepLayout(np.arange(n), arrays, compose)
@@ -421,10 +421,10 @@ class GraphRunner(PagedModelRunner):
         return {} if isinstance(layout, ReplayLayout) else super().stage(layout, step, upload)
 
     def forward(self, batch: PagedBatch) -> torch.Tensor:
-        where = batch.attention[0]
-        if not isinstance(where, ReplayMetadata):
+        metadata = batch.attention[0]
+        if not isinstance(metadata, ReplayMetadata):
             return super().forward(batch)
-        bucket, num_rows, graphs = where.bucket, len(batch.input_ids), where.graphs
+        bucket, num_rows, graphs = metadata.bucket, len(batch.input_ids), metadata.graphs
         if self.state.has_pending:  # they were filled in in a copy
             graphs.inputs[bucket].input_ids[:num_rows].copy_(batch.input_ids)
         return graphs.replay(bucket, num_rows, len(batch.logit_indices))

@@ -103,8 +103,8 @@ def make_kv_cache(
     if (groups := loaded.model.groups).have_windows:
         from grouped_kv_memory import max_blocks
 
-        most = config.num_in_flight_tokens(loaded.model.embed_weight.device)
-        limits = config.block_size, groups.windows, most
+        max_in_flight_tokens = config.num_in_flight_tokens(loaded.model.embed_weight.device)
+        limits = config.block_size, groups.windows, max_in_flight_tokens
         blocks_per_request = max_blocks(demand.max_model_len, *limits)
     sizes = config.block_size, config.max_num_seqs, demand.max_model_len
     budget = size_kv_cache(kv_bytes_per_block, *sizes, available, blocks_per_request)
@@ -168,8 +168,8 @@ def _measure(memory: MemoryReader, demand: KVDemand) -> BytesForKV:
     exist twice during sampling. The memory of graphs is separate. It is added, and measured
     separately, because PyTorch frees the step's cached memory before it captures a graph."""
     config, loaded, vocab_size = demand.config, demand.loaded, demand.vocab_size
-    most = min(config.max_num_batched_tokens, config.max_num_seqs * demand.max_model_len)
-    seq_lens = _parts_of(most, demand.max_model_len)
+    max_step_tokens = min(config.max_num_batched_tokens, config.max_num_seqs * demand.max_model_len)
+    seq_lens = _parts_of(max_step_tokens, demand.max_model_len)
     kv_cache = _allocate_for(seq_lens, demand)
     num_rows = min(config.max_num_seqs * config.num_rows_per_request, sum(seq_lens))
     batch = SamplerWarmUp.of(_parts_of(num_rows, config.num_rows_per_request), vocab_size)
@@ -228,8 +228,8 @@ def _grammars_of_all(
 
 
 def _parts_of(total: int, largest: int) -> list[int]:
-    rest = total % largest
-    return [largest] * (total // largest) + [rest] * (rest > 0)
+    remainder = total % largest
+    return [largest] * (total // largest) + [remainder] * (remainder > 0)
 
 
 @dataclass(slots=True)
@@ -240,7 +240,7 @@ class SamplerWarmUp:
 
     @classmethod
     def of(cls, rows_per_request: Sequence[int], vocab_size: int) -> SamplerWarmUp:
-        most = 1 << 20
+        max_tokens = 1 << 20
         params = SamplingParams(
             temperature=0.5,
             top_k=max(1, vocab_size - 1),
@@ -250,8 +250,8 @@ class SamplerWarmUp:
             presence_penalty=0.1,
             frequency_penalty=0.1,
             seed=0,
-            max_tokens=most,
-            min_tokens=most,
+            max_tokens=max_tokens,
+            min_tokens=max_tokens,
             stop_token_ids=(0,),
             logprobs=min(20, vocab_size),
         )

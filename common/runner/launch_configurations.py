@@ -92,8 +92,10 @@ def attention_launches(engine: EngineConfig, shape: AttentionShape) -> list[Laun
     """Return the attention launches, without `write_kv`, which `rotate_and_write` replaces."""
     launches = []
     # The host does not know the lengths in graphs, which serve any, and with a draft model.
-    how = engine.speculation
-    has_unknown_lengths = not engine.enforce_eager or (how is not None and how.method == "draft")
+    spec_config = engine.speculation
+    has_unknown_lengths = not engine.enforce_eager or (
+        spec_config is not None and spec_config.method == "draft"
+    )
     for is_short in (True, False):
         if engine.cuts_prompts:
             from split_attention_triton import merge_launch, split_launch

@@ -129,11 +129,11 @@ class PagedModelRunner:
         pending_output = self.sampler.stage(sampling, upload)
         upload.send()
         batch = layout.compose(*upload.tensors[: len(layout.arrays)])
-        ids, where = self.state.fill_in(batch.input_ids), (batch.attention, batch.logit_indices)
         return PagedBatch(
-            ids,
+            self.state.fill_in(batch.input_ids),
             batch.positions,
-            *where,
+            batch.attention,
+            batch.logit_indices,
             staged={name: found() for name, found in staged.items()},
             sampling=sampling,
             pending_output=pending_output,

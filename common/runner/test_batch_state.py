@@ -160,9 +160,9 @@ class Told(RunnerPlugin):
         del self.rows[row]
         self.log.append("release")
 
-    def appended(self, state, rows, firsts, stops) -> None:
-        assert len(rows) and len(set(rows.tolist())) == len(rows) and (firsts < stops).all()
-        for row, first, stop in zip(rows.tolist(), firsts, stops, strict=True):
+    def appended(self, state, rows, starts, stops) -> None:
+        assert len(rows) and len(set(rows.tolist())) == len(rows) and (starts < stops).all()
+        for row, first, stop in zip(rows.tolist(), starts, stops, strict=True):
             self.rows[row][1][first:] = state.token_ids[row, first:stop].tolist()
         self.log.append("appended")
 

@@ -37,7 +37,7 @@ class ThreadCount:
     """torch's number of threads, and the numbers that open engines request."""
 
     def __init__(self) -> None:
-        self._asked: dict[object, tuple[bool, int]] = {}  # by engine: (is_given, number)
+        self._requests: dict[object, tuple[bool, int]] = {}  # by engine: (is_given, number)
         self._number: int | None = None  # torch's number, as last seen or set
         self._before = 1  # torch's number before the engines
         self._is_chosen = False  # whether the user chose `_before`
@@ -48,16 +48,16 @@ class ThreadCount:
         """Return the number of threads for a model whose engine was given none."""
         with self._lock:
             self._look()
-            wanted = num_threads_of(num_parameters, device, self._before)
-            if wanted == self._before or self._is_chosen:
+            preferred = num_threads_of(num_parameters, device, self._before)
+            if preferred == self._before or self._is_chosen:
                 return self._before
         logger.info(
-            "threads: %d instead of %d, for a model of %.1f M parameters (or say num_threads)",
-            wanted,
+            "threads: %d instead of %d, for a model of %.1f M parameters (or set num_threads)",
+            preferred,
             self._before,
             num_parameters / 1e6,
         )
-        return wanted
+        return preferred
 
     def begin(self, num_threads: int, is_given: bool) -> Callable[[], None]:
         """Register an engine and apply its number. Returns the function that unregisters the
@@ -65,7 +65,7 @@ class ThreadCount:
         engine = object()
         with self._lock:
             self._look()
-            self._asked[engine] = is_given, num_threads
+            self._requests[engine] = is_given, num_threads
             self._apply()
 
         def end() -> None:
@@ -81,7 +81,7 @@ class ThreadCount:
         while self._closed and self._lock.acquire(blocking=False):
             try:
                 self._look()
-                if self._asked.pop(self._closed.popleft(), None) is not None:
+                if self._requests.pop(self._closed.popleft(), None) is not None:
                     self._apply()
             finally:
                 self._lock.release()
@@ -93,11 +93,11 @@ class ThreadCount:
         if number != self._number:
             self._is_chosen = self._number is not None or _is_chosen()
             self._before = self._number = number
-            self._asked.clear()
+            self._requests.clear()
 
     def _apply(self) -> None:
-        given = [number for is_given, number in self._asked.values() if is_given]
-        defaults = [number for _, number in self._asked.values()] or [self._before]
+        given = [number for is_given, number in self._requests.values() if is_given]
+        defaults = [number for _, number in self._requests.values()] or [self._before]
         number = given[-1] if given else max(defaults)
         if number != self._number or number != torch.get_num_threads():
             self._number = number
@@ -131,12 +131,12 @@ def _is_chosen() -> bool:
     return torch.backends.mkl.is_available() and bool(_in_new_thread(is_fixed))
 
 
-def _in_new_thread(ask: Callable[[], int]) -> int:
+def _in_new_thread(function: Callable[[], int]) -> int:
     found: list[int] = []
-    thread = threading.Thread(target=lambda: found.append(ask()))
+    thread = threading.Thread(target=lambda: found.append(function()))
     try:
         thread.start()
     except RuntimeError:  # no new threads at interpreter shutdown
-        return ask()
+        return function()
     thread.join()
     return found[0]

@@ -14,28 +14,30 @@ from scheduler_interface import ModelRunner, RunnerInput, StepHandle, StepOutput
 
 
 class TrimmingRunner:
-    """A `ModelRunner` that trims. `members` are the engine's open requests, by id."""
+    """A `ModelRunner` that trims. `sequences` are the engine's open requests, by id."""
 
-    def __init__(self, runner: ModelRunner, members: Mapping[str, OutputProcessor]) -> None:
-        self.runner, self.members = runner, members
+    def __init__(self, runner: ModelRunner, sequences: Mapping[str, OutputProcessor]) -> None:
+        self.runner, self.sequences = runner, sequences
 
     def execute(self, plan: RunnerInput) -> TrimmedStep:
         # Only requests with drafts can get several tokens. They are looked up now, because another
         # request can have the same id when the step ends.
-        names = [name for name in plan.scheduled_draft_token_ids if name in self.members]
-        return TrimmedStep(self.runner.execute(plan), {name: self.members[name] for name in names})
+        names = [name for name in plan.scheduled_draft_token_ids if name in self.sequences]
+        return TrimmedStep(
+            self.runner.execute(plan), {name: self.sequences[name] for name in names}
+        )
 
 
 @dataclass(frozen=True, slots=True)
 class TrimmedStep:
     step: StepHandle
-    members: Mapping[str, OutputProcessor]
+    sequences: Mapping[str, OutputProcessor]
 
     def wait(self) -> StepOutput:
         output = self.step.wait()
         for req_id, tokens in output.token_ids.items():
-            if len(tokens) > 1 and (member := self.members.get(req_id)) is not None:
-                num_wanted = member.num_wanted(tokens)
+            if len(tokens) > 1 and (sequence := self.sequences.get(req_id)) is not None:
+                num_wanted = sequence.num_wanted(tokens)
                 del tokens[num_wanted:]
                 if req_id in output.logprobs:
                     del output.logprobs[req_id][num_wanted:]

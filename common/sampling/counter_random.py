@@ -36,8 +36,8 @@ def block_mass(probs: torch.Tensor) -> torch.Tensor:
     """Return the sum of each block of probabilities, `[R, V // 128 + 1]`."""
     num_whole = probs.shape[1] // BLOCK
     whole = probs[:, : num_whole * BLOCK].unflatten(1, (num_whole, BLOCK))
-    rest = probs[:, num_whole * BLOCK :]
-    sums = whole.sum(dim=-1), rest.sum(dim=-1, keepdim=True)
+    tail = probs[:, num_whole * BLOCK :]
+    sums = whole.sum(dim=-1), tail.sum(dim=-1, keepdim=True)
     return torch.cat(sums, dim=1)
 
 

@@ -83,21 +83,21 @@ class StagedRows:
 
     def __init__(self, sampler: HasRules, sampling: SamplingBatch, upload: UploadBuffer) -> None:
         columns, vocab_size = sampling.columns, sampler.vocab_size
-        self.asked, self.rules = sampling.asked, sampler.rules or IN_TORCH
+        self.batch_needs, self.rules = sampling.batch_needs, sampler.rules or IN_TORCH
         self.u = upload.add(row_uniforms(sampling, sampling.streams))
-        if self.asked & RULES:
+        if self.batch_needs & RULES:
             from common.sampling.constrained_rows import stage_rules
 
             self.keep_to_rules = stage_rules(sampling, upload, vocab_size)
-        if self.asked & MIN_TOKENS:
+        if self.batch_needs & MIN_TOKENS:
             self.forbidden = upload.add(_forbidden(sampling, vocab_size))
-        if self.asked & PENALTIES:
+        if self.batch_needs & PENALTIES:
             at = np.flatnonzero(sampling.needs & PENALTIES)
             part = sampling.select(at)
             self.penalised = upload.add(at)
             self.penalties = upload.add(columns.penalties[:, part.rows])
             self.count = sampler.counts.stage(part, upload, vocab_size)
-        if self.asked & DRAWN:
+        if self.batch_needs & DRAWN:
             order, self.groups = _groups(sampling, vocab_size)
             rows = sampling.rows[order]
             self.order, self.top_k = upload.add(order), upload.add(columns.top_k[rows])
@@ -133,14 +133,14 @@ class StagedRows:
     def _constrain(self, logits: torch.Tensor) -> torch.Tensor:
         """Return logits with forbidden tokens removed, and with biases and penalties. The given
         `logits` are unchanged."""
-        if self.asked & (RULES | MIN_TOKENS | PENALTIES):
+        if self.batch_needs & (RULES | MIN_TOKENS | PENALTIES):
             logits = as_float(logits)
-        if self.asked & RULES:
+        if self.batch_needs & RULES:
             logits = self.keep_to_rules(logits)
-        if self.asked & MIN_TOKENS:
+        if self.batch_needs & MIN_TOKENS:
             flat = logits.flatten().scatter(0, self.forbidden(), constraints.NEG_INF)
             logits = flat.view_as(logits)
-        if self.asked & PENALTIES:
+        if self.batch_needs & PENALTIES:
             at, (is_known, counted) = self.penalised(), self.count()
             penalties = self.penalties().unbind()
             changed = self.rules.apply_penalties(_rows(logits, at), is_known, counted, *penalties)
@@ -155,17 +155,17 @@ class StagedRows:
 
         Exponentials and their sums, which differ in the last bits between programs, are always
         computed by PyTorch's softmax, whatever the rules are."""
-        if not self.asked & DRAWN:
+        if not self.batch_needs & DRAWN:
             return
         order, top_k, (temperature, top_p, min_p) = self.order(), self.top_k(), self.shaping()
-        for part, kind, most, is_cut in self.groups:
+        for part, kind, max_top_k, is_cut in self.groups:
             x, ids = self.rules.shape(
                 _rows(logits, order[part]),
                 _rows(highest, order[part]),
                 temperature[part],
                 top_k[part] if is_cut else None,
                 min_p[part] if kind & MIN_P else None,
-                most,
+                max_top_k,
                 bool(kind & NARROW),
             )
             if kind & TOP_P:
@@ -180,17 +180,17 @@ def _groups(sampling: SamplingBatch, vocab_size: int) -> tuple[np.ndarray, list[
     Rows with a small top-k leave the wide tensors first, grouped by top-k rounded up to a power of
     two, so the columns that a row sums over do not depend on the other rows of the batch."""
     top_k = sampling.columns.top_k[sampling.rows]
-    asked = sampling.needs & (DRAWN | TOP_K | MIN_P | TOP_P)
-    narrow = np.flatnonzero(asked & NARROW)
-    asked[narrow] += _WIDTH << np.ceil(np.log2(top_k[narrow])).astype(int)
-    order = np.argsort(asked, kind="stable")[np.count_nonzero(asked == 0) :]
-    kinds, starts = np.unique(asked[order], return_index=True)
+    needs = sampling.needs & (DRAWN | TOP_K | MIN_P | TOP_P)
+    narrow = np.flatnonzero(needs & NARROW)
+    needs[narrow] += _WIDTH << np.ceil(np.log2(top_k[narrow])).astype(int)
+    order = np.argsort(needs, kind="stable")[np.count_nonzero(needs == 0) :]
+    kinds, starts = np.unique(needs[order], return_index=True)
     groups = []
     for kind, start, stop in zip(kinds.tolist(), starts, [*starts[1:], len(order)]):
         num_kept, is_narrow = top_k[order[start:stop]].clip(max=vocab_size), kind & NARROW
-        most = min(kind // _WIDTH, vocab_size) if is_narrow else int(num_kept.max())
-        is_cut = bool(kind & TOP_K) and num_kept.min() < (most if is_narrow else vocab_size)
-        groups.append((slice(start, stop), kind, most, is_cut))
+        max_top_k = min(kind // _WIDTH, vocab_size) if is_narrow else int(num_kept.max())
+        is_cut = bool(kind & TOP_K) and num_kept.min() < (max_top_k if is_narrow else vocab_size)
+        groups.append((slice(start, stop), kind, max_top_k, is_cut))
     return order, groups
 
 
@@ -230,8 +230,8 @@ def entries_of(
     """Yield the entries of numbers that were read, with the first `num_top` of each row."""
     width = numbers.shape[1] // 2 - 1
     ids = numbers[:, 2 : 2 + width].astype(np.int64).tolist()
-    for token, k, likeliest, (logprob, rank, *rest) in zip(tokens, num_top, ids, numbers.tolist()):
-        yield TokenLogprobs(token, logprob, int(rank), dict(zip(likeliest[:k], rest[width:])))
+    for token, k, likeliest, (logprob, rank, *tail) in zip(tokens, num_top, ids, numbers.tolist()):
+        yield TokenLogprobs(token, logprob, int(rank), dict(zip(likeliest[:k], tail[width:])))
 
 
 class Logprobs:

@@ -58,19 +58,19 @@ class PromptLogprobs(RunnerPlugin):
         from common.sampling.scored_prompts import ScoredPrompts
 
         rows, starts, num_tokens, _ = step.queries
-        start_columns = np.maximum(starts, self._next[rows])
-        lens = np.minimum(starts + num_tokens, self._end[rows]) - start_columns
-        asked = np.flatnonzero(lens > 0)
-        if not len(asked):  # preempted: these positions were already scored
+        first_positions = np.maximum(starts, self._next[rows])
+        lens = np.minimum(starts + num_tokens, self._end[rows]) - first_positions
+        scored = np.flatnonzero(lens > 0)
+        if not len(scored):  # preempted: these positions were already scored
             return None
-        lens, start_columns, rows = lens[asked], start_columns[asked], rows[asked]
+        lens, first_positions, rows = lens[scored], first_positions[scored], rows[scored]
         within = np.arange(lens.sum()) - np.repeat(lens.cumsum() - lens, lens)
-        behind = (num_tokens.cumsum() - num_tokens - starts)[asked] + start_columns
-        positions = np.repeat(start_columns, lens) + within
+        first_rows = (num_tokens.cumsum() - num_tokens - starts)[scored] + first_positions
+        positions = np.repeat(first_positions, lens) + within
         tokens = step.state.token_ids[np.repeat(rows, lens), positions + 1].astype(np.int64)
-        self._next[rows] = start_columns + lens
-        at, sent = upload.add(np.repeat(behind, lens) + within), upload.add(tokens)
-        names = [step.req_ids[i] for i in asked.tolist()]
+        self._next[rows] = first_positions + lens
+        at, sent = upload.add(np.repeat(first_rows, lens) + within), upload.add(tokens)
+        names = [step.req_ids[i] for i in scored.tolist()]
         runs = list(zip(names, lens.tolist(), self._num_top[rows].tolist(), strict=True))
         return lambda: ScoredPrompts(at(), sent(), tokens, runs, self.vocab_size)
 

@@ -86,9 +86,9 @@ class RunnerPlugin:
         a row that was never admitted."""
 
     def appended(
-        self, state: HasTokens, rows: np.ndarray, start_columns: np.ndarray, stops: np.ndarray
+        self, state: HasTokens, rows: np.ndarray, starts: np.ndarray, stops: np.ndarray
     ) -> None:
-        """Handle a plan's new tokens: positions `[start_columns[i], stops[i])` of each row. The
+        """Handle a plan's new tokens: positions `[starts[i], stops[i])` of each row. The
         prompt is not included, unless its request was preempted: then all tokens are passed again.
         A pending token (below 0) is passed again too, when its value is known."""
 
@@ -135,9 +135,9 @@ class BroughtByFew(RunnerPlugin):
         self.has_one = np.zeros(0, dtype=bool)
 
     def grow(self, num_rows: int) -> None:
-        num_more = num_rows - len(self.brought)
-        self.brought += [None] * num_more
-        self.has_one = np.append(self.has_one, np.zeros(num_more, dtype=bool))
+        num_new = num_rows - len(self.brought)
+        self.brought += [None] * num_new
+        self.has_one = np.append(self.has_one, np.zeros(num_new, dtype=bool))
 
     def put(self, row: int, value: object) -> None:
         self.brought[row], self.has_one[row] = value, value is not None

@@ -89,7 +89,7 @@ class Sampler(BatchSampler):
 
     def stage_draw(self, sampling: SamplingBatch, upload: UploadBuffer) -> Draw:
         """Return the function from raw logits to the token [R] of each row, or `BAD`."""
-        if sampling.asked | LOGPROBS == LOGPROBS:
+        if sampling.batch_needs | LOGPROBS == LOGPROBS:
             return greedy
         from common.sampling.distributions import StagedRows
 
@@ -110,7 +110,7 @@ class AsyncStepOutput:
         self.add_more: Callable[[StepOutput], None] | None = None  # adds other results
         self.missing_reason: Callable[[str, int], str | None] | None = None
         self._logprobs = None
-        if sampling.asked & LOGPROBS:
+        if sampling.batch_needs & LOGPROBS:
             from common.sampling.distributions import Logprobs
 
             self._logprobs = Logprobs(sampling, upload)
@@ -141,8 +141,8 @@ class AsyncStepOutput:
         if len(output.token_ids) < len(ids) or ids.min(initial=0) < 0:
             _sort_out(output, req_ids, ids.tolist())
             for req_id in output.errors:
-                if missing_reason and (why := missing_reason(req_id, self._vocab_size)):
-                    output.errors[req_id] = why
+                if missing_reason and (reason := missing_reason(req_id, self._vocab_size)):
+                    output.errors[req_id] = reason
         if self._logprobs is not None:
             self._logprobs.add_to(output, req_ids, ids, read[len(req_ids) :])
         if self.add_more is not None:

@@ -86,8 +86,8 @@ def _token(index, candidates, PART: tl.constexpr):
     blocks, num_blocks, next_offset = candidates
     is_inside = index < num_blocks * PART
     block = tl.load(blocks + index // PART, mask=is_inside, other=0).to(tl.int32)
-    behind = next_offset + index - num_blocks * PART
-    return tl.where(is_inside, block * PART + index % PART, behind)
+    token = next_offset + index - num_blocks * PART
+    return tl.where(is_inside, block * PART + index % PART, token)
 
 
 @jit
@@ -237,7 +237,7 @@ def _penalties_kernel(
 
 @jit_for_any(
     "width",
-    "most",
+    "num_columns",
     "has_top_k",
     "has_min_p",
     "logits_stride",
@@ -246,8 +246,8 @@ def _penalties_kernel(
     unaligned=("highest", "temperature", "top_k", "lowest"),
 )
 def _shape_kernel(
-    output,  # [num_rows, most], float64 if IS_NARROW, else float32
-    ids,  # [num_rows, most] int64 if IS_NARROW
+    output,  # [num_rows, num_columns], float64 if IS_NARROW, else float32
+    ids,  # [num_rows, num_columns] int64 if IS_NARROW
     logits,  # [num_rows, vocab_size], of 16 or 32 bits
     blocks,  # [num_rows, num_blocks] int64 if IS_NARROW, ascending: the candidates' blocks
     highest,  # [num_rows], like logits
@@ -255,7 +255,7 @@ def _shape_kernel(
     top_k,  # [num_rows] int64; 0: no limit
     lowest,  # [num_rows] float64: min-p removes lower values
     width,  # number of candidates
-    most,  # columns of the output
+    num_columns,  # of the output
     has_top_k,
     has_min_p,
     logits_stride,  # from row to row
@@ -272,20 +272,20 @@ def _shape_kernel(
     row = tl.program_id(0).to(tl.int64)
     source = logits + row * logits_stride
     candidates = blocks + row * num_blocks, num_blocks, next_offset
-    target = output + row * most
+    target = output + row * num_columns
     lowest_key = tl.full([], -(2**31), tl.int64)  # as int32
     low = lowest_key - 1
     high = -lowest_key - 1
     num_before = tl.zeros([], tl.int32)
     # Narrow rows: first find the columns, and then the columns that are kept.
     if IS_NARROW:
-        num_columns = tl.zeros([], tl.int64) + most
+        bound = tl.zeros([], tl.int64) + num_columns
         column_last, column_index = _border(
-            source, source, width, num_columns, low, high, candidates, False, 1.0, PART, TILE, WAYS
+            source, source, width, bound, low, high, candidates, False, 1.0, PART, TILE, WAYS
         )
         low = column_last - 1
     k = tl.load(top_k + row)
-    is_cut = (has_top_k != 0) & (k > 0) & (k < most)
+    is_cut = (has_top_k != 0) & (k > 0) & (k < num_columns)
     last = lowest_key - 1
     last_index = tl.zeros([], tl.int32)
     if is_cut:
@@ -311,7 +311,7 @@ def _shape_kernel(
             num_before += tl.sum(is_column.to(tl.int32))
             token = _token(index, candidates, PART).to(tl.int64)
             tl.store(target + column, wide, mask=is_column)
-            tl.store(ids + row * most + column, token, mask=is_column)
+            tl.store(ids + row * num_columns + column, token, mask=is_column)
         else:
             tl.store(target + index, wide, mask=index < width)
 
@@ -356,8 +356,8 @@ def _draw(weights, u, num, SCALE: tl.constexpr):
     target = (u * tl.sum(integers).to(tl.float64)).to(tl.int64)
     index = tl.minimum(tl.sum((ends <= target).to(tl.int32)), num - 1)
     start = tl.sum(tl.where(lane < index, integers, 0))
-    own = tl.sum(tl.where(lane == index, integers, 0))
-    within = (target - start).to(tl.float64) / own.to(tl.float64)
+    integer = tl.sum(tl.where(lane == index, integers, 0))
+    within = (target - start).to(tl.float64) / integer.to(tl.float64)
     return index, within, tl.sum(tl.where(lane == index, weights, 0.0))
 
 
@@ -379,8 +379,8 @@ def _draw_kernel(
     block, within, total = _draw(masses.to(tl.float64), tl.load(u + row), num_blocks, SCALE)
     token = block * BLOCK + tl.arange(0, BLOCK)
     inside = tl.load(probs + row * width + token, mask=token < width, other=0.0)
-    own, _, _ = _draw(inside.to(tl.float64) / total, within, BLOCK, SCALE)
-    tl.store(tokens + row, tl.minimum(block * BLOCK + own, width - 1).to(tl.int64))
+    offset, _, _ = _draw(inside.to(tl.float64) / total, within, BLOCK, SCALE)
+    tl.store(tokens + row, tl.minimum(block * BLOCK + offset, width - 1).to(tl.int64))
 
 
 # -- launches (`kernel_launch.py`)
@@ -401,7 +401,7 @@ def shape_launch(is_narrow: bool, dtype: torch.dtype) -> Launch:
     arguments = {"output": kind, "ids": "*i64", "logits": given, "blocks": "*i64"}
     unaligned = "highest", "temperature", "top_k", "lowest"
     arguments |= dict(zip(unaligned, (given, "*fp64", "*i64", "*fp64")))
-    arguments |= dict.fromkeys(("width", "most", "has_top_k", "has_min_p"), "i32")
+    arguments |= dict.fromkeys(("width", "num_columns", "has_top_k", "has_min_p"), "i32")
     arguments |= dict.fromkeys(("logits_stride", "num_blocks", "next_offset"), "i32")
     limits = torch.finfo(torch.float64 if is_narrow else torch.float32)
     constants = {"IS_NARROW": is_narrow, "COOLEST": limits.tiny, "HOTTEST": limits.max}
@@ -485,24 +485,24 @@ def shape(
     temperature: torch.Tensor,
     top_k: torch.Tensor | None,
     min_p: torch.Tensor | None,
-    most: int,
+    max_top_k: int,
     is_narrow: bool,
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """Launch `_shape_kernel`. The `most` highest logits are in the `most` blocks with the highest
-    maxima, as in `ranked_ids`. So for narrow rows only these blocks are searched, after the same
-    search among the maxima of all blocks."""
+    """Launch `_shape_kernel`. The k = `max_top_k` highest logits are in the k blocks with the
+    highest maxima, as in `ranked_ids`. So for narrow rows only these blocks are searched, after the
+    same search among the maxima of all blocks."""
     if logits.dtype == torch.float64:
-        given = highest, temperature, top_k, min_p, most, is_narrow
+        given = highest, temperature, top_k, min_p, max_top_k, is_narrow
         return sampling_constraints.shape(logits, *given)
     logits, (num_rows, vocab_size) = _with_rows(logits), logits.shape
-    num_columns, dtype = (most, torch.float64) if is_narrow else (vocab_size, torch.float32)
+    num_columns, dtype = (max_top_k, torch.float64) if is_narrow else (vocab_size, torch.float32)
     output = logits.new_empty(num_rows, num_columns, dtype=dtype)
-    ids = logits.new_empty(num_rows, most if is_narrow else 1, dtype=torch.int64)
+    ids = logits.new_empty(num_rows, max_top_k if is_narrow else 1, dtype=torch.int64)
     blocks, num_blocks, next_offset = ids, 0, 0
-    if is_narrow and vocab_size // PART > 2 * most:
-        num_blocks, next_offset = most, vocab_size // PART * PART
+    if is_narrow and vocab_size // PART > 2 * max_top_k:
+        num_blocks, next_offset = max_top_k, vocab_size // PART * PART
         best = logits[:, :next_offset].unflatten(1, (-1, PART)).amax(dim=-1)
-        _, blocks = shape(best, highest, temperature, None, None, most, True)
+        _, blocks = shape(best, highest, temperature, None, None, max_top_k, True)
     lowest = temperature if min_p is None else min_p.log()  # PyTorch computes logarithms
     has_top_k, has_min_p = top_k is not None, min_p is not None
     tensors = output, ids, logits, blocks, highest, temperature, top_k if has_top_k else ids, lowest

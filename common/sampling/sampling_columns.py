@@ -132,11 +132,11 @@ class SamplingBatch:
     streams: np.ndarray | int = 0  # [R], of random numbers: 0 (`TOKEN_STREAM`) for tokens
     are_counted: bool = False  # new tokens were already staged for penalties, in the same upload
     needs: np.ndarray = field(init=False)  # [R]
-    asked: int = field(init=False)  # the needs of all rows; 0: all rows are greedy
+    batch_needs: int = field(init=False)  # the needs of all rows; 0: all rows are greedy
 
     def __post_init__(self) -> None:
         self.needs = self.columns.needs[self.rows]
-        self.asked = int(np.bitwise_or.reduce(self.needs))
+        self.batch_needs = int(np.bitwise_or.reduce(self.needs))
 
     def select(self, at: np.ndarray) -> SamplingBatch:
         """Return the rows `at`, without their request ids."""

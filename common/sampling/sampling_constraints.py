@@ -66,11 +66,11 @@ def apply_min_p(logits: torch.Tensor, min_p: torch.Tensor) -> torch.Tensor:
     return logits.masked_fill(logits < lowest, NEG_INF)
 
 
-def apply_top_k(logits: torch.Tensor, top_k: torch.Tensor, most: int = 0) -> torch.Tensor:
+def apply_top_k(logits: torch.Tensor, top_k: torch.Tensor, max_top_k: int = 0) -> torch.Tensor:
     """Keep exactly the `top_k` [R] highest logits; 0 or more than V keeps all. Among equal logits
-    the lower ids are kept. `most` is an upper bound of `top_k`; 0: no bound."""
+    the lower ids are kept. `max_top_k` is an upper bound of `top_k`; 0: no bound."""
     vocab_size = logits.shape[1]
-    ids = ranked_ids(logits, min(most or vocab_size, vocab_size))
+    ids = ranked_ids(logits, min(max_top_k or vocab_size, vocab_size))
     num_kept = torch.where(top_k == 0, vocab_size, top_k)[:, None]
     is_kept = torch.arange(ids.shape[1], device=ids.device) < num_kept
     is_masked = torch.ones_like(logits, dtype=torch.bool).scatter_(1, ids, ~is_kept)
@@ -106,23 +106,24 @@ def shape(
     temperature: torch.Tensor,
     top_k: torch.Tensor | None,
     min_p: torch.Tensor | None,
-    most: int,
+    max_top_k: int,
     is_narrow: bool,
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     """Apply all constraints of a distribution except top-p. Returns logits `[R, C]`, and `ids` [R,
     C], ascending, the tokens of the columns. `highest` [R] is the maximum of the logits.
 
-    Narrow: the `most` highest columns, in float64. Otherwise all columns, in the dtype of `logits`,
-    and no ids. `most` is an upper bound of `top_k`; 0: no bound. `top_k` or `min_p` None: unused.
+    Narrow: the `max_top_k` highest columns, in float64. Otherwise all columns, in the dtype of
+    `logits`, and no ids. `max_top_k` is an upper bound of `top_k`; 0: no bound. `top_k` or `min_p`
+    None: unused.
 
     top-k is first, because the k highest tokens do not depend on the temperature, and min-p and
     top-k commute, since each keeps all tokens above some rank."""
     ids, logits = None, as_float(logits)
     if is_narrow:
-        ids = top_ids(logits, most)
+        ids = top_ids(logits, max_top_k)
         logits = logits.gather(1, ids).to(torch.float64)
     if top_k is not None:
-        logits = apply_top_k(logits, top_k, most)
+        logits = apply_top_k(logits, top_k, max_top_k)
     logits = apply_temperature(logits, highest, temperature)
     return (logits if min_p is None else apply_min_p(logits, min_p)), ids
 

@@ -46,10 +46,10 @@ class _Runs:
         column, width = np.arange(len(run)) - start[run], int(lens.max())
         rows = first[run] + column
         drafts = chain.from_iterable(batch.drafts.get(batch.req_ids[row], ()) for row in first)
-        self.sampling, self.most_drafts = batch.select(rows), width - 1
+        self.sampling, self.max_drafts = batch.select(rows), width - 1
         self.is_draft = column < lens[run] - 1
         self.at = upload.add(rows)  # rows in the batch
-        self.cells = upload.add(run * width + column)  # in a grid [num_runs, most_drafts + 1]
+        self.cells = upload.add(run * width + column)  # in a grid [num_runs, max_drafts + 1]
         self.cu_num_logits = upload.add(np.append(start, len(rows)))  # [num_runs + 1] int64
         self.drafts = upload.add(np.fromiter(drafts, dtype=np.int64))  # of all runs
 
@@ -57,7 +57,7 @@ class _Runs:
         """Verify these rows of `raw` and write their `tokens`."""
         at = self.at()
         verified = rule(raw if len(at) == len(raw) else raw[at])
-        columns = torch.arange(self.most_drafts + 1, device=tokens.device)
+        columns = torch.arange(self.max_drafts + 1, device=tokens.device)
         lags = columns >= verified.num_sampled[:, None]
         grid = verified.token_ids.masked_fill(lags, REJECTED)
         tokens[at] = grid.flatten()[self.cells()]
@@ -110,7 +110,7 @@ class SpeculativeSampler(BatchSampler):
 
         def rule(raw: torch.Tensor) -> VerifiedTokens:
             target = draw(raw)
-            found = self.match(target, part.drafts(), part.cu_num_logits(), part.most_drafts)
+            found = self.match(target, part.drafts(), part.cu_num_logits(), part.max_drafts)
             return VerifiedTokens(*found)
 
         return rule
@@ -128,7 +128,7 @@ class SpeculativeSampler(BatchSampler):
                 part.drafts(),
                 torch.cat(draft_probs),
                 cu_num_logits,
-                part.most_drafts,
+                part.max_drafts,
                 accept_u(),
                 rows.u(),
             )
@@ -185,6 +185,6 @@ class ConstrainedDrafts:
         streams = np.where(columns.is_seed_drawn[rows], DRAFT_STREAM, TOKEN_STREAM)
         columns_and_rows = columns, [], rows, num_outputs, state, {}
         sampling = SamplingBatch(*columns_and_rows, streams, are_counted=num_drafted > 0)
-        if sampling.asked & DRAWN:
+        if sampling.batch_needs & DRAWN:
             return StagedRows(self.sampler, sampling, self._upload)
         return self.sampler.stage_draw(sampling, self._upload)

@@ -30,8 +30,8 @@ def test_what_replaces_a_rejected_guess_does_not_depend_on_why_it_was_rejected()
     sampler = SpeculativeSampler(Sampler(3), lambda _: q[None])
     output = sampler.sample(p.log().repeat(2 * n, 1), SimpleNamespace(sampling=batch))
     tokens = [output.token_ids[name] for name in one.req_ids]
-    start_columns = np.bincount([ids[0] for ids in tokens], minlength=3)
-    assert chisquare(start_columns, p.numpy() * n).pvalue > 1e-4, start_columns / n
+    first_counts = np.bincount([ids[0] for ids in tokens], minlength=3)
+    assert chisquare(first_counts, p.numpy() * n).pvalue > 1e-4, first_counts / n
     num_accepted = sum(len(ids) == 2 for ids in tokens)
     assert abs(num_accepted / n - 0.6) < 0.03  # sum of min(p, q)
     behind = np.bincount([ids[1] for ids in tokens if len(ids) == 2], minlength=3)

@@ -37,7 +37,7 @@ class TokenCounts:
         out. O(new tokens), and R rows are copied. The table changes only in that call, so a step
         that fails earlier leaves the table unchanged."""
         columns, state, rows = batch.columns, batch.state, np.unique(batch.rows)
-        self._make_room(int(rows.max(initial=0)) + 1, vocab_size, upload.device)
+        self._grow_table(int(rows.max(initial=0)) + 1, vocab_size, upload.device)
         num_prompt, is_pending = state.num_prompt_tokens[rows], _last_ids(state, rows) < 0
         num_tokens, num_writes = state.num_tokens[rows] - is_pending, columns.num_writes[rows]
         is_new = self._num_writes[rows] != num_writes
@@ -55,13 +55,13 @@ class TokenCounts:
             return upload.add(*flat_index(into[index], ids, vocab_size))
 
         known, first_output = state.num_tokens[batch.rows], np.where(is_new, num_prompt, counted)
-        behind = state.num_prompt_tokens[batch.rows] + batch.num_outputs if batch.drafts else known
+        ends = state.num_prompt_tokens[batch.rows] + batch.num_outputs if batch.drafts else known
         last_ids = _last_ids(state, batch.rows)
         pending = np.flatnonzero(last_ids < 0)
         new, lanes = upload.add(rows[is_new]), upload.add(batch.rows)
         prompts = flat(rows, rows, counted, first_output)
         outputs = flat(rows, rows, first_output, num_tokens)
-        drafts = flat(np.arange(len(batch.rows)), batch.rows, known, behind)
+        drafts = flat(np.arange(len(batch.rows)), batch.rows, known, ends)
         pending_lanes = upload.add(pending * vocab_size)
         pending_ids = upload.add(last_ids[pending].astype(np.int64))
 
@@ -78,18 +78,18 @@ class TokenCounts:
 
         return count
 
-    def _make_room(self, num_rows: int, vocab_size: int, device: torch.device) -> None:
+    def _grow_table(self, num_rows: int, vocab_size: int, device: torch.device) -> None:
         """Grow the table and keep its counts, because several batches can be staged before one of
         them is counted."""
         is_other = self._table.shape[1] != vocab_size or self._table.device != device
         num_kept = 0 if is_other else len(self._table)
         if num_kept < num_rows:
-            most, table = max(num_rows, 2 * num_kept), self._table
+            capacity, table = max(num_rows, 2 * num_kept), self._table
             known = self._num_writes[:num_kept], self._num_counted[:num_kept]
-            self._num_writes, self._num_counted = np.zeros((2, most), dtype=np.int64)
+            self._num_writes, self._num_counted = np.zeros((2, capacity), dtype=np.int64)
             self._num_writes[:num_kept], self._num_counted[:num_kept] = known
             with torch.inference_mode(False):  # inference tensors are read-only outside of it
-                self._table = torch.zeros(most, vocab_size, dtype=torch.int32, device=device)
+                self._table = torch.zeros(capacity, vocab_size, dtype=torch.int32, device=device)
                 if num_kept:
                     self._table[:num_kept] = table
 

@@ -85,7 +85,7 @@ class Answer:
                 end = self.tokenizer.decode(delta.prompt_token_ids[-NUM_OF_END:], False)
                 self._replies = [Reply(self.reader, end) for _ in range(self.params.n)]
         if not self.only_echo:
-            new = (len(piece.token_ids) for piece in delta.completions.values())
+            new = (len(completion.token_ids) for completion in delta.completions.values())
             self.usage.completion_tokens += sum(new)
         if delta.finished:
             self.usage.cached_tokens += delta.num_cached_tokens
@@ -93,9 +93,9 @@ class Answer:
     def num_bytes(self, prompt: int, delta: RequestDelta) -> int:
         """Return the approximate size of the JSON for `delta`, in bytes."""
         num, width, n = 0, 1 + (self.params.logprobs or 0), self.params.n
-        for piece in delta.completions.values():
-            num += len(piece.text) + 8 * len(piece.token_ids)
-            num += len(piece.logprobs or ()) * width * BYTES_OF_AN_ENTRY
+        for completion in delta.completions.values():
+            num += len(completion.text) + 8 * len(completion.token_ids)
+            num += len(completion.logprobs or ()) * width * BYTES_OF_AN_ENTRY
         num_first = sum(prompt * n + i not in self._begun for i in delta.completions)
         width = (1 + (self.params.prompt_logprobs or 0)) * BYTES_OF_AN_ENTRY
         ids = delta.prompt_token_ids if self.body.return_token_ids else None
@@ -107,38 +107,38 @@ class Answer:
         choices: list[dict[str, Any]] = []
         for prompt, total in enumerate(totals):
             self.count(prompt, total)
-            pieces = map(total.completions.__getitem__, range(self.params.n))
-            choices += [self._choice(prompt, piece, total) for piece in pieces]
-        said = self._object("chat.completion", choices) | {"usage": self.usage.content()}
-        return said | self._of_the_prompt(0, totals[0]) if self.kind == "chat" else said
+            completions = map(total.completions.__getitem__, range(self.params.n))
+            choices += [self._choice(prompt, completion, total) for completion in completions]
+        response = self._object("chat.completion", choices) | {"usage": self.usage.content()}
+        return response | self._of_the_prompt(0, totals[0]) if self.kind == "chat" else response
 
     # -- as chunks
 
-    def pieces(self, prompt: int, delta: RequestDelta) -> list[dict[str, Any]]:
+    def chunks(self, prompt: int, delta: RequestDelta) -> list[dict[str, Any]]:
         """Return the chunks for one delta of a prompt. A chat's first chunks have the role. A chunk
         without text marks the end of its choice."""
         self.count(prompt, delta)
-        firsts: list[dict[str, Any]] = []
+        role_chunks: list[dict[str, Any]] = []
         if self.kind == "chat" and delta.prompt_token_ids is not None:
             role, about = {"role": "assistant", "content": ""}, self._of_the_prompt(0, delta)
             choices = [self._chat_choice(i, "delta", role, None) for i in range(self.params.n)]
-            firsts = [self._piece([choice]) | about for choice in choices]
-        says_all = self.params.logprobs is not None or self.body.return_token_ids
+            role_chunks = [self._chunk([choice]) | about for choice in choices]
+        sends_empty_text = self.params.logprobs is not None or self.body.return_token_ids
         choices = [
-            self._choice(prompt, piece, delta, "delta")
-            for piece in delta.completions.values()
-            if piece.text or piece.finish_reason or says_all
+            self._choice(prompt, completion, delta, "delta")
+            for completion in delta.completions.values()
+            if completion.text or completion.finish_reason or sends_empty_text
         ]
-        return firsts + [
-            self._piece([choice])
+        return role_chunks + [
+            self._chunk([choice])
             for choice in choices
-            if choice.get("delta", True) or choice["finish_reason"] or says_all
+            if choice.get("delta", True) or choice["finish_reason"] or sends_empty_text
         ]
 
     def usage_chunk(self) -> dict[str, Any]:
-        return self._piece([]) | {"usage": self.usage.content()}
+        return self._chunk([]) | {"usage": self.usage.content()}
 
-    def _piece(self, choices: list[dict[str, Any]]) -> dict[str, Any]:
+    def _chunk(self, choices: list[dict[str, Any]]) -> dict[str, Any]:
         return self._object("chat.completion.chunk", choices)
 
     def _object(self, of_a_chat: str, choices: list[dict[str, Any]]) -> dict[str, Any]:
@@ -153,54 +153,54 @@ class Answer:
     # -- a choice
 
     def _choice(
-        self, prompt: int, piece: CompletionDelta, of: RequestDelta, where: str = "message"
+        self, prompt: int, completion: CompletionDelta, of: RequestDelta, key: str = "message"
     ) -> dict[str, Any]:
-        index, reason = prompt * self.params.n + piece.index, piece.finish_reason
+        index, reason = prompt * self.params.n + completion.index, completion.finish_reason
         if self.kind == "chat":
-            said: dict[str, Any] = {"content": piece.text}
+            is_complete, text = key == "message", completion.text
+            message: dict[str, Any] = {"content": text}
             if self._replies:
-                reply, is_last = self._replies[piece.index], reason is not None
-                is_whole = where == "message"
-                said = reply.message(piece.text) if is_whole else reply.delta(piece.text, is_last)
+                reply, is_last = self._replies[completion.index], reason is not None
+                message = reply.message(text) if is_complete else reply.delta(text, is_last)
                 reason = reply.finish_reason(reason)
-            if where == "message":
-                said = {"role": "assistant", "refusal": None} | said
-            choice = self._chat_choice(index, where, said, piece)
+            if is_complete:
+                message = {"role": "assistant", "refusal": None} | message
+            choice = self._chat_choice(index, key, message, completion)
         else:
-            choice = self._text_choice(index, prompt, piece, of)
-        choice |= {"finish_reason": reason, "stop_reason": piece.stop_reason}
+            choice = self._text_choice(index, prompt, completion, of)
+        choice |= {"finish_reason": reason, "stop_reason": completion.stop_reason}
         if self.body.return_token_ids:
-            choice["token_ids"] = piece.token_ids
+            choice["token_ids"] = completion.token_ids
         return choice
 
     def _of_the_prompt(self, prompt: int, of: RequestDelta) -> dict[str, Any]:
         """Return the requested fields about the prompt. As in vLLM, a chat has them once, a
         completion in each choice."""
-        said: dict[str, Any] = {}
+        fields: dict[str, Any] = {}
         if self.body.return_token_ids:
-            said["prompt_token_ids"] = self._prompt_ids[prompt]
+            fields["prompt_token_ids"] = self._prompt_ids[prompt]
         if self.body.prompt_logprobs is not None:
-            said["prompt_logprobs"] = map(self._scored, of.prompt_logprobs or [])
-        return said
+            fields["prompt_logprobs"] = map(self._scored, of.prompt_logprobs or [])
+        return fields
 
     def _chat_choice(
-        self, index: int, where: str, said: dict[str, Any], piece: CompletionDelta | None
+        self, index: int, key: str, content: dict[str, Any], completion: CompletionDelta | None
     ) -> dict[str, Any]:
         logprobs = None
-        if piece is not None and piece.logprobs is not None:
-            logprobs = {"content": map(self._chat_logprobs, piece.logprobs)}
-        return {"index": index, where: said, "logprobs": logprobs, "finish_reason": None}
+        if completion is not None and completion.logprobs is not None:
+            logprobs = {"content": map(self._chat_logprobs, completion.logprobs)}
+        return {"index": index, key: content, "logprobs": logprobs, "finish_reason": None}
 
     def _text_choice(
-        self, index: int, prompt: int, piece: CompletionDelta, of: RequestDelta
+        self, index: int, prompt: int, completion: CompletionDelta, of: RequestDelta
     ) -> dict[str, Any]:
         is_first = index not in self._begun
         self._begun.add(index)
         about = self._of_the_prompt(prompt, of) if is_first else {}
-        text = "" if self.only_echo else piece.text
+        text = "" if self.only_echo else completion.text
         entries: list[TokenLogprobs | None] | None = None
-        if piece.logprobs is not None:
-            entries = [] if self.only_echo else [*piece.logprobs]
+        if completion.logprobs is not None:
+            entries = [] if self.only_echo else [*completion.logprobs]
         if self.prompts and is_first:
             text = self.prompts[prompt] + text
             entries = None if entries is None else (of.prompt_logprobs or []) + entries
@@ -259,8 +259,8 @@ class Answer:
     def _top(self, entry: TokenLogprobs | None) -> dict[str, float] | None:
         if entry is None:
             return None
-        most = {entry.token_id: entry.logprob} | entry.top  # includes the token itself
-        return {self._text(i): finite(p) for i, p in most.items()}
+        top = {entry.token_id: entry.logprob} | entry.top  # includes the token itself
+        return {self._text(i): finite(p) for i, p in top.items()}
 
     def _text(self, token_id: int) -> str:
         if self.body.return_tokens_as_token_ids:  # two tokens can have the same text

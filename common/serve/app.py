@@ -26,18 +26,18 @@ from common.serve.deltas import RequestDelta
 from common.serve.engine_loop import EngineError, QueueFull
 from common.serve.errors import ApiError, ErrorAnswer, api_error, bad
 from common.serve.gate import LITTLE, Gate, GateConfig, error_response
-from common.serve.large_json import LARGE, answered, beside_the_loop, made_aside, read_body
+from common.serve.large_json import LARGE, answered, encode_in_thread, read_body, run_in_thread
 from common.serve.live_page import LivePage, watch_token
 from common.serve.server_metrics import ServerMetrics
 from common.serve.streams import (
-    CLIENT_IS_GONE,
+    CLIENT_DISCONNECTED,
     Deltas,
     EventStream,
     accepted,
     close_all,
     gathered,
     merged,
-    unless_gone,
+    unless_disconnected,
 )
 from common.serve.tool_calls import schemas_of
 from common.serve.wire import (
@@ -100,8 +100,8 @@ class Server:
         texts = [p if isinstance(p, str) else await self._decode(p, "prompt") for p in echoed]
         body.prompt = ""  # the body lives as long as its request
         tokenizer = self.llm.tokenizer
-        how = texts, body.only_echo, request.state.request_id
-        answer = Answer("completion", model, tokenizer, body, params, *how)
+        name, only_echo = request.state.request_id, body.only_echo
+        answer = Answer("completion", model, tokenizer, body, params, texts, only_echo, name)
         return await self._generate(answer, ids, request)
 
     async def chat_completions(self, body: ChatBody, request: Request) -> Response:
@@ -123,64 +123,66 @@ class Server:
     ) -> Response:
         num_tokens, room = list(map(len, prompts)), self.llm.max_model_len
         answer.params = answer.body.within_entries(num_tokens, answer.params, room)
-        most, n = self.llm.max_unfinished, answer.params.n
-        if most is not None and len(prompts) * n > most:
-            says = f"at most {most}, got {len(prompts) * n}"
+        max_unfinished, n = self.llm.max_unfinished, answer.params.n
+        if max_unfinished is not None and len(prompts) * n > max_unfinished:
+            allowed = f"at most {max_unfinished}, got {len(prompts) * n}"
             name = "prompt" if n == 1 else "n"
-            raise bad(f"{name}: prompts x n must be {says} (--max-waiting)", name)
+            raise bad(f"{name}: prompts x n must be {allowed} (--max-waiting)", name)
         options = answer.body.options()
         if answer.model != self.config.model_name:
             options["adapter"] = answer.model
         owner = watch_token(request)
         calls = [self.llm.generate(ids, answer.params, owner=owner, **options) for ids in prompts]
         requests = [self.metrics.counted(call) for call in calls]
-        is_theirs = False  # whether the stream owns `requests` and closes them
+        stream_owns_requests = False  # whether the stream owns `requests` and closes them
         try:
-            firsts = await accepted(requests)
+            first_deltas = await accepted(requests)
             if answer.body.stream:
-                events = self._events(answer, firsts, requests)
-                is_theirs = True
+                events = self._events(answer, first_deltas, requests)
+                stream_owns_requests = True
                 return EventStream(events, self.config.heartbeat_seconds, requests)
-            totals = await unless_gone(request.receive, gathered(firsts, requests))
+            totals = await unless_disconnected(request.receive, gathered(first_deltas, requests))
             if totals is None:
-                return CLIENT_IS_GONE
+                return CLIENT_DISCONNECTED
             num_bytes = sum(answer.num_bytes(*pair) for pair in enumerate(totals))
             is_large = num_bytes > LARGE
-            whole = await beside_the_loop(answer.whole, totals) if is_large else None
+            whole = await run_in_thread(answer.whole, totals) if is_large else None
             return answered(whole or answer.whole(totals), num_bytes)
         except ValueError as error:
             raise answer.body.error(error) from error
         finally:
-            if not is_theirs:
+            if not stream_owns_requests:
                 await close_all(requests)
 
     async def _events(
-        self, answer: Answer, firsts: list[RequestDelta], requests: Sequence[Deltas]
+        self, answer: Answer, first_deltas: list[RequestDelta], requests: Sequence[Deltas]
     ) -> AsyncIterator[bytes]:
-        how = answer.body.stream_options or StreamOptions()
+        stream_options = answer.body.stream_options or StreamOptions()
 
         async def made(i: int, delta: RequestDelta) -> AsyncIterator[bytes]:
             is_large = answer.num_bytes(i, delta) > LARGE
             if is_large:
-                pieces = await beside_the_loop(answer.pieces, i, delta)
+                chunks = await run_in_thread(answer.chunks, i, delta)
             else:
-                pieces = answer.pieces(i, delta)
-            for piece in pieces if how.include_usage else ():
-                piece["usage"] = answer.usage.content() if how.continuous_usage_stats else None
+                chunks = answer.chunks(i, delta)
+            for chunk in chunks if stream_options.include_usage else ():
+                chunk["usage"] = (
+                    answer.usage.content() if stream_options.continuous_usage_stats else None
+                )
             if is_large:
-                async for data in made_aside(chain.from_iterable(map(event_chunks, pieces))):
+                async for data in encode_in_thread(chain.from_iterable(map(event_chunks, chunks))):
                     yield data
-            elif data := b"".join(map(event, pieces)):
+            elif data := b"".join(map(event, chunks)):
                 yield data
 
         try:
-            for i, first in enumerate(firsts):
+            for i, first in enumerate(first_deltas):
                 async for data in made(i, first):
                     yield data
             async for i, delta in merged(requests):
                 async for data in made(i, delta):
                     yield data
-            if how.include_usage:
+            if stream_options.include_usage:
                 yield event(answer.usage_chunk())
         except Exception as error:  # the answer has begun, so its status cannot change
             yield event(answer.body.error(error).content())
@@ -206,8 +208,8 @@ class Server:
         names = ("documents", "reasoning_effort", "enable_thinking", "tools")
         given = {name: getattr(body, name) for name in names if getattr(body, name) is not None}
         kwargs = (body.chat_template_kwargs or {}) | given
-        how = body.add_generation_prompt, body.continue_final_message, kwargs
-        return await asyncio.to_thread(self.chat.text, body.messages, *how)
+        template_args = body.add_generation_prompt, body.continue_final_message, kwargs
+        return await asyncio.to_thread(self.chat.text, body.messages, *template_args)
 
     def _model(self, body: GenerateBody | TokenizeBody | DetokenizeBody) -> str:
         return self._served(body.model or self.config.model_name)
@@ -299,8 +301,8 @@ class Server:
             message = f"lora_path must exist, got {body.lora_path!r}"
             raise ApiError(404, message, "lora_path") from error
         except ValueError as error:  # a sentence about a file names its folder on the server
-            says = str(error).replace(f"{path}", body.lora_path)
-            raise bad(says, None if says == str(error) else "lora_path") from error
+            message = str(error).replace(f"{path}", body.lora_path)
+            raise bad(message, None if message == str(error) else "lora_path") from error
         return PlainTextResponse(f"Success: LoRA adapter '{body.lora_name}' added successfully.")
 
     async def unload_adapter(self, body: UnloadAdapterBody) -> Response:
@@ -312,8 +314,8 @@ class Server:
         return PlainTextResponse(f"Success: LoRA adapter '{body.lora_name}' removed successfully.")
 
     async def health(self) -> Response:
-        if (why := self.llm.death_reason) is not None:
-            return error_response(ApiError(503, why))
+        if (reason := self.llm.death_reason) is not None:
+            return error_response(ApiError(503, reason))
         return Response()
 
     async def version(self) -> dict[str, str]:

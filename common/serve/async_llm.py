@@ -202,14 +202,14 @@ class AsyncLLM:
             self._engine_loop.abort(name)
             self._fail(name, "the request was aborted")
 
-    def abort_all(self, why: str) -> None:
-        """Abort all requests, as `abort` does, with `why` as the error's message."""
+    def abort_all(self, reason: str) -> None:
+        """Abort all requests, as `abort` does, with `reason` as the error's message."""
         for name in self._mailboxes:
             self._engine_loop.abort(name)
-            self._fail(name, why)
+            self._fail(name, reason)
 
-    def _fail(self, name: str, why: str) -> None:
-        self._mailboxes[name].put(RequestDelta(name, finished=True, error=EngineError(why)))
+    def _fail(self, name: str, reason: str) -> None:
+        self._mailboxes[name].put(RequestDelta(name, finished=True, error=EngineError(reason)))
 
     @property
     def num_unfinished(self) -> int:
@@ -286,13 +286,13 @@ class AsyncLLM:
                 else:
                     future.set_result(answer)
         if engine_update.is_last:
-            why = EngineError(self.death_reason or "the engine is closed; create a new one")
+            error = EngineError(self.death_reason or "the engine is closed; create a new one")
             engine_update.deltas += [
-                RequestDelta(name, finished=True, error=why) for name in self._mailboxes
+                RequestDelta(name, finished=True, error=error) for name in self._mailboxes
             ]
             for future in self._calls.values():
                 if not future.done():
-                    future.set_exception(why)
+                    future.set_exception(error)
         is_busy = bool(self._given)
         self._given += engine_update.deltas
         if not is_busy:

@@ -88,8 +88,10 @@ class DeltaSource:
         # One continuation computes the prompt's scores for all. The others, whose prompt is found
         # in the cache, can have output earlier.
         if scores is None or len(scores) == len(group.prompt_token_ids) or group.finished:
-            pieces = [self._take(i, sequence) for i, sequence in enumerate(group.sequences)]
-            delta.completions = {piece.index: piece for piece in pieces if piece is not None}
+            completions = [self._take(i, sequence) for i, sequence in enumerate(group.sequences)]
+            delta.completions = {
+                completion.index: completion for completion in completions if completion is not None
+            }
             delta.prompt_logprobs = scores
         return delta
 

@@ -54,7 +54,7 @@ class EngineLoop:
     ) -> None:
         self._make_engine, self._deliver, self._max_waiting = make_engine, deliver, max_waiting
         self._inbox = SimpleQueue[tuple[Callable[..., None], tuple]]()
-        self._coming: dict[str, tuple] = {}  # requests that are not added yet, in order
+        self._new_requests: dict[str, tuple] = {}  # requests that are not added yet, in order
         self._sources: dict[str, DeltaSource] = {}
         self._num_sequences = 0  # of the requests in `_sources`
         self._deltas: list[RequestDelta] = []  # to be delivered
@@ -75,7 +75,7 @@ class EngineLoop:
     def add(
         self, request_id: str, token_ids: list[int], params: SamplingParams, options: dict[str, Any]
     ) -> None:
-        self._inbox.put((self._come, (request_id, token_ids, params, options)))
+        self._inbox.put((self._enqueue, (request_id, token_ids, params, options)))
 
     def abort(self, request_id: str) -> None:
         self._inbox.put((self._abort, (request_id,)))
@@ -126,7 +126,7 @@ class EngineLoop:
         """Run all commands in the inbox. Blocks for the first one if there is no step to run."""
         is_dead = self.death_reason is not None
         has_steps = not is_dead and self._engine.has_unfinished_requests()
-        must_wait = not (self._coming or has_steps)
+        must_wait = not (self._new_requests or has_steps)
         while must_wait or not self._inbox.empty():
             do, arguments = self._inbox.get()
             do(*arguments)
@@ -137,9 +137,9 @@ class EngineLoop:
         """Add new requests for at most `MAX_ADD_S`. If a thousand arrive together, the remaining
         ones are added after the next step."""
         end = time.monotonic() + MAX_ADD_S
-        while self._coming and time.monotonic() < end:
-            request_id = next(iter(self._coming))
-            self._add(request_id, *self._coming.pop(request_id))
+        while self._new_requests and time.monotonic() < end:
+            request_id = next(iter(self._new_requests))
+            self._add(request_id, *self._new_requests.pop(request_id))
 
     def _gather(self) -> None:
         """Wait briefly for requests that arrive together, so that they start in the same step: a
@@ -169,21 +169,21 @@ class EngineLoop:
                 raise
             return  # the next step returns the requests that were aborted
         self._step_s = time.monotonic() - begin
-        why, self._last_error = self._last_error, None
+        step_error, self._last_error = self._last_error, None
         for output in outputs:
             if (source := self._sources.get(output.request_id)) is not None:
-                self._deltas.append(self._take(source, why))
+                self._deltas.append(self._take(source, step_error))
                 if self._num_failures and self._deltas[-1].error is None:
                     self._num_failures = 0
 
-    def _take(self, source: DeltaSource, why: Exception | None) -> RequestDelta:
+    def _take(self, source: DeltaSource, step_error: Exception | None) -> RequestDelta:
         delta = source.take()
         if delta.finished:
-            self._forget(delta.request_id)
+            self._remove_source(delta.request_id)
             reasons = {sequence.completion.finish_reason for sequence in source.group.sequences}
             if "abort" in reasons:  # not requested through this loop
-                says = "the request was ended" if why is None else _step_failed(why)
-                delta.error = EngineError(says, why)
+                text = "the request was ended" if step_error is None else _step_failed(step_error)
+                delta.error = EngineError(text, step_error)
             elif "error" in reasons:
                 detail = str(source.group.metrics.finish_detail)
                 is_clients = detail.startswith(UNCOMPILED) or detail.endswith(NO_TOKEN)
@@ -198,19 +198,22 @@ class EngineLoop:
         self._deltas, self._answers = [], {}
         self._deliver(EngineUpdate(deltas, self._engine.stats(), answers, is_last))
 
-    def _come(self, request_id: str, *arguments: Any) -> None:
-        self._coming[request_id] = arguments
+    def _enqueue(self, request_id: str, *arguments: Any) -> None:
+        self._new_requests[request_id] = arguments
 
     def _add(
         self, request_id: str, token_ids: list[int], params: SamplingParams, options: dict[str, Any]
     ) -> None:
-        engine, most = self._engine, self._max_waiting
+        engine, max_waiting = self._engine, self._max_waiting
         try:
             if self.death_reason is not None:
                 raise EngineError(self.death_reason, self._death_error)
             num = self._num_sequences
-            if most is not None and num + params.n > engine.config.max_num_seqs + most:
-                raise QueueFull(f"the queue is full: {num} sequences run or wait, {most} may wait")
+            max_num_seqs = engine.config.max_num_seqs
+            if max_waiting is not None and num + params.n > max_num_seqs + max_waiting:
+                raise QueueFull(
+                    f"the queue is full: {num} sequences run or wait, {max_waiting} may wait"
+                )
             group = engine.add_request(request_id, token_ids, params, **options)
         except Exception as error:
             self._deltas.append(RequestDelta(request_id, finished=True, error=error))
@@ -220,13 +223,13 @@ class EngineLoop:
         self._deltas.append(source.accepted())
 
     def _abort(self, request_id: str) -> None:
-        self._coming.pop(request_id, None)
+        self._new_requests.pop(request_id, None)
         if request_id in self._sources:
-            self._forget(request_id)
+            self._remove_source(request_id)
             self._engine.abort_request(request_id)
             self._has_aborted = True
 
-    def _forget(self, request_id: str) -> None:
+    def _remove_source(self, request_id: str) -> None:
         self._num_sequences -= len(self._sources.pop(request_id).group.sequences)
 
     def _call(self, number: int, method: Callable[..., Any], *arguments: Any) -> None:
@@ -241,11 +244,11 @@ class EngineLoop:
         self._is_closing = True
 
     def _fail_all(self) -> None:
-        why = EngineError(self.death_reason, self._death_error)
-        names = [*self._sources, *self._coming]
-        self._deltas += [RequestDelta(name, finished=True, error=why) for name in names]
+        error = EngineError(self.death_reason, self._death_error)
+        names = [*self._sources, *self._new_requests]
+        self._deltas += [RequestDelta(name, finished=True, error=error) for name in names]
         self._sources.clear()
-        self._coming.clear()
+        self._new_requests.clear()
         self._num_sequences = 0
         self._send_update()
 

@@ -22,7 +22,7 @@ def add_engine_flags(group: argparse._ArgumentGroup) -> None:
     comments = field_comments()
     for field in dataclasses.fields(EngineConfig):
         if field.name not in NO_FLAG:
-            says = f"{comments.get(field.name, '')} (default: {field.default})"
+            help_text = f"{comments.get(field.name, '')} (default: {field.default})"
             group.add_argument(
                 "--" + field.name.replace("_", "-"),
                 type=_reader(field),
@@ -30,7 +30,7 @@ def add_engine_flags(group: argparse._ArgumentGroup) -> None:
                 const=True,
                 default=argparse.SUPPRESS,
                 metavar="V",
-                help=says.replace("%", "%%"),
+                help=help_text.replace("%", "%%"),
             )
 
 

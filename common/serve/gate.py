@@ -149,28 +149,29 @@ class Gate:
             raise ApiError(415, "Content-Type must be application/json")
 
     def _check_origin(self, headers: Headers) -> None:
-        own, host = self.config.host, headers.get("host", "")
-        names = (*LOOPBACK, own, *map(str.lower, self.config.allowed_hosts))
+        server_host, host = self.config.host, headers.get("host", "")
+        names = (*LOOPBACK, server_host, *map(str.lower, self.config.allowed_hosts))
         if self.config.is_local and _host_name(headers) not in names:
-            raise ApiError(403, f"Host must be {own} or one of --allowed-host")
+            raise ApiError(403, f"Host must be {server_host} or one of --allowed-host")
         origin = headers.get("origin")
         if origin in (None, f"http://{host}", f"https://{host}") or self._is_allowed(origin):
             return
         raise ApiError(403, "Origin must be this server or one of --allowed-origin")
 
     async def _body(self, receive: Receive, headers: Headers) -> bytes:
-        most = self.config.max_body_bytes
-        too_large = ApiError(413, f"the body must have at most {most} bytes")
-        said = headers.get("content-length", "0")
-        if not said.isdecimal() or int(said[:20]) > most:
+        max_bytes = self.config.max_body_bytes
+        too_large = ApiError(413, f"the body must have at most {max_bytes} bytes")
+        declared = headers.get("content-length", "0")
+        if not declared.isdecimal() or int(declared[:20]) > max_bytes:
             raise too_large
         try:
-            reading = _read(receive, most, too_large)
+            reading = _read(receive, max_bytes, too_large)
             body = await asyncio.wait_for(reading, self.config.body_seconds)
         except asyncio.TimeoutError as error:
             raise ApiError(408, "the body did not arrive in time") from error
-        if body.count(b",") > most // BYTES_OF_A_VALUE:
-            raise ApiError(413, f"the body must have at most {most // BYTES_OF_A_VALUE} commas")
+        if body.count(b",") > max_bytes // BYTES_OF_A_VALUE:
+            max_commas = max_bytes // BYTES_OF_A_VALUE
+            raise ApiError(413, f"the body must have at most {max_commas} commas")
         num_escaped = body.replace(rb"\\", b"").count(b'\\"')  # without escaped backslashes
         if body.count(b'"') - num_escaped > 2 * MAX_STRINGS:
             raise ApiError(413, f"the body must have at most {MAX_STRINGS} strings")
@@ -187,7 +188,7 @@ def _shown(path: bytes) -> str:
     return quote(path.partition(b"?")[0], safe="/%:,;=@-._~+&$!*'()")
 
 
-async def _read(receive: Receive, most: int, too_large: ApiError) -> bytes:
+async def _read(receive: Receive, max_bytes: int, too_large: ApiError) -> bytes:
     """Read a body, and check its actual size whatever its `Content-Length` was."""
     body, is_more = bytearray(), True
     while is_more:
@@ -196,7 +197,7 @@ async def _read(receive: Receive, most: int, too_large: ApiError) -> bytes:
             raise ApiError(400, "the body is incomplete: the client disconnected")
         body += message.get("body", b"")
         is_more = message.get("more_body", False)
-        if len(body) > most:
+        if len(body) > max_bytes:
             raise too_large
     return bytes(body)
 

@@ -11,9 +11,9 @@ blocks, each with its parent, so the nodes of a radix tree and their splits are 
 
 A block's hash is that of chapter 3's chain, by which tiers and pools know the block too.
 
-When the device's cache becomes empty, and when a slow thread leaves more than `max_unsaid` changes
-of blocks unsent, the stream restarts: `AllBlocksCleared`, then each block that is held. So a stream
-is either complete or starts again.
+When the device's cache becomes empty, and when a slow thread leaves more than `max_pending_changes`
+block changes unsent, the stream restarts: `AllBlocksCleared`, then each block that is held. So a
+stream is either complete or starts again.
 
 Not published: tier blocks of an earlier process until they have been on the device once (their
 tokens are unknown here), and the content of a pool shared by engines."""
@@ -51,21 +51,22 @@ if TYPE_CHECKING:
     from prefix_cache import PrefixCache
     from scheduler_interface import SchedulerOutput
 
-MAX_UNSAID = 100_000  # blocks
+MAX_PENDING_CHANGES = 100_000  # blocks
 MAX_EVENTS, MAX_TOKENS = 1_000, 500_000  # per batch: vllm-router's limits are 16 MiB and 1,000
 
 
 class CacheChanges:
-    """A `CacheListener` that wraps the one of `cache`. `take` and `say_all` belong to one thread,
-    the rest to the cache's. `name_of` returns the name of an adapter, by digest."""
+    """A `CacheListener` that wraps the one of `cache`. `take` and `restart_stream` belong to one
+    thread, the other methods to the cache's. `name_of` returns an adapter's name, by digest."""
 
     def __init__(
         self,
         cache: PrefixCache,
         name_of: Callable[[str], str | None] = lambda digest: None,
-        max_unsaid: int = MAX_UNSAID,
+        max_pending_changes: int = MAX_PENDING_CHANGES,
     ) -> None:
-        self._cache, self._inner, self._max_unsaid = cache, cache.listener, max_unsaid
+        self._cache, self._inner = cache, cache.listener
+        self._max_pending_changes = max_pending_changes
         self._name_of = name_of
         tiers = self._inner if isinstance(self._inner, TieredCache) else None
         self._namespace = () if tiers is None else tiers.namespace
@@ -74,10 +75,10 @@ class CacheChanges:
         self._lock = Lock()
         self._hashes: dict[int, bytes] = {}  # by block id, for blocks on the device
         self._held: dict[bytes, HeldBlock] = {}  # blocks without a medium stay until `take`
-        self._gone: set[bytes] = set()  # hashes of blocks that may have no medium left
-        self._unsaid: list[Event] = []
-        self._num_unsaid = 0
-        self._says_all = True
+        self._removed: set[bytes] = set()  # hashes of blocks that may have no medium left
+        self._pending_events: list[Event] = []
+        self._num_pending_changes = 0
+        self._must_restart = True
 
     def put_in(self) -> None:
         """Start listening. Cost: O(cached blocks x depth)."""
@@ -102,8 +103,8 @@ class CacheChanges:
             tier.on_change = ignore_change
         with self._lock:
             self._held.clear()
-            self._gone.clear()
-            self.say_all()
+            self._removed.clear()
+            self.restart_stream()
 
     # -- called by the device's cache
 
@@ -160,7 +161,7 @@ class CacheChanges:
             for block in blocks:
                 self._remove(self._hashes.pop(block.block_id, b""), GPU)
             if not self._hashes:
-                self.say_all()
+                self.restart_stream()
 
     def _moved(self, name: bytes, medium: str, is_here: bool) -> None:
         """Called by a tier, in any thread."""
@@ -175,46 +176,46 @@ class CacheChanges:
         if medium in block.media:
             return
         block.media += (medium,)
-        if self._may_say():
-            add_stored(self._unsaid, name, block, medium)
+        if self._count_change():
+            add_stored(self._pending_events, name, block, medium)
 
     def _remove(self, name: bytes, medium: str) -> None:
         block = self._held.get(name)
         if block is None:  # left over from an interrupted call
             return
         block.media = tuple(other for other in block.media if other != medium)
-        self._gone.add(name)
-        if self._may_say():
-            add_removed(self._unsaid, name, medium)
+        self._removed.add(name)
+        if self._count_change():
+            add_removed(self._pending_events, name, medium)
 
-    def _may_say(self) -> bool:
-        self._num_unsaid += 1
-        if self._num_unsaid > self._max_unsaid:
-            self.say_all()
-        return not self._says_all
+    def _count_change(self) -> bool:
+        self._num_pending_changes += 1
+        if self._num_pending_changes > self._max_pending_changes:
+            self.restart_stream()
+        return not self._must_restart
 
-    def say_all(self) -> None:
+    def restart_stream(self) -> None:
         """Restart the stream with the next batch, for readers that missed a batch for good."""
-        self._says_all, self._unsaid = True, []
+        self._must_restart, self._pending_events = True, []
 
     @property
     def has_news(self) -> bool:
-        return self._says_all or bool(self._unsaid)
+        return self._must_restart or bool(self._pending_events)
 
     def take(self) -> Iterator[list[Event]]:
         """Yield the events since the last call, in batches."""
         with self._lock:
-            events, self._unsaid, self._num_unsaid = self._unsaid, [], 0
+            events, self._pending_events, self._num_pending_changes = self._pending_events, [], 0
             all_held = None
-            if self._says_all:
+            if self._must_restart:
                 all_held = {name: (held, held.media) for name, held in self._held.items()}
-            self._says_all = False
-            for name in self._gone:
+            self._must_restart = False
+            for name in self._removed:
                 if not self._held[name].media:
                     del self._held[name]
-            self._gone.clear()
+            self._removed.clear()
         if all_held is not None:
-            events = self._say(all_held)
+            events = self._snapshot_events(all_held)
         batch, num_tokens = list[Event](), 0
         for event in events:
             num_tokens += len(event.get("token_ids", ()))
@@ -225,15 +226,17 @@ class CacheChanges:
         if batch:
             yield batch
 
-    def _say(self, all_held: Mapping[bytes, tuple[HeldBlock, tuple[str, ...]]]) -> list[Event]:
+    def _snapshot_events(
+        self, all_held: Mapping[bytes, tuple[HeldBlock, tuple[str, ...]]]
+    ) -> list[Event]:
         """Return events that describe all held blocks, parents before their children."""
         events: list[Event] = [CLEARED]
         for medium in (GPU, *self._below):
-            rest = {name: held for name, (held, media) in all_held.items() if medium in media}
-            for name in reversed(list(rest)):  # a path that starts at a leaf is one event
+            remaining = {name: held for name, (held, media) in all_held.items() if medium in media}
+            for name in reversed(list(remaining)):  # a path that starts at a leaf is one event
                 path = []
-                while name in rest:
-                    path.append((name, held := rest.pop(name)))
+                while name in remaining:
+                    path.append((name, held := remaining.pop(name)))
                     name = held.parent
                 for name, held in reversed(path):
                     add_stored(events, name, held, medium)

@@ -25,5 +25,5 @@ def listen(endpoint: str) -> Iterator[tuple[int, Event]]:
 
 
 if __name__ == "__main__":
-    for number, what in listen(sys.argv[1]):
-        print(number, what, flush=True)
+    for number, event in listen(sys.argv[1]):
+        print(number, event, flush=True)

@@ -35,7 +35,7 @@ class EventSource(Protocol):
         """Return the batches to send now."""
         ...
 
-    def say_all(self) -> None:
+    def restart_stream(self) -> None:
         """Make the next batch restart the stream with the complete state."""
         ...
 
@@ -107,7 +107,7 @@ class EventPublisher:
                     self._replay(self._replay_socket.recv_multipart())
             except Exception:
                 logger.exception("cannot send KV events; publishing starts again from scratch")
-                self._source.say_all()
+                self._source.restart_stream()
         self._close_sockets()
 
     def _send(self, events: list[Event]) -> None:
@@ -127,7 +127,7 @@ class EventPublisher:
                 self._replay_socket.send_multipart(answer)
         self._replay_socket.send_multipart([reader, b"", b"", END, b""])
         if self._kept and first < self._kept[0][0]:
-            self._source.say_all()
+            self._source.restart_stream()
 
     def _close_sockets(self) -> None:
         self._publish_socket.close(linger=1000)

@@ -54,7 +54,7 @@ def answered(content: Any, num_bytes: int) -> Response:
     """Return a response with `content`, of about `num_bytes`."""
     if num_bytes <= LARGE:
         return json_response(content)
-    return StreamingResponse(made_aside(json_chunks(content)), media_type="application/json")
+    return StreamingResponse(encode_in_thread(json_chunks(content)), media_type="application/json")
 
 
 def json_chunks(content: Any) -> Iterator[bytes]:
@@ -83,20 +83,20 @@ def _is_lazy(content: Any) -> bool:
     return isinstance(content, Iterator)
 
 
-async def made_aside(pieces: Iterator[bytes]) -> AsyncIterator[bytes]:
+async def encode_in_thread(parts: Iterator[bytes]) -> AsyncIterator[bytes]:
     """Yield the encoded bytes, `BYTES_AT_ONCE` or a little more at a time."""
 
     def some() -> bytes:
         found = bytearray()
-        while len(found) < BYTES_AT_ONCE and (piece := next(pieces, None)) is not None:
-            found += piece
+        while len(found) < BYTES_AT_ONCE and (part := next(parts, None)) is not None:
+            found += part
         return bytes(found)
 
-    while data := await beside_the_loop(some):
+    while data := await run_in_thread(some):
         yield data
 
 
-async def beside_the_loop(call: Callable[..., T], *arguments: Any) -> T:
+async def run_in_thread(call: Callable[..., T], *arguments: Any) -> T:
     return await asyncio.get_running_loop().run_in_executor(_THREAD, call, *arguments)
 
 
@@ -105,7 +105,7 @@ async def read_body(request: Request, kind: type[B]) -> B:
     data = b"".join([part async for part in request.stream()])
     if len(data) <= LARGE:
         return _parsed(kind, data)
-    return await beside_the_loop(_parsed, kind, data)
+    return await run_in_thread(_parsed, kind, data)
 
 
 def _parsed(kind: type[B], data: bytes) -> B:
@@ -121,7 +121,7 @@ def _parsed(kind: type[B], data: bytes) -> B:
 
 def _wrong_body(error: ValidationError) -> ApiError:
     first = error.errors(include_url=False, include_context=False, include_input=False)[0]
-    where = list(map(str, first["loc"]))
-    field = next((name for name in where if not name.isdecimal()), None)
-    place = ".".join(where)
+    location = list(map(str, first["loc"]))
+    field = next((name for name in location if not name.isdecimal()), None)
+    place = ".".join(location)
     return bad(f"{place}: {first['msg']}" if place else f"the body: {first['msg']}", field)

@@ -160,8 +160,8 @@ class LivePage:
         """Stream the events to a new viewer. The gate has already checked the key."""
         token = watch_token(request)
         sees_all = self.gate.config.api_key is not None and token is None
-        if (why := self.llm.death_reason) is not None:
-            raise ApiError(503, why)
+        if (reason := self.llm.death_reason) is not None:
+            raise ApiError(503, reason)
         if self.llm.config.events is not None:
             raise ApiError(
                 409, "cannot show a live run: this engine already writes its events elsewhere"

@@ -32,12 +32,14 @@ def longest_token(tokenizer: Tokenizer) -> float:
     vocab = backend.get_vocab(with_added_tokens=True)
     normalizer, splitter = repr(backend.normalizer), repr(backend.pre_tokenizer)
     used = set(re.findall(r"(\w+)\(", normalizer.replace(SPACES, "")))
-    is_whole = used <= NORMALIZERS and set(re.findall(r"(\w+)\(", splitter)) <= SPLITTERS
-    is_whole &= "=Removed" not in splitter and isinstance(model, models.BPE)
+    keeps_all_bytes = used <= NORMALIZERS and set(re.findall(r"(\w+)\(", splitter)) <= SPLITTERS
+    keeps_all_bytes &= "=Removed" not in splitter and isinstance(model, models.BPE)
     falls_back = getattr(model, "byte_fallback", False) and vocab.keys() >= BYTE_NAMES
     in_bytes = "ByteLevel(" in splitter and vocab.keys() >= set(ByteLevel.alphabet())
     added = backend.get_added_tokens_decoder().values()
-    if not (is_whole and (falls_back or in_bytes)) or any(t.lstrip or t.rstrip for t in added):
+    if not (keeps_all_bytes and (falls_back or in_bytes)) or any(
+        t.lstrip or t.rstrip for t in added
+    ):
         return math.inf
     longest = max(len(name.encode()) for name in vocab)  # a byte's name is a byte or more
     return longest * NFC_SHRINKS if "NFC" in used else longest

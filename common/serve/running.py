@@ -102,9 +102,9 @@ def make_event_loop() -> asyncio.AbstractEventLoop:
 def allow_many_connections() -> None:
     """Raise the limit of open files: each connection is one, and the default is often 1,024."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    most = MAX_OPEN_FILES if hard == resource.RLIM_INFINITY else min(hard, MAX_OPEN_FILES)
-    if soft != resource.RLIM_INFINITY and soft < most:
-        resource.setrlimit(resource.RLIMIT_NOFILE, (most, hard))
+    max_files = MAX_OPEN_FILES if hard == resource.RLIM_INFINITY else min(hard, MAX_OPEN_FILES)
+    if soft != resource.RLIM_INFINITY and soft < max_files:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (max_files, hard))
 
 
 class DrainingServer(uvicorn.Server):
@@ -169,26 +169,26 @@ class DrainingServer(uvicorn.Server):
 async def serve(args: argparse.Namespace, settings: dict[str, Any], listener: socket.socket) -> int:
     """Serve until a signal, and return the exit code. Raises what `AsyncLLM` does."""
     name = args.served_model_name or _name(args.model)
-    _say(f"loading {name} ...")
+    _print_line(f"loading {name} ...")
     template = args.chat_template and args.chat_template.read_text(encoding="utf-8")
     allow_many_connections()
     freeze_gc_heap()
-    most = args.max_waiting
-    if most is None:
+    max_waiting = args.max_waiting
+    if max_waiting is None:
         batch = EngineConfig.__dataclass_fields__["max_num_seqs"].default
-        most = WAITING_BATCHES * settings.get("max_num_seqs", batch)
-    llm = await asyncio.to_thread(AsyncLLM, args.model, max_waiting=most, **settings)
+        max_waiting = WAITING_BATCHES * settings.get("max_num_seqs", batch)
+    llm = await asyncio.to_thread(AsyncLLM, args.model, max_waiting=max_waiting, **settings)
     kv_events = little = None
     try:
         if args.model is None:  # the shipped checkpoint, which is small enough for a second engine
             little = await asyncio.to_thread(
-                AsyncLLM, None, max_waiting=most, **little_settings(settings)
+                AsyncLLM, None, max_waiting=max_waiting, **little_settings(settings)
             )
         if args.kv_events is not None:
             from common.serve.kv_events import KVEvents
 
             kv_events = await llm.call(KVEvents, args.kv_events, args.kv_events_replay)
-            _say(f"KV events are at {kv_events.publisher.endpoint} ({KV_EVENTS_HOLD})")
+            _print_line(f"KV events are at {kv_events.publisher.endpoint} ({KV_EVENTS_HOLD})")
         gate_config = GateConfig(
             args.host,
             args.api_key or None,
@@ -203,12 +203,12 @@ async def serve(args: argparse.Namespace, settings: dict[str, Any], listener: so
         )
         _, gate = make_app(llm, config, little)
         server = DrainingServer(llm, gate, args.drain_seconds, little)
-        _tell(args, name, listener)
-        said = asyncio.ensure_future(log_progress(llm))
+        _print_addresses(args, name, listener)
+        progress_log = asyncio.ensure_future(log_progress(llm))
         try:
             await server.serve(sockets=[listener])
         finally:
-            said.cancel()
+            progress_log.cancel()
         return CUT_SHORT if server.num_cut_short else 0
     finally:
         if kv_events is not None and llm.death_reason is None:
@@ -252,16 +252,16 @@ def _name(model: str | None) -> str:
     return "tiny" if model is None else Path(model).name if Path(model).is_dir() else model
 
 
-def _tell(args: argparse.Namespace, name: str, listener: socket.socket) -> None:
+def _print_addresses(args: argparse.Namespace, name: str, listener: socket.socket) -> None:
     host, port = listener.getsockname()[:2]
-    where = f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+    address = f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
     key = ' -H "Authorization: Bearer $KEY"' if args.api_key else ""
-    _say(f"{name} is served at http://{where}/v1")
-    _say(f"  watch it, and try it, at http://{where}/")
+    _print_line(f"{name} is served at http://{address}/v1")
+    _print_line(f"  watch it, and try it, at http://{address}/")
     body = json.dumps({"model": name, "prompt": TRY_IT, "max_tokens": 16, "temperature": 0})
     kind = "-H 'Content-Type: application/json'"
-    _say(f"  curl http://{where}/v1/completions{key} {kind} -d '{body}'")
-    _say(f"  {_open_access_lines(GateConfig(args.host, args.api_key or None))}")
+    _print_line(f"  curl http://{address}/v1/completions{key} {kind} -d '{body}'")
+    _print_line(f"  {_open_access_lines(GateConfig(args.host, args.api_key or None))}")
 
 
 def _open_access_lines(gate: GateConfig) -> str:
@@ -273,5 +273,5 @@ def _open_access_lines(gate: GateConfig) -> str:
     return "no key: anyone who can reach this machine can send prompts; GET /events is off"
 
 
-def _say(line: str) -> None:
+def _print_line(line: str) -> None:
     print(line, file=sys.stderr, flush=True)

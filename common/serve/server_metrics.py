@@ -154,7 +154,7 @@ class ServerMetrics:
         return generate_latest(self._registry)
 
 
-def _one_two_five(most: int) -> list[int]:
-    """Return the buckets 1, 2, 5, 10, ... up to `most`."""
-    buckets = [digit * 10**power for power in range(len(str(most))) for digit in (1, 2, 5)]
-    return [bucket for bucket in buckets if bucket <= most]
+def _one_two_five(max_value: int) -> list[int]:
+    """Return the buckets 1, 2, 5, 10, ... up to `max_value`."""
+    buckets = [digit * 10**power for power in range(len(str(max_value))) for digit in (1, 2, 5)]
+    return [bucket for bucket in buckets if bucket <= max_value]

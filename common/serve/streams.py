@@ -14,20 +14,21 @@ from common.serve.deltas import RequestDelta
 
 T = TypeVar("T")
 Deltas = AsyncIterator[RequestDelta]
-CLIENT_IS_GONE = Response(status_code=499)  # nginx's status for it; no client reads it
+CLIENT_DISCONNECTED = Response(status_code=499)  # nginx's status for it; no client reads it
 HEARTBEAT = b": still here\n\n"
 
 
-async def has_exited(receive: Receive) -> None:
+async def listen_for_disconnect(receive: Receive) -> None:
     """Wait until the client has disconnected."""
     while (await receive())["type"] != "http.disconnect":
         pass
 
 
-async def unless_gone(receive: Receive, wanted: Awaitable[T]) -> T | None:
-    """Return the result of `wanted`. If the client disconnects first, cancel it and return None."""
-    watcher = asyncio.ensure_future(has_exited(receive))
-    work = asyncio.ensure_future(wanted)
+async def unless_disconnected(receive: Receive, awaitable: Awaitable[T]) -> T | None:
+    """Return the result of `awaitable`. If the client disconnects first, cancel it and return
+    None."""
+    watcher = asyncio.ensure_future(listen_for_disconnect(receive))
+    work = asyncio.ensure_future(awaitable)
     try:
         await asyncio.wait({watcher, work}, return_when=asyncio.FIRST_COMPLETED)
         return await work if work.done() else None
@@ -37,11 +38,11 @@ async def unless_gone(receive: Receive, wanted: Awaitable[T]) -> T | None:
 
 async def accepted(requests: Sequence[Deltas]) -> list[RequestDelta]:
     """Return the first delta of each request. Raises the error of a request that is refused."""
-    firsts = await asyncio.gather(*map(anext, requests), return_exceptions=True)
-    for first in firsts:
+    first_deltas = await asyncio.gather(*map(anext, requests), return_exceptions=True)
+    for first in first_deltas:
         if isinstance(first, BaseException):
             raise first
-    return [first for first in firsts if isinstance(first, RequestDelta)]
+    return [first for first in first_deltas if isinstance(first, RequestDelta)]
 
 
 async def close_all(requests: Sequence[AsyncIterator[Any]]) -> None:
@@ -49,7 +50,9 @@ async def close_all(requests: Sequence[AsyncIterator[Any]]) -> None:
         await request.aclose()  # pyright: ignore[reportAttributeAccessIssue]
 
 
-async def gathered(firsts: list[RequestDelta], requests: Sequence[Deltas]) -> list[RequestDelta]:
+async def gathered(
+    first_deltas: list[RequestDelta], requests: Sequence[Deltas]
+) -> list[RequestDelta]:
     """Return each request's deltas merged into one. If one request fails, the others are ended."""
 
     async def whole(total: RequestDelta, request: Deltas) -> RequestDelta:
@@ -57,7 +60,9 @@ async def gathered(firsts: list[RequestDelta], requests: Sequence[Deltas]) -> li
             total.extend(delta)
         return total
 
-    tasks = [asyncio.ensure_future(whole(*pair)) for pair in zip(firsts, requests, strict=True)]
+    tasks = [
+        asyncio.ensure_future(whole(*pair)) for pair in zip(first_deltas, requests, strict=True)
+    ]
     try:
         return [await task for task in tasks]
     finally:
@@ -71,21 +76,21 @@ async def merged(requests: Sequence[Deltas]) -> AsyncIterator[tuple[int, Request
             yield 0, delta
         return
     # A slow reader holds back one delta; later ones are merged in the request's mailbox.
-    came = asyncio.Queue[tuple[int, RequestDelta | Exception | None]](1)
+    queue = asyncio.Queue[tuple[int, RequestDelta | Exception | None]](1)
 
     async def pump(i: int, request: Deltas) -> None:
         try:
             async for delta in request:
-                await came.put((i, delta))
-            await came.put((i, None))
+                await queue.put((i, delta))
+            await queue.put((i, None))
         except Exception as error:  # only `_end` cancels; an interrupt stops the event loop itself
-            await came.put((i, error))
+            await queue.put((i, error))
 
     tasks = [asyncio.ensure_future(pump(*pair)) for pair in enumerate(requests)]
     num_unfinished = len(tasks)
     try:
         while num_unfinished:
-            i, delta = await came.get()
+            i, delta = await queue.get()
             if isinstance(delta, Exception):
                 raise delta
             if delta is None:
@@ -122,7 +127,7 @@ class EventStream(Response):
         headers += [(b"cache-control", b"no-cache"), (b"x-accel-buffering", b"no")]
         try:
             await send({"type": "http.response.start", "status": 200, "headers": headers})
-            await unless_gone(receive, self._send_all(send))
+            await unless_disconnected(receive, self._send_all(send))
         finally:
             await close_all([self.events, *self.requests])
 

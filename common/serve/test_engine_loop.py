@@ -207,3 +207,21 @@ def test_one_request_is_not_held_until_the_next_message(monkeypatch: pytest.Monk
     engine.loop.made.result()
     engine.loop._step_s = 20.0  # so it gathers for up to five seconds
     assert engine.ask()[-1].finished
+
+
+def test_an_aborted_request_costs_one_update_and_not_one_a_step() -> None:
+    """Its statistics are sent once; steps that change nothing for any client send nothing."""
+    is_aborted = threading.Event()
+    engine = Engine(lambda request: is_aborted.wait(20), *[lambda request: None] * 5)
+    engine.abort_request = lambda request_id: None  # pyright: ignore[reportAttributeAccessIssue]
+    engine.loop.add("x", [7], SamplingParams(), {})
+    updates = [engine.handed_over.get(timeout=20)]  # it is accepted, and its first step waits
+    engine.loop.abort("x")
+    is_aborted.set()
+    while engine.steps:
+        time.sleep(0.001)
+    engine.loop.close()
+    while not updates[-1].is_last:
+        updates.append(engine.handed_over.get(timeout=20))
+    empty = [u for u in updates if not (u.deltas or u.answers or u.is_last)]
+    assert len(empty) == 1

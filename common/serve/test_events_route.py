@@ -208,7 +208,8 @@ def test_who_reads_nothing_is_dropped_and_begins_anew_when_it_reads(
 
 def fails(engine: LLMEngine, place: str) -> None:
     """The next step does: where it computes, or where it changes its books."""
-    part, name = (engine.core.runner, "execute") if place == "core" else (engine, "_take")
+    in_core = engine.core.runner, "execute"
+    part, name = in_core if place == "core" else (engine, "_process_outputs")
     whole = getattr(part, name)
 
     def fail(*arguments: Any, **keywords: Any) -> Any:

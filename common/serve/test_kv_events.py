@@ -49,8 +49,8 @@ def work(cache: PrefixCache, rng: random.Random) -> None:
 
 
 @CACHES
-@pytest.mark.parametrize("max_unsaid", [4, 100_000])
-def test_the_stream_alone_says_what_is_cached(kind: str, max_unsaid: int) -> None:
+@pytest.mark.parametrize("max_pending_changes", [4, 100_000])
+def test_the_stream_alone_says_what_is_cached(kind: str, max_pending_changes: int) -> None:
     """From the middle on, and with a thread that comes late."""
     most = 0
     for seed in range(40):
@@ -58,12 +58,12 @@ def test_the_stream_alone_says_what_is_cached(kind: str, max_unsaid: int) -> Non
         cache, index = PREFIX_CACHES[kind](BlockPool(24), 2), Index()
         for _ in range(rng.randint(0, 20)):
             work(cache, rng)
-        changes = CacheChanges(cache, max_unsaid=max_unsaid)
+        changes = CacheChanges(cache, max_pending_changes=max_pending_changes)
         changes.put_in()
         check(changes, index, cache)
         for _ in range(60):
             work(cache, rng)
-            assert len(changes._unsaid) <= max_unsaid, f"seed {seed}"
+            assert len(changes._pending_events) <= max_pending_changes, f"seed {seed}"
             if rng.random() < 0.5:
                 events = check(changes, index, cache)
                 assert CLEARED not in events[1:], f"seed {seed}"
@@ -100,10 +100,10 @@ def test_parents_are_told_before_their_children_whichever_came_first() -> None:
     cache.cache_computed_blocks(list(range(20)))
     check(changes, index, cache)
     changes._held = dict(reversed(changes._held.items()))
-    changes.say_all()
+    changes.restart_stream()
     assert len(check(changes, index, cache)) == 2
     changes._held = dict(reversed(changes._held.items()))
-    changes.say_all()
+    changes.restart_stream()
     assert len(check(changes, index, cache)) == 2, "and a path is one event"
 
 

@@ -396,7 +396,7 @@ def test_a_card_says_what_its_request_has_and_waits_for(
             """However slowly the page sends them: else the first may end before the last comes."""
             del loop._gather
             while len(loop._sources) < len(PROMPTS):
-                if not loop._coming:  # those that came together are added in 20 ms each time
+                if not loop._new_requests:  # those that came together are added in 20 ms each time
                     do, arguments = loop._inbox.get(timeout=30)
                     do(*arguments)
                 loop._add_some()

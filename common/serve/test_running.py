@@ -243,7 +243,7 @@ def test_kv_events_end_before_the_engine_does(
 
 def test_an_address_of_six_groups_stands_in_brackets(capsys: pytest.CaptureFixture) -> None:
     listener: Any = SimpleNamespace(getsockname=lambda: ("::1", 80, 0, 0))
-    running._tell(parse_args([]), "m", listener)
+    running._print_addresses(parse_args([]), "m", listener)
     assert "http://[::1]:80/v1" in capsys.readouterr().err
 
 

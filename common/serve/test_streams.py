@@ -22,7 +22,7 @@ from common.serve.streams import (
     close_all,
     gathered,
     merged,
-    unless_gone,
+    unless_disconnected,
 )
 
 
@@ -122,11 +122,13 @@ def test_cancelled_at_each_wait() -> None:
         await cancelled(read())
         assert not any(source.is_open for source in pair)
 
-        assert await unless_gone(leaves, asyncio.sleep(5)) is None
+        assert await unless_disconnected(leaves, asyncio.sleep(5)) is None
         slow = Source(waits_first=True)
-        assert await unless_gone(leaves, accepted([slow.deltas])) is None
+        assert await unless_disconnected(leaves, accepted([slow.deltas])) is None
         assert not slow.is_open
-        await cancelled(unless_gone(never, accepted([(slow := Source(waits_first=True)).deltas])))
+        await cancelled(
+            unless_disconnected(never, accepted([(slow := Source(waits_first=True)).deltas]))
+        )
         assert not slow.is_open
 
     asyncio.run(run())

@@ -73,7 +73,7 @@ def test_choices_and_what_they_used_are_those_of_all_prompts() -> None:
 
 def test_a_chat_has_its_own_names() -> None:
     one = answer("chat", n=2)
-    pieces = one.pieces(0, total("a", "b"))
+    pieces = one.chunks(0, total("a", "b"))
     assert [piece["choices"][0]["index"] for piece in pieces] == [0, 1, 1, 0], "roles, then texts"
     role = {"role": "assistant", "content": ""}
     assert [piece["choices"][0]["delta"] for piece in pieces[:2]] == [role] * 2
@@ -85,11 +85,11 @@ def test_a_chat_has_its_own_names() -> None:
 def test_a_piece_without_text_is_sent_where_it_says_something() -> None:
     silent = CompletionDelta(0, "", [A])
     delta = RequestDelta("x", {0: silent}, [A])
-    assert answer().pieces(0, delta) == []
-    (piece,) = answer(return_token_ids=True).pieces(0, delta)
+    assert answer().chunks(0, delta) == []
+    (piece,) = answer(return_token_ids=True).chunks(0, delta)
     assert piece["choices"][0]["token_ids"] == [A]
     silent.logprobs = [TokenLogprobs(A, -1.0, 1, {})]
-    assert len(answer(logprobs=True).pieces(0, delta)) == 1
+    assert len(answer(logprobs=True).chunks(0, delta)) == 1
 
 
 def test_minus_infinity_is_a_number_wherever_it_stands() -> None:
@@ -136,7 +136,7 @@ def test_what_was_asked_of_a_prompt_comes_once_with_a_chat_and_with_each_complet
             assert (holder["prompt_token_ids"], holder["prompt_logprobs"]) == ([A, B], [None])
         assert ("prompt_token_ids" in said["choices"][0]) == (kind == "completion")
         one = answer(kind, n=2, return_token_ids=True)
-        pieces = one.pieces(0, whole) + one.pieces(0, more)
+        pieces = one.chunks(0, whole) + one.chunks(0, more)
         holders = pieces if kind == "chat" else [piece["choices"][0] for piece in pieces]
         found = [holder.get("prompt_token_ids") for holder in holders]
         assert found == [[A, B]] * 2 + [None] * (len(pieces) - 2)

@@ -23,7 +23,7 @@ class TextPlaces:
         self, tokenizer: Tokenizer, prompt_ids: Sequence[int], echoed: str | None, skips: bool
     ) -> None:
         self.tokenizer, self.echoed = tokenizer, echoed or ""
-        self._num_left = 0 if echoed is None else len(prompt_ids)  # prompt tokens
+        self._num_prompt_tokens_left = 0 if echoed is None else len(prompt_ids)  # prompt tokens
         self._num_characters = 0  # in the text so far
         self._prompt = IncrementalDetokenizer(tokenizer, (), skip_special_tokens=False)
         self._output = IncrementalDetokenizer(tokenizer, prompt_ids, skip_special_tokens=skips)
@@ -32,16 +32,16 @@ class TextPlaces:
         """Return the offsets of the next tokens: prompt tokens first, if the prompt is echoed."""
         places = []
         for token_id in token_ids:
-            if not self._num_left:
+            if not self._num_prompt_tokens_left:
                 places.append(self._append(self._output, token_id))
                 continue
-            self._num_left -= 1
+            self._num_prompt_tokens_left -= 1
             here, shown = self._num_characters, self.tokenizer.token_bytes(token_id)
             is_bos = token_id in self.tokenizer.special_ids and not here
             if not is_bos or self.echoed.startswith(shown.decode()):  # else the text omits it
                 here = self._append(self._prompt, token_id)
             places.append(min(here, len(self.echoed)))
-            if not self._num_left:  # a normalizer can shorten the text
+            if not self._num_prompt_tokens_left:  # a normalizer can shorten the text
                 self._num_characters = len(self.echoed)
         return places
 
@@ -52,5 +52,7 @@ class TextPlaces:
         detokenizer.append(token_id)
         new = detokenizer.take_delta()
         self._num_characters += len(new)
-        own = codecs.getincrementaldecoder("utf-8")(self.tokenizer.decode_errors).decode(data)
-        return self._num_characters - len(own) if new.endswith(own) else place
+        token_text = codecs.getincrementaldecoder("utf-8")(self.tokenizer.decode_errors).decode(
+            data
+        )
+        return self._num_characters - len(token_text) if new.endswith(token_text) else place

@@ -69,9 +69,9 @@ class ToolUse:
             call = {"name": {"const": name}, "parameters": {"$ref": root}}
             names = {"required": [*call], "additionalProperties": False}
             calls.append({"type": "object", "properties": call} | names)
-        most = {} if self.is_parallel else {"maxItems": 1}
+        max_items = {} if self.is_parallel else {"maxItems": 1}
         array = {"type": "array", "items": {"anyOf": calls}, "minItems": 1}
-        return array | most | {"$defs": all_schemas}
+        return array | max_items | {"$defs": all_schemas}
 
 
 def tool_use(tools: Any, choice: Any, is_parallel: bool | None) -> ToolUse:
@@ -110,20 +110,22 @@ def _rooted(root: str, schema: dict[str, Any]) -> dict[str, Any]:
     return schema | {"$ref": root + to[1:]} if to.startswith("#") else schema
 
 
-def calls_of_history(calls: Any, where: str) -> list[dict[str, Any]]:
+def calls_of_history(calls: Any, message_path: str) -> list[dict[str, Any]]:
     """Return the calls of an earlier answer, with the arguments as the object that chat templates
     expect. Raises `ApiError`."""
     found = []
     for call in calls if isinstance(calls, list) else [{}]:
         function = call.get("function") if isinstance(call, dict) else None
         if not isinstance(function, dict) or not isinstance(function.get("name"), str):
-            raise bad(f"{where}.tool_calls must have functions with names", "messages")
+            raise bad(f"{message_path}.tool_calls must have functions with names", "messages")
         arguments = function.get("arguments") or {}
         if isinstance(arguments, str):
             with suppress(ValueError, RecursionError):
                 arguments = json.loads(arguments)
         if not isinstance(arguments, dict):
-            raise bad(f"{where}.tool_calls: arguments must be the JSON of an object", "messages")
+            raise bad(
+                f"{message_path}.tool_calls: arguments must be the JSON of an object", "messages"
+            )
         found.append(call | {"function": function | {"arguments": arguments}})
     return found
 
@@ -232,9 +234,9 @@ class Reply:
         if num:
             self._call(fields, self._text[:num])
         self._text = self._text[num:]
-        if is_whole := not self._depth:
+        if is_complete := not self._depth:
             self._state = self._head if self._tools.choice == "required" else self._after_call
-        return is_whole
+        return is_complete
 
     def _after_call(self, fields: dict[str, Any]) -> bool:
         """Skip the mark that ends a call."""

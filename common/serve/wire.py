@@ -186,24 +186,26 @@ class GenerateBody(Body):
         self.check_extra()
 
     def within_entries(
-        self, num_tokens: list[int], params: SamplingParams, most: int
+        self, num_tokens: list[int], params: SamplingParams, max_model_len: int
     ) -> SamplingParams:
         """Return `params` within `MAX_ENTRIES` log-probabilities per answer. `num_tokens` are the
-        lengths of the prompts, `most` is the model's maximum length. If the client gave no
+        lengths of the prompts, `max_model_len` is the model's maximum length. If the client gave no
         `max_tokens`, it is lowered to fit. Raises `ApiError` if the client's values exceed the
         limit."""
         if params.max_tokens is None and (width := _width(params.logprobs)):
             fits = max(1, MAX_ENTRIES // (params.n * len(num_tokens) * width))
-            if fits < most - min(num_tokens):
+            if fits < max_model_len - min(num_tokens):
                 params = replace(params, max_tokens=fits)
-        asked = {"logprobs": 0, "prompt_logprobs": 0}
+        num_entries = {"logprobs": 0, "prompt_logprobs": 0}
         for num in num_tokens:
-            room = max(0, most - num)
+            room = max(0, max_model_len - num)
             num_new = room if params.max_tokens is None else min(params.max_tokens, room)
-            asked["logprobs"] += num_new * _width(params.logprobs)
-            asked["prompt_logprobs"] += min(num, most) * _width(params.prompt_logprobs)
-        if (found := params.n * sum(asked.values())) > MAX_ENTRIES:
-            name = max(asked, key=lambda name: asked[name])
+            num_entries["logprobs"] += num_new * _width(params.logprobs)
+            num_entries["prompt_logprobs"] += min(num, max_model_len) * _width(
+                params.prompt_logprobs
+            )
+        if (found := params.n * sum(num_entries.values())) > MAX_ENTRIES:
+            name = max(num_entries, key=lambda name: num_entries[name])
             name = "echo" if name == "prompt_logprobs" and self.prompt_logprobs is None else name
             raise bad(
                 f"{name}: prompts x n x tokens x logprobs must be at most {MAX_ENTRIES:,}, got "
@@ -285,8 +287,8 @@ class ChatBody(GenerateBody):
 
     @property
     def _names_in_engine(self) -> dict[str, str]:
-        most = "max_tokens" if self.max_completion_tokens is None else "max_completion_tokens"
-        found = super()._names_in_engine | {"prompt": "messages", "max_tokens": most}
+        limit = "max_tokens" if self.max_completion_tokens is None else "max_completion_tokens"
+        found = super()._names_in_engine | {"prompt": "messages", "max_tokens": limit}
         is_call = self.tool_choice not in (None, "none", "auto")
         return found | dict.fromkeys(("grammar", "schema") if is_call else (), "tools")
 
@@ -306,12 +308,12 @@ class ChatBody(GenerateBody):
         answer. Raises `ApiError`."""
         if self.top_logprobs and not self.logprobs:  # clients send 0 for none
             raise bad("top_logprobs must be 0 unless logprobs is true", "top_logprobs")
-        most = self.max_completion_tokens
-        most = self.max_tokens if most is None else most
+        max_tokens = self.max_completion_tokens
+        max_tokens = self.max_tokens if max_tokens is None else max_tokens
         return self.sampling_params(
             {"max_tokens": None} | defaults,
             logprobs=(self.top_logprobs or 0) if self.logprobs else None,
-            max_tokens=most,
+            max_tokens=max_tokens,
         )
 
 

@@ -324,7 +324,7 @@ def test_who_had_finished_when_an_interrupt_came_has_finished(
         raise KeyboardInterrupt
 
     with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
-        patch.setattr(engine, "_end", interrupted)
+        patch.setattr(engine, "_finish_group", interrupted)
         finish(engine)
     (output,) = engine.step()
     assert output.outputs[0].finish_reason == "length"

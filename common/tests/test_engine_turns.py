@@ -186,7 +186,7 @@ def test_what_another_thread_asks_for_waits_for_the_end_of_a_call_that_adds_seve
         yield "second", prompt, params
         yield "third", prompt, last
 
-    with pytest.raises(ValueError, match="sampling_params must"):
+    with pytest.raises(ValueError, match="sampling_params must be a SamplingParams, got 5"):
         engine.add_requests(requests(5))
     assert not engine.has_unfinished_requests()
     engine.add_requests(requests(params))

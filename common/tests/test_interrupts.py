@@ -125,7 +125,8 @@ class Run:
             if output.finished:
                 self.take(output)
         if self.interrupt.was_delivering:
-            known = self.engine._groups.keys() | {g.request_id for g in self.engine._ended}
+            finished = {group.request_id for group in self.engine._finished_groups}
+            known = self.engine._groups.keys() | finished
             lost = self.open.keys() - known
             self.num_preempted_tokens += len(lost)
             for name in lost:

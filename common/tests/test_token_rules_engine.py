@@ -143,7 +143,7 @@ def test_padding_of_the_vocabulary_is_no_token() -> None:
 
 def test_min_tokens_needs_an_allowed_token_that_does_not_stop(loaded) -> None:
     engine, stops = LLMEngine(loaded=loaded), {"stop_token_ids": [3, 4], "min_tokens": 2}
-    with pytest.raises(ValueError, match=r"^min_tokens must"):
+    with pytest.raises(ValueError, match=r"^min_tokens must be 0 .*, got 2"):
         engine.add_request("a", [1], SamplingParams(allowed_token_ids=[4, 3], **stops))
     engine.add_request("a", [1], SamplingParams(allowed_token_ids=[4, 5], **stops))
 
@@ -167,7 +167,7 @@ def test_a_bad_word_that_the_model_has_no_row_for_rules_nothing_out(
         return [output.outputs[0].token_ids for output in outputs.values()]
 
     assert tokens(bad, first, bad) == tokens(params, first, params)
-    with pytest.raises(ValueError, match=r"^bad_words must"):
+    with pytest.raises(ValueError, match=f"^bad_words must .*0 to {row - 1}, got {row}"):
         engine.add_request("a", [1], SamplingParams(bad_words=[[row]]))
 
 

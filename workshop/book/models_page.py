@@ -9,7 +9,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from common.models.__main__ import families
-from common.models.model_config import FAMILIES, WHY_REFUSED
+from common.models.model_config import FAMILIES, REFUSAL_REASONS
 from common.tests.model_cases import CASES
 from workshop.measure.bench import random_weights
 from workshop.measure.bench.bench_record import markdown_table, replace_between_markers
@@ -35,7 +35,7 @@ def rows() -> list[list[str]]:
 def render() -> str:
     """Return the page with its current tables."""
     head = ["architecture", "its own", "windows", "experts", "random checkpoint", "cases"]
-    refused = [[f"`{pattern}`", reason] for pattern, reason in WHY_REFUSED.items()]
+    refused = [[f"`{pattern}`", reason] for pattern, reason in REFUSAL_REASONS.items()]
     tables = {
         "families": markdown_table(head, rows(), "---"),
         "refused": markdown_table(["architecture", "why"], refused, "---"),

@@ -177,14 +177,15 @@ def tables(record: dict) -> dict[str, str]:
         other, num = cell["num_other_tokens"], cell["num_alone"]
         rows.append(
             [
-                f"{cell['model']}, {cell['dtype']}, {cell['num_requests']} at once",
-                *(f"{statistics.median(speeds[name]):,.1f} tok/s" for name in ("without", "with")),
-                f"**{statistics.median(ratios):.2f}** ({min(ratios):.2f} - {max(ratios):.2f})",
+                f"{cell['model']}, {cell['dtype']}, {cell['num_requests']}",
+                *(f"{statistics.median(speeds[name]):,.1f}" for name in ("without", "with")),
+                f"**{statistics.median(ratios):.2f}** ({min(ratios):.2f}-{max(ratios):.2f})",
                 *(f"{other[name]} of {num}" for name in ("without", "with")),
             ]
         )
-    head = ["requests", "without", "with", "times as long", "other tokens than alone, without"]
-    return {"batch_invariance": markdown_table([*head, "with"], rows)}
+    head = ["model, dtype, requests at once", "without, tok/s", "with, tok/s", "times as long"]
+    head += ["other tokens than alone, without", "with"]
+    return {"batch_invariance": markdown_table(head, rows)}
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:

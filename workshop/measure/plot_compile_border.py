@@ -200,8 +200,8 @@ def tables(record: dict) -> dict[str, str]:
                 "model": f"{name}, {size['num_parameters'] / 1e6:,.0f} M",
                 "plain tok/s": f"{size['num_output_tokens'] / plain:,.0f}",
                 "compiled tok/s": f"{size['num_output_tokens'] / compiled:,.0f}",
-                "longer start": f"{size['start_s']['compiled'] - size['start_s']['plain']:.1f} s",
-                "won back after": "never" if back is None else f"{back:,.0f} tokens",
+                "longer start, s": f"{size['start_s']['compiled'] - size['start_s']['plain']:.1f}",
+                "won back after, tokens": "never" if back is None else f"{back:,.0f}",
             }
         )
     return {"compile_border": table_of(rows)}

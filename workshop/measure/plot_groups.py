@@ -120,10 +120,10 @@ def draw(record: dict) -> Figure:
 
 def tables(record: dict) -> dict[str, str]:
     rows = [
-        [f"{n:,}", *(f"{100 * record['found'][kind][i]:.1f} %" for kind in KINDS)]
+        [f"{n:,}", *(f"{100 * record['found'][kind][i]:.1f}" for kind in KINDS)]
         for i, n in enumerate(record["capacities"])
     ]
-    head = ["memory, tokens in all layers", *(f"found, layers see {kind}" for kind in KINDS)]
+    head = ["memory, tokens in all layers", *(f"found, %, layers see {kind}" for kind in KINDS)]
     return {"groups": markdown_table(head, rows)}
 
 

@@ -19,13 +19,11 @@ from matplotlib.lines import Line2D
 from workshop.book.palette import (
     BASELINE,
     INK,
-    OTHER,
     PREEMPTED,
     PROMPT,
     WASTE,
     label_axes,
     label_line,
-    shade,
     tint,
 )
 from workshop.measure.lab_frame import Measurement, Part, run_lab
@@ -183,13 +181,8 @@ def draw_control(record: dict) -> Figure:
         color, style = styles[name]
         middle = [statistics.median(t) / 1e3 for t in times.values()]
         axis.plot([int(n) for n in times], middle, style, color=color, label=name)
-    for (name, points), color in zip(record["elsewhere_ms"].items(), (OTHER, shade(OTHER, 0.7))):
-        xs = [int(n) for n in points]
-        axis.plot(xs, list(points.values()), "x--", color=color, markersize=8)
-        place = {"ha": "right", "offset": (-8, 4)}
-        label_line(axis, xs[0], next(iter(points.values())), name, color, **place)
     axis.set(
-        title="One decision for everybody who decodes",
+        title="One decision for all decoding requests",
         xlabel="running requests",
         ylabel="schedule + update, ms",
         xscale="log",

@@ -31,9 +31,6 @@ NUM_WAITING = (0, 1000, 100_000)
 NUM_RUNNING_HOST = (256, 1024, 4096)
 HOST_PARTS = ("schedule", "prepare", "sample", "update", "outputs", "whole")
 MAX_TOKENS = 400
-# Reference points of this project, measured on this kind of machine: schedule + update, a decode
-# step, ms.
-ELSEWHERE_MS = {"nano-vllm": {256: 0.125, 1024: 0.49}, "vLLM 0.32": {256: 2.6, 1024: 11.9}}
 
 
 def _limits(num_running: int) -> dict:
@@ -160,7 +157,6 @@ def measure_control(*, tiny: bool) -> dict:
         "running_us": running_us,
         "waiting_us": waiting_us,
         "host_us": measure_host(tiny=tiny),
-        "elsewhere_ms": ELSEWHERE_MS,
     }
 
 

@@ -128,10 +128,6 @@ def tables_of_control(record: dict) -> dict[str, str]:
         [name, *(cell(times) for times in by_size.values())]
         for name, by_size in record["running_us"].items()
     ]
-    rows += [
-        [name, *(points.get(str(size), "") for size in sizes)]
-        for name, points in record["elsewhere_ms"].items()
-    ]
     head = ["ms, schedule + update", *(f"{int(size):,} running" for size in sizes)]
     queues = list(next(iter(record["waiting_us"].values())))
     waiting = [

@@ -299,7 +299,7 @@ def table(found: list[Resources]) -> str:
     with equal numbers share a row. The column of the architecture is left out if there is one."""
     groups: dict[tuple[str, str, int], list[Resources]] = {}
     for one in found:
-        tile = f", {one.tile}" if one.tile else ""
+        tile = f", {one.tile.replace(' x ', 'x')}" if one.tile else ""
         groups.setdefault((f"{one.kernel}{tile}", one.kind, one.architecture), []).append(one)
     has_one = len({architecture for _, _, architecture in groups}) == 1
     head = ["kernel, query rows x keys", "dtype", "sm", "registers", "shared KB", "spilled bytes"]
@@ -327,15 +327,16 @@ def make_record(found: list[Resources], arguments: list[str]) -> dict:
 
 
 def make_table_text() -> str:
-    """Return all rows of one architecture, and those of the others that spill."""
+    """Return all rows of one architecture, and those of the other architectures that spill."""
     record = read_record(RECORD)
     found = [Resources(**one) for one in record["resources"]]
+    others = [one for one in found if one.architecture != DEFAULT_ARCHITECTURE]
     shown = table([one for one in found if one.architecture == DEFAULT_ARCHITECTURE])
-    spilling = table([one for one in found if one.stack_bytes])
+    spilling = table([one for one in others if one.stack_bytes])
     version = record["environment"]["triton"]
     made = f"{made_on(record)} Compiled by Triton {version}."
     head = f"On sm_{DEFAULT_ARCHITECTURE}:\n\n{shown}"
-    return f"{head}\n\nSpilled, on any architecture:\n\n{spilling}\n\n{made}"
+    return f"{head}\n\nSpilled on other architectures:\n\n{spilling}\n\n{made}"
 
 
 def main(arguments: list[str]) -> None:

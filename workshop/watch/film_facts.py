@@ -98,13 +98,13 @@ def a_little_of_everything(film: Film) -> Facts:
         film,
         Admitted,
         lambda _, e: e.num_cached_tokens and e.request not in known,
-        "a newcomer's hit in the cache",
+        "a new request's cache hit",
     )
     guess, computed = first(
         film,
         Computed,
         lambda _, e: any(a and not r for a, r in e.verified.values()),
-        "right guesses",
+        "accepted draft tokens",
     )
     lucky = next(name for name, (a, r) in computed.verified.items() if a and not r)
     return {
@@ -249,7 +249,7 @@ def preemption_and_return(film: Film) -> Facts:
     _, taken = first(film, Taken, lambda at, _: at == step, "who needs a block")
     _require(taken.request != name, "that the block is for another")
     _require(set(taken.blocks) <= set(table), "that the victim's blocks are used at once")
-    _require(all(n == 1 for _, n in _preemptions(film)), "that nobody is preempted twice")
+    _require(all(n == 1 for _, n in _preemptions(film)), "that no request is preempted twice")
     late, _ = first(
         film, Admitted, lambda at, e: at > step and e.request == name, f"that {name!r} returns"
     )
@@ -290,7 +290,9 @@ def guesses(plain: Film, guessing: Film) -> Facts:
         counts = event.verified.values()
         return any(a and not r for a, r in counts) and any(r and not a for a, r in counts)
 
-    step, computed = first(guessing, Computed, is_both, "right and wrong guesses in one step")
+    step, computed = first(
+        guessing, Computed, is_both, "accepted and rejected draft tokens in one step"
+    )
     verified = computed.verified
     right = next(name for name, (_, rejected) in verified.items() if not rejected)
     wrong = next(name for name, (accepted, _) in verified.items() if not accepted)

@@ -145,7 +145,7 @@ _NEEDS: dict[str, tuple[str, Callable[..., bool]]] = {
     "chunk": ("planned", _sizes),
     "prompt": ("planned", _sizes),
     "again": ("planned", _sizes),
-    "guesses": ("computed", lambda e, _, v, name, *__: sum(e["verified"][name]) == v["n"]),
+    "drafts": ("computed", lambda e, _, v, name, *__: sum(e["verified"][name]) == v["n"]),
     "rejected": ("computed", lambda e, _, v, name, *__: e["verified"][name][1] == v["n"]),
     "decode": ("computed", lambda e, _, v, name, *__: len(e["tokens"][name]) == 1),
     "discarded": ("computed", _in("discarded")),

@@ -85,7 +85,7 @@ def test_what_a_request_brings_is_said_wherever_it_is_named(opened: Opened) -> N
     go(page, step=2, language="zh")
     assert "附带：适配器 half" in page.inner_text(".words-list")
     page = opened("grammars", at="step=2&request=b")
-    assert "is passed over: its grammar is being compiled" in page.inner_text(".words-list")
+    assert "is skipped: its grammar is being compiled" in page.inner_text(".words-list")
     assert "grammar json · grammar compiling" in page.inner_text(".queue-list")
 
 
@@ -127,7 +127,7 @@ def test_a_request_has_a_table_for_each_group_of_layers(
     assert page.evaluate("Watch.store.films[0].contradiction") is None
     go(page, step=2, request="a", block=3)
     about = page.inner_text(".pool-about")
-    assert "cached, and nobody uses it · positions 0–3 · group 1, window 10" in about
+    assert "cached, and no request uses it · positions 0–3 · group 1, window 10" in about
 
 
 @pytest.mark.parametrize(("chapter", "given"), [(4, "a"), (3, 6)])
@@ -162,7 +162,7 @@ def test_in_the_step_that_preempted_and_no_other_that_is_why_nobody_is_admitted(
     opened: Opened, shots: dict[int | str, Shot]
 ) -> None:
     step, page = shots[4].step(shots[4].film.moments[0]), opened(4)
-    rule = "nobody is admitted, 1 wait: a step that preempts admits nobody"
+    rule = "none is admitted, 1 wait: a step that preempts admits none"
     assert rule in page.inner_text(".words-list")
     assert "d\npreemption" in page.inner_text(".queue-lists")
     go(page, step=step + 1)

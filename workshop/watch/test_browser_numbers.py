@@ -12,7 +12,7 @@ from workshop.watch.conftest import OpenRun, RunPage
 from workshop.watch.replay.film import Film
 
 PARTS = ("schedule", "prepare", "forward", "sample", "propose", "update")
-KINDS = ("decode", "prompt", "recomputed", "guess")
+KINDS = ("decode", "prompt", "recomputed", "draft")
 
 
 def facts_of(film: Film, step: int) -> dict[str, Any]:

@@ -176,7 +176,7 @@ def check_numbers(
         elif event.kind == "computed":
             for name, (accepted, rejected) in event.verified.items():
                 texts = {one["group"]: one["text"] for one in told if one["key"] == "say.guesses"}
-                assert texts[name].startswith(f"{accepted} of {accepted + rejected} guess")
+                assert texts[name].startswith(f"{accepted} of {accepted + rejected} draft token")
                 found.add("guesses")
     return found
 
@@ -221,7 +221,7 @@ def test_the_urgent_take_the_seats_of_others(
     assert "c is more urgent" in lost["text"]
     assert lost["sources"] == ["preempted:seat"]
     assert told["", "say.queue"]["text"].startswith("the queue stands in the order d, b")
-    assert told["", "say.stop.others"]["text"].startswith("nobody else is admitted, 2 wait")
+    assert told["", "say.stop.others"]["text"].startswith("no other is admitted, 2 wait")
 
 
 # -- the lines of source

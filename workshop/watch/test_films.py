@@ -243,7 +243,7 @@ def test_5_right_guesses_save_steps_and_wrong_ones_nothing(shots: dict[int | str
     for name, request in guessing.state_after(5).requests.items():
         gained[name] = len(request.outputs) - before[name]
     assert gained == {"a": 3, "b": 1, "c": 1, "d": 1}
-    drafted = {c.request: c.num_tokens for c in film_facts.cells(guessing)[5] if c.kind == "guess"}
+    drafted = {c.request: c.num_tokens for c in film_facts.cells(guessing)[5] if c.kind == "draft"}
     assert drafted == {"a": 2, "c": 3}
     assert (facts["right"], facts["num_gained"]) == ("a", 3)
     assert (facts["wrong"], facts["num_wrong"], facts["step"]) == ("c", 3, 5)

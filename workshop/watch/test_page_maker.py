@@ -218,7 +218,7 @@ def test_what_events_can_say_has_words() -> None:
     for reason, english in REASONS.items():
         assert said[f"reason.{reason}"][0] == english
         assert f"short.{reason}" in said
-    for kind in ("prompt", "decode", "recomputed", "guess", "accepted", "rejected", "discarded"):
+    for kind in ("prompt", "decode", "recomputed", "draft", "accepted", "rejected", "discarded"):
         assert f"kind.{kind}" in said
     letters = re.search(r"reasonLetters = \{(.*?)\}", _text("reasons.js"), re.DOTALL)
     assert letters is not None

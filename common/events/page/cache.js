@@ -38,8 +38,8 @@
       "浅色底：使用中；深色底：本步命中。×3：ref_cnt，含缓存。＋ 发布，‖ 拆分，× 淘汰。",
     ],
     "cache.hint.groups": [
-      "Dotted: of layers with a window. Filled: in use; dark: found now. What nobody uses can be found until its block is taken.",
-      "点线框：有窗口的层。浅色底：使用中；深色底：本步找到。没人用的块，在被重新取用之前都找得到。",
+      "Dotted: of layers with a window. Filled: in use; dark: found now. An unused block can be found until it is taken.",
+      "点线框：有窗口的层。浅色底：使用中；深色底：本步找到。未使用的块，在被重新取用之前都找得到。",
     ],
     "cache.details": ["What is pointed at in the cache", "缓存中所指之处的详情"],
     "cache.tenant": ["tenant {tenant}", "租户 {tenant}"],

@@ -12,7 +12,7 @@
     "clock.sample": ["sample", "采样"],
     "clock.propose": ["propose", "提议"],
     "clock.update": ["update", "更新"],
-    "clock.under_way": ["under way", "进行中"],
+    "clock.under_way": ["in flight", "进行中"],
     "clock.ms": ["{ms} ms", "{ms} 毫秒"],
     "clock.step": ["step {n}", "第 {n} 步"],
     "clock.bar": ["Step {n}, {ms} ms: {parts}", "第 {n} 步，{ms} 毫秒：{parts}"],

@@ -10,7 +10,7 @@
 
   Watch.kinds = {
     prompt: "var(--prompt)", decode: "var(--decode)", recomputed: "var(--preempted)",
-    guess: "var(--ngram)", accepted: "var(--accepted)", rejected: "var(--rejected)",
+    draft: "var(--ngram)", accepted: "var(--accepted)", rejected: "var(--rejected)",
     cached: "var(--cached)", waste: "var(--waste)", free: "var(--paper)",
   };
 

@@ -5,7 +5,7 @@
   Watch.words({
     "files.open": ["Open a run", "打开运行记录"],
     "files.drop": ["Drop one or two runs (.jsonl)", "拖入一个或两个运行记录（.jsonl）"],
-    "files.bad": ["{name} can not be shown. {why} {wanted}", "无法显示 {name}。{why}{wanted}"],
+    "files.bad": ["{name} cannot be shown. {why} {wanted}", "无法显示 {name}。{why}{wanted}"],
     "files.wanted": [
       "It should be a record of a run, as LLM(events=\"run.jsonl\") and python -m common.demo --events run.jsonl write it.",
       "这里需要的是运行记录，由 LLM(events=\"run.jsonl\") 或 python -m common.demo --events run.jsonl 写出。"],

@@ -3,7 +3,7 @@
 (() => {
   const FILLS = {
     prompt: Watch.kinds.prompt, decode: Watch.kinds.decode, recomputed: Watch.kinds.recomputed,
-    guess: Watch.kinds.guess, accepted: Watch.kinds.accepted, rejected: Watch.kinds.rejected,
+    draft: Watch.kinds.draft, accepted: Watch.kinds.accepted, rejected: Watch.kinds.rejected,
     discarded: Watch.kinds.waste,
   };
   const HATCHED = new Set(["recomputed", "rejected"]);

@@ -7,7 +7,7 @@
     "cell.part": ["{kind} {n} (position {from})", "{kind} {n} 个（位置 {from}）"],
     "cell.parts": ["{kind} {n} (positions {from} to {to})", "{kind} {n} 个（位置 {from} 到 {to}）"],
     "cell.waits": ["waits: {reason}", "等待：{reason}"],
-    "cell.parent": ["waits: {parent} computes the very block that it could share",
+    "cell.parent": ["waits: {parent} is computing the block that it could share",
       "等待：{parent} 正在计算它可以共享的那个块"],
     "cell.idle": ["runs, and has nothing in this step", "在运行，但这一步没有它的计算"],
     "cell.before": ["has not arrived", "还没到达"],

@@ -5,12 +5,12 @@
   Watch.words({
     "pool.block": ["Block {block}", "块 {block}"],
     "pool.is.null": [
-      "the null block: never handed out, where padding points",
+      "the null block: never allocated, padding points to it",
       "空块：从不分配，填充位置都指向它",
     ],
     "pool.is.free": ["free", "空闲"],
     "pool.is.held": ["in use", "使用中"],
-    "pool.is.idle": ["cached, and nobody uses it", "在缓存里，无人使用"],
+    "pool.is.idle": ["cached, and no request uses it", "在缓存里，没有请求使用"],
     "pool.is.loading": ["KV is being loaded into it", "正在把 KV 加载进来"],
     "pool.refs": ["{n} references: {who}", "引用计数 {n}：{who}"],
     "pool.ref": ["1 reference: {who}", "引用计数 1：{who}"],
@@ -19,7 +19,7 @@
     "pool.positions": ["positions {first}–{last}", "位置 {first}–{last}"],
     "pool.written": ["{n} of {size} written", "已写 {n}/{size}"],
     "pool.hash": ["hash {hash}", "哈希 {hash}"],
-    "pool.parent": ["behind block {parent}", "接在块 {parent} 之后"],
+    "pool.parent": ["after block {parent}", "接在块 {parent} 之后"],
     "pool.no_parent": ["first of its prefix", "前缀的第一块"],
     "pool.published": ["published", "已发布"],
     "pool.nth_taken": ["{n}. to be taken", "第 {n} 个被取用"],

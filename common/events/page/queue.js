@@ -7,8 +7,8 @@
   const MAX_ROWS = 60; // a longer queue is counted, not listed
   Watch.words({
     "queue.waiting": ["Waiting: {n} (policy {policy})", "等待：{n}（策略 {policy}）"],
-    "queue.running": ["Running: {n} of {seats} seats", "运行：{n}（上限 {seats}）"],
-    "queue.nobody": ["nobody", "无"],
+    "queue.running": ["Running: {n} of {slots} slots", "运行：{n}（上限 {slots}）"],
+    "queue.nothing": ["none", "无"],
     "queue.more": ["and {n} more", "还有 {n} 个"],
     "queue.priority": ["priority {n}", "优先级 {n}"],
     "queue.key": ["key {key}", "排序键 {key}"],
@@ -17,12 +17,12 @@
     "queue.none": ["0 tokens", "0 个 token"],
     "queue.budget": ["{used} of {budget} tokens used, {left} left over",
       "预算 {budget} 个 token，用了 {used} 个，剩 {left} 个"],
-    "queue.all": ["Everybody who waited was asked.", "等待的请求都考虑过了。"],
-    "queue.empty": ["Nobody waited.", "没有请求等待。"],
+    "queue.all": ["Every waiting request was tried.", "等待的请求都尝试过了。"],
+    "queue.empty": ["No request waited.", "没有请求等待。"],
     "queue.stop": ["{words}.", "{words}。"],
     "queue.no_plan": ["This step computed no plan.", "这一步没有执行计划。"],
   });
-  const KINDS = ["decode", "prompt", "recomputed", "guess"]; // as the bar shows them, left to right
+  const KINDS = ["decode", "prompt", "recomputed", "draft"]; // as the bar shows them, left to right
 
   class Queue {
     constructor(root, view) {
@@ -49,7 +49,7 @@
         [...waits].map(([id, reason]) => this.waitingRow(id, reason)));
       const running = [...(facts?.cells.keys() ?? []), ...(facts?.idle ?? [])]
         .filter((id) => !isNow || runs.has(id));
-      fill(this.running, t("queue.running", {n: running.length, seats: film.run.max_num_seqs}),
+      fill(this.running, t("queue.running", {n: running.length, slots: film.run.max_num_seqs}),
         running.map((id) => ({id, note: this.note(id, tokenWords(facts.cells.get(id) ?? [])), says: ""})));
     }
 
@@ -87,7 +87,7 @@
   }
 
   function sumsOf(facts) {
-    const sums = {decode: 0, prompt: 0, recomputed: 0, guess: 0};
+    const sums = {decode: 0, prompt: 0, recomputed: 0, draft: 0};
     for (const cells of facts?.cells.values() ?? []) {
       for (const {kind, numTokens} of cells) sums[kind] += numTokens;
     }
@@ -109,7 +109,7 @@
     return t(n === 0 ? "queue.none" : n === 1 ? "queue.token" : "queue.tokens", {n});
   };
 
-  // -- a titled list of requests, whose rows are kept and filled anew
+  // -- a titled list of requests, whose rows are kept and filled again
 
   function makeList() {
     const [title, rows, more] = [h("h3"), h("ol"), h("p", {class: "quiet"})];
@@ -123,7 +123,7 @@
     while (list.rows.childElementCount < shown.length) list.rows.append(makeRow());
     shown.forEach((item, i) => fillRow(list.rows.children[i], item));
     const rest = items.length - shown.length;
-    Watch.say(list.more, rest ? t("queue.more", {n: rest}) : items.length ? "" : t("queue.nobody"));
+    Watch.say(list.more, rest ? t("queue.more", {n: rest}) : items.length ? "" : t("queue.nothing"));
   }
 
   function makeRow() {

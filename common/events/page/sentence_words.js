@@ -15,7 +15,7 @@
       "the queue stands in the order {order} (policy {policy})",
       "队列顺序变为 {order}（策略 {policy}）",
     ],
-    "say.admitted": ["is admitted; nothing of it was cached", "准入；缓存里没有它的内容"],
+    "say.admitted": ["is admitted; no prefix of it was cached", "准入；前缀没有命中缓存"],
     "say.admitted.cached": [
       "is admitted with {n} cached tokens: {blocks}",
       "准入，其中 {n} 个 token 命中缓存：{blocks}",
@@ -26,16 +26,16 @@
       "恢复运行，有 {n} 个 token 仍在缓存：{blocks}",
     ],
     "say.preempted": [
-      "is preempted: no block is free, and it is itself the next to give way; {lost} computed tokens are lost",
-      "被抢占：没有空闲块，而轮到让位的正是它自己；已算的 {lost} 个 token 作废",
+      "is preempted: no block is free, and it is itself the next victim; {lost} computed tokens are lost",
+      "被抢占：没有空闲块，而下一个该被抢占的正是它自己；已算的 {lost} 个 token 作废",
     ],
     "say.preempted.for": [
       "is preempted, so that {who} gets blocks; {lost} computed tokens are lost",
-      "被抢占，好让 {who} 拿到块；已算的 {lost} 个 token 作废",
+      "被抢占，为 {who} 腾出块；已算的 {lost} 个 token 作废",
     ],
     "say.preempted.seat": [
-      "is preempted: {who} is more urgent and takes its seat; {lost} computed tokens are lost",
-      "被抢占：{who} 更紧急，占了它的席位；已算的 {lost} 个 token 作废",
+      "is preempted: {who} is more urgent and takes its slot; {lost} computed tokens are lost",
+      "被抢占：{who} 优先级更高，占了它的席位；已算的 {lost} 个 token 作废",
     ],
     "say.preempted.forced": [
       "is preempted by the debug switch preempt_every; {lost} computed tokens are lost",
@@ -43,8 +43,8 @@
     ],
     "say.finished.stop": ["ends: it sampled an end token", "结束：采样到结束 token"],
     "say.finished.length": [
-      "ends: it has the {n} outputs that it may have",
-      "结束：已输出允许的 {n} 个 token",
+      "ends: it has reached its limit of {n} outputs",
+      "结束：达到输出上限 {n} 个 token",
     ],
     "say.finished.abort": ["is aborted", "被中止"],
     "say.finished.error": ["ends with an error", "因错误结束"],
@@ -62,7 +62,7 @@
     "say.freed": ["gives up {blocks}", "释放{blocks}"],
     "say.freed.free": ["{blocks} (free now)", "{blocks}（变为空闲）"],
     "say.freed.cached": ["{blocks} (still cached)", "{blocks}（仍在缓存）"],
-    "say.freed.used": ["{blocks} (still in use)", "{blocks}（仍有人用）"],
+    "say.freed.used": ["{blocks} (still in use)", "{blocks}（仍被使用）"],
     "say.matched": [
       "finds {n} tokens of its prefix in the cache: {blocks}",
       "前缀有 {n} 个 token 命中缓存：{blocks}",
@@ -86,11 +86,11 @@
     "say.split": ["a node is cut in two in front of {blocks}", "节点在{blocks} 之前拆分为二"],
     "say.evicted": ["{blocks} evicted: unused for longest", "{blocks} 被淘汰：闲置最久"],
     "say.evicted.for": [
-      "{blocks} evicted, so that {who} gets room: unused for longest",
+      "{blocks} evicted to make blocks free for {who}: unused for longest",
       "{blocks} 被淘汰，给 {who} 腾地方：闲置最久",
     ],
     "say.evicted.taken": [
-      "what was in {blocks} can no longer be found: handed out anew",
+      "{blocks} reallocated: their old content can no longer be found",
       "{blocks} 原来的内容找不到了：已重新分配",
     ],
     "say.load_begun": [
@@ -104,8 +104,8 @@
     "say.loaded.nothing": ["its load brought nothing", "加载没有带来任何内容"],
     "say.load_ended": ["its load holds no block any more", "加载不再占用任何块"],
     "say.chunk": [
-      "computes a piece of its prompt: {n} tokens, {left} are left",
-      "计算 prompt 的一段：{n} 个 token，还剩 {left} 个",
+      "computes a chunk of its prompt: {n} tokens, {left} are left",
+      "计算 prompt 的一个 chunk：{n} 个 token，还剩 {left} 个",
     ],
     "say.prompt": [
       "computes {n} prompt tokens, and has its whole prompt now",
@@ -116,28 +116,28 @@
       "重算 {n} 个因抢占丢失的 token",
     ],
     "say.decode": ["one new token", "一个新 token"],
-    "say.guesses": ["{accepted} of {n} guesses accepted", "{n} 个草稿 token 接受了 {accepted} 个"],
+    "say.drafts": ["{accepted} of {n} draft tokens accepted", "{n} 个草稿 token 接受了 {accepted} 个"],
     "say.rejected": ["{n} rejected, and that KV is taken back", "拒绝 {n} 个，对应的 KV 作废"],
-    "say.passed_over": ["is passed over: {reason}", "被跳过：{reason}"],
+    "say.passed_over": ["is skipped: {reason}", "被跳过：{reason}"],
     "say.parent": [
-      "is passed over: {who} computes the very block that it could share",
+      "is skipped: {who} is computing the block that it could share",
       "被跳过：{who} 正在计算它可以共享的块",
     ],
     "say.stop": ["admission stops at {who}: {reason}", "准入止于 {who}：{reason}"],
     "say.stop.behind": [
-      "admission stops at {who}: {reason}; {n} behind it were not asked",
-      "准入止于 {who}：{reason}；后面 {n} 个没有问到",
+      "admission stops at {who}: {reason}; the {n} after it were not tried",
+      "准入止于 {who}：{reason}；后面 {n} 个没有再尝试",
     ],
     "say.stop.nobody": [
-      "nobody is admitted, {n} wait: {reason}",
+      "none is admitted, {n} wait: {reason}",
       "本步没有准入，{n} 个在等：{reason}",
     ],
     "say.stop.others": [
-      "nobody else is admitted, {n} wait: {reason}",
+      "no other is admitted, {n} wait: {reason}",
       "没有再准入别的请求，{n} 个在等：{reason}",
     ],
     "say.discarded": [
-      "a token was computed for nobody: it had ended",
+      "a token was computed in vain: the request had ended",
       "白算了一个 token：请求已经结束",
     ],
     "say.failed": ["the step failed: {error}", "本步失败：{error}"],

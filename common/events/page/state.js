@@ -30,7 +30,7 @@
       "第 {step} 步计算“{request}”，但它没有在运行"],
     "wrong.start": ["“{request}” goes on at {start}, and {computed} are computed",
       "“{request}”从 {start} 继续，而算好的有 {computed} 个"],
-    "wrong.order": ["step {step} was computed, and is not the oldest under way",
+    "wrong.order": ["step {step} was computed, and is not the oldest in flight",
       "算完的是第 {step} 步，但它不是最早进行中的一步"],
     "wrong.snapshot": ["a snapshot comes too late, or a block in it is free and held, or neither",
       "快照来得太晚，或者快照中某个块既空闲又有人持有，或者两者都不是"],
@@ -220,7 +220,7 @@
           cells.push({request: name, kind, start: first, numTokens});
           first = stop;
         }
-        if (numDrafts) cells.push({request: name, kind: "guess", start: end, numTokens: numDrafts});
+        if (numDrafts) cells.push({request: name, kind: "draft", start: end, numTokens: numDrafts});
       });
       return cells;
     }

@@ -10,7 +10,7 @@
   const SIGNS = {" ": "·", "\n": "↵", "\t": "→", "\r": "↵"};
   const dictionaries = new WeakMap(); // film -> Map(token id -> what it adds to a text)
 
-  // Events name guesses, and what the cache holds, by their ids alone. A piece of the same id that
+  // Events name draft tokens, and what the cache holds, by their ids alone. A piece of the same id that
   // stands anywhere in the film says how it reads.
   function dictionary(film) {
     if (!dictionaries.has(film)) {

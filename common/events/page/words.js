@@ -24,10 +24,9 @@
   const inNumber = (text) =>
     text
       .replace(
-        /\b1 ((?:computed |prompt |cached |more )*(?:token|output|block|node|request))s\b/g,
+        /\b1 ((?:computed |prompt |cached |more |draft )*(?:token|output|block|node|request))s\b/g,
         "1 $1",
-      )
-      .replace(/\b1 guesses\b/g, "1 guess");
+      );
 
   Watch.saySentence = ({key, values}) => inNumber(t(key, values));
 

@@ -222,8 +222,8 @@
       const verdict = event.verified[id];
       if (verdict !== undefined) {
         const [accepted, rejected] = verdict;
-        say(id, "say.guesses", {accepted, n: accepted + rejected}, ["guesses"]);
-        if (rejected) say(id, "say.rejected", {n: rejected}, ["guesses:rejected"]);
+        say(id, "say.drafts", {accepted, n: accepted + rejected}, ["drafts"]);
+        if (rejected) say(id, "say.rejected", {n: rejected}, ["drafts:rejected"]);
       } else if (event.tokens[id]?.length === 1 && cells.every(({kind}) => kind === "decode")) {
         say(id, "say.decode", {}, ["computed"], true);
       }

@@ -1,6 +1,6 @@
 "use strict";
 // The tokens of a request as text: prompt against output, what this step computed and brought, and
-// guesses: underlined if they were accepted, struck out if they were rejected.
+// draft tokens: underlined if they were accepted, struck out if they were rejected.
 (() => {
   Watch.words({
     "tokens.title": [
@@ -18,15 +18,15 @@
     "tokens.prompt": ["prompt", "prompt"],
     "tokens.output": ["output", "输出"],
     "tokens.now": ["this step", "本步"],
-    "tokens.accepted": ["guess accepted", "草稿被接受"],
-    "tokens.rejected": ["guess rejected", "草稿被拒绝"],
+    "tokens.accepted": ["draft accepted", "草稿被接受"],
+    "tokens.rejected": ["draft rejected", "草稿被拒绝"],
   });
 
   const {h, t} = Watch;
   const MAX_ROWS = 14; // requests, when none is chosen
   const [HEAD, AROUND, TAIL, MOST_LIT] = [16, 10, 40, 160]; // tokens that are shown of a long text
 
-  // Which outputs were guesses: life of a request -> set of output indices, over the whole film.
+  // Which outputs were draft tokens: life of a request -> set of output indices, over the whole film.
   const accepted = new WeakMap();
   function acceptedIn(film) {
     if (accepted.has(film)) return accepted.get(film);
@@ -50,7 +50,7 @@
     return byLife;
   }
 
-  // What the step had to do with a request: positions [first, end) that it lit, and the guesses that
+  // What the step had to do with a request: positions [first, end) that it lit, and the draft tokens that
   // it rejected, which stand in front of position `at`.
   function stepOf(view, id, request) {
     const {facts} = view;
@@ -85,13 +85,13 @@
     const request = view.state.requests.get(id);
     const {ranges, rejected, at} = stepOf(view, id, request);
     const total = request.prompt.length + request.outputs.length;
-    const wasGuess = acceptedIn(view.film).get(request.life);
+    const wasDraft = acceptedIn(view.film).get(request.life);
     const parts = [];
     let next = 0;
     for (const position of shownPositions(total, ranges, limits)) {
       if (position > next) parts.push(gap(position - next));
       if (position === at) parts.push(...struckOut(view, rejected));
-      parts.push(chipAt(view, request, position, ranges, wasGuess));
+      parts.push(chipAt(view, request, position, ranges, wasDraft));
       next = position + 1;
     }
     if (next < total) parts.push(gap(total - next));
@@ -110,24 +110,24 @@
       ),
     );
 
-  function chipAt(view, request, position, ranges, wasGuess) {
+  function chipAt(view, request, position, ranges, wasDraft) {
     const numPrompt = request.prompt.length;
-    const isGuess = wasGuess?.has(position - numPrompt) ?? false;
+    const isDraft = wasDraft?.has(position - numPrompt) ?? false;
     const range = ranges.find(({first, end}) => position >= first && position < end);
     const classes = ["token", position < numPrompt ? "is-prompt" : "is-output"];
     if (range) classes.push("is-now", `is-${range.kind}`);
-    if (isGuess) classes.push("is-accepted");
+    if (isDraft) classes.push("is-accepted");
     const chip = h(
-      isGuess ? "ins" : "span",
+      isDraft ? "ins" : "span",
       {class: classes.join(" "), "data-position": position},
       Watch.pieceAt(view.film, request, position),
     );
     return chip;
   }
 
-  // The legend is made of the marks themselves; of guesses only where there are some.
+  // The legend is made of the marks themselves; of draft tokens only where there are some.
   function legend(film) {
-    const guesses = film.events.some(
+    const hasDrafts = film.events.some(
       ({kind, verified}) => kind === "computed" && Object.keys(verified).length,
     );
     return h(
@@ -136,7 +136,7 @@
       h("span", {class: "token is-prompt"}, t("tokens.prompt")),
       h("span", {class: "token is-output"}, t("tokens.output")),
       h("span", {class: "token is-now is-decode"}, t("tokens.now")),
-      ...(guesses
+      ...(hasDrafts
         ? [
             h("ins", {class: "token is-output is-accepted"}, t("tokens.accepted")),
             h("del", {class: "token is-rejected"}, t("tokens.rejected")),

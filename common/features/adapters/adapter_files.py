@@ -102,17 +102,17 @@ def _read(
         if not (path / name).is_file():
             raise FileNotFoundError(f"{path} must be a LoRA adapter's directory, but has no {name}")
     config = _read_config(path / CONFIG)
-    wanted = _ranks_and_scales(config, _targets(config, shapes, path), path)
-    if not wanted:
+    ranks_and_scales = _ranks_and_scales(config, _targets(config, shapes, path), path)
+    if not ranks_and_scales:
         raise ValueError(f"{path}: target_modules must match a matrix of this model's layers")
-    for name, (rank, _) in wanted.items():
+    for name, (rank, _) in ranks_and_scales.items():
         if rank > max_rank:
             raise ValueError(
                 f"{path}: {name} must have rank <= max_lora_rank {max_rank}, got {rank}"
             )
     tensors = _read_tensors(path / WEIGHTS)
     matrices, digest = {}, blake2b(digest_size=16)
-    for name, (rank, scale) in sorted(wanted.items()):
+    for name, (rank, scale) in sorted(ranks_and_scales.items()):
         num_out, num_in = shapes[name]
         a = _take(tensors, f"{name}.lora_A.weight", (rank, num_in), path, config)
         b = _take(tensors, f"{name}.lora_B.weight", (num_out, rank), path, config)
@@ -138,13 +138,13 @@ def _read_config(path: Path) -> dict[str, Any]:
     config = read_json(path)
     if config.get("peft_type") != "LORA":
         raise ValueError(f"{path}: peft_type must be 'LORA', got {config.get('peft_type')!r}")
-    for name, why in _REFUSED.items():
+    for name, reason in _REFUSED.items():
         if config.get(name):
-            raise ValueError(f"{path}: {name} is not supported ({why}), got {config[name]!r}")
-    if (how := config.get("init_lora_weights", True)) not in _KEEPS_THE_BASE:
+            raise ValueError(f"{path}: {name} is not supported ({reason}), got {config[name]!r}")
+    if (init_weights := config.get("init_lora_weights", True)) not in _KEEPS_THE_BASE:
         raise ValueError(
-            f"{path}: init_lora_weights must keep the base model's weights, got {how!r}; PEFT "
-            "converts such an adapter when it saves the adapter"
+            f"{path}: init_lora_weights must keep the base model's weights, got {init_weights!r}; "
+            "PEFT converts such an adapter when it saves the adapter"
         )
     if config.get("bias", "none") != "none":
         raise ValueError(f"{path}: bias must be 'none', got {config['bias']!r}")
@@ -156,11 +156,11 @@ def _read_config(path: Path) -> dict[str, Any]:
 
 def _targets(config: dict[str, Any], shapes: Mapping[str, Any], path: Path) -> list[str]:
     """Return the names of the model's matrices that the adapter changes, by PEFT's rules."""
-    wanted, excluded = config.get("target_modules"), config.get("exclude_modules") or []
+    target_modules, excluded = config.get("target_modules"), config.get("exclude_modules") or []
     layers = config.get("layers_to_transform")
-    names = [wanted] if isinstance(wanted, str) else wanted
+    names = [target_modules] if isinstance(target_modules, str) else target_modules
     if not isinstance(names, list) or not all(isinstance(name, str) for name in names):
-        raise ValueError(f"{path}: target_modules must be a str or a list, got {wanted!r}")
+        raise ValueError(f"{path}: target_modules must be a str or a list, got {target_modules!r}")
     for outside in ("embed_tokens", "lm_head"):
         if any(name == outside or name.endswith(f".{outside}") for name in names):
             raise ValueError(
@@ -170,14 +170,14 @@ def _targets(config: dict[str, Any], shapes: Mapping[str, Any], path: Path) -> l
         layers = [layers]
 
     left_out = set(_all_matched("exclude_modules", excluded, shapes, path))
-    if isinstance(wanted, str) and wanted.lower() == "all-linear":
+    if isinstance(target_modules, str) and target_modules.lower() == "all-linear":
         return [name for name in shapes if name not in left_out]
 
     def is_layer(name: str) -> bool:
-        is_whole_name = isinstance(wanted, list) and name in wanted
+        is_whole_name = isinstance(target_modules, list) and name in target_modules
         return is_whole_name or not layers or layer_of(name) in layers
 
-    found = _all_matched("target_modules", wanted or [], shapes, path)
+    found = _all_matched("target_modules", target_modules or [], shapes, path)
     return [name for name in found if name not in left_out and is_layer(name)]
 
 

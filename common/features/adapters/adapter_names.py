@@ -26,7 +26,7 @@ class Loading(Protocol):
         """Put the adapter into memory, for future steps."""
         ...
 
-    def forget(self) -> None:
+    def discard(self) -> None:
         """Discard the adapter. It was not taken, or taking it failed."""
         ...
 
@@ -76,7 +76,7 @@ class AdapterNames:
             loading.take()
             self._digests[name] = digest
         except BaseException:
-            loading.forget()
+            loading.discard()
             raise
 
     def _check_is_free(self, name: str) -> None:
@@ -95,8 +95,8 @@ class AdapterNames:
 
     def digest_of(self, name: str) -> str:
         if not isinstance(name, str) or name not in self._digests:
-            there = ", ".join(map(repr, self._digests)) or "none"
-            raise ValueError(f"adapter must be one of those loaded ({there}), got {name!r}")
+            loaded = ", ".join(map(repr, self._digests)) or "none"
+            raise ValueError(f"adapter must be one of those loaded ({loaded}), got {name!r}")
         return self._digests[name]
 
     def name_of(self, digest: str) -> str | None:

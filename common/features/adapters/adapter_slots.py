@@ -63,7 +63,7 @@ def matrix_shapes(parts: Mapping[str, CheckpointTensor]) -> dict[str, tuple[int,
 
 
 # In a graph: [num_rows, num_slots], true at the slot of each row. Slot 0 holds zeros.
-OwnSlot = torch.Tensor
+SlotMask = torch.Tensor
 
 
 class Ordered(NamedTuple):
@@ -80,8 +80,8 @@ class StepAdapters:
     the last layer's attention (`sampled`)."""
 
     slots: AdapterSlots
-    tokens: Ordered | OwnSlot
-    sampled: Ordered | OwnSlot
+    tokens: Ordered | SlotMask
+    sampled: Ordered | SlotMask
 
 
 class AdaptedModel:
@@ -158,8 +158,8 @@ class AdapterSlots:
         is_last: bool,
         parts: Mapping[str, CheckpointTensor],
     ) -> None:
-        for block, name, own in _FUSED:
-            names = [f"{prefix}.{part}" for part in own]
+        for block, name, hf_names in _FUSED:
+            names = [f"{prefix}.{part}" for part in hf_names]
             if f"{names[0]}.weight" not in parts:  # adapters are not supported in experts
                 continue
             matrix: Linear = getattr(getattr(layer, block), name)
@@ -170,8 +170,8 @@ class AdapterSlots:
 
     def in_graph(self, column: torch.Tensor, logit_indices: torch.Tensor) -> StepAdapters:
         """The adapters of a step in a graph, whose rows have the slots in `column`."""
-        is_own = column[:, None] == torch.arange(self.num_slots, device=column.device)
-        return StepAdapters(self, is_own, is_own.index_select(0, logit_indices))
+        slot_mask = column[:, None] == torch.arange(self.num_slots, device=column.device)
+        return StepAdapters(self, slot_mask, slot_mask.index_select(0, logit_indices))
 
     def of_largest_step(self, num_tokens: int, num_logit_rows: int) -> dict[str, StepAdapters]:
         """The staged data of a step of this size in which every row has a highest-rank adapter."""
@@ -207,16 +207,16 @@ class AdapterSlots:
 
     def bring_in(self, digests: Iterable[str]) -> dict[str, int]:
         """Copy a step's adapters into slots, if needed, and return their slots by digest."""
-        wanted = set(digests)
-        assert len(wanted) < self.num_slots, "a step has more adapters than max_loras"
+        step_digests = set(digests)
+        assert len(step_digests) < self.num_slots, "a step has more adapters than max_loras"
         # Adapters that have a slot come first, so that they are marked as used and not replaced.
-        for digest in sorted(wanted, key=lambda digest: (digest not in self.slot_of, digest)):
+        for digest in sorted(step_digests, key=lambda digest: (digest not in self.slot_of, digest)):
             slot = self.slot_of.pop(digest, None)
             if slot is None:
                 slot = self._free_slot()
                 self._fill(slot, self.taken[digest])
             self.slot_of[digest] = slot
-        return {digest: self.slot_of[digest] for digest in wanted}
+        return {digest: self.slot_of[digest] for digest in step_digests}
 
     def _free_slot(self) -> int:
         if len(self.slot_of) < self.num_slots - 1:
@@ -246,7 +246,7 @@ class Reading:
     def take(self) -> None:
         self._slots.take(self._adapter.result())
 
-    def forget(self) -> None:
+    def discard(self) -> None:
         pass
 
 
@@ -277,10 +277,10 @@ class Addition:
                 self.a[slot, i, :rank].copy_(matrix.a, non_blocking=True)
                 b[:, slot, :rank].copy_(matrix.b, non_blocking=True)
 
-    def add(self, rows: Ordered | OwnSlot, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+    def add(self, rows: Ordered | SlotMask, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
         """Add the adapters' products to `y` in place: for each adapter and slice, first with its A,
         then with its B."""
-        if isinstance(rows, OwnSlot):
+        if isinstance(rows, SlotMask):
             return self._add_in_graph(rows, x, y)
         order, segments = rows
         if not segments:
@@ -295,9 +295,9 @@ class Addition:
                     out.copy_(F.linear(low, self.b[i][:, slot, :rank]))
         return y.add_(added) if order is None else y.index_add_(0, order, added)
 
-    def _add_in_graph(self, is_own: OwnSlot, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+    def _add_in_graph(self, slot_mask: SlotMask, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
         low = F.linear(x, self.a.flatten(0, 2)).unflatten(1, self.a.shape[:3])
-        low = low.where(is_own[:, :, None, None], 0)  # also NaN from other slots becomes 0
+        low = low.where(slot_mask[:, :, None, None], 0)  # also NaN from other slots becomes 0
         slices = zip(self.b, low.unbind(2), y.split(self.sizes, dim=1), strict=True)
         for b, of_slice, out in slices:
             out.addmm_(of_slice.flatten(1), b.flatten(1).T)

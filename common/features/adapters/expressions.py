@@ -18,28 +18,28 @@ _IS_PLAIN = re.compile(r"[\w.-]*")  # cannot backtrack
 _PROGRAM = f"""
 import json, re, resource, sys
 resource.setrlimit(resource.RLIMIT_CPU, ({TIMEOUT_S}, {TIMEOUT_S}))
-how, expressions, names = json.load(sys.stdin)
-match = getattr(re, how)
+method, expressions, names = json.load(sys.stdin)
+match = getattr(re, method)
 json.dump([[name for name in names if match(e, name)] for e in expressions], sys.stdout)
 """
 
 
 def matched_by(
-    where: str,
-    how: str,
+    error_prefix: str,
+    method: str,
     patterns: Sequence[str],
     names: Collection[str],
     around: tuple[str, str] = ("", ""),  # put around each pattern
 ) -> list[list[str]]:
-    """Return, for each pattern, the names that `re.<how>` matches. Raises `re.error` for an invalid
-    pattern, and `ValueError` that begins with `where` if matching takes too long."""
+    """Return, for each pattern, the names that `re.<method>` matches. Raises `re.error` for an
+    invalid pattern, and `ValueError` that begins with `error_prefix` if matching takes too long."""
     expressions = [pattern.join(around) for pattern in patterns]
     for expression in expressions:
         re.compile(expression)
     if all(_IS_PLAIN.fullmatch(pattern) for pattern in patterns):
-        match = getattr(re, how)
+        match = getattr(re, method)
         return [[name for name in names if match(e, name)] for e in expressions]
-    given = json.dumps([how, expressions, list(names)])
+    given = json.dumps([method, expressions, list(names)])
     program = [sys.executable, "-I", "-S", "-c", _PROGRAM]
     try:
         done = subprocess.run(
@@ -50,8 +50,10 @@ def matched_by(
         has_ended = True
     if has_ended:
         shown = ", ".join(repr(p if len(p) <= 200 else f"{p[:200]} ...") for p in patterns[:3])
-        what = "must match the names of the model's matrices within"
-        raise ValueError(f"{where} {what} {TIMEOUT_S} s, got {shown}")
+        raise ValueError(
+            f"{error_prefix} must match the names of the model's matrices within {TIMEOUT_S} s, "
+            f"got {shown}"
+        )
     if done.returncode:
-        raise ValueError(f"{where} cannot be matched: {done.stderr.strip()[-200:]}")
+        raise ValueError(f"{error_prefix} cannot be matched: {done.stderr.strip()[-200:]}")
     return json.loads(done.stdout)

@@ -49,7 +49,7 @@ class Loaded:
     def take(self) -> None:
         self.loader.there += [self.content] * (self.content not in self.loader.there)
 
-    def forget(self) -> None:
+    def discard(self) -> None:
         self.loader.num_forgotten += 1
 
 
@@ -104,7 +104,7 @@ def test_of_two_who_load_under_one_name_the_slower_changes_nothing() -> None:
     names = AdapterNames(loader, int)
     slow = names.begin_load("x", "a")
     names.load("x", "b")
-    with pytest.raises(ValueError, match="name must"):
+    with pytest.raises(ValueError, match="name must be unused, got 'x'"):
         names.end_load("x", slow)
     with pytest.raises(ValueError, match="can not be read"):
         names.load("y", "?")

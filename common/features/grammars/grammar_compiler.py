@@ -68,10 +68,10 @@ class GrammarCompiler:
             job = GrammarJob(source)
             self._jobs.put(job)
         self._kept[source] = job
-        self._make_room()
+        self._evict_to_fit()
         return job
 
-    def _make_room(self) -> None:
+    def _evict_to_fit(self) -> None:
         """Evict grammars until they fit into `KEPT`. The cost does not depend on their number."""
         while self._num_bytes > KEPT and len(self._kept) > 1:
             source, job = next(iter(self._kept.items()))
@@ -129,8 +129,8 @@ def _compile(
     put(outcome)
 
 
-def _refused(why: object) -> ValueError:
-    return ValueError(f"cannot compile: {why}")
+def _refused(reason: object) -> ValueError:
+    return ValueError(f"cannot compile: {reason}")
 
 
 def _close(jobs: Jobs, kept: OrderedDict[str, GrammarJob]) -> None:

@@ -61,7 +61,7 @@ class GrammarMasks(BroughtByFew):
         if not len(concerned):
             return None
         at = np.concatenate([first[i] + np.arange(num_rows[i]) for i in concerned])
-        num_words = -(-len(self._vocabulary.pieces) // 32)
+        num_words = -(-len(self._vocabulary.token_bytes) // 32)
         bits = np.full((len(at), num_words), -1, dtype=np.int32)
         row_of_bits = 0
         for i in concerned.tolist():
@@ -78,14 +78,14 @@ class GrammarMasks(BroughtByFew):
     def may_come(self, row: int, outputs: Sequence[int], vocab_size: int) -> dict[str, np.ndarray]:
         if not self.has_one[row]:
             return {}
-        bits = np.full((1, -(-len(self._vocabulary.pieces) // 32)), -1, dtype=np.int32)
+        bits = np.full((1, -(-len(self._vocabulary.token_bytes) // 32)), -1, dtype=np.int32)
         matched = Matched(self.brought[row].beginning, self._vocabulary)
         matched.take(outputs)
         matched.fill(bits, 0, ())
         is_allowed = np.unpackbits(bits.view(np.uint8), bitorder="little").astype(bool)
         is_allowed = np.pad(is_allowed, (0, max(0, vocab_size - len(is_allowed))))[:vocab_size]
-        why = f" ({matched.gave_up})" if matched.gave_up else ""
-        return {f"{self.name}{why}": is_allowed}
+        reason = f" ({matched.gave_up})" if matched.gave_up else ""
+        return {f"{self.name}{reason}": is_allowed}
 
     def num_possible(self, state: HasTokens, row: int, drafts: Sequence[int]) -> int:
         matched: Matched | None = self.brought[row]
@@ -151,9 +151,9 @@ class Matched:
             self._has_ended, tokens = False, tokens[:-1]
         self._matcher.rollback(len(tokens))
         if self._matcher.is_error():
-            why = sentence_of(self._matcher.get_error())
-            self.gave_up = "" if why == NOTHING_FITS else why
-            if why != TOO_MANY_WAYS:  # that is caused by the text itself
+            error = sentence_of(self._matcher.get_error())
+            self.gave_up = "" if error == NOTHING_FITS else error
+            if error != TOO_MANY_WAYS:  # that is caused by the text itself
                 self.beginning.rebuild()
             self._begin()
 
@@ -181,9 +181,9 @@ class Matched:
         if self._matcher.is_error():  # the text does not match, or the limit is reached
             bits[row] = 0
             return
-        is_whole = self._matcher.is_accepting()
+        is_complete = self._matcher.is_accepting()
         for word, end in self._ends:
-            bits[row, word] = bits[row, word] | end if is_whole else bits[row, word] & ~end
+            bits[row, word] = bits[row, word] | end if is_complete else bits[row, word] & ~end
 
     def num_possible(self, drafts: Sequence[int]) -> int:
         num_taken = 0

@@ -134,7 +134,7 @@ class _Patterns:
     """Finds the names that patterns match, with the library, which has its own regex dialect."""
 
     def __init__(self, names: frozenset[str]) -> None:
-        self._names, self._num_left = names, MAX_SCHEMA_NODES
+        self._names, self._num_steps_left = names, MAX_SCHEMA_NODES
         self._longest = 2 + 6 * max(map(len, names), default=0)  # as JSON, each character as \u0061
 
     def all_matched(self, pattern: str) -> set[str] | None:
@@ -149,8 +149,8 @@ class _Patterns:
             before, text = spelled.pop()
             matcher = before.deep_copy()
             matcher.consume_token(1 + text[-1])
-            self._num_left -= 1
-            if len(text) > self._longest or self._num_left < 0:
+            self._num_steps_left -= 1
+            if len(text) > self._longest or self._num_steps_left < 0:
                 return None
             if matcher.is_accepting():
                 found.add(json.loads(text))

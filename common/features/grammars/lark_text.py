@@ -61,19 +61,19 @@ def sentence_of(error: str) -> str:
     return re.sub(r"^(at )?[\d()]+: ", "", re.split(r"\n<|\n +\d+ \|", error)[0])
 
 
-def _lark_of(wanted: dict[str, Any]) -> str:
-    if "ebnf" in wanted:
-        return HEAD + RULES + " ".join(_rules(wanted["ebnf"]))
-    if "regex" in wanted:
-        return f"{HEAD}start: /{regex_to_lark(wanted['regex'])}/"
-    if "choice" in wanted:
+def _lark_of(grammar: dict[str, Any]) -> str:
+    if "ebnf" in grammar:
+        return HEAD + RULES + " ".join(_rules(grammar["ebnf"]))
+    if "regex" in grammar:
+        return f"{HEAD}start: /{regex_to_lark(grammar['regex'])}/"
+    if "choice" in grammar:
         # As one terminal, because each alternative of a rule is tried separately.
-        return f"{HEAD}start: TEXTS\nTEXTS: " + " | ".join(map(_quoted, wanted["choice"]))
-    schema, most = rewritten(wanted["json"]), wanted["max_whitespace"]
-    how: dict[str, Any] = {"whitespace_pattern": f"[ \\n\\t]{{0,{most}}}"}
-    if most == 0:
-        how = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
-    return f"{HEAD}start: %json {json.dumps(schema | {'x-guidance': how})}"
+        return f"{HEAD}start: TEXTS\nTEXTS: " + " | ".join(map(_quoted, grammar["choice"]))
+    schema, max_whitespace = rewritten(grammar["json"]), grammar["max_whitespace"]
+    options: dict[str, Any] = {"whitespace_pattern": f"[ \\n\\t]{{0,{max_whitespace}}}"}
+    if max_whitespace == 0:
+        options = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
+    return f"{HEAD}start: %json {json.dumps(schema | {'x-guidance': options})}"
 
 
 def _quoted(text: str) -> str:

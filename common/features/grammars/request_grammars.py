@@ -20,7 +20,7 @@ class RequestGrammars:
 
     def __init__(
         self,
-        books: BaseScheduler,
+        scheduler: BaseScheduler,
         tokenizer: Tokenizer,
         vocab_size: int,
         eos_token_ids: Sequence[int],
@@ -28,11 +28,11 @@ class RequestGrammars:
     ) -> None:
         vocabulary = Vocabulary.of(tokenizer, vocab_size, eos_token_ids)
         if elsewhere is not None:
-            theirs = load_tokenizer(resolve_checkpoint(elsewhere))
-            if vocabulary != Vocabulary.of(theirs, vocab_size, eos_token_ids):
+            rank_tokenizer = load_tokenizer(resolve_checkpoint(elsewhere))
+            if vocabulary != Vocabulary.of(rank_tokenizer, vocab_size, eos_token_ids):
                 raise ValueError(
                     "grammar must be None over several ranks without the checkpoint's tokenizer"
                 )
         self.compiler = GrammarCompiler(vocabulary)
         self.queue, self.close = GrammarsCompiled(self.compiler.submit), self.compiler.close
-        books.set_plugins([*books.plugins, self.queue])
+        scheduler.set_plugins([*scheduler.plugins, self.queue])

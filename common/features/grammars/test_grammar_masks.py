@@ -79,7 +79,7 @@ class Matching:
     """One grammar, and the tokens that have been taken."""
 
     def __init__(self, vocabulary: Vocabulary, grammar: Grammar) -> None:
-        self.vocabulary, self.vocab_size = vocabulary, len(vocabulary.pieces)
+        self.vocabulary, self.vocab_size = vocabulary, len(vocabulary.token_bytes)
         self.compiled = compile_source(source_of(grammar), tokenizer_of(vocabulary))
         self.begin()
 
@@ -102,7 +102,7 @@ class Matching:
 
     @property
     def text(self) -> str:
-        found = b"".join(self.vocabulary.pieces[i] for i in self.outputs)
+        found = b"".join(self.vocabulary.token_bytes[i] for i in self.outputs)
         return found.decode(errors="replace")
 
     def follow(self) -> None:
@@ -131,7 +131,7 @@ def test_two_libraries_allow_the_same_tokens(name) -> None:
     eos, vocab_size = tokenizer.eos_token_id, tokenizer.vocab_size
     vocabulary = Vocabulary.of(tokenizer, vocab_size, [eos])
     grammar, as_xgrammar = PAIRS[name]
-    info = xgrammar.TokenizerInfo(list(vocabulary.pieces), stop_token_ids=[eos])
+    info = xgrammar.TokenizerInfo(list(vocabulary.token_bytes), stop_token_ids=[eos])
     compiled = as_xgrammar(xgrammar.GrammarCompiler(info, max_threads=1))
     rng, num_masks = random.Random(name), 0
     for _ in range(4):
@@ -492,7 +492,7 @@ def test_rules_that_can_be_read_in_too_many_ways_come_to_an_end(rules, can_end) 
 def test_what_has_thousands_of_alternatives_is_no_puzzle() -> None:
     tokenizer = small_tokenizer()
     vocabulary = Vocabulary.of(tokenizer, tokenizer.vocab_size, [EOS])
-    spell = {piece: i for i, piece in enumerate(vocabulary.pieces)}
+    spell = {piece: i for i, piece in enumerate(vocabulary.token_bytes)}
     with pytest.raises(ValueError, match="too big"):  # row by row it would take seconds
         Matching(vocabulary, Ebnf("root ::= " + '("a"|"b"|"") ' * 9000))
     many = {f"p{i}": {"type": "integer"} for i in range(700)}
@@ -514,7 +514,9 @@ def test_rules_of_words_have_masks_over_a_large_vocabulary() -> None:
     vocabulary = Vocabulary((b"", *sorted(texts)), (0,))
     allowed = Matching(vocabulary, Ebnf('root ::= (word " ")*\nword ::= [ab]+')).allowed()
     right = [
-        i for i, piece in enumerate(vocabulary.pieces) if re.fullmatch(rb"([ab]+ )*[ab]*", piece)
+        i
+        for i, piece in enumerate(vocabulary.token_bytes)
+        if re.fullmatch(rb"([ab]+ )*[ab]*", piece)
     ]
     assert allowed.tolist() == right and len(right) > 1000
 
@@ -550,9 +552,18 @@ def test_rules_and_schemas_may_lead_to_each_other_for_long() -> None:
 def test_special_tokens_are_no_text() -> None:
     tokenizer = small_tokenizer()
     vocabulary = Vocabulary.of(tokenizer, tokenizer.vocab_size + 3, [EOS, 500])
-    assert vocabulary.eos_token_ids == (EOS,) and not any(vocabulary.pieces[:2])
+    assert vocabulary.eos_token_ids == (EOS,) and not any(vocabulary.token_bytes[:2])
     allowed = Matching(vocabulary, Regex(r"(?s).*")).allowed().tolist()
     assert allowed == list(range(1, tokenizer.vocab_size))
+
+
+def test_a_token_that_ends_texts_is_no_text_either() -> None:
+    """A checkpoint's EOS may be a plain token of its tokenizer, which has its text in the file."""
+    tokenizer = small_tokenizer()
+    plain = tokenizer.vocab_size - 1
+    assert plain not in tokenizer.special_ids and tokenizer.token_bytes(plain)
+    vocabulary = Vocabulary.of(tokenizer, tokenizer.vocab_size, [EOS, plain])
+    assert vocabulary.eos_token_ids == (EOS, plain) and not vocabulary.token_bytes[plain]
 
 
 class Held:

@@ -36,30 +36,32 @@ _LIMITS = {
 
 @dataclass(frozen=True, slots=True)
 class Vocabulary:
-    """A tokenizer's tokens: `pieces[i]` are the bytes of token i, empty if it is special or does
-    not exist."""
+    """A tokenizer's tokens: `token_bytes[i]` are the bytes of token i, empty if it is special or
+    does not exist."""
 
-    pieces: tuple[bytes, ...]
+    token_bytes: tuple[bytes, ...]
     eos_token_ids: tuple[int, ...]
 
     @classmethod
     def of(cls, tokenizer: Tokenizer, vocab_size: int, eos_token_ids: Sequence[int]) -> Vocabulary:
         special = {*tokenizer.special_ids, *eos_token_ids}
-        pieces = (b"" if i in special else tokenizer.token_bytes(i) for i in range(vocab_size))
-        return cls(tuple(pieces), tuple(i for i in eos_token_ids if i < vocab_size))
+        token_bytes = (b"" if i in special else tokenizer.token_bytes(i) for i in range(vocab_size))
+        return cls(tuple(token_bytes), tuple(i for i in eos_token_ids if i < vocab_size))
 
 
 @lru_cache(maxsize=2)
 def tokenizer_of(vocabulary: Vocabulary) -> LLTokenizer:
     """Return the vocabulary for llguidance. Takes seconds for a large one; it is never changed."""
-    return LLTokenizer(TokenizerWrapper(_Pieces(vocabulary)))
+    return LLTokenizer(TokenizerWrapper(_GuidanceTokenizer(vocabulary)))
 
 
 @cache
 def tokenizer_of_bytes() -> LLTokenizer:
     """Return a vocabulary of bytes, of no model: token 1 + i is byte i."""
-    pieces = (b"", *(bytes([i]) for i in range(256)))
-    return LLTokenizer(TokenizerWrapper(_Pieces(Vocabulary(pieces, eos_token_ids=(0,)))))
+    token_bytes = (b"", *(bytes([i]) for i in range(256)))
+    return LLTokenizer(
+        TokenizerWrapper(_GuidanceTokenizer(Vocabulary(token_bytes, eos_token_ids=(0,))))
+    )
 
 
 class Beginning:
@@ -99,16 +101,16 @@ def beginning_of(tokenizer: LLTokenizer, text: str) -> Beginning:
     return Beginning(tokenizer, text)
 
 
-class _Pieces:
+class _GuidanceTokenizer:
     """The tokenizer's interface that the library requires."""
 
     bos_token_id = None
 
     def __init__(self, vocabulary: Vocabulary) -> None:
-        pieces = vocabulary.pieces
+        token_bytes = vocabulary.token_bytes
         self.eos_token_id = vocabulary.eos_token_ids[0]
-        self.special_token_ids = [i for i, piece in enumerate(pieces) if not piece]
-        self.tokens = [piece or _NOTHING for piece in pieces]
+        self.special_token_ids = [i for i, spelling in enumerate(token_bytes) if not spelling]
+        self.tokens = [spelling or _NOTHING for spelling in token_bytes]
 
     def __call__(self, text: object) -> list[int]:
         return []  # only used to spell certain text, which `no_forcing` turns off

@@ -38,9 +38,9 @@ class ExpertsConfig:
 
     def part(self, layers: range, num_ranks: int) -> ExpertsConfig:
         """The configuration for these layers, with one rank's part of each matrix."""
-        own = tuple(i - layers.start for i in self.layers if i in layers)
+        expert_layers = tuple(i - layers.start for i in self.layers if i in layers)
         size = self.intermediate_size // num_ranks
-        return replace(self, layers=own, intermediate_size=size)
+        return replace(self, layers=expert_layers, intermediate_size=size)
 
 
 def qwen3_moe(fields: dict[str, Any]) -> ExpertsConfig | None:
@@ -97,8 +97,8 @@ def _integers(fields: dict[str, Any], **defaults: int | None) -> list[int]:
     return list(values.values())
 
 
-def _checked(num_experts: int, num_active: int, size: int, **rest: Any) -> ExpertsConfig:
+def _checked(num_experts: int, num_active: int, size: int, **options: Any) -> ExpertsConfig:
     if num_active > num_experts:
-        why = f"<= the {num_experts} experts"
-        raise ValueError(f"num_experts_per_tok must be {why}, got {num_active}")
-    return ExpertsConfig(num_experts, num_active, size, **rest)
+        limit = f"<= the {num_experts} experts"
+        raise ValueError(f"num_experts_per_tok must be {limit}, got {num_active}")
+    return ExpertsConfig(num_experts, num_active, size, **options)

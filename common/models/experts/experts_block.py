@@ -139,8 +139,8 @@ class ExpertsBlock(nn.Module):
 
 def each(weights: nn.Parameter, make: MakeLinear) -> list[Linear]:
     """Return a matrix for each expert of `weights`, [num_experts, out, in], sharing its memory."""
-    own = (nn.Parameter(weight, requires_grad=False) for weight in weights.detach())
-    return cast("list[Linear]", nn.ModuleList(make(weight, None) for weight in own))
+    parameters = (nn.Parameter(weight, requires_grad=False) for weight in weights.detach())
+    return cast("list[Linear]", nn.ModuleList(make(weight, None) for weight in parameters))
 
 
 def stack(matrices: list[Linear]) -> torch.Tensor:

@@ -57,10 +57,12 @@ def per_expert(files: dict[str, Any], names: ExpertNames) -> dict[str, Any]:
     shape, and for a tensor that is stored both ways."""
     found: dict[str, Any] = {}
 
-    def put(own: str, file: Any) -> None:
-        if own in found:
-            raise ValueError(f"the checkpoint has {own} twice: as such and as a part or renamed")
-        found[own] = file
+    def put(tensor_name: str, file: Any) -> None:
+        if tensor_name in found:
+            raise ValueError(
+                f"the checkpoint has {tensor_name} twice: as such and as a part or renamed"
+            )
+        found[tensor_name] = file
 
     for name, file in files.items():
         if router := _ROUTER.match(name):
@@ -69,13 +71,13 @@ def per_expert(files: dict[str, Any], names: ExpertNames) -> dict[str, Any]:
             shape = tuple(file.get_slice(name).get_shape())
             kinds = [names.gate, names.up] if fused[2] == "gate_up_proj" else [names.down]
             if len(shape) != 3 or shape[1] % len(kinds):
-                wanted = "experts, twice the rows" if len(kinds) == 2 else "experts, rows"
-                raise ValueError(f"{name} must have shape ({wanted}, columns), got {shape}")
+                dims = "experts, twice the rows" if len(kinds) == 2 else "experts, rows"
+                raise ValueError(f"{name} must have shape ({dims}, columns), got {shape}")
             size = shape[1] // len(kinds)
             for expert in range(shape[0]):
                 for i, kind in enumerate(kinds):
-                    own = f"{fused[1]}{names.block}.experts.{expert}.{kind}.weight"
-                    put(own, Renamed(file, name, (expert, i * size, size)))
+                    tensor_name = f"{fused[1]}{names.block}.experts.{expert}.{kind}.weight"
+                    put(tensor_name, Renamed(file, name, (expert, i * size, size)))
         else:
             put(name, file)
     return found

@@ -44,8 +44,8 @@ class CompiledPacking:
         num_panels = -(-out_features // self.num_columns)
         packed = torch.empty(num_panels, depth, self.num_columns, dtype=dtype)
         advise_huge_pages(packed.data_ptr(), packed.nbytes)  # before it is written
-        where = weight.data_ptr(), packed.data_ptr()
-        self._pack[dtype](*where, out_features, depth, num_threads)
+        pointers = weight.data_ptr(), packed.data_ptr()
+        self._pack[dtype](*pointers, out_features, depth, num_threads)
         return packed
 
     def unpack(self, packed: torch.Tensor, shape: torch.Size) -> torch.Tensor:

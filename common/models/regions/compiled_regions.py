@@ -46,8 +46,8 @@ class CompiledRegions(FusedRegions):
     def rms_norm(self, x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
         x, output = x.contiguous(), torch.empty_like(x)
         num_rows, size = x.shape
-        where = x.data_ptr(), weight.data_ptr(), eps, output.data_ptr()
-        self._norm(*where, num_rows, size, torch.get_num_threads())
+        arguments = x.data_ptr(), weight.data_ptr(), eps, output.data_ptr()
+        self._norm(*arguments, num_rows, size, torch.get_num_threads())
         return output
 
     def rotate_and_write(
@@ -78,8 +78,8 @@ class CompiledRegions(FusedRegions):
     def silu_and_multiply(self, gate_up: torch.Tensor) -> torch.Tensor:
         num_tokens, size = gate_up.shape[0], gate_up.shape[1] // 2
         output = gate_up.new_empty(num_tokens, size)
-        where = gate_up.data_ptr(), output.data_ptr()
-        self._silu(*where, num_tokens, size, torch.get_num_threads())
+        pointers = gate_up.data_ptr(), output.data_ptr()
+        self._silu(*pointers, num_tokens, size, torch.get_num_threads())
         return output
 
 
@@ -93,5 +93,5 @@ def compile_regions(model: DecoderModel) -> Regions:
     functions, and a warning."""
     dtypes = model.embed_weight.dtype, model.norm_weight.dtype
     make = partial(CompiledRegions, *dtypes, model.layers[0].attention.head_dim)
-    what = "norms and rotary embedding"
-    return try_to_compile(make, what, f"{what} are not compiled") or Regions()
+    operations = "norms and rotary embedding"
+    return try_to_compile(make, operations, f"{operations} are not compiled") or Regions()

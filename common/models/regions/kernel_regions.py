@@ -39,8 +39,8 @@ class KernelRegions(FusedRegions):
         plan: AttentionPlan,
     ) -> torch.Tensor:
         """Norm, rotate and write to the cache directly: `plan.write_kv` is not called."""
-        where = key_cache, value_cache, plan.slot_mapping
-        return layer_kernels.rotate_and_write(qkv, norm_weight, *rotary, *where, eps)
+        destination = key_cache, value_cache, plan.slot_mapping
+        return layer_kernels.rotate_and_write(qkv, norm_weight, *rotary, *destination, eps)
 
     def add_and_norm(
         self,

@@ -77,21 +77,21 @@ def make_proxy(prefill: str, decode: str, prefill_seconds: float = 60.0) -> Star
             if isinstance(body, dict):
                 found = await ask_first(path, body, headers)
                 content = json.dumps(body | ({"kv_transfer_params": found} if found else {}))
-        asked = second.build_request(request.method, path, content=content, headers=headers)
+        forwarded = second.build_request(request.method, path, content=content, headers=headers)
         try:
-            answer = await second.send(asked, stream=True)
+            answer = await second.send(forwarded, stream=True)
         except httpx.HTTPError as error:
             return Response(f"the decode server does not answer: {error!r}", 502)
 
-        async def pieces() -> AsyncIterator[bytes]:
+        async def stream_body() -> AsyncIterator[bytes]:
             try:
-                async for piece in answer.aiter_raw():
-                    yield piece
+                async for chunk in answer.aiter_raw():
+                    yield chunk
             finally:  # a client that disconnects ends the request
                 await answer.aclose()
 
         kept = {n: v for n, v in answer.headers.items() if n in ("content-type", "x-request-id")}
-        return StreamingResponse(pieces(), answer.status_code, kept)
+        return StreamingResponse(stream_body(), answer.status_code, kept)
 
     return Starlette(routes=[Route("/{path:path}", forward, methods=["GET", "POST"])])
 

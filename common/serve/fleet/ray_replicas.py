@@ -31,9 +31,9 @@ class Replica:
 
     async def __call__(self, request: Request) -> StreamingResponse:
         """Stream the text for a body of `{"prompt": ..., "max_tokens": ...}`."""
-        return StreamingResponse(self.pieces(**await request.json()), media_type="text/plain")
+        return StreamingResponse(self.stream_text(**await request.json()), media_type="text/plain")
 
-    async def pieces(self, prompt: str, max_tokens: int) -> AsyncIterator[str]:
+    async def stream_text(self, prompt: str, max_tokens: int) -> AsyncIterator[str]:
         from request import SamplingParams
 
         params = SamplingParams(temperature=0, max_tokens=max_tokens, ignore_eos=True)
@@ -54,14 +54,14 @@ def num_replicas() -> int:
 async def try_it(num_streams: int) -> dict[str, Any]:
     async with httpx.AsyncClient(timeout=300) as client:
 
-        async def ask() -> str:
+        async def post_prompt() -> str:
             body = {"prompt": PROMPT, "max_tokens": MAX_TOKENS}
             return (await client.post("http://127.0.0.1:8000/", json=body)).text
 
         seen = [await asyncio.to_thread(num_replicas)]
         rounds, texts = 0, set[str]()
         while rounds < 4 or (max(seen) == 1 and rounds < 12):
-            texts |= set(await asyncio.gather(*(ask() for _ in range(num_streams))))
+            texts |= set(await asyncio.gather(*(post_prompt() for _ in range(num_streams))))
             seen.append(await asyncio.to_thread(num_replicas))
             rounds += 1
         for _ in range(60):

@@ -9,7 +9,7 @@
     "live.button": ["Live", "实时"],
     "live.go": ["To what happens now", "回到当前"],
     "live.connecting": ["Connecting.", "正在连接。"],
-    "live.lost": ["The engine can not be watched: {why} Trying again.", "无法观看引擎：{why}正在重试。"],
+    "live.lost": ["The engine cannot be watched: {why} Trying again.", "无法观看引擎：{why}正在重试。"],
     "live.off": ["This server does not show its engine: {why}.", "此服务器不显示引擎：{why}。"],
     "live.full": [
       "This film has {n} steps and ends here. “Live” begins another.",

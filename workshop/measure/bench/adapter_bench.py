@@ -152,7 +152,7 @@ def table_of(record: dict) -> str:
         for what in ("answers", "prompts"):
             own, base = per_second(name, what), per_second(NOBODY, what)
             shares = [one / other for one, other in zip(own, base, strict=True)]
-            cells += [f"{statistics.median(own):,.0f}", spread(shares)]
+            cells += [f"{statistics.median(own):,.0f}", "1" if name == NOBODY else spread(shares)]
         return cells
 
     head = ["with an adapter", "answers, tok/s", "of none's", "prompts, tok/s", "of none's"]

@@ -128,9 +128,11 @@ def _system_row(system: dict[str, Any], config: dict[str, Any]) -> str:
         return f"| {title} | {reason} | | | | | |"
     if system["error"]:
         title += f" (then failed: {system['error']})"
-    spread = f"{_number(speed.low)}-{_number(speed.high)} ({speed.count} runs)"
+    spread = f"{_number(speed.low)}-{_number(speed.high)}"
     if speed.count == 1:
         spread = "1 run"
+    elif speed.count != config["repeats"]:  # the footer has the command with its `--repeats`
+        spread += f" ({speed.count} runs)"
     cells = [
         title,
         _number(speed.median),
@@ -200,8 +202,9 @@ def _roofline(record: dict[str, Any]) -> str:
         f"{speed:.1f} GB/s (a large matrix-vector product; a large copy moves {copy:.1f}) take "
         f"{_duration(floor)}."
     ]
-    shown = [f"{n} row{'s' * (n != '1')} {_duration(median(t))}" for n, t in _by_rows(roof)]
-    lines.append(f"The model's matrices alone, multiplied with {', with '.join(shown)}.")
+    counts, times_ms = zip(*_by_rows(roof), strict=True)
+    shown = _listed([_ms(median(times)) for times in times_ms])
+    lines.append(f"The model's matrices alone, with {_listed(counts)} rows: {shown} ms.")
     for name in ("paged", "one-at-a-time"):
         if step := decode_step(record, name):
             times = step["step_ms"] / floor
@@ -224,16 +227,16 @@ def _gather(record: dict[str, Any]) -> str:
         return ""
     shown = []
     for dtype, times in gather["ms"].items():
-        ms = {name: _duration(median(values)) for name, values in times.items()}
+        ms = {name: _ms(median(values)) for name, values in times.items()}
         shown.append(
             f"{dtype}: by block {ms['blocks, into a buffer']} into a buffer and {ms['blocks']} "
             f"into fresh memory, by token {ms['tokens']}; attention {ms['attention, paged']} "
             f"through the table, {ms['attention, contiguous']} to contiguous KV"
         )
     return (
-        f"One layer's KV of {gather['num_seqs']} sequences of {gather['seq_len']} tokens, "
-        f"{gather['num_kv_heads']} heads of {gather['head_dim']}, gathered in "
-        f"{'. In '.join(shown)}."
+        f"Milliseconds for one layer's KV of {gather['num_seqs']} sequences of "
+        f"{gather['seq_len']} tokens, {gather['num_kv_heads']} heads of {gather['head_dim']}, "
+        f"gathered in {'. In '.join(shown)}."
     )
 
 
@@ -272,7 +275,15 @@ def _number(value: float) -> str:
     return f"{value:,.0f}" if value >= 100 else f"{value:.1f}"
 
 
+def _listed(parts: Sequence[str]) -> str:
+    return " and ".join([", ".join(parts[:-1]), parts[-1]]) if parts[1:] else parts[0]
+
+
 def _duration(milliseconds: float) -> str:
     if milliseconds >= 1000:
         return f"{milliseconds / 1e3:.1f} s"
-    return f"{milliseconds:.0f} ms" if milliseconds >= 10 else f"{milliseconds:.2g} ms"
+    return f"{_ms(milliseconds)} ms"
+
+
+def _ms(milliseconds: float) -> str:
+    return f"{milliseconds:,.0f}" if milliseconds >= 10 else f"{milliseconds:.2g}"

@@ -135,11 +135,11 @@ def table_of(record: dict) -> str:
     for n in found:
         num_read = statistics.median(found[n]["num_read"])
         floor = num_read * config["bytes_per_expert"] / rate
-        cells = [n, f"{num_read:.0f} of {config['num_experts']}", f"{floor:.1f}"]
+        cells = [n, f"{num_read:.0f}", f"{floor:.1f}"]
         lines.append(
             [*cells, *(f"{ms(n, name):.1f}" for name in ("experts", "mlp", "transformers"))]
         )
-    head = ["rows", "experts read", "floor, ms", "this block, ms"]
+    head = ["rows", f"experts read, of {config['num_experts']}", "floor, ms", "this block, ms"]
     head += ["an MLP of a token's size, ms", "`transformers`, ms"]
     return markdown_table(head, lines)
 

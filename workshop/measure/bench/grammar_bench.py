@@ -127,10 +127,10 @@ def measure(rounds: int) -> dict[str, Any]:
     letters = b'abcdefghijklmnopqrstuvwxyz {}",:0123456789'
     more = [
         bytes(rng.choices(letters, k=rng.randint(2, 9)))
-        for _ in range(NUM_LARGE - len(vocabulary.pieces))
+        for _ in range(NUM_LARGE - len(vocabulary.token_bytes))
     ]
     start = time.perf_counter()
-    large = Vocabulary((*vocabulary.pieces, *more), vocabulary.eos_token_ids)
+    large = Vocabulary((*vocabulary.token_bytes, *more), vocabulary.eos_token_ids)
     tokenizer_of(large)
     seconds = time.perf_counter() - start
     return {
@@ -163,7 +163,7 @@ def _fill_us(grammar: Grammar, vocabulary: Vocabulary) -> list[float]:
         compile_source(source_of(grammar), tokenizer_of(vocabulary))
     )
     rng, found = random.Random(1), []
-    bits = np.zeros((1, -(-len(vocabulary.pieces) // 32)), dtype=np.int32)
+    bits = np.zeros((1, -(-len(vocabulary.token_bytes) // 32)), dtype=np.int32)
     while len(found) < 200:
         start = time.perf_counter()
         matched.fill(bits, 0, ())
@@ -183,7 +183,7 @@ def table_of_all(record: dict[str, Any]) -> str:
         "with",
         "of it bits",
         "of it logits",
-        "times as long (lowest - highest)",
+        "times as long (lowest-highest)",
     ]
     rows = []
     for n, found in record["steps"].items():

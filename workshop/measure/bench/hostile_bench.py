@@ -210,11 +210,11 @@ def table_of(record: dict[str, Any]) -> str:
     for name, runs in record["runs"].items():
         middle = [statistics.median(run[key] for run in runs) for key in ("health", "silence")]
         ends = [run["ended"] for run in runs]
-        ended = "never" if None in ends else f"{statistics.median(ends):.1f} s"
-        shown = [f"{1e3 * seconds:,.0f} ms" for seconds in middle]
+        ended = "never" if None in ends else f"{statistics.median(ends):.1f}"
+        shown = [f"{1e3 * seconds:,.0f}" for seconds in middle]
         rows.append([name, runs[-1]["status"], *shown, ended])
-    head = ["body", "status", "longest `/health`", "longest silence", "ended after SIGTERM"]
-    return markdown_table(head, rows)
+    longest = ["longest `/health`, ms", "longest silence, ms"]
+    return markdown_table(["body", "status", *longest, "ended after SIGTERM, s"], rows)
 
 
 def main() -> None:

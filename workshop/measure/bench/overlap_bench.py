@@ -183,7 +183,7 @@ def _ratio(found: dict[str, list[dict]]) -> str:
 
 
 def table_of_all(record: dict) -> str:
-    head = ["", "plain, ms a step", "overlapped, ms a step", "times as fast (lowest - highest)"]
+    head = ["", "plain, ms a step", "overlapped, ms a step", "times as fast (lowest-highest)"]
 
     def row(name: str, found: dict) -> list[str]:
         steps = [f"{ms_per_step(found[kind]):.2f}" for kind in KINDS]

@@ -332,10 +332,10 @@ def table_of(record: dict[str, Any]) -> str:
                         says,
                         f"{int(number) * answer / statistics.median(own):,.0f}",
                         "1" if name == "generate" else share,
-                        f"{1e3 * statistics.median(first for _, first, _ in runs):,.0f} ms",
+                        f"{1e3 * statistics.median(first for _, first, _ in runs):,.0f}",
                     ]
                 )
-    columns = ["output tok/s", "of `LLM.generate`", "first token (p50)"]
+    columns = ["output tok/s", "of `LLM.generate`", "first token (p50), ms"]
     return markdown_table(["model, requests at once", "by", *columns], rows)
 
 

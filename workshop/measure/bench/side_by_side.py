@@ -35,7 +35,7 @@ def ms_per_step(runs: Sequence[dict]) -> float:
 
 def spread(ratios: Sequence[float]) -> str:
     """Return the median of the rounds, the lowest and the highest."""
-    return f"{statistics.median(ratios):.2f} ({min(ratios):.2f} - {max(ratios):.2f})"
+    return f"{statistics.median(ratios):.2f} ({min(ratios):.2f}-{max(ratios):.2f})"
 
 
 def write_table(page: Path, name: str, table: str, record: dict) -> None:

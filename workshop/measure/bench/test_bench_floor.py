@@ -48,7 +48,7 @@ def test_between_two_measured_numbers_of_rows_lies_a_line() -> None:
     linear_ms = ROOFLINE["linear_ms"]
     assert [rows_ms(linear_ms, n) for n in (1, 2, 3, 4)] == [10, 12, 16, 20]
     for outside in (0, 5):
-        with pytest.raises(ValueError, match="num_rows must"):
+        with pytest.raises(ValueError, match=f"num_rows must be from 1 to 4, got {outside}"):
             rows_ms(linear_ms, outside)
 
 

@@ -30,7 +30,7 @@ def test_every_architecture_has_one(tmp_path):
     assert {fields["architectures"][0] for fields in FAMILIES.values()} == set(
         SUPPORTED_ARCHITECTURES
     )
-    with pytest.raises(ValueError, match="family must"):
+    with pytest.raises(ValueError, match=r"family must be qwen3, .*, got 'gpt2'"):
         write_random("gpt2", tmp_path)
 
 

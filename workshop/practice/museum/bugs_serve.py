@@ -54,9 +54,9 @@ def _choices(kind: str) -> list[dict[str, Any]]:
     none: Any = None  # of ids, no text is made here
     answer = Answer(kind, "tiny", none, GenerateBody.model_validate({}), SamplingParams())
     deltas = CompletionDelta(0, "one", [5]), CompletionDelta(0, " two", [6], None, "length")
-    pieces = answer.pieces(0, RequestDelta("r", prompt_token_ids=[1]))
+    pieces = answer.chunks(0, RequestDelta("r", prompt_token_ids=[1]))
     for delta in deltas:
-        pieces += answer.pieces(0, RequestDelta("r", {0: delta}))
+        pieces += answer.chunks(0, RequestDelta("r", {0: delta}))
     return [piece["choices"][0] for piece in pieces]
 
 

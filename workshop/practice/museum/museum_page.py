@@ -73,7 +73,7 @@ _CHINESE_HEAD = """# bug 博物馆
     make museum BUG=8                     故事、补丁、后果、失败的测试
     python -m workshop.patches --only 8   弄坏下面的第 8 行，跑它的测试
 
-*陷阱 10*（trap 10）是本项目最初那份清单里的第十个 bug（清单没有印在这里）；\
+*Trap 10* 是本项目最初那份清单里的第十个 bug（清单没有印在这里）；\
 测试引用它，`grep -rn "Trap 10" --include=test_*.py .` 能找到。\
 引擎名后面的编号，链接到原始报告。（本页由 `make sync` 生成。）
 """
@@ -103,7 +103,7 @@ def _entry(number: int, exhibit: Exhibit, is_chinese: bool) -> str:
     origin, trap = linked(exhibit.origin), f"trap {exhibit.trap}"
     if is_chinese:
         origin = _CHINESE_ORIGINS.get(exhibit.origin, origin.replace(", ", "，"))
-        trap = f"陷阱 {exhibit.trap}"
+        trap = f"Trap {exhibit.trap}"
     picture = shown_in(exhibit, words.title, is_chinese)
     parts = [f"**{LABELS[part][is_chinese]}** {getattr(words, part)}" for part in _ON_THE_PAGE]
     return _folded(

@@ -43,7 +43,9 @@ def main() -> int:
             print(f"The engine does not run {task.place}. A small example, with your lines:\n")
             print(textwrap.indent(task.probe(), "    "))
             return 0
-        print(f"The engine, with your {task.place}:")
+        print(f"A small example, with your {task.place}:\n")
+        print(textwrap.indent(task.probe(), "    "))
+        print("\nThe engine, with the same lines:")
         llm, run = engine_on(task.engine)
     except Exception as error:
         places = [

@@ -286,8 +286,15 @@ def _told(failure: Failure, trial: _Trial) -> str:
     return "\n\n".join([*lines, f"The test: {path}::{name}"])
 
 
+# How a run of pytest is told to repeat itself. (A reader runs the task again.)
+_FOR_PYTEST = ("Use -v to get more", "@reproduce_failure", "You can reproduce this example")
+_BYTES = re.compile(r"""b(['"])(?:\\.|(?!\1).){8,}\1""")  # a block's hash
+
+
 def _shown(text: str) -> str:
-    lines = [x for x in text.strip().splitlines() if x.strip() and "Use -v to get more" not in x]
+    text = _BYTES.sub(lambda found: f"hash {ast.literal_eval(found[0]).hex()[:8]}", text)
+    lines = [x for x in text.strip().splitlines() if x.strip()]
+    lines = [x for x in lines if not any(part in x for part in _FOR_PYTEST)]
     if len(lines) > NUM_LINES:
         lines = [*lines[:NUM_LINES], "..."]
     return textwrap.indent("\n".join(line[:160] for line in lines), "    ")

@@ -32,7 +32,7 @@ def admissions() -> str:
     cases = (
         ("10 tokens a step, prompts of 4, 6 and 3", 8, {"a": 4, "b": 6, "c": 3}),
         ("10 tokens a step, prompts of 4, 9 and 3", 8, {"a": 4, "b": 9, "c": 3}),
-        ("2 seats, prompts of 1, 1 and 1", 2, {"a": 1, "b": 1, "c": 1}),
+        ("2 slots, prompts of 1, 1 and 1", 2, {"a": 1, "b": 1, "c": 1}),
     )
     lines = []
     for name, num_seats, prompts in cases:

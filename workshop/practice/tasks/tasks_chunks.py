@@ -25,7 +25,7 @@ def starts() -> str:
     running = request("running", 500)
     running.num_computed_tokens = 100
     policy.begin_step([running], lambda one: one.num_tokens - one.num_computed_tokens)
-    lines = ["long is more than 100; 2 long ones at once; one is under way"]
+    lines = ["long is more than 100; 2 long ones at once; one is in flight"]
     for behind in (100, 101, 20, 300, 400):
         lines.append(f"may a prompt of {behind} start? {policy.can_start(request('r', 9), behind)}")
     free = ChunkedPrefill(100)

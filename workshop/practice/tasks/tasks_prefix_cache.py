@@ -69,9 +69,9 @@ def evictions() -> str:
     lines.append(f"the other goes: {cache.num_evictable_blocks} of 5 can be evicted")
     try:
         cache.release(other)
-        lines.append("a release of what nobody uses: accepted")
+        lines.append("a release of an unused block: accepted")
     except ValueError:
-        lines.append("a release of what nobody uses: refused")
+        lines.append("a release of an unused block: refused")
     cache.touch(path[:1])
     with contextlib.suppress(ValueError):
         cache.release(path)

@@ -35,7 +35,11 @@ def turns() -> str:
 
 
 def victims() -> str:
-    lines = []
+    row = "{:10}{:17}{:9}{:20}{}".format
+    lines = [
+        "a, b and c were admitted in this order; c had arrived before b",
+        row("policy", "priority a b c", "victim", "if it is excluded", "if it is pinned"),
+    ]
     for policy, priorities in (
         ("fcfs", (0, 0, 0)),
         ("priority", (9, 1, 9)),
@@ -54,12 +58,9 @@ def victims() -> str:
         chosen.append(scheduler._choose_victim(exclude=[chosen[0]]))
         chosen[0].num_preemptions = scheduler.max_preemptions
         chosen.append(scheduler._choose_victim())
-        names = [None if one is None else one.request_id for one in chosen]
-        lines.append(
-            f"{policy}, a b c have priorities {priorities}, c came before b: {names[0]}; spared, "
-            f"{names[1]}; pinned, {names[2]}"
-        )
-    lines.append(f"all are spared: {scheduler._choose_victim(made)}")
+        names = [str(one and one.request_id) for one in chosen]
+        lines.append(row(policy, " ".join(map(str, priorities)), *names))
+    lines.append(f"if all are excluded: {scheduler._choose_victim(made)}")
     return "\n".join(lines)
 
 
@@ -85,7 +86,9 @@ def room() -> str:
     scheduler.schedule()
     given = scheduler._allocate_or_preempt(one, 6, 0, StepPlan(6, lambda one: 6))
     held = len(scheduler.kv_memory.get_block_ids("a"))
-    lines.append(f"a has 7 tokens and wants room for 6 more: {given}, it holds {held} blocks")
+    lines.append(
+        f"a, with 7 tokens, asks for memory for 6 more: {given} get it, and a has {held} blocks"
+    )
     return "\n".join(lines)
 
 

@@ -22,7 +22,7 @@ def look_ups() -> str:
     ):
         known = RunnerRequest(str(number), SamplingParams(), tokens, [])
         drafts = proposer.propose([ProposerInput(known, 0, len(tokens) - 1)], [2])
-        lines.append(f"behind {tokens}: {drafts.get(str(number), 'nothing')}")
+        lines.append(f"after {tokens}: {drafts.get(str(number), 'nothing')}")
     return "\n".join(lines)
 
 
@@ -33,10 +33,10 @@ def judged_rows() -> str:
     said: list[int] = []
     for _ in range(4):
         said.append(int(model.get_logits([1, 2, 3, *said])[-1].argmax()))
-    lines = [f"behind 1, 2, 3 the target says {said}"]
+    lines = [f"after 1, 2, 3 the target says {said}"]
     for drafts in (said[:3], [said[0], 49, said[2]], []):
         tokens, num_accepted = verify_and_sample(model, [1, 2, 3], drafts, temperature=0)
-        lines.append(f"guesses {drafts}: {num_accepted} accepted, tokens {tokens}")
+        lines.append(f"drafts {drafts}: {num_accepted} accepted, tokens {tokens}")
     return "\n".join(lines)
 
 
@@ -80,9 +80,9 @@ def residuals() -> str:
     lines += [f"random number {u}: {_sampled(p, [0], None, [0.99], u)}" for u in (0.0, 0.5, 0.7)]
     four = [p[0], p[1], [0.2, 0.5, 0.3], p[1]]
     both = _sampled(four, [0, 1], None, [0.99, 0.99], 0.5, [0, 2, 4])
-    lines.append(f"two requests with one such guess each, 0 and 1: {both}")
+    lines.append(f"two requests with one such draft token each, 0 and 1: {both}")
     p, q = [p[0], [0.1, 0.5, 0.4], p[1]], [[0.4, 0.3, 0.3], [0.8, 0.1, 0.1]]
     lines.append(
-        f"two guesses, of which the second is rejected: {_sampled(p, [0, 0], q, [0.9] * 2, 0.6)}"
+        f"two drafts, of which the second is rejected: {_sampled(p, [0, 0], q, [0.9] * 2, 0.6)}"
     )
     return "\n".join(lines)

@@ -24,6 +24,7 @@ from workshop.practice.tasks.demo_on_yours import engine_on
 from workshop.practice.tasks.grade import (
     Verdict,
     _in_the_text,
+    _shown,
     _told,
     _Trial,
     grade,
@@ -238,6 +239,14 @@ def test_the_readers_line_is_shown_where_it_makes_our_code_raise() -> None:
     failure = Failure("a.py::test_b", "TypeError: no", "common/llm.py", 1, 7, "")
     shown = _told(failure, _Trial(task, task.path, swap, Answer(task.source()), 1))
     assert "common/llm.py:1\n" in shown and "line 7 of 02_paged_kv/block_pool.py:" in shown
+
+
+def test_a_random_failure_is_shown_without_what_only_pytest_needs() -> None:
+    message = (
+        f"AssertionError: assert {bytes(range(30))!r} == 5\n  Use -v to get more diff\n"
+        "You can reproduce this example by temporarily adding @reproduce_failure('6.1', b'AXic')"
+    )
+    assert _shown(message) == "    AssertionError: assert hash 00010203 == 5"
 
 
 @pytest.mark.parametrize(

@@ -112,7 +112,7 @@ class LoadState:
 @dataclass(frozen=True, slots=True)
 class Cell:
     """Tokens `[start, start + num_tokens)` of a request that a step computes. `kind` is "prompt",
-    "recomputed" (lost by a preemption), "decode", or `"guess"` (a draft token)."""
+    "recomputed" (lost by a preemption), "decode", or `"draft"` (a draft token)."""
 
     request: str
     kind: str
@@ -214,7 +214,7 @@ class State:
                     yield Cell(name, kind, first, stop - first)
                     first = stop
             if num_drafts:
-                yield Cell(name, "guess", end, num_drafts)
+                yield Cell(name, "draft", end, num_drafts)
 
     # -- requests
 
@@ -421,7 +421,7 @@ class State:
 
     def _oldest(self, step: int) -> Planned:
         is_next = bool(self.under_way) and self.under_way[0].step == step
-        self._require(is_next, f"step {step} was computed, and is not the oldest under way")
+        self._require(is_next, f"step {step} was computed, and is not the oldest in flight")
         return self.under_way[0]
 
     def _on_failed(self, event: Failed) -> None:
