@@ -67,9 +67,7 @@ def draw_many() -> Figure:
         f"{slow:,.0f} to {fast:,.0f} tokens a second, "
         f"first token {late / 1e3:.1f} s to {soon:,.0f} ms"
     )
-    note = (
-        "Each row adds a chapter; a thin line goes from the lowest of three runs to the highest."
-    )
+    note = "Each row adds a chapter; a thin line goes from the lowest of three runs to the highest."
     figure.supxlabel(f"Many users. {note}", fontsize=11)
     return figure
 
