@@ -157,10 +157,13 @@ class PreemptiveScheduler(BaseScheduler):
 
     def set_plugins(self, plugins: Sequence[SchedulerPlugin]) -> None:
         super().set_plugins(plugins)
-        own = self._own_plugins = [p for p in self.plugins if isinstance(p, PreemptionPlugin)]
+        extended = [p for p in self.plugins if isinstance(p, PreemptionPlugin)]
         tokens, slots = PreemptionPlugin.num_optional_tokens, PreemptionPlugin.num_optional_slots
-        self._optional_token_hooks = [p.num_optional_tokens for p in own if overrides(p, tokens)]
-        self._optional_slot_hooks = [p.num_optional_slots for p in own if overrides(p, slots)]
+        self._preemption_plugins = extended
+        self._optional_token_hooks = [
+            p.num_optional_tokens for p in extended if overrides(p, tokens)
+        ]
+        self._optional_slot_hooks = [p.num_optional_slots for p in extended if overrides(p, slots)]
         self._has_fast_path = all(plugin.allows_fast_path for plugin in self.plugins)
 
     # -- adding and removing requests
@@ -216,10 +219,10 @@ class PreemptiveScheduler(BaseScheduler):
         return num_optional
 
     def num_optional_slots(self, request: Request, end: int) -> int:
-        most = 0
+        max_slots = 0
         for num_slots in self._optional_slot_hooks:
-            most = max(most, num_slots(request, end))
-        return most
+            max_slots = max(max_slots, num_slots(request, end))
+        return max_slots
 
     def rollback_computed_tokens(self, request: Request, num_tokens: int) -> None:
         """Roll back the last `num_tokens` computed positions, whose tokens were rejected."""
@@ -264,7 +267,7 @@ class PreemptiveScheduler(BaseScheduler):
     def preempt(self, request: Request) -> None:
         """Free a running request's KV and return it to the queue: to the front, or where the policy
         sorts it."""
-        for plugin in self._own_plugins:
+        for plugin in self._preemption_plugins:
             plugin.on_preempt(request)
         self.kv_memory.free(request)
         self._num_preempted_tokens[request.request_id] = request.num_computed_tokens
@@ -290,7 +293,7 @@ class PreemptiveScheduler(BaseScheduler):
         num_wanted = lambda r: self.num_uncomputed_tokens(r) + self.num_optional_tokens(r)  # noqa: E731
         self.chunk_policy.begin_step(self.running_with_chunks(), num_wanted)
         step = StepPlan(self.max_num_batched_tokens, self.num_uncomputed_tokens)
-        for plugin in self._own_plugins:
+        for plugin in self._preemption_plugins:
             if (victim := plugin.victim()) is not None:
                 step.preempted.append(victim)
                 self.preempt(victim)
@@ -328,15 +331,15 @@ class PreemptiveScheduler(BaseScheduler):
         for plugin in self.plugins:
             plugin.on_output(plan, output)
         results = StepResults(list(plan.num_scheduled_tokens), output.token_ids)
-        token_ids, noted = output.token_ids, {*output.logprobs, *output.errors}
-        noted.update(plan.slow_path_req_ids)
-        gone, block_size = set[str](), self.block_size
+        token_ids, needs_result = output.token_ids, {*output.logprobs, *output.errors}
+        needs_result.update(plan.slow_path_req_ids)
+        finished_ids, block_size = set[str](), self.block_size
         rows = zip(
             plan.scheduled_requests, plan.start_positions, plan.num_scheduled_tokens.values()
         )
         for request, start, num_tokens in rows:
             request_id = request.request_id
-            if start <= request.fast_path_until and request_id not in noted:
+            if start <= request.fast_path_until and request_id not in needs_result:
                 sampled = token_ids.get(request_id, ())
                 if len(sampled) == 1 and sampled[0] not in request.end_ids:
                     request.output_token_ids.append(sampled[0])
@@ -350,9 +353,9 @@ class PreemptiveScheduler(BaseScheduler):
                     request, start, end, output
                 )
             else:  # finished between schedule and update
-                gone.add(request_id)
-        if gone:
-            results.request_ids = [name for name in results.request_ids if name not in gone]
+                finished_ids.add(request_id)
+        if finished_ids:
+            results.request_ids = [name for name in results.request_ids if name not in finished_ids]
         self.delta.ack(plan)
         return results
 

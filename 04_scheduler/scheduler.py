@@ -157,12 +157,11 @@ class Scheduler(PreemptiveScheduler):
         always makes progress.
         """
         num_uncomputed_tokens = request.num_tokens - request.num_computed_tokens
-        least = 0 if step.has_chunk else 1
+        min_budget = 0 if step.has_chunk else 1
         step.has_chunk = True
-        budget = max(step.budget - step.num_decodes_after(running, index), least)
-        most = self.max_num_batched_tokens
+        budget = max(step.budget - step.num_decodes_after(running, index), min_budget)
         num_tokens = self.chunk_policy.num_tokens_to_schedule(
-            request, num_uncomputed_tokens, budget, most
+            request, num_uncomputed_tokens, budget, self.max_num_batched_tokens
         )
         if num_tokens < num_uncomputed_tokens:
             step.num_deferred_tokens[request.request_id] = num_uncomputed_tokens - num_tokens
@@ -189,17 +188,17 @@ class Scheduler(PreemptiveScheduler):
         """Allocate KV for `num_tokens`, plus `num_optional` optional ones if all of them fit.
         Preempts other requests to satisfy `num_tokens`, never for the optional tokens. Returns the
         number of tokens that got memory; 0 if the request itself was preempted."""
-        block_size, with_more, num_slots = self.block_size, num_tokens + num_optional, 0
+        block_size, num_total, num_slots = self.block_size, num_tokens + num_optional, 0
         if self._optional_slot_hooks:
-            num_slots = self.num_optional_slots(request, request.num_computed_tokens + with_more)
+            num_slots = self.num_optional_slots(request, request.num_computed_tokens + num_total)
         # Inside a block there is nothing to allocate: the request got the block when it wrote the
         # block's first slot.
-        if 0 < request.num_computed_tokens % block_size <= block_size - with_more - num_slots:
-            return with_more
+        if 0 < request.num_computed_tokens % block_size <= block_size - num_total - num_slots:
+            return num_total
         if (num_optional or num_slots) and self.kv_memory.allocate_slots(
-            request, with_more, num_slots
+            request, num_total, num_slots
         ):
-            return with_more
+            return num_total
         while not self.kv_memory.allocate_slots(request, num_tokens):
             victim = self._choose_victim()
             assert victim is not None, "no victim left, but a pinned request never allocates"
@@ -229,11 +228,11 @@ class Scheduler(PreemptiveScheduler):
         if len(self.running) >= self.max_num_seqs and not self._has_priorities:
             step.stop = ("seat", "")
             return  # before a cache-aware policy sorts the queue in vain
-        num_skipped, goes_on = 0, (_Admission.ADMITTED, _Admission.SKIPPED)
+        num_skipped, continue_on = 0, (_Admission.ADMITTED, _Admission.SKIPPED)
         for request in self.waiting:
             outcome = self._try_to_admit(request, step)
             num_skipped += outcome is _Admission.SKIPPED
-            if outcome not in goes_on or step.preempted or num_skipped == MAX_SKIPPED:
+            if outcome not in continue_on or step.preempted or num_skipped == MAX_SKIPPED:
                 step.stop = (outcome.value, request.request_id)
                 break  # after a preemption for priority, later requests wait for the next step
         for request in step.admitted:
@@ -285,10 +284,9 @@ class Scheduler(PreemptiveScheduler):
         `preempted_for_it` first if there is one. Memory is checked before any state changes, so a
         request that does not fit leaves everything unchanged."""
         num_uncomputed_tokens = request.num_tokens - computed.num_tokens
-        rest = step if preempted_for_it is None else step.without(preempted_for_it)
-        most = self.max_num_batched_tokens
+        step_after = step if preempted_for_it is None else step.copy_without(preempted_for_it)
         num_tokens = self.chunk_policy.num_tokens_to_schedule(
-            request, num_uncomputed_tokens, rest.budget, most
+            request, num_uncomputed_tokens, step_after.budget, self.max_num_batched_tokens
         )
         if num_tokens == 0:
             return _Admission.BUDGET
@@ -300,10 +298,11 @@ class Scheduler(PreemptiveScheduler):
         if len(self.running) > (0 if preempted_for_it is None else 1):
             # Slots for its whole prompt, and free blocks for the other running requests.
             num_slots = max(num_slots, num_uncomputed_tokens)
-            num_owed = sum(rest.num_deferred_tokens.values()) if self._reserves_per_request else 0
-            num_watermark_blocks = self._num_watermark_blocks + self.kv_memory.num_blocks_needed(
-                num_owed
-            )
+            num_deferred_total = 0
+            if self._reserves_per_request:
+                num_deferred_total = sum(step_after.num_deferred_tokens.values())
+            num_watermark_blocks = self._num_watermark_blocks
+            num_watermark_blocks += self.kv_memory.num_blocks_needed(num_deferred_total)
         if not self.kv_memory.can_allocate(
             request, num_slots, computed, num_watermark_blocks, preempted_for_it
         ):

@@ -49,8 +49,8 @@ def make(num_blocks, kind=Scheduler, **options):
 
 def show(scheduler, output):
     plan = ", ".join(f"{name} {n}" for name, n in output.num_scheduled_tokens.items()) or "nobody"
-    gone = "".join(f"  preempted {r.request_id}" for r in output.preempted_requests)
-    print(f"computes: {plan}{gone}")
+    preempted = "".join(f"  preempted {r.request_id}" for r in output.preempted_requests)
+    print(f"computes: {plan}{preempted}")
     for name, request in scheduler.running.items():
         blocks = list(scheduler.kv_memory.get_block_ids(name))
         print(f"    {request}  blocks {blocks}")
@@ -109,7 +109,7 @@ def draw(scheduler, runner, names, title, max_steps=60):
     colors = dict(zip(names, REQUEST_SHADES, strict=True))
     num_blocks = scheduler.kv_memory.pool.num_usable_blocks
     figure, axis = plt.subplots(figsize=(9, 2.6), layout="constrained")
-    said = {name: [] for name in names}
+    outputs = {name: [] for name in names}
     step = 0
     while scheduler.has_unfinished_requests() and step < max_steps:
         output = scheduler.schedule()
@@ -119,7 +119,7 @@ def draw(scheduler, runner, names, title, max_steps=60):
         for request in output.preempted_requests:
             axis.text(step, num_blocks + 0.2, f"x {request.request_id}", color=PREEMPTED)
         for result in scheduler.update_from_output(output, runner.execute(output).wait()):
-            said[result.request_id] += result.new_token_ids
+            outputs[result.request_id] += result.new_token_ids
         step += 1
     axis.set(
         xlim=(0, step),
@@ -133,7 +133,7 @@ def draw(scheduler, runner, names, title, max_steps=60):
     handles = [plt.Rectangle((0, 0), 1, 1, color=colors[name]) for name in names]
     figure.legend(handles, names, loc="outside right upper", frameon=False)
     plt.show()
-    return said
+    return outputs
 
 
 def four_requests(scheduler):
@@ -144,14 +144,16 @@ def four_requests(scheduler):
 
 
 scheduler, runner = make(12)
-said = draw(scheduler, runner, four_requests(scheduler), "filling: as many as fit, then preemption")
+tokens = draw(
+    scheduler, runner, four_requests(scheduler), "filling: as many as fit, then preemption"
+)
 print(scheduler.get_stats())
 
 # %%
 scheduler, runner = make(12, reserve_all=True)
-also_said = draw(scheduler, runner, four_requests(scheduler), "reserving: two at a time")
-assert said == also_said, "schedulers must not change tokens"
-assert said["d"] == continuation([ord("d"), *range(5)], 14)
+other_tokens = draw(scheduler, runner, four_requests(scheduler), "reserving: two at a time")
+assert tokens == other_tokens, "schedulers must not change tokens"
+assert tokens["d"] == continuation([ord("d"), *range(5)], 14)
 
 # %% [markdown]
 # ## Prefill first, as in SGLang

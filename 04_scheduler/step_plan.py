@@ -50,7 +50,7 @@ class StepPlan:
         self.budget += self.num_tokens.pop(request.request_id, 0)
         self.num_deferred_tokens.pop(request.request_id, None)
 
-    def without(self, request: Request) -> StepPlan:
+    def copy_without(self, request: Request) -> StepPlan:
         """A copy of this plan with the request removed. This plan stays unchanged."""
         plan = StepPlan(self.budget, self.num_uncomputed_tokens, {**self.num_tokens})
         plan.num_deferred_tokens = {**self.num_deferred_tokens}

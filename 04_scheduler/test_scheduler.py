@@ -18,9 +18,9 @@ from scheduler_steps import (
     SchedulerLoop,
     make_memory,
     make_scheduler,
-    planned,
-    preempted,
+    preempted_ids,
     preempting,
+    scheduled_tokens,
 )
 from sglang_policies import policy_over
 from step_plan import StepPlan
@@ -176,17 +176,17 @@ def test_who_takes_a_seat_and_who_is_held_back_too_long_end_admission_too():
     for name, adapter in (("a", 1), ("b", 2), ("c", 1)):
         loop.add(name, 4, extra_keys=(("lora", adapter),))
     output = loop.step()
-    assert output.admission_stop == ("constraint", "b") and planned(output) == {"a": 4}
+    assert output.admission_stop == ("constraint", "b") and scheduled_tokens(output) == {"a": 4}
 
 
 def test_who_runs_comes_first_and_who_waits_gets_the_rest():
     loop = Loop(100, max_num_batched_tokens=10)
     loop.add("a", 6)
-    assert planned(loop.step()) == {"a": 6}
+    assert scheduled_tokens(loop.step()) == {"a": 6}
     loop.add("b", 9)
     loop.add("c", 5)
-    assert planned(loop.step()) == {"a": 1, "b": 9}
-    assert planned(loop.step()) == {"a": 1, "b": 1, "c": 5}
+    assert scheduled_tokens(loop.step()) == {"a": 1, "b": 9}
+    assert scheduled_tokens(loop.step()) == {"a": 1, "b": 1, "c": 5}
 
 
 def test_a_prompt_waits_until_it_fits_whole_and_nobody_overtakes_it():
@@ -194,8 +194,8 @@ def test_a_prompt_waits_until_it_fits_whole_and_nobody_overtakes_it():
     loop.add("a", 6)
     loop.add("b", 10)
     loop.add("c", 1)
-    assert planned(loop.step()) == {"a": 6}
-    assert planned(loop.step()) == {"a": 1}
+    assert scheduled_tokens(loop.step()) == {"a": 6}
+    assert scheduled_tokens(loop.step()) == {"a": 1}
 
 
 @pytest.mark.parametrize("kind", SCHEDULERS)
@@ -204,7 +204,7 @@ def test_seats_are_counted_with_those_just_admitted(kind):
     loop = Loop(100, kind, max_num_seqs=2)
     for name in "abcde":
         loop.add(name, 3, 2)
-    assert list(planned(loop.step())) == ["a", "b"]
+    assert list(scheduled_tokens(loop.step())) == ["a", "b"]
     loop.run()
     assert set(loop.reasons) == set("abcde")
 
@@ -227,7 +227,7 @@ def test_the_last_admitted_makes_room_and_comes_back_with_its_outputs():
     loop.step()  # 7 positions each: two blocks each
     loop.step()  # 8 positions: the blocks are full
     output = loop.step()
-    assert preempted(output) == ["b"] and planned(output) == {"a": 1}
+    assert preempted_ids(output) == ["b"] and scheduled_tokens(output) == {"a": 1}
     assert second.status == RequestStatus.PREEMPTED and second.num_computed_tokens == 0
     assert second.num_preemptions == 1 and second.num_output_tokens == 2
     stats = loop.scheduler.get_stats()
@@ -245,7 +245,7 @@ def test_who_makes_room_for_itself_is_not_running_as_well():
     loop.step()
     loop.add("c", 1, 1)
     output = loop.step()  # a takes the last block; b has nobody behind it
-    assert preempted(output) == ["b"] and planned(output) == {"a": 1}
+    assert preempted_ids(output) == ["b"] and scheduled_tokens(output) == {"a": 1}
     assert list(loop.scheduler.running) == ["a"]
     assert [r.request_id for r in loop.scheduler.waiting] == ["b", "c"], "in front of c"
 
@@ -256,13 +256,13 @@ def test_a_request_after_the_victim_still_gets_its_token():
     loop.add("a", 4, 8, priority=0)
     loop.add("b", 4, 8, priority=9)
     loop.add("c", 3, 8, priority=1)
-    assert list(planned(loop.step())) == ["a", "c", "b"]
+    assert list(scheduled_tokens(loop.step())) == ["a", "c", "b"]
     loop.step()
     loop.scheduler.running["b"].priority = 9
     output = loop.step()
-    for _ in as_long_as(lambda: not preempted(output)):
+    for _ in as_long_as(lambda: not preempted_ids(output)):
         output = loop.step()
-    assert preempted(output) == ["b"] and set(planned(output)) == {"a", "c"}
+    assert preempted_ids(output) == ["b"] and set(scheduled_tokens(output)) == {"a", "c"}
 
 
 def test_a_victim_in_front_of_others_costs_none_of_them_its_token():
@@ -273,10 +273,10 @@ def test_a_victim_in_front_of_others_costs_none_of_them_its_token():
         loop.step()
     assert list(loop.scheduler.running) == ["v", "u", "w"]
     output = loop.step()
-    for _ in as_long_as(lambda: not preempted(output)):
+    for _ in as_long_as(lambda: not preempted_ids(output)):
         output = loop.step()
-    assert preempted(output) == ["v"]
-    assert planned(output) == {"u": 1, "w": 1}
+    assert preempted_ids(output) == ["v"]
+    assert scheduled_tokens(output) == {"u": 1, "w": 1}
     loop.run()
 
 
@@ -288,9 +288,9 @@ def test_a_victim_that_was_planned_gives_everything_back():
     urgent = loop.add("u", 5, 8, priority=1)
     loop.step()
     other = loop.add("o", 4, 8, priority=2)
-    assert planned(loop.step()) == {"v": 1, "u": 1, "o": 4}  # 2 + 2 + 1 blocks: all are held
+    assert scheduled_tokens(loop.step()) == {"v": 1, "u": 1, "o": 4}  # 2 + 2 + 1 blocks, all held
     output = loop.scheduler.schedule()  # v has room inside its block; o wants another block
-    assert preempted(output) == ["v"]
+    assert preempted_ids(output) == ["v"]
     assert output.num_scheduled_tokens == {"u": 1, "o": 1}
     assert victim.status == RequestStatus.PREEMPTED
     assert [r.request_id for r in output.scheduled_requests] == ["u", "o"]
@@ -307,7 +307,7 @@ def test_nobody_is_admitted_in_a_step_that_preempted():
     loop.step()
     loop.add("c", 1, 1)  # would fit the block that b gives up
     output = loop.step()
-    assert preempted(output) == ["b"] and planned(output) == {"a": 1}
+    assert preempted_ids(output) == ["b"] and scheduled_tokens(output) == {"a": 1}
 
 
 def test_what_came_back_may_be_larger_than_any_step():
@@ -332,19 +332,19 @@ def test_a_step_that_is_not_the_last_of_a_prompt_samples_nothing():
     with preempting(loop.scheduler):
         loop.step()
     assert request.num_tokens == 12
-    assert planned(loop.step()) == {"a": 8} and request.num_output_tokens == 4
-    assert planned(loop.step()) == {"a": 4} and request.num_output_tokens == 5
+    assert scheduled_tokens(loop.step()) == {"a": 8} and request.num_output_tokens == 4
+    assert scheduled_tokens(loop.step()) == {"a": 4} and request.num_output_tokens == 5
 
 
 def test_forced_preemption_comes_every_so_many_steps_to_who_has_got_a_token():
     loop = Loop(100, preempt_every=3, max_preemptions=9)
     loop.add("a", 4, 30)
     loop.add("b", 4, 30)
-    steps = [preempted(loop.step()) for _ in range(12)]
+    steps = [preempted_ids(loop.step()) for _ in range(12)]
     assert steps == [[], [], ["b"]] * 4, "b comes back, and gets a token"
     loop = Loop(100, preempt_every=1)
     loop.add("a", 4, 3)
-    assert [preempted(loop.step()) for _ in range(5)] == [[], ["a"], [], ["a"], []]
+    assert [preempted_ids(loop.step()) for _ in range(5)] == [[], ["a"], [], ["a"], []]
     assert loop.scheduler.plugins[0]._num_outputs_then == {}
 
 
@@ -354,7 +354,7 @@ def test_a_shuffled_queue_is_asked_in_another_order(kind):
         loop = Loop(100, kind, max_num_seqs=8, shuffle_waiting=shuffle, seed=seed)
         for name in "abcdefgh":
             loop.add(name, 2, 2)
-        return "".join(planned(loop.step()))
+        return "".join(scheduled_tokens(loop.step()))
 
     assert admitted(0, shuffle=False) == "abcdefgh"
     orders = [admitted(seed) for seed in range(4)]
@@ -395,7 +395,7 @@ def test_the_watermark_is_left_free_for_those_who_run():
     loop.add("a", 16)
     loop.add("b", 16)  # 4 + 4 blocks: 2 are left
     loop.add("c", 4)  # 1 would be left
-    assert list(planned(loop.step())) == ["a", "b"]
+    assert list(scheduled_tokens(loop.step())) == ["a", "b"]
 
 
 @pytest.mark.parametrize("rule, admitted", [("every", ["a", "b"]), ("own", ["a", "b", "c"])])
@@ -403,7 +403,7 @@ def test_room_is_kept_for_the_rest_of_every_prompt_that_is_cut_or_of_its_own(rul
     """a has 2 of 4 blocks, b 1 of 4; c wants 2 of the 9. For b and c there is room only as long as
     nobody counts what a and b still need."""
     chunks = ChunkToBudget()
-    chunks.num_tokens_to_schedule = lambda request, num_uncomputed_tokens, budget, most: min(
+    chunks.num_tokens_to_schedule = lambda _, num_uncomputed_tokens, budget, max_step_tokens: min(
         num_uncomputed_tokens, budget, 8
     )
     loop = Loop(9, max_num_batched_tokens=20, chunk_policy=chunks, reserve_for_chunks=rule)
@@ -491,10 +491,10 @@ def test_a_strictly_more_urgent_newcomer_takes_a_seat_and_an_equal_does_not():
     lowest = loop.add("b", 4, priority=5)
     loop.step()
     loop.add("equal", 8, priority=5)
-    assert preempted(loop.step()) == []
+    assert preempted_ids(loop.step()) == []
     loop.add("urgent", 8, priority=2)
     output = loop.step()
-    assert preempted(output) == ["b"] and planned(output) == {"a": 1, "urgent": 8}
+    assert preempted_ids(output) == ["b"] and scheduled_tokens(output) == {"a": 1, "urgent": 8}
     assert lowest.num_computed_tokens == 0
     assert [r.request_id for r in loop.scheduler.waiting] == ["b", "equal"], "b came first"
     loop.run()
@@ -518,7 +518,7 @@ def test_the_newcomer_has_the_budget_of_whom_it_displaces_and_no_more(num_prompt
     """Of 10 tokens 8 are left beside a and b, and 9 without b. With too few, b keeps its seat."""
     loop = full_batch(100, (4, 8), (4, 8), max_num_batched_tokens=10)
     loop.add("urgent", num_prompt, priority=0)
-    assert planned(loop.step()) == plan
+    assert scheduled_tokens(loop.step()) == plan
 
 
 @pytest.mark.parametrize("cache", [None, "hash"])
@@ -527,10 +527,10 @@ def test_nobody_is_displaced_for_a_newcomer_that_does_not_fit_the_memory(cache):
     loop = full_batch(8, (13, 4), (5, 4), cache=cache)
     loop.add("urgent", 20, 1, priority=0)
     output = loop.step()
-    assert preempted(output) == [] and planned(output) == {"a": 1, "b": 1}
+    assert preempted_ids(output) == [] and scheduled_tokens(output) == {"a": 1, "b": 1}
     for _ in range(2):
-        assert set(planned(loop.step())) == {"a", "b"}
-    assert set(planned(loop.step())) == {"urgent"}, "when a and b have ended"
+        assert set(scheduled_tokens(loop.step())) == {"a", "b"}
+    assert set(scheduled_tokens(loop.step())) == {"urgent"}, "when a and b have ended"
 
 
 @pytest.mark.parametrize("cache", [None, "hash"])
@@ -539,7 +539,7 @@ def test_a_newcomer_has_what_is_free_and_the_blocks_of_whom_it_displaces(cache):
     loop = full_batch(8, (13, 4), (5, 4), cache=cache)
     loop.add("urgent", 16, 1, priority=0)
     output = loop.step()
-    assert preempted(output) == ["b"] and planned(output) == {"a": 1, "urgent": 16}
+    assert preempted_ids(output) == ["b"] and scheduled_tokens(output) == {"a": 1, "urgent": 16}
     loop.run()
     assert set(loop.reasons) == {"a", "b", "urgent"}
 
@@ -552,10 +552,10 @@ def test_blocks_that_the_victim_shares_are_not_counted_as_its_own():
         loop.step()
     assert len(loop.scheduler.running) == 2 and loop.memory.num_blocks_in_use == 4
     loop.add("urgent", 20, 1, priority=0)  # 5 blocks: 3 are free, and 1 is b's alone
-    assert preempted(loop.step()) == []
+    assert preempted_ids(loop.step()) == []
     loop.scheduler.abort_request("urgent")
     loop.add("modest", 16, 1, priority=0)
-    assert preempted(loop.step()) == ["b"]
+    assert preempted_ids(loop.step()) == ["b"]
 
 
 @pytest.mark.parametrize(("num_prompt", "victims"), [(20, ["b"]), (21, [])])
@@ -567,7 +567,7 @@ def test_what_the_newcomer_finds_cached_is_not_taken_for_it_as_well(num_prompt, 
     for name, num_optional, priority in (("b", 1, 5), ("u", num_prompt - 8, 1)):
         loop.take(Request.from_tokens(name, [*range(8)] + [ord(name)] * num_optional, 4, priority))
         output = loop.step()
-    assert preempted(output) == victims
+    assert preempted_ids(output) == victims
     loop.run()
 
 
@@ -576,11 +576,11 @@ def test_a_pinned_request_is_not_displaced():
     loop.add("a", 4, 20, priority=5)
     loop.step()
     loop.add("u", 4, 1, priority=0)
-    assert preempted(loop.step()) == ["a"]
+    assert preempted_ids(loop.step()) == ["a"]
     for _ in as_long_as(lambda: "a" not in loop.scheduler.running):
         loop.step()
     loop.add("w", 4, 1, priority=0)
-    assert preempted(loop.step()) == []
+    assert preempted_ids(loop.step()) == []
     loop.run()
 
 
@@ -590,7 +590,7 @@ def test_the_victim_is_the_least_urgent_and_of_those_the_latest():
         loop.add(name, 7, 20, priority=priority)
     victims = []
     for _ in as_long_as(lambda: not victims):
-        victims = preempted(loop.step())
+        victims = preempted_ids(loop.step())
     assert victims[0] == "c"
 
 
@@ -624,7 +624,7 @@ def test_blocks_that_outputs_fill_are_shared_too():
     first = loop.add("a", 3, 8)
     loop.run()
     second = loop.take(Request.from_tokens("b", first.all_token_ids, 1))
-    assert planned(loop.step()) == {"b": 11 - 8} and second.num_cached_tokens == 8
+    assert scheduled_tokens(loop.step()) == {"b": 11 - 8} and second.num_cached_tokens == 8
 
 
 # -- constraints
@@ -639,9 +639,9 @@ def test_a_batch_holds_so_many_adapters_and_others_overtake_until_one_has_waited
     held_back = loop.add("c", 3, 4, extra_keys=lora["z"])
     loop.add("d", 3, 4)
     loop.add("e", 3, 4, extra_keys=lora["x"])
-    assert list(planned(loop.step())) == ["a", "b", "d", "e"]
+    assert list(scheduled_tokens(loop.step())) == ["a", "b", "d", "e"]
     loop.add("f", 3, 4, extra_keys=lora["x"])  # four have left the queue since c came
-    assert "f" not in planned(loop.step()) and held_back.status == RequestStatus.WAITING
+    assert "f" not in scheduled_tokens(loop.step()) and held_back.status == RequestStatus.WAITING
     loop.run()
     assert set(loop.reasons) == set("abcdef")
     plugin = loop.scheduler.plugins[0]
@@ -653,7 +653,7 @@ def test_requests_that_share_an_adapter_take_the_room_of_one():
     loop = Loop(100, plugins=[MaxLoRAs(2)])
     for name, adapter in (("a", "x"), ("b", "x"), ("c", "y")):
         loop.add(name, 3, 4, extra_keys=(("lora", adapter),))
-    assert list(planned(loop.step())) == ["a", "b", "c"]
+    assert list(scheduled_tokens(loop.step())) == ["a", "b", "c"]
 
 
 def test_preemption_gives_the_adapter_back():
@@ -664,7 +664,7 @@ def test_preemption_gives_the_adapter_back():
         loop.step()
     loop.scheduler.abort_request("a")
     loop.add("b", 3, 4, extra_keys=(("lora", 2),))
-    assert planned(loop.step()) == {"b": 3}
+    assert scheduled_tokens(loop.step()) == {"b": 3}
     with pytest.raises(ValueError, match="max_loras"):
         MaxLoRAs(0)
 
@@ -684,7 +684,7 @@ def test_so_many_are_passed_over_and_no_more():
     for i in range(MAX_SKIPPED + 20):
         loop.add(f"held {i}", 8)
     loop.add("a", 3)
-    assert planned(loop.step()) == {} and constraint.asked == MAX_SKIPPED
+    assert scheduled_tokens(loop.step()) == {} and constraint.asked == MAX_SKIPPED
     num_equals = MAX_SKIPPED + 10
     loop = Loop(2000, cache="hash", max_num_seqs=num_equals)
     for i in range(num_equals):
@@ -694,7 +694,7 @@ def test_so_many_are_passed_over_and_no_more():
     loop.scheduler.get_computed_blocks = lambda request: (
         asked.append(request.request_id) or get_computed_blocks(request)
     )
-    assert planned(loop.step()) == {"s0": 10}
+    assert scheduled_tokens(loop.step()) == {"s0": 10}
     assert len(asked) == 1 + MAX_SKIPPED
     loop.run()
 

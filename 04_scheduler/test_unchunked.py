@@ -42,7 +42,7 @@ class AtMost(Unchunked):
         return request.request_id not in self.held_back
 
     def num_tokens_to_schedule(
-        self, request: Request, num_uncomputed_tokens: int, budget: int, most: int
+        self, request: Request, num_uncomputed_tokens: int, budget: int, max_step_tokens: int
     ) -> int:
         return min(num_uncomputed_tokens, budget, self.most)
 
@@ -71,7 +71,9 @@ def test_a_whole_prompt_waits_until_it_fits_unless_no_step_is_large_enough(
 ):
     request = make("a", 30)
     request.num_computed_tokens = 3 if has_begun else 0
-    given = Unchunked().num_tokens_to_schedule(request, num_uncomputed_tokens, budget, most=8)
+    given = Unchunked().num_tokens_to_schedule(
+        request, num_uncomputed_tokens, budget, max_step_tokens=8
+    )
     if num_uncomputed_tokens <= budget:
         assert given == num_uncomputed_tokens
     else:

@@ -37,11 +37,11 @@ class ChunkPolicy(Protocol):
         ...
 
     def num_tokens_to_schedule(
-        self, request: Request, num_uncomputed_tokens: int, budget: int, most: int
+        self, request: Request, num_uncomputed_tokens: int, budget: int, max_step_tokens: int
     ) -> int:
         """Return how many of the `num_uncomputed_tokens` uncomputed tokens to compute in this step,
-        0 for none. `budget` tokens (maybe 0) are left in this step; `most` is the budget of a whole
-        step."""
+        0 for none. `budget` tokens (maybe 0) are left in this step; `max_step_tokens` is the budget
+        of a whole step."""
         ...
 
 
@@ -58,11 +58,11 @@ class Unchunked:
         return True
 
     def num_tokens_to_schedule(
-        self, request: Request, num_uncomputed_tokens: int, budget: int, most: int
+        self, request: Request, num_uncomputed_tokens: int, budget: int, max_step_tokens: int
     ) -> int:
         if num_uncomputed_tokens <= budget:
             return num_uncomputed_tokens
-        is_larger_than_any_step = num_uncomputed_tokens > most
+        is_larger_than_any_step = num_uncomputed_tokens > max_step_tokens
         has_begun = request.num_computed_tokens > 0  # it runs already, so it takes what is left
         return budget if is_larger_than_any_step or has_begun else 0
 
@@ -74,6 +74,6 @@ class ChunkToBudget(Unchunked):
         return sys.maxsize
 
     def num_tokens_to_schedule(
-        self, request: Request, num_uncomputed_tokens: int, budget: int, most: int
+        self, request: Request, num_uncomputed_tokens: int, budget: int, max_step_tokens: int
     ) -> int:
         return min(num_uncomputed_tokens, budget)

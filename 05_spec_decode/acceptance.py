@@ -48,10 +48,10 @@ class SpecDecodeStats:
             self.accepted_by_position[i] += i < num_accepted
 
     def __add__(self, other: SpecDecodeStats) -> SpecDecodeStats:
-        def add(own: Any, others: Any) -> Any:
-            if isinstance(own, int):
-                return own + others
-            return [a + b for a, b in zip_longest(own, others, fillvalue=0)]
+        def add(value: Any, other_value: Any) -> Any:
+            if isinstance(value, int):
+                return value + other_value
+            return [a + b for a, b in zip_longest(value, other_value, fillvalue=0)]
 
         names = [field.name for field in fields(self)]
         return SpecDecodeStats(*(add(getattr(self, name), getattr(other, name)) for name in names))

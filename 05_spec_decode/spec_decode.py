@@ -76,7 +76,7 @@ class SimpleLM:
         # Far from seeds that a caller chooses: the noise must not equal the weights.
         copy = SimpleLM(self.vocab_size, self.hidden_size, seed=1_000_003 + seed)
         pairs = zip(self.weights, copy.weights)
-        copy.weights = [math.sqrt(1 - noise**2) * own + noise * other for own, other in pairs]
+        copy.weights = [math.sqrt(1 - noise**2) * weight + noise * other for weight, other in pairs]
         return copy
 
     def get_logits(self, token_ids: Sequence[int]) -> torch.Tensor:

@@ -84,7 +84,7 @@ class SpeculatingRunner:
         output = self.runner.execute(plan).wait()
         verify_ms = sum(output.times.values())
         clock = StepTimer()
-        output.draft_token_ids = self._guess(self._judge(plan, output))
+        output.draft_token_ids = self._propose(self._count_accepted(plan, output))
         clock.lap("propose_ms")
         output.times |= clock.ms
         self._observe_times(plan, verify_ms, clock.ms["propose_ms"])
@@ -94,7 +94,7 @@ class SpeculatingRunner:
         """Reset all counters to zero."""
         self.stats = SpecDecodeStats()
 
-    def _judge(self, plan: RunnerInput, output: StepOutput) -> list[ProposerInput]:
+    def _count_accepted(self, plan: RunnerInput, output: StepOutput) -> list[ProposerInput]:
         """Count accepted draft tokens. Returns the requests that may continue, with this step's
         tokens."""
         self._append(output.token_ids)
@@ -123,16 +123,16 @@ class SpeculatingRunner:
         rows = self.state.rows_of(req_ids)
         return (self.state.num_tokens[rows] - self.state.num_prompt_tokens[rows]).tolist()
 
-    def _guess(self, inputs: list[ProposerInput]) -> dict[str, list[int]]:
+    def _propose(self, inputs: list[ProposerInput]) -> dict[str, list[int]]:
         ready = [f.request for f in inputs if f.request.num_tokens - f.num_computed_tokens == 1]
         req_ids = [request.req_id for request in ready]
         lengths, num_outputs = self.draft_length.choose(req_ids), self._num_outputs(req_ids)
-        wanted = {}
+        num_requested = {}
         for request, length, num in zip(ready, lengths, num_outputs, strict=True):
             # The token that follows the draft tokens is an output too.
-            most = request.max_tokens - num - 1
-            wanted[request.req_id] = max(0, min(length, most))
-        num_drafts = [wanted.get(f.request.req_id, 0) for f in inputs]
+            max_drafts = request.max_tokens - num - 1
+            num_requested[request.req_id] = max(0, min(length, max_drafts))
+        num_drafts = [num_requested.get(f.request.req_id, 0) for f in inputs]
         self._num_rounds_before, self._num_rounds = self._num_rounds, max(num_drafts, default=0)
         if self._num_rounds == 0:
             return {}  # a draft model lags, and catches up at its next proposal

@@ -22,7 +22,7 @@ from prefill_first_scheduler import PrefillFirstScheduler
 from request import Request
 from scheduler import Scheduler
 from scheduler_interface import FinishedStep, SchedulerOutput, StepOutput
-from scheduler_steps import SchedulerLoop, make_memory, planned, preempted
+from scheduler_steps import SchedulerLoop, make_memory, preempted_ids, scheduled_tokens
 from unchunked import ChunkToBudget
 
 SCHEDULERS = (Scheduler, PrefillFirstScheduler)
@@ -83,13 +83,13 @@ def test_drafts_are_planned_trimmed_and_taken_back(kind):
     loop.step({"a": [0] * 9, "b": expected[1:9], "nobody": [1]})
     assert len(loop.guesses.drafts["a"]) == 4, "6 outputs: 1 is there, and 1 needs no draft"
     plan = loop.step()
-    assert planned(plan) == {"a": 5, "b": 7}, "the budget cuts b's drafts"
+    assert scheduled_tokens(plan) == {"a": 5, "b": 7}, "the budget cuts b's drafts"
     assert plan.scheduled_draft_token_ids["b"] == expected[1:7]
     assert loop.outputs["b"] == expected[:8], "six accepted, and one more"
     assert loop.outputs["a"] == continuation(first.prompt_token_ids, 2), "none accepted"
     assert first.num_computed_tokens == first.num_tokens - 1
     assert loop.guesses.num_rejected_drafts == 4
-    assert planned(loop.step()) == {"a": 1, "b": 1}, "drafts are for one step"
+    assert scheduled_tokens(loop.step()) == {"a": 1, "b": 1}, "drafts are for one step"
     loop.run()
     stats = loop.scheduler.get_stats()
     num_tokens = sum(r.num_tokens - 1 for r in loop.requests.values())
@@ -122,7 +122,7 @@ def two_of_three_guess(budget: int) -> Loop:
 def test_drafts_of_a_request_that_is_skipped_never_enter_the_model():
     """Trap 40."""
     loop = two_of_three_guess(budget=1)
-    assert planned(loop.step()) == {"a": 1}, "the budget is gone"
+    assert scheduled_tokens(loop.step()) == {"a": 1}, "the budget is gone"
     assert loop.guesses.drafts == {"b": [0, 0]}, "kept for the step that plans it"
     loop.scheduler.max_num_batched_tokens = 10
     loop.run()
@@ -130,8 +130,8 @@ def test_drafts_of_a_request_that_is_skipped_never_enter_the_model():
 
 def test_everybody_gets_a_token_before_anybody_gets_a_guess_verified():
     loop = two_of_three_guess(budget=5)
-    assert planned(loop.step({"a": [0, 0, 0], "c": [0, 0, 0]})) == {"a": 3, "b": 1, "c": 1}
-    assert planned(loop.step()) == {"a": 3, "b": 1, "c": 1}
+    assert scheduled_tokens(loop.step({"a": [0, 0, 0], "c": [0, 0, 0]})) == {"a": 3, "b": 1, "c": 1}
+    assert scheduled_tokens(loop.step()) == {"a": 3, "b": 1, "c": 1}
 
 
 def test_in_a_decode_batch_drafts_share_what_everybodys_token_leaves():
@@ -140,9 +140,9 @@ def test_in_a_decode_batch_drafts_share_what_everybodys_token_leaves():
         loop.add(name, 3, 12)
     loop.step({"b": [1, 2, 3], "c": [1, 2, 3]})
     loop.scheduler.max_num_batched_tokens = 7
-    assert planned(loop.step({"b": [1, 2, 3], "c": [1, 2, 3]})) == {"a": 1, "b": 4, "c": 2}
+    assert scheduled_tokens(loop.step({"b": [1, 2, 3], "c": [1, 2, 3]})) == {"a": 1, "b": 4, "c": 2}
     loop.scheduler.max_num_batched_tokens = 3
-    assert planned(loop.step()) == {"a": 1, "b": 1, "c": 1}
+    assert scheduled_tokens(loop.step()) == {"a": 1, "b": 1, "c": 1}
     assert loop.guesses.drafts == {}
 
 
@@ -153,8 +153,8 @@ def test_a_prompt_that_waits_gets_a_block_before_anybody_gets_a_guess_verified()
     loop.add("a", 4, 20)
     loop.step({"a": [0] * 5})
     loop.add("b", 12, 2)
-    assert planned(loop.step({"a": [0] * 5})) == {"a": 2, "b": 4}
-    assert planned(loop.step({"a": [0] * 5})) == {"a": 1, "b": 5}
+    assert scheduled_tokens(loop.step({"a": [0] * 5})) == {"a": 2, "b": 4}
+    assert scheduled_tokens(loop.step({"a": [0] * 5})) == {"a": 1, "b": 5}
     loop.run()
 
 
@@ -165,13 +165,13 @@ def test_in_a_mixed_batch_a_prompt_gets_a_page_before_anybody_gets_a_guess_verif
     loop.step({"a": [0] * 5})
     loop.add("b", 12, 2)
     for _ in range(3):
-        assert planned(loop.step({"a": [0] * 5})) == {"a": 2, "b": 4}
-    assert planned(loop.step()) == {"a": 5, "b": 1}
+        assert scheduled_tokens(loop.step({"a": [0] * 5})) == {"a": 2, "b": 4}
+    assert scheduled_tokens(loop.step()) == {"a": 5, "b": 1}
     loop.run()
 
 
 class OneToken(ChunkToBudget):
-    def num_tokens_to_schedule(self, request, num_uncomputed_tokens, budget, most):
+    def num_tokens_to_schedule(self, request, num_uncomputed_tokens, budget, max_step_tokens):
         return min(1, budget)
 
 
@@ -180,7 +180,7 @@ def test_guesses_are_no_prompt_and_no_chunk_policy_cuts_them():
     loop.add("a", 2, 12)
     loop.step()
     loop.step({"a": [0, 0, 0]})
-    assert planned(loop.step()) == {"a": 4}
+    assert scheduled_tokens(loop.step()) == {"a": 4}
 
 
 # -- memory
@@ -194,7 +194,7 @@ def test_nobody_is_preempted_for_a_guess():
     loop.step({"a": [0, 0]})
     plan = loop.step()
     assert not plan.preempted_requests and not plan.scheduled_draft_token_ids
-    assert planned(plan) == {"a": 1, "b": 1}
+    assert scheduled_tokens(plan) == {"a": 1, "b": 1}
     loop.run()
 
 
@@ -205,7 +205,7 @@ def test_nobody_is_retracted_for_a_guess():
     loop.add("b", 6, 2)
     loop.step({"a": [0, 0]})  # positions 6, 7 and 8, and 2 blocks each: all are held
     plan = loop.step()
-    assert plan.preempted_requests == [] and planned(plan) == {"a": 1, "b": 1}
+    assert plan.preempted_requests == [] and scheduled_tokens(plan) == {"a": 1, "b": 1}
     loop.run()
 
 
@@ -215,10 +215,10 @@ def test_a_victim_that_was_planned_gives_its_drafts_back_too():
     for name, num_prompt, priority in (("v", 3, 5), ("u", 5, 1), ("o", 4, 2)):
         loop.add(name, num_prompt, 8, priority=priority)
         plan = loop.step({"v": [1, 1]} if name == "o" else None)
-    assert planned(plan) == {"v": 1, "u": 1, "o": 4}  # 2 + 2 + 1 blocks: all are held
+    assert scheduled_tokens(plan) == {"v": 1, "u": 1, "o": 4}  # 2 + 2 + 1 blocks: all are held
     plan = loop.scheduler.schedule()  # v has room inside its block; o wants another block
-    assert preempted(plan) == ["v"]
-    assert planned(plan) == {"u": 1, "o": 1}
+    assert preempted_ids(plan) == ["v"]
+    assert scheduled_tokens(plan) == {"u": 1, "o": 1}
     assert plan.scheduled_draft_token_ids == {} and loop.guesses.drafts == {}
 
 
@@ -253,7 +253,7 @@ def test_guesses_for_who_has_ended_or_is_in_the_middle_of_its_prompt_are_dropped
     loop.add("b", 1, 9)
     loop.add("c", 9, 3)
     plan = loop.scheduler.schedule()
-    assert planned(plan) == {"a": 3, "b": 1, "c": 4}
+    assert scheduled_tokens(plan) == {"a": 3, "b": 1, "c": 4}
     loop.scheduler.abort_request("b")
     loop.runner.guess = lambda *_: {name: [1, 2] for name in "abcd"}
     loop.update(plan)

@@ -76,7 +76,7 @@ class ChunkedPrefill(ChunkToBudget):
         return True
 
     def num_tokens_to_schedule(
-        self, request: Request, num_uncomputed_tokens: int, budget: int, most: int
+        self, request: Request, num_uncomputed_tokens: int, budget: int, max_step_tokens: int
     ) -> int:
         return min(num_uncomputed_tokens, budget, self.long_prefill_token_threshold or budget)
 

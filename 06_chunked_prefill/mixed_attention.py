@@ -82,9 +82,9 @@ class MixedPlan(PagedPlan):
     def attend_long(self, query: Tensor, long: LongQuery, gather: Gather, scale: float) -> Tensor:
         query = query.to(torch.promote_types(query.dtype, torch.float32))
         history, size = long.seq_len - long.query_len, self.key_buffer.shape[1]
-        own = range(history, long.seq_len, QUERY_TILE)
+        tile_starts = range(history, long.seq_len, QUERY_TILE)
         parts: dict[int, Partial] = {}  # by the first query of each tile
-        for start, stop in pairwise([*range(0, history, KEY_TILE), *own, long.seq_len]):
+        for start, stop in pairwise([*range(0, history, KEY_TILE), *tile_starts, long.seq_len]):
             block = start // size
             gathered = gather(long.block_ids[block : -(-stop // size)])
             span = slice(start - block * size, stop - block * size)

@@ -66,6 +66,8 @@ def compose(
         of_host["host_seq_lens"] = host_seq_lens
         names = [f.name for f in fields(AttentionMetadata)]
         given = [{name: getattr(m, name) for name in names} for m in batch.attention]
-        return replace(batch, attention=tuple(MixedMetadata(**own, **of_host) for own in given))
+        return replace(
+            batch, attention=tuple(MixedMetadata(**kwargs, **of_host) for kwargs in given)
+        )
 
     return StepLayout(order, layout.arrays, compose_mixed)

@@ -20,7 +20,13 @@ from prefill_first_scheduler import PrefillFirstScheduler
 from request import Request, RequestStatus
 from scheduler import Scheduler
 from scheduler_interface import SchedulerOutput, StepOutput
-from scheduler_steps import SchedulerLoop, make_memory, make_scheduler, planned, preempted
+from scheduler_steps import (
+    SchedulerLoop,
+    make_memory,
+    make_scheduler,
+    preempted_ids,
+    scheduled_tokens,
+)
 from sglang_policies import POLICIES, policy_over
 from step_cost import count_work
 from step_plan import PreemptiveSchedulerOutput
@@ -54,13 +60,13 @@ class Run(SchedulerLoop):
         running = self.scheduler.running.values()
         between = {r.request_id for r in running if 0 < r.num_computed_tokens < r.num_tokens - 1}
         output = super().schedule()
-        self.plans.append(planned(output))
-        self.cut_and_preempted += between.intersection(preempted(output))
+        self.plans.append(scheduled_tokens(output))
+        self.cut_and_preempted += between.intersection(preempted_ids(output))
         return output
 
     def execute(self, output: SchedulerOutput) -> StepOutput:
         sampled = super().execute(output)
-        for name in planned(output) if self.guess else ():
+        for name in scheduled_tokens(output) if self.guess else ():
             num_outputs = len(self.outputs[name]) + len(sampled.token_ids.get(name, ()))
             sampled.draft_token_ids[name] = self.guess(name, num_outputs)
         for request in output.scheduled_requests:

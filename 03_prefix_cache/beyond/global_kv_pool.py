@@ -177,8 +177,8 @@ class GlobalKVPool(TransferringPool):
     def _sources(self, block_hash: bytes, target: _Node) -> list[tuple[_Node, KVBlock]]:
         """Every copy with its node, the target's own first. Copies stay readable when evicted."""
         copies = self._copies.get(block_hash, {}).values()
-        own_first = sorted(copies, key=lambda block: block.node_id != target.node_id)
-        return [(self._nodes[block.node_id], block) for block in own_first]
+        target_first = sorted(copies, key=lambda block: block.node_id != target.node_id)
+        return [(self._nodes[block.node_id], block) for block in target_first]
 
     def _fetch_all(
         self, sources: list[list[tuple[_Node, KVBlock]]], target: _Node

@@ -85,8 +85,8 @@ class Truth:
         """Blocks that the request's table is missing for these tokens."""
         num_found = 0 if computed is None else len(computed.blocks)
         end = request.num_computed_tokens + num_found * self.block_size + num_tokens
-        num_own = len(self.manager.get_block_ids(request.request_id)) + num_found
-        return max(-(-end // self.block_size) - num_own, 0)
+        num_present = len(self.manager.get_block_ids(request.request_id)) + num_found
+        return max(-(-end // self.block_size) - num_present, 0)
 
     def fits(
         self,

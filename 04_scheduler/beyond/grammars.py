@@ -78,8 +78,8 @@ def source_of(grammar: object) -> str:
         grammar = _of_vllm(grammar)
     if isinstance(grammar, Json):
         check_integers(0, max_whitespace=grammar.max_whitespace)
-        schema, most = _schema(grammar.schema), int(grammar.max_whitespace)
-        return _bounded(f'{{"json": {schema}, "max_whitespace": {most}}}')
+        schema, max_whitespace = _schema(grammar.schema), int(grammar.max_whitespace)
+        return _bounded(f'{{"json": {schema}, "max_whitespace": {max_whitespace}}}')
     if isinstance(grammar, Regex):
         return _bounded(json.dumps({"regex": _text("grammar", grammar.pattern)}))
     if isinstance(grammar, Choice):
@@ -89,9 +89,9 @@ def source_of(grammar: object) -> str:
     return _bounded(json.dumps({"ebnf": _text("grammar", grammar.rules)}))
 
 
-def _bounded(source: str, most: int = MAX_CHARACTERS) -> str:
-    if (num := len(source)) > most:
-        raise ValueError(f"grammar must have at most {most:,} characters, got {num:,}")
+def _bounded(source: str, max_chars: int = MAX_CHARACTERS) -> str:
+    if (num := len(source)) > max_chars:
+        raise ValueError(f"grammar must have at most {max_chars:,} characters, got {num:,}")
     return source
 
 
@@ -106,7 +106,7 @@ def check_params(params: SamplingParams, eos_token_ids: Sequence[int]) -> None:
         raise ValueError("grammar must be None if the model has no EOS token")
 
 
-def _of_vllm(wanted: Mapping[str, Any]) -> Grammar:
+def _of_vllm(options: Mapping[str, Any]) -> Grammar:
     """Convert vLLM's dictionary. Entries that are None or False are ignored, as in vLLM."""
     makers = {
         "json": Json,
@@ -115,7 +115,7 @@ def _of_vllm(wanted: Mapping[str, Any]) -> Grammar:
         "choice": Choice,
         "grammar": Ebnf,
     }
-    given = {name: value for name, value in wanted.items() if value is not None and value != False}  # noqa: E712
+    given = {name: value for name, value in options.items() if value is not None and value != False}  # noqa: E712
     if len(given) != 1 or not given.keys() <= makers.keys():
         raise ValueError(f"grammar must have one of {[*makers]}, got {sorted(map(str, given))}")
     name, value = next(iter(given.items()))

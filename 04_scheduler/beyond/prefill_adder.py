@@ -129,7 +129,7 @@ class PrefillAdder:
         self._chunk_policy = chunk_policy or (
             Unchunked() if rem_chunk_tokens is None else ChunkToBudget()
         )
-        self._nobody_runs = not running
+        self._is_idle = not running
         # An average over many steps can be less than what the next step takes.
         expected = sum(map(num_expected_outputs, running)) * new_token_ratio
         self._num_expected_tokens = max(expected, num_next_decode_tokens)
@@ -153,7 +153,7 @@ class PrefillAdder:
         memory itself decides, and it can hold any request (`add_request` makes sure of that).
         """
         computed = computed or ComputedBlocks()
-        is_alone = self._nobody_runs and not self.can_run_list
+        is_alone = self._is_idle and not self.can_run_list
         num_uncomputed_tokens = req.num_tokens - computed.num_tokens
         # Cached pages without users count as free until this request uses them.
         num_idle_pages = sum(block.ref_cnt == 1 for block in computed.blocks)
@@ -198,9 +198,8 @@ class PrefillAdder:
             budget = min(budget, self.rem_chunk_tokens)
         if budget <= 0:
             return 0
-        most = self._max_input_tokens
         num_tokens = self._chunk_policy.num_tokens_to_schedule(
-            req, num_uncomputed_tokens, budget, most
+            req, num_uncomputed_tokens, budget, self._max_input_tokens
         )
         if num_tokens in (0, num_uncomputed_tokens):
             return num_tokens

@@ -7,7 +7,7 @@ import pytest
 from grammar_queue import GrammarsCompiled
 from request import Request, RequestStatus
 from scheduler import Scheduler
-from scheduler_steps import SchedulerLoop, make_memory, make_scheduler, planned, preempting
+from scheduler_steps import SchedulerLoop, make_memory, make_scheduler, preempting, scheduled_tokens
 from worker_thread import ThreadJob
 
 
@@ -52,7 +52,7 @@ def test_a_request_waits_for_its_grammar_and_holds_up_nobody(queue, compiler) ->
     waits = add(loop, queue, "a", "digits")
     same = add(loop, queue, "b", "digits")
     add(loop, queue, "c", None)
-    assert list(planned(loop.step())) == ["c"]
+    assert list(scheduled_tokens(loop.step())) == ["c"]
     assert waits.status == RequestStatus.WAITING_FOR_GRAMMAR == same.status
     queue.begin_step()
     compiler.jobs["digits"].set_result("DIGITS")
@@ -73,10 +73,10 @@ def test_what_was_compiled_is_sent_once_more_after_a_preemption(queue, compiler)
     loop = make_loop(queue)
     add(loop, queue, "a", "digits")
     compiler.jobs["digits"].set_result("DIGITS")
-    assert planned(loop.step()) == {"a": 3}
+    assert scheduled_tokens(loop.step()) == {"a": 3}
     with preempting(loop.scheduler):
         loop.step()
-    assert "a" in planned(loop.step())
+    assert "a" in scheduled_tokens(loop.step())
     sent = [new.features for new in loop.step().scheduled_new_reqs]
     assert all(features == {"grammar": "DIGITS"} for features in sent)
     loop.run()
@@ -87,9 +87,11 @@ def test_the_line_waits_for_who_was_passed_over_too_often(queue, compiler) -> No
     waits = add(loop, queue, "a", "digits")
     for name in "bcd":
         add(loop, queue, name, None)
-        assert (name in planned(loop.step())) == (name != "d")
+        assert (name in scheduled_tokens(loop.step())) == (name != "d")
     compiler.jobs["digits"].set_result("DIGITS")
-    assert {"a", "d"} <= planned(loop.step()).keys() and waits.status == RequestStatus.RUNNING
+    assert {"a", "d"} <= scheduled_tokens(
+        loop.step()
+    ).keys() and waits.status == RequestStatus.RUNNING
     loop.run()
 
 
@@ -101,7 +103,7 @@ def test_who_can_never_start_is_named_with_its_reason(queue, compiler) -> None:
     compiler.jobs["wrong"].set_exception(ValueError("a sentence"))
     compiler.jobs["right"].set_result("RIGHT")
     assert queue.failed() == {"a": "grammar: a sentence"}
-    assert list(planned(loop.step())) == ["b"]
+    assert list(scheduled_tokens(loop.step())) == ["b"]
     loop.scheduler.finish_requests("a", RequestStatus.FINISHED_ERROR)
     assert queue.failed() == {} and not queue.wait(0)
     loop.run()
@@ -110,9 +112,9 @@ def test_who_can_never_start_is_named_with_its_reason(queue, compiler) -> None:
 def test_who_was_interrupted_on_arrival_waits_all_the_same(queue, compiler) -> None:
     loop = make_loop(queue)
     loop.add("a", 3, 4).features["grammar"] = "digits"
-    assert planned(loop.step()) == {}
+    assert scheduled_tokens(loop.step()) == {}
     compiler.jobs["digits"].set_result("DIGITS")
-    assert planned(loop.step()) == {"a": 3}
+    assert scheduled_tokens(loop.step()) == {"a": 3}
     loop.run()
 
 

@@ -227,7 +227,7 @@ def test_what_is_reserved_is_never_taken_by_others(window: int):
 
 
 class InFours(ChunkToBudget):
-    def num_tokens_to_schedule(self, request, num_uncomputed_tokens, budget, most):
+    def num_tokens_to_schedule(self, request, num_uncomputed_tokens, budget, max_step_tokens):
         return min(num_uncomputed_tokens, budget, 4)
 
 

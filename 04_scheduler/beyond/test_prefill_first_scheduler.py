@@ -27,9 +27,9 @@ from scheduler_steps import (
     SchedulerLoop,
     make_memory,
     make_scheduler,
-    planned,
-    preempted,
+    preempted_ids,
     preempting,
+    scheduled_tokens,
 )
 from sglang_policies import POLICIES, policy_over
 
@@ -177,15 +177,15 @@ def test_prompts_first_and_who_is_done_joins_those_who_decode():
     loop = Loop(100, max_num_batched_tokens=12)
     for name in "abc":
         loop.add(name, 6, 3)
-    assert planned(loop.step()) == {"a": 6, "b": 6} and loop.mode is EXTEND
+    assert scheduled_tokens(loop.step()) == {"a": 6, "b": 6} and loop.mode is EXTEND
     assert loop.scheduler.running_batch.reqs == []
-    assert planned(loop.step()) == {"c": 6} and loop.mode is EXTEND
-    assert planned(loop.step()) == {"a": 1, "b": 1, "c": 1} and loop.mode is DECODE
+    assert scheduled_tokens(loop.step()) == {"c": 6} and loop.mode is EXTEND
+    assert scheduled_tokens(loop.step()) == {"a": 1, "b": 1, "c": 1} and loop.mode is DECODE
     loop.add("d", 6, 3)
-    assert planned(loop.step()) == {"d": 6} and loop.mode is EXTEND, "the others wait"
-    assert planned(loop.step()) == {"a": 1, "b": 1, "c": 1, "d": 1}
+    assert scheduled_tokens(loop.step()) == {"d": 6} and loop.mode is EXTEND, "the others wait"
+    assert scheduled_tokens(loop.step()) == {"a": 1, "b": 1, "c": 1, "d": 1}
     assert loop.reasons.keys() == set("abc")
-    assert planned(loop.step()) == {"d": 1}
+    assert scheduled_tokens(loop.step()) == {"d": 1}
     loop.must_be_right()
 
 
@@ -206,7 +206,7 @@ def test_the_rule_of_nano_vllm():
             expected[name], budget = num_prompt, budget - num_prompt
             running[name] = num_outputs
         expected = expected or dict.fromkeys(running, 1)
-        assert planned(loop.step()) == expected
+        assert scheduled_tokens(loop.step()) == expected
         running = {r: n - (r in expected) for r, n in running.items() if n > (r in expected)}
     assert not loop.scheduler.has_unfinished_requests() and len(loop.reasons) > 50
     loop.must_be_right()
@@ -242,10 +242,10 @@ def test_prefills_that_let_nobody_wait_do_not_count():
     loop = Loop(1000, max_num_batched_tokens=8, chunked_prefill_size=8, max_consecutive_prefills=2)
     loop.add("long", 48)
     for _ in range(6):
-        assert planned(loop.step()) == {"long": 8}
-    assert planned(loop.step()) == {"long": 1}
+        assert scheduled_tokens(loop.step()) == {"long": 8}
+    assert scheduled_tokens(loop.step()) == {"long": 1}
     loop.add("next", 48)
-    sizes = [planned(loop.step()) for _ in range(6)]
+    sizes = [scheduled_tokens(loop.step()) for _ in range(6)]
     assert sizes == [{"next": 8}, {"next": 8}, {"long": 1}] * 2
 
 
@@ -254,23 +254,23 @@ def test_nobody_has_a_turn_when_those_who_waited_are_gone():
     loop.add("a", 4)
     loop.step()
     loop.add("b", 4)
-    assert planned(loop.step()) == {"b": 4}
+    assert scheduled_tokens(loop.step()) == {"b": 4}
     loop.scheduler.finish_requests(["a", "b"], RequestStatus.FINISHED_ABORTED)
     loop.add("c", 4)
-    assert planned(loop.step()) == {"c": 4}
+    assert scheduled_tokens(loop.step()) == {"c": 4}
 
 
 def test_decodes_take_their_share_of_a_mixed_chunk():
     loop = Loop(100, max_num_batched_tokens=64, chunked_prefill_size=16, mixing=True)
     loop.add("a", 5)
     loop.add("b", 5)
-    assert planned(loop.step()) == {"a": 5, "b": 5} and loop.mode is EXTEND
+    assert scheduled_tokens(loop.step()) == {"a": 5, "b": 5} and loop.mode is EXTEND
     loop.add("c", 30)
-    assert planned(loop.step()) == {"a": 1, "b": 1, "c": 12}, "16 - 2, down to whole pages"
+    assert scheduled_tokens(loop.step()) == {"a": 1, "b": 1, "c": 12}, "16 - 2, down to whole pages"
     assert loop.scheduler.chunked_req is loop.requests["c"] and loop.mode is MIXED
-    assert planned(loop.step()) == {"a": 1, "b": 1, "c": 12}
-    assert planned(loop.step()) == {"a": 1, "b": 1, "c": 6}
-    assert planned(loop.step()) == {"a": 1, "b": 1, "c": 1} and loop.mode is DECODE
+    assert scheduled_tokens(loop.step()) == {"a": 1, "b": 1, "c": 12}
+    assert scheduled_tokens(loop.step()) == {"a": 1, "b": 1, "c": 6}
+    assert scheduled_tokens(loop.step()) == {"a": 1, "b": 1, "c": 1} and loop.mode is DECODE
 
 
 def test_a_whole_prompt_waits_until_it_fits_beside_the_decodes():
@@ -278,7 +278,7 @@ def test_a_whole_prompt_waits_until_it_fits_beside_the_decodes():
     loop.add("a", 4, 3)
     loop.step()
     loop.add("b", 16, 3)
-    assert planned(loop.step()) == {"a": 1}
+    assert scheduled_tokens(loop.step()) == {"a": 1}
     loop.run()
     loop.must_be_right()
 
@@ -293,7 +293,7 @@ def test_no_more_run_than_a_step_has_tokens():
     for _ in range(4):
         loop.step()
     assert len(loop.scheduler.running) == 4
-    assert len(planned(loop.step())) == 4
+    assert len(scheduled_tokens(loop.step())) == 4
     loop.run()
     loop.must_be_right()
 
@@ -304,10 +304,10 @@ def test_a_prompt_between_two_chunks_has_a_seat():
     loop.step()
     loop.add("b", 20)
     loop.add("c", 3)
-    assert planned(loop.step()) == {"b": 8}
-    assert planned(loop.step()) == {"b": 8}
-    assert planned(loop.step()) == {"b": 4}
-    assert planned(loop.step()) == {"a": 1, "b": 1}
+    assert scheduled_tokens(loop.step()) == {"b": 8}
+    assert scheduled_tokens(loop.step()) == {"b": 8}
+    assert scheduled_tokens(loop.step()) == {"b": 4}
+    assert scheduled_tokens(loop.step()) == {"a": 1, "b": 1}
 
 
 # -- chunks
@@ -318,14 +318,14 @@ def test_the_chunked_slot_passes_from_one_prompt_to_the_next():
     loop = Loop(400, page_size=16, max_num_batched_tokens=4096, chunked_prefill_size=2048)
     first, second = loop.add("a", 2064, 3), loop.add("b", 2064, 3)
     loop.add("c", 2048, 3)
-    assert planned(loop.step()) == {"a": 2048}
+    assert scheduled_tokens(loop.step()) == {"a": 2048}
     assert loop.scheduler.chunked_req is first
-    assert planned(loop.step()) == {"a": 16, "b": 2032}
+    assert scheduled_tokens(loop.step()) == {"a": 16, "b": 2032}
     assert loop.scheduler.chunked_req is second
-    assert planned(loop.step()) == {"b": 32, "c": 2016}
-    assert planned(loop.step()) == {"c": 32}
+    assert scheduled_tokens(loop.step()) == {"b": 32, "c": 2016}
+    assert scheduled_tokens(loop.step()) == {"c": 32}
     assert loop.scheduler.chunked_req is None
-    assert planned(loop.step()) == {"a": 1, "b": 1, "c": 1}
+    assert scheduled_tokens(loop.step()) == {"a": 1, "b": 1, "c": 1}
 
 
 @pytest.mark.parametrize("cache", CACHES)
@@ -343,7 +343,7 @@ def test_a_prompt_that_is_aborted_leaves_the_slot(cache, moment):
         loop.scheduler.abort_request("a")
         loop.update(output)
     loop.add("b", 20)
-    assert planned(loop.step()) == {"b": 8}
+    assert scheduled_tokens(loop.step()) == {"b": 8}
     loop.run()
     loop.must_be_right()
 
@@ -357,12 +357,12 @@ def test_a_prompt_preempted_between_chunks_begins_again_with_all_its_tokens(cach
         loop.step()
     assert request.num_output_tokens == 6
     with preempting(loop.scheduler):
-        assert preempted(loop.step()) == ["a"]
+        assert preempted_ids(loop.step()) == ["a"]
         assert loop.scheduler.kv_memory.reset_prefix_cache()
     loop.step()
     assert loop.scheduler.chunked_req is request and request.num_output_tokens == 6
     with preempting(loop.scheduler):
-        assert preempted(loop.step()) == ["a"] and loop.scheduler.chunked_req is None
+        assert preempted_ids(loop.step()) == ["a"] and loop.scheduler.chunked_req is None
     loop.run()
     loop.must_be_right()
     assert request.num_preemptions == 2
@@ -376,7 +376,7 @@ def test_who_comes_back_longer_than_any_step_is_cut_though_prompts_are_not():
     with preempting(loop.scheduler):
         loop.step()
     assert request.num_tokens == 25
-    assert [planned(loop.step())["a"] for _ in range(3)] == [16, 9, 1]
+    assert [scheduled_tokens(loop.step())["a"] for _ in range(3)] == [16, 9, 1]
     loop.run()
     loop.must_be_right()
 
@@ -388,14 +388,15 @@ def test_a_chunk_without_memory_waits_and_nobody_takes_what_it_waits_for():
     loop.step()
     loop.add("b", 16, 2)
     loop.add("c", 1, 1)
-    assert planned(loop.step()) == {"b": 8}
+    assert scheduled_tokens(loop.step()) == {"b": 8}
     blocker = Request.from_tokens("blocker", [1])
-    assert planned(loop.step()) == {"a": 1}
+    assert scheduled_tokens(loop.step()) == {"a": 1}
     assert loop.memory.allocate_slots(blocker, 4 * (loop.memory.pool.num_free_blocks - 1))
-    assert planned(loop.step()) == {"a": 1}, "it is a prefill's turn. b wants two pages, c one"
+    output = loop.step()
+    assert scheduled_tokens(output) == {"a": 1}, "it is a prefill's turn. b wants two pages, c one"
     assert loop.scheduler.chunked_req is loop.requests["b"]
     loop.memory.free(blocker)
-    assert planned(loop.step()) == {"b": 8}
+    assert scheduled_tokens(loop.step()) == {"b": 8}
     loop.run()
 
 
@@ -416,8 +417,8 @@ def test_fewest_outputs_are_retracted_and_come_back_as_prefills():
     victim = loop.add("b", 8, 12)
     loop.step()
     assert len(loop.scheduler.running) == 2
-    output = loop.run_until(preempted)
-    assert preempted(output) == ["b"] and planned(output) == {"a": 1}
+    output = loop.run_until(preempted_ids)
+    assert preempted_ids(output) == ["b"] and scheduled_tokens(output) == {"a": 1}
     assert victim.status is RequestStatus.PREEMPTED and victim.num_output_tokens > 1
     assert loop.scheduler.get_stats().num_preempted == 1
     num_tokens = victim.num_tokens
@@ -435,7 +436,7 @@ def test_of_equally_many_outputs_the_longest_input_is_retracted_and_the_share_ri
     for name in names:
         loop.add(name, {"s": 4, "l": 8}[name], 12)
     share = loop.scheduler.new_token_ratio
-    assert preempted(loop.run_until(preempted)) == ["l"]
+    assert preempted_ids(loop.run_until(preempted_ids)) == ["l"]
     assert loop.scheduler.new_token_ratio > share
     loop.run()
     loop.must_be_right()
@@ -447,7 +448,7 @@ def test_a_prompt_between_two_chunks_makes_way_for_those_who_decode():
     loop.add("a", 4, 20)
     loop.step()
     request = loop.add("c", 27, 1)
-    assert preempted(loop.run_until(preempted)) == ["c"]
+    assert preempted_ids(loop.run_until(preempted_ids)) == ["c"]
     assert request.num_output_tokens == 0 and loop.scheduler.chunked_req is None
     loop.run()
     loop.must_be_right()
@@ -475,7 +476,7 @@ def test_a_larger_share_admits_fewer():
         loop.step()
         for number in range(30):
             loop.add(f"{number:02}", 3, 1)
-        admitted.append(len(planned(loop.step())))
+        admitted.append(len(scheduled_tokens(loop.step())))
     assert admitted == [18, 14, 9], "a holds a page, and 1, 5 or 10 are set aside for it"
 
 
@@ -487,7 +488,7 @@ def test_nobody_is_admitted_into_the_pages_of_the_next_decode():
         loop.add(name, 4, 4)
     loop.step()
     loop.add("e", 5, 3)
-    assert planned(loop.step()) == dict.fromkeys("abcd", 1)
+    assert scheduled_tokens(loop.step()) == dict.fromkeys("abcd", 1)
     loop.run()
     assert loop.scheduler.get_stats().total_preempted == 0
 
@@ -502,8 +503,8 @@ def test_nobody_is_admitted_in_a_step_that_retracted(mixing):
     for number in range(100):
         loop.add(f"n{number}", 1, 1, priority=-1)
         output = loop.step()
-        if preempted(output):
-            assert planned(output) == {"a": 1}
+        if preempted_ids(output):
+            assert scheduled_tokens(output) == {"a": 1}
             return
     pytest.fail("nobody was retracted")
 
@@ -515,10 +516,10 @@ def test_a_lone_request_is_never_retracted_for_want_of_memory():
     loop.step()
     load = Request.from_tokens("load", [1])
     assert loop.memory.allocate_slots(load, 12)
-    assert planned(loop.step()) == {} and request.num_preemptions == 0
-    assert planned(loop.step()) == {}
+    assert scheduled_tokens(loop.step()) == {} and request.num_preemptions == 0
+    assert scheduled_tokens(loop.step()) == {}
     loop.memory.free(load)
-    assert planned(loop.step()) == {"a": 1}
+    assert scheduled_tokens(loop.step()) == {"a": 1}
     loop.run()
     loop.must_be_right()
 
@@ -532,8 +533,8 @@ def test_a_pinned_request_is_not_retracted_though_it_has_fewest_outputs():
     request = loop.add("b", 4, 9)
     loop.step()
     with preempting(loop.scheduler):
-        assert preempted(loop.step()) == ["b"]
-    assert preempted(loop.run_until(preempted)) == ["a"]
+        assert preempted_ids(loop.step()) == ["b"]
+    assert preempted_ids(loop.run_until(preempted_ids)) == ["a"]
     assert request.num_output_tokens < loop.requests["a"].num_output_tokens
     loop.run()
     loop.must_be_right()
@@ -545,10 +546,10 @@ def test_a_pinned_request_has_all_its_memory_and_keeps_it():
     request = loop.add("a", 12, 13)
     loop.step()
     loop.scheduler.set_plugins([ForcedPreemption(1, spares_pinned=True)])
-    assert preempted(loop.step()) == ["a"]
-    assert planned(loop.step()) == {"a": 8}
+    assert preempted_ids(loop.step()) == ["a"]
+    assert scheduled_tokens(loop.step()) == {"a": 8}
     assert len(loop.memory.get_block_ids("a")) == 6, "24 positions, though only 8 are computed"
-    assert preempted(loop.step()) == [] and request.num_preemptions == 1
+    assert preempted_ids(loop.step()) == [] and request.num_preemptions == 1
     loop.run()
     loop.must_be_right()
 
@@ -563,8 +564,8 @@ def test_the_policy_orders_who_waits_and_priorities_take_nobodys_seat():
     loop.add("b", 3, 2, priority=5)
     loop.add("c", 3, 2, priority=1)
     for _ in range(3):
-        assert planned(loop.step()) == {"a": 1}
-    assert planned(loop.step()) == {"c": 3}
+        assert scheduled_tokens(loop.step()) == {"a": 1}
+    assert scheduled_tokens(loop.step()) == {"c": 3}
     loop.run()
 
 
@@ -574,8 +575,8 @@ def test_requests_with_one_prefix_are_computed_one_step_apart():
     for name in "ab":
         loop.take(Request.from_tokens(name, [*prompt, ord(name)], 4))
     loop.add("c", 5)
-    assert planned(loop.step()) == {"a": 21, "c": 5}, "b is passed over"
-    assert planned(loop.step()) == {"b": 1}
+    assert scheduled_tokens(loop.step()) == {"a": 21, "c": 5}, "b is passed over"
+    assert scheduled_tokens(loop.step()) == {"b": 1}
     loop.run()
     loop.must_be_right()
 
@@ -758,7 +759,7 @@ def test_no_decode_waits_longer_than_the_bound(mixing):
             if rng.random() < 0.7:
                 loop.add(f"n{number}", rng.randint(4, 16), rng.randint(1, 10))
             output = loop.step()
-            for name in preempted(output):
+            for name in preempted_ids(output):
                 last_token.pop(name, None)
             for name in output.num_scheduled_tokens:
                 if loop.requests[name].num_tokens - loop.requests[name].num_computed_tokens == 1:

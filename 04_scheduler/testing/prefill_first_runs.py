@@ -14,7 +14,7 @@ from bounded_loops import as_long_as
 from prefill_adder import PrefillAdder, num_expected_outputs
 from prefill_first_scheduler import ForwardMode, PrefillFirstScheduler
 from request import Request
-from scheduler_steps import SchedulerLoop, make_memory, planned, preempted
+from scheduler_steps import SchedulerLoop, make_memory, preempted_ids, scheduled_tokens
 
 PAGE_SIZE = 4
 
@@ -107,7 +107,7 @@ class BudgetLine:
     in_use: int
     expected: float
     free: float  # rem_total_tokens
-    asked: str
+    request_id: str
     needs: int  # prompt and outputs, in whole pages
     result: str
 
@@ -180,10 +180,10 @@ def ratio_run(num_requests: int = 30, seed: int = 1) -> RatioRun:
     run = RatioRun([], [], [], 0.0)
     requests: list[Request] = []
 
-    def goes_on() -> bool:
+    def has_work() -> bool:
         return len(requests) < num_requests or scheduler.has_unfinished_requests()
 
-    for number in as_long_as(goes_on, 2000):
+    for number in as_long_as(has_work, 2000):
         if len(requests) < num_requests and number % 6 == 0:
             stops = frozenset(range(rng.choice((0, 1, 2, 4))))
             name = f"r{len(requests)}"
@@ -193,7 +193,7 @@ def ratio_run(num_requests: int = 30, seed: int = 1) -> RatioRun:
         plan = loop.step()
         run.ratios.append(scheduler.new_token_ratio)
         run.usage.append(scheduler.kv_memory.usage)
-        run.retracted.append(preempted(plan))
+        run.retracted.append(preempted_ids(plan))
     shares = [request.num_output_tokens / request.max_tokens for request in requests]
     return replace(run, mean_outputs=sum(shares) / len(shares))
 
@@ -236,9 +236,9 @@ def one_retraction() -> Retraction:
         if plan.preempted_requests:
             return Retraction(
                 before,
-                preempted(plan),
+                preempted_ids(plan),
                 _holders(scheduler),
-                planned(plan),
+                scheduled_tokens(plan),
                 [request.request_id for request in scheduler.waiting],
                 ratio,
                 scheduler.new_token_ratio,
@@ -283,7 +283,7 @@ def mode_transitions(mixing: bool, num_runs: int = 60) -> set[tuple[str, str]]:
                 loop.add(f"r{number}", rng.randint(3, 14), rng.randint(1, 8))
                 number += 1
             plan = loop.step()
-            mode = scheduler.last_batch.forward_mode.name if planned(plan) else ""
+            mode = scheduler.last_batch.forward_mode.name if scheduled_tokens(plan) else ""
             seen.add((before, mode))
             before = mode
     return seen
@@ -310,7 +310,7 @@ def parts() -> dict[str, str]:
             ["share", "asked", "in use", "expected", "left", "needs", ""],
             "| --- | --- | ---: | ---: | ---: | ---: | --- |",
             [
-                [ratio, f"`{line.asked}`", line.in_use, f"{line.expected:.3g}",
+                [ratio, f"`{line.request_id}`", line.in_use, f"{line.expected:.3g}",
                  f"{line.free:.3g}", line.needs, line.result]
                 for ratio, budget in budgets.items()
                 for line in budget.lines
@@ -339,12 +339,12 @@ def _iterations_table(iterations: list[Iteration], *, is_mixed: bool) -> str:
 
 def _describe_ratio(run: RatioRun) -> str:
     jumps = [(names, run.ratios[step]) for step, names in enumerate(run.retracted) if names]
-    how_often = {1: "Once", 2: "Twice"}.get(len(jumps), f"{len(jumps)} times")
+    num_times = {1: "Once", 2: "Twice"}.get(len(jumps), f"{len(jumps)} times")
     rose = ", ".join(f"{names[0]} was retracted and the share rose to {ratio:.2f}" for names, ratio
                      in jumps)  # fmt: skip
     return (
         "This is a run of 30 requests on 120 pages with the fake model. Each may generate 120 "
         f"tokens; on average they generate {run.mean_outputs:.0%} of that. The share falls from "
-        f"{run.ratios[0]:.2f} to {min(run.ratios):.2f} in 100 decode batches. {how_often} in "
+        f"{run.ratios[0]:.2f} to {min(run.ratios):.2f} in 100 decode batches. {num_times} in "
         f"{len(run.ratios)} steps it was too small: {rose}. Each time it falls again."
     )

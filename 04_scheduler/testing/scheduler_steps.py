@@ -68,7 +68,7 @@ class SchedulerLoop:
     def schedule(self) -> PreemptiveSchedulerOutput:
         output = self.scheduler.schedule()
         assert output.total_tokens <= self.scheduler.max_num_batched_tokens
-        assert set(preempted(output)).isdisjoint(output.num_scheduled_tokens)
+        assert set(preempted_ids(output)).isdisjoint(output.num_scheduled_tokens)
         return output
 
     def execute(self, output: SchedulerOutput) -> StepOutput:
@@ -88,8 +88,8 @@ class SchedulerLoop:
         self.update(output)
         return output
 
-    def run(self, most: int = 500) -> None:
-        for _ in as_long_as(self.scheduler.has_unfinished_requests, most):
+    def run(self, max_steps: int = 500) -> None:
+        for _ in as_long_as(self.scheduler.has_unfinished_requests, max_steps):
             self.step()
 
 
@@ -115,9 +115,9 @@ def make_scheduler(
     return kind(plugins=[*plugins, *forced], **options)
 
 
-def planned(output: SchedulerOutput) -> dict[str, int]:
+def scheduled_tokens(output: SchedulerOutput) -> dict[str, int]:
     return dict(output.num_scheduled_tokens)
 
 
-def preempted(output: PreemptiveSchedulerOutput) -> list[str]:
+def preempted_ids(output: PreemptiveSchedulerOutput) -> list[str]:
     return [request.request_id for request in output.preempted_requests]

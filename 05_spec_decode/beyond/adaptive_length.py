@@ -94,10 +94,10 @@ class AdaptiveLength:
     def acceptance(self, request_id: str) -> float:
         """The request's recent share of accepted draft tokens, among those verified. The less is
         known about the request, the more the share of all requests counts."""
-        own = self._requests.get(request_id)
-        if own is None:
+        record = self._requests.get(request_id)
+        if record is None:
             return self._overall.rate
-        return (own.weight * own.rate + self._overall.rate) / (own.weight + 1)
+        return (record.weight * record.rate + self._overall.rate) / (record.weight + 1)
 
     def choose(self, request_ids: Sequence[str]) -> list[int]:
         if not request_ids:
@@ -109,11 +109,11 @@ class AdaptiveLength:
         if self._is_probing(best):
             return [self._probe] * len(request_ids)
         slope = self.verify_cost.line[1]
-        lengths = [self._own_length(rate, best, slope * tokens_per_ms) for rate in rates]
+        lengths = [self._length_for(rate, best, slope * tokens_per_ms) for rate in rates]
         for request_id, length in zip(request_ids, lengths, strict=True):
-            own = self._requests.get(request_id)
-            if length == 0 and own is not None:
-                own.weight *= self.memory  # else one bad phase would never be tried again
+            record = self._requests.get(request_id)
+            if length == 0 and record is not None:
+                record.weight *= self.memory  # else one bad phase would never be tried again
         return lengths
 
     def _is_probing(self, best: int) -> bool:
@@ -151,20 +151,20 @@ class AdaptiveLength:
         return best, best_speed
 
     @staticmethod
-    def _own_length(acceptance: float, most: int, price: float) -> int:
+    def _length_for(acceptance: float, max_drafts: int, price: float) -> int:
         """Number of drafts up to the first whose probability to count is below its price: the
         tokens that the time for verifying it is worth."""
         length, chance = 0, acceptance
-        while length < most and chance >= price:
+        while length < max_drafts and chance >= price:
             length += 1
             chance *= acceptance
         return length
 
     def observe(self, request_id: str, num_drafted: int, num_accepted: int) -> None:
-        own = self._requests.get(request_id)
-        if own is None:
-            own = self._requests[request_id] = _Acceptance(self._overall.rate, 2.0)
-        own.observe(num_drafted, num_accepted, self.memory)
+        record = self._requests.get(request_id)
+        if record is None:
+            record = self._requests[request_id] = _Acceptance(self._overall.rate, 2.0)
+        record.observe(num_drafted, num_accepted, self.memory)
         self._overall.observe(num_drafted, num_accepted, 0.99)
 
     def observe_step(

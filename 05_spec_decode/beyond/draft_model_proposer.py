@@ -165,7 +165,7 @@ class DraftModelProposer:
             [w for w in drafting if w.num_drafts > num_drafted]
             for num_drafted in range(max((w.num_drafts for w in drafting), default=0))
         ]
-        columns = self._guess(rounds, self._compose(work, rounds))
+        columns = self._propose_rounds(rounds, self._compose(work, rounds))
         read = iter(torch.cat(columns).tolist() if columns else ())  # the host waits here, once
         drafts = {w.request.req_id: [] for w in drafting}
         for active in rounds:
@@ -273,7 +273,9 @@ class DraftModelProposer:
     def _rows_of(self, work: list[_Work]) -> np.ndarray:
         return self.state.rows_of([w.request.req_id for w in work])
 
-    def _guess(self, rounds: list[list[_Work]], batches: list[ComposedBatch]) -> list[torch.Tensor]:
+    def _propose_rounds(
+        self, rounds: list[list[_Work]], batches: list[ComposedBatch]
+    ) -> list[torch.Tensor]:
         """Propose draft tokens: one column [num_requests in this round] for each round."""
         columns: list[torch.Tensor] = []
         probs: list[torch.Tensor | None] = []

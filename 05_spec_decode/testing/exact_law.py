@@ -103,8 +103,8 @@ def continuation(laws: dict[Tokens, Law], num_tokens: int, outputs: Tokens = ())
         if num_missing <= 0:
             law[run[:num_tokens]] += chance
             continue
-        for rest, chance_of_rest in continuation(laws, num_missing, outputs + run).items():
-            law[run + rest] += chance * chance_of_rest
+        for suffix, suffix_chance in continuation(laws, num_missing, outputs + run).items():
+            law[run + suffix] += chance * suffix_chance
     return law
 
 
@@ -222,12 +222,12 @@ def find_points(rule: Rule, cases: Cases) -> Points:
 _DIGITS = torch.arange(1, 4, dtype=torch.float64)  # base 4 is twice as quick as halving
 
 
-def _search(holds: Callable[[torch.Tensor], torch.Tensor], num_asked: int) -> torch.Tensor:
+def _search(holds: Callable[[torch.Tensor], torch.Tensor], num_queries: int) -> torch.Tensor:
     """Find, for conditions on numbers in [0, 1) that each hold below a point, the points, to
     2**-52. `holds` is called with three numbers for each condition."""
-    point = torch.zeros(num_asked // len(_DIGITS), 1, dtype=torch.float64)
+    point = torch.zeros(num_queries // len(_DIGITS), 1, dtype=torch.float64)
     for place in range(1, 27):
         does_hold = holds((point + _DIGITS * 4.0**-place).flatten()).view(-1, len(_DIGITS))
         point += does_hold.sum(dim=1, keepdim=True) * 4.0**-place
-    is_certain = holds(torch.full((num_asked,), LAST, dtype=torch.float64))[:: len(_DIGITS)]
+    is_certain = holds(torch.full((num_queries,), LAST, dtype=torch.float64))[:: len(_DIGITS)]
     return torch.where(is_certain, 1.0, point[:, 0])

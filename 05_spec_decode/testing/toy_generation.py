@@ -40,13 +40,14 @@ def speculative_generate(
 
 
 def plain_generate(
-    model: LanguageModel, context_ids: Sequence[int], num_tokens: int, *how: Any, **named: Any
+    model: LanguageModel, context_ids: Sequence[int], num_tokens: int, *args: Any, **kwargs: Any
 ) -> list[int]:
-    """Generate without draft tokens: one pass, one token. `how` as in `sample_token`."""
+    """Generate without draft tokens: one pass, one token. Other arguments as in
+    `sample_token`."""
     check_context(context_ids)
     require(num_tokens >= 0, "num_tokens", num_tokens, ">= 0")
     tokens: list[int] = []
     while len(tokens) < num_tokens:
         logits = model.get_logits([*context_ids, *tokens])[-1]
-        tokens.append(sample_token(logits, *how, **named))
+        tokens.append(sample_token(logits, *args, **kwargs))
     return tokens

@@ -60,9 +60,11 @@ class AdaptiveChunks(ChunkedPrefill):
         self._has_chunk = False
 
     def num_tokens_to_schedule(
-        self, request: Request, num_uncomputed_tokens: int, budget: int, most: int
+        self, request: Request, num_uncomputed_tokens: int, budget: int, max_step_tokens: int
     ) -> int:
-        num_tokens = super().num_tokens_to_schedule(request, num_uncomputed_tokens, budget, most)
+        num_tokens = super().num_tokens_to_schedule(
+            request, num_uncomputed_tokens, budget, max_step_tokens
+        )
         if num_tokens == 0:
             return 0
         start = request.num_tokens - num_uncomputed_tokens
@@ -72,15 +74,15 @@ class AdaptiveChunks(ChunkedPrefill):
         return num_tokens
 
     def _fitting(self, start: int) -> int:
-        least = 0 if self._has_chunk else self.min_chunk
-        most = max(self.min_chunk, 2 * self._largest_kept)
-        num_deferred_tokens = max(0, most - self._planned.num_tokens)
+        min_tokens = 0 if self._has_chunk else self.min_chunk
+        max_tokens = max(self.min_chunk, 2 * self._largest_kept)
+        num_fitting = max(0, max_tokens - self._planned.num_tokens)
         if self.cost.is_known:
-            num_deferred_tokens = min(
-                num_deferred_tokens,
+            num_fitting = min(
+                num_fitting,
                 self.cost.largest_chunk(self.target_step_ms, self._planned, start),
             )
-        return max(least, num_deferred_tokens)
+        return max(min_tokens, num_fitting)
 
     def observe_step(
         self, starts: Sequence[int], num_tokens: Sequence[int], step_ms: float

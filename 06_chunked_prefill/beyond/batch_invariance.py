@@ -34,7 +34,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from invariant_attention import KEY_TILE, PIECE_ROWS, ROW_TILE, wide_dtype
+from invariant_attention import CHUNK_ROWS, KEY_TILE, ROW_TILE, wide_dtype
 
 ROW_TILES = (8, 16, 32)  # the smallest that is invariant: a single row pays for all of it
 CALL_TILES = {torch.bfloat16: (64, 128, 32, 16, 8, 1), torch.float32: (32, 16, 8, 64, 128, 1)}
@@ -141,7 +141,7 @@ def check_attention(dtype: torch.dtype, head_dim: int) -> None:
     """Check the products of a span: many rows against one tile of them."""
     wide = wide_dtype(dtype)
     for inner, outer in ((head_dim, KEY_TILE), (KEY_TILE, head_dim)):
-        rows, other = _random(2, PIECE_ROWS, inner).to(wide), _random(2, inner, outer).to(wide)
+        rows, other = _random(2, CHUNK_ROWS, inner).to(wide), _random(2, inner, outer).to(wide)
         many = rows @ other
         for batch in (rows, rows[:1]):
             for tile, found in zip(batch.split(ROW_TILE, 1), many.split(ROW_TILE, 1)):

@@ -14,8 +14,8 @@ the first to the last, with the online softmax of FlashAttention-2. A masked key
 and a span that is masked as a whole multiplies the sum so far by 1 and adds 0, which changes
 nothing.
 
-    piece    up to `PIECE_ROWS` rows of one sequence: a decode, drafts, a chunk or a part of one
-    group    pieces with equally many tiles, in one product; the grouping changes no bit
+    chunk    up to `CHUNK_ROWS` rows of a sequence: a decode, drafts, a prompt chunk or part of one
+    group    chunks with equally many tiles, in one product; the grouping changes no bit
 
 A window masks keys at the left as well; spans before it are skipped. Spans before a row's own
 window have the weight 0 and change nothing.
@@ -45,14 +45,14 @@ from window_attention import WindowMetadata
 
 KEY_TILE = 128
 ROW_TILE = 8
-PIECE_ROWS = 512  # a whole number of tiles
+CHUNK_ROWS = 512  # a whole number of tiles
 # Bytes of keys, in the dtype of the sums, that a group reads at a time: they stay in the
 # processor's cache.
 GROUP_KEY_BYTES = 2 << 20
 
 
 class Chunk(NamedTuple):
-    """Up to `PIECE_ROWS` query rows of one sequence. Positions are counted from the first block of
+    """Up to `CHUNK_ROWS` query rows of one sequence. Positions are counted from the first block of
     the table; with a window, that is the first block that a query of the sequence sees."""
 
     sequence: int
@@ -70,16 +70,16 @@ class Chunk(NamedTuple):
 
 
 class Span(NamedTuple):
-    """The work of a group for one span of keys. Pieces with few spans come last."""
+    """The work of a group for one span of keys. Chunks with few spans come last."""
 
-    num_pieces: int
+    num_chunks: int
     first_row: int  # rows before it see none of these keys
-    slots: Tensor  # [num_pieces * KEY_TILE] int64
-    hidden: Tensor | None  # [num_pieces, 1, rows from first_row, KEY_TILE] bool; None: all are seen
+    slots: Tensor  # [num_chunks * KEY_TILE] int64
+    hidden: Tensor | None  # [num_chunks, 1, rows from first_row, KEY_TILE] bool; None: all are seen
 
 
 class Group:
-    """Pieces that are attended together: query rows `[num_pieces, num_kv_heads, num_rows,
+    """Chunks that are attended together: query rows `[num_chunks, num_kv_heads, num_rows,
     head_dim]`. Computed once per step, for all layers."""
 
     def __init__(
@@ -93,14 +93,14 @@ class Group:
     ) -> None:
         """Most spans first. `num_shared` query heads share a KV head."""
         self.num_rows, self.num_shared = num_rows, num_shared
-        own = torch.tensor(chunks)[:, :, None]  # [num_pieces, 7, 1]
-        sequence, first_token, num_tokens, first_position, seq_len, seen, span = own.unbind(1)
+        columns = torch.tensor(chunks)[:, :, None]  # [num_chunks, 7, 1]
+        sequence, first_token, num_tokens, first_position, seq_len, seen, span = columns.unbind(1)
         # Missing rows and tokens repeat the last one.
         self.max_tokens = max(chunk.num_tokens for chunk in chunks)
         token = torch.arange(self.max_tokens).minimum(num_tokens - 1)
-        self.tokens = (first_token + token).flatten()  # [num_pieces * max_tokens] int64
+        self.tokens = (first_token + token).flatten()  # [num_chunks * max_tokens] int64
         row_token = (torch.arange(num_rows) // num_shared).minimum(num_tokens - 1)
-        positions = first_position + row_token  # [num_pieces, num_rows]
+        positions = first_position + row_token  # [num_chunks, num_rows]
         self.spans: list[Span] = []
         for start in range(0, chunks[0].num_spans * KEY_TILE, KEY_TILE):
             n = sum(chunk.num_spans * KEY_TILE > start for chunk in chunks)
@@ -117,24 +117,25 @@ class Group:
             self.spans.append(Span(n, first, slots.long().flatten(), mask))
 
     def rows_of(self, query: Tensor, num_kv_heads: int) -> Tensor:
-        """[num_pieces, num_kv_heads, num_rows, head_dim] of [num_tokens, num_heads, head_dim]."""
-        mine = query[self.tokens].view(
+        """[num_chunks, num_kv_heads, num_rows, head_dim] of [num_tokens, num_heads, head_dim]."""
+        rows = query[self.tokens].view(
             -1, self.max_tokens, num_kv_heads, self.num_shared, query.shape[2]
         )
-        mine = mine.transpose(1, 2).flatten(2, 3)
-        num_missing = self.num_rows - mine.shape[2]
-        last = mine[:, :, -1:].expand(-1, -1, num_missing, -1)
-        return torch.cat([mine, last], dim=2) if num_missing else mine.contiguous()
+        rows = rows.transpose(1, 2).flatten(2, 3)
+        num_missing = self.num_rows - rows.shape[2]
+        last = rows[:, :, -1:].expand(-1, -1, num_missing, -1)
+        return torch.cat([rows, last], dim=2) if num_missing else rows.contiguous()
 
     def write(self, output: Tensor, rows: Tensor) -> None:
         """Write rows back to tokens, the inverse of `rows_of`. Duplicates are equal."""
         num_real = self.max_tokens * self.num_shared
-        mine = rows[:, :, :num_real].unflatten(2, (self.max_tokens, self.num_shared))
-        output[self.tokens] = mine.transpose(1, 2).reshape(-1, *output.shape[1:]).to(output.dtype)
+        real_rows = rows[:, :, :num_real].unflatten(2, (self.max_tokens, self.num_shared))
+        real_rows = real_rows.transpose(1, 2).reshape(-1, *output.shape[1:])
+        output[self.tokens] = real_rows.to(output.dtype)
 
 
 class InvariantPlan(PagedPlan):
-    """All queries, long and short, in groups of pieces."""
+    """All queries, long and short, in groups of chunks."""
 
     def lengths(
         self, metadata: AttentionMetadata, key_cache: Tensor
@@ -164,19 +165,19 @@ class InvariantPlan(PagedPlan):
         self.chunks: list[Group] = []
         by_rows: dict[int, list[Chunk]] = {}
         for row in short.tolist():
-            own = int(query_lens[row]), int(seq_lens[row]), self.skipped[row]
-            for chunk in cut(row, int(starts[row]), *own, num_shared, self.window):
+            lens = int(query_lens[row]), int(seq_lens[row]), self.skipped[row]
+            for chunk in split_query(row, int(starts[row]), *lens, num_shared, self.window):
                 num_rows = -(-chunk.num_tokens * num_shared // ROW_TILE) * ROW_TILE
                 by_rows.setdefault(num_rows, []).append(chunk)
         for num_rows, chunks in by_rows.items():
             chunks.sort(key=lambda chunk: -chunk.num_spans)
-            most = max(1, min(num_keys // KEY_TILE, PIECE_ROWS // num_rows))
-            for i in range(0, len(chunks), most):
-                some = chunks[i : i + most]
-                how = num_rows, tables, num_shared, block_size, self.window
-                self.chunks.append(Group(some, *how))
-        most_keys = max((len(g.spans[0].slots) for g in self.chunks), default=0)
-        self.gathered = key_cache.new_empty(most_keys, num_kv_heads, head_dim)
+            max_chunks = max(1, min(num_keys // KEY_TILE, CHUNK_ROWS // num_rows))
+            for i in range(0, len(chunks), max_chunks):
+                group_chunks = chunks[i : i + max_chunks]
+                shared_args = num_rows, tables, num_shared, block_size, self.window
+                self.chunks.append(Group(group_chunks, *shared_args))
+        max_keys = max((len(g.spans[0].slots) for g in self.chunks), default=0)
+        self.gathered = key_cache.new_empty(max_keys, num_kv_heads, head_dim)
         self.buffers = self.gathered.new_empty(2, self.gathered.numel(), dtype=self.wide)
         return []
 
@@ -196,10 +197,10 @@ class InvariantPlan(PagedPlan):
         return output
 
     def read(self, cache: Tensor, span: Span, buffer: Tensor) -> Tensor:
-        """[num_pieces, num_kv_heads, KEY_TILE, head_dim] of a cache [num_slots, num_kv_heads,
+        """[num_chunks, num_kv_heads, KEY_TILE, head_dim] of a cache [num_slots, num_kv_heads,
         head_dim], in `buffer`."""
         found = torch.index_select(cache, 0, span.slots, out=self.gathered[: len(span.slots)])
-        found = found.view(span.num_pieces, KEY_TILE, *cache.shape[1:]).transpose(1, 2)
+        found = found.view(span.num_chunks, KEY_TILE, *cache.shape[1:]).transpose(1, 2)
         return buffer[: found.numel()].view(found.shape).copy_(found)
 
 
@@ -207,9 +208,9 @@ class InvariantPlan(PagedPlan):
 class Softmax:
     """Online softmax of query rows over one span of keys after another."""
 
-    rows: Tensor  # [num_pieces, num_kv_heads, num_rows, head_dim], scaled
+    rows: Tensor  # [num_chunks, num_kv_heads, num_rows, head_dim], scaled
     output: Tensor  # the same shape: the values so far, each weighted with exp(score - highest)
-    highest: Tensor  # [num_pieces, num_kv_heads, num_rows, 1], score so far
+    highest: Tensor  # [num_chunks, num_kv_heads, num_rows, 1], score so far
     total: Tensor  # the same: the sum of the weights so far
 
     def __init__(self, rows: Tensor) -> None:
@@ -220,7 +221,7 @@ class Softmax:
 
     def take_in(self, span: Span, keys: Tensor, values: Tensor) -> None:
         rows, output, highest, total = (
-            t[: span.num_pieces, :, span.first_row :]
+            t[: span.num_chunks, :, span.first_row :]
             for t in (self.rows, self.output, self.highest, self.total)
         )
         scores = rows @ keys.mT
@@ -234,7 +235,7 @@ class Softmax:
         highest.copy_(now)
 
 
-def cut(
+def split_query(
     sequence: int,
     first_token: int,
     query_len: int,
@@ -243,11 +244,11 @@ def cut(
     num_shared: int,
     window: int | None,
 ) -> Iterator[Chunk]:
-    """The pieces of one step. `skipped` positions are before the table; spans are still counted
-    from 0."""
-    most = max(1, PIECE_ROWS // num_shared)
-    for start in range(0, query_len, most):
-        num_tokens = min(most, query_len - start)
+    """Split the queries of one sequence in a step into chunks. `skipped` positions are before the
+    table; spans are still counted from 0."""
+    max_tokens = max(1, CHUNK_ROWS // num_shared)
+    for start in range(0, query_len, max_tokens):
+        num_tokens = min(max_tokens, query_len - start)
         position = seq_len - query_len + start
         seen = 0 if window is None else max(position - window + 1, 0)
         span = (seen + skipped) // KEY_TILE * KEY_TILE - skipped

@@ -44,8 +44,10 @@ class MixedSplitPlan(SplitPlan):
         if isinstance(metadata, MixedMetadata):
             num_short = metadata.num_short
         else:  # sequences at the front whose queries fit the smallest tile
-            most = SHORT_ROWS // self.shape.num_shared
-            num_short = next((i for i, n in enumerate(query_lens) if n > most), len(query_lens))
+            max_query_len = SHORT_ROWS // self.shape.num_shared
+            num_short = next(
+                (i for i, n in enumerate(query_lens) if n > max_query_len), len(query_lens)
+            )
         borders = 0, num_short, len(query_lens)
         return [
             SequenceRange(

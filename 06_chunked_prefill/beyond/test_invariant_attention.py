@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 import invariant_attention as module
 from batch_layout import compose_in_order
-from invariant_attention import KEY_TILE, InvariantAttentionBackend, cut
+from invariant_attention import KEY_TILE, InvariantAttentionBackend, split_query
 from mixed_attention import MixedAttentionBackend
 from paged_attention import AttentionMetadata, PagedKVCache
 from test_mixed_attention import check, every_length, expected, mixed_metadata
@@ -38,7 +38,7 @@ def test_every_query_length_and_history_around_the_borders_of_spans(block_size, 
     """Trap 35: NaN in unused slots reaches no output. Trap 28: a chunk sees its own end and nothing
     behind it. Trap 30: chunks that end where a block ends."""
     monkeypatch.setattr(module, "KEY_TILE", 4)
-    monkeypatch.setattr(module, "PIECE_ROWS", 8)
+    monkeypatch.setattr(module, "CHUNK_ROWS", 8)
     lengths = every_length(4, block_size)
     case = make_case(lengths, block_size, num_padding_tokens=3, seed=block_size)
     check(case, attend(case))
@@ -63,7 +63,7 @@ def test_a_query_sees_its_window(window, block_size, monkeypatch):
     """Beside layers that see everything. Spans in which some rows see nothing, and pieces that
     begin behind the first one."""
     monkeypatch.setattr(module, "KEY_TILE", 4)
-    monkeypatch.setattr(module, "PIECE_ROWS", 8)
+    monkeypatch.setattr(module, "CHUNK_ROWS", 8)
     backend = InvariantAttentionBackend()
     check_backend(backend, compose_in_order, window, block_size, torch.float64)
 
@@ -96,7 +96,7 @@ def test_contradictions_and_empty_batches():
 @pytest.mark.parametrize("num_shared", [1, 3, 8, 600])
 def test_a_query_is_cut_into_pieces_that_cover_it(num_shared):
     for query_len in (1, 2, 63, 64, 65, 1200):
-        chunks = list(cut(4, 10, query_len, query_len + 50, 0, num_shared, None))
+        chunks = list(split_query(4, 10, query_len, query_len + 50, 0, num_shared, None))
         tokens = [p.first_token + i for p in chunks for i in range(p.num_tokens)]
         assert tokens == list(range(10, 10 + query_len))
         assert all(p.first_position - p.first_token == 40 for p in chunks)

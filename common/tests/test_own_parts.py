@@ -52,7 +52,7 @@ class ShortestFirst(Counting, SchedulePolicy):
 
 class FiveAtATime(Counting, ChunkToBudget):
     def num_tokens_to_schedule(
-        self, request: Request, num_uncomputed_tokens: int, budget: int, most: int
+        self, request: Request, num_uncomputed_tokens: int, budget: int, max_step_tokens: int
     ) -> int:
         self.num_calls += 1
         return min(num_uncomputed_tokens, budget, 5)

@@ -42,7 +42,7 @@ from rejection_sampler import rejection_sample
 from request import Request, RequestStatus
 from scheduler import Scheduler
 from scheduler_interface import StepOutput
-from scheduler_steps import SchedulerLoop, make_memory, preempted
+from scheduler_steps import SchedulerLoop, make_memory, preempted_ids
 from sglang_policies import DFSWeight
 from spec_decode import verify_and_sample
 from workshop.book.drawings import ROOT, drawings
@@ -298,7 +298,7 @@ def test_preemption(group: str, options: dict) -> None:
         owners = {block: name for name, blocks in tables.items() for block in blocks}
         for block in range(num_blocks):
             fills[number, block] = key[owners.get(block + 1, "free")]
-        went += [(number, name) for name in preempted(plan)]
+        went += [(number, name) for name in preempted_ids(plan)]
         loop.update(plan)
     drawn = {
         (int(cell.x) + step, int(cell.y)): cell.fill
