@@ -91,7 +91,7 @@ class CachedKVCacheManager(UncachedKVCacheManager):
 
     def find_cached_blocks(self, request: Request) -> Sequence[int]:
         """Ids of the longest cached prefix. The blocks are marked as used now, but are not
-        pinned."""
+        held."""
         return [block.block_id for block in self._get_computed_blocks(request).blocks]
 
     def _get_computed_blocks(self, request: Request) -> ComputedBlocks:
@@ -168,11 +168,12 @@ class CachedKVCacheManager(UncachedKVCacheManager):
         freed = set(freeing)
         num_free = self._num_free_or_evictable()
         num_free += sum(block.ref_cnt == 1 + self.cache.owns(block) for block in freed)
-        # Found blocks that no request uses are evictable now, but no longer when they are pinned.
+        # Found blocks that no request uses are evictable now, but no longer when they are held.
         return num_free - sum(block.ref_cnt - (block in freed) == 1 for block in found)
 
     def cache_blocks(self, request: Request, num_computed_tokens: int) -> None:
-        """Publish the request's full blocks. O(new full blocks), so most steps do nothing."""
+        """Publish the request's full blocks. If another request published the same content first,
+        the table switches to that block. O(new full blocks), so most steps do nothing."""
         table = self._tables.get(request.request_id)
         if table is None:
             return

@@ -55,7 +55,7 @@ class UncachedKVCacheManager(KVCacheManager):
         self, request: Request, wait_for_others: bool = True
     ) -> ComputedBlocks | NotReady:
         """Find the cached prefix of a request that holds no blocks yet. Never covers the last
-        token, whose logits are needed. The blocks are not pinned and can be evicted at any time:
+        token, whose logits are needed. The blocks are not held and can be evicted at any time:
         look them up again before every attempt to admit the request. With `wait_for_others`,
         returns `NotReady` while another request computes more of the same prefix."""
         return ComputedBlocks()
@@ -95,7 +95,7 @@ class UncachedKVCacheManager(KVCacheManager):
         )
 
     def _num_allocatable(self, num_wanted: int, found: list[Block], freeing: list[Block]) -> int:
-        """How many blocks can be allocated once the table `freeing` is freed and `found` is pinned.
+        """How many blocks can be allocated once the table `freeing` is freed and `found` is held.
         If there are fewer than `num_wanted`, a subclass can reclaim some first."""
         return self.pool.num_free_blocks + len(freeing)
 

@@ -180,7 +180,7 @@ class PrefixCache(ABC):
         path: MatchCursor | None = None,
     ) -> PrefixMatch:
         """Return the longest cached prefix under the same extra keys. The blocks are marked as used
-        now, but are not pinned: `touch` them before anything can be evicted."""
+        now, but are not held: `touch` them before anything can be evicted."""
         keys = normalise_extra_keys(extra_keys)
         prefix = PrefixKey(token_ids, self.block_size, keys, path or MatchCursor())
         blocks = self._match(prefix, 0, len(token_ids) // self.block_size)

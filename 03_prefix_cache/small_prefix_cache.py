@@ -6,7 +6,7 @@ Run it: `python 03_prefix_cache/small_prefix_cache.py`.
 from block_pool import BlockPool
 from prefix_cache_local import PrefixCacheLocal
 
-BLOCK_SIZE, NUM_BLOCKS = 4, 6
+BLOCK_SIZE, NUM_BLOCKS = 4, 6  # 5 usable blocks: block 0 is the null block
 PROMPTS = {
     "a": [1, 2, 3, 4, 5, 6, 7, 8, 9],
     "b": [1, 2, 3, 4, 5, 6, 7, 8, 7, 7, 7, 7, 7],  # begins like a
@@ -21,7 +21,7 @@ free = list(range(1, NUM_BLOCKS))
 hits = {}  # cached blocks that each prompt found
 for name, tokens in PROMPTS.items():
     starts = range(0, len(tokens) - BLOCK_SIZE, BLOCK_SIZE)  # the last token is always computed
-    full = [tuple(tokens[i : i + BLOCK_SIZE]) for i in starts]
+    full = [tuple(tokens[i : i + BLOCK_SIZE]) for i in starts]  # the engine keeps a full last block
     hashes, parent = [], None
     for block in full:
         parent = hash((parent, block))  # equal hashes mean that all tokens up to here are equal

@@ -41,8 +41,8 @@ def test_it_makes_its_own_pool_or_takes_one():
 @pytest.mark.parametrize(
     ("kwargs", "match"),
     [
-        ({"page_size": 0}, "page_size must"),
-        ({"num_pages": 0}, "num_pages must"),
+        ({"page_size": 0}, "page_size must be .*>= 1, got 0"),
+        ({"num_pages": 0}, "num_pages must be .*, got 0"),
         ({"num_pages": 4, "pool": BlockPool(5)}, "give num_pages or pool"),
     ],
 )

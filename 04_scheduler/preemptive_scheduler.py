@@ -232,7 +232,7 @@ class PreemptiveScheduler(BaseScheduler):
             self._num_preempted_tokens[request.request_id] -= num_tokens
 
     def get_computed_blocks(self, request: Request) -> ComputedBlocks | NotReady:
-        """Find the cached prefix of a waiting request. The blocks are not pinned and can be evicted
+        """Find the cached prefix of a waiting request. The blocks are not held and can be evicted
         at any time: look them up again before every attempt to admit the request."""
         computed = self.kv_memory.get_computed_blocks(request, self.defer_on_shared_prefix)
         request.status = RequestStatus.WAITING

@@ -9,7 +9,7 @@ from request import Request
 from scheduler import Scheduler
 from scheduler_interface import StepOutput
 
-BLOCK_SIZE, NUM_BLOCKS, BUDGET = 4, 4, 16
+BLOCK_SIZE, NUM_BLOCKS, BUDGET = 4, 4, 16  # 4 usable blocks: no null block here
 PROMPT_LENS = {"a": 7, "b": 7, "c": 2}
 NUM_OUTPUTS = {"a": 4, "b": 3, "c": 1}
 

@@ -20,8 +20,8 @@ from scheduler_interface import EngineCoreOutput, SchedulerOutput
 @dataclass(slots=True)
 class StepPlan:
     """A step's plan while the scheduler builds it. `num_tokens` is in scheduling order; removing a
-    request is one `pop`. A request takes the fast path (a routine step) if it writes one token into
-    a block that it already holds, below every limit."""
+    request is one `pop`. A request takes the fast path if it needs no decision in this step: it
+    writes one token into a block that it already holds, below every limit."""
 
     budget: int
     num_uncomputed_tokens: Callable[[Request], int]

@@ -30,10 +30,10 @@ def test_what_is_left_goes_to_the_middle_then_to_the_first():
 @pytest.mark.parametrize(
     "fields, message",
     [
-        ({"tensor_parallel_size": 0}, "tensor_parallel_size must"),
-        ({"pipeline_parallel_size": -1}, "pipeline_parallel_size must"),
-        ({"tensor_parallel_size": 2, "rank": 2}, "rank must"),
-        ({"rank": -1}, "rank must"),
+        ({"tensor_parallel_size": 0}, "tensor_parallel_size must be .*>= 1, got 0"),
+        ({"pipeline_parallel_size": -1}, "pipeline_parallel_size must be .*>= 1, got -1"),
+        ({"tensor_parallel_size": 2, "rank": 2}, "rank must .*, got 2"),
+        ({"rank": -1}, "rank must .*, got -1"),
     ],
 )
 def test_places_that_do_not_exist(fields, message):

@@ -181,6 +181,7 @@ async def serve(args: argparse.Namespace, settings: dict[str, Any], listener: so
     kv_events = little = None
     try:
         if args.model is None:  # the shipped checkpoint, which is small enough for a second engine
+            logger.info("loading a second, small engine for the page's switch")
             little = await asyncio.to_thread(
                 AsyncLLM, None, max_waiting=max_waiting, **little_settings(settings)
             )

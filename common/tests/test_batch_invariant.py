@@ -175,11 +175,14 @@ def test_it_reaches_every_part_that_computes():
 @pytest.mark.parametrize(
     "options, sentence",
     [
-        ({"pack_weights": False}, "pack_weights must"),
-        ({"compile": True}, "compile must"),
-        ({"attention_backend": "triton"}, "attention_backend must"),
-        ({"tensor_parallel_size": 2}, "tensor_parallel_size must"),
-        ({"batch_invariant": 1}, "batch_invariant must"),
+        ({"pack_weights": False}, "pack_weights must .*batch_invariant.*, got False"),
+        ({"compile": True}, "compile must .*batch_invariant.*, got True"),
+        (
+            {"attention_backend": "triton"},
+            "attention_backend must .*batch_invariant.*, got 'triton'",
+        ),
+        ({"tensor_parallel_size": 2}, "tensor_parallel_size must .*batch_invariant.*, got 2"),
+        ({"batch_invariant": 1}, "batch_invariant must .*False, True, got 1"),
     ],
 )
 def test_settings_that_contradict_it_are_refused(options, sentence):

@@ -71,7 +71,7 @@ def draw_timeline(record: dict) -> Figure:
         axis.axvline(num_steps, color=INK, linewidth=1)
     axes[0].set_xlim(0, max(len(timeline[name][0]) for name in ("static", "continuous")))
     axes[1].set_xlabel("step")
-    wasted = {"computed, nobody reads it": WASTE, "empty": PAPER}
+    wasted = {"computed, not used": WASTE, "empty": PAPER}
     add_key(figure, {"prompt": PROMPT, "decode": DECODE, **wasted})
     return figure
 

@@ -67,9 +67,7 @@ def draw_many() -> Figure:
         f"{slow:,.0f} to {fast:,.0f} tokens a second, "
         f"first token {late / 1e3:.1f} s to {soon:,.0f} ms"
     )
-    note = (
-        "Each rung adds a chapter; a thin line goes from the lowest of three runs to the highest."
-    )
+    note = "Each row adds a chapter; a thin line goes from the lowest of three runs to the highest."
     figure.supxlabel(f"Many users. {note}", fontsize=11)
     return figure
 
@@ -100,7 +98,7 @@ def draw_regimes() -> Figure:
     axes[0].set_yticks(range(len(configs)), list(configs))
     axes[0].invert_yaxis()
     figure.legend(*axes[0].get_legend_handles_labels(), loc="outside lower center", ncols=2)
-    figure.suptitle("Few users: no rung is faster, but the first token comes sooner")
+    figure.suptitle("Few users: no configuration is faster, but the first token comes sooner")
     return figure
 
 

@@ -56,7 +56,7 @@ SCRIPTS = {
         {**_CROWDED, "num_blocks": 40, "max_num_batched_tokens": 64, "scheduler": "fcfs"}
         | {"chunked_prefill": False, "max_num_seqs": 2},
     ),
-    "guesses": Script(
+    "drafts": Script(
         (
             Visit("a", 0, _REPEATED * 2, 30),
             Visit("b", 1, CODE, 30),

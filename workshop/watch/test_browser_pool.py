@@ -211,7 +211,7 @@ def test_a_block_says_who_shares_it_and_what_it_holds(shown: Pages, open_page: O
         holders = ", ".join([*users, "the cache"])
         assert f": {holders} ·" in said
         assert f"hash {cached.block_hash}" in said
-        parent = f"behind block {cached.parent}" if cached.parent else "first of its prefix"
+        parent = f"after block {cached.parent}" if cached.parent else "first of its prefix"
         assert parent in said
         request = state.requests[users[0]]
         place = request.table.index(block)

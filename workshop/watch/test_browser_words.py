@@ -20,7 +20,7 @@ from workshop.watch.workloads import Cast
 if TYPE_CHECKING:
     from playwright.sync_api import Page
 
-NAMES = ("radix", "hash", "preempted", "forced", "prefill_first", "fcfs", "guesses", "tiers")
+NAMES = ("radix", "hash", "preempted", "forced", "prefill_first", "fcfs", "drafts", "tiers")
 
 
 UNFOLD = """() => new Promise((done) => {
@@ -31,7 +31,7 @@ UNFOLD = """() => new Promise((done) => {
 })"""
 # Whose sentences have numbers in which a run differs from others.
 NUMBERED = {"radix": "admitted", "preempted": "preempted", "forced": "preempted"}
-NUMBERED |= {"guesses": "guesses"}
+NUMBERED |= {"drafts": "drafts"}
 HOLE = re.compile(r"(say|pool|cache|words|tokens|source|reason)\.(?!py\b)[a-z_]+|undefined|NaN")
 
 
@@ -94,7 +94,7 @@ def expected_sentences(shown: Shown, number: int) -> Counter[tuple[str, str]]:
                 found["stop", ""] += event.stop is not None
             case "computed":
                 for name, (_, num_rejected) in event.verified.items():
-                    found["guesses", name] += 1
+                    found["drafts", name] += 1
                     found["rejected", name] += num_rejected > 0
             case "failed":
                 found["failed", ""] += 1
@@ -107,7 +107,7 @@ def differences(
     expected = expected_sentences(shown, number)
     kinds = {
         *("arrived", "preempted", "finished", "load_begun", "loaded", "load_ended", "admitted"),
-        *("returned", "evicted", "split", "passed_over", "parent", "stop", "guesses", "rejected"),
+        *("returned", "evicted", "split", "passed_over", "parent", "stop", "drafts", "rejected"),
         "failed",
     }
     told = Counter(
@@ -175,9 +175,9 @@ def check_numbers(
             found.add("preempted")
         elif event.kind == "computed":
             for name, (accepted, rejected) in event.verified.items():
-                texts = {one["group"]: one["text"] for one in told if one["key"] == "say.guesses"}
+                texts = {one["group"]: one["text"] for one in told if one["key"] == "say.drafts"}
                 assert texts[name].startswith(f"{accepted} of {accepted + rejected} draft token")
-                found.add("guesses")
+                found.add("drafts")
     return found
 
 
@@ -242,7 +242,7 @@ def test_each_link_opens_the_lines_that_it_names(
         for number in telling_steps(film):
             events = film.step(number).events
             kinds = {event.kind for event in events}
-            kinds |= {"guesses" for event in events if event.kind == "computed" and event.verified}
+            kinds |= {"drafts" for event in events if event.kind == "computed" and event.verified}
             if not is_each_sentence and kinds <= visited:
                 continue
             visited |= kinds
@@ -261,7 +261,7 @@ def test_each_link_opens_the_lines_that_it_names(
     kinds = {sentence.split(":")[0] for sentence in opened}
     assert len(opened) >= (25 if is_each_sentence else 10), sorted(opened)
     assert {"admitted", "preempted", "finished", "taken", "evicted", "split", "reason"} <= kinds
-    assert kinds <= {*KINDS, "reason", "chunk", "guesses"}
+    assert kinds <= {*KINDS, "reason", "chunk", "drafts"}
 
 
 def check_window(page: Page, name: str) -> None:
@@ -341,7 +341,7 @@ def test_guesses_are_underlined_or_struck_out_as_they_were_judged(
     shown: Pages, open_page: OpenPage
 ) -> None:
     """All other tokens of a request are its text."""
-    film = shown["guesses"]
+    film = shown["drafts"]
     page = ready(open_page(film.page))
     accepted: dict[str, list[int]] = {name: [] for name in "abc"}  # positions, since the beginning
     judged: Counter[str] = Counter()

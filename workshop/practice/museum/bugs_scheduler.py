@@ -33,7 +33,7 @@ def a_list_that_changes_under_the_loop() -> str:
         next(steps(scheduler))
     plans = [plan for plan in steps(scheduler, most=4) if "v" not in plan]
     names = sorted(plans[0])
-    return f"v, the first in the list, is preempted; in that step there are tokens for {names}"
+    return f"v, first in the list but least urgent, is preempted; tokens in that step: {names}"
 
 
 def a_victim_in_the_plan() -> str:

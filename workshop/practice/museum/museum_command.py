@@ -104,6 +104,8 @@ def look(number: int, exhibit: Exhibit) -> None:
         _say(_shown(exhibit, swap))
         _say(_first_failure(exhibit, swap))
     _say(_labelled(words, "lesson", "watch"))
+    if not isinstance(exhibit.watch, str):
+        _say(f"    make museum BUG={number} ARGS=--watch")
 
 
 def watch(

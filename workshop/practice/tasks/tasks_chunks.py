@@ -12,9 +12,9 @@ def sizes() -> str:
     lines = []
     for threshold in (None, 100):
         policy = ChunkedPrefill(threshold)
-        for behind, budget in ((500, 2048), (500, 300), (80, 2048), (500, 60)):
-            given = policy.num_tokens_to_schedule(one, behind, budget, max_step_tokens=2048)
-            lines.append(f"threshold {threshold}, {behind} behind, {budget} left: {given}")
+        for num, budget in ((500, 2048), (500, 300), (80, 2048), (500, 60)):
+            given = policy.num_tokens_to_schedule(one, num, budget, max_step_tokens=2048)
+            lines.append(f"threshold {threshold}, {num} uncomputed, {budget} left: {given}")
     return "\n".join(lines)
 
 
@@ -25,9 +25,9 @@ def starts() -> str:
     running = request("running", 500)
     running.num_computed_tokens = 100
     policy.begin_step([running], lambda one: one.num_tokens - one.num_computed_tokens)
-    lines = ["long is more than 100; 2 long ones at once; one is in flight"]
-    for behind in (100, 101, 20, 300, 400):
-        lines.append(f"may a prompt of {behind} start? {policy.can_start(request('r', 9), behind)}")
+    lines = ["long is more than 100; 2 long ones at once; one is running"]
+    for num in (100, 101, 20, 300, 400):
+        lines.append(f"may a prompt of {num} start? {policy.can_start(request('r', 9), num)}")
     free = ChunkedPrefill(100)
     lines.append(f"without a limit, 500? {free.can_start(request('r', 9), 500)}")
     return "\n".join(lines)

@@ -21,8 +21,8 @@ def chains() -> str:
         f"the first hash is that of its block: {chain[0][0] == first}\n"
         f"another first token, the second hash differs: {chain[1][0] != other[1][0]}\n"
         f"with a salt, the first hash differs: {chain[0][0] != salted[0][0]}\n"
-        f"the second is the hash behind the first: {salted[1][0] == behind}\n"
-        f"the third is the hash behind the second: {chain[2][0] == third}"
+        f"the second is the hash after the first: {salted[1][0] == behind}\n"
+        f"the third is the hash after the second: {chain[2][0] == third}"
     )
 
 
@@ -109,7 +109,7 @@ def cuts() -> str:
     lines.append(f"the parent of the lower: {names[id(node.parent)]}")
     lines.append(f"a cut at its end: {names[id(tree.split_node(node, 3))]}")
     part = tree.split_node(node, 2)
-    lines.append(f"the lower, cut behind page 2: {part.key} and {node.key}")
+    lines.append(f"the lower, cut after page 2: {part.key} and {node.key}")
     return "\n".join(lines)
 
 
