@@ -470,7 +470,7 @@ def test_budget_bar(ratio: float) -> None:
     assert f"new_token_ratio = {ratio}" in picture.texts()
     for line in budget.lines:
         bars = {"pages in use": line.in_use, "expected outputs": line.expected, "free": line.free}
-        *cells, needs = picture.cells(f"{line.asked}-at-{ratio}")
+        *cells, needs = picture.cells(f"{line.request_id}-at-{ratio}")
         for cell, (meaning, amount) in zip(cells, bars.items(), strict=True):
             assert cell.fill == key[meaning]
             assert cell.width / 12.4 == pytest.approx(amount, abs=0.01)
@@ -479,8 +479,8 @@ def test_budget_bar(ratio: float) -> None:
         assert needs.x == pytest.approx(cells[-1].x, abs=0.1)
         free = f"{round(line.free, 1):g}"
         fits = f"{line.needs} <= {free}: in" if line.result == "CONTINUE" else ""
-        assert picture.texts(f"{line.asked}-at-{ratio}") == [
-            line.asked,
+        assert picture.texts(f"{line.request_id}-at-{ratio}") == [
+            line.request_id,
             fits or f"{line.needs} > {free}: waits",
         ]
 
