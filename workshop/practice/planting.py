@@ -158,8 +158,10 @@ class Planting:
             for mutant in planted_mutants(source, self.options.plant_factor):
                 if self.options.plant_only in mutant.key:
                     self.rows.append(row := self.plant(path, source, mutant, good))
-                    told = f"{len(row['kills'])} of {row['num_run']} {row.get('problem', '')}"
-                    print(f"{told:12} {row['file']}:{row['line']} {mutant.key!r:.150}", flush=True)
+                    numbers = f"{len(row['kills'])} of {row['num_run']} {row.get('problem', '')}"
+                    print(
+                        f"{numbers:12} {row['file']}:{row['line']} {mutant.key!r:.150}", flush=True
+                    )
                     self.write()
 
     def files(self) -> list[Path]:
