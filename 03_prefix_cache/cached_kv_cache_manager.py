@@ -42,7 +42,7 @@ _NOTHING_COMPUTED = ComputedBlocks()
 class _CacheState:
     """The manager's state for one request, from its first lookup until its blocks are freed."""
 
-    path: MatchCursor = field(default_factory=MatchCursor)
+    cursor: MatchCursor = field(default_factory=MatchCursor)
     num_published: int = 0  # blocks at the front of its table that the cache owns
     in_flight: _BlockKey = ()  # the block that it was the first to compute
     # Blocks at the front that the cache removed because they are not trusted.
@@ -101,7 +101,7 @@ class CachedKVCacheManager(UncachedKVCacheManager):
         state = self._states.setdefault(request.request_id, _CacheState())
         num_usable = (request.num_tokens - 1) // self.block_size * self.block_size
         token_ids = request.all_token_ids[:num_usable]
-        match = self.cache.match_prefix(token_ids, extra_keys_of(request), state.path)
+        match = self.cache.match_prefix(token_ids, extra_keys_of(request), state.cursor)
         blocks = [self.pool.blocks[block.block_id] for block in match.blocks]
         return ComputedBlocks(blocks, match.num_cached_tokens)
 
@@ -185,7 +185,7 @@ class CachedKVCacheManager(UncachedKVCacheManager):
         self.current_req_id = request.request_id
         given = table.blocks[first:num_full]
         result = self.cache.insert(
-            request.all_token_ids, given, extra_keys_of(request), start=first, path=state.path
+            request.all_token_ids, given, extra_keys_of(request), start=first, cursor=state.cursor
         )
         for index, kept in enumerate(result.blocks, first):
             if kept is not table.blocks[index]:

@@ -123,7 +123,7 @@ class PrefixKey(NamedTuple):
     token_ids: Sequence[int]
     block_size: int
     keys: NormalKeys
-    path: MatchCursor
+    cursor: MatchCursor
 
     def tokens(self, index: int) -> tuple[int, ...]:
         return tuple(self.token_ids[index * self.block_size : (index + 1) * self.block_size])
@@ -177,12 +177,12 @@ class PrefixCache(ABC):
         self,
         token_ids: Sequence[int],
         extra_keys: ExtraKeys | None = None,
-        path: MatchCursor | None = None,
+        cursor: MatchCursor | None = None,
     ) -> PrefixMatch:
         """Return the longest cached prefix under the same extra keys. The blocks are marked as used
         now, but are not held: `touch` them before anything can be evicted."""
         keys = normalise_extra_keys(extra_keys)
-        prefix = PrefixKey(token_ids, self.block_size, keys, path or MatchCursor())
+        prefix = PrefixKey(token_ids, self.block_size, keys, cursor or MatchCursor())
         blocks = self._match(prefix, 0, len(token_ids) // self.block_size)
         if blocks:
             self._mark_used(blocks)
@@ -206,7 +206,7 @@ class PrefixCache(ABC):
         extra_keys: ExtraKeys | None = None,
         *,
         start: int = 0,
-        path: MatchCursor | None = None,
+        cursor: MatchCursor | None = None,
     ) -> InsertResult:
         """Publish computed blocks: `blocks[i]` holds block `start + i` of `token_ids`; the blocks
         before `start` are cached, and used by the caller.
@@ -214,11 +214,11 @@ class PrefixCache(ABC):
         The caller keeps its reference to each block; for content that is already cached, the
         reference moves to the cache's block. Raises `ValueError`, and changes nothing, if a block
         is free or already cached, or if a block before `start` is not cached. O(new blocks) with a
-        `path` that ends at `start`.
+        `cursor` that ends at `start`.
         """
         self._check_given(token_ids, blocks, start)
         keys = normalise_extra_keys(extra_keys)
-        prefix = PrefixKey(token_ids, self.block_size, keys, path or MatchCursor())
+        prefix = PrefixKey(token_ids, self.block_size, keys, cursor or MatchCursor())
         # The block before the new ones, and those of the new ones whose content is already cached.
         found = self._match(prefix, max(start - 1, 0), start + len(blocks))
         if start and not found:

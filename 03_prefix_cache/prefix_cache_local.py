@@ -142,9 +142,9 @@ class PrefixCacheLocal(PrefixCache):
         return blocks
 
     def _hash(self, prefix: PrefixKey, index: int) -> bytes:
-        """The hash of block `index`, in the same chain as `compute_hash_chain`. The path stores the
-        hashes computed so far."""
-        hashes = prefix.path.state = prefix.path.state or [_mix_in(b"", prefix.keys)]
+        """The hash of block `index`, in the same chain as `compute_hash_chain`. The cursor stores
+        the hashes computed so far."""
+        hashes = prefix.cursor.state = prefix.cursor.state or [_mix_in(b"", prefix.keys)]
         while len(hashes) <= index + 1:
             hashes.append(_link(hashes[-1], prefix.tokens(len(hashes) - 1)))
         return hashes[index + 1]

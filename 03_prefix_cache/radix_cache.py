@@ -59,19 +59,19 @@ class RadixCache(PrefixCache):
     def _match(self, prefix: PrefixKey, begin: int, end: int) -> list[Block]:
         """O(depth of the tree + tokens compared + pages found). Splits the node in which the match
         ends, so that its front gets a last use separate from its end."""
-        node = self.tree.resume(prefix.path.state, self.tree.root(prefix.keys), end)
+        node = self.tree.resume(prefix.cursor.state, self.tree.root(prefix.keys), end)
         node = self.tree.split(*self.tree.descend(node, prefix.token_ids, end))
-        prefix.path.state = self.tree.bookmark(node)
+        prefix.cursor.state = self.tree.bookmark(node)
         return self.tree.blocks_up_to(node, begin)
 
     def _insert(
         self, prefix: PrefixKey, first: int, parent: Block | None, blocks: list[Block]
     ) -> None:
-        node = prefix.path.state[0] if prefix.path.state else self.tree.root(prefix.keys)
+        node = prefix.cursor.state[0] if prefix.cursor.state else self.tree.root(prefix.keys)
         for ref_cnt, run in groupby(blocks, key=attrgetter("ref_cnt")):
             node = self.tree.append(node, prefix.token_ids, list(run), lock_ref=ref_cnt)
         self._num_used += len(blocks)
-        prefix.path.state = self.tree.bookmark(node)
+        prefix.cursor.state = self.tree.bookmark(node)
 
     def _mark_used(self, blocks: list[Block]) -> None:
         """Locked nodes, and all nodes above them, get their time when they are released."""

@@ -264,11 +264,11 @@ def test_a_decode_step_costs_the_cache_nothing_until_a_block_is_full(
     inserted: list[int] = []
     insert = cache.insert
 
-    def count_insert(token_ids, blocks, extra_keys=None, *, start=0, path=None):
+    def count_insert(token_ids, blocks, extra_keys=None, *, start=0, cursor=None):
         inserted.append(len(blocks))
-        assert path is not None and path.state is not None, "from the root again"
+        assert cursor is not None and cursor.state is not None, "from the root again"
         assert token_ids is request.all_token_ids, "a copy of the prompt"
-        return insert(token_ids, blocks, extra_keys, start=start, path=path)
+        return insert(token_ids, blocks, extra_keys, start=start, cursor=cursor)
 
     def check_nothing_touched(blocks):
         assert not blocks

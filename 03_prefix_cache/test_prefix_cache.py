@@ -170,7 +170,7 @@ class Tenant:
 
     tokens: list[int]
     keys: tuple = ()
-    path: MatchCursor | None = None
+    cursor: MatchCursor | None = None
     table: list[Block] = field(default_factory=list)
     num_published: int = 0
 
@@ -222,7 +222,7 @@ class World:
     # what a request does
 
     def look_up(self, tenant: Tenant) -> list[Block]:
-        match = self.cache.match_prefix(tenant.tokens, tenant.keys or None, tenant.path)
+        match = self.cache.match_prefix(tenant.tokens, tenant.keys or None, tenant.cursor)
         assert isinstance(match, PrefixMatch)
         assert ids(match.blocks) == self.model.match(tenant.tokens, tenant.keys)
         assert match.num_cached_tokens == len(match.blocks) * self.block_size
@@ -262,13 +262,13 @@ class World:
             if not self.cache.owns(block):
                 self.kv[block.block_id] = prefix
 
-    def publish(self, tenant: Tenant, upto: int, with_path: bool = True) -> None:
+    def publish(self, tenant: Tenant, upto: int, with_cursor: bool = True) -> None:
         first = tenant.num_published
-        path = tenant.path if with_path else None
+        cursor = tenant.cursor if with_cursor else None
         while first < upto and self.cache.owns(tenant.table[first]):
             first += 1  # a fork of this request has published the block that both hold
         given = tenant.table[first:upto]
-        result = self.cache.insert(tenant.tokens, given, tenant.keys, start=first, path=path)
+        result = self.cache.insert(tenant.tokens, given, tenant.keys, start=first, cursor=cursor)
         expected = self.model.insert(tenant.tokens, ids(given), tenant.keys, first)
         assert (ids(result.blocks), ids(result.owned), ids(result.duplicates)) == expected
         assert all(block is self.pool.blocks[block.block_id] for block in result.blocks)
@@ -290,7 +290,7 @@ class World:
         """A second request that holds the same blocks: the published ones and one behind them."""
         num_shared = min(tenant.num_full(self.block_size), tenant.num_published + 1)
         tokens = tenant.tokens[: num_shared * self.block_size]
-        child = Tenant(tokens, tenant.keys, MatchCursor() if tenant.path else None)
+        child = Tenant(tokens, tenant.keys, MatchCursor() if tenant.cursor else None)
         child.table = tenant.table[:num_shared]
         child.num_published = min(tenant.num_published, num_shared)
         cached, own = self.split(child.table)
@@ -563,10 +563,10 @@ def test_a_way_that_is_remembered_is_right_when_the_prompt_has_grown(rig):
     """Of a block that is not full yet nothing may be remembered: it will get other tokens."""
     rig.warm("AB")
     *tokens, last = rig.spell("AB")
-    path = MatchCursor()
-    assert len(rig.cache.match_prefix(tokens, None, path).blocks) == 1
-    assert path.state is not None
-    assert len(rig.cache.match_prefix([*tokens, last], None, path).blocks) == 2
+    cursor = MatchCursor()
+    assert len(rig.cache.match_prefix(tokens, None, cursor).blocks) == 1
+    assert cursor.state is not None
+    assert len(rig.cache.match_prefix([*tokens, last], None, cursor).blocks) == 2
 
 
 def test_a_difference_in_any_token_of_a_block_is_a_miss(rig):
@@ -770,15 +770,15 @@ def test_blocks_may_come_in_any_sequence(rig):
 
 
 @pytest.mark.parametrize("chunk", [1, 2, 5])
-@pytest.mark.parametrize("with_path", [False, True])
-def test_chunk_by_chunk_is_the_same_as_all_at_once(rig, chunk, with_path):
+@pytest.mark.parametrize("with_cursor", [False, True])
+def test_chunk_by_chunk_is_the_same_as_all_at_once(rig, chunk, with_cursor):
     """Trap 15: what a chunked request has computed may be shared while it computes the rest."""
     tokens, new = rig.spell("ABCDE"), rig.pool.allocate(5)
-    path = MatchCursor() if with_path else None
+    cursor = MatchCursor() if with_cursor else None
     for first in range(0, 5, chunk):
         part = new[first : first + chunk]
         known = tokens[: (first + len(part)) * rig.block_size]  # the rest is not sampled yet
-        assert rig.cache.insert(known, part, start=first, path=path).owned == part
+        assert rig.cache.insert(known, part, start=first, cursor=cursor).owned == part
         assert rig.hits("ABCDE") == ids(new[: first + chunk])
     assert [block.ref_cnt for block in new] == [2] * 5
     rig.cache.release(new)
@@ -788,9 +788,9 @@ def test_chunk_by_chunk_is_the_same_as_all_at_once(rig, chunk, with_path):
 def test_the_cache_keeps_a_copy_of_the_tokens(rig):
     """Trap 9: the caller's list lives on, and the next request in its row writes over it."""
     row = rig.spell("AB")
-    path = MatchCursor()
-    rig.cache.match_prefix(row, None, path)
-    blocks = rig.cache.insert(row, rig.pool.allocate(2), path=path).blocks
+    cursor = MatchCursor()
+    rig.cache.match_prefix(row, None, cursor)
+    blocks = rig.cache.insert(row, rig.pool.allocate(2), cursor=cursor).blocks
     rig.cache.release(blocks)
     row[:] = rig.spell("XY")
     assert rig.hits("AB") == ids(blocks) and rig.hits("XY") == []
@@ -801,38 +801,38 @@ def test_the_cache_keeps_a_copy_of_the_tokens(rig):
 
 def test_a_path_may_be_older_than_the_cache_is(rig):
     """A waiting request is looked up again and again, while what it once hit is evicted."""
-    path = MatchCursor()
+    cursor = MatchCursor()
     rig.warm("ABCD")
     for letters, num_evicted in (("ABCD", 0), ("AB", 2), ("A", 1), ("", 1)):
         rig.cache.evict(num_evicted)
-        assert len(rig.cache.match_prefix(rig.spell("ABCDE"), None, path).blocks) == len(letters)
+        assert len(rig.cache.match_prefix(rig.spell("ABCDE"), None, cursor).blocks) == len(letters)
     others = rig.warm("AX")
     new = rig.pool.allocate(5)
-    rig.refused("not cached", rig.cache.insert, rig.spell("ABCDE"), new[2:], start=2, path=path)
-    result = rig.cache.insert(rig.spell("ABCDE"), new, path=path)
+    rig.refused("not cached", rig.cache.insert, rig.spell("ABCDE"), new[2:], start=2, cursor=cursor)
+    result = rig.cache.insert(rig.spell("ABCDE"), new, cursor=cursor)
     assert ids(result.blocks) == others[:1] + ids(new[1:])
 
 
 def test_a_path_does_not_answer_for_the_tokens(rig):
     """The same request may ask for less than it did: its last token is always computed."""
-    path = MatchCursor()
+    cursor = MatchCursor()
     blocks = rig.warm("ABCD")
     for letters in ("ABCD", "AB", "ABC", ""):
-        match = rig.cache.match_prefix(rig.spell(letters), None, path)
+        match = rig.cache.match_prefix(rig.spell(letters), None, cursor)
         assert ids(match.blocks) == blocks[: len(letters)]
 
 
 @pytest.mark.parametrize("num_evicted", [0, 1])
 def test_a_path_does_not_vouch_for_what_others_put_behind_it(rig, num_evicted):
     """It ended at C, or at D, which is evicted since; now X stands there."""
-    path = MatchCursor()
+    cursor = MatchCursor()
     rig.warm("ABCD"[: 3 + num_evicted])
-    rig.cache.match_prefix(rig.spell("ABCD"), None, path)
+    rig.cache.match_prefix(rig.spell("ABCD"), None, cursor)
     rig.cache.evict(num_evicted)
     rig.hold("ABCX")
     new = rig.pool.allocate(1)
-    rig.refused("not cached", rig.cache.insert, rig.spell("ABCDE"), new, start=4, path=path)
-    assert len(rig.cache.match_prefix(rig.spell("ABCDE"), None, path).blocks) == 3
+    rig.refused("not cached", rig.cache.insert, rig.spell("ABCDE"), new, start=4, cursor=cursor)
+    assert len(rig.cache.match_prefix(rig.spell("ABCDE"), None, cursor).blocks) == 3
 
 
 class CountingList(list):
@@ -854,12 +854,12 @@ def test_with_a_path_an_insertion_costs_what_is_new(make_cache):
     """Not the prompt: a request of 2,000 tokens does not read them all again in every step."""
     rig = Rig(make_cache, 600, 4)
     tokens = CountingList(range(2000))
-    path = MatchCursor()
+    cursor = MatchCursor()
     new = rig.pool.allocate(500)
-    rig.cache.insert(tokens, new[:400], path=path)
+    rig.cache.insert(tokens, new[:400], cursor=cursor)
     for index in range(400, 500):
         CountingList.num_read = 0
-        rig.cache.insert(tokens, new[index : index + 1], start=index, path=path)
+        rig.cache.insert(tokens, new[index : index + 1], start=index, cursor=cursor)
         assert CountingList.num_read <= 4 * 4, index
     assert rig.cache.match_prefix(tokens).num_cached_tokens == 2000
     rig.check()
@@ -1033,9 +1033,14 @@ def test_insert_refuses_a_start_behind_blocks_that_are_not_cached(rig):
     new = rig.pool.allocate(2)
     for letters, start in (("ABXY", 3), ("AXCD", 2), ("XBCD", 2), ("XYZ", 1), ("BCD", 1)):
         blocks = new[: len(letters) - start]
-        for path in (None, MatchCursor()):
+        for cursor in (None, MatchCursor()):
             rig.refused(
-                "not cached", rig.cache.insert, rig.spell(letters), blocks, start=start, path=path
+                "not cached",
+                rig.cache.insert,
+                rig.spell(letters),
+                blocks,
+                start=start,
+                cursor=cursor,
             )
 
 
@@ -1163,14 +1168,14 @@ def test_what_is_left_in_front_of_a_withdrawn_block_can_be_evicted(rig):
 
 
 def test_a_path_does_not_lead_to_what_was_withdrawn(rig):
-    path = MatchCursor()
+    cursor = MatchCursor()
     blocks = rig.hold("AB")
-    assert ids(rig.cache.match_prefix(rig.spell("ABC"), None, path).blocks) == ids(blocks)
+    assert ids(rig.cache.match_prefix(rig.spell("ABC"), None, cursor).blocks) == ids(blocks)
     rig.cache.invalidate(blocks[0])
-    assert rig.cache.match_prefix(rig.spell("ABC"), None, path).blocks == []
+    assert rig.cache.match_prefix(rig.spell("ABC"), None, cursor).blocks == []
     rig.pool.free(blocks[::-1])
     again = rig.hold("A")
-    assert ids(rig.cache.match_prefix(rig.spell("ABC"), None, path).blocks) == ids(again)
+    assert ids(rig.cache.match_prefix(rig.spell("ABC"), None, cursor).blocks) == ids(again)
     rig.cache.release(again)
 
 
@@ -1277,13 +1282,13 @@ class CacheMachine(RuleBasedStateMachine):
     @rule(
         tokens=PROMPTS,
         keys=st.sampled_from(KEYS),
-        with_path=st.booleans(),
+        with_cursor=st.booleans(),
         split=st.integers(0, 3),
         num_kept=st.none() | st.integers(0, 3),
         publish=st.booleans(),
     )
-    def new_request(self, tokens, keys, with_path, split, num_kept, publish):
-        tenant = Tenant(list(tokens), keys, MatchCursor() if with_path else None)
+    def new_request(self, tokens, keys, with_cursor, split, num_kept, publish):
+        tenant = Tenant(list(tokens), keys, MatchCursor() if with_cursor else None)
         if not self.world.admit(tenant, split, num_kept):
             self.waiting.append(tenant)
             return
@@ -1298,11 +1303,11 @@ class CacheMachine(RuleBasedStateMachine):
         (self.running if self.world.admit(tenant, split) else self.waiting).append(tenant)
 
     @precondition(lambda self: self.running)
-    @rule(data=st.data(), num_blocks=st.integers(1, 4), with_path=st.booleans())
-    def publish(self, data, num_blocks, with_path):
+    @rule(data=st.data(), num_blocks=st.integers(1, 4), with_cursor=st.booleans())
+    def publish(self, data, num_blocks, with_cursor):
         tenant = data.draw(st.sampled_from(self.running))
         num_full = tenant.num_full(self.world.block_size)
-        self.world.publish(tenant, min(tenant.num_published + num_blocks, num_full), with_path)
+        self.world.publish(tenant, min(tenant.num_published + num_blocks, num_full), with_cursor)
 
     @precondition(lambda self: self.running)
     @rule(data=st.data(), tokens=st.lists(st.integers(0, 1), min_size=1, max_size=4))
@@ -1388,7 +1393,7 @@ def walk(make_cache, seed: int, num_steps: int, num_usable: int, block_size: int
             tenant = rng.choice(running)
             num_full = tenant.num_full(block_size)
             upto = rng.randint(min(tenant.num_published, num_full), num_full)
-            world.publish(tenant, upto, with_path=rng.random() < 0.7)
+            world.publish(tenant, upto, with_cursor=rng.random() < 0.7)
         elif action < 0.65:
             world.grow(rng.choice(running), rng.randrange(3))
         elif action < 0.68:
@@ -1442,7 +1447,7 @@ def test_every_interleaving_of_three_requests_on_five_blocks(make_cache, share):
         order = pending.pop()
         world = World(make_cache, 6, 2)
         tenants = [Tenant(prompt[:], (), MatchCursor()) for prompt in prompts]
-        tenants[2].path = None
+        tenants[2].cursor = None
         done, refused = [0, 0, 0], set()
         taken: list[int] = []
         while choices := [who for who in range(3) if done[who] < 3 and who not in refused]:

@@ -174,11 +174,11 @@ class CountingDict(dict):
 
 def test_with_a_path_an_insertion_looks_up_its_parent_and_what_is_new():
     cache = PrefixCacheLocal(50, block_size=2)
-    tokens, path, blocks = list(range(100)), MatchCursor(), cache.pool.allocate(50)
+    tokens, cursor, blocks = list(range(100)), MatchCursor(), cache.pool.allocate(50)
     cache._by_hash = CountingDict()
     for index, block in enumerate(blocks):
         CountingDict.num_gets = 0
-        cache.insert(tokens, [block], start=index, path=path)
+        cache.insert(tokens, [block], start=index, cursor=cursor)
         assert CountingDict.num_gets == min(index, 1) + 1
     cache.check_invariants()
 

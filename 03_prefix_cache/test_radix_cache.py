@@ -172,12 +172,12 @@ def test_a_release_of_what_nobody_uses_cuts_and_changes_nothing(rig):
 
 
 def test_decoding_grows_one_leaf_and_no_chain(rig):
-    path, blocks = MatchCursor(), []
+    cursor, blocks = MatchCursor(), []
     word = "ABCDEFGHIJKLMNOPQRST"
     for index in range(len(word)):
         new = rig.pool.allocate(1)
         tokens = rig.spell(word[: index + 1])
-        blocks += rig.cache.insert(tokens, new, start=index, path=path).blocks
+        blocks += rig.cache.insert(tokens, new, start=index, cursor=cursor).blocks
         rig.check()
     assert rig.nodes() == {word: 1}
     assert ids(rig.cache.match_prefix(rig.spell(word)).blocks) == ids(blocks)
@@ -216,10 +216,10 @@ def test_a_leaf_that_all_its_users_share_on_grows_in_place(rig):
     rig.cache.match_prefix(rig.spell("AB"), None, child)
     (c,) = rig.pool.allocate(1)
     rig.pool.touch([c])
-    rig.cache.insert(rig.spell("ABC"), [c], start=2, path=parent)
+    rig.cache.insert(rig.spell("ABC"), [c], start=2, cursor=parent)
     assert rig.nodes() == {"ABC": 2}
     (x,) = rig.pool.allocate(1)
-    rig.cache.insert(rig.spell("ABX"), [x], start=2, path=child)  # it went another way
+    rig.cache.insert(rig.spell("ABX"), [x], start=2, cursor=child)  # it went another way
     assert rig.nodes() == {"AB": 2, "AB.C": 2, "AB.X": 1}
     assert (rig.hits("ABC"), rig.hits("ABX")) == (3, 3)
 
@@ -238,19 +238,19 @@ def test_duplicates_lock_exactly_the_pages_they_stand_for(rig):
 
 
 def test_an_old_path_finds_its_way_after_cuts_and_evictions(rig):
-    path = MatchCursor()
-    held = rig.hold("ABCD", path)
+    cursor = MatchCursor()
+    held = rig.hold("ABCD", cursor)
     rig.hits("AB"), rig.hits("A")
     (e,) = rig.pool.allocate(1)
-    rig.cache.insert(rig.spell("ABCDE"), [e], start=4, path=path)
+    rig.cache.insert(rig.spell("ABCDE"), [e], start=4, cursor=cursor)
     assert rig.nodes() == {"A": 1, "A.B": 1, "A.B.CDE": 1}
     rig.cache.release([*held, e])
     rig.cache.evict(3)
     rig.hold("ABXYZ")  # as long as what was evicted, and in the very node that the path knows
     new = rig.pool.allocate(1)
     with pytest.raises(ValueError, match="block 2 is not cached"):
-        rig.cache.insert(rig.spell("ABCDEF"), new, start=5, path=path)
-    assert rig.cache.insert(rig.spell("ABC"), new, start=2, path=path).owned == new
+        rig.cache.insert(rig.spell("ABCDEF"), new, start=5, cursor=cursor)
+    assert rig.cache.insert(rig.spell("ABC"), new, start=2, cursor=cursor).owned == new
     assert rig.hits("ABC") == 3 and rig.hits("ABXYZ") == 5
 
 

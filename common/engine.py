@@ -86,13 +86,13 @@ class LLMEngine:
         self.recorder = parts.recorder
         self._close_loop, self._give_up = parts.close_loop, parts.give_up
         self.kv_manager, self._connector = parts.kv_memory, parts.connector
-        self._side, self._in_flight_plans = parts.side, parts.in_flight_plans
-        side = parts.side
-        self.kv_cache, self.speculation = side.kv_cache, side.speculation
-        self.max_model_len, self.vocab_size = side.max_model_len, side.vocab_size
-        self.on_step, self.model_config = on_step, side.model.config
-        self.device, self.dtype = side.model.device, side.model.dtype
-        self.num_parameters, eos_token_ids = side.model.num_parameters, side.model.eos_token_ids
+        self._in_flight_plans = parts.in_flight_plans
+        handle = self._runner_handle = parts.runner_handle
+        self.kv_cache, self.speculation = handle.kv_cache, handle.speculation
+        self.max_model_len, self.vocab_size = handle.max_model_len, handle.vocab_size
+        self.on_step, self.model_config = on_step, handle.model.config
+        self.device, self.dtype = handle.model.device, handle.model.dtype
+        self.num_parameters, eos_token_ids = handle.model.num_parameters, handle.model.eos_token_ids
         self._input_processor = InputProcessor(
             self.tokenizer,
             self.model_config.vocab_size,
@@ -103,7 +103,7 @@ class LLMEngine:
         )
         # Ends the workers, if there are any, and restores torch's thread count, when this engine is
         # closed or garbage-collected.
-        self._close_side = None if side.close is None else weakref.finalize(self, side.close)
+        self._close_runner = None if handle.close is None else weakref.finalize(self, handle.close)
         self._groups: dict[str, RequestGroup] = {}
         self._finished_groups: dict[RequestGroup, None] = {}  # not yet returned; in order
         self._num_idle_steps = 0  # consecutive, up to the last step
@@ -617,8 +617,8 @@ class LLMEngine:
                 self._connector.close()
             if self._grammars is not None:
                 self._grammars.close()
-            if self._close_side is not None:
-                self._close_side()
+            if self._close_runner is not None:
+                self._close_runner()
 
     @exclusive
     def reset_stats(self) -> None:
@@ -729,7 +729,9 @@ def _make_parts(
     except BaseException:
         put_threads_back()
         raise
-    return replace(parts, side=replace(parts.side, close=put_threads_back)), tokenizer
+    return replace(
+        parts, runner_handle=replace(parts.runner_handle, close=put_threads_back)
+    ), tokenizer
 
 
 def _make_remote_parts(

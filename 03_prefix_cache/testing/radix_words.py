@@ -26,14 +26,14 @@ class Rig:
         tokens = [100 * ord(letter) + i for letter in letters for i in range(self.page_size)]
         return tokens + list(range(num_extra))
 
-    def hold(self, letters: str, path: MatchCursor | None = None) -> list[Block]:
+    def hold(self, letters: str, cursor: MatchCursor | None = None) -> list[Block]:
         """Cache the word as a request that uses it from now on."""
-        found = self.cache.match_prefix(self.spell(letters), None, path).blocks
+        found = self.cache.match_prefix(self.spell(letters), None, cursor).blocks
         self.cache.touch(found)
         num_new = len(letters) - len(found)
         new = (self.pool.allocate(num_new) if num_new else None) or []
         tokens = self.spell(letters)
-        return found + self.cache.insert(tokens, new, start=len(found), path=path).blocks
+        return found + self.cache.insert(tokens, new, start=len(found), cursor=cursor).blocks
 
     def warm(self, letters: str) -> list[Block]:
         blocks = self.hold(letters)

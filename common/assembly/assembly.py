@@ -158,7 +158,7 @@ def assemble(
 
     local = make_runner(config, loaded, draft, max_model_len, vocab_size, trim, tokenizer=tokenizer)
     speculation = local.speculation
-    side = RunnerHandle(
+    runner_handle = RunnerHandle(
         local.outermost,
         model_facts(loaded),
         local.kv_cache,
@@ -172,7 +172,7 @@ def assemble(
         else speculation.proposer.num_lookahead_tokens,
         adapters=local.adapters,
     )
-    return assemble_around(config, side)
+    return assemble_around(config, runner_handle)
 
 
 def model_facts(loaded: LoadedModel) -> ModelFacts:

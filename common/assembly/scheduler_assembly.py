@@ -98,7 +98,7 @@ class EngineParts:
 
     core: EngineCore
     recorder: RecordedScheduler  # the scheduler, as the loop sees it
-    side: RunnerHandle
+    runner_handle: RunnerHandle
     kv_memory: UncachedKVCacheManager | CachedKVCacheManager
     connector: KVConnector | None
     adapters: AdapterNames | None = None
@@ -134,24 +134,26 @@ def find_eos_token_ids(
     return tuple(dict.fromkeys(ends))
 
 
-def assemble_around(config: EngineConfig, side: RunnerHandle) -> EngineParts:
+def assemble_around(config: EngineConfig, runner_handle: RunnerHandle) -> EngineParts:
     """Make scheduler, KV memory and engine loop for a runner."""
-    connector, listener = make_connector(config, side)
-    overlaps = is_overlapped(config, side.model.device)
+    connector, listener = make_connector(config, runner_handle)
+    overlaps = is_overlapped(config, runner_handle.model.device)
     in_flight = make_in_flight_plugin(config, overlaps)
-    queued = None if in_flight is None else make_queued_runner(side)
+    queued = None if in_flight is None else make_queued_runner(runner_handle)
     wait_for_steps = None if queued is None else queued.wait_for_steps
-    num_blocks = side.kv_cache.num_blocks
-    windows = side.model.config.layer_windows
-    if windows and (groups := deal_layers(windows, side.max_model_len)).have_windows:
+    num_blocks = runner_handle.kv_cache.num_blocks
+    windows = runner_handle.model.config.layer_windows
+    if windows and (groups := deal_layers(windows, runner_handle.max_model_len)).have_windows:
         from common.assembly.windows import make_grouped_memory
 
-        kv_memory = make_grouped_memory(config, num_blocks, groups.windows, side.model.device)
+        kv_memory = make_grouped_memory(
+            config, num_blocks, groups.windows, runner_handle.model.device
+        )
     else:
         kv_memory = make_kv_memory(config, num_blocks, connector, listener, wait_for_steps)
     chunk_policy = make_chunk_policy(config)
-    plugins = make_plugins(config, in_flight, side.num_lookahead_tokens)
-    parts = SchedulerParts(config, side.max_model_len, kv_memory, chunk_policy, plugins)
+    plugins = make_plugins(config, in_flight, runner_handle.num_lookahead_tokens)
+    parts = SchedulerParts(config, runner_handle.max_model_len, kv_memory, chunk_policy, plugins)
     scheduler = make_scheduler(parts)
     observers: list[Observer] = []
     if connector is not None:
@@ -160,21 +162,25 @@ def assemble_around(config: EngineConfig, side: RunnerHandle) -> EngineParts:
         observers.append(partial(tell_durations, chunk_policy))
     recorder = RecordedScheduler(scheduler, observers)
     if in_flight is None or queued is None:
-        core = EngineCore(recorder, side.runner)
-        return EngineParts(core, recorder, side, kv_memory, connector, make_adapter_names(side))
+        core = EngineCore(recorder, runner_handle.runner)
+        return EngineParts(
+            core, recorder, runner_handle, kv_memory, connector, make_adapter_names(runner_handle)
+        )
     core = make_multi_step_core(config, recorder, queued, in_flight)
-    ends, adapters = (core.close, core.give_up), make_adapter_names(side, queued)
-    return EngineParts(core, recorder, side, kv_memory, connector, adapters, *ends, in_flight)
+    ends, adapters = (core.close, core.give_up), make_adapter_names(runner_handle, queued)
+    return EngineParts(
+        core, recorder, runner_handle, kv_memory, connector, adapters, *ends, in_flight
+    )
 
 
 def make_adapter_names(
-    side: RunnerHandle, queued: QueuedRunner | None = None
+    runner_handle: RunnerHandle, queued: QueuedRunner | None = None
 ) -> AdapterNames | None:
-    if side.adapters is None:
+    if runner_handle.adapters is None:
         return None
     from common.features.adapters.adapter_names import AdapterNames
 
-    return AdapterNames(side.adapters, int if queued is None else queued.wait_for_steps)
+    return AdapterNames(runner_handle.adapters, int if queued is None else queued.wait_for_steps)
 
 
 # -- the scheduler
@@ -348,11 +354,11 @@ def is_overlapped(config: EngineConfig, device: torch.device) -> bool:
     return name is None
 
 
-def make_queued_runner(side: RunnerHandle) -> QueuedRunner:
+def make_queued_runner(runner_handle: RunnerHandle) -> QueuedRunner:
     """Make a runner for a loop that starts a step while another one is in flight."""
     from common.runner.overlap import QueuedRunner, ThreadedRunner
 
-    return (QueuedRunner if side.is_queued else ThreadedRunner)(side.runner)
+    return (QueuedRunner if runner_handle.is_queued else ThreadedRunner)(runner_handle.runner)
 
 
 def make_multi_step_core(
@@ -431,7 +437,7 @@ def make_radix_cache(
 
 
 def make_connector(
-    config: EngineConfig, side: RunnerHandle
+    config: EngineConfig, runner_handle: RunnerHandle
 ) -> tuple[KVConnector | None, CacheListener | None]:
     """Make the connector (tiers and configured connector), bound to this engine's KV memory, and
     the listener that is notified of cached blocks."""
@@ -446,7 +452,7 @@ def make_connector(
     from kv_connector import ConnectorChain
 
     connector = connectors[0] if len(connectors) == 1 else ConnectorChain(connectors)
-    io, namespace = side.block_io()
+    io, namespace = runner_handle.block_io()
     connector.bind(io, config.block_size, namespace)
     return connector, tiers
 

@@ -53,9 +53,12 @@ class Watch:
         self.memory = MemoryWatch(self.log, parts.kv_memory, parts.connector)
         name_of = parts.adapters.name_of if parts.adapters else lambda digest: None
         self.requests = RequestWatch(self.log, texts, self.memory, name_of)
-        num_blocks, overlaps = parts.side.kv_cache.num_blocks, parts.in_flight_plans is not None
+        num_blocks, overlaps = (
+            parts.runner_handle.kv_cache.num_blocks,
+            parts.in_flight_plans is not None,
+        )
         windows = self.memory.windows
-        self.run = describe_run(config, parts.side.model, num_blocks, overlaps, windows)
+        self.run = describe_run(config, parts.runner_handle.model, num_blocks, overlaps, windows)
         self.log.note(self.run)
         under_way = self.recorder.in_flight_plans
         self.scheduler = StepWatch(inner, self.requests, len(under_way))

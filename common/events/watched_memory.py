@@ -252,9 +252,9 @@ class CacheWatch:
         self,
         token_ids: Sequence[int],
         extra_keys: ExtraKeys | None = None,
-        path: MatchCursor | None = None,
+        cursor: MatchCursor | None = None,
     ) -> PrefixMatch:
-        match = self._cache.match_prefix(token_ids, extra_keys, path)
+        match = self._cache.match_prefix(token_ids, extra_keys, cursor)
         self._watch.num_found = match.num_cached_tokens
         if match.blocks:
             self._watch.note(Matched(self._watch.who, _ids(match.blocks)))
@@ -267,12 +267,12 @@ class CacheWatch:
         extra_keys: ExtraKeys | None = None,
         *,
         start: int = 0,
-        path: MatchCursor | None = None,
+        cursor: MatchCursor | None = None,
     ) -> InsertResult:
         given, cache = _ids(blocks), self._cache
         self._watch.settle()
         with self._pool.saying(None):
-            result = cache.insert(token_ids, blocks, extra_keys, start=start, path=path)
+            result = cache.insert(token_ids, blocks, extra_keys, start=start, cursor=cursor)
         if given:
             who, hashes = self._watch.who or "", [cache.hash_of(block) for block in result.blocks]
             hashes = hashes if any(hashes) else []

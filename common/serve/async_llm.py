@@ -36,7 +36,7 @@ if TYPE_CHECKING:
 __all__ = ["AsyncLLM", "EngineError", "PromptTooLong", "QueueFull", "RequestDelta"]
 LONG_TEXT = 4096  # characters; a longer prompt is tokenized outside the loop
 COUNTED_BYTES = 1 << 20  # largest text that is tokenized even if it cannot fit; 4 s of a core
-NUM_AT_ONCE = 8  # deltas delivered before the loop can run something else
+MAX_DELTAS_PER_TURN = 8  # deltas delivered before the loop can run something else
 MAX_OWNERS = 10_000  # requests whose owner is remembered
 
 
@@ -299,7 +299,7 @@ class AsyncLLM:
             self._give_out()
 
     def _give_out(self) -> None:
-        for _ in range(min(NUM_AT_ONCE, len(self._given))):
+        for _ in range(min(MAX_DELTAS_PER_TURN, len(self._given))):
             delta = self._given.popleft()
             if (mailbox := self._mailboxes.get(delta.request_id)) is not None:
                 mailbox.put(delta)

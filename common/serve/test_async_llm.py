@@ -276,7 +276,7 @@ def test_a_mailbox_joins_what_is_not_read() -> None:
 def test_many_deltas_do_not_block_the_loop(llm: AsyncLLM) -> None:
     """They are given out some at a time, in order."""
     from common.engine_config import EngineStats
-    from common.serve.async_llm import NUM_AT_ONCE
+    from common.serve.async_llm import MAX_DELTAS_PER_TURN
     from common.serve.deltas import EngineUpdate
 
     async def give() -> list[int]:
@@ -298,7 +298,7 @@ def test_many_deltas_do_not_block_the_loop(llm: AsyncLLM) -> None:
         return seen
 
     left = asyncio.run(give())
-    assert len(left) >= 2000 // NUM_AT_ONCE - 1
+    assert len(left) >= 2000 // MAX_DELTAS_PER_TURN - 1
 
 
 def test_a_long_prompt_holds_up_nobody(llm: AsyncLLM, loop: asyncio.AbstractEventLoop) -> None:

@@ -45,7 +45,7 @@ def executor_of(engine: LLMEngine) -> Executor:
 
 def side_of(engine: LLMEngine) -> RunnerHandle:
     """What computes for it, which is not ended with another engine that uses it."""
-    return replace(engine._side, close=None)
+    return replace(engine._runner_handle, close=None)
 
 
 def engine_around(side: RunnerHandle, tokenizer: Tokenizer, **config) -> LLMEngine:

@@ -31,7 +31,7 @@ ASIDE = """
 """
 CHECKS = ("check_invariants", "check", "_check_sharing", "__repr__")
 # An interrupt here comes when `step` has done all: whom it was about to return is nowhere else.
-DELIVERY = ("step", "taken", "__exit__", "release", "run_deferred")
+DELIVERY = ("step", "ack", "__exit__", "release", "run_deferred")
 NUM_QUIET = 15  # rounds in which no line is new: all is tried that this workload comes by
 NUM_SAMPLE_ROUNDS, SAMPLE = 40, 5  # in `make test`: one line of five
 
@@ -194,7 +194,7 @@ def run_rounds(run: Run, most: int) -> None:
 
 
 def rows_known_to_the_runner(engine: LLMEngine) -> set[str]:
-    runner = engine._side.runner
+    runner = engine._runner_handle.runner
     while not hasattr(runner, "state"):
         runner = runner.runner
     return set(runner.state.row_of) | set(runner.state.requests)
@@ -280,7 +280,7 @@ def test_recovery_may_be_interrupted(name, most, where, family_oracle, family_lo
     if where == "in the runner":
         run.fail_in(run.engine.core.runner, "execute")
     else:
-        run.fail_in(run.engine.scheduler.delta, "taken")
+        run.fail_in(run.engine.scheduler.delta, "ack")
     run_rounds(run, most)
     assert len(run.interrupt.tried) > 20
     finish_and_compare(run)

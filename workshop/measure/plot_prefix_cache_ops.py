@@ -107,10 +107,13 @@ class FilledCache:
         times["touch + release"], _ = cpu_us(
             lambda: (cache.touch(match.blocks), cache.release(match.blocks))
         )
-        blocks, path = cache.pool.allocate(PROMPT_BLOCKS), MatchCursor()
+        blocks, cursor = cache.pool.allocate(PROMPT_BLOCKS), MatchCursor()
         assert blocks is not None, "the pool is too small"
         times["match + insert"], (missed, inserted) = cpu_us(
-            lambda: (cache.match_prefix(new, path=path), cache.insert(new, blocks, path=path))
+            lambda: (
+                cache.match_prefix(new, cursor=cursor),
+                cache.insert(new, blocks, cursor=cursor),
+            )
         )
         assert not missed.blocks, "a new prompt was found"
         cache.release(inserted.blocks)
@@ -225,8 +228,8 @@ class PromptTimer:
         self.cache = make_cache(name, num_prompts * PROMPT_BLOCKS)
 
     def take(self, prompt: list[int]) -> list:
-        cache, path = self.cache, MatchCursor()
-        found = cache.match_prefix(prompt, path=path).blocks
+        cache, cursor = self.cache, MatchCursor()
+        found = cache.match_prefix(prompt, cursor=cursor).blocks
         cache.touch(found)
         num_new = PROMPT_BLOCKS - len(found)
         if num_new == 0:
@@ -234,7 +237,7 @@ class PromptTimer:
         cache.evict(num_new - cache.pool.num_free_blocks)
         blocks = cache.pool.allocate(num_new)
         assert blocks is not None, "the pool is too small"
-        return found + cache.insert(prompt, blocks, start=len(found), path=path).blocks
+        return found + cache.insert(prompt, blocks, start=len(found), cursor=cursor).blocks
 
     def give_back(self, taken: list) -> None:
         self.cache.release(taken)

@@ -52,8 +52,8 @@ def serve_without_model(cache: PrefixCache, requests: Sequence[PlannedRequest]) 
 
 
 def _serve(cache: PrefixCache, prompt: list[int], answer: list[int]) -> tuple[int, int]:
-    size, path = cache.block_size, MatchCursor()
-    found, num_cached = cache.match_prefix(prompt, path=path)
+    size, cursor = cache.block_size, MatchCursor()
+    found, num_cached = cache.match_prefix(prompt, cursor=cursor)
     cache.touch(found)
     token_ids = prompt + answer
     num_new = len(token_ids) // size - len(found)
@@ -61,10 +61,10 @@ def _serve(cache: PrefixCache, prompt: list[int], answer: list[int]) -> tuple[in
     blocks = cache.pool.allocate(num_new)
     assert blocks is not None, "the pool is too small"
     num_prompt_blocks = len(prompt) // size - len(found)  # published when the prompt is computed
-    first = cache.insert(prompt, blocks[:num_prompt_blocks], start=len(found), path=path)
+    first = cache.insert(prompt, blocks[:num_prompt_blocks], start=len(found), cursor=cursor)
     held = found + first.blocks
     rest = blocks[num_prompt_blocks:]
-    held += cache.insert(token_ids, rest, start=len(held), path=path).blocks
+    held += cache.insert(token_ids, rest, start=len(held), cursor=cursor).blocks
     cache.release(held)
     return num_cached, num_evicted
 

@@ -40,10 +40,10 @@ def matches() -> str:
         shown = f"{len(match.blocks)} blocks, {match.num_cached_tokens} tokens"
         lines.append(f"a prompt of {name} tokens, 8 of them are cached: {shown}")
     lines.append(f"under another salt: {cache.match_prefix(a, [('salt', 'x')]).num_cached_tokens}")
-    path = MatchCursor()
-    found = [len(cache.match_prefix(a[:n], None, path).blocks) for n in (7, 8)]
-    known = "is remembered" if path.state else "is not remembered"
-    lines.append(f"7 tokens, then 8, along one path: {found} blocks; the way {known}")
+    cursor = MatchCursor()
+    found = [len(cache.match_prefix(a[:n], None, cursor).blocks) for n in (7, 8)]
+    known = "is remembered" if cursor.state else "is not remembered"
+    lines.append(f"7 tokens, then 8, with one cursor: {found} blocks; its place {known}")
     cache = PrefixCacheLocal(max_cached_blocks=4, block_size=4)
     for tokens in (a, b):
         cache.cache_computed_blocks(tokens)
