@@ -175,10 +175,10 @@ class BaseScheduler:
         admission."""
         for plugin in self.plugins:
             plugin.begin_step()
-        names = list(self.running)
+        ids = list(self.running)
         for skips_step in self._skip_hooks:
-            names = [name for name in names if not skips_step(self.running[name])]
-        return names
+            ids = [req_id for req_id in ids if not skips_step(self.running[req_id])]
+        return ids
 
     def add_request(self, request: Request) -> None:
         """Queue a request. Raises `ValueError`, and changes nothing, if its id is in use or it

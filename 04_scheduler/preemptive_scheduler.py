@@ -355,7 +355,7 @@ class PreemptiveScheduler(BaseScheduler):
             else:  # finished between schedule and update
                 finished_ids.add(request_id)
         if finished_ids:
-            results.request_ids = [name for name in results.request_ids if name not in finished_ids]
+            results.request_ids = [i for i in results.request_ids if i not in finished_ids]
         self.delta.ack(plan)
         return results
 

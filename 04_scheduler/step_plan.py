@@ -92,8 +92,8 @@ class StepResults(Sequence[EngineCoreOutput]):
         return len(self.request_ids)
 
     def __getitem__(self, index: int) -> EngineCoreOutput:
-        name = self.request_ids[index]
-        return self.slow_path.get(name) or EngineCoreOutput(name, self.token_ids[name])
+        req_id = self.request_ids[index]
+        return self.slow_path.get(req_id) or EngineCoreOutput(req_id, self.token_ids[req_id])
 
 
 class PreemptionDeltaEncoder(BlockDeltaEncoder):

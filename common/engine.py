@@ -182,8 +182,8 @@ class LLMEngine:
             except BaseException:
                 self._recover()
                 with self._mutating_state():
-                    for name, old in before.items():
-                        if (group := self._groups.get(name)) is not None and group is not old:
+                    for request_id, old in before.items():
+                        if (group := self._groups.get(request_id)) is not None and group is not old:
                             self._rollback_add(group)
                 self._input_processor.num_seeds_drawn = num_seeds_drawn
                 raise
@@ -413,17 +413,17 @@ class LLMEngine:
                     if on_finished is not None:
                         on_finished(num_finished)
         finally:
-            unnamed = (self._groups[name] for name in ids if not groups and name in self._groups)
+            unnamed = (self._groups[i] for i in ids if not groups and i in self._groups)
             self._abort_groups(groups or dict.fromkeys(unnamed))
         return {group.request_id: copy(group) for group in groups}
 
     def _new_id(self) -> str:
         """Return a request id that no unfinished request has."""
         while True:
-            name = f"request-{self._num_named}"
+            request_id = f"request-{self._num_named}"
             self._num_named += 1
-            if name not in self._groups and name not in self._sequences:
-                return name
+            if request_id not in self._groups and request_id not in self._sequences:
+                return request_id
 
     def stream(
         self,
