@@ -157,12 +157,12 @@ class InvariantPlan(PagedPlan):
         tables: Tensor,
         key_cache: Tensor,
     ) -> list[DecodeGroup]:
-        """Set `chunks`, and leave no group to chapter 2's plan."""
+        """Set `chunk_groups`, and leave no group to chapter 2's plan."""
         block_size, num_kv_heads, head_dim = key_cache.shape[1:]
         self.num_kv_heads, self.wide = num_kv_heads, wide_dtype(key_cache.dtype)
         num_shared = self.num_heads // num_kv_heads
         num_keys = GROUP_KEY_BYTES // (num_kv_heads * head_dim * self.wide.itemsize)
-        self.chunks: list[Group] = []
+        self.chunk_groups: list[Group] = []
         by_rows: dict[int, list[Chunk]] = {}
         for row in short.tolist():
             lens = int(query_lens[row]), int(seq_lens[row]), self.skipped[row]
@@ -175,8 +175,8 @@ class InvariantPlan(PagedPlan):
             for i in range(0, len(chunks), max_chunks):
                 group_chunks = chunks[i : i + max_chunks]
                 shared_args = num_rows, tables, num_shared, block_size, self.window
-                self.chunks.append(Group(group_chunks, *shared_args))
-        max_keys = max((len(g.spans[0].slots) for g in self.chunks), default=0)
+                self.chunk_groups.append(Group(group_chunks, *shared_args))
+        max_keys = max((len(g.spans[0].slots) for g in self.chunk_groups), default=0)
         self.gathered = key_cache.new_empty(max_keys, num_kv_heads, head_dim)
         self.buffers = self.gathered.new_empty(2, self.gathered.numel(), dtype=self.wide)
         return []
@@ -184,7 +184,7 @@ class InvariantPlan(PagedPlan):
     def attend(self, query: Tensor, key_cache: Tensor, value_cache: Tensor, scale: float) -> Tensor:
         output = torch.zeros_like(query)
         caches = key_cache.flatten(0, 1), value_cache.flatten(0, 1)
-        for group in self.chunks:
+        for group in self.chunk_groups:
             rows = group.rows_of(query, self.num_kv_heads).to(self.wide).mul_(scale)
             state = Softmax(rows)
             for span in group.spans:

@@ -72,7 +72,7 @@ def test_spans_in_front_of_a_window_are_not_read():
     case = make_case([(1, 4096), (64, 4096)], 16, torch.float32, 2, 2)
     metadata = windowed_metadata(case.metadata, [4095, 4032], 16, window=200)
     plan = InvariantAttentionBackend.plan(metadata, 4, case.key_cache)
-    assert [len(group.spans) for group in plan.chunks] == [2, 3]
+    assert [len(group.spans) for group in plan.chunk_groups] == [2, 3]
 
 
 def test_layers_share_a_plan_and_nothing_else():

@@ -33,7 +33,7 @@ VERSION = 1
 # the one at which admission stopped share its reason.
 REASONS = {
     "budget": "the tokens of this step were spent",
-    "blocks": "no KV block was free, or those left are kept for running requests",
+    "blocks": "too few KV blocks were free, or those left are kept for running requests",
     "preempting": "a step that preempts admits none",
     "seat": "every batch slot is taken (max_num_seqs)",
     "constraint": "a rule held it back: a static batch, too many long prompts, an adapter",

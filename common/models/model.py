@@ -216,7 +216,7 @@ class DecoderModel(nn.Module):
         """Pack every matrix for this processor (`linear.py`), by default in oneDNN's order. Returns
         None, or the reason why they stay plain."""
         weight = self.embed_weight
-        reason = None if packing else reason_not_packed(weight.dtype, weight.device)
+        reason = None if packing is not None else reason_not_packed(weight.dtype, weight.device)
         if reason is None:
             for matrix in linear_layers(self):
                 matrix.pack(matrix.weight is self.embed_weight, packing or ONEDNN)

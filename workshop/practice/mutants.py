@@ -1,9 +1,9 @@
 """Make mechanical mutants of a module: one small wrong change inside a function.
 
-The kinds: a turned comparison (`<` to `<=`, `in` to `not in`), a number or a sum that is off by
-one, `or` instead of `and`, a missing `not`, a dropped statement, two swapped arguments. Which of
-them are planted depends on the source alone: at least `PER_HUNDRED` for 100 lines of code in each
-module, with functions and kinds in turns. Lines keep their numbers."""
+The kinds: a turned comparison (`<` to `<=`, `in` to `not in`), a number that is off by one, a
+turned sign, `or` instead of `and`, a missing `not`, a dropped statement, two swapped arguments.
+Which of them are planted depends on the source alone: at least `PER_HUNDRED` for 100 lines of code
+in each module, with functions and kinds in turns. Lines keep their numbers."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ import tokenize
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import TypeGuard
 
 PER_HUNDRED = 3
@@ -30,6 +31,9 @@ _TURNED = {
     ast.IsNot: "is",
 }
 _COMMUTATIVE = ("max", "min", "gcd")
+# Expressions that need no parentheses, and those that are functions of their own in compiled code.
+_CLOSED = (ast.Name, ast.Attribute, ast.Call, ast.Subscript, ast.Constant)
+_FUNCTIONS = (ast.Lambda, ast.ListComp, ast.SetComp, ast.DictComp, ast.GeneratorExp)
 _NO_CODE = (
     tokenize.COMMENT,
     tokenize.NL,
@@ -129,34 +133,40 @@ def _changes(tree: ast.Module, data: bytes) -> Iterator[tuple[str, str, Span, st
     def text(node: ast.expr | ast.stmt) -> str:
         return data[slice(*span(node))].decode()
 
+    def closed(node: ast.expr) -> str:
+        return text(node) if isinstance(node, _CLOSED) else f"({text(node)})"
+
     def of_node(node: ast.expr | ast.stmt) -> Iterator[tuple[str, str]]:
         match node:
             case ast.Compare(left=left, ops=[op], comparators=[right]):
-                yield "comparison", f"({text(left)} {_TURNED[type(op)]} {text(right)})"
+                yield "comparison", f"({closed(left)} {_TURNED[type(op)]} {closed(right)})"
             case ast.Constant(value=bool()):
                 pass
             case ast.Constant(value=int() as value):
                 yield "off by one", str(value + 1)
             case ast.BinOp(left=left, op=ast.Add(), right=right):
-                yield "off by one", f"({text(left)} - ({text(right)}))"
+                yield "turned sign", f"({closed(left)} - {closed(right)})"
             case ast.BinOp(left=left, op=ast.Sub(), right=right):
-                yield "off by one", f"({text(left)} + ({text(right)}))"
+                yield "turned sign", f"({closed(left)} + {closed(right)})"
             case ast.BoolOp(op=op, values=values):
                 word = " or " if isinstance(op, ast.And) else " and "
                 yield "and/or", "(" + word.join(f"({text(value)})" for value in values) + ")"
             case ast.UnaryOp(op=ast.Not(), operand=operand):
                 yield "not", f"(bool({text(operand)}))"
-            case ast.Expr(value=ast.Call()) | ast.AugAssign() | ast.Delete():
-                yield "dropped statement", "pass"
-            case ast.Assign(targets=[ast.Attribute() | ast.Subscript()]):
+            case (
+                ast.Expr(value=ast.Call())
+                | ast.AugAssign()
+                | ast.Delete()
+                | ast.Assign(targets=[ast.Attribute() | ast.Subscript()])
+            ) if not any(isinstance(part, _FUNCTIONS) for part in ast.walk(node)):
                 yield "dropped statement", "pass"
             case ast.Call(func=func, args=[first, second, *_]):
-                names = (text(first), text(second))
-                is_swappable = not any(isinstance(one, ast.Starred) for one in (first, second))
-                if is_swappable and names[0] != names[1] and text(func) not in _COMMUTATIVE:
-                    head = text(node)[: text(node).index("(", len(text(func))) + 1]
-                    rest = data[span(second)[1] : span(node)[1]].decode()
-                    yield "swapped arguments", f"{head}{names[1]}, {names[0]}{rest}"
+                is_positional = not any(isinstance(one, ast.Starred) for one in (first, second))
+                ends = [span(node)[0], *span(first), *span(second), span(node)[1]]
+                head, one, between, other, rest = (data[i:j].decode() for i, j in pairwise(ends))
+                is_plain = between.strip() == "," and head.rstrip()[-1] == "("
+                if is_positional and is_plain and one != other and text(func) not in _COMMUTATIVE:
+                    yield "swapped arguments", f"{head}{other}{between}{one}{rest}"
 
     def within(
         node: ast.AST, function: str, is_inside: bool

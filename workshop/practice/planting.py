@@ -150,7 +150,7 @@ class Planting:
         print(f"{len(good)} of {len(self.items)} cases pass, in {sum(self.seconds):.0f} s")
         if files := self.files():
             text = files[0].read_text(encoding="utf-8")
-            results, _ = self.try_cases(files[0], text, text, good)
+            results, _ = self.try_all(files[0], text, text, good)
             good = [case for case, is_failed in results if not is_failed]
             print(f"{len(good)} of them in a fork")
         for path in files:
@@ -211,39 +211,49 @@ class Planting:
             spent_s += self.seconds[case]
             if not candidates or spent_s <= self.options.plant_seconds:
                 candidates.append(case)
-        left, num_run, problem = sorted(candidates), 0, ""
-        kills: list[int] = []
-        while left and not problem and len(kills) < self.options.plant_kills:
-            results, problem = self.try_cases(path, source, mutant.apply(source), left)
-            num_run += len(results)
-            kills += [case for case, is_failed in results if is_failed]
-            left = left[len(results) :]
+        max_kills, changed = self.options.plant_kills, mutant.apply(source)
+        results, problem = self.try_all(path, source, changed, sorted(candidates), max_kills)
+        kills = [case for case, is_failed in results if is_failed]
         name = path.relative_to(self.root).as_posix()
         first = mutant.lines(source)[0]
         row = {"file": name, "line": first, "kind": mutant.kind, "mutant": mutant.key}
         num_reached = len(reached.intersection(good))
-        counts = {"num_reached": num_reached, "num_run": num_run, "kills": kills}
+        counts = {"num_reached": num_reached, "num_run": len(results), "kills": kills}
         return row | counts | ({"problem": problem} if problem else {})
 
     def limit_s(self, case: int) -> float:
         return max(MIN_LIMIT_S, LIMIT_FACTOR * self.seconds[case])
 
-    def try_cases(
-        self, path: Path, old: str, new: str, cases: Sequence[int]
+    def try_all(
+        self, path: Path, old: str, new: str, cases: Sequence[int], max_failed: int = 10**9
     ) -> tuple[list[tuple[int, bool]], str]:
-        """Return (case, failed) up to a case that ends or blocks its process, and a problem."""
+        """Return (case, failed) of the cases up to `max_failed` failures, and a problem or ""."""
+        results: list[tuple[int, bool]] = []
+        problem, num_failed = "", 0
+        while len(results) < len(cases) and not problem and num_failed < max_failed:
+            more, problem = self.try_some(
+                path, old, new, cases[len(results) :], max_failed - num_failed
+            )
+            results += more
+            num_failed += sum(is_failed for _, is_failed in more)
+        return results, problem
+
+    def try_some(
+        self, path: Path, old: str, new: str, cases: Sequence[int], max_failed: int
+    ) -> tuple[list[tuple[int, bool]], str]:
+        """As `try_all`, in one process: up to a case that ends or blocks it, which has failed."""
         sys.stdout.flush()
         read, write = os.pipe()
         if (process := os.fork()) == 0:
             try:
                 os.close(read)
-                self._in_fork(path, old, new, cases, write)
+                self._in_fork(path, old, new, cases, max_failed, write)
             finally:
                 os._exit(0)
         os.close(write)
         results: list[tuple[int, bool]] = []
-        problem, received = "", b""
-        while len(results) < len(cases) and not problem:
+        problem, received, num_failed = "", b"", 0
+        while len(results) < len(cases) and not problem and num_failed < max_failed:
             limit_s = self.limit_s(cases[len(results)]) + GRACE_S
             ready, _, _ = select.select([read], [], [], limit_s)
             if not ready or not (data := os.read(read, 1 << 16)):
@@ -255,14 +265,18 @@ class Planting:
                     problem = rest
                 else:
                     results.append((int(number), rest == "failed"))
+                    num_failed += rest == "failed"
         os.close(read)
         with suppress(ProcessLookupError):
             os.killpg(process, signal.SIGKILL)
         os.waitpid(process, 0)
-        has_ended = len(results) < len(cases) and not problem
-        return results + ([(cases[len(results)], True)] if has_ended else []), problem
+        if len(results) < len(cases) and not problem and num_failed < max_failed:
+            results.append((cases[len(results)], True))
+        return results, problem
 
-    def _in_fork(self, path: Path, old: str, new: str, cases: Sequence[int], write: int) -> None:
+    def _in_fork(
+        self, path: Path, old: str, new: str, cases: Sequence[int], max_failed: int, write: int
+    ) -> None:
         os.setpgid(0, 0)
         with without_output():
             try:
@@ -284,5 +298,5 @@ class Planting:
                     is_failed = True
                 os.write(write, f"{case} {'failed' if is_failed else 'passed'}\n".encode())
                 num_failed += is_failed
-                if num_failed == self.options.plant_kills:
+                if num_failed == max_failed:
                     return

@@ -168,7 +168,7 @@ def test_in_the_step_that_preempted_and_no_other_that_is_why_nobody_is_admitted(
     go(page, step=step + 1)
     assert rule not in page.inner_text(".words-list")
     assert "d\nno blocks" in page.inner_text(".queue-lists")
-    assert "admission stops at d: no KV block was free" in page.inner_text(".words-list")
+    assert "admission stops at d: too few KV blocks were free" in page.inner_text(".words-list")
 
 
 # -- `make watch`

@@ -6,7 +6,7 @@
   const {store, t} = Watch;
   Watch.words({
     "reason.budget": ["the tokens of this step were spent", "这一步的 token 预算用完了"],
-    "reason.blocks": ["no KV block was free, or those left are kept for running requests",
+    "reason.blocks": ["too few KV blocks were free, or those left are kept for running requests",
       "空闲的 KV 块不够，或要留给正在运行的请求"],
     "reason.preempting": ["a step that preempts admits none", "抢占过的一步不再准入"],
     "reason.seat": ["every batch slot is taken (max_num_seqs)", "运行中的请求数已到上限（max_num_seqs）"],
