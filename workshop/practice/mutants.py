@@ -9,13 +9,13 @@ from __future__ import annotations
 
 import ast
 import hashlib
-import io
-import tokenize
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import TypeGuard
+
+from workshop.book.quoted import code_lines
 
 PER_HUNDRED = 3
 _TURNED = {
@@ -34,14 +34,6 @@ _COMMUTATIVE = ("max", "min", "gcd")
 # Expressions that need no parentheses, and those that are functions of their own in compiled code.
 _CLOSED = (ast.Name, ast.Attribute, ast.Call, ast.Subscript, ast.Constant)
 _FUNCTIONS = (ast.Lambda, ast.ListComp, ast.SetComp, ast.DictComp, ast.GeneratorExp)
-_NO_CODE = (
-    tokenize.COMMENT,
-    tokenize.NL,
-    tokenize.NEWLINE,
-    tokenize.INDENT,
-    tokenize.DEDENT,
-    tokenize.ENDMARKER,
-)
 
 Span = tuple[int, int]  # start and end, in bytes of the source
 
@@ -88,7 +80,7 @@ def all_mutants(source: str) -> list[Mutant]:
 def planted_mutants(source: str, factor: float = 1.0) -> list[Mutant]:
     """Return the mutants of a module that are planted: `factor` x `PER_HUNDRED` for 100 lines of
     code, rounded up."""
-    total = -(-int(num_code_lines(source) * PER_HUNDRED * factor) // 100)
+    total = -(-int(len(code_lines(source)) * PER_HUNDRED * factor) // 100)
     queues: dict[str, list[Mutant]] = {}
     for mutant in sorted(all_mutants(source), key=lambda mutant: _digest(mutant.key)):
         queues.setdefault(mutant.function, []).append(mutant)
@@ -102,18 +94,6 @@ def planted_mutants(source: str, factor: float = 1.0) -> list[Mutant]:
                 used[mutant.kind] += 1
                 chosen.append(mutant)
     return sorted(chosen, key=lambda mutant: mutant.span)
-
-
-def num_code_lines(source: str) -> int:
-    """Return the number of lines with code: no blank lines, comments or docstrings."""
-    lines: set[int] = set()
-    for token in tokenize.generate_tokens(io.StringIO(source).readline):
-        if token.type not in _NO_CODE:
-            lines.update(range(token.start[0], token.end[0] + 1))
-    for node in ast.walk(ast.parse(source)):
-        if _is_docstring(node):
-            lines.difference_update(range(node.lineno, (node.end_lineno or 0) + 1))
-    return len(lines)
 
 
 def _digest(text: str) -> str:

@@ -38,6 +38,7 @@ import pytest
 from _pytest.runner import runtestprotocol
 
 from workshop.practice.mutants import Mutant, planted_mutants
+from workshop.practice.named_tests import into
 
 MIN_LIMIT_S, LIMIT_FACTOR = 5.0, 10.0
 GRACE_S = 20.0  # after a case's time limit; then its process is killed
@@ -124,16 +125,8 @@ def hook_imports(folder: Path, path: Path, source: str) -> None:
 
 @contextmanager
 def without_output() -> Iterator[None]:
-    kept, sink = (os.dup(1), os.dup(2)), os.open(os.devnull, os.O_WRONLY)
-    for stream in (1, 2):
-        os.dup2(sink, stream)
-    try:
+    with open(os.devnull, "w") as sink, into(sink.fileno()):
         yield
-    finally:
-        for stream, descriptor in zip((1, 2), kept):
-            os.dup2(descriptor, stream)
-        for descriptor in (*kept, sink):
-            os.close(descriptor)
 
 
 class Planting:
@@ -247,7 +240,7 @@ class Planting:
         if (process := os.fork()) == 0:
             try:
                 os.close(read)
-                self._in_fork(path, old, new, cases, max_failed, write)
+                self._in_fork(path, old, new, cases, write)
             finally:
                 os._exit(0)
         os.close(write)
@@ -263,7 +256,7 @@ class Planting:
                 number, _, rest = line.decode().partition(" ")
                 if number == "problem":
                     problem = rest
-                else:
+                elif num_failed < max_failed:  # the process goes on until it is killed
                     results.append((int(number), rest == "failed"))
                     num_failed += rest == "failed"
         os.close(read)
@@ -274,9 +267,7 @@ class Planting:
             results.append((cases[len(results)], True))
         return results, problem
 
-    def _in_fork(
-        self, path: Path, old: str, new: str, cases: Sequence[int], max_failed: int, write: int
-    ) -> None:
+    def _in_fork(self, path: Path, old: str, new: str, cases: Sequence[int], write: int) -> None:
         os.setpgid(0, 0)
         with without_output():
             try:
@@ -285,7 +276,6 @@ class Planting:
             except Exception as error:
                 os.write(write, f"problem {error}\n".encode())
                 return
-            num_failed = 0
             for place, case in enumerate(cases):
                 item = self.items[case]
                 item.own_markers = [m for m in item.own_markers if m.name != "timeout"]
@@ -297,6 +287,3 @@ class Planting:
                 except BaseException:  # what a case raises when pytest itself is changed, `exit()`
                     is_failed = True
                 os.write(write, f"{case} {'failed' if is_failed else 'passed'}\n".encode())
-                num_failed += is_failed
-                if num_failed == max_failed:
-                    return

@@ -9,7 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from workshop.practice.mutants import all_mutants, num_code_lines, planted_mutants
+from workshop.book.quoted import code_lines
+from workshop.practice.mutants import all_mutants, planted_mutants
 from workshop.practice.source_patch import ROOT
 
 MODULE = '''
@@ -74,14 +75,14 @@ def test_three_of_a_hundred_lines_are_planted_in_as_many_functions_as_possible(n
     source = (ROOT / name).read_text(encoding="utf-8")
     planted = planted_mutants(source)
     assert planted == planted_mutants(source)
-    assert len(planted) * 100 >= 3 * num_code_lines(source) > (len(planted) - 1) * 100
+    assert len(planted) * 100 >= 3 * len(code_lines(source)) > (len(planted) - 1) * 100
     functions = {m.function for m in all_mutants(source)}
     assert len({m.function for m in planted}) == min(len(planted), len(functions))
     assert len({m.kind for m in planted}) >= 3
 
 
 def test_lines_without_code_do_not_count() -> None:
-    assert num_code_lines('"""A\nB"""\n\n# c\nx = (1,\n     2)\n') == 2
+    assert len(code_lines('"""A\nB"""\n\n# c\nx = (1,\n     2)\n')) == 2
 
 
 PROJECT = {
