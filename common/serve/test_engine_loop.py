@@ -212,10 +212,11 @@ def test_one_request_is_not_held_until_the_next_message(monkeypatch: pytest.Monk
 def test_an_aborted_request_costs_one_update_and_not_one_a_step() -> None:
     """Its statistics are sent once; steps that change nothing for any client send nothing."""
     is_aborted = threading.Event()
-    engine = Engine(lambda request: is_aborted.wait(20), *[lambda request: None] * 5)
+    steps = [lambda request: None, lambda request: is_aborted.wait(20)]
+    engine = Engine(*steps, *[lambda request: None] * 5)
     engine.abort_request = lambda request_id: None  # pyright: ignore[reportAttributeAccessIssue]
     engine.loop.add("x", [7], SamplingParams(), {})
-    updates = [engine.handed_over.get(timeout=20)]  # it is accepted, and its first step waits
+    updates = [engine.handed_over.get(timeout=20)]  # it is accepted, and its second step waits
     engine.loop.abort("x")
     is_aborted.set()
     while engine.steps:
