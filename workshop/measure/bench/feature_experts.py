@@ -14,8 +14,7 @@ from functools import partial
 from typing import Any
 
 import torch
-from transformers import Qwen3MoeConfig
-from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeSparseMoeBlock
+from torch import nn
 
 from common.models.blocks import MLPBlock
 from common.models.experts.expert_config import qwen3_moe
@@ -31,7 +30,10 @@ SIZES = ("num_experts", "num_experts_per_tok", "moe_intermediate_size")
 Rows = list[torch.Tensor]
 
 
-def make_blocks(config: dict[str, Any]) -> tuple[ExpertsBlock, MLPBlock, Qwen3MoeSparseMoeBlock]:
+def make_blocks(config: dict[str, Any]) -> tuple[ExpertsBlock, MLPBlock, nn.Module]:
+    from transformers import Qwen3MoeConfig
+    from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeSparseMoeBlock
+
     dtype, hidden = getattr(torch, config["dtype"]), config["hidden_size"]
     sizes = {name: config[name] for name in SIZES}
     experts = qwen3_moe({**sizes, "num_hidden_layers": 1, "norm_topk_prob": True})

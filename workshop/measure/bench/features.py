@@ -31,7 +31,6 @@ import torch
 
 from common.requests.gc_utils import freeze_gc_heap
 from workshop.measure.bench import feature_engines, feature_experts, feature_hostile, feature_serve
-from workshop.measure.bench.bench_models import choose_dtype
 from workshop.measure.bench.bench_record import (
     ROOT,
     describe_environment,
@@ -151,6 +150,9 @@ FEATURES = {
 
 
 def measure(name: str, num_rounds: int, tiny: bool = False) -> dict[str, Any]:
+    # Not above: processes of `serve` import this module, too.
+    from workshop.measure.bench.bench_models import choose_dtype
+
     feature, environment = FEATURES[name], describe_environment()
     threads_before = torch.get_num_threads()
     defaults = {
