@@ -16,6 +16,7 @@ import argparse
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import matplotlib
 
@@ -31,6 +32,7 @@ from workshop.measure.bench.bench_record import (
     made_on,
     read_record,
     replace_between_markers,
+    table_of,
     write_record,
 )
 
@@ -52,6 +54,16 @@ class Part:
     measure: Callable[[Measurement], dict]
     figures: Mapping[str, Callable[[dict], Figure]] = field(default_factory=dict)
     tables: Callable[[dict], dict[str, str]] = lambda record: {}
+
+
+def table(first: str, rows: Mapping[str, Any], columns: Mapping[str, Callable[..., object]]) -> str:
+    """Return a table: a row for each of `rows`, after its name a cell for each of `columns`."""
+    return table_of(
+        [
+            {first: name, **{head: cell(row) for head, cell in columns.items()}}
+            for name, row in rows.items()
+        ]
+    )
 
 
 def timed(measure: Callable[..., dict], clock: str) -> Callable[[Measurement], dict]:

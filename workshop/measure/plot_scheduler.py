@@ -1,21 +1,44 @@
-"""The figures and tables of chapter 4, drawn from its records.
+"""Chapter 4's measurements, figures and tables. The command line: `workshop/measure/lab_frame.py`.
 
-`lab`, `memory`, `thrash` and `rules` are simulated on a cost model that `lab` fits to the shipped
-checkpoint on this machine; `control` times the schedulers themselves and wants a quiet one.
-`plot_scheduler_lab.py` and `plot_scheduler_control.py` define the measurements,
-`plot_scheduler_tables.py` the tables. The command line is described in
-`workshop/measure/lab_frame.py`.
+    lab        every policy and both schedulers, on a cost model fitted to this machine
+    memory     the same requests on one pool: reserved, and filled as needed
+    thrash     bursts on a third of the memory (Trap 26)
+    rules      two rules of admission, each as here and as in vLLM
+    control    times the schedulers alone, and the host's work in a step; wants a quiet machine
+
+All but `control` are simulated with the cost model of `lab`. Two more commands print:
+
+    python -m workshop.plot_scheduler --profile      the parts of a decision, 1,024 running
+    python -m workshop.plot_scheduler --host         the parts of the host's step
 """
 
 from __future__ import annotations
 
+import cProfile
+import pstats
+import random
 import statistics
+import sys
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import asdict
+from typing import Any
 
 import matplotlib.pyplot as plt
-from matplotlib.axes import Axes
 from matplotlib.figure import Figure
-from matplotlib.lines import Line2D
 
+from caching_fcfs_scheduler import CachingFCFSScheduler
+from chunk_policy import ChunkedPrefill
+from common.engine import LLMEngine
+from common.engine_config import SHIPPED_CHECKPOINT, EngineConfig
+from common.requests.gc_utils import freeze_gc_heap
+from common.requests.tokenizer import load_tokenizer
+from preemptive_scheduler import PreemptiveScheduler
+from prefill_first_scheduler import PrefillFirstScheduler
+from request import Request, SamplingParams
+from scheduler import Scheduler, make_kv_memory
+from scheduler_interface import SchedulerInterface, StepOutput
+from sglang_policies import POLICIES, policy_over
 from workshop.book.palette import (
     BASELINE,
     INK,
@@ -26,121 +49,488 @@ from workshop.book.palette import (
     label_line,
     tint,
 )
-from workshop.measure.lab_frame import Measurement, Part, run_lab
-from workshop.measure.plot_scheduler_control import measure_control
-from workshop.measure.plot_scheduler_lab import (
-    measure_lab,
-    measure_memory,
-    measure_rules,
-    measure_thrash,
+from workshop.measure.bench.bench_record import markdown_table, percentiles
+from workshop.measure.bench.stub_model import VOCAB_SIZE, stub_model
+from workshop.measure.lab_frame import Measurement, Part, run_lab, table
+from workshop.measure.rounds import spread
+from workshop.measure.scheduling_simulator import (
+    CostModel,
+    SimulatedRequest,
+    Simulation,
+    fit_cost_model,
+    simulate,
 )
-from workshop.measure.plot_scheduler_tables import (
-    mean_while_somebody_waits,
-    percentile_ms,
-    tables_of_control,
-    tables_of_lab,
-    tables_of_memory,
-    tables_of_rules,
-    tables_of_thrash,
-)
+from workshop.measure.scheduling_workloads import WORKLOADS, bursts, chat
 
+BLOCK_SIZE = 16
+LIMITS: dict[str, Any] = {"max_num_seqs": 64, "max_num_batched_tokens": 1024}
+NUM_BLOCKS = 500  # 8,000 positions
+NUM_REQUESTS = 400
+LOAD = 1.05  # times the capacity of a machine with this cost model, so that queues form
+MAX_TTFT_S, MAX_ITL_S = 1.0, 0.05
 PREFILL_FIRST = "prefill first"
 
+# -- simulated
 
-def fit_of(measurement: Measurement) -> dict:
+
+def systems() -> dict[str, Scheduler | PrefillFirstScheduler]:
+    """Return a new system of each kind. Cheap, because nothing is computed yet."""
+
+    def make(kind: type, policy: str = "fcfs", **options: Any) -> Any:
+        memory = make_kv_memory(NUM_BLOCKS)
+        return kind(policy=policy_over(memory, policy), kv_memory=memory, **LIMITS, **options)
+
+    two_phase = {f"two phases, {policy}": make(Scheduler, policy) for policy in POLICIES}
+    first = PrefillFirstScheduler
+    return two_phase | {
+        "prefill first, no bound (nano-vllm's rule)": make(first, max_consecutive_prefills=None),
+        "prefill first, never two in a row": make(first, max_consecutive_prefills=1),
+        "prefill first, mixed batches": make(first, mixing=True),
+        "prefill first, lpm": make(first, "lpm"),
+    }
+
+
+def fit_to_this_machine(num_requests: int) -> dict:
+    """Fit to chats and long prompts on the shipped checkpoint; each step is one sample."""
+    samples: list[tuple[int, int, int, float]] = []
+
+    def note(record) -> None:
+        scheduled = record.num_scheduled_tokens
+        time_ms = record.prepare_ms + record.forward_ms + record.sample_ms
+        if scheduled:
+            num_tokens = sum(scheduled.values())
+            samples.append((num_tokens, len(scheduled), record.kv_tokens_written, time_ms))
+
+    config = EngineConfig(prefix_cache=None, num_blocks=4 * NUM_BLOCKS, **LIMITS)
+    engine = LLMEngine(config, on_step=note)
+    for kind in ("chat", "long"):
+        requests = WORKLOADS[kind](num_requests, 1.0, seed=7)
+        prompts = [[t % engine.vocab_size for t in r.prompt_token_ids] for r in requests]
+        params = [
+            SamplingParams(temperature=0, max_tokens=r.num_outputs, ignore_eos=True)
+            for r in requests
+        ]
+        samples_before = len(samples)
+        engine.generate_batch(prompts, params)  # warms up
+        del samples[samples_before:]
+        engine.generate_batch(prompts, params)
+    model, error = fit_cost_model(samples)
+    return {"cost_model": asdict(model), "median_relative_error": error, "num_steps": len(samples)}
+
+
+def cost_model_of(measurement: Measurement) -> CostModel:
     """The cost model that `--record lab` has fitted. Raises `ValueError` if there is none."""
     if "lab" not in measurement.records:
         raise ValueError("cannot simulate without the cost model; run --record lab first")
-    return measurement.records["lab"]["fit"]
+    return CostModel(**measurement.records["lab"]["fit"]["cost_model"])
+
+
+def capacity(requests: list[SimulatedRequest], cost_model: CostModel) -> float:
+    """Return the plainest system's requests a second if all are there at the start."""
+    scheduler = Scheduler(kv_memory=make_kv_memory(NUM_BLOCKS), **LIMITS)
+    return len(requests) / simulate(scheduler, requests, cost_model).steps[-1].end_s
+
+
+def config(num_requests: int) -> dict:
+    return {
+        **LIMITS,
+        "num_blocks": NUM_BLOCKS,
+        "block_size": BLOCK_SIZE,
+        "num_requests": num_requests,
+        "max_ttft_s": MAX_TTFT_S,
+        "max_itl_s": MAX_ITL_S,
+        "simulated": True,
+    }
+
+
+def summarise(run: Simulation, scheduler: PreemptiveScheduler) -> dict:
+    stats, memory = scheduler.get_stats(), scheduler.kv_memory
+    busy = [step for step in run.steps if step.num_tokens]
+    num_held = sum(step.kv_blocks_in_use for step in busy) * memory.block_size
+    return {
+        "throughput": run.throughput,
+        "ttft_s": [round(t, 5) for t in run.ttft_s],
+        "itl_s": sorted(round(t, 5) for t in run.itl_s)[:: max(1, len(run.itl_s) // 500)],
+        "longest_pause_s": max(run.itl_s, default=0),
+        "goodput": run.goodput(MAX_TTFT_S, MAX_ITL_S),
+        "fairness": run.fairness,
+        "num_preemptions": stats.total_preempted,
+        "num_recomputed_tokens": stats.total_recomputed_tokens,
+        "num_computed_tokens": stats.total_scheduled_tokens,
+        "num_cached_tokens": stats.total_cached_tokens,
+        "kv_utilisation": num_held / (memory.capacity * len(busy)),
+        "num_steps": len(run.steps),
+    }
+
+
+def measure_lab(measurement: Measurement) -> dict:
+    fit = fit_to_this_machine(4 if measurement.tiny else 48)
+    num_requests = 12 if measurement.tiny else NUM_REQUESTS
+    cost_model = CostModel(**fit["cost_model"])
+    workloads, rates = {}, {}
+    for name, make in WORKLOADS.items():
+        rates[name] = LOAD * capacity(make(num_requests, rate=1e6), cost_model)
+        requests = make(num_requests, rates[name])
+        workloads[name] = {
+            system: summarise(simulate(scheduler, requests, cost_model), scheduler)
+            for system, scheduler in systems().items()
+        }
+    return {"config": config(num_requests) | {"rates": rates}, "fit": fit, "workloads": workloads}
+
+
+def measure_memory(measurement: Measurement) -> dict:
+    """Serve the same requests, all there at the start, on one pool: reserve, fill, and fill to a
+    watermark."""
+    requests, cost_model = chat(20 if measurement.tiny else 200, 1e6), cost_model_of(measurement)
+    ways = {
+        "everything reserved": {"reserve_all": True, "watermark": 0.0},
+        "filled, watermark 0": {"watermark": 0.0},
+        "filled, watermark 0.01": {"watermark": 0.01},
+        "filled, watermark 0.1": {"watermark": 0.1},
+    }
+    runs = {}
+    for name, options in ways.items():
+        limits = LIMITS | {"max_num_seqs": 256}
+        scheduler = Scheduler(kv_memory=make_kv_memory(NUM_BLOCKS), **limits, **options)
+        run = simulate(scheduler, requests, cost_model)
+        busy = [step for step in run.steps if step.num_tokens]
+        runs[name] = summarise(run, scheduler) | {
+            "end_s": [round(step.end_s, 4) for step in busy],
+            "num_running": [step.num_running for step in busy],
+            "num_waiting": [step.num_waiting for step in busy],
+            "kv_waste": [
+                round(1 - step.kv_tokens_written / (step.kv_blocks_in_use * BLOCK_SIZE), 4)
+                for step in busy
+                if step.kv_blocks_in_use
+            ],
+        }
+    return {"config": config(len(requests)), "runs": runs}
+
+
+def measure_thrash(measurement: Measurement) -> dict:
+    """Serve bursts on a third of the memory, at a rate above its capacity."""
+    requests = bursts(20 if measurement.tiny else 300, rate=30.0, seed=3)
+    ways: dict[str, dict] = {
+        "no bound, no watermark": {"max_preemptions": 10**6, "watermark": 0.0},
+        "at most 3 preemptions": {"max_preemptions": 3, "watermark": 0.0},
+        "and a watermark of 0.05": {"max_preemptions": 3, "watermark": 0.05},
+        "everything reserved": {"reserve_all": True, "watermark": 0.0},
+        PREFILL_FIRST: {},
+        "prefill first, a tenth set aside": dict.fromkeys(
+            ("init_new_token_ratio", "min_new_token_ratio"), 0.1
+        ),
+    }
+    runs = {}
+    for name, options in ways.items():
+        kind = PrefillFirstScheduler if name.startswith(PREFILL_FIRST) else Scheduler
+        scheduler = kind(kv_memory=make_kv_memory(NUM_BLOCKS // 3), **LIMITS, **options)
+        run = simulate(scheduler, requests, cost_model_of(measurement))
+        counts = [0] * (1 + int(run.steps[-1].end_s))  # by second
+        for step in run.steps:
+            counts[int(step.end_s)] += step.num_outputs
+        windows = {"window_s": list(range(len(counts))), "tokens_per_s": counts}
+        runs[name] = summarise(run, scheduler) | windows
+    return {"config": config(len(requests)) | {"num_blocks": NUM_BLOCKS // 3}, "runs": runs}
+
+
+RULES: dict[str, dict[str, Any]] = {
+    "room for every cut prompt; waits for a prefix (ours)": {},
+    "room for its own prompt": {"reserve_for_chunks": "own"},
+    "computes a shared prefix again": {"defer_on_shared_prefix": False},
+    "both (vLLM, across steps)": {"reserve_for_chunks": "own", "defer_on_shared_prefix": False},
+}
+LONGEST_CHUNK = 128  # so that several prompts are cut at one time
+
+
+def measure_rules(measurement: Measurement) -> dict:
+    """Compare two rules of admission, each as here and as in vLLM. Prompts are cut."""
+    cost_model = cost_model_of(measurement)
+    num_requests = 12 if measurement.tiny else NUM_REQUESTS
+    workloads: dict[str, dict] = {}
+    for name, make in WORKLOADS.items():
+        rate = LOAD * capacity(make(num_requests, rate=1e6), cost_model)
+        workloads[name] = {}
+        for rules, options in RULES.items():
+            chunks = ChunkedPrefill(LONGEST_CHUNK)
+            memory = make_kv_memory(NUM_BLOCKS // 2)
+            scheduler = Scheduler(kv_memory=memory, chunk_policy=chunks, **LIMITS, **options)
+            run = simulate(scheduler, make(num_requests, rate), cost_model)
+            workloads[name][rules] = summarise(run, scheduler)
+    settings = {"num_blocks": NUM_BLOCKS // 2, "longest_chunk": LONGEST_CHUNK}
+    return {"config": config(num_requests) | settings, "workloads": workloads}
+
+
+# -- timed: the schedulers alone
+
+NUM_RUNNING = (16, 64, 256, 1024, 4096)
+NUM_WAITING = (0, 1000, 100_000)
+NUM_RUNNING_HOST = (256, 1024, 4096)
+HOST_PARTS = ("schedule", "prepare", "sample", "update", "outputs", "whole")
+MAX_TOKENS = 400
+
+
+def _limits(num_running: int) -> dict:
+    return {
+        "max_num_seqs": num_running,
+        "max_num_batched_tokens": max(8192, 40 * num_running),
+        "kv_memory": make_kv_memory(40 * num_running + 1000),
+    }
+
+
+KINDS: dict[str, Callable[..., SchedulerInterface]] = {
+    "two phases": Scheduler,
+    PREFILL_FIRST: PrefillFirstScheduler,
+    "chapter 1": CachingFCFSScheduler,  # over the same memory
+}
+
+
+def fill(scheduler: SchedulerInterface, num_running: int, num_waiting: int) -> None:
+    """Fill with requests whose prompts are computed, at different positions in their blocks."""
+    rng = random.Random(0)
+
+    def add(name: str, length: int) -> None:
+        prompt = [rng.randrange(50_000) for _ in range(length)]
+        scheduler.add_request(Request.from_tokens(name, prompt, MAX_TOKENS))
+
+    for i in range(num_running):
+        add(f"running {i}", rng.randint(17, 32))
+    while scheduler.get_request_counts() != (num_running, 0):
+        decide(scheduler)
+    for i in range(num_waiting):
+        add(f"waiting {i}", 4)
+    decide(scheduler)
+
+
+def decide(scheduler: SchedulerInterface) -> float:
+    """Return the microseconds of one decode step's decisions."""
+    start = time.perf_counter()
+    output = scheduler.schedule()
+    elapsed = time.perf_counter() - start
+    sampled = StepOutput({request_id: [7] for request_id in output.num_scheduled_tokens})
+    start = time.perf_counter()
+    scheduler.update_from_output(output, sampled)
+    return round((elapsed + time.perf_counter() - start) * 1e6, 1)
+
+
+def profile() -> None:
+    scheduler = Scheduler(**_limits(1024))
+    fill(scheduler, 1024, 0)
+    with cProfile.Profile() as profiler:
+        for _ in range(200):
+            decide(scheduler)
+    pstats.Stats(profiler).sort_stats("tottime").print_stats(25)
+
+
+# -- timed: the whole engine around a model that returns the same logits immediately
+
+
+def make_engine(num_running: int) -> LLMEngine:
+    """Build the engine with all requests decoding, at different positions in their blocks."""
+    limits = EngineConfig(
+        device="cpu",
+        max_num_seqs=num_running,
+        max_num_batched_tokens=max(8192, 40 * num_running),
+        num_blocks=32 * num_running,
+    )
+    loaded = stub_model(max(NUM_RUNNING_HOST))
+    engine = LLMEngine(limits, loaded=loaded, tokenizer=load_tokenizer(SHIPPED_CHECKPOINT))
+    rng = random.Random(0)
+    params = SamplingParams(temperature=0, max_tokens=MAX_TOKENS, ignore_eos=True)
+    for i in range(num_running):
+        prompt = [rng.randrange(VOCAB_SIZE) for _ in range(rng.randint(17, 32))]
+        engine.add_request(f"running {i}", prompt, params)
+        if i % 128 == 127:
+            engine.step()
+    for _ in range(2):
+        engine.step()
+    return engine
+
+
+def host_step(engine: LLMEngine) -> dict[str, float]:
+    """Return milliseconds of each part of one decode step. `outputs` is the engine's work around
+    the loop of chapter 1; `whole` is all but the model's forward."""
+    start = time.perf_counter()
+    engine.step()
+    total = (time.perf_counter() - start) * 1e3
+    record = engine.recorder.record()
+    parts = {part: getattr(record, f"{part}_ms") for part in HOST_PARTS[:4]}
+    whole = total - record.forward_ms
+    return parts | {"outputs": whole - sum(parts.values()), "whole": whole}
+
+
+def measure_host(*, tiny: bool) -> dict[str, dict[str, list[float]]]:
+    """Return `{number running: {part: microseconds of each step}}`. The sizes take turns. Python's
+    collector is set as in a server, else it runs in every step that makes 700 objects."""
+    freeze_gc_heap()
+    num_rounds, num_steps = (1, 3) if tiny else (5, 32)
+    engines = {str(size): make_engine(size) for size in NUM_RUNNING_HOST[: 1 if tiny else None]}
+    found = {size: {part: [] for part in HOST_PARTS} for size in engines}
+    for _ in range(num_rounds):
+        for size, engine in engines.items():
+            for _ in range(num_steps):
+                for part, ms in host_step(engine).items():
+                    found[size][part].append(round(ms * 1e3, 1))
+    return found
+
+
+def measure_control(measurement: Measurement) -> dict:
+    """Return microseconds of each step. The kinds take turns, several steps each."""
+    tiny = measurement.tiny
+    num_rounds, num_steps = (1, 3) if tiny else (5, 32)
+    running_us: dict[str, dict[str, list[float]]] = {kind: {} for kind in KINDS}
+    for num_running in NUM_RUNNING[: 2 if tiny else None]:
+        made = {kind: make(**_limits(num_running)) for kind, make in KINDS.items()}
+        for scheduler in made.values():
+            fill(scheduler, num_running, 0)
+        for _ in range(num_rounds):
+            for kind, scheduler in made.items():
+                times = running_us[kind].setdefault(str(num_running), [])
+                times += [decide(scheduler) for _ in range(num_steps)]
+    waiting_us: dict[str, dict[str, list[float]]] = {"fcfs": {}, "priority": {}}
+    for policy, times_of in waiting_us.items():
+        for num_waiting in NUM_WAITING[: 2 if tiny else None]:
+            scheduler = Scheduler(policy=policy, **_limits(256))
+            fill(scheduler, 256, num_waiting)
+            times_of[str(num_waiting)] = [decide(scheduler) for _ in range(num_rounds * num_steps)]
+    return {
+        "config": {"clock": "time.perf_counter", "num_steps": num_rounds * num_steps},
+        "running_us": running_us,
+        "waiting_us": waiting_us,
+        "host_us": measure_host(tiny=tiny),
+    }
+
+
+# -- tables
+
+
+def _percentiles_of(name: str, form: str, scale: float = 1) -> Callable[[dict], str]:
+    """Return a cell: the median and the 99th percentile of a run's times."""
+    return lambda run: form.format(*(scale * x for x in percentiles(run[name], [50, 99])))
+
+
+def _again(run: dict) -> str:
+    return f"{run['num_recomputed_tokens'] / run['num_computed_tokens']:.1%}"
+
+
+THROUGHPUT = {"tok/s": lambda run: f"{run['throughput']:,.0f}"}
+TTFT = {"TTFT s p50 / p99": _percentiles_of("ttft_s", "{:.2f} / {:.2f}")}
+COUNTS: dict[str, Callable[[dict], object]] = {
+    "preempted": lambda run: run["num_preemptions"],
+    "tokens again": lambda run: f"{run['num_recomputed_tokens']:,}",
+    "tokens cached": lambda run: f"{run['num_cached_tokens']:,}",
+}
+
+
+def tables_of_lab(record: dict) -> dict[str, str]:
+    columns = THROUGHPUT | TTFT
+    columns["between ms p50 / p99"] = _percentiles_of("itl_s", "{:.0f} / {:.0f}", 1e3)
+    columns["goodput"] = lambda run: f"{run['goodput']:.0%}"
+    columns["Jain"] = lambda run: f"{run['fairness']:.2f}"
+    columns |= COUNTS | {"KV used": lambda run: f"{run['kv_utilisation']:.0%}"}
+    equal: dict[tuple, list[str]] = {}  # equal rows of a workload are one row
+    for workload, runs in record["workloads"].items():
+        for name, run in runs.items():
+            cells = (workload, *(cell(run) for cell in columns.values()))
+            same = equal.setdefault(cells, [])
+            same.append(name.removeprefix("two phases, ") if same else name)
+    rows = [[f"{cells[0]}: {' = '.join(same)}", *cells[1:]] for cells, same in equal.items()]
+    fit = record["fit"]
+    cost = {name.removesuffix("_ms"): 1e3 * value for name, value in fit["cost_model"].items()}
+    numbers = ", ".join(f"{name.replace('_', ' ')} {value:,.2f}" for name, value in cost.items())
+    config = record["config"]
+    rates = ", ".join(f"{name} {rate:.1f}" for name, rate in config["rates"].items())
+    note = (
+        f"Simulated: {config['num_requests']} requests ({rates} a second), "
+        f"{config['num_blocks'] - 1} blocks of {config['block_size']}, "
+        f"{config['max_num_seqs']} slots, a budget of {config['max_num_batched_tokens']} tokens. "
+        "Goodput: the share of requests with a first token within "
+        f"{config['max_ttft_s']:g} s and {1e3 * config['max_itl_s']:g} ms a token after it. "
+        f"Cost model in µs, fitted to {fit['num_steps']} steps of the shipped checkpoint, median "
+        f"error {fit['median_relative_error']:.0%}: {numbers}."
+    )
+    return {"lab": markdown_table(["simulated", *columns], rows), "lab_note": note}
+
+
+def tables_of_rules(record: dict) -> dict[str, str]:
+    runs = {
+        f"{workload}: {rules}": run
+        for workload in ("long", "shared")  # the others' prompts are never cut, and share nothing
+        for rules, run in record["workloads"][workload].items()
+    }
+    return {"rules": table("simulated", runs, THROUGHPUT | TTFT | COUNTS)}
+
+
+def mean_while_others_wait(run: dict) -> float:
+    both = zip(run["num_running"], run["num_waiting"], strict=True)
+    return statistics.mean([running for running, waiting in both if waiting] or [0])
+
+
+def tables_of_memory(record: dict) -> dict[str, str]:
+    columns = {
+        "most at once": lambda run: max(run["num_running"]),
+        "mean while others wait": lambda run: f"{mean_while_others_wait(run):.1f}",
+        "KV held and not written": lambda run: f"{statistics.mean(run['kv_waste']):.0%}",
+        "preemptions": lambda run: run["num_preemptions"],
+        "work done again": _again,
+    }
+    return {"memory": table("simulated", record["runs"], columns | THROUGHPUT)}
+
+
+def tables_of_thrash(record: dict) -> dict[str, str]:
+    columns = {
+        "worst second": lambda run: f"{min(run['tokens_per_s'][1:-2], default=0):,.0f}",
+        "preemptions": lambda run: run["num_preemptions"],
+        "work done again": _again,
+        "longest pause between two tokens, s": lambda run: f"{run['longest_pause_s']:.2f}",
+    }
+    return {"thrash": table("simulated", record["runs"], THROUGHPUT | columns)}
+
+
+def _ms(values_us: Sequence[float]) -> str:
+    return spread([us / 1e3 for us in values_us], 3, 10, 90)
+
+
+def _milliseconds(first: str, rows: dict[str, dict[str, list[float]]], unit: str) -> str:
+    """Return a table of microseconds by row and size, in milliseconds."""
+    columns = {
+        f"{int(size):,} {unit}": lambda by_size, size=size: _ms(by_size[size])
+        for size in next(iter(rows.values()))
+    }
+    return table(first, rows, columns)
+
+
+def host_table(host_us: dict[str, dict[str, list[float]]]) -> str:
+    parts = {
+        part: {size: by_part[part] for size, by_part in host_us.items()} for part in HOST_PARTS
+    }
+    return _milliseconds("ms of a decode step", parts, "running")
+
+
+def tables_of_control(record: dict) -> dict[str, str]:
+    waiting = {f"256 running, {policy}": by for policy, by in record["waiting_us"].items()}
+    return {
+        "host": host_table(record["host_us"]),
+        "control": _milliseconds("ms, schedule + update", record["running_us"], "running"),
+        "waiting": _milliseconds("ms", waiting, "waiting"),
+    }
+
+
+# -- figures
 
 
 def draw_memory(record: dict) -> Figure:
     figure, axis = plt.subplots(figsize=(8.5, 4.2), layout="constrained")
-    reserved, *filled = record["runs"].values()
-    for run, share in zip(filled, (0.5, 0.75, 1), strict=True):
-        axis.plot(run["end_s"], run["num_running"], color=tint(INK, share), linewidth=2)
-    axis.plot(reserved["end_s"], reserved["num_running"], color=WASTE, linewidth=2)
-    marks = ", ".join(name.rpartition(" ")[2] for name in record["runs"] if "watermark" in name)
-    label = f"filled as needed,\nwatermark {marks}"
-    most = max(filled[0]["num_running"])
-    at = filled[0]["end_s"][filled[0]["num_running"].index(most)]
-    label_line(axis, at, most, label, INK, offset=(40, -8))
+    reserved, filled, *_ = record["runs"].values()
+    for run, color in ((filled, INK), (reserved, WASTE)):
+        axis.plot(run["end_s"], run["num_running"], color=color, linewidth=2)
+    peak = max(filled["num_running"])
+    at = filled["end_s"][filled["num_running"].index(peak)]
+    label_line(axis, at, peak, "filled as needed", INK, offset=(40, -8))
     label_line(axis, 1, max(reserved["num_running"]), "everything reserved", WASTE, offset=(0, -26))
-    few, many = map(mean_while_somebody_waits, (reserved, filled[0]))
+    few, many = map(mean_while_others_wait, (reserved, filled))
     title = f"Filled as needed, {many / few:.1f} times as many requests run (simulated)"
     label_axes(axis, title, "time, s", "requests that run", ylim=0)
     return figure
-
-
-def draw_lab(record: dict) -> Figure:
-    """Draw a panel for each workload, a numbered mark for each system."""
-    workloads = record["workloads"]
-    figure, axes = plt.subplots(2, 2, figsize=(9, 9), layout="constrained")
-    systems = list(next(iter(workloads.values())))
-    for axis, (workload, runs) in zip(axes.flat, workloads.items(), strict=True):
-        points = [
-            (percentile_ms(run["ttft_s"], 99) / 1e3, percentile_ms(run["itl_s"], 99))
-            for run in runs.values()
-        ]
-        for name, point in zip(systems, points):
-            axis.plot(*point, **_mark(name))
-        axis.set_xlim(0, 1.2 * max(x for x, _ in points))
-        axis.set_ylim(0, 1.2 * max(y for _, y in points))
-        _label_points(axis, points)
-        axis.set_title(workload)
-        axis.grid()
-    for axis in axes[1]:
-        axis.set_xlabel("time to first token, p99, s")
-    for axis in axes[:, 0]:
-        axis.set_ylabel("between two tokens, p99, ms")
-    names = [f"{i + 1}  {name}" for i, name in enumerate(systems)]
-    handles = [Line2D([], [], **_mark(name)) for name in systems]
-    figure.legend(handles, names, loc="outside lower center", ncols=2, fontsize=12)
-    figure.suptitle("Prefill first (squares): later first tokens than with 1 (simulated)")
-    return figure
-
-
-def _mark(system: str) -> dict:
-    if system.startswith(PREFILL_FIRST):
-        return {"marker": "s", "color": PROMPT, "alpha": 0.8, "ls": "", "markersize": 8}
-    return {"marker": "o", "color": INK, "alpha": 0.6, "ls": "", "markersize": 8}
-
-
-def _label_points(axis: Axes, points: list[tuple[float, float]]) -> None:
-    """Write the systems' numbers above their marks; systems whose marks touch share one label."""
-    (_, width), (_, height) = axis.get_xlim(), axis.get_ylim()
-
-    def touch(i: int, j: int) -> bool:
-        (x, y), (x2, y2) = points[i], points[j]
-        return abs(x - x2) < 0.06 * width and abs(y - y2) < 0.06 * height
-
-    groups: list[list[int]] = []
-    for i in range(len(points)):
-        near = next((group for group in groups if any(touch(i, j) for j in group)), None)
-        if near is None:
-            groups.append([i])
-        else:
-            near.append(i)
-    for group in groups:
-        x = statistics.mean(points[i][0] for i in group)
-        y = max(points[i][1] for i in group)
-        others = [points[i] for i in range(len(points)) if i not in group]
-        is_close = any(abs(x - a) < 0.1 * width and abs(y - b) < 0.13 * height for a, b in others)
-        place = {"ha": "center", "va": "bottom", "offset": (0, 6)}
-        if is_close and len(group) == 1:
-            place = {"ha": "left", "va": "center", "offset": (7, 0)}
-        label_line(axis, x, y, _ranges([i + 1 for i in group]), INK, fontsize=12, **place)
-
-
-def _ranges(numbers: list[int]) -> str:
-    """Format ranges: `[1, 2, 3, 6]` is "1-3, 6"."""
-    parts: list[list[int]] = []
-    for number in numbers:
-        if parts and number == parts[-1][-1] + 1:
-            parts[-1].append(number)
-        else:
-            parts.append([number])
-    return ", ".join(f"{p[0]}-{p[-1]}" if len(p) > 1 else f"{p[0]}" for p in parts)
 
 
 def draw_thrash(record: dict) -> Figure:
@@ -170,45 +560,18 @@ def draw_thrash(record: dict) -> Figure:
     return figure
 
 
-def draw_control(record: dict) -> Figure:
-    figure, axis = plt.subplots(figsize=(8.5, 4.6), layout="constrained")
-    styles = {
-        "two phases": (INK, "o-"),
-        PREFILL_FIRST: (PROMPT, "s-"),
-        "chapter 1": (BASELINE, "^-"),
-    }
-    for name, times in record["running_us"].items():
-        color, style = styles[name]
-        middle = [statistics.median(t) / 1e3 for t in times.values()]
-        axis.plot([int(n) for n in times], middle, style, color=color, label=name)
-    axis.set(
-        title="One decision for all decoding requests",
-        xlabel="running requests",
-        ylabel="schedule + update, ms",
-        xscale="log",
-        yscale="log",
-    )
-    ticks = [int(n) for n in next(iter(record["running_us"].values()))]
-    axis.set_xticks(ticks, [f"{tick:,}" for tick in ticks])
-    axis.minorticks_off()
-    axis.grid()
-    axis.legend(loc="lower right")
-    return figure
-
-
 PARTS = {
-    "lab": Part(lambda m: measure_lab(tiny=m.tiny), {"lab": draw_lab}, tables_of_lab),
-    "memory": Part(
-        lambda m: measure_memory(fit_of(m), tiny=m.tiny), {"memory": draw_memory}, tables_of_memory
-    ),
-    "thrash": Part(
-        lambda m: measure_thrash(fit_of(m), tiny=m.tiny), {"thrash": draw_thrash}, tables_of_thrash
-    ),
-    "rules": Part(lambda m: measure_rules(fit_of(m), tiny=m.tiny), tables=tables_of_rules),
-    "control": Part(
-        lambda m: measure_control(tiny=m.tiny), {"control": draw_control}, tables_of_control
-    ),
+    "lab": Part(measure_lab, tables=tables_of_lab),
+    "memory": Part(measure_memory, {"memory": draw_memory}, tables_of_memory),
+    "thrash": Part(measure_thrash, {"thrash": draw_thrash}, tables_of_thrash),
+    "rules": Part(measure_rules, tables=tables_of_rules),
+    "control": Part(measure_control, tables=tables_of_control),
 }
 
 if __name__ == "__main__":
-    run_lab(__file__, "04_scheduler", PARTS)
+    if sys.argv[1:] == ["--profile"]:
+        profile()
+    elif sys.argv[1:] == ["--host"]:
+        print(host_table(measure_host(tiny=False)))
+    else:
+        run_lab(__file__, "04_scheduler", PARTS)

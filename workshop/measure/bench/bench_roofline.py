@@ -15,7 +15,6 @@ tokens, and decode attention through a table against attention to contiguous KV.
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -27,23 +26,9 @@ from common.engine_config import EngineConfig
 from common.models.linear import Linear, linear_layers
 from common.models.loader import LoadedModel
 from paged_attention import AttentionMetadata, TorchAttentionBackend
+from workshop.measure.rounds import time_in_turn
 
 _MIB = 1 << 20
-
-
-def time_in_turn(calls: dict[str, Callable[[], Any]], repeats: int) -> dict[str, list[float]]:
-    """Return milliseconds of each call, `repeats` times after one that is not counted. Each round
-    starts with a different call."""
-    names = list(calls)
-    times: dict[str, list[float]] = {name: [] for name in names}
-    for call in calls.values():
-        call()
-    for r in range(repeats):
-        for name in names[r % len(names) :] + names[: r % len(names)]:
-            start = time.perf_counter()
-            calls[name]()
-            times[name].append(round(1e3 * (time.perf_counter() - start), 4))
-    return times
 
 
 @torch.inference_mode()

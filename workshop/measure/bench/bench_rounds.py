@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import gc
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
 from workshop.measure.bench import bench_systems
 from workshop.measure.bench.bench_models import BenchModels
 from workshop.measure.bench.bench_work import BenchRequest, Limits
+from workshop.measure.rounds import rotated
 
 
 @dataclass(slots=True)
@@ -62,12 +63,6 @@ class Bench:
         return served.token_ids
 
 
-def rotated(names: Sequence[str], round_number: int) -> list[str]:
-    """Return the order of a round: each system is first once in `len(names)` rounds."""
-    first = round_number % len(names)
-    return [*names[first:], *names[:first]]
-
-
 def run_rounds(bench: Bench, repeats: int, deadline: float | None = None) -> Iterator[str]:
     """Run all systems of the record, interleaved. Yields a system's name after each of its runs.
 
@@ -75,7 +70,7 @@ def run_rounds(bench: Bench, repeats: int, deadline: float | None = None) -> Ite
     systems = bench.record["systems"]
     first_tokens: dict[str, list[list[int]]] = {}
     for round_number in range(repeats):
-        for place, name in enumerate(rotated(list(systems), round_number)):
+        for place, name in enumerate(rotated(systems, round_number)):
             if deadline is not None and time.monotonic() > deadline:
                 return
             if systems[name]["error"] is None:

@@ -30,6 +30,7 @@ from workshop.measure.bench.ladder_table import (
     render_rows,
     render_short,
 )
+from workshop.measure.rounds import rotated
 
 RECORD = ROOT / "workshop" / "measure" / "bench" / "records" / "ladder.json"
 NUM_RESERVATIONS = 3  # of the longest request, which the KV memory holds without pages
@@ -42,7 +43,6 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
     from common.requests.gc_utils import freeze_gc_heap
     from common.requests.tokenizer import load_tokenizer
     from workshop.measure.bench.bench_models import choose_dtype, load_models
-    from workshop.measure.bench.bench_rounds import rotated
     from workshop.measure.bench.bench_work import Limits
     from workshop.measure.bench.ladder_systems import CHUNK, RUNGS, configs_of, describe
     from workshop.measure.bench.ladder_workload import (
@@ -114,7 +114,7 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
         for seed in range(args.rounds):
             for name, configs in work:
                 requests, tokens = workloads[name][seed], {}
-                for config in rotated(list(configs), seed):
+                for config in rotated(configs, seed):
                     bar.set_description(f"{name}, seed {seed}, {config}")
                     gc.collect()
                     outcome = RUNGS[config][1](models, limits[name], requests)

@@ -1,0 +1,196 @@
+"""One client's heaviest legal bodies, and how long the other clients wait. `features.py` runs this.
+
+Each body gets a new server with the shipped model on one thread. Two streams run in it, and a
+client asks `/health` every 20 ms. Then the body comes. Recorded are the longest answer of
+`/health`, the longest silence of a stream, and how long the server took to end after a SIGTERM,
+sent after `SECONDS` or when the body is answered. The aims hold on two quiet cores."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import re
+import signal
+import statistics
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from contextlib import suppress
+from pathlib import Path
+from subprocess import PIPE
+from typing import Any
+
+from common.engine_config import SHIPPED_ADAPTER
+from workshop.measure.bench.bench_record import markdown_table
+from workshop.measure.bench.load import open_request
+from workshop.measure.rounds import Case, median_of
+
+HEALTH_S, SILENCE_S = 0.25, 0.5  # the aims
+SECONDS = 30.0  # at most, for a body
+DRAIN_S, STUCK_S = 1.0, 60.0
+CHUNK = 512  # tokens of a step: the longest silence is at least that of an ordinary prompt's chunk
+STREAM = {"prompt": "def f(", "max_tokens": 1900, "ignore_eos": True, "stream": True}
+TWELVE = [[5 + (31 * i + 7 * j) % 4000 for j in range(1000)] for i in range(12)]
+COMPLETIONS = "/v1/completions"
+CONFIG = {
+    "aims": {"health": HEALTH_S, "silence": SILENCE_S},
+    "drain_s": DRAIN_S,
+    "max_num_batched_tokens": CHUNK,
+}
+
+
+def words(num_bytes: int) -> dict[str, Any]:
+    return {"prompt": "x", "bad_words": ["lorem ipsum " * (num_bytes // 1024 // 12)] * 1024}
+
+
+def grammar() -> dict[str, Any]:
+    """A grammar of 2,000 parts."""
+    parts = {f"name{i}": {"type": "array", "items": {"enum": [i, f"{i}"]}} for i in range(2000)}
+    schema = {"type": "object", "properties": parts, "additionalProperties": False}
+    return {"prompt": "x", "structured_outputs": {"json": schema}, "max_tokens": 5}
+
+
+# Name: path, body, whether the client disconnects immediately.
+BODIES: dict[str, tuple[str, Callable[[], dict[str, Any]], bool]] = {
+    "nothing": ("/tokenize", lambda: {"prompt": "x"}, False),
+    "`bad_words` of 4 MB": (COMPLETIONS, lambda: words(4 << 20), False),
+    "`bad_words` of 15 MB": (COMPLETIONS, lambda: words(15 << 20), False),
+    "`bad_words` of 60 KB": (COMPLETIONS, lambda: words(60 << 10), False),
+    "2,048 prompts": (COMPLETIONS, lambda: {"prompt": ["def f(x):"] * 2048}, False),
+    "1,000 prompts, streamed": (
+        COMPLETIONS,
+        lambda: {"prompt": ["def f(x):"] * 1000, "stream": True},
+        False,
+    ),
+    "12 prompts, `prompt_logprobs` 20": (
+        COMPLETIONS,
+        lambda: {"prompt": TWELVE, "prompt_logprobs": 20, "max_tokens": 1},
+        False,
+    ),
+    "12 prompts, echo, `logprobs` 20, streamed": (
+        COMPLETIONS,
+        lambda: {"prompt": TWELVE, "echo": True, "logprobs": 20, "max_tokens": 1, "stream": True},
+        False,
+    ),
+    "`n` 128, `logprobs` 20": (
+        COMPLETIONS,
+        lambda: {"prompt": "x", "n": 128, "logprobs": 20, "max_tokens": 100, "ignore_eos": True},
+        False,
+    ),
+    "a grammar of 2,000 parts, left": (COMPLETIONS, grammar, True),
+    "an adapter's expression": (
+        "/v1/load_lora_adapter",
+        lambda: {"lora_name": "a", "lora_path": "hostile"},
+        False,
+    ),
+}
+
+
+def hostile_adapter(folder: Path) -> None:
+    """Write a copy of the shipped adapter with an expression that backtracks forever."""
+    (folder / "hostile").mkdir()
+    for path in SHIPPED_ADAPTER.iterdir():
+        (folder / "hostile" / path.name).write_bytes(path.read_bytes())
+    path = folder / "hostile" / "adapter_config.json"
+    config = json.loads(path.read_text())
+    path.write_text(json.dumps(config | {"target_modules": "([a-z._0-9]+)+!"}))
+
+
+async def longest_wait(port: int, path: str, body: bytes | None, until: asyncio.Event) -> float:
+    """The longest seconds between two reads until `until` is set; for `/health`, of one answer."""
+    longest, begin = 0.0, time.monotonic()
+    while not until.is_set():
+        begin = time.monotonic()
+        reader, writer = await open_request(port, path, body)
+        while not until.is_set() and await asyncio.wait_for(reader.read(1 << 16), STUCK_S):
+            longest, begin = max(longest, time.monotonic() - begin), time.monotonic()
+        writer.transport.abort()
+        if body is None:
+            await asyncio.sleep(0.02)
+    return longest
+
+
+async def measure_body(name: str, folder: Path) -> dict[str, Any]:
+    path, make, leaves = BODIES[name]
+    flags = ["--port", "0", "--num-threads", "1", "--drain-seconds", f"{DRAIN_S}"]
+    flags += ["--adapter-root", f"{folder}", "--max-loras", "1", "--num-blocks", "2000"]
+    flags += ["--max-num-batched-tokens", f"{CHUNK}"]
+    server = await asyncio.create_subprocess_exec(
+        sys.executable, "-m", "common.serve", *flags, stderr=PIPE, env=os.environ
+    )
+    assert server.stderr is not None
+    port = None
+    while port is None:
+        line = (await server.stderr.readline()).decode()
+        match = re.search(r"served at http://127.0.0.1:(\d+)", line)
+        port = int(match[1]) if match else None
+    draining = asyncio.create_task(server.stderr.read())
+    try:
+        over, body = asyncio.Event(), json.dumps(make()).encode()
+        while True:
+            with suppress(ConnectionRefusedError):
+                await open_request(port, "/health", None)
+                break
+            await asyncio.sleep(0.05)
+        prompts = [STREAM | {"prompt": prompt} for prompt in ("def f(", "class A")]
+        for warm in [*prompts, words(5 << 10)]:
+            few = json.dumps(warm | {"max_tokens": 40}).encode()
+            reader, writer = await open_request(port, COMPLETIONS, few)
+            await reader.read()
+        streams = [json.dumps(prompt).encode() for prompt in prompts]
+        waits = [
+            asyncio.create_task(longest_wait(port, url_path, content, over))
+            for url_path, content in [("/health", None), *((COMPLETIONS, s) for s in streams)]
+        ]
+        await asyncio.sleep(1.0)
+        begin = time.monotonic()
+        reader, writer = await open_request(port, path, body)
+        status = "left"
+        if leaves:
+            await asyncio.sleep(0.3)
+        else:
+            try:
+                status = (await asyncio.wait_for(reader.readline(), SECONDS)).decode()[9:12]
+                await asyncio.wait_for(reader.read(), SECONDS - (time.monotonic() - begin))
+            except asyncio.TimeoutError:
+                status = f"{status} (unfinished)" if status != "left" else "no answer"
+        writer.transport.abort() if leaves else None
+        await asyncio.sleep(1.0)
+        over.set()
+        health, *silences = await asyncio.gather(*waits)
+        begin = time.monotonic()
+        server.send_signal(signal.SIGTERM)
+        try:
+            await asyncio.wait_for(server.wait(), 60)
+            ended = time.monotonic() - begin
+        except asyncio.TimeoutError:
+            ended = None
+        found = {"status": status, "health": health, "silence": max(silences), "ended": ended}
+        return {k: round(v, 3) if isinstance(v, float) else v for k, v in found.items()}
+    finally:
+        if server.returncode is None:
+            server.kill()
+        await draining
+
+
+def cases(config: dict[str, Any]) -> Iterator[Case]:
+    with tempfile.TemporaryDirectory() as folder:
+        hostile_adapter(Path(folder))
+        runs = {
+            name: lambda name=name: asyncio.run(measure_body(name, Path(folder)))
+            for name in config.get("bodies", BODIES)
+        }
+        yield Case("bodies", "beside two streams", runs)
+
+
+def tables(record: dict[str, Any]) -> list[str]:
+    rows = []
+    for name, runs in record["runs"]["bodies"]["beside two streams"].items():
+        ends = [run["ended"] for run in runs]
+        ended = "never" if None in ends else f"{statistics.median(ends):.1f}"
+        shown = [f"{1e3 * median_of(runs, key):,.0f}" for key in ("health", "silence")]
+        rows.append([name, runs[-1]["status"], *shown, ended])
+    longest = ["longest `/health`, ms", "longest silence, ms"]
+    return [markdown_table(["body", "status", *longest, "ended after SIGTERM, s"], rows)]
