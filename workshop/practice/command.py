@@ -162,7 +162,7 @@ def find(number: int, exhibit: Exhibit, is_revealed: bool) -> None:
 
 
 def clues(exhibit: Exhibit, swap: ModuleSwap) -> Iterator[str]:
-    """Yield clues, from the symptom to the patch. Each is computed when it is requested."""
+    """Yield clues, from the symptom to the patch. The tests run when their clue is requested."""
     effects, events = _effects(exhibit, swap)
     yield from effects
     yield f"A test that fails, and its message:\n\n{_first_failure(exhibit, swap)}"
