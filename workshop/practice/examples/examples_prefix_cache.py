@@ -156,7 +156,7 @@ def _groups(*windows: int | None) -> Any:
 def a_view_of_the_row() -> str:
     from radix_cache import RadixCache
 
-    cache = RadixCache(page_size=4, num_pages=20)
+    cache: Any = RadixCache(page_size=4, num_pages=20)
     row = A + B  # the batch's row of the first request
     cache.insert(row, cache.pool.allocate(2))
     row[:] = C + D  # the next request gets the row
