@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 from importlib.util import find_spec
 from itertools import accumulate
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 import psutil
@@ -24,6 +24,7 @@ from common.models.model_config import SCORED
 from common.runner.batch_state import BatchState
 from common.sampling.sampler import Sampler
 from common.sampling.sampling_columns import SamplingBatch, SamplingColumns
+from common.sampling.sampling_rules import SAMPLING_RULES
 from kv_budget import (
     BytesForKV,
     CudaMemory,
@@ -241,14 +242,10 @@ class SamplerWarmUp:
     @classmethod
     def of(cls, rows_per_request: Sequence[int], vocab_size: int) -> SamplerWarmUp:
         max_tokens = 1 << 20
+        numbers: dict[str, Any] = {rule.name: rule.example for rule in SAMPLING_RULES}
+        numbers["top_k"] = max(1, vocab_size - 1)  # whose tensors are the widest
         params = SamplingParams(
-            temperature=0.5,
-            top_k=max(1, vocab_size - 1),
-            top_p=0.9,
-            min_p=1e-6,
-            repetition_penalty=1.1,
-            presence_penalty=0.1,
-            frequency_penalty=0.1,
+            **numbers,
             seed=0,
             max_tokens=max_tokens,
             min_tokens=max_tokens,

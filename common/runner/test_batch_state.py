@@ -200,8 +200,8 @@ def check_state(state: BatchState, plans: Plans) -> None:
             assert state.block_ids(name, group=group) == table
             assert state.block_ids(name, 1, group) == table[1:]
         assert state.block_ids(name) == plans.tables[name][0]
-        assert state.sampling.temperature[row] == request.params.temperature
         assert state.sampling.seed[row] == request.params.seed
+        assert state.sampling.shaping[0, row] == request.params.temperature
 
 
 def check_batch(runner: PagedModelRunner, plan: SchedulerOutput, plans: Plans, order) -> None:

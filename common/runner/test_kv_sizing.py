@@ -17,14 +17,11 @@ from common.runner import kv_sizing
 from common.runner.kv_sizing import KVDemand, Peers, make_kv_cache
 from common.sampling import sampling_constraints, speculative_sampler
 from common.sampling.sampler import Sampler
-from common.sampling.sampling_columns import (
+from common.sampling.sampling_rules import (
+    BITS,
     LOGPROBS,
-    MIN_P,
     MIN_TOKENS,
-    PENALTIES,
-    RULES,
-    TOP_K,
-    TOP_P,
+    TOKEN_RULES,
     WIDE,
 )
 from common.sampling.speculative_sampler import SpeculativeSampler
@@ -148,10 +145,9 @@ def test_the_peak_is_that_of_sampling_the_most_rows_there_can_be(loaded, monkeyp
         def sample(self, logits, batch):
             output = super().sample(logits, batch)
             sampling, columns = batch.sampling, batch.sampling.columns
-            everything = WIDE | TOP_K | MIN_P | TOP_P | PENALTIES | MIN_TOKENS | LOGPROBS | RULES
+            everything = WIDE | sum(BITS.values()) | MIN_TOKENS | LOGPROBS | TOKEN_RULES
             assert (sampling.needs == everything).all() and len(sampling.needs) == len(logits)
             assert (columns.top_k < VOCAB_SIZE).all()
-            assert (columns.repetition_penalty != 1).all() and columns.frequency_penalty.all()
             assert (sampling.num_outputs < columns.min_tokens[sampling.rows]).all()
             assert all(len(found[0].top) == 20 for found in output.logprobs.values())
             events.append((self.vocab_size, len(output.logprobs), logits.shape))

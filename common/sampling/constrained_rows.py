@@ -11,8 +11,8 @@ import numpy as np
 import torch
 
 from common.sampling.runner_plugin import UploadBuffer
-from common.sampling.sampling_columns import RULES, SamplingBatch, flat_index
-from common.sampling.sampling_constraints import NEG_INF
+from common.sampling.sampling_columns import SamplingBatch, flat_index
+from common.sampling.sampling_rules import NEG_INF, TOKEN_RULES
 
 
 def stage_rules(
@@ -20,7 +20,7 @@ def stage_rules(
 ) -> Callable[[torch.Tensor], torch.Tensor]:
     """Stage the rules of these rows. Returns a function to call after the upload, from logits
     [R, V] to logits under the rules; it leaves its argument unchanged."""
-    rows = np.flatnonzero(sampling.needs & RULES)
+    rows = np.flatnonzero(sampling.needs & TOKEN_RULES)
     rules = [sampling.columns.rules[row] for row in sampling.rows[rows].tolist()]
     closed, none = [i for i, r in enumerate(rules) if r.allowed is not None], np.zeros(0, np.int64)
     bad, pending = [], []

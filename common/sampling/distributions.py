@@ -6,8 +6,8 @@ the device, except on a CPU to find how many tokens top-p keeps."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import chain
 from typing import TYPE_CHECKING, Protocol
@@ -19,35 +19,46 @@ from common.sampling import sampling_constraints as constraints
 from common.sampling.counter_random import sample_from_probs, uniforms
 from common.sampling.greedy_rows import BAD, as_float, highest_logits, is_bad
 from common.sampling.runner_plugin import UploadBuffer
-from common.sampling.sampling_columns import (
+from common.sampling.sampling_columns import SamplingBatch, flat_index
+from common.sampling.sampling_rules import (
+    BITS,
     DRAWN,
+    LIMITS,
     LOGPROBS,
-    MIN_P,
     MIN_TOKENS,
     NARROW,
+    NEG_INF,
+    NEXT_BIT,
+    NUM_PENALTIES,
+    NUMBERS,
     PENALTIES,
-    RULES,
+    TOKEN_RULES,
     TOP_K,
-    TOP_P,
-    SamplingBatch,
-    flat_index,
+    Limit,
 )
 from scheduler_interface import StepOutput
 
 if TYPE_CHECKING:
     from common.sampling.token_counts import TokenCounts
 
-_WIDTH = 1 << 9  # above the bits of `needs`
+_RANKED = {"top_p": constraints.apply_top_p}
+_GROUPED = DRAWN | TOP_K | sum(BITS[rule.name] for rule in LIMITS)
 
 
 @dataclass(frozen=True, slots=True)
 class Rules:
-    """The functions of each constraint: PyTorch, or kernels with bitwise identical results."""
+    """The functions that apply the table of rules: PyTorch, or kernels with bitwise identical
+    results. `shape` applies temperature and top-k, and also the rules of `LIMITS` in `fused`, whose
+    numbers are keyword arguments. `limits` has the functions of the others, in the table's order.
+    A rule without a kernel keeps the table's function."""
 
     apply_penalties: Callable[..., torch.Tensor] = constraints.apply_penalties
     shape: Callable[..., tuple[torch.Tensor, torch.Tensor | None]] = constraints.shape
-    apply_top_p: Callable[..., torch.Tensor] = constraints.apply_top_p
     sample_from_probs: Callable[..., torch.Tensor] = sample_from_probs
+    limits: Mapping[str, Limit] = field(
+        default_factory=lambda: {r.name: r.apply or _RANKED[r.name] for r in LIMITS}
+    )
+    fused: tuple[str, ...] = ()
 
 
 IN_TORCH = Rules()
@@ -85,7 +96,7 @@ class StagedRows:
         columns, vocab_size = sampling.columns, sampler.vocab_size
         self.batch_needs, self.rules = sampling.batch_needs, sampler.rules or IN_TORCH
         self.u = upload.add(row_uniforms(sampling, sampling.streams))
-        if self.batch_needs & RULES:
+        if self.batch_needs & TOKEN_RULES:
             from common.sampling.constrained_rows import stage_rules
 
             self.keep_to_rules = stage_rules(sampling, upload, vocab_size)
@@ -133,12 +144,12 @@ class StagedRows:
     def _constrain(self, logits: torch.Tensor) -> torch.Tensor:
         """Return logits with forbidden tokens removed, and with biases and penalties. The given
         `logits` are unchanged."""
-        if self.batch_needs & (RULES | MIN_TOKENS | PENALTIES):
+        if self.batch_needs & (TOKEN_RULES | MIN_TOKENS | PENALTIES):
             logits = as_float(logits)
-        if self.batch_needs & RULES:
+        if self.batch_needs & TOKEN_RULES:
             logits = self.keep_to_rules(logits)
         if self.batch_needs & MIN_TOKENS:
-            flat = logits.flatten().scatter(0, self.forbidden(), constraints.NEG_INF)
+            flat = logits.flatten().scatter(0, self.forbidden(), NEG_INF)
             logits = flat.view_as(logits)
         if self.batch_needs & PENALTIES:
             at, (is_known, counted) = self.penalised(), self.count()
@@ -157,19 +168,21 @@ class StagedRows:
         computed by PyTorch's softmax, whatever the rules are."""
         if not self.batch_needs & DRAWN:
             return
-        order, top_k, (temperature, top_p, min_p) = self.order(), self.top_k(), self.shaping()
+        order, top_k, rules = self.order(), self.top_k(), self.rules
+        numbers = dict(zip(NUMBERS[NUM_PENALTIES:], self.shaping().unbind()))
         for part, kind, max_top_k, is_cut in self.groups:
-            x, ids = self.rules.shape(
+            x, ids = rules.shape(
                 _rows(logits, order[part]),
                 _rows(highest, order[part]),
-                temperature[part],
+                numbers["temperature"][part],
                 top_k[part] if is_cut else None,
-                min_p[part] if kind & MIN_P else None,
                 max_top_k,
                 bool(kind & NARROW),
+                **{name: numbers[name][part] for name in rules.fused if kind & BITS[name]},
             )
-            if kind & TOP_P:
-                x = self.rules.apply_top_p(x, top_p[part])
+            for name, apply in rules.limits.items():
+                if kind & BITS[name]:
+                    x = apply(x, numbers[name][part])
             yield order[part], x.softmax(dim=-1), ids
 
 
@@ -180,15 +193,15 @@ def _groups(sampling: SamplingBatch, vocab_size: int) -> tuple[np.ndarray, list[
     Rows with a small top-k leave the wide tensors first, grouped by top-k rounded up to a power of
     two, so the columns that a row sums over do not depend on the other rows of the batch."""
     top_k = sampling.columns.top_k[sampling.rows]
-    needs = sampling.needs & (DRAWN | TOP_K | MIN_P | TOP_P)
+    needs = sampling.needs & _GROUPED
     narrow = np.flatnonzero(needs & NARROW)
-    needs[narrow] += _WIDTH << np.ceil(np.log2(top_k[narrow])).astype(int)
+    needs[narrow] += NEXT_BIT << np.ceil(np.log2(top_k[narrow])).astype(int)
     order = np.argsort(needs, kind="stable")[np.count_nonzero(needs == 0) :]
     kinds, starts = np.unique(needs[order], return_index=True)
     groups = []
     for kind, start, stop in zip(kinds.tolist(), starts, [*starts[1:], len(order)]):
         num_kept, is_narrow = top_k[order[start:stop]].clip(max=vocab_size), kind & NARROW
-        max_top_k = min(kind // _WIDTH, vocab_size) if is_narrow else int(num_kept.max())
+        max_top_k = min(kind // NEXT_BIT, vocab_size) if is_narrow else int(num_kept.max())
         is_cut = bool(kind & TOP_K) and num_kept.min() < (max_top_k if is_narrow else vocab_size)
         groups.append((slice(start, stop), kind, max_top_k, is_cut))
     return order, groups

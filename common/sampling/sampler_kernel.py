@@ -46,7 +46,8 @@ import torch
 
 from common.sampling import counter_random, sampling_constraints
 from common.sampling.counter_random import BLOCK, block_mass
-from common.sampling.distributions import Rules
+from common.sampling.distributions import IN_TORCH, Rules
+from common.sampling.sampling_rules import apply_min_p
 from inverse_cdf import SCALE
 from kernel_launch import TRITON_TYPES, Launch
 from paged_attention_triton import next_power_of_2
@@ -484,16 +485,17 @@ def shape(
     highest: torch.Tensor,
     temperature: torch.Tensor,
     top_k: torch.Tensor | None,
-    min_p: torch.Tensor | None,
     max_top_k: int,
     is_narrow: bool,
+    min_p: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """Launch `_shape_kernel`. The k = `max_top_k` highest logits are in the k blocks with the
-    highest maxima, as in `ranked_ids`. So for narrow rows only these blocks are searched, after the
-    same search among the maxima of all blocks."""
+    """Launch `_shape_kernel`, which also applies min-p. The k = `max_top_k` highest logits are in
+    the k blocks with the highest maxima, as in `ranked_ids`. So for narrow rows only these blocks
+    are searched, after the same search among the maxima of all blocks."""
     if logits.dtype == torch.float64:
-        given = highest, temperature, top_k, min_p, max_top_k, is_narrow
-        return sampling_constraints.shape(logits, *given)
+        given = highest, temperature, top_k, max_top_k, is_narrow
+        output, ids = sampling_constraints.shape(logits, *given)
+        return (output if min_p is None else apply_min_p(output, min_p)), ids
     logits, (num_rows, vocab_size) = _with_rows(logits), logits.shape
     num_columns, dtype = (max_top_k, torch.float64) if is_narrow else (vocab_size, torch.float32)
     output = logits.new_empty(num_rows, num_columns, dtype=dtype)
@@ -502,7 +504,7 @@ def shape(
     if is_narrow and vocab_size // PART > 2 * max_top_k:
         num_blocks, next_offset = max_top_k, vocab_size // PART * PART
         best = logits[:, :next_offset].unflatten(1, (-1, PART)).amax(dim=-1)
-        _, blocks = shape(best, highest, temperature, None, None, max_top_k, True)
+        _, blocks = shape(best, highest, temperature, None, max_top_k, True)
     lowest = temperature if min_p is None else min_p.log()  # PyTorch computes logarithms
     has_top_k, has_min_p = top_k is not None, min_p is not None
     tensors = output, ids, logits, blocks, highest, temperature, top_k if has_top_k else ids, lowest
@@ -542,4 +544,6 @@ def _with_rows(logits: torch.Tensor) -> torch.Tensor:
     return logits if logits.stride(1) == 1 else logits.contiguous()
 
 
-KERNELS = Rules(apply_penalties, shape, apply_top_p, sample_from_probs)
+_LIMITS = {name: limit for name, limit in IN_TORCH.limits.items() if name != "min_p"}
+_LIMITS |= {"top_p": apply_top_p}
+KERNELS = Rules(apply_penalties, shape, sample_from_probs, _LIMITS, fused=("min_p",))

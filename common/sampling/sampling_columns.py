@@ -7,23 +7,21 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from operator import attrgetter
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from common.requests.input_processor import DrawnSeedParams
 from common.sampling.runner_plugin import HasTokens, RunnerPlugin
+from common.sampling.sampling_rules import NUM_PENALTIES, NUMBERS, TOKEN_RULES, needs_of
 from request import SamplingParams
 from scheduler_interface import NewRequestData
 
 if TYPE_CHECKING:
     from common.requests.token_rules import TokenRules
 
-# Bits of `needs`. A drawn row is narrow (top-k of at most `MAX_NARROW`) or wide.
-NARROW, WIDE, TOP_K, MIN_P, TOP_P, PENALTIES, MIN_TOKENS, LOGPROBS = (1 << i for i in range(8))
-RULES = 1 << 8  # allowed tokens, biases and bad words (`token_rules.py`)
-DRAWN = NARROW | WIDE
-MAX_NARROW = 256
+_numbers_of = attrgetter(*NUMBERS)
 ALL = 1 << 40  # more than the tokens of any vocabulary or answer
 
 
@@ -34,10 +32,8 @@ class SamplingColumns(RunnerPlugin):
 
     def __init__(self, num_rows: int = 0, eos_token_ids: Sequence[int] = ()) -> None:
         self.eos_token_ids = tuple(eos_token_ids)
-        self._numbers = np.zeros((6, num_rows))
-        self.temperature, self.top_p, self.min_p = self.shaping = self._numbers[:3]
-        self.penalties = self._numbers[3:]  # repetition, presence, frequency
-        self.repetition_penalty, self.presence_penalty, self.frequency_penalty = self.penalties
+        self.numbers = np.zeros((len(NUMBERS), num_rows))  # of the rules in `NUMBERS`
+        self.penalties, self.shaping = self.numbers[:NUM_PENALTIES], self.numbers[NUM_PENALTIES:]
         self._integers = np.zeros((7, num_rows), dtype=np.int64)
         self.needs, self.top_k, self.min_tokens, self.seed = self._integers[:4]
         self.num_logprobs, self.is_seed_drawn = self._integers[4:6]  # num_logprobs -1: none
@@ -58,10 +54,9 @@ class SamplingColumns(RunnerPlugin):
     ) -> None:
         # logprobs=-1 becomes `ALL`.
         p, num_logprobs = params, -1 if params.logprobs is None else params.logprobs % (ALL + 1)
-        penalties = p.repetition_penalty, p.presence_penalty, p.frequency_penalty
-        self._numbers[:, row] = p.temperature, p.top_p, p.min_p, *penalties
+        self.numbers[:, row] = _numbers_of(p)
         integers = (
-            _needs(p) | RULES * (rules is not None),
+            needs_of(p) | TOKEN_RULES * (rules is not None),
             min(p.top_k, ALL),
             min(p.min_tokens, ALL),
             p.seed or 0,
@@ -83,7 +78,7 @@ class SamplingColumns(RunnerPlugin):
 
     def may_come(self, row: int, outputs: Sequence[int], vocab_size: int) -> dict[str, np.ndarray]:
         found: dict[str, np.ndarray] = {}
-        if self.needs[row] & RULES:
+        if self.needs[row] & TOKEN_RULES:
             found |= self.rules[row].may_come(np.array(outputs), vocab_size)
         if len(outputs) < self.min_tokens[row]:
             found["min_tokens"] = ~np.isin(np.arange(vocab_size), self.forbidden[row])
@@ -91,7 +86,7 @@ class SamplingColumns(RunnerPlugin):
 
     def grow(self, num_rows: int) -> None:
         fresh, before = SamplingColumns(num_rows, self.eos_token_ids), len(self.needs)
-        fresh._numbers[:, :before], fresh._integers[:, :before] = self._numbers, self._integers
+        fresh.numbers[:, :before], fresh._integers[:, :before] = self.numbers, self._integers
         fresh.forbidden = self.forbidden
         fresh.rules = self.rules
         vars(self).update(vars(fresh))
@@ -106,16 +101,6 @@ def flat_index(
     has_column = (token_ids >= 0) & (token_ids < vocab_size)
     index = rows * vocab_size + token_ids
     return [column[has_column] for column in (index, *values)]
-
-
-def _needs(p: SamplingParams) -> int:
-    is_penalised = (p.repetition_penalty, p.presence_penalty, p.frequency_penalty) != (1, 0, 0)
-    needs = LOGPROBS * (p.logprobs is not None) | MIN_TOKENS * (p.min_tokens > 0)
-    needs |= PENALTIES * is_penalised
-    if p.is_greedy:
-        return needs
-    needs |= NARROW if 0 < p.top_k <= MAX_NARROW else WIDE
-    return needs | TOP_K * (p.top_k > 0) | MIN_P * (p.min_p > 0) | TOP_P * (p.top_p < 1)
 
 
 @dataclass(slots=True)

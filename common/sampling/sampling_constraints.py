@@ -1,4 +1,4 @@
-"""The constraints of `SamplingParams`, each as a function of logits.
+"""The rules of `sampling_rules.py` that rank tokens or count them, each as a function of logits.
 
 Each function takes logits [R, V] and one value for each row, and returns new logits; the grammar's
 function takes bits for some of the rows (`forbid`). All functions rank tokens in the same order:
@@ -14,9 +14,9 @@ import torch
 import torch.nn.functional as F
 
 from common.sampling.greedy_rows import as_float
+from common.sampling.sampling_rules import NEG_INF
 from inverse_cdf import SCALE
 
-NEG_INF = float("-inf")
 _BLOCK = 64  # tokens whose maximum is compared first
 
 
@@ -60,12 +60,6 @@ def apply_temperature(
     return (logits - highest[:, None]).div_(temperature[:, None])
 
 
-def apply_min_p(logits: torch.Tensor, min_p: torch.Tensor) -> torch.Tensor:
-    """Keep tokens at least `min_p` [R] times as probable as the most probable one."""
-    lowest = logits.amax(dim=-1, keepdim=True) + min_p.log().to(logits.dtype)[:, None]
-    return logits.masked_fill(logits < lowest, NEG_INF)
-
-
 def apply_top_k(logits: torch.Tensor, top_k: torch.Tensor, max_top_k: int = 0) -> torch.Tensor:
     """Keep exactly the `top_k` [R] highest logits; 0 or more than V keeps all. Among equal logits
     the lower ids are kept. `max_top_k` is an upper bound of `top_k`; 0: no bound."""
@@ -105,27 +99,22 @@ def shape(
     highest: torch.Tensor,
     temperature: torch.Tensor,
     top_k: torch.Tensor | None,
-    min_p: torch.Tensor | None,
     max_top_k: int,
     is_narrow: bool,
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """Apply all constraints of a distribution except top-p. Returns logits `[R, C]`, and `ids` [R,
-    C], ascending, the tokens of the columns. `highest` [R] is the maximum of the logits.
+    """Apply temperature and top-k. Returns logits `[R, C]`, and `ids` [R, C], ascending, the tokens
+    of the columns. `highest` [R] is the maximum of the logits.
 
     Narrow: the `max_top_k` highest columns, in float64. Otherwise all columns, in the dtype of
-    `logits`, and no ids. `max_top_k` is an upper bound of `top_k`; 0: no bound. `top_k` or `min_p`
-    None: unused.
-
-    top-k is first, because the k highest tokens do not depend on the temperature, and min-p and
-    top-k commute, since each keeps all tokens above some rank."""
+    `logits`, and no ids. `max_top_k` is an upper bound of `top_k`; 0: no bound. `top_k` None:
+    unused. top-k is first, because the k highest tokens do not depend on the temperature."""
     ids, logits = None, as_float(logits)
     if is_narrow:
         ids = top_ids(logits, max_top_k)
         logits = logits.gather(1, ids).to(torch.float64)
     if top_k is not None:
         logits = apply_top_k(logits, top_k, max_top_k)
-    logits = apply_temperature(logits, highest, temperature)
-    return (logits if min_p is None else apply_min_p(logits, min_p)), ids
+    return apply_temperature(logits, highest, temperature), ids
 
 
 def top_ids(logits: torch.Tensor, k: int) -> torch.Tensor:

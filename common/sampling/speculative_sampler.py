@@ -24,11 +24,8 @@ from common.sampling.distributions import StagedRows, row_uniforms
 from common.sampling.greedy_rows import BAD, REJECTED
 from common.sampling.runner_plugin import HasTokens, UploadBuffer
 from common.sampling.sampler import AsyncStepOutput, BatchSampler, Draw, Sampler
-from common.sampling.sampling_columns import (
-    DRAWN,
-    SamplingBatch,
-    SamplingColumns,
-)
+from common.sampling.sampling_columns import SamplingBatch, SamplingColumns
+from common.sampling.sampling_rules import DRAWN
 from input_batch import RunnerRequest
 from rejection_sampler import VerifiedTokens, rejection_sample, rejection_sampling_batched
 

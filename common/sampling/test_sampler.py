@@ -28,7 +28,6 @@ from transformers import (
 from common.sampling.counter_random import sample_from_probs, uniforms
 from common.sampling.sampler import Sampler
 from common.sampling.sampling_constraints import (
-    apply_min_p,
     apply_penalties,
     apply_temperature,
     apply_top_k,
@@ -36,13 +35,14 @@ from common.sampling.sampling_constraints import (
     ranked_ids,
     top_ids,
 )
-from common.tests.sampling_cases import make_sampling, sampling_probs
+from common.sampling.sampling_rules import apply_min_p
+from common.tests.sampling_cases import GREEDY, RECIPES, make_sampling, sampling_probs
 from request import SamplingParams
 from scheduler_interface import NO_FINITE_LOGITS
 
 NEG_INF = float("-inf")
 ALPHA = 1e-6  # seeds are fixed: a test that passes once passes for ever
-GREEDY = SamplingParams(temperature=0)
+MIXED = list(RECIPES.values())
 
 
 def make_batch(
@@ -98,51 +98,29 @@ def naive_probs(
     return [weights[t] / total if t in nucleus else 0.0 for t in range(len(x))]
 
 
-RECIPES = [
-    SamplingParams(),
-    SamplingParams(temperature=0.6),
-    SamplingParams(temperature=1.7, top_k=4),
-    SamplingParams(top_p=0.8),
-    SamplingParams(min_p=0.15),
-    SamplingParams(temperature=0.9, min_p=0.05, top_k=6, top_p=0.9),
-    SamplingParams(repetition_penalty=1.4, top_k=5),
-    SamplingParams(presence_penalty=0.7, frequency_penalty=-0.3, top_p=0.95),
-    SamplingParams(min_tokens=9, stop_token_ids=(2,), max_tokens=20, temperature=1.3),
-    SamplingParams(allowed_token_ids=[4, 0, 2], logit_bias={0: 1.5, 2: -0.4, 3: 9.0}, top_p=0.95),
-    SamplingParams(bad_words=[[0], [2, 1], [2, 2, 3], [1, 1, 2, 4]], logit_bias={4: 0.7, 1: -1}),
-    SamplingParams(
-        **dict(
-            allowed_token_ids=range(5), bad_words=[[4, 4], [2, 0]], logit_bias={2: 1.1, 1: -0.6}
-        ),
-        **dict(min_tokens=9, stop_token_ids=(2,), max_tokens=20, top_k=3, repetition_penalty=1.4),
-    ),
-    GREEDY,
-]
-
-
 @pytest.mark.parametrize("seed", range(8))
 def test_probabilities_equal_a_plain_python_specification(seed: int) -> None:
     rng = random.Random(seed)
     for vocab_size in (5, 12, 300):
-        rows = len(RECIPES)
+        rows = len(MIXED)
         logits = torch.tensor(
             [[rng.gauss(0, 2) for _ in range(vocab_size)] for _ in range(rows)], dtype=torch.float64
         )
         prompts = [[rng.randrange(vocab_size) for _ in range(4)] for _ in range(rows)]
         outputs = [[rng.randrange(vocab_size) for _ in range(rng.randrange(8))] for _ in prompts]
         eos = [(1, 3)] * rows
-        batch = make_batch(RECIPES, prompts=prompts, outputs=outputs, eos=eos)
+        batch = make_batch(MIXED, prompts=prompts, outputs=outputs, eos=eos)
         found = sampling_probs(logits, batch.sampling)
-        for i, params in enumerate(RECIPES):
+        for i, params in enumerate(MIXED):
             expected = naive_probs(logits[i].tolist(), params, prompts[i], outputs[i], eos[i])
             assert found[i].tolist() == pytest.approx(expected, abs=1e-12), (seed, params)
 
 
-@pytest.mark.sample(every=6, first=2)  # of the likeliest few, and of all tokens
-@pytest.mark.parametrize("params", RECIPES[:-1], ids=lambda p: None)
-def test_drawn_tokens_have_the_exact_probabilities(params: SamplingParams) -> None:
+@pytest.mark.sample(every=8, first=4)  # of the likeliest few, and of all tokens
+@pytest.mark.parametrize("name", [name for name, p in RECIPES.items() if not p.is_greedy])
+def test_drawn_tokens_have_the_exact_probabilities(name: str) -> None:
     """A chi-square of 100,000 draws: a share that is off by one per cent of all draws shows."""
-    vocab_size, seed, num_draws = 7, 1000, 100_000
+    params, vocab_size, seed, num_draws = RECIPES[name], 7, 1000, 100_000
     rng = random.Random(seed)
     logits = [rng.gauss(0, 1) for _ in range(vocab_size)]
     prompt, output = [0, 1], [1, 2, 2]
@@ -279,20 +257,6 @@ def test_a_large_vocabulary_is_ranked_as_if_all_were_compared(dtype: torch.dtype
             mask = torch.zeros_like(logits, dtype=torch.bool).scatter(1, kept, True)
             masked = logits.where(mask, NEG_INF)
             assert torch.equal(apply_top_k(logits, torch.full((6,), k)), masked)
-
-
-MIXED = [
-    SamplingParams(temperature=0.8, top_k=20, top_p=0.9),
-    SamplingParams(temperature=1.2, top_p=0.95),
-    SamplingParams(min_p=0.02),
-    GREEDY,
-    SamplingParams(top_k=300, temperature=2.0),
-    SamplingParams(top_k=3),
-    SamplingParams(repetition_penalty=1.2, presence_penalty=0.5, temperature=0.9),
-    SamplingParams(temperature=0, frequency_penalty=1.0, logprobs=2),
-    SamplingParams(min_tokens=5, stop_token_ids=(4, 5)),
-    SamplingParams(),
-]
 
 
 @pytest.mark.parametrize("seed", range(5))
@@ -485,7 +449,7 @@ def test_logprobs_are_raw_ranked_and_only_where_asked() -> None:
     assert output.logprobs["r0"][0].rank == 2, "the penalty changed the choice, not the logprobs"
 
 
-@pytest.mark.parametrize("params", MIXED, ids=lambda p: None)
+@pytest.mark.parametrize("params", MIXED, ids=RECIPES)
 @pytest.mark.parametrize("bad", [float("nan"), float("inf"), None], ids=["nan", "inf", "all -inf"])
 def test_a_row_without_a_finite_maximum_is_an_error_of_its_request_alone(
     params: SamplingParams, bad: float | None
@@ -494,7 +458,7 @@ def test_a_row_without_a_finite_maximum_is_an_error_of_its_request_alone(
     if bad is None:
         logits[1] = NEG_INF
     else:
-        logits[1, 33] = bad
+        logits[1, 4] = bad  # which every recipe allows
     output = Sampler(600).sample(logits, make_batch([params] * 3))
     assert output.errors == {"r1": NO_FINITE_LOGITS}
     clean = Sampler(600).sample(torch.zeros(3, 600), make_batch([params] * 3))

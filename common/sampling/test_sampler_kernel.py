@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
-from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -19,9 +18,10 @@ from common.sampling.runner_plugin import UploadBuffer
 from common.sampling.sampler import Sampler
 from common.sampling.sampler_kernel import KERNELS, TILE, sampling_launches
 from common.sampling.sampling_columns import SamplingBatch
+from common.sampling.sampling_rules import apply_min_p
 from common.sampling.speculative_sampler import SpeculativeSampler
 from common.tests.pretend_device import pretend_device
-from common.tests.sampling_cases import as_plain, make_sampling, mixed_sampling, staged
+from common.tests.sampling_cases import RECIPES, as_plain, make_sampling, mixed_sampling, staged
 from inverse_cdf import SCALE
 from kernel_launch import Launch
 from request import SamplingParams
@@ -60,6 +60,15 @@ def adversarial_rows(vocab_size: int, device: torch.device) -> torch.Tensor:
 
 def equal(found: torch.Tensor, expected: torch.Tensor) -> bool:
     return found.dtype == expected.dtype and torch.equal(found, expected)
+
+
+def check_shape(logits: torch.Tensor, *given: Any, min_p: torch.Tensor | None = None) -> None:
+    """The kernel, which applies min-p too, and the two functions of the specification."""
+    expected, expected_ids = spec.shape(logits, *given)
+    expected = expected if min_p is None else apply_min_p(expected, min_p)
+    found, ids = sampler_kernel.shape(logits, *given, min_p=min_p)
+    assert equal(found, expected) and (ids is None) == (expected_ids is None)
+    assert ids is None or expected_ids is None or equal(ids, expected_ids)
 
 
 def doubles(values: list[float], device: torch.device) -> torch.Tensor:
@@ -117,13 +126,8 @@ def test_the_highest_are_those_of_the_specification(
     temperature = doubles(TEMPERATURES, device)
     k = torch.tensor([most, 1, most // 2 + 1, most, most // 3 + 1, 3, most, 2], device=device)
     min_p = doubles([0.1, 0.5, 1.0, 1e-9, 0.2, 0.0, 0.01, 0.999], device)
-    limits = k if has_top_k else None, min_p if has_min_p else None
-    arguments = logits, logits.amax(-1), temperature, *limits
-    expected, expected_ids = spec.shape(*arguments, most, is_narrow)
-    found, ids = sampler_kernel.shape(*arguments, most, is_narrow)
-    assert equal(found, expected)
-    assert (ids is None) == (expected_ids is None) == (not is_narrow)
-    assert ids is None or expected_ids is None or equal(ids, expected_ids)
+    given = logits.amax(-1), temperature, k if has_top_k else None, most, is_narrow
+    check_shape(logits, *given, min_p=min_p if has_min_p else None)
 
 
 @pytest.mark.usefixtures("more_ways")
@@ -135,11 +139,12 @@ def test_logits_of_16_bits_are_converted_where_they_are_read(dtype, device: torc
     highest, temperature = logits.amax(-1), doubles(TEMPERATURES, device)
     k = torch.tensor([16, 1, 9, 16, 6, 3, 16, 2], device=device)
     for top_k, most, is_narrow in ((None, 0, False), (k, 16, True)):
-        arguments = highest, temperature, top_k, 0.01 * temperature.clamp(max=1), most, is_narrow
-        expected, expected_ids = spec.shape(logits.float(), *arguments)
-        found, ids = sampler_kernel.shape(logits, *arguments)
-        assert equal(found, expected) and equal(found, spec.shape(logits, *arguments)[0])
-        assert ids is None or expected_ids is None or equal(ids, expected_ids)
+        given, min_p = (
+            (highest, temperature, top_k, most, is_narrow),
+            0.01 * temperature.clamp(max=1),
+        )
+        check_shape(logits, *given, min_p=min_p)
+        assert equal(spec.shape(logits, *given)[0], spec.shape(logits.float(), *given)[0])
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="the interpreter's sums are counted")
@@ -159,7 +164,7 @@ def test_ties_are_counted_only_in_tiles_that_have_one(monkeypatch, device: torch
     logits[0, -3:] = -1.0  # in the last tile; one of the three is cut
     top_k = torch.tensor([logits.shape[1] - 1], device=device)
     for k, num_sums in ((None, 0), (top_k, 1)):
-        arguments = logits, logits.amax(-1), doubles([0.7], device), k, None, int(top_k), False
+        arguments = logits, logits.amax(-1), doubles([0.7], device), k, int(top_k), False
         sums[0] = 0
         found, _ = sampler_kernel.shape(*arguments)
         assert sums[0] == num_sums
@@ -237,27 +242,11 @@ def test_the_draw_is_that_of_the_specification(
 
 # -- the sampler
 
-BOTH = SamplingParams(temperature=0.8, top_k=20, top_p=0.9, min_p=0.01)
-RECIPES = [
-    SamplingParams(temperature=0),
-    SamplingParams(),
-    SamplingParams(temperature=1.7, top_k=4),
-    SamplingParams(temperature=0.9, top_p=0.8),
-    SamplingParams(temperature=1e-300, top_p=0.5),
-    SamplingParams(top_k=300, top_p=0.95),
-    SamplingParams(min_p=0.15, repetition_penalty=1.4),
-    SamplingParams(temperature=0, presence_penalty=0.7, frequency_penalty=-0.3),
-    SamplingParams(min_tokens=9, stop_token_ids=(2,), max_tokens=20, temperature=1.3, top_k=1),
-    replace(BOTH, repetition_penalty=0.8),
-    replace(BOTH, logprobs=2),
-    BOTH,
-    replace(BOTH, bad_words=[[1], [4, 4, 3]], logit_bias={5: 1.3, 2: -1 / 3}, repetition_penalty=2),
-    SamplingParams(allowed_token_ids=[3, 5, 1, 0], bad_words=[[2, 5]], temperature=2.0),
-]
+MIXED = list(RECIPES.values())
 
 
 def make_batch(num_rows: int, vocab_size: int, seed: int = 0) -> SimpleNamespace:
-    return SimpleNamespace(sampling=mixed_sampling(RECIPES, num_rows, vocab_size, seed))
+    return SimpleNamespace(sampling=mixed_sampling(MIXED, num_rows, vocab_size, seed))
 
 
 def make_logits(num_rows: int, vocab_size: int) -> torch.Tensor:
@@ -273,7 +262,7 @@ def test_a_sampler_of_kernels_says_what_the_other_says(
     vocab_size: int, device: torch.device, launched: list[str]
 ) -> None:
     torch.manual_seed(vocab_size)
-    n = 18  # each recipe once, some twice
+    n = len(MIXED) + 1  # one recipe twice
     logits = make_logits(n, vocab_size).to(device)
     for row, value in ((3, math.nan), (9, math.inf), (13, -math.nan), (17, NEG_INF)):
         logits[row, : None if value == NEG_INF else 3] = value
@@ -298,7 +287,7 @@ def test_a_greedy_batch_launches_nothing(device: torch.device, launched: list[st
 @pytest.mark.usefixtures("more_ways")
 def test_logits_in_float64_are_sampled_from_by_pytorch(launched: list[str]) -> None:
     torch.manual_seed(0)
-    n, vocab_size = len(RECIPES), 700
+    n, vocab_size = len(MIXED), 700
     logits = make_logits(n, vocab_size).double()
     expected = as_plain(Sampler(vocab_size).sample(logits, make_batch(n, vocab_size)))
     found = as_plain(Sampler(vocab_size, KERNELS).sample(logits, make_batch(n, vocab_size)))
@@ -312,7 +301,7 @@ def test_verification_and_guesses_have_the_same_rules(device: torch.device) -> N
     torch.manual_seed(1)
     vocab_size, n = 300, 4
     logits = make_logits(2 * n, vocab_size).to(device)
-    params = [RECIPES[i] for i in (3, 5, 6, 11)]
+    params = [RECIPES[name] for name in ("hot", "wide top-k", "penalties, drawn", "limits")]
     one = make_sampling(params, outputs=[[2, 2]] * n, seeds=[7] * n)
     drafts = {f"r{i}": [7 * i] for i in range(n)}
     rows = np.repeat(one.rows, 2)
@@ -335,7 +324,7 @@ def test_verification_and_guesses_have_the_same_rules(device: torch.device) -> N
 
 
 def count_operations(
-    rules: distributions.Rules | None, monkeypatch, recipes: list[SamplingParams] = RECIPES
+    rules: distributions.Rules | None, monkeypatch, recipes: list[SamplingParams] = MIXED
 ) -> tuple[int, int, int, tuple]:
     """Reads, uploads and launches, PyTorch's and Triton's, of a step that samples; its tokens."""
     vocab_size, n = 60, len(recipes)
@@ -385,7 +374,7 @@ def test_the_host_waits_once_and_the_device_has_less_to_do(monkeypatch) -> None:
         (SamplingParams(temperature=0), 4),
         (SamplingParams(temperature=0.6), 10),
         (SamplingParams(temperature=0.6, top_p=0.9), 12),
-        (replace(BOTH, min_p=0.0), 13),
+        (SamplingParams(top_k=20, top_p=0.9), 13),
     ],
     ids=["greedy", "temperature", "top-p", "top-k and top-p"],
 )
@@ -406,16 +395,14 @@ def test_a_row_that_is_not_cut_is_several_programs(device: torch.device, monkeyp
     logits, top_k = torch.randn(3, TILE + 77, device=device), torch.full((3,), 9, device=device)
     temperature = doubles([0.7] * 3, device)
     for k, min_p in ((None, None), (None, 0.1 * temperature), (top_k, None)):
-        limits = temperature, k, min_p, 9, False
-        found, _ = sampler_kernel.shape(logits, logits.amax(-1), *limits)
-        assert equal(found, spec.shape(logits, logits.amax(-1), *limits)[0])
+        check_shape(logits, logits.amax(-1), temperature, k, 9, False, min_p=min_p)
     assert grids == [(3, 2), (3, 2), (3, 1)]
 
 
 def test_a_batch_without_rows_draws_nothing(device: torch.device, launched: list[str]) -> None:
     none = torch.zeros(0, 7, device=device)
     empty = torch.zeros(0, dtype=torch.float64, device=device)
-    found, ids = sampler_kernel.shape(none, empty.float(), empty, None, None, 4, True)
+    found, ids = sampler_kernel.shape(none, empty.float(), empty, None, 4, True)
     assert found.shape == (0, 4) and ids is not None and ids.shape == (0, 4)
     assert sampler_kernel.apply_top_p(none, empty).shape == (0, 7)
     assert sampler_kernel.sample_from_probs(none, empty).tolist() == []
@@ -433,7 +420,7 @@ def test_a_bad_row_stays_bad(device: torch.device) -> None:
     rows = staged(Sampler(40, KERNELS), batch, device)
     assert rows.draw(logits).tolist() == [BAD] * 3
     highest = logits.amax(-1)
-    _, ids = sampler_kernel.shape(logits, highest, doubles([1.0] * 3, device), None, None, 4, True)
+    _, ids = sampler_kernel.shape(logits, highest, doubles([1.0] * 3, device), None, 4, True)
     assert ids is not None and ((ids >= 0) & (ids < 40)).all()
     for rows in (logits, torch.zeros_like(logits), logits.double()):
         tokens = sampler_kernel.sample_from_probs(rows, doubles([0.5] * 3, device))

@@ -3,28 +3,31 @@
 from __future__ import annotations
 
 import random
-from dataclasses import fields
 
 import numpy as np
 import pytest
 
 from common.requests.input_processor import DrawnSeedParams
-from common.sampling import sampling_columns as columns_module
+from common.sampling import sampling_rules
 from common.sampling.sampling_columns import SamplingColumns
+from common.sampling.sampling_rules import BITS, NUMBERS
 from request import SamplingParams
 
-BITS = ("NARROW", "WIDE", "TOP_K", "MIN_P", "TOP_P", "PENALTIES", "MIN_TOKENS", "LOGPROBS")
+OTHERS = {
+    name: getattr(sampling_rules, name) for name in ("NARROW", "WIDE", "MIN_TOKENS", "LOGPROBS")
+}
 CASES: list[tuple[SamplingParams, str]] = [
     (SamplingParams(temperature=0), ""),
     (SamplingParams(temperature=0, top_k=3, top_p=0.5, min_p=0.1), ""),
     (SamplingParams(), "WIDE"),
-    (SamplingParams(top_k=1), "NARROW TOP_K"),
-    (SamplingParams(top_k=256, top_p=0.9), "NARROW TOP_K TOP_P"),
-    (SamplingParams(top_k=257, min_p=0.1), "WIDE TOP_K MIN_P"),
+    (SamplingParams(temperature=1e-9), "WIDE temperature"),
+    (SamplingParams(top_k=1), "NARROW top_k"),
+    (SamplingParams(top_k=256, top_p=0.9), "NARROW top_k top_p"),
+    (SamplingParams(top_k=257, min_p=0.1), "WIDE top_k min_p"),
     (SamplingParams(temperature=0, logprobs=0), "LOGPROBS"),
-    (SamplingParams(temperature=0, repetition_penalty=0.5), "PENALTIES"),
-    (SamplingParams(temperature=0, presence_penalty=-0.5), "PENALTIES"),
-    (SamplingParams(seed=-3, frequency_penalty=0.1), "WIDE PENALTIES"),
+    (SamplingParams(temperature=0, repetition_penalty=0.5), "repetition_penalty"),
+    (SamplingParams(temperature=0, presence_penalty=-0.5), "presence_penalty"),
+    (SamplingParams(seed=-3, frequency_penalty=0.1), "WIDE frequency_penalty"),
     (SamplingParams(temperature=0, min_tokens=2, stop_token_ids=[9, 1]), "MIN_TOKENS"),
     (SamplingParams(temperature=0, min_tokens=2, ignore_eos=True), "MIN_TOKENS"),
     (DrawnSeedParams(seed=2**63 - 1), "WIDE"),
@@ -32,13 +35,12 @@ CASES: list[tuple[SamplingParams, str]] = [
 
 
 def check(columns: SamplingColumns, row: int, params: SamplingParams, bits: str) -> None:
-    for field in fields(SamplingParams):
-        if field.name not in ("seed", "logprobs") and hasattr(columns, field.name):
-            assert getattr(columns, field.name)[row] == getattr(params, field.name)
+    assert columns.numbers[:, row].tolist() == [getattr(params, name) for name in NUMBERS]
+    assert (columns.top_k[row], columns.min_tokens[row]) == (params.top_k, params.min_tokens)
     assert columns.seed[row] == (params.seed or 0)
     assert columns.num_logprobs[row] == (-1 if params.logprobs is None else params.logprobs)
     assert columns.is_seed_drawn[row] == isinstance(params, DrawnSeedParams)
-    found = {bit for bit in BITS if columns.needs[row] & getattr(columns_module, bit)}
+    found = {name for name, bit in (BITS | OTHERS).items() if columns.needs[row] & bit}
     assert found == set(bits.split())
     eos = set() if params.ignore_eos else {1, 4}
     expected = sorted(eos | set(params.stop_token_ids)) if params.min_tokens else None

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import sys
-from dataclasses import replace
 from types import ModuleType, SimpleNamespace
 
 import numpy as np
@@ -17,31 +16,11 @@ from common.sampling.sampling_columns import SamplingBatch
 from common.sampling.speculative_sampler import ConstrainedDrafts, SpeculativeSampler
 from common.tests.fake_gpu import fake_gpu
 from common.tests.pretend_device import pretend_device
-from common.tests.sampling_cases import ListedTokens, as_plain, mixed_sampling
+from common.tests.sampling_cases import RECIPES, ListedTokens, as_plain, mixed_sampling
 from request import SamplingParams
 
 VOCAB = 700
-GREEDY = SamplingParams(temperature=0)
-KINDS = {
-    "greedy": GREEDY,
-    "minimum": SamplingParams(temperature=0, min_tokens=9, stop_token_ids=[3, 4]),
-    "penalties": SamplingParams(temperature=0, repetition_penalty=1.5, frequency_penalty=0.1),
-    "seeded": SamplingParams(seed=1),
-    "drawn seed": DrawnSeedParams(seed=1),
-    "top-k": SamplingParams(seed=1, top_k=20),
-    "wide top-k": SamplingParams(seed=1, top_k=300),
-    "top-p": SamplingParams(seed=1, top_p=0.9),
-    "min-p": SamplingParams(seed=1, min_p=0.1),
-    "log-probabilities": SamplingParams(temperature=0, logprobs=3),
-    "rules": SamplingParams(
-        **dict(temperature=0, allowed_token_ids=range(500), logit_bias={7: 2.5, 8: -1.0}),
-        bad_words=[[9], [2, 2, 7], [3, 9], [2, 1]],
-    ),
-}
-EVERYTHING = SamplingParams(
-    seed=3, top_k=300, top_p=0.9, min_p=0.01, presence_penalty=0.2, min_tokens=9, logprobs=5
-)
-KINDS |= {"everything": EVERYTHING, "narrow everything": replace(EVERYTHING, top_k=9)}
+KINDS = RECIPES | {"drawn seed": DrawnSeedParams(seed=1)}
 BATCHES = {name: [params] for name, params in KINDS.items()} | {"mixed": list(KINDS.values())}
 
 
@@ -49,7 +28,7 @@ def make_logits(num_rows: int, dtype: torch.dtype = torch.bfloat16) -> torch.Ten
     """With ties, and rows that say nothing."""
     torch.manual_seed(num_rows)
     logits = torch.randn(num_rows, VOCAB + 5).mul(3).to(dtype)
-    logits[1::7, 5] = float("nan")
+    logits[1::7, 4] = float("nan")  # which every recipe allows
     return logits
 
 
@@ -130,7 +109,7 @@ def test_guesses_are_not_read(name: str, monkeypatch) -> None:
 
 
 def test_what_the_first_round_of_guesses_counted_is_not_counted_again() -> None:
-    batch = make_batch([KINDS["penalties"]], 20).sampling
+    batch = make_batch([RECIPES["penalties"]], 20).sampling
     batch.state.row_of = {r: i for i, r in enumerate(batch.req_ids)}
     requests = [SimpleNamespace(req_id=r) for r in batch.req_ids[2::3]]  # with two outputs
     logits, found = make_logits(20, torch.float32).nan_to_num(), []

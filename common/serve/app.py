@@ -19,6 +19,7 @@ from starlette.responses import JSONResponse, PlainTextResponse, Response
 
 from common.engine_config import SHIPPED_CHECKPOINT
 from common.models.loader import read_json, resolve_checkpoint
+from common.sampling.sampling_rules import SAMPLING_RULES
 from common.serve.answers import DONE, Answer, event, event_chunks, token_text
 from common.serve.async_llm import AsyncLLM
 from common.serve.chat import ChatPrompts
@@ -54,8 +55,6 @@ from request import SamplingParams
 
 logger = logging.getLogger(__name__)
 VERSION = "0.1.0"
-# Settings that a model's authors recommend in generation_config.json.
-RECOMMENDED = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
 # Additions to the OpenAPI schema: error responses, and responses that can be streams.
 ERRORS: dict[int | str, dict[str, Any]] = {
     code: {"model": ErrorAnswer, "description": "OpenAI's error object"} for code in ("4XX", "5XX")
@@ -404,7 +403,8 @@ def sampling_defaults(model: str | Path | None) -> dict[str, Any]:
     request's own values override them. Raises `ValueError`."""
     path = resolve_checkpoint(model or SHIPPED_CHECKPOINT) / "generation_config.json"
     found = read_json(path) if path.is_file() else {}
-    defaults = {name: found[name] for name in RECOMMENDED if found.get(name) is not None}
+    names = [rule.name for rule in SAMPLING_RULES if rule.is_recommended]
+    defaults = {name: found[name] for name in names if found.get(name) is not None}
     SamplingParams(**defaults)
     if defaults:
         logger.info("%s, where a request says nothing: %s", path.name, defaults)

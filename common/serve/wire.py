@@ -11,9 +11,10 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import Annotated, Any
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, create_model, model_validator
 
 from common.requests.input_processor import RequestOptions
+from common.sampling.sampling_rules import SAMPLING_RULES
 from common.serve.errors import ApiError, api_error, bad
 from common.serve.tool_calls import ToolUse, tool_use
 from grammars import Json
@@ -108,7 +109,11 @@ class ResponseFormat(Body):
     json_schema: dict[str, Any] | None = None
 
 
-class GenerateBody(Body):
+_NUMBERS: dict[str, Any] = {r.name: (type(r.default) | None, None) for r in SAMPLING_RULES}
+RuleNumbers: type[Body] = create_model("RuleNumbers", __base__=Body, **_NUMBERS)
+
+
+class GenerateBody(RuleNumbers):
     """The fields of completion and chat requests, with the names of `SamplingParams` if it has
     the field."""
 
@@ -116,13 +121,6 @@ class GenerateBody(Body):
     stream: bool | None = None
     stream_options: StreamOptions | None = None
     n: int | None = Field(None, ge=1, le=MAX_N)
-    temperature: float | None = None
-    top_p: float | None = None
-    top_k: int | None = None
-    min_p: float | None = None
-    repetition_penalty: float | None = None
-    presence_penalty: float | None = None
-    frequency_penalty: float | None = None
     seed: int | None = None
     max_tokens: int | None = None
     min_tokens: int | None = None

@@ -13,11 +13,38 @@ from common.requests.token_rules import token_rules_of
 from common.sampling.runner_plugin import UploadBuffer
 from common.sampling.sampler import Sampler, as_float
 from common.sampling.sampling_columns import SamplingBatch, SamplingColumns
+from common.sampling.sampling_rules import SAMPLING_RULES
 from request import SamplingParams
 from scheduler_interface import StepOutput
 
 if TYPE_CHECKING:
     from common.sampling.distributions import Rules, StagedRows
+
+GREEDY = SamplingParams(temperature=0)
+# Each rule of the table alone, and what they do together.
+RECIPES = {rule.name: SamplingParams(**{rule.name: rule.example}) for rule in SAMPLING_RULES} | {
+    "greedy": GREEDY,
+    "plain": SamplingParams(),
+    "cold": SamplingParams(temperature=1e-300, top_p=0.5),
+    "hot": SamplingParams(temperature=1.7, top_k=20),
+    "wide top-k": SamplingParams(temperature=2.0, top_k=300, top_p=0.95),
+    "limits": SamplingParams(temperature=0.9, min_p=0.05, top_k=6, top_p=0.9),
+    "penalties": SamplingParams(temperature=0, repetition_penalty=1.5, frequency_penalty=1.0),
+    "penalties, drawn": SamplingParams(presence_penalty=-0.5, repetition_penalty=0.8, min_p=0.1),
+    "minimum": SamplingParams(min_tokens=9, stop_token_ids=(2,), max_tokens=20, temperature=1.3),
+    "log-probabilities": SamplingParams(temperature=0, logprobs=3),
+    "token rules": SamplingParams(
+        allowed_token_ids=[4, 0, 2], logit_bias={0: 1.5, 2: -0.4, 3: 9.0}, top_p=0.95
+    ),
+    "bad words": SamplingParams(
+        bad_words=[[0], [2, 1], [2, 2, 3], [1, 1, 2, 4]], logit_bias={4: 0.7, 1: -1}
+    ),
+    "everything": SamplingParams(
+        **dict(allowed_token_ids=range(5), bad_words=[[4, 4], [2, 0]], logit_bias={2: 1.1}),
+        **dict(min_tokens=9, stop_token_ids=(2,), max_tokens=20, logprobs=2),
+        **{rule.name: rule.example for rule in SAMPLING_RULES},
+    ),
+}
 
 
 @dataclass

@@ -51,10 +51,7 @@ _TABLES = {
         ("workshop.bench", "--write-readme"),
         ("workshop.ladder", "--write-readme"),
         ("workshop.bench.gpu_table", "--write-readme"),
-        ("workshop.bench.overlap_bench", "--tables"),
-        ("workshop.bench.adapter_bench", "--tables"),
-        ("workshop.bench.events_bench", "--tables"),
-        ("workshop.bench.experts_bench", "--tables"),
+        ("workshop.bench.features", "--tables"),
     ),
 }
 

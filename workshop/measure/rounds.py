@@ -10,6 +10,7 @@ from __future__ import annotations
 import statistics
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any, TypeVar
 
 from workshop.measure.bench.bench_record import percentiles
@@ -42,6 +43,21 @@ def run_in_turn(
     for _, name in in_turn(names, num_warm_ups + num_rounds):
         found[name].append(run(name))
     return {name: runs[num_warm_ups:] for name, runs in found.items()}
+
+
+@dataclass(frozen=True, slots=True)
+class Case:
+    """One work in several settings, in a row or column of the table `part`. Each setting's function
+    does the work and returns what is counted."""
+
+    part: str
+    name: str
+    settings: Mapping[str, Callable[[], Any]]
+    round_factor: int = 1  # short work is done more often
+
+    def run(self, num_rounds: int, num_warm_ups: int = 1) -> dict[str, list[Any]]:
+        num_rounds *= self.round_factor
+        return run_in_turn(self.settings, lambda n: self.settings[n](), num_rounds, num_warm_ups)
 
 
 def time_in_turn(

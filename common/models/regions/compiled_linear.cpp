@@ -4,9 +4,10 @@
 //     weight [out_features, depth]        panels [out_features / COLUMNS, depth, COLUMNS]
 //
 // A panel is multiplied DEPTH steps at a time, which stay in the first cache, with BLOCK rows of x. A
-// tile of ROWS x COLUMNS sums stays in registers. Weights may be bfloat16: for more rows than one tile
-// they are widened once. A row's result does not depend on the others: every sum goes from the first
-// step to the last, whatever the tile. (Goto and van de Geijn 2008.)
+// tile of at most ROWS x COLUMNS sums stays in registers, while the next weights are fetched. Weights
+// may be bfloat16: for more rows than one tile they are widened once. A row's result does not depend on
+// the others: every sum goes from the first step to the last, whatever the tile. (Goto and van de Geijn
+// 2008.)
 #include "vectors.h"
 
 constexpr int LANES = REGISTER_BYTES / sizeof(float), COLUMNS = 2 * LANES;
@@ -41,14 +42,17 @@ static void pack(
   }
 }
 
-// Add `depth` steps to a tile of `output`. Strides count numbers.
-template <int NUM_ROWS, class T>
+// Add `depth` steps to a tile of `output`. Strides count numbers. `next` is what the panels hold after
+// these steps.
+template <int NUM_ROWS, class T, class Next>
 static inline void add_tile(
-    const float* x, int64_t x_stride, const T* panel, int depth, float* output, int64_t stride) {
+    const float* x, int64_t x_stride, const T* panel, int depth, const Next* next, float* output,
+    int64_t stride) {
   Lanes sums[NUM_ROWS][2];
   for (int r = 0; r < NUM_ROWS; ++r)
     for (int v = 0; v < 2; ++v) sums[r][v] = load<LANES>(output + r * stride + v * LANES);
   for (int k = 0; k < depth; ++k) {
+    __builtin_prefetch(next + k * COLUMNS, 0, 2);  // into the second cache
     const Lanes first = load<LANES>(panel + k * COLUMNS);
     const Lanes second = load<LANES>(panel + k * COLUMNS + LANES);
     for (int r = 0; r < NUM_ROWS; ++r) {
@@ -62,15 +66,15 @@ static inline void add_tile(
 }
 
 // The same for any number of rows below NUM_ROWS + 1.
-template <int NUM_ROWS, class T>
+template <int NUM_ROWS, class T, class Next>
 static void add_rows(
-    const float* x, int64_t x_stride, const T* panel, int depth, float* output, int64_t stride,
-    int64_t num_rows) {
+    const float* x, int64_t x_stride, const T* panel, int depth, const Next* next, float* output,
+    int64_t stride, int64_t num_rows) {
   if constexpr (NUM_ROWS > 0) {
     if (num_rows == NUM_ROWS)
-      add_tile<NUM_ROWS>(x, x_stride, panel, depth, output, stride);
+      add_tile<NUM_ROWS>(x, x_stride, panel, depth, next, output, stride);
     else
-      add_rows<NUM_ROWS - 1>(x, x_stride, panel, depth, output, stride, num_rows);
+      add_rows<NUM_ROWS - 1>(x, x_stride, panel, depth, next, output, stride, num_rows);
   }
 }
 
@@ -80,7 +84,7 @@ static void multiply(
     int64_t num_rows, int64_t out_features, int64_t depth, int num_threads) {
   const int64_t num_panels = (out_features + COLUMNS - 1) / COLUMNS;
   for (int64_t row = 0; row < num_rows; row += BLOCK) {
-    const int64_t rows = std::min(BLOCK, num_rows - row);
+    const int64_t rows = std::min(BLOCK, num_rows - row), num_tiles = (rows + ROWS - 1) / ROWS;
 #pragma omp parallel for schedule(dynamic) num_threads(num_threads)
     for (int64_t p = 0; p < num_panels; ++p) {
       alignas(64) float wide[DEPTH * COLUMNS], edge[BLOCK * COLUMNS];
@@ -98,13 +102,13 @@ static void multiply(
       for (int64_t k = 0; k < depth; k += DEPTH) {
         const int steps = std::min<int64_t>(DEPTH, depth - k);
         const float* own = x + row * depth + k;
-        const T* panel = panels + (p * depth + k) * COLUMNS;
+        const T *panel = panels + (p * depth + k) * COLUMNS, *next = panel + steps * COLUMNS;
         const auto add_all = [&](const auto* panel) {
-          int64_t r = 0;
-          for (; r + ROWS <= rows; r += ROWS)
-            add_tile<ROWS>(own + r * depth, depth, panel, steps, target + r * stride, stride);
-          add_rows<ROWS - 1>(
-              own + r * depth, depth, panel, steps, target + r * stride, stride, rows - r);
+          for (int64_t t = 0, r = 0, end; t < num_tiles; ++t, r = end) {
+            end = rows * (t + 1) / num_tiles;  // tiles of equal size: a small one has too few sums
+            add_rows<ROWS>(
+                own + r * depth, depth, panel, steps, next, target + r * stride, stride, end - r);
+          }
         };
         if constexpr (std::is_same_v<T, float>) {
           add_all(panel);

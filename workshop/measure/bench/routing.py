@@ -30,7 +30,6 @@ from common.engine_config import SHIPPED_CHECKPOINT
 from common.serve.fleet import programs
 from workshop.measure.bench import bench_record
 from workshop.measure.bench.load import Outcome, Planned, replay
-from workshop.measure.bench.side_by_side import write_table
 from workshop.measure.prefix_workloads import (
     TRACE_BLOCK_SIZE,
     PrefixWorkload,
@@ -213,7 +212,7 @@ def main() -> None:
     record = bench_record.read_record(RECORD)
     print(table(record))
     for page in ("README.md", "README.zh.md"):
-        write_table(PAGES / page, "routing", table(record), record)
+        bench_record.write_table(PAGES / page, "routing", table(record), record)
 
 
 if __name__ == "__main__":

@@ -1,7 +1,4 @@
-"""One client's heaviest legal bodies, and how long the other clients wait for them.
-
-    python -m workshop.bench.hostile_bench --rounds 1   measures (minutes), writes the record
-    python -m workshop.bench.hostile_bench --tables     writes common/serve/README.md's table
+"""One client's heaviest legal bodies, and how long the other clients wait. `features.py` runs this.
 
 Each body gets a new server with the shipped model on one thread. Two streams run in it, and a
 client asks `/health` every 20 ms. Then the body comes. Recorded are the longest answer of
@@ -19,18 +16,16 @@ import statistics
 import sys
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import suppress
 from pathlib import Path
 from subprocess import PIPE
 from typing import Any
 
 from common.engine_config import SHIPPED_ADAPTER
-from workshop.measure.bench.bench_record import describe_environment, markdown_table
-from workshop.measure.bench.side_by_side import measure_and_tell
+from workshop.measure.bench.bench_record import markdown_table
+from workshop.measure.rounds import Case, median_of
 
-RECORD = Path(__file__).parent / "records" / "hostile.json"
-PAGE = Path(__file__).parents[3] / "common" / "serve" / "README.md"
 HEALTH_S, SILENCE_S = 0.25, 0.5  # the aims
 SECONDS = 30.0  # at most, for a body
 DRAIN_S, STUCK_S = 1.0, 60.0
@@ -38,6 +33,11 @@ CHUNK = 512  # tokens of a step: the longest silence is at least that of an ordi
 STREAM = {"prompt": "def f(", "max_tokens": 1900, "ignore_eos": True, "stream": True}
 TWELVE = [[5 + (31 * i + 7 * j) % 4000 for j in range(1000)] for i in range(12)]
 COMPLETIONS = "/v1/completions"
+CONFIG = {
+    "aims": {"health": HEALTH_S, "silence": SILENCE_S},
+    "drain_s": DRAIN_S,
+    "max_num_batched_tokens": CHUNK,
+}
 
 
 def words(num_bytes: int) -> dict[str, Any]:
@@ -151,8 +151,8 @@ async def measure_body(name: str, folder: Path) -> dict[str, Any]:
             await reader.read()
         streams = [json.dumps(prompt).encode() for prompt in prompts]
         waits = [
-            asyncio.create_task(longest_wait(port, where, what, over))
-            for where, what in [("/health", None), *((COMPLETIONS, s) for s in streams)]
+            asyncio.create_task(longest_wait(port, url_path, content, over))
+            for url_path, content in [("/health", None), *((COMPLETIONS, s) for s in streams)]
         ]
         await asyncio.sleep(1.0)
         begin = time.monotonic()
@@ -185,41 +185,22 @@ async def measure_body(name: str, folder: Path) -> dict[str, Any]:
         await draining
 
 
-def measure(rounds: int) -> dict[str, Any]:
-    found: dict[str, list[dict[str, Any]]] = {name: [] for name in BODIES}
+def cases(config: dict[str, Any]) -> Iterator[Case]:
     with tempfile.TemporaryDirectory() as folder:
         hostile_adapter(Path(folder))
-        for _ in range(rounds):
-            for name, runs in found.items():
-                runs.append(asyncio.run(measure_body(name, Path(folder))))
-                print(name, runs[-1], file=sys.stderr, flush=True)
-    return {
-        "command": "python -m workshop.bench.hostile_bench",
-        "environment": describe_environment(),
-        "config": {
-            "aims": {"health": HEALTH_S, "silence": SILENCE_S},
-            "drain_s": DRAIN_S,
-            "max_num_batched_tokens": CHUNK,
-        },
-        "runs": found,
-    }
+        runs = {
+            name: lambda name=name: asyncio.run(measure_body(name, Path(folder)))
+            for name in config.get("bodies", BODIES)
+        }
+        yield Case("bodies", "beside two streams", runs)
 
 
-def table_of(record: dict[str, Any]) -> str:
+def tables(record: dict[str, Any]) -> list[str]:
     rows = []
-    for name, runs in record["runs"].items():
-        middle = [statistics.median(run[key] for run in runs) for key in ("health", "silence")]
+    for name, runs in record["runs"]["bodies"]["beside two streams"].items():
         ends = [run["ended"] for run in runs]
         ended = "never" if None in ends else f"{statistics.median(ends):.1f}"
-        shown = [f"{1e3 * seconds:,.0f}" for seconds in middle]
+        shown = [f"{1e3 * median_of(runs, key):,.0f}" for key in ("health", "silence")]
         rows.append([name, runs[-1]["status"], *shown, ended])
     longest = ["longest `/health`, ms", "longest silence, ms"]
-    return markdown_table(["body", "status", *longest, "ended after SIGTERM, s"], rows)
-
-
-def main() -> None:
-    measure_and_tell(__doc__, RECORD, PAGE, "hostile", measure, table_of, rounds=1)
-
-
-if __name__ == "__main__":
-    main()
+    return [markdown_table(["body", "status", *longest, "ended after SIGTERM, s"], rows)]

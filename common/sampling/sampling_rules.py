@@ -1,0 +1,84 @@
+"""The table of sampling rules: a row for each number of `SamplingParams` that changes logits.
+
+To add a rule, add a field to `SamplingParams` (chapter 1; its interval goes into `_NUMBERS`) and a
+row to `SAMPLING_RULES`, with a function in this file if it needs only logits and the numbers. All
+other code reads the table: the columns have the rule's numbers and its bit of `needs`
+(`sampling_columns.py`), the sampler applies it (`distributions.py`), the server has its field and
+reads a checkpoint's recommended value (`wire.py`, `app.py`), and the warm-up uses it
+(`kv_sizing.py`).
+
+The default of the field has no effect, so a request needs a rule only if it has another value. A
+rule that no row of a step needs is not applied. The rows of the table are in the order of
+application. (vLLM applies min-p before top-k, which keeps the same tokens, because both keep all
+tokens above some rank.)"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+
+from request import SamplingParams
+
+NEG_INF = float("-inf")
+Limit = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
+
+
+@dataclass(frozen=True, slots=True)
+class SamplingRule:
+    """A row of the table. A rule without `apply` needs more than its numbers, for example counts of
+    tokens: its function is in `sampling_constraints.py`."""
+
+    name: str  # of the field
+    example: float  # a value with an effect, for the warm-up and for tests
+    apply: Limit | None = None  # from logits [R, C] and the rule's numbers [R] to new logits
+    is_penalty: bool = False  # an argument of `apply_penalties`; greedy rows ignore all others
+    is_recommended: bool = False  # read from a checkpoint's generation_config.json, as in vLLM
+
+    @property
+    def default(self) -> float:
+        return SamplingParams.__dataclass_fields__[self.name].default
+
+
+def apply_min_p(logits: torch.Tensor, min_p: torch.Tensor) -> torch.Tensor:
+    """Keep tokens at least `min_p` [R] times as probable as the most probable one."""
+    lowest = logits.amax(dim=-1, keepdim=True) + min_p.log().to(logits.dtype)[:, None]
+    return logits.masked_fill(logits < lowest, NEG_INF)
+
+
+SAMPLING_RULES = (
+    SamplingRule("repetition_penalty", 1.3, is_penalty=True, is_recommended=True),
+    SamplingRule("presence_penalty", 0.7, is_penalty=True),
+    SamplingRule("frequency_penalty", -0.3, is_penalty=True),
+    SamplingRule("temperature", 0.6, is_recommended=True),  # every drawn row, also with the default
+    SamplingRule("top_k", 4, is_recommended=True),
+    SamplingRule("min_p", 0.15, apply_min_p, is_recommended=True),
+    SamplingRule("top_p", 0.8, is_recommended=True),
+)
+# The rules with a column of float64: penalties first. `top_k` has a column of integers.
+NUMBERS = tuple(rule.name for rule in SAMPLING_RULES if rule.name != "top_k")
+NUM_PENALTIES = sum(rule.is_penalty for rule in SAMPLING_RULES)
+# The rules of the tokens that `top_k` keeps.
+LIMITS = tuple(
+    r for r in SAMPLING_RULES if not r.is_penalty and r.name not in ("temperature", "top_k")
+)
+
+# Bits of `needs`. A drawn row is narrow (top-k of at most `MAX_NARROW`) or wide.
+NARROW, WIDE, MIN_TOKENS, LOGPROBS, TOKEN_RULES = (1 << i for i in range(5))
+BITS = {rule.name: 1 << i for i, rule in enumerate(SAMPLING_RULES, start=5)}
+DRAWN, TOP_K, NEXT_BIT = NARROW | WIDE, BITS["top_k"], 1 << 5 + len(SAMPLING_RULES)
+PENALTIES = sum(BITS[rule.name] for rule in SAMPLING_RULES if rule.is_penalty)
+MAX_NARROW = 256
+
+
+def needs_of(params: SamplingParams) -> int:
+    """Return the bits of the rules, `min_tokens` and log-probabilities that a request needs. 0: the
+    request is greedy."""
+    needs = LOGPROBS * (params.logprobs is not None) | MIN_TOKENS * (params.min_tokens > 0)
+    for rule in SAMPLING_RULES:
+        if rule.is_penalty or not params.is_greedy:
+            needs |= BITS[rule.name] * (getattr(params, rule.name) != rule.default)
+    if params.is_greedy:
+        return needs
+    return needs | (NARROW if 0 < params.top_k <= MAX_NARROW else WIDE)

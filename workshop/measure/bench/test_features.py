@@ -1,0 +1,50 @@
+"""One program measures every feature: the runs in turn, the record, and the tables of its page."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from workshop.measure.bench import features
+from workshop.measure.bench.bench_record import ROOT, made_on, read_record
+from workshop.measure.bench.features import FEATURES, RECORDS
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+# Those that start servers are measured by hand.
+IN_THIS_PROCESS = ("adapters", "events", "experts", "grammars", "overlap", "token_rules")
+
+
+@pytest.mark.parametrize("name", IN_THIS_PROCESS)
+def test_a_feature_is_measured_recorded_and_shown(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(features, "ROOT", tmp_path)
+    features.main([name, "--tiny", "--rounds", "1"])
+    record = read_record(tmp_path / "build" / "features-smoke" / f"{name}.json")
+    assert record["command"] == f"python -m workshop.bench.features {name}"
+    tables = "\n\n".join(FEATURES[name].tables(record))
+    assert capsys.readouterr().out == tables + "\n"
+    for part, cases in record["runs"].items():
+        for settings in cases.values():
+            num_runs = 4 if part == "stops" else 1
+            assert len(settings) >= 2 and {len(runs) for runs in settings.values()} == {num_runs}
+    if name == "experts":
+        num_read = [settings["num_read"][0] for settings in record["runs"]["rows"].values()]
+        assert num_read[0] == 2 < num_read[1] < num_read[2] == 8
+    if name == "events":
+        assert record["runs"]["host"]["2 running"]["on"][0]["file_bytes"] > 100
+
+
+@pytest.mark.parametrize("name", FEATURES)
+def test_a_page_shows_the_committed_record(name: str) -> None:
+    record = read_record(RECORDS / f"{name}.json")
+    page = (ROOT / FEATURES[name].page).read_text(encoding="utf-8")
+    tables = "\n\n".join(FEATURES[name].tables(record))
+    assert f"<!-- table:{name} -->\n{tables}\n\n{made_on(record)}\n" in page
+
+
+def test_an_unknown_feature_is_named(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        features.main(["magic"])
+    assert "NAME must be one of adapters, events" in capsys.readouterr().err
