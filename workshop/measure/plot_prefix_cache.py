@@ -602,14 +602,16 @@ def _times_ms(call: Callable[[int], object], repeats: int) -> list[float]:
 
 def measure_store(measurement: Measurement) -> dict:
     """Return milliseconds of each repeat, by operation. `put` and `get` are the store's calls and a
-    hop to the client's process; `publish` and `fetch` are a pool's, checksum included. The process
+    hop to the client's process; `publish` and `fetch` are those of a connector, checksum included. The process
     that publishes lends all memory."""
+    from kv_store import make_record, open_record
     from mooncake_master import MooncakeMaster
     from mooncake_pool import MooncakePool
 
     kv_nbytes, repeats = 1_000_000, 3 if measurement.tiny else 50
     kv_data = [os.urandom(kv_nbytes) for _ in range(4)]
-    hashes = {index: index.to_bytes(32, "big", signed=True) for index in range(-2, repeats)}
+    tokens = tuple(range(BLOCK_SIZE))
+    links = {i: (i.to_bytes(32, "big", signed=True), tokens) for i in range(-2, repeats)}
     segment_nbytes = 3 * (repeats + 2) * (kv_nbytes + 4096) + (64 << 20)
     with MooncakeMaster() as master:
         near = MooncakePool(master.address, segment_nbytes)
@@ -618,9 +620,9 @@ def measure_store(measurement: Measurement) -> dict:
         operations = {
             "put": lambda i: put(f"raw {i}", kv_data[i % 4]),
             "get": lambda i: get(f"raw {i}") == kv_data[i % 4],
-            "publish": lambda i: near.publish(hashes[i], "near", range(BLOCK_SIZE), kv_data[i % 4]),
-            "fetch": lambda i: far._fetch(hashes[i], "far").kv_data == kv_data[i % 4],
-            "query": lambda i: far.query([hashes[i]])[0],
+            "publish": lambda i: near.put(links[i], make_record(links[i], kv_data[i % 4])),
+            "fetch": lambda i: open_record(next(far.get([links[i]])), links[i]) == kv_data[i % 4],
+            "query": lambda i: far.has([links[i]]),
         }
         times = {name: _times_ms(call, repeats) for name, call in operations.items()}
         near.close()

@@ -5,12 +5,13 @@
     ...                                          see `hall.py` and `course.py`
 
 The example is a small function that uses our module as a caller would and returns the result in a
-few lines of text. It imports everything when it is called, so that it gets the swapped module:
+few lines of text. It imports everything when it is called, so that it gets the swapped module.
+Each task has one. A recorded run shows most exhibits, and an example the others.
 
-                                 the module    the example        the named tests
-    unchanged                    ours          one text           pass
-    a bug or typical mistake     a copy        another text       fail
-    a task's blank               a copy                           fail
+                                 the module    the example      the named tests
+    unchanged                    ours          one text         pass
+    a bug or typical mistake     a copy        another text     fail
+    a task's blank               a copy                         fail
 
 `test_exercises.py` checks all of this. `NAME.zh.txt` has the texts of `NAME.txt` in Chinese, row by
 row, with `en`, the digest of the English texts that were translated. They are shown if the

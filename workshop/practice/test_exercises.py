@@ -54,9 +54,12 @@ def test_a_bug_is_noticed(bug: Bug) -> None:
 limits = {exhibit.title: exhibit.limit_s for exhibit in EXHIBITS}
 
 
-@pytest.mark.sample(every=15, first=7)
-@pytest.mark.parametrize("exhibit", EXHIBITS, ids=lambda e: e.title)
-def test_an_exhibit_shows_its_symptom(exhibit: Exhibit) -> None:
+WITH_EXAMPLE = [exhibit for exhibit in EXHIBITS if exhibit.wrong]
+
+
+@pytest.mark.sample(every=5, first=1)
+@pytest.mark.parametrize("exhibit", WITH_EXAMPLE, ids=lambda e: e.title)
+def test_an_example_shows_the_symptom(exhibit: Exhibit) -> None:
     assert exhibit.show() == exhibit.right
     with broken_copy(exhibit.patch) as swap:
         assert exhibit.show(swap) == exhibit.wrong
