@@ -602,8 +602,8 @@ def _times_ms(call: Callable[[int], object], repeats: int) -> list[float]:
 
 def measure_store(measurement: Measurement) -> dict:
     """Return milliseconds of each repeat, by operation. `put` and `get` are the store's calls and a
-    hop to the client's process; `publish` and `fetch` are those of a connector, checksum included. The process
-    that publishes lends all memory."""
+    hop to the client's process; `publish` and `fetch` are those of a connector, checksum included.
+    The process that publishes lends all memory."""
     from kv_store import make_record, open_record
     from mooncake_master import MooncakeMaster
     from mooncake_pool import MooncakePool
