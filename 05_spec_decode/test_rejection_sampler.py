@@ -17,7 +17,8 @@ import torch
 from hypothesis import HealthCheck, given, settings
 
 from bounded_loops import as_long_as
-from common.tests.sampling_cases import make_sampling, sampling_probs
+from common.sampling.sampling_rules import SAMPLING_RULES
+from common.tests.sampling_cases import RECIPES, make_sampling, sampling_probs
 from draft_acceptance import acceptance_probability
 from exact_law import (
     LAST,
@@ -279,14 +280,8 @@ def test_a_law_that_is_wrong_is_seen():
 VOCAB_SIZE, EOS, PROMPT = 4, 3, [1]
 
 CONSTRAINTS = {
-    "temperature": SamplingParams(temperature=0.6),
+    **{rule.name: RECIPES[rule.name] for rule in SAMPLING_RULES},
     "greedy": SamplingParams(temperature=0),
-    "top_k": SamplingParams(top_k=2),
-    "top_p": SamplingParams(top_p=0.75),
-    "min_p": SamplingParams(min_p=0.3),
-    "repetition": SamplingParams(repetition_penalty=1.8),
-    "presence": SamplingParams(presence_penalty=1.2),
-    "frequency": SamplingParams(frequency_penalty=0.9),
     "min_tokens": SamplingParams(min_tokens=2),
     "greedy with penalties": SamplingParams(temperature=0, presence_penalty=-2.0),
     "all": SamplingParams(
@@ -300,9 +295,8 @@ CONSTRAINTS = {
         min_tokens=1,
     ),
 }
-SEES_DRAFTS = (
-    "repetition", "presence", "frequency", "min_tokens", "greedy with penalties", "all"
-)  # fmt: skip
+PENALTIES = [rule.name for rule in SAMPLING_RULES if rule.is_penalty]
+SEES_DRAFTS = (*PENALTIES, "min_tokens", "greedy with penalties", "all")
 
 
 @dataclass(frozen=True)
