@@ -6,10 +6,13 @@ import os
 from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TypeVar
 
 import pytest
 
+from kv_store import SharedStore
+from kv_stores import STORES, Faults, FaultyStore
 from mooncake_master import MooncakeMaster, MooncakeUnavailableError
 from mooncake_pool import MooncakePool
 
@@ -38,7 +41,7 @@ def drop(pool: MooncakePool) -> None:
 @pytest.fixture(scope="session", autouse=True)
 def mooncake_store(request: pytest.FixtureRequest) -> Iterator[MooncakeStore | None]:
     """One store for all tests, if any test needs it. Started with the first test of this folder."""
-    names = {"master", "doomed", "near", "far", "cold"}
+    names = {"master", "doomed", "near", "far", "cold", "shared_store"}
     if not any(names & set(getattr(item, "fixturenames", ())) for item in request.session.items):
         yield None
         return
@@ -46,9 +49,7 @@ def mooncake_store(request: pytest.FixtureRequest) -> Iterator[MooncakeStore | N
         master, doomed = threads.submit(MooncakeMaster), threads.submit(MooncakeMaster)
 
         def join(segment_nbytes: int) -> MooncakePool:
-            return MooncakePool(
-                master.result().address, segment_nbytes, "127.0.0.1", WAIT_S, WAIT_S
-            )
+            return MooncakePool(master.result().address, segment_nbytes, "127.0.0.1", WAIT_S)
 
         # All memory of the store is the near client's, so data that `far` reads has crossed
         # processes.
@@ -104,3 +105,30 @@ def far(mooncake_store: MooncakeStore) -> MooncakePool:
 def cold(mooncake_store: MooncakeStore) -> MooncakePool:
     """A client for one test alone, which may close it."""
     return result_or_skip(mooncake_store.cold)
+
+
+@pytest.fixture(params=[*STORES, "mooncake"])
+def shared_store(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[SharedStore]:
+    """Each store in turn, empty. The Mooncake store belongs to all tests."""
+    if request.param == "mooncake":
+        yield request.getfixturevalue("near")
+        return
+    store = STORES[request.param](tmp_path)
+    yield store
+    if hasattr(store, "check_invariants"):
+        store.check_invariants()
+    if hasattr(store, "close"):
+        store.close()
+
+
+@pytest.fixture
+def faults() -> Faults:
+    return Faults()
+
+
+@pytest.fixture
+def pool(shared_store: SharedStore, faults: Faults) -> Iterator[FaultyStore]:
+    """The same, with faults that can be chosen, and emptied at the end."""
+    store = FaultyStore(shared_store, faults, [])
+    yield store
+    store.close()

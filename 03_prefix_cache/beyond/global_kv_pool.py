@@ -12,9 +12,12 @@ A request's missing blocks are copied to its own node in the background. A copy 
 bring wrong bytes: each block carries a checksum, each transfer has a deadline, and a failed
 transfer is reported with the blocks that did arrive, from the front. The rest is computed.
 
+An engine's connector uses the pool as the `Store` of its node (`at_node`); `async_transfer` copies
+blocks to any node.
+
 Invariants: a node holds at most `max_blocks_per_node` blocks and drops the least recently used one;
 all copies of a hash have the same tokens; a transfer pins the blocks it reads, so none is lost in
-flight; a transfer ends exactly once; no callback runs under the pool's lock.
+flight; its blocks are intact and from the front of the chain.
 
 Mooncake keeps this index in a master process and moves bytes by RDMA or TCP (`mooncake_pool.py`).
 vLLM's LMCache and SGLang's HiCache use such stores as a last tier. Source: Mooncake, arXiv
@@ -24,12 +27,49 @@ vLLM's LMCache and SGLang's HiCache use such stores as a last tier. Source: Moon
 from __future__ import annotations
 
 import threading
-from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 
-from kv_pool import KVBlock, TransferCallback
-from kv_transfer import BackgroundTransfers, TransferringPool
+from kv_store import LRUBlocks, Store, compute_checksum
+from request_chain import Link
+from store_loads import Loads
+
+
+@dataclass(frozen=True, slots=True)
+class KVBlock:
+    """One node's copy of one block: the keys and values of all layers, as bytes, for `token_ids`
+    after the prefix that `block_hash` identifies."""
+
+    block_hash: bytes
+    node_id: str
+    token_ids: tuple[int, ...]
+    kv_data: bytes = field(repr=False)
+    checksum: bytes = field(repr=False)
+
+    @classmethod
+    def create(
+        cls, block_hash: bytes, node_id: str, token_ids: Sequence[int], kv_data: bytes
+    ) -> KVBlock:
+        """Copy the data into a new block, and compute the checksum."""
+        token_ids, kv_data = tuple(token_ids), bytes(kv_data)
+        checksum = compute_checksum((block_hash, token_ids), kv_data)
+        return cls(block_hash, node_id, token_ids, kv_data, checksum)
+
+    @property
+    def is_intact(self) -> bool:
+        """Whether hash, tokens and bytes are unchanged since the block was made. O(bytes)."""
+        link = self.block_hash, self.token_ids
+        return self.checksum == compute_checksum(link, self.kv_data)
+
+
+@dataclass(frozen=True, slots=True)
+class TransferResult:
+    """The blocks that arrived: intact, from the front of the chain. `error` is the reason why there
+    are not more; None: all arrived."""
+
+    blocks: tuple[KVBlock, ...]
+    error: str | None = None
+
 
 Transport = Callable[[KVBlock], bytes]
 """Brings the `kv_data` of a block from `block.node_id`. May be slow, raise, or be wrong."""
@@ -42,12 +82,12 @@ def copy_in_process(block: KVBlock) -> bytes:
 @dataclass(slots=True, eq=False)
 class _Node:
     node_id: str
-    blocks: OrderedDict[bytes, KVBlock] = field(default_factory=OrderedDict)  # LRU first
+    blocks: LRUBlocks[KVBlock] = field(default_factory=LRUBlocks)
     is_alive: bool = True
 
 
-class GlobalKVPool(TransferringPool):
-    """A `KVPool` within one process.
+class GlobalKVPool:
+    """A pool of KV blocks within one process. Every method can be called from any thread.
 
     A block is used when it is published, when a query returns its node, or when a transfer reads or
     writes it. Among the blocks of one call the first count as used last, so a full node loses a
@@ -62,12 +102,19 @@ class GlobalKVPool(TransferringPool):
         transfer_timeout_s: float = 10.0,
         num_transfer_threads: int = 4,
     ) -> None:
-        if max_blocks_per_node < 1:
-            raise ValueError(f"max_blocks_per_node must be >= 1, got {max_blocks_per_node}")
+        for name, value in (
+            ("max_blocks_per_node", max_blocks_per_node),
+            ("transfer_timeout_s", transfer_timeout_s),
+            ("num_transfer_threads", num_transfer_threads),
+        ):
+            if not value > 0:
+                raise ValueError(f"{name} must be > 0, got {value}")
         self.max_blocks_per_node = max_blocks_per_node
         self._transport = transport
-        self._transfers = BackgroundTransfers(num_transfer_threads, transfer_timeout_s)
-        self._lock = threading.Lock()  # taken after the lock of _transfers, never before it
+        self.num_transfer_threads = num_transfer_threads
+        self._transfers = Loads[KVBlock](transfer_timeout_s, num_transfer_threads)
+        self._targets: dict[str, _Node] = {}  # of transfers
+        self._lock = threading.Lock()
         self._nodes: dict[str, _Node] = {}
         self._copies: dict[bytes, dict[str, KVBlock]] = {}  # hash -> node id, earliest first
         self._is_closed = False
@@ -75,7 +122,10 @@ class GlobalKVPool(TransferringPool):
     # -- the index
 
     def query(self, block_hashes: Sequence[bytes]) -> tuple[int, list[str]]:
-        """Stays on one node for as long as possible, starting with the one that published first."""
+        """Return `(num_matched_tokens, node_ids)` for the longest prefix of this chain that is in
+        the pool. `node_ids[i]` is a node that has the i-th matched block: the same one for as long
+        as possible, starting with the one that published first. The blocks count as used, but they
+        are not pinned."""
         matched: list[KVBlock] = []
         with self._lock:
             for block_hash in block_hashes:
@@ -91,6 +141,9 @@ class GlobalKVPool(TransferringPool):
     def publish(
         self, block_hash: bytes, node_id: str, token_ids: Sequence[int], kv_data: bytes
     ) -> bool:
+        """Keep a copy on `node_id`. Returns False, and only marks it as used, if the node already
+        has the block. Raises `ValueError` if `token_ids` is empty or differs from the pool's tokens
+        for this hash."""
         with self._lock:
             if self._has(block_hash, node_id, tuple(token_ids)):
                 return False
@@ -102,6 +155,8 @@ class GlobalKVPool(TransferringPool):
         return True
 
     def invalidate(self, block_hashes: Sequence[bytes]) -> None:
+        """Remove every copy of these blocks. Copies that were already read are not affected.
+        Unknown hashes are ignored."""
         with self._lock:
             for block_hash in block_hashes:
                 for node_id in self._copies.pop(block_hash, {}):
@@ -121,6 +176,7 @@ class GlobalKVPool(TransferringPool):
 
     @property
     def total_cached_blocks(self) -> int:
+        """Blocks on all nodes together, counting each copy."""
         with self._lock:
             return sum(len(node.blocks) for node in self._nodes.values())
 
@@ -145,7 +201,7 @@ class GlobalKVPool(TransferringPool):
 
     def _store(self, node: _Node, block: KVBlock) -> None:
         if len(node.blocks) == self.max_blocks_per_node:
-            dropped, _ = node.blocks.popitem(last=False)
+            dropped, _ = node.blocks.pop_oldest()
             self._drop_copy(dropped, node.node_id)
         node.blocks[block.block_hash] = block
         self._copies.setdefault(block.block_hash, {})[node.node_id] = block
@@ -155,24 +211,42 @@ class GlobalKVPool(TransferringPool):
         if not self._copies[block_hash]:
             del self._copies[block_hash]
 
-    # -- transfers
+    # -- copies
 
-    def async_transfer(
-        self,
-        request_id: str,
-        block_hashes: Sequence[bytes],
-        target_node_id: str,
-        callback: TransferCallback | None = None,
-    ) -> None:
+    def at_node(self, node_id: str) -> Store:
+        """Return the pool as the engine on this node uses it."""
+        return _PoolAtNode(self, node_id)
+
+    def read(self, block_hashes: Sequence[bytes], target_node_id: str) -> Iterator[KVBlock]:
+        """Yield copies of these blocks for `target_node_id`, which are pinned from now on. The
+        iteration may be slow, and raises at the first block that does not arrive intact."""
         with self._lock:
             target = self._node(target_node_id)
             sources = [self._sources(block_hash, target) for block_hash in block_hashes]
             num_found = sources.index([]) if [] in sources else len(sources)
             self._use([copies[0][1] for copies in sources[:num_found]])
-        blocks = self._fetch_all(sources, target)
-        self._transfers.start(
-            request_id, blocks, callback, lambda arrived: self._keep(target, arrived)
-        )
+        return self._fetch_all(sources, target)
+
+    def async_transfer(
+        self, request_id: str, block_hashes: Sequence[bytes], target_node_id: str
+    ) -> None:
+        """Copy these blocks, consecutive ones of a chain, to `target_node_id` in the background.
+        Raises `ValueError` if a transfer with this `request_id` has a result that was not taken."""
+        self._transfers.start(request_id, self.read(block_hashes, target_node_id))
+        with self._lock:
+            self._targets[request_id] = self._node(target_node_id)
+
+    def is_transfer_complete(self, request_id: str) -> bool:
+        """Whether the transfer has ended, successfully or not, or its deadline has passed. Raises
+        `ValueError` for an id that is not, or no longer, known."""
+        return self._transfers.has_ended(request_id)
+
+    def transfer_result(self, request_id: str) -> TransferResult:
+        """Take the result of a complete transfer, and keep its blocks on the target. Raises
+        `ValueError` for one that is in flight or unknown."""
+        blocks, error = self._transfers.take(request_id)
+        self._keep(self._targets.pop(request_id), blocks)
+        return TransferResult(tuple(blocks), error)
 
     def _sources(self, block_hash: bytes, target: _Node) -> list[tuple[_Node, KVBlock]]:
         """Every copy with its node, the target's own first. Copies stay readable when evicted."""
@@ -216,6 +290,7 @@ class GlobalKVPool(TransferringPool):
                     self._store(target, block)
 
     def close(self) -> None:
+        """Stop. Transfers in flight end with an error. Can be called again."""
         with self._lock:
             self._is_closed = True
         self._transfers.close()
@@ -225,7 +300,6 @@ class GlobalKVPool(TransferringPool):
 
     def check_invariants(self) -> None:
         """Raise `AssertionError` if the pool is inconsistent. O(bytes held)."""
-        self._transfers.check_invariants()
         with self._lock:
             num_copies = 0
             for node_id, node in self._nodes.items():
@@ -239,3 +313,29 @@ class GlobalKVPool(TransferringPool):
             assert num_copies == sum(map(len, self._copies.values())), "a copy is not on any node"
             for copies in self._copies.values():
                 assert len({block.token_ids for block in copies.values()}) == 1, copies
+
+
+class _PoolAtNode(Store):
+    """The pool as the store of one node, on which loaded blocks are kept."""
+
+    keeps_loaded_blocks = True
+
+    def __init__(self, pool: GlobalKVPool, node_id: str) -> None:
+        self.pool, self.node_id = pool, node_id
+        self.num_read_threads = pool.num_transfer_threads
+
+    def has(self, links: Sequence[Link]) -> int:
+        num_tokens, node_ids = self.pool.query([block_hash for block_hash, _ in links])
+        found = links[: len(node_ids)]
+        is_ours = num_tokens == sum(len(token_ids) for _, token_ids in found)
+        return len(found) if is_ours else 0  # else blocks of another size
+
+    def get(self, links: Sequence[Link]) -> Iterator[bytes]:
+        blocks = self.pool.read([block_hash for block_hash, _ in links], self.node_id)
+        return (block.kv_data for block in blocks)
+
+    def put(self, link: Link, data: bytes) -> bool:
+        return self.pool.publish(link[0], self.node_id, link[1], data)
+
+    def drop(self, link: Link) -> None:
+        self.pool.invalidate([link[0]])

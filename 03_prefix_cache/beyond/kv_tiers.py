@@ -5,15 +5,14 @@ and lose nothing else. The file is divided into records of one size, mapped into
 
     | file header | record 0                                             | record 1 | ...
                   | magic | chain hash | length | checksum | block bytes |
-                    8       32           8        32         block_nbytes
+                    8       32           8        16         block_nbytes
 
 A file outlives its process, a disk can return wrong data, and a process can die in the middle of a
-write. So nothing is trusted: a record is valid only if the checksum over its hash, length and bytes
+write. So nothing is trusted: a record is valid only if the checksum over its hash, tokens and bytes
 is right, at every read. A record is made invalid before its bytes change and valid after.
 
 Both tiers report, to a listener if there is one, which hash was added (True) and removed (False).
-Invariants: never more than `max_blocks`; a hash is in at most one record; `read` returns the data
-that `put` was given under that hash, or None.
+Invariants: those of `kv_store.py`; never more than `max_blocks`; a hash is in at most one record.
 """
 
 from __future__ import annotations
@@ -22,24 +21,28 @@ import mmap
 import os
 import struct
 import threading
-from collections import OrderedDict
-from collections.abc import Callable
-from hashlib import blake2b
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
+from kv_store import MAGIC, RECORD_HEADER, LRUBlocks, Store, open_record, record_header
+from request_chain import Link
+
 _FILE_HEADER = struct.Struct("<16sQ")  # format, block_nbytes
-_FORMAT = b"kv tier file 1\0\0"
-_RECORD_HEADER = struct.Struct("<8s32sQ32s")  # magic, chain hash, length, checksum
-_MAGIC = b"KVBLOCK\0"
+_FORMAT = b"kv tier file 2\0\0"
 
 
-class HostTier:
-    """A tier in memory: chain hash -> bytes."""
+def ignore_change(block_hash: bytes, is_here: bool) -> None:
+    """The default listener of a tier, which does nothing."""
+
+
+class HostTier(Store):
+    """A tier in memory. Evicted blocks go to `below`, if there is one."""
 
     def __init__(self, max_blocks: int) -> None:
         self.max_blocks = max_blocks
+        self.below: Store | None = None
         self.on_change: Callable[[bytes, bool], object] = ignore_change
-        self._blocks: OrderedDict[bytes, bytes] = OrderedDict()  # least recently used first
+        self._blocks: LRUBlocks[tuple[Link, bytes]] = LRUBlocks()
 
     def __len__(self) -> int:
         return len(self._blocks)
@@ -47,36 +50,42 @@ class HostTier:
     def __contains__(self, block_hash: bytes) -> bool:
         return block_hash in self._blocks
 
-    def get(self, block_hash: bytes) -> bytes | None:
-        """Return a block's bytes, and mark it as used."""
-        data = self._blocks.get(block_hash)
-        if data is not None:
-            self._blocks.move_to_end(block_hash)
-        return data
+    def has(self, links: Sequence[Link]) -> int:
+        return self._blocks.num_leading(links)
 
-    def drop(self, block_hash: bytes) -> None:
-        if self._blocks.pop(block_hash, None) is not None:
-            self.on_change(block_hash, False)
+    def get(self, links: Sequence[Link]) -> Iterator[bytes]:
+        for link in links:
+            yield self._blocks[link[0]][1]
 
-    def put(self, block_hash: bytes, data: bytes) -> list[tuple[bytes, bytes]]:
-        """Store a block. Returns the evicted blocks: at most one, which is the given one if the
-        tier has size 0."""
+    def put(self, link: Link, data: bytes) -> bool:
+        """A tier of size 0 passes the block on."""
         if self.max_blocks == 0:
-            return [(block_hash, data)]
-        is_full = len(self._blocks) == self.max_blocks and block_hash not in self._blocks
-        evicted = [self._blocks.popitem(last=False)] if is_full else []
-        self._blocks[block_hash] = data
-        self._blocks.move_to_end(block_hash)
-        self.on_change(block_hash, True)
-        for old_hash, _ in evicted:
-            self.on_change(old_hash, False)
-        return evicted
+            self._spill(link, data)
+            return False
+        is_new = link[0] not in self._blocks
+        is_full = is_new and len(self._blocks) == self.max_blocks
+        evicted = [self._blocks.pop_oldest()] if is_full else []
+        self._blocks[link[0]] = link, bytes(data)
+        self._blocks.move_to_end(link[0])
+        self.on_change(link[0], True)
+        for block_hash, (old_link, old_data) in evicted:
+            self.on_change(block_hash, False)
+            self._spill(old_link, old_data)
+        return is_new
+
+    def _spill(self, link: Link, data: bytes) -> None:
+        if self.below is not None and not self.below.has([link]):
+            self.below.put(link, data)
+
+    def drop(self, link: Link) -> None:
+        if self._blocks.pop(link[0], None) is not None:
+            self.on_change(link[0], False)
 
 
-class DiskTier:
-    """A tier in a memory-mapped file: chain hash -> bytes. An existing file is reused if it fits.
+class DiskTier(Store):
+    """A tier in a memory-mapped file. An existing file is reused if it fits.
 
-    `put` and `read` can be called from different threads; `on_change` is called in theirs. Raises
+    All methods can be called from different threads; `on_change` is called in theirs. Raises
     `ValueError` for sizes below 1, and `OSError` if the file cannot be made.
     """
 
@@ -90,8 +99,8 @@ class DiskTier:
         self.num_corrupt = 0
         self.on_change: Callable[[bytes, bool], object] = ignore_change
         self._lock = threading.Lock()
-        self._slots: OrderedDict[bytes, int] = OrderedDict()  # least recently used first
-        self._record_nbytes = _RECORD_HEADER.size + block_nbytes
+        self._slots: LRUBlocks[int] = LRUBlocks()
+        self._record_nbytes = RECORD_HEADER.size + block_nbytes
         self._open()
         used = set(self._slots.values())
         self._free = [slot for slot in range(max_blocks - 1, -1, -1) if slot not in used]
@@ -110,8 +119,8 @@ class DiskTier:
             os.posix_fallocate(self._file.fileno(), 0, size)
         self._map = mmap.mmap(self._file.fileno(), size)
         for slot in range(self.max_blocks):
-            magic, block_hash, _, _ = _RECORD_HEADER.unpack_from(self._map, self._offset(slot))
-            if magic == _MAGIC and block_hash not in self._slots:
+            magic, block_hash, _, _ = RECORD_HEADER.unpack_from(self._map, self._offset(slot))
+            if magic == MAGIC and block_hash not in self._slots:
                 self._slots[block_hash] = slot
 
     def _offset(self, slot: int) -> int:
@@ -123,70 +132,69 @@ class DiskTier:
     def __contains__(self, block_hash: bytes) -> bool:
         return block_hash in self._slots
 
-    def use(self, block_hash: bytes) -> None:
-        """Mark a block as used, if it is here."""
+    def has(self, links: Sequence[Link]) -> int:
         with self._lock:
-            if block_hash in self._slots:
-                self._slots.move_to_end(block_hash)
+            return self._slots.num_leading(links)
 
-    def put(self, block_hash: bytes, data: bytes) -> None:
-        """Store a block. Raises `ValueError` unless `data` is `block_nbytes` long."""
+    def put(self, link: Link, data: bytes) -> bool:
+        """Raises `ValueError` unless `data` is `block_nbytes` long."""
         if len(data) != self.block_nbytes:
             raise ValueError(f"data must have {self.block_nbytes} bytes, got {len(data)}")
+        block_hash = link[0]
         with self._lock:
             slot = self._slots.pop(block_hash, None)
+            is_new = slot is None
             if slot is None:
                 slot = self._free.pop() if self._free else self._evict_oldest()
             offset = self._offset(slot)
-            payload = offset + _RECORD_HEADER.size
-            self._map[offset : offset + len(_MAGIC)] = bytes(len(_MAGIC))  # invalid from here ...
+            payload = offset + RECORD_HEADER.size
+            self._map[offset : offset + len(MAGIC)] = bytes(len(MAGIC))  # invalid from here ...
             self._map[payload : payload + len(data)] = data
-            checksum = _checksum(block_hash, data)
-            header = _RECORD_HEADER.pack(_MAGIC, block_hash, len(data), checksum)
-            self._map[offset:payload] = header  # ... to here
+            self._map[offset:payload] = record_header(link, data)  # ... to here
             self._slots[block_hash] = slot
             self.on_change(block_hash, True)
+        return is_new
 
     def _evict_oldest(self) -> int:
-        block_hash, slot = self._slots.popitem(last=False)
+        block_hash, slot = self._slots.pop_oldest()
         self.on_change(block_hash, False)
         return slot
 
-    def read(self, block_hash: bytes) -> bytes | None:
-        """Return the block's bytes, verified, and mark it as used. None if it is not here; a record
-        that fails the check is dropped."""
+    def get(self, links: Sequence[Link]) -> Iterator[bytes]:
+        for link in links:
+            yield self.read(link)
+
+    def read(self, link: Link) -> bytes:
+        """Return the block's bytes, verified, and mark it as used. Raises `LookupError` if it is
+        not here, and `ValueError` for a record that fails the check, which is dropped."""
         with self._lock:
-            slot = self._slots.get(block_hash)
-            if slot is None:
-                return None
+            slot = self._slots[link[0]]
             offset = self._offset(slot)
             record = self._map[offset : offset + self._record_nbytes]
-            self._slots.move_to_end(block_hash)
-        magic, found, length, checksum = _RECORD_HEADER.unpack_from(record)
-        data = record[_RECORD_HEADER.size :]
-        is_intact = (magic, found, length) == (_MAGIC, block_hash, self.block_nbytes)
-        if is_intact and checksum == _checksum(block_hash, data):
-            return data
-        self._drop(block_hash, slot)
-        return None
+            self._slots.move_to_end(link[0])
+        try:
+            return open_record(record, link)
+        except ValueError:
+            self._drop_corrupt(link[0], slot)
+            raise
 
-    def drop(self, block_hash: bytes) -> None:
-        """Remove a block, if it is here, from the file as well."""
-        with self._lock:
-            slot = self._slots.pop(block_hash, None)
-            if slot is not None:
-                offset = self._offset(slot)
-                self._map[offset : offset + len(_MAGIC)] = bytes(len(_MAGIC))
-                self._free.append(slot)
-                self.on_change(block_hash, False)
-
-    def _drop(self, block_hash: bytes, slot: int) -> None:
+    def _drop_corrupt(self, block_hash: bytes, slot: int) -> None:
         with self._lock:
             if self._slots.get(block_hash) == slot:  # not rewritten in the meantime
                 del self._slots[block_hash]
                 self._free.append(slot)
                 self.num_corrupt += 1
                 self.on_change(block_hash, False)
+
+    def drop(self, link: Link) -> None:
+        """Remove a block, if it is here, from the file as well."""
+        with self._lock:
+            slot = self._slots.pop(link[0], None)
+            if slot is not None:
+                offset = self._offset(slot)
+                self._map[offset : offset + len(MAGIC)] = bytes(len(MAGIC))
+                self._free.append(slot)
+                self.on_change(link[0], False)
 
     def clear(self) -> None:
         """Free the slots whose `put` was interrupted: their records are not valid."""
@@ -206,14 +214,3 @@ class DiskTier:
         with self._lock:
             slots = [*self._slots.values(), *self._free]
             assert sorted(slots) == list(range(self.max_blocks)), "a slot is missing or used twice"
-
-
-def ignore_change(block_hash: bytes, is_here: bool) -> None:
-    """The default listener of a tier, which does nothing."""
-
-
-def _checksum(block_hash: bytes, data: bytes) -> bytes:
-    digest = blake2b(block_hash, digest_size=32)
-    digest.update(struct.pack("<Q", len(data)))
-    digest.update(data)
-    return digest.digest()

@@ -8,74 +8,129 @@ from pathlib import Path
 
 import pytest
 
-from kv_tiers import _FILE_HEADER, _RECORD_HEADER, DiskTier, HostTier
+from kv_store import RECORD_HEADER
+from kv_tiers import _FILE_HEADER, DiskTier, HostTier
+from request_chain import Link
 
 NBYTES = 24
 
 
+def link(number: int) -> Link:
+    return number.to_bytes(32, "big"), (number, 7)
+
+
 def key(number: int) -> bytes:
-    return number.to_bytes(32, "big")
+    return link(number)[0]
+
+
+def read(tier: HostTier | DiskTier, number: int) -> bytes | None:
+    """A block's bytes, or None for a miss."""
+    try:
+        return next(tier.get([link(number)]))
+    except (LookupError, ValueError):
+        return None
 
 
 def content(number: int, version: int = 0) -> bytes:
     return random.Random(f"{number} {version}").randbytes(NBYTES)
 
 
-def test_host_tier_against_a_naive_lru():
-    rng = random.Random(0)
-    tier, naive = HostTier(5), OrderedDict()
-    for _ in range(2000):
-        number = rng.randrange(12)
-        if rng.random() < 0.5:
-            expected = naive.get(number)
-            if expected is not None:
+@pytest.mark.parametrize("kind", ["host", "disk"])
+def test_a_tier_against_a_naive_lru(kind, tmp_path: Path):
+    rng = random.Random(kind)
+    tier = HostTier(5) if kind == "host" else DiskTier(tmp_path / "kv", 5, NBYTES)
+    naive, changes = OrderedDict(), []
+    tier.on_change = lambda block_hash, is_here: changes.append((block_hash, is_here))
+    for _ in range(1500):
+        number, told = rng.randrange(12), []
+        match rng.choice(["get", "put", "has", "drop"]):
+            case "put":
+                is_new, data = number not in naive, content(number, rng.randrange(3))
+                naive[number] = data
                 naive.move_to_end(number)
-            assert tier.get(key(number)) == expected
-        else:
-            data = content(number, rng.randrange(3))
-            naive[number] = data
-            naive.move_to_end(number)
-            left = [naive.popitem(last=False)] if len(naive) > 5 else []
-            assert tier.put(key(number), data) == [(key(n), d) for n, d in left]
-        assert len(tier) == len(naive) and all((key(n) in tier) == (n in naive) for n in range(12))
+                told = [(key(number), True)]
+                if len(naive) > 5:
+                    told.append((key(naive.popitem(last=False)[0]), False))
+                assert tier.put(link(number), data) == is_new
+            case "has":
+                chain = [number, *rng.sample(range(12), 2)]
+                num_here = next((i for i, n in enumerate(chain) if n not in naive), 3)
+                assert tier.has([link(n) for n in chain]) == num_here
+                for n in reversed(chain[:num_here]):
+                    naive.move_to_end(n)
+            case "get" if tier.has([link(number)]):
+                assert read(tier, number) == naive[number]
+                naive.move_to_end(number)
+            case "get":
+                assert read(tier, number) is None
+            case "drop" if rng.random() < 0.3:
+                tier.drop(link(number))
+                told = [(key(number), False)] if naive.pop(number, None) else []
+        assert sorted(changes) == sorted(told)
+        changes.clear()
+        assert {n for n in range(12) if key(n) in tier} == set(naive) and len(tier) == len(naive)
+        if kind == "disk":
+            tier.check_invariants()
+            assert tier.num_corrupt == 0
+    if kind == "disk":
+        tier.close()
+        tier.close()
+
+
+@pytest.mark.parametrize("max_blocks", [0, 2])
+def test_what_the_host_has_no_room_for_goes_below_unless_it_is_there(max_blocks, tmp_path: Path):
+    host, disk = HostTier(max_blocks), DiskTier(tmp_path / "kv", 3, NBYTES)
+    host.below = disk
+    for number in (0, 1, 2):
+        disk.put(link(number), content(number, version=1))
+    for number in (0, 1, 2, 3)[: 2 + max_blocks]:
+        host.put(link(number), content(number))
+    assert len(host) == max_blocks
+    assert [read(disk, n) for n in range(2)] == [content(n, version=1) for n in range(2)]
+    disk.put(link(9), content(9))
+    assert key(2) not in disk, "the copies of blocks that come down count as used"
+    for number in (5, 6, 7):
+        host.put(link(number), content(number))
+    assert read(disk, 5) == content(5)
+    disk.close()
 
 
 def test_what_is_dropped_is_gone_from_memory_and_file_and_nothing_else_is(tmp_path: Path):
     """Not only from the index: the next process reads the file."""
     host, disk = HostTier(4), DiskTier(tmp_path / "kv", 4, NBYTES)
     for number in range(4):
-        host.put(key(number), content(number))
-        disk.put(key(number), content(number))
+        host.put(link(number), content(number))
+        disk.put(link(number), content(number))
     for number in (2, 2, 7):  # twice, and one that is not there
-        host.drop(key(number))
-        disk.drop(key(number))
+        host.drop(link(number))
+        disk.drop(link(number))
         disk.check_invariants()
     for tier in (host, disk):
         assert [key(n) in tier for n in range(4)] == [True, True, False, True]
-    assert disk.read(key(2)) is None and disk.num_corrupt == 0
+    assert read(disk, 2) is None and disk.num_corrupt == 0
     disk.close()
     disk = DiskTier(tmp_path / "kv", 4, NBYTES)
-    assert [disk.read(key(n)) for n in range(4)] == [content(0), content(1), None, content(3)]
-    disk.put(key(8), content(8))
-    assert len(disk) == 4 and disk.read(key(0)) == content(0), "there was room"
+    assert [read(disk, n) for n in range(4)] == [content(0), content(1), None, content(3)]
+    disk.put(link(8), content(8))
+    assert len(disk) == 4 and read(disk, 0) == content(0), "there was room"
     disk.close()
 
 
 def test_the_slot_of_a_put_that_was_interrupted_is_free_again(tmp_path: Path, monkeypatch):
     disk = DiskTier(tmp_path / "kv", 3, NBYTES)
-    disk.put(key(0), content(0))
+    disk.put(link(0), content(0))
 
     def interrupted(*_):
         raise KeyboardInterrupt
 
     with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
-        patch.setattr("kv_tiers._checksum", interrupted)
-        disk.put(key(1), content(1))
+        patch.setattr("kv_tiers.record_header", interrupted)
+        disk.put(link(1), content(1))
     disk.clear()
     disk.check_invariants()
     for number in (1, 2):
-        disk.put(key(number), content(number))
-    assert [disk.read(key(n)) for n in range(3)] == [content(n) for n in range(3)]
+        disk.put(link(number), content(number))
+    assert [read(disk, n) for n in range(3)] == [content(n) for n in range(3)]
     disk.close()
 
 
@@ -83,56 +138,25 @@ def test_a_slot_that_was_just_written_anew_is_not_dropped(tmp_path: Path):
     """The reader has seen bad bytes; before it says so, the block is put again. Then the record is
     good, and its slot is in use."""
     disk = DiskTier(tmp_path / "kv", 3, NBYTES)
-    disk.put(key(0), content(0))
-    disk.put(key(1), content(1))
+    disk.put(link(0), content(0))
+    disk.put(link(1), content(1))
     old_slot = disk._slots[key(0)]
-    disk.drop(key(0))
-    disk.put(key(2), content(2))  # into the slot of block 0
-    disk.put(key(0), content(0))
+    disk.drop(link(0))
+    disk.put(link(2), content(2))  # into the slot of block 0
+    disk.put(link(0), content(0))
     assert disk._slots[key(0)] != old_slot
-    disk._drop(key(0), old_slot)
+    disk._drop_corrupt(key(0), old_slot)
     disk.check_invariants()
     assert disk.num_corrupt == 0
-    assert [disk.read(key(n)) for n in range(3)] == [content(n) for n in range(3)]
+    assert [read(disk, n) for n in range(3)] == [content(n) for n in range(3)]
     disk.close()
-
-
-def test_a_host_tier_without_room_passes_everything_on():
-    tier = HostTier(0)
-    assert tier.put(key(1), b"x") == [(key(1), b"x")]
-    assert len(tier) == 0
-
-
-def test_disk_tier_against_a_naive_lru(tmp_path: Path):
-    rng = random.Random(1)
-    tier, naive = DiskTier(tmp_path / "kv", 5, NBYTES), OrderedDict()
-    for _ in range(1500):
-        number = rng.randrange(12)
-        action = rng.choice(["read", "put", "use"])
-        if action == "put":
-            naive[number] = content(number, rng.randrange(3))
-            naive.move_to_end(number)
-            if len(naive) > 5:
-                naive.popitem(last=False)
-            tier.put(key(number), naive[number])
-        elif action == "use":
-            tier.use(key(number))
-        else:
-            assert tier.read(key(number)) == naive.get(number)
-        if number in naive:
-            naive.move_to_end(number)
-        assert {n for n in range(12) if key(n) in tier} == set(naive) and len(tier) == len(naive)
-        tier.check_invariants()
-    assert tier.num_corrupt == 0
-    tier.close()
-    tier.close()
 
 
 def write_tier(path: Path, num_put: int) -> None:
     """What a process leaves that had room for 8 blocks."""
     tier = DiskTier(path, 8, NBYTES)
     for number in range(num_put):
-        tier.put(key(number), content(number))
+        tier.put(link(number), content(number))
     tier.close()
 
 
@@ -140,10 +164,8 @@ def test_a_file_is_taken_over_by_the_next_process(tmp_path: Path):
     write_tier(tmp_path / "kv", 11)
     second = DiskTier(tmp_path / "kv", 8, NBYTES)
     second.check_invariants()
-    assert [second.read(key(n)) for n in range(11)] == [None] * 3 + [
-        content(n) for n in range(3, 11)
-    ]
-    second.put(key(20), content(20))
+    assert [read(second, n) for n in range(11)] == [None] * 3 + [content(n) for n in range(3, 11)]
+    second.put(link(20), content(20))
     assert len(second) == 8
     second.close()
 
@@ -151,18 +173,18 @@ def test_a_file_is_taken_over_by_the_next_process(tmp_path: Path):
 def test_a_smaller_tier_takes_over_what_fits_it(tmp_path: Path):
     write_tier(tmp_path / "kv", 8)
     second = DiskTier(tmp_path / "kv", 3, NBYTES)
-    found = [n for n in range(8) if second.read(key(n)) is not None]
+    found = [n for n in range(8) if read(second, n) is not None]
     assert len(found) == len(second) == 3
-    assert all(second.read(key(n)) == content(n) for n in found)
+    assert all(read(second, n) == content(n) for n in found)
     second.close()
 
 
 def test_a_file_of_other_blocks_is_begun_anew(tmp_path: Path):
     first = DiskTier(tmp_path / "kv", 4, NBYTES)
-    first.put(key(1), content(1))
+    first.put(link(1), content(1))
     first.close()
     second = DiskTier(tmp_path / "kv", 4, NBYTES + 8)
-    assert len(second) == 0 and second.read(key(1)) is None
+    assert len(second) == 0 and read(second, 1) is None
     second.close()
 
 
@@ -170,27 +192,27 @@ def test_a_file_that_is_no_tier_is_begun_anew(tmp_path: Path):
     (tmp_path / "kv").write_bytes(b"something else entirely" * 100)
     tier = DiskTier(tmp_path / "kv", 4, NBYTES)
     assert len(tier) == 0
-    tier.put(key(1), content(1))
-    assert tier.read(key(1)) == content(1)
+    tier.put(link(1), content(1))
+    assert read(tier, 1) == content(1)
     tier.close()
 
 
 def test_every_damaged_byte_of_a_record_is_a_miss(tmp_path: Path):
     """The magic, the hash, the length, the checksum, the block: one flipped bit each."""
-    record_nbytes = _RECORD_HEADER.size + NBYTES
+    record_nbytes = RECORD_HEADER.size + NBYTES
     for place in range(record_nbytes):
         path = tmp_path / f"kv{place}"
         tier = DiskTier(path, 2, NBYTES)
-        tier.put(key(1), content(1))
-        tier.put(key(2), content(2))
+        tier.put(link(1), content(1))
+        tier.put(link(2), content(2))
         offset = tier._offset(tier._slots[key(1)]) + place
         tier._map[offset] ^= 0x10
-        assert tier.read(key(1)) is None, place
+        assert read(tier, 1) is None, place
         assert tier.num_corrupt == 1 and key(1) not in tier
-        assert tier.read(key(2)) == content(2), "the neighbour is as it was"
+        assert read(tier, 2) == content(2), "the neighbour is as it was"
         tier.check_invariants()
-        tier.put(key(1), content(1))
-        assert tier.read(key(1)) == content(1)
+        tier.put(link(1), content(1))
+        assert read(tier, 1) == content(1)
         tier.close()
 
 
@@ -198,14 +220,14 @@ def test_every_damaged_byte_of_a_record_is_a_miss(tmp_path: Path):
 def test_a_file_that_was_cut_off_has_misses_and_no_wrong_bytes(tmp_path: Path, num_kept: int):
     first = DiskTier(tmp_path / "kv", 4, NBYTES)
     for number in range(4):
-        first.put(key(number), content(number))
+        first.put(link(number), content(number))
     first.close()
     whole = (tmp_path / "kv").read_bytes()
     (tmp_path / "kv").write_bytes(whole[:num_kept])
     second = DiskTier(tmp_path / "kv", 4, NBYTES)
     for number in range(4):
-        assert second.read(key(number)) in (None, content(number))
-    num_whole = max(0, num_kept - _FILE_HEADER.size) // (_RECORD_HEADER.size + NBYTES)
+        assert read(second, number) in (None, content(number))
+    num_whole = max(0, num_kept - _FILE_HEADER.size) // (RECORD_HEADER.size + NBYTES)
     assert len(second) == num_whole
     second.close()
 
@@ -235,16 +257,16 @@ def test_a_write_that_was_interrupted_is_a_miss(tmp_path: Path):
     for num_writes in range(3):
         path = tmp_path / f"kv{num_writes}"
         tier = DiskTier(path, 1, NBYTES)
-        tier.put(key(1), content(1))
+        tier.put(link(1), content(1))
         inner = tier._map
         tier._map = Fragile(inner, num_writes)
         with pytest.raises(Dies):
-            tier.put(key(2), content(2))
+            tier.put(link(2), content(2))
         tier._map = inner
         tier.close()
         after = DiskTier(path, 1, NBYTES)
-        assert after.read(key(2)) is None
-        assert after.read(key(1)) == (content(1) if num_writes == 0 else None)
+        assert read(after, 2) is None
+        assert read(after, 1) == (content(1) if num_writes == 0 else None)
         after.close()
 
 
@@ -253,7 +275,7 @@ def test_wrong_sizes_are_refused(tmp_path: Path):
         DiskTier(tmp_path / "kv", 0, NBYTES)
     tier = DiskTier(tmp_path / "kv", 1, NBYTES)
     with pytest.raises(ValueError, match="bytes"):
-        tier.put(key(1), b"short")
+        tier.put(link(1), b"short")
     assert len(tier) == 0
     tier.close()
 
@@ -261,10 +283,10 @@ def test_wrong_sizes_are_refused(tmp_path: Path):
 def test_a_record_under_the_name_of_another_is_a_miss(tmp_path: Path):
     """A damaged hash can spell another hash: the checksum covers the name too."""
     first = DiskTier(tmp_path / "kv", 2, NBYTES)
-    first.put(key(1), content(1))
+    first.put(link(1), content(1))
     offset = first._offset(first._slots[key(1)]) + 8
     first._map[offset : offset + 32] = key(2)
     first.close()
     second = DiskTier(tmp_path / "kv", 2, NBYTES)
-    assert key(2) in second and second.read(key(2)) is None
+    assert key(2) in second and read(second, 2) is None
     second.close()

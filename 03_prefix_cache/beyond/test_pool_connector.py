@@ -1,5 +1,6 @@
-"""Engines that share a pool: what the second reads is what it would have computed, or nothing.
+"""Engines that share a store: what the second reads is what it would have computed, or nothing.
 
+Each test runs with every store of `kv_stores.py`, a throw-away one among them, and with Mooncake.
 The engine is a toy, whose memory holds bytes (`kv_bytes.py`).
 """
 
@@ -9,24 +10,24 @@ import random
 import threading
 import time
 from collections.abc import Sequence
-from dataclasses import replace
 
 import pytest
 
 from block_pool import BlockPool
 from bounded_loops import as_long_as
-from global_kv_pool import GlobalKVPool
+from global_kv_pool import GlobalKVPool, KVBlock
 from kv_bytes import ByteEngine, ByteMemory, make_request, true_kv
 from kv_connector import ConnectorChain, KVConnector
 from kv_memory import NotReady
-from kv_pool import KVBlock, TransferResult
 from kv_slots import MakeCache
+from kv_store import make_record
+from kv_stores import MAX_BLOCKS, RECORD_NBYTES, WAIT_S
+from kv_tiers import DiskTier, HostTier
 from pool_connector import PoolConnector
 from request import Request
 
 SIZE = 4
 MODEL = (("model", "tiny"), ("dtype", "float64"))
-WAIT_S = 20.0  # never waited for, unless the test fails
 
 
 class Engine:
@@ -91,37 +92,6 @@ class Engine:
         self.connector.request_finished(request, block_ids)
 
 
-class Faulty:
-    """A transport whose fault can be chosen; it stands still while `hold` is clear."""
-
-    def __init__(self) -> None:
-        self.hold = threading.Event()
-        self.hold.set()
-        self.entered = threading.Event()
-        self.fault = lambda block: block.kv_data
-
-    def __call__(self, block: KVBlock) -> bytes:
-        self.entered.set()
-        assert self.hold.wait(WAIT_S)
-        return self.fault(block)
-
-
-@pytest.fixture
-def transport() -> Faulty:
-    return Faulty()
-
-
-@pytest.fixture
-def pool(transport):
-    pool = GlobalKVPool(transport=transport)
-    yield pool
-    pool.check_invariants()
-    transfers = pool._transfers
-    assert not transfers._transfers and not transfers._results, "a transfer is left behind"
-    transport.hold.set()
-    pool.close()
-
-
 @pytest.fixture
 def engines(pool) -> tuple[Engine, Engine]:
     return Engine(pool, "a"), Engine(pool, "b")
@@ -171,10 +141,10 @@ def test_a_prefix_of_a_prompt_is_found_and_a_suffix_is_not(saved):
     assert second.ask(make_request("2", TOKENS[4:])) == 0
 
 
-def test_asking_starts_nothing(saved, transport):
+def test_asking_starts_nothing(saved, faults):
     _, second = saved
     second.ask(make_request("0", TOKENS))
-    assert not transport.entered.is_set()
+    assert not faults.entered.is_set()
     second.wait()  # returns at once: there is no load
 
 
@@ -201,6 +171,11 @@ def test_kv_of_another_block_size_is_not_found(pool):
     assert Engine(pool, "b", size=8).ask(make_request("0", TOKENS)) == 0
 
 
+FULL_WITH_FOUR = {
+    "host": lambda folder: HostTier(4),
+    "disk": lambda folder: DiskTier(folder / "kv", 4, RECORD_NBYTES),
+    "pool": lambda folder: GlobalKVPool(max_blocks_per_node=4),
+}
 KEYS = [(), (("salt", "x"),), (("lora", "x"),), (("salt", "1"),), (("salt", 1),), (("model", "x"),)]
 
 
@@ -256,87 +231,132 @@ def test_nothing_is_remembered_of_a_request_that_is_gone(engines):
     _, second = engines
     request = make_request("0", TOKENS)
     second.ask(request)
+    second.connector.cancel_load("0")
     second.begin(request)
     second.finish(request)
-    memories = second.connector._starts, second.connector._chains._chains
-    assert [len(memory) for memory in memories] == [1, 1]
+    connector = second.connector
+    assert not connector._found and not connector._loading and not connector._loads._loads
+    assert len(connector._chains._chains) == 1
     del request
-    assert [len(memory) for memory in memories] == [0, 0]
-    assert not second.connector._loads
+    assert len(connector._chains._chains) == 0
 
 
 # -- loads that do not go well
 
 
-def raises(block: KVBlock) -> bytes:
+def raises(records: list[bytes]) -> list[bytes]:
     raise OSError("cable cut")
 
 
-@pytest.mark.parametrize("fault", [raises, lambda block: block.kv_data[::-1], lambda block: b""])
-def test_a_load_that_fails_is_computed_instead(saved, transport, fault):
+def other_block(records: list[bytes]) -> list[bytes]:
+    return [make_record((b"h" * 32, (1, 2, 3, 4)), bytes(40)), *records[1:]]
+
+
+def other_tokens(records: list[bytes]) -> list[bytes]:
+    """The right hash, and a checksum that is right for other tokens."""
+    link = records[0][8:40], (0, 0, 0, 0)
+    return [make_record(link, records[0][-40:]), *records[1:]]
+
+
+LIES = {  # and how many tokens are loaded all the same
+    "raises": (raises, 0),
+    "other order": (lambda records: records[::-1], 0),
+    "shifted": (lambda records: records[1:], 0),
+    "another block": (other_block, 0),
+    "other tokens": (other_tokens, 0),
+    "flipped": (lambda records: [r[:-1] + bytes([r[-1] ^ 1]) for r in records], 0),
+    "cut": (lambda records: [r[:-1] for r in records], 0),
+    "longer": (lambda records: [r * 2 for r in records], 0),
+    "empty": (lambda records: [b""] * 4, 0),
+    "nothing": (lambda records: [], 0),
+    "one in the middle": (lambda records: [records[0], records[1][1:], *records[2:]], SIZE),
+    "too much": (lambda records: [*records, *records], 16),
+}
+
+
+@pytest.mark.parametrize(("lie", "expected"), LIES.values(), ids=LIES)
+def test_from_a_block_on_that_is_not_what_was_put_nothing_is_written(saved, faults, lie, expected):
+    """And what is wrong makes room for what is right."""
     _, second = saved
-    transport.fault = fault
-    assert second.load(make_request("0", TOKENS)) == 0
-    assert (second.stats.num_failed_loads, second.stats.num_tokens_loaded) == (1, 0)
-    transport.fault = lambda block: block.kv_data
+    faults.lie = lie
+    assert second.load(make_request("0", TOKENS)) == expected
+    assert second.stats.num_failed_loads == (expected < 16)
+    assert second.stats.num_tokens_loaded == expected
+    faults.lie = list
+    second.io.written.clear()
+    second.save(make_request("1", TOKENS))
     assert second.load(make_request("1", TOKENS)) == 16
 
 
-def test_what_arrived_before_a_failure_is_used(saved, transport):
-    first, second = saved
+def test_a_damaged_block_is_dropped(saved, faults):
+    _, second = saved
+    faults.lie = lambda records: [records[0], records[1][::-1], *records[2:]]
+    assert second.load(make_request("0", TOKENS)) == 4
+    faults.lie = list
+    assert second.ask(make_request("1", TOKENS)) == 4
+    second.save(make_request("2", TOKENS))
+    assert second.ask(make_request("3", TOKENS)) == 16
+
+
+def test_blocks_of_another_size_are_not_written(pool):
+    """A record that is right, and of an engine whose blocks hold more bytes: it says so itself."""
+    first, second = Engine(pool, "a"), Engine(pool, "b")
     request = make_request("0", TOKENS)
-    third = first.content(request, 2)
-    transport.fault = lambda block: raises(block) if block.kv_data == third else block.kv_data
-    assert second.load(request) == 8
-    assert (second.stats.num_failed_loads, second.stats.num_tokens_loaded) == (1, 8)
+    links = first.connector._chains.chain(request, 4)
+    found = [(link, bytes(39)) for link in links]
+    assert second.connector._offer(request, found) == (16, False)
+    second.connector.update_state_after_alloc(request, [1, 2, 3, 4], 16)
+    assert second.connector.get_finished_load("0") == 0 and not second.io.written
 
 
-def test_a_load_past_its_time_counts_as_failed_and_its_bytes_are_not_written(pool, transport):
+def test_a_load_past_its_time_counts_as_failed_and_its_bytes_are_not_written(pool, faults):
     now = [0.0]
     first, second = Engine(pool, "a"), Engine(pool, "b", load_timeout_s=5.0, clock=lambda: now[0])
     request = make_request("0", TOKENS)
     first.save(request)
-    transport.hold.clear()
+    faults.hold.clear()
     second.begin(request)
     now[0] = 4.9
     assert second.connector.get_finished_load("0") is None
     now[0] = 5.0
     second.wait()  # returns at once: waiting longer is of no use
     assert second.connector.get_finished_load("0") == 0
-    transport.hold.set()
+    faults.hold.set()
     assert second.load(make_request("1", TOKENS)) == 16
     assert (second.stats.num_loads, second.stats.num_failed_loads) == (2, 1)
 
 
 @pytest.mark.parametrize("moment", ["under way", "arrived"])
-def test_a_cancelled_load_writes_nothing_afterwards(saved, transport, moment):
+def test_a_cancelled_load_writes_nothing_afterwards(saved, faults, moment):
     """Trap 34: its blocks may be another request's by then."""
     _, second = saved
     request = make_request("0", TOKENS)
-    transport.hold.clear()
+    faults.hold.clear()
     second.begin(request)
-    assert transport.entered.wait(WAIT_S)
+    assert faults.entered.wait(WAIT_S)
     if moment == "arrived":
-        transport.hold.set()
+        faults.hold.set()
         second.wait()
     second.connector.cancel_load("0")
-    transport.hold.set()
+    faults.hold.set()
     with pytest.raises(KeyError):
         second.connector.get_finished_load("0")
     assert second.load(make_request("1", TOKENS)) == 16  # it runs after the other
     second.connector.cancel_load("never heard of")
 
 
-def test_waiting_ends_with_the_first_load_that_has_arrived(engines, transport):
+def test_waiting_ends_with_the_first_load_that_has_arrived(engines, faults):
     first, second = engines
     for number in "01":
         first.save(make_request(number, [int(number), *TOKENS]))
-    slow = first.content(make_request("0", [0, *TOKENS]), 0)
-    held = threading.Event()
-    transport.fault = lambda block: (
-        block.kv_data if block.kv_data != slow or held.wait(WAIT_S) else b""
-    )
     requests = [make_request(number, [int(number), *TOKENS]) for number in "01"]
+    slow = first.content(requests[0], 0)
+    held = threading.Event()
+
+    def hold_one(records: list[bytes]) -> list[bytes]:
+        return records if not records[0].endswith(slow) or held.wait(WAIT_S) else []
+
+    faults.lie = hold_one
     for request in requests:
         second.begin(request)
     second.wait()
@@ -347,22 +367,22 @@ def test_waiting_ends_with_the_first_load_that_has_arrived(engines, transport):
 
 
 def test_blocks_evicted_between_asking_and_loading_cost_a_computation(pool, saved):
-    _, second = saved
+    first, second = saved
     request = make_request("0", TOKENS)
     num_tokens = second.ask(request)
-    pool.remove_node("a")
+    first.connector.invalidate(request, 0, 4)
     second.connector.update_state_after_alloc(request, [1, 2, 3, 4], num_tokens)
     assert second.finish(request) == 0 and not second.io.written
 
 
-def test_two_engines_may_use_one_request_id_at_the_same_time(pool, transport):
+def test_two_engines_may_use_one_request_id_at_the_same_time(pool, faults):
     """Trap 50."""
     engines = [Engine(pool, node_id) for node_id in "abc"]
     engines[0].save(make_request("0", TOKENS))
-    transport.hold.clear()
+    faults.hold.clear()
     requests = [make_request("0", TOKENS[: n * SIZE + 1]) for n in (4, 2)]
     places = [e.begin(r) for e, r in zip(engines[1:], requests, strict=True)]
-    transport.hold.set()
+    faults.hold.set()
     for engine, request, place, expected in zip(
         engines[1:], requests, places, (16, 8), strict=True
     ):
@@ -370,102 +390,32 @@ def test_two_engines_may_use_one_request_id_at_the_same_time(pool, transport):
         engine.check(request, place)
 
 
-class LyingPool(GlobalKVPool):
-    """Its transfers end with whatever `lie` makes of their blocks."""
-
-    lie = staticmethod(lambda blocks: blocks)
-
-    def transfer_result(self, request_id: str) -> TransferResult:
-        return TransferResult(tuple(self.lie(super().transfer_result(request_id).blocks)))
-
-
-LIES = {  # and how many tokens are loaded all the same
-    "other order": (lambda blocks: blocks[::-1], 0),
-    "shifted": (lambda blocks: blocks[1:], 0),
-    "other hash": (lambda blocks: [replace(b, block_hash=b"") for b in blocks], 0),
-    "other tokens": (lambda blocks: [replace(b, token_ids=(0,) * SIZE) for b in blocks], 0),
-    "too few bytes": (lambda blocks: [replace(b, kv_data=b.kv_data[1:]) for b in blocks], 0),
-    "too many bytes": (lambda blocks: [replace(b, kv_data=b.kv_data * 2) for b in blocks], 0),
-    "nothing": (lambda blocks: [], 0),
-    "one in the middle": (
-        lambda blocks: [blocks[0], replace(blocks[1], kv_data=b""), *blocks[2:]],
-        SIZE,
-    ),
-}
-
-
-@pytest.mark.parametrize("answer", [(7, ["a"]), (4, ["a", "a"]), (4, [])])
-def test_an_answer_that_is_not_in_whole_blocks_of_ours_is_a_miss(pool, engines, answer):
-    """Trap 8."""
-    pool.query = lambda block_hashes: answer
-    assert engines[0].ask(make_request("0", TOKENS)) == 0
-
-
-@pytest.mark.parametrize(("lie", "expected"), LIES.values(), ids=LIES)
-def test_from_a_block_on_that_was_not_asked_for_or_does_not_fit_nothing_is_written(lie, expected):
-    pool = LyingPool()
-    first, second = Engine(pool, "a"), Engine(pool, "b")
-    first.save(make_request("0", TOKENS))
-    pool.lie = lie
-    assert second.load(make_request("0", TOKENS)) == expected
-    pool.lie = lambda blocks: [*blocks, *blocks]
-    second.connector.request_finished(make_request("1", TOKENS), [])
-    second.io.written.clear()
-    assert second.load(make_request("1", TOKENS)) == 16, "what is too much is left alone"
-    pool.close()
-
-
-class BrokenPool(GlobalKVPool):
-    """Every call that `broken` names raises."""
-
-    broken = ""
-
-    def __getattribute__(self, name: str):
-        if name in object.__getattribute__(self, "broken").split():
-            raise ConnectionError(f"{name}: no answer")
-        return super().__getattribute__(name)
-
-
-@pytest.mark.parametrize(
-    "broken",
-    [
-        "query",
-        "publish",
-        "async_transfer",
-        "is_transfer_complete",
-        "transfer_result",
-        "is_transfer_complete cancel_transfer",
-    ],
-)
-def test_a_pool_that_raises_costs_a_computation_and_nothing_else(broken, caplog):
-    pool = BrokenPool()
-    first, second = Engine(pool, "a"), Engine(pool, "b")
-    first.save(make_request("0", TOKENS))
-    pool.broken = broken
+@pytest.mark.parametrize("broken", ["has", "put", "get", "next", "get drop"])
+def test_a_store_that_raises_costs_a_computation_and_nothing_else(pool, saved, broken, caplog):
+    _, second = saved
+    pool.faults.broken = broken
     request = make_request("0", TOKENS)
     num_tokens = second.ask(request)
-    if broken == "query":
+    if broken == "has":
         assert num_tokens == 0
     else:
         second.connector.update_state_after_alloc(request, [1, 2, 3, 4], num_tokens)
-        expected = 16 if broken == "publish" else 0
         second.wait()
-        assert second.finish(request) == expected
+        assert second.finish(request) == (16 if broken == "put" else 0)
     second.save(make_request("1", [1, *TOKENS]))
-    assert second.stats.num_blocks_published == (0 if broken in ("query", "publish") else 4)
+    assert second.stats.num_blocks_published == (0 if broken in ("has", "put") else 4)
+    second.connector.invalidate(request, 0, 4)
     second.connector.close()
     assert caplog.text, "a failure is announced"
-    pool.broken = ""
-    pool.close()
 
 
-def test_a_closed_connector_loads_nothing_and_leaves_the_pool_to_others(pool, saved, transport):
+def test_a_closed_connector_loads_nothing_and_leaves_the_pool_to_others(pool, saved, faults):
     _, second = saved
     request = make_request("0", TOKENS)
-    transport.hold.clear()
+    faults.hold.clear()
     second.begin(request)
     second.connector.close()
-    transport.hold.set()
+    faults.hold.set()
     assert not second.io.written
     assert Engine(pool, "c").load(make_request("0", TOKENS)) == 16
 
@@ -499,18 +449,33 @@ def test_only_blocks_that_the_pool_has_not_got_are_read_and_published(engines):
 
 
 @pytest.mark.parametrize("num_known", [0, 1, 3])
-def test_a_full_node_loses_the_tail_of_a_saved_chain_first(transport, num_known):
+@pytest.mark.parametrize("make_store", FULL_WITH_FOUR.values(), ids=FULL_WITH_FOUR)
+def test_a_full_store_loses_the_tail_of_a_saved_chain_first(make_store, num_known, tmp_path):
     """Trap 11."""
-    pool = GlobalKVPool(max_blocks_per_node=4, transport=transport)
+    pool = make_store(tmp_path)
     first = Engine(pool, "a")
     first.save(make_request("0", TOKENS), num_known)
     first.save(make_request("1", TOKENS))
     request = make_request("2", TOKENS)
     for number, expected in enumerate([16, 12, 8, 4, 0]):
         hashes = [block_hash for block_hash, _ in first.connector._chains.chain(request, 4)]
-        held = [h in pool._nodes["a"].blocks for h in hashes]  # a query would be a use
+        tier = pool._nodes["a"].blocks if isinstance(pool, GlobalKVPool) else pool
+        held = [block_hash in tier for block_hash in hashes]  # `has` would be a use
         assert held == [index * SIZE < expected for index in range(4)]
         first.save(make_request(f"other {number}", [number] * SIZE))
+
+
+def test_what_was_loaded_is_kept_nearer_to_its_engine(faults):
+    """Its tail is the oldest there, too."""
+    pool = GlobalKVPool(MAX_BLOCKS)
+    Engine(pool, "a").save(make_request("0", TOKENS))
+    second = Engine(pool, "b")
+    request = make_request("0", TOKENS)
+    assert second.load(request) == 16
+    links = second.connector._chains.chain(request, 4)
+    assert list(pool._nodes["b"].blocks) == [block_hash for block_hash, _ in links[::-1]]
+    pool.remove_node("a")
+    assert Engine(pool, "c").load(make_request("1", TOKENS)) == 16
     pool.close()
 
 
@@ -546,7 +511,7 @@ def test_engines_too_small_for_their_prompts_serve_right_bytes_from_a_pool_that_
 
     def transport(block: KVBlock) -> bytes:
         fault = chance.randrange(8)
-        return raises(block) if fault == 0 else block.kv_data[fault == 1 :]
+        return bytes(1) if fault == 0 else block.kv_data[fault == 1 :]
 
     pool = GlobalKVPool(max_blocks_per_node=12, transport=transport, num_transfer_threads=1)
     connectors = [PoolConnector(pool, node_id) for node_id in "ab"]
@@ -563,16 +528,16 @@ def test_engines_too_small_for_their_prompts_serve_right_bytes_from_a_pool_that_
     pool.close()
 
 
-def test_the_blocks_of_an_aborted_load_come_back_unwritten(pool, transport, make_cache):
+def test_the_blocks_of_an_aborted_load_come_back_unwritten(pool, faults, make_cache):
     Engine(pool, "a").save(make_request("0", TOKENS))
     engine = make_engine(PoolConnector(pool, "b"), make_cache, 7)
-    transport.hold.clear()
+    faults.hold.clear()
     request = make_request("0", TOKENS)
     assert engine.manager.get_computed_blocks(request) is NotReady.LOADING
     assert engine.manager.pool.num_free_blocks == 3
     engine.manager.free(request)
     assert engine.manager.pool.num_free_blocks == 7
-    transport.hold.set()
+    faults.hold.set()
     assert engine.serve([5] * 8) == 0
     assert not engine.io.written
     engine.manager.check_invariants()

@@ -15,6 +15,7 @@ from kv_memory import NotReady
 from kv_slots import MakeCache
 from prefix_cache import KeyedRequest
 from prefix_cache_local import compute_hash_chain
+from request_chain import Link
 from tiered_cache import KVTierConfig, TieredCache
 
 BLOCK_SIZE = 2
@@ -143,9 +144,9 @@ def engine_with_a_slow_disk(
     engine.manager.reset_prefix_cache()
     gate, read = threading.Event(), engine.tiers.disk.read
 
-    def slow_read(block_hash: bytes) -> bytes | None:
+    def slow_read(link: Link) -> bytes:
         gate.wait(20)
-        return read(block_hash)
+        return read(link)
 
     engine.tiers.disk.read = slow_read
     return engine, make_request("again", [3] * 8), gate
@@ -201,7 +202,7 @@ def test_nothing_is_kept_of_a_request_that_never_published_a_block(is_found, mak
     for request in requests:
         computed = engine.manager.get_computed_blocks(request)
         assert computed.num_tokens == (6 if is_found else 0)
-    assert not engine.tiers._loads
+    assert not engine.tiers._loading and not engine.tiers._loads._loads
     for request in requests:
         engine.manager.free(request)  # aborted while it waits
     for _ in range(20):
@@ -253,18 +254,18 @@ def test_what_leaves_the_tier_above_counts_as_used_on_disk(make_engine, how, tmp
     """A full disk drops what was not used for longest: not what has just come down again."""
     engine = make_engine(KVTierConfig(0 if how == "device" else 1, 4, tmp_path / "kv"))
     tiers = engine.tiers
-    names = [bytes([n]) * 32 for n in range(6)]
+    names = [(bytes([n]) * 32, (n,)) for n in range(6)]
     for name in names[:4]:
         tiers.disk.put(name, bytes(engine.io.block_nbytes))
     if how == "device":
         (block,) = engine.manager.pool.allocate(1)
-        tiers._hash_of[block.block_id] = names[0]
+        tiers._link_of[block.block_id] = names[0]
         tiers.blocks_evicted([block])
     else:
         for name in (names[0], names[5]):  # what is read from disk goes to the host, then leaves it
-            tiers._put(name, bytes(engine.io.block_nbytes))
+            tiers._keep(name, bytes(engine.io.block_nbytes))
     tiers.disk.put(names[4], bytes(engine.io.block_nbytes))
-    assert names[0] in tiers.disk and names[1] not in tiers.disk
+    assert names[0][0] in tiers.disk and names[1][0] not in tiers.disk
 
 
 def test_an_eviction_is_a_use_of_the_copy_below(make_engine):

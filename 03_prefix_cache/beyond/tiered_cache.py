@@ -14,8 +14,8 @@ while others pass. Host blocks are available immediately. Disk blocks are read a
 thread into separate memory; the engine's thread writes them to the device. Copies in lower tiers
 stay, so a block that is evicted again needs no second copy.
 
-Invariants: those of `kv_connector.py`; no tier exceeds its limit; a block that is corrupt, or does
-not arrive in time, ends the load before it, and is computed.
+Invariants: those of `store_connector.py`; no tier exceeds its limit; a block that is corrupt, or
+does not arrive in time, ends the load before it, and is computed.
 
 SGLang's HiCache and vLLM's offloading connectors do this with pinned memory and copy streams, and
 overlap the copies with the layers of the forward pass.
@@ -23,22 +23,18 @@ overlap the copies with the layers of the forward pass.
 
 from __future__ import annotations
 
-import logging
 import tempfile
-import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 
 from block_pool import Block
-from kv_connector import KVBlockIO, KVConnector
+from kv_connector import KVBlockIO
 from kv_tiers import DiskTier, HostTier
 from prefix_cache_local import compute_block_hash
 from request import Request
-from request_chain import RequestChains, root_keys
-from worker_thread import ThreadJob, WorkerThread
-
-logger = logging.getLogger(__name__)
+from request_chain import Link, root_keys
+from store_connector import Found, StoreConnector
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,55 +82,28 @@ class TierStats:
     num_short_loads: int = 0
 
 
-@dataclass(slots=True, eq=False)
-class _TierLoad:
-    hashes: list[bytes]
-    block_ids: list[int]
-    data: list[bytes | None]  # the disk's entries are filled by the reader, from the front
-    from_disk: list[int]  # their indices
-    deadline: float
-    reading: ThreadJob[None] | None = None
-    is_cancelled: bool = False
-
-
-@dataclass(slots=True)
-class _Below:
-    """State that `bind` makes, because it depends on the size of a block."""
-
-    chains: RequestChains
-    disk: DiskTier | None
-    folder: tempfile.TemporaryDirectory | None = field(default=None)
-
-
-class TieredCache(KVConnector):
+class TieredCache(StoreConnector):
     """Host and disk tiers: the listener of a `PrefixCache`, and a `KVConnector`."""
 
     def __init__(self, config: KVTierConfig) -> None:
+        super().__init__(config.load_timeout_s)
         self.config = config
         self.stats = TierStats()
         self.host = HostTier(config.host_blocks)
-        self._hash_of: dict[int, bytes] = {}  # of every cached block on the device
-        # By request, the result of the last lookup: hashes, and the bytes if they are in the host.
-        # Kept here, because allocating for a load evicts blocks, and pushes others out of the host.
-        self._found: dict[str, list[tuple[bytes, bytes | None]]] = {}
-        self._loads: dict[str, _TierLoad] = {}
-        self._reader = WorkerThread("kv-tier-reader")
+        self.disk: DiskTier | None = None
+        self._folder: tempfile.TemporaryDirectory[str] | None = None
+        self._link_of: dict[int, Link] = {}  # of every cached block on the device
 
     def bind(self, io: KVBlockIO, block_size: int, namespace: Sequence[tuple[str, str]]) -> None:
         """Raises `OSError` if the file cannot be made."""
         super().bind(io, block_size, namespace)
-        folder, path = None, self.config.disk_path
-        if self.config.disk_blocks and path is None:
-            folder = tempfile.TemporaryDirectory(prefix="kv-tier-")
-            path = Path(folder.name) / "blocks"
-        disk = None
-        if path is not None and self.config.disk_blocks:
-            disk = DiskTier(path, self.config.disk_blocks, io.block_nbytes)
-        self._below = _Below(RequestChains(block_size, namespace), disk, folder)
-
-    @property
-    def disk(self) -> DiskTier | None:
-        return self._below.disk
+        if not self.config.disk_blocks:
+            return
+        path = self.config.disk_path
+        if path is None:
+            self._folder = tempfile.TemporaryDirectory(prefix="kv-tier-")
+            path = Path(self._folder.name) / "blocks"
+        self.disk = self.host.below = DiskTier(path, self.config.disk_blocks, io.block_nbytes)
 
     # -- down: notifications of the device's cache
 
@@ -150,127 +119,64 @@ class TieredCache(KVConnector):
             keys = root_keys(self.namespace, extra_keys)
             block_hash = compute_block_hash(None, token_ids, keys)
         else:
-            block_hash = compute_block_hash(self._hash_of[parent.block_id], token_ids)
-        self._hash_of[block.block_id] = block_hash
+            block_hash = compute_block_hash(self._link_of[parent.block_id][0], token_ids)
+        link = self._link_of[block.block_id] = (block_hash, tuple(token_ids))
         if self.config.write_policy == "write_through":
-            self._save(block_hash, block)
+            self._save(link, block)
 
     def blocks_evicted(self, blocks: Sequence[Block]) -> None:
         """Children come first, so in the lower tiers they are older than their parents, and leave
         first too."""
         for block in blocks:
-            self._save(self._hash_of.pop(block.block_id), block)
+            self._save(self._link_of.pop(block.block_id), block)
 
     def blocks_invalidated(self, blocks: Sequence[Block]) -> None:
         """Remove the blocks here too, above all from a file that serves the next engine."""
         for block in blocks:
-            block_hash = self._hash_of.pop(block.block_id, None)
-            if block_hash is None:
+            link = self._link_of.pop(block.block_id, None)
+            if link is None:
                 continue
-            self.host.drop(block_hash)
+            self.host.drop(link)
             if self.disk is not None:
-                self.disk.drop(block_hash)
+                self.disk.drop(link)
 
-    def _save(self, block_hash: bytes, block: Block) -> None:
-        if self.host.get(block_hash) is not None:
-            return
-        if self.disk is not None and block_hash in self.disk:
-            self.disk.use(block_hash)
+    def _save(self, link: Link, block: Block) -> None:
+        if self.host.has([link]) or (self.disk is not None and self.disk.has([link])):
             return
         self.stats.num_saved += 1
-        self._put(block_hash, self.io.read_block(block.block_id))
-
-    def _put(self, block_hash: bytes, data: bytes) -> None:
-        """Copy a block to the host; blocks evicted from there go to disk, unless they are there."""
-        for old_hash, old_data in self.host.put(block_hash, data):
-            if self.disk is None:
-                continue
-            if old_hash in self.disk:
-                self.disk.use(old_hash)
-            else:
-                self.disk.put(old_hash, old_data)
+        self.host.put(link, self.io.read_block(block.block_id))
 
     # -- up: calls of the manager
 
     def get_num_new_matched_tokens(
         self, request: Request, num_computed_tokens: int
     ) -> tuple[int, bool]:
-        start = num_computed_tokens // self.block_size
-        num_usable = (request.num_tokens - 1) // self.block_size  # the last token is computed
-        found: list[tuple[bytes, bytes | None]] = []
-        for block_hash, _ in self._below.chains.chain(request, num_usable)[start:]:
-            data = self.host.get(block_hash)
-            if data is None and (self.disk is None or block_hash not in self.disk):
+        links, found = self._links(request, num_computed_tokens), Found()
+        while len(found) < len(links):
+            rest = links[len(found) :]
+            if num_in_host := self.host.has(rest):
+                in_host = rest[:num_in_host]
+                found += zip(in_host, self.host.get(in_host), strict=True)
+            elif self.disk is not None and self.disk.has(rest[:1]):
+                found.append((rest[0], None))
+            else:
                 break
-            found.append((block_hash, data))
-        self._found[request.request_id] = found
-        return len(found) * self.block_size, any(data is None for _, data in found)
+        return self._offer(request, found)
 
     def update_state_after_alloc(
         self, request: Request, block_ids: Sequence[int], num_external_tokens: int
     ) -> None:
-        found = self._found.pop(request.request_id)[: len(block_ids)]
-        hashes, data = [block_hash for block_hash, _ in found], [block for _, block in found]
-        from_disk = [place for place, block in enumerate(data) if block is None]
-        deadline = time.monotonic() + self.config.load_timeout_s
-        load = _TierLoad(hashes, list(block_ids), data, from_disk, deadline)
-        if from_disk:
-            load.reading = self._reader.submit(self._read, load)
-        self._loads[request.request_id] = load
+        below = self.host if self.disk is None else self.disk
+        self._start(request, block_ids, num_external_tokens, below.get)
 
-    def _read(self, load: _TierLoad) -> None:
-        """Read a load's blocks on the reader's thread. Writes to the load's own list, never to the
-        device."""
-        disk = self.disk
-        assert disk is not None
-        for place in load.from_disk:
-            if load.is_cancelled:
-                return
-            load.data[place] = disk.read(load.hashes[place])
-            if load.data[place] is None:
-                return  # later blocks are of no use
+    def _keep(self, link: Link, data: bytes) -> None:
+        self.host.put(link, data)
 
-    def get_finished_load(self, request_id: str) -> int | None:
-        load = self._loads[request_id]
-        is_read = load.reading is None or load.reading.done()
-        if not is_read and time.monotonic() < load.deadline:
-            return None
-        del self._loads[request_id]
-        load.is_cancelled = True
-        arrived: list[bytes] = []  # up to the first that is missing
-        for data in load.data:
-            if data is None:
-                break
-            arrived.append(data)
-        for block_id, data in zip(load.block_ids, arrived, strict=False):
-            self.io.write_block(block_id, data)
-        self._count(load, arrived)
-        return len(arrived) * self.block_size
-
-    def _count(self, load: _TierLoad, arrived: list[bytes]) -> None:
-        """Count hits. Blocks read from disk are kept in the host as well, the deepest as the
-        oldest."""
-        num_arrived = len(arrived)
-        from_disk = [place for place in load.from_disk if place < num_arrived]
-        self.stats.num_disk_hits += len(from_disk)
-        self.stats.num_host_hits += num_arrived - len(from_disk)
-        for place in reversed(from_disk):
-            self._put(load.hashes[place], arrived[place])
-        if num_arrived < len(load.hashes):
-            self.stats.num_short_loads += 1
-            error = load.reading.exception() if load.reading and load.reading.done() else None
-            logger.warning(
-                "%d of %d blocks came back from the KV tiers: %s",
-                num_arrived,
-                len(load.hashes),
-                error or "the next block is corrupt, missing or late",
-            )
-
-    def cancel_load(self, request_id: str) -> None:
-        self._found.pop(request_id, None)
-        load = self._loads.pop(request_id, None)
-        if load is not None:
-            load.is_cancelled = True
+    def _count(self, found: Found, num_arrived: int) -> None:
+        num_from_disk = sum(data is None for _, data in found[:num_arrived])
+        self.stats.num_disk_hits += num_from_disk
+        self.stats.num_host_hits += num_arrived - num_from_disk
+        self.stats.num_short_loads += num_arrived < len(found)
 
     def num_loaded_blocks(self) -> Mapping[str, int]:
         return {"host": self.stats.num_host_hits, "disk": self.stats.num_disk_hits}
@@ -279,29 +185,21 @@ class TieredCache(KVConnector):
         if self.disk is not None:
             self.disk.clear()
 
-    def wait_for_load(self, timeout_s: float) -> None:
-        reading = [load.reading for load in self._loads.values()]
-        if reading and not any(job is None or job.done() for job in reading):
-            assert reading[0] is not None
-            reading[0].wait(timeout_s)  # they are read in this order
-
     def request_finished(self, request: Request, block_ids: Sequence[int]) -> None:
         """Nothing to do: blocks are copied down when the device evicts them."""
         self._found.pop(request.request_id, None)
 
     def close(self) -> None:
-        """Stop the reader; a named file stays, for the next engine. Can be called again."""
-        for request_id in list(self._loads):
-            self.cancel_load(request_id)
-        self._reader.close()
+        """A named file stays, for the next engine. Can be called again."""
+        super().close()
         if self.disk is not None:
             self.disk.close()
-        if self._below.folder is not None:
-            self._below.folder.cleanup()
+        if self._folder is not None:
+            self._folder.cleanup()
 
     def check_invariants(self) -> None:
         assert len(self.host) <= self.config.host_blocks
-        assert len(set(self._hash_of.values())) == len(self._hash_of), "a hash is cached twice"
+        assert len(set(self._link_of.values())) == len(self._link_of), "a hash is cached twice"
         if self.disk is not None:
             assert len(self.disk) <= self.config.disk_blocks
             self.disk.check_invariants()

@@ -42,6 +42,6 @@ def _mooncake(
     from pool_connector import PoolConnector
 
     address = MooncakeAddress(master, metadata)
-    pool = MooncakePool(address, segment_mbytes << 20, host, transfer_timeout_s=load_timeout_s)
+    pool = MooncakePool(address, segment_mbytes << 20, host)
     atexit.register(pool.close)
     return PoolConnector(pool, node_id or uuid.uuid4().hex, load_timeout_s)

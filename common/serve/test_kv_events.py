@@ -178,7 +178,7 @@ def test_after_each_step_the_stream_says_what_is_cached_and_where(
         assert engine.reset_prefix_cache()
         tiers.host._blocks.clear()
         for name in list(tiers.disk._slots):
-            tiers.disk.drop(name)
+            tiers.disk.drop((name, ()))
     changes.put_in()
     seen = set[str]()
 

@@ -33,7 +33,7 @@ LATE_S = 60.0  # a loaded machine's tolerance
 
 def work(ours: Connection, path: Path, address: MooncakeAddress) -> None:
     """An engine's process: jobs come, and what is said of each step and of the end goes."""
-    pool = MooncakePool(address, segment_nbytes=32 << 20, transfer_timeout_s=30)
+    pool = MooncakePool(address, segment_nbytes=32 << 20)
     config = EngineConfig(
         block_size=BLOCK_SIZE,
         num_blocks=400,

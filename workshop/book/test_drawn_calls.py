@@ -17,7 +17,7 @@ from bounded_loops import as_long_as
 from common.llm import LLM
 from global_kv_pool import GlobalKVPool, copy_in_process
 from kv_memory import ComputedBlocks, NotReady
-from kv_pool import KVPool
+from kv_store import SharedStore, Store
 from loading_kv_cache_manager import LoadingKVCacheManager
 from pool_connector import PoolConnector
 from prefix_cache import KeyedRequest
@@ -148,12 +148,12 @@ def tier_run() -> TierRun:
     spy(log, "manager", "tiers", tiers, "blocks_evicted", "get_num_new_matched_tokens",
         "update_state_after_alloc", "get_finished_load")  # fmt: skip
     spy(log, "tiers", "device", io, "read_block", "write_block")
-    spy(log, "tiers", "reader", tiers._reader, "submit")
+    spy(log, "tiers", "reader", tiers._loads, "start")
     disk = tiers.disk
     assert disk is not None
     spy(log, "reader", "disk", disk, "read")
     read = disk.read
-    disk.read = lambda block_hash: read(block_hash) if may_read.wait(20) else None
+    disk.read = lambda link: read(link) if may_read.wait(20) else b""
     spy(log, "tiers", "disk", disk, "put")
     try:
         cache = PrefixCacheLocal(pool=pool, block_size=BLOCK_SIZE, listener=tiers)
@@ -199,7 +199,7 @@ def pool_run() -> list[Call]:
         connectors = []
         for number in (1, 2):
             seen = _Watched(pool, log, f"connector {number}")
-            connector = PoolConnector(cast(KVPool, seen), f"node {number}", load_timeout_s=20)
+            connector = PoolConnector(cast(SharedStore, seen), f"node {number}", load_timeout_s=20)
             io = TracedIO()
             connector.bind(io, BLOCK_SIZE, NAMESPACE)
             spy(log, f"connector {number}", f"memory {number}", io, "read_block", "write_block")
@@ -230,14 +230,10 @@ class _Watched:
     def __init__(self, pool: GlobalKVPool, log: list[Call], lane: str) -> None:
         self._pool, self._log, self._lane = pool, log, lane
 
-    def __getattr__(self, name: str) -> Any:
-        method = getattr(self._pool, name)
-
-        def called(*arguments: Any) -> Any:
-            self._log.append((self._lane, "pool", name))
-            return method(*arguments)
-
-        return called
+    def at_node(self, node_id: str) -> Store:
+        store = self._pool.at_node(node_id)
+        spy(self._log, self._lane, "pool", store, "has", "get", "put")
+        return store
 
 
 def test_the_calls_between_the_tiers() -> None:

@@ -3,7 +3,7 @@
     python -m workshop.measure_mooncake [--kv-nbytes 1000000] [--repeats 50]
 
 `put` and `get` are the store's own calls and one hop to the client's process; `publish` and
-`fetch` are a pool's operations, checksum included. All memory is lent by the publishing process.
+`fetch` are those of a connector, checksum included. All memory is lent by the publishing process.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
+from kv_store import make_record, open_record
 from mooncake_master import MooncakeMaster
 from mooncake_pool import MooncakePool
 
@@ -34,7 +35,8 @@ def _times_ms(call: Callable[[int], object], repeats: int) -> list[float]:
 def measure(kv_nbytes: int, repeats: int) -> dict[str, list[float]]:
     """Return milliseconds of each repeat, by operation."""
     kv_data = [os.urandom(kv_nbytes) for _ in range(4)]
-    hashes = {index: index.to_bytes(32, "big", signed=True) for index in range(-2, repeats)}
+    tokens = tuple(range(NUM_TOKENS))
+    links = {i: (i.to_bytes(32, "big", signed=True), tokens) for i in range(-2, repeats)}
     segment_nbytes = 3 * (repeats + 2) * (kv_nbytes + 4096) + (64 << 20)
     with MooncakeMaster() as master:
         near = MooncakePool(master.address, segment_nbytes)
@@ -43,9 +45,9 @@ def measure(kv_nbytes: int, repeats: int) -> dict[str, list[float]]:
         operations = {
             "put": lambda i: put(f"raw {i}", kv_data[i % 4]),
             "get": lambda i: get(f"raw {i}") == kv_data[i % 4],
-            "publish": lambda i: near.publish(hashes[i], "near", range(NUM_TOKENS), kv_data[i % 4]),
-            "fetch": lambda i: far._fetch(hashes[i], "far").kv_data == kv_data[i % 4],
-            "query": lambda i: far.query([hashes[i]])[0],
+            "publish": lambda i: near.put(links[i], make_record(links[i], kv_data[i % 4])),
+            "fetch": lambda i: open_record(next(far.get([links[i]])), links[i]) == kv_data[i % 4],
+            "query": lambda i: far.has([links[i]]),
         }
         times = {name: _times_ms(call, repeats) for name, call in operations.items()}
         near.close()

@@ -1,8 +1,8 @@
 """Run a function in a separate process, so that no module of ours is imported before it starts.
 
 If the system can fork, the process is forked from one that has loaded only the libraries and no
-module of ours (`libraries.py`), so it starts within a fraction of a second. The museum runs its
-exhibits like this, and readers' answers to the course's tasks are tried like this.
+module of ours (`libraries.py`), so it starts within a fraction of a second. The examples of the
+museum and of the tasks run like this, and their tests; so do recorded runs and readers' answers.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ from collections.abc import Callable
 from multiprocessing.connection import Connection
 from typing import Any
 
+from workshop.practice.module_swap import ModuleSwap
 from workshop.practice.source_patch import ROOT
 
 START_S = 120  # for a process to be there: it may import PyTorch on a busy machine
@@ -29,18 +30,20 @@ def forked_with_libraries() -> Any:
     return context
 
 
-def apart(work: Callable, arguments: tuple, limit_s: float) -> Any:
-    """Return `work(*arguments)`, run in another process. None if the call does not end within
-    `limit_s`. Raises `RuntimeError` if the process dies."""
+def apart(work: Callable, arguments: tuple, limit_s: float, swap: ModuleSwap | None = None) -> Any:
+    """Return `work(*arguments)`, run in another process, with the module of `swap` from its file.
+    None if the call does not end within `limit_s`. Raises `RuntimeError` if the process dies, and
+    if the module cannot be imported."""
     context = forked_with_libraries()
     ours, theirs = context.Pipe()
-    process = context.Process(target=_answer, args=(theirs, work, arguments), daemon=True)
+    process = context.Process(target=_answer, args=(theirs, work, arguments, swap), daemon=True)
     process.start()
     theirs.close()
     try:
         if not ours.poll(START_S):
             raise RuntimeError(f"no process started within {START_S} seconds")
-        ours.recv()  # it begins
+        if problem := ours.recv():
+            raise RuntimeError(problem)
         if not ours.poll(limit_s):
             return None
         answer = ours.recv()
@@ -55,9 +58,18 @@ def apart(work: Callable, arguments: tuple, limit_s: float) -> Any:
         ours.close()
 
 
-def _answer(connection: Connection, work: Callable, arguments: tuple) -> None:
+def _answer(
+    connection: Connection, work: Callable, arguments: tuple, swap: ModuleSwap | None
+) -> None:
     os.chdir(ROOT)
     for name in [name for name in os.environ if name.startswith("PYTEST_")]:
         del os.environ[name]
-    connection.send("begun")
+    try:
+        if swap is not None:
+            swap.install()
+            swap.check()  # before anything else
+    except Exception as error:
+        connection.send(f"{swap and swap.file.name}: {type(error).__name__}: {error}")
+        return
+    connection.send("")  # it begins
     connection.send(work(*arguments))

@@ -1,20 +1,15 @@
 """Load one module from another file, in one process: nothing in the checkout changes.
 
-    SWAPPED_MODULE=radix_cache=mine/radix_cache.py \\
-        python -m pytest -p workshop.practice.module_swap 03_prefix_cache/test_radix_cache.py
+    ModuleSwap("radix_cache", Path("my/radix_cache.py")).install()
 
 A folder in front of `sys.path` is not enough: pytest puts its own folders in front of that. So an
 import hook handles this one name, before Python searches, and no other. Every import of the module,
 in a chapter, `common` or a test, gets the other file. This works for a chapter's flat module
-(`radix_cache`) and for one in a package (`common.engine`). Under pytest-xdist each worker does the
-same.
-
-Invariant: the module's `__file__` is the other file, or nothing is run.
+(`radix_cache`) and for one in a package (`common.engine`).
 """
 
 from __future__ import annotations
 
-import os
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -24,11 +19,6 @@ from importlib.machinery import ModuleSpec
 from importlib.util import spec_from_file_location
 from pathlib import Path
 from types import ModuleType
-
-import pytest
-
-VARIABLE = "SWAPPED_MODULE"
-PLUGIN = "workshop.practice.module_swap"
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,7 +39,7 @@ class ModuleSwap(MetaPathFinder):
         """Install the hook, once per process. Raises `RuntimeError` if the module is already
         imported, and `ValueError` if the file does not exist."""
         if not self.file.is_file():
-            raise ValueError(f"{VARIABLE} must name a file, got {self.file}")
+            raise ValueError(f"file must be a file, got {self.file}")
         if self in sys.meta_path:
             return
         if self.module in sys.modules:
@@ -69,40 +59,3 @@ def name_of(path: Path) -> str:
     while (folders[-1] / "__init__.py").is_file():
         folders.append(folders[-1].parent)
     return ".".join(path.relative_to(folders[-1]).parts)
-
-
-def swap_of(text: str) -> ModuleSwap:
-    """Parse `module=file`. Raises `ValueError` for any other text."""
-    module, _, file = text.partition("=")
-    if not (module and file):
-        raise ValueError(f"{VARIABLE} must be MODULE=FILE, got {text!r}")
-    return ModuleSwap(module, Path(file).resolve())
-
-
-# -- as a plugin of pytest
-
-
-def _wanted() -> ModuleSwap:
-    try:
-        return swap_of(os.environ.get(VARIABLE, ""))
-    except ValueError as error:
-        raise pytest.UsageError(str(error)) from None
-
-
-@pytest.hookimpl(tryfirst=True)
-def pytest_load_initial_conftests() -> None:
-    """Install the swap before any conftest.py, which can import the swapped module. (An xdist
-    worker gets the same arguments, including `-p`.)"""
-    try:
-        _wanted().install()
-    except (ValueError, RuntimeError) as error:
-        raise pytest.UsageError(str(error)) from None
-
-
-def pytest_sessionstart() -> None:
-    """Check the swap, as the first assertion of every run."""
-    swap = _wanted()
-    try:
-        swap.check()
-    except Exception as error:
-        raise pytest.UsageError(f"{swap.file}: {type(error).__name__}: {error}") from None

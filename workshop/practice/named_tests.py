@@ -9,8 +9,8 @@ import tempfile
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
+from pathlib import Path
 
-from workshop.practice.module_swap import PLUGIN, VARIABLE, ModuleSwap
 from workshop.practice.source_patch import ROOT
 
 
@@ -71,11 +71,11 @@ class _Failures:
 
 
 def run_tests(
-    tests: tuple[str, ...], swap: ModuleSwap | None, first_only: bool, limit_s: float
+    tests: tuple[str, ...], swapped: Path | None, first_only: bool, limit_s: float
 ) -> TestRun:
-    """Run the tests with the module of `swap` from its file. `first_only` stops at the first
-    failure. `limit_s` applies to each test. Call once per process. Raises `RuntimeError` if pytest
-    cannot run them."""
+    """Run the tests; `swapped` is the file of this process's swapped module. `first_only` stops at
+    the first failure. `limit_s` applies to each test. Call once per process. Raises `RuntimeError`
+    if pytest cannot run them."""
     import pytest
 
     arguments = ["-q", "--no-header", "-p", "no:cacheprovider", "-p", "pytest_timeout"]
@@ -83,12 +83,9 @@ def run_tests(
     arguments += ["-W", "ignore::pytest.PytestAssertRewriteWarning"]
     arguments += ["--color=no", "--tb=short", f"--timeout={limit_s}", f"--rootdir={ROOT}"]
     arguments += ["-x"] if first_only else []
-    if swap is not None:
-        arguments += ["-p", PLUGIN]
-        os.environ[VARIABLE] = f"{swap.module}={swap.file}"
     # Load only the installed plugins that the settings and the tests need.
     os.environ["PYTEST_DISABLE_PLUGIN_AUTOLOAD"] = "1"
-    failures = _Failures("" if swap is None else str(swap.file))
+    failures = _Failures(str(swapped))
     with tempfile.TemporaryDirectory(prefix="tests-") as folder:
         # Hypothesis must not store the failures of a broken run.
         os.environ["HYPOTHESIS_STORAGE_DIRECTORY"] = folder

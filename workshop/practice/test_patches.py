@@ -10,7 +10,7 @@ from workshop.practice import patches
 from workshop.practice.module_swap import name_of
 from workshop.practice.museum.hall import TITLES
 from workshop.practice.patch_table import Bug, all_bugs, broken_lines, read_bugs
-from workshop.practice.patches import main, problem_of, trials
+from workshop.practice.patches import main, problem_of
 from workshop.practice.source_patch import Patch, PatchError, file_of, names_in
 from workshop.practice.tasks.course import task_numbered
 from workshop.practice.trial import try_all
@@ -44,13 +44,6 @@ def test_what_no_test_notices_is_said() -> None:
     harmless = replace(SAMPLE[0], new=SAMPLE[0].old)
     ((_, said, _),) = try_all([(harmless, harmless.tests, False)], jobs=1)
     assert said == f"{harmless.name}: not noticed by {', '.join(harmless.tests)}"
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("case", trials(LINES), ids=lambda case: case[0].name)
-def test_every_line_is_broken_and_noticed(case: tuple[Bug, tuple[str, ...], bool]) -> None:
-    ((_, said, _),) = try_all([case], jobs=1)
-    assert not said
 
 
 def test_a_row_is_read_with_what_it_goes_on_with() -> None:

@@ -52,17 +52,14 @@ def said_by(
 ) -> str:
     """Return the function's output. An exception, or the end of the process, is one line of it."""
     try:
-        said = apart(say, (work, swap), limit_s)
+        said = apart(say, (work,), limit_s, swap)
     except RuntimeError as error:
         return str(error)
     return NEVER_ENDS if said is None else said
 
 
-def say(work: Callable[[], str], swap: ModuleSwap | None) -> str:
-    """Run `said_by` in this process, which has imported no module of ours that `work` needs."""
-    if swap is not None:
-        swap.install()
-        swap.check()  # before anything else
+def say(work: Callable[[], str]) -> str:
+    """Return the function's output, or its exception in one line. What it prints is dropped."""
     with tempfile.TemporaryFile("w+") as file, into(file.fileno()):
         try:
             return work()
@@ -79,7 +76,8 @@ def try_tests(
 ) -> TestRun:
     """Run the tests, each for at most `limit_s`. `first_only` stops at the first failure, with all
     its details. Raises `RuntimeError` with a sentence if pytest could not run them."""
-    run = apart(_run, (tests, swap, first_only, limit_s), 2 * limit_s + 60)
+    file = None if swap is None else swap.file
+    run = apart(_run, (tests, file, first_only, limit_s), 2 * limit_s + 60, swap)
     if run is None:
         return TestRun((), "pytest did not end")
     if isinstance(run, str):
@@ -88,10 +86,10 @@ def try_tests(
 
 
 def _run(
-    tests: tuple[str, ...], swap: ModuleSwap | None, first_only: bool, limit_s: float
+    tests: tuple[str, ...], file: Path | None, first_only: bool, limit_s: float
 ) -> TestRun | str:
     try:
-        return run_tests(tests, swap, first_only, limit_s)
+        return run_tests(tests, file, first_only, limit_s)
     except RuntimeError as error:
         told = [line[1:].strip() for line in str(error).splitlines() if line.startswith("E ")]
         return told[0] if told else str(error)

@@ -160,9 +160,9 @@ def make_stills(cast: Cast | None = None) -> None:
 def take_exhibits(browser: Browser, folder: Path) -> list[Path]:
     """Draw the museum's stills: runs with and without the bug, where they diverge. Returns the
     files."""
+    from workshop.practice.command import watch
     from workshop.practice.museum import pictures
-    from workshop.practice.museum.hall import CHINESE, EXHIBITS
-    from workshop.practice.museum.museum_command import watch
+    from workshop.practice.museum.hall import EXHIBITS
 
     drawn = []
     for number, exhibit in enumerate(EXHIBITS, 1):
@@ -171,7 +171,7 @@ def take_exhibits(browser: Browser, folder: Path) -> list[Path]:
         page = folder / f"exhibit_{number}.html"
         with contextlib.redirect_stdout(io.StringIO()):
             watch(number, exhibit, page)
-        titles = exhibit.title, CHINESE[exhibit.title][1].title
+        titles = exhibit.title, exhibit.chinese.text("title")
         for (language, ending), title in zip(LANGUAGES.items(), titles):
             path = pictures.picture_of(exhibit).with_suffix(ending)
             picture = photograph(browser, page, [View(f"lang={language}", title, scenes)])

@@ -24,6 +24,7 @@ from typing import Any
 
 from common.engine_config import SHIPPED_ADAPTER
 from workshop.measure.bench.bench_record import markdown_table
+from workshop.measure.bench.load import open_request
 from workshop.measure.rounds import Case, median_of
 
 HEALTH_S, SILENCE_S = 0.25, 0.5  # the aims
@@ -97,23 +98,12 @@ def hostile_adapter(folder: Path) -> None:
     path.write_text(json.dumps(config | {"target_modules": "([a-z._0-9]+)+!"}))
 
 
-async def sent(port: int, path: str, body: bytes | None) -> tuple[Any, Any]:
-    reader, writer = await asyncio.open_connection("127.0.0.1", port, limit=1 << 24)
-    method, content = ("GET", b"") if body is None else ("POST", body)
-    writer.write(
-        f"{method} {path} HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\n"
-        f"Content-Type: application/json\r\nContent-Length: {len(content)}\r\n\r\n".encode()
-        + content
-    )
-    return reader, writer
-
-
 async def longest_wait(port: int, path: str, body: bytes | None, until: asyncio.Event) -> float:
     """The longest seconds between two reads until `until` is set; for `/health`, of one answer."""
     longest, begin = 0.0, time.monotonic()
     while not until.is_set():
         begin = time.monotonic()
-        reader, writer = await sent(port, path, body)
+        reader, writer = await open_request(port, path, body)
         while not until.is_set() and await asyncio.wait_for(reader.read(1 << 16), STUCK_S):
             longest, begin = max(longest, time.monotonic() - begin), time.monotonic()
         writer.transport.abort()
@@ -141,13 +131,13 @@ async def measure_body(name: str, folder: Path) -> dict[str, Any]:
         over, body = asyncio.Event(), json.dumps(make()).encode()
         while True:
             with suppress(ConnectionRefusedError):
-                await sent(port, "/health", None)
+                await open_request(port, "/health", None)
                 break
             await asyncio.sleep(0.05)
         prompts = [STREAM | {"prompt": prompt} for prompt in ("def f(", "class A")]
         for warm in [*prompts, words(5 << 10)]:
             few = json.dumps(warm | {"max_tokens": 40}).encode()
-            reader, writer = await sent(port, COMPLETIONS, few)
+            reader, writer = await open_request(port, COMPLETIONS, few)
             await reader.read()
         streams = [json.dumps(prompt).encode() for prompt in prompts]
         waits = [
@@ -156,7 +146,7 @@ async def measure_body(name: str, folder: Path) -> dict[str, Any]:
         ]
         await asyncio.sleep(1.0)
         begin = time.monotonic()
-        reader, writer = await sent(port, path, body)
+        reader, writer = await open_request(port, path, body)
         status = "left"
         if leaves:
             await asyncio.sleep(0.3)

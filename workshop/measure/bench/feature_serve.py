@@ -27,7 +27,7 @@ from typing import Any
 import torch
 
 from common.engine import LLMEngine
-from common.engine_config import SHIPPED_CHECKPOINT, EngineConfig
+from common.engine_config import SHIPPED_CHECKPOINT, EngineConfig, EngineStats
 from common.requests.gc_utils import freeze_gc_heap
 from common.requests.tokenizer import load_tokenizer
 from common.serve.async_llm import AsyncLLM
@@ -35,6 +35,7 @@ from common.serve.deltas import EngineUpdate
 from common.serve.engine_loop import EngineLoop
 from workshop.measure.bench.bench_record import markdown_table
 from workshop.measure.bench.bench_work import greedy
+from workshop.measure.bench.load import open_request
 from workshop.measure.bench.random_weights import QWEN3_0_6B, random_model
 from workshop.measure.rounds import Case, ratios
 
@@ -84,7 +85,7 @@ class EngineInProcess:
         self._process = SPAWN.Process(target=_engine_process, args=(model, there), daemon=True)
         self._process.start()
         self.made = Future[Any]()
-        self.made.set_result(SimpleNamespace(**self._here.recv()))
+        self.made.set_result(SimpleNamespace(**self._here.recv(), stats=EngineStats))
         self.made.result().tokenizer = load_tokenizer(SHIPPED_CHECKPOINT)
         threading.Thread(target=self._read, args=(deliver,), daemon=True).start()
 
@@ -118,7 +119,7 @@ def _engine_process(model: str, there: Connection) -> None:
 
     loop = EngineLoop(lambda: make_engine(model), deliver)
     engine = loop.made.result()
-    names = ("max_model_len", "model_config", "adapters")
+    names = ("max_model_len", "model_config", "adapters", "vocab_size")
     there.send({name: getattr(engine, name) for name in names})
     is_ready.set()
     command = ""
@@ -185,11 +186,7 @@ async def run_http(port: int, model: str, number: int) -> dict[str, float]:
 
     async def read(i: int) -> float:
         body = json.dumps({"prompt": prompt(i), "stream": True, **params}).encode()
-        reader, writer = await asyncio.open_connection("127.0.0.1", port)
-        writer.write(
-            b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\n"
-            b"Content-Type: application/json\r\nContent-Length: %d\r\n\r\n%b" % (len(body), body)
-        )
+        reader, writer = await open_request(port, "/v1/completions", body)
         first, data = 0.0, b""
         while text := await reader.read(1 << 16):
             data += text

@@ -24,7 +24,6 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from itertools import pairwise
 from statistics import fmean
 from typing import Any
 
@@ -33,7 +32,7 @@ from hf_model_runner import HFModelRunner
 from request import Request
 from static_batching import generate_static
 from step_record import StepRecord
-from workshop.measure.bench.bench_latency import arrivals_of, p50_p99
+from workshop.measure.bench.bench_latency import arrivals_of, describe_latency
 from workshop.measure.bench.bench_models import BenchModels
 from workshop.measure.bench.bench_systems import padded_core
 from workshop.measure.bench.bench_work import Limits, greedy
@@ -167,14 +166,13 @@ def configs_of(name: str) -> list[str]:
 def describe(outcome: LadderOutcome, requests: Sequence[LadderRequest]) -> dict[str, Any]:
     """Return the numbers that a table shows for one run. Times are in milliseconds."""
     times = [outcome.token_times[index] for index in range(len(requests))]
-    first = [1e3 * (t[0] - r.arrival_time) for t, r in zip(times, requests, strict=True)]
-    gaps = [1e3 * (b - a) for t in times for a, b in pairwise(t)]
     num_tokens = sum(map(len, times))
     seconds = max(t[-1] for t in times) - requests[0].arrival_time
+    waits = [[at - r.arrival_time for at in t] for t, r in zip(times, requests, strict=True)]
     latencies = {
         f"{name}_{p}": value
-        for name, values in (("ttft_ms", first), ("inter_token_ms", gaps))
-        for p, value in p50_p99(values).items()
+        for name, percentiles in describe_latency(waits).items()
+        for p, value in percentiles.items()
     }
     shown = {k: round(v, 4) if isinstance(v, float) else v for k, v in outcome.details.items()}
     return {"output_tokens_per_s": round(num_tokens / seconds, 2)} | latencies | shown

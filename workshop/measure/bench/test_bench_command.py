@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -67,44 +68,21 @@ def test_a_smoke_run_is_short_and_leaves_the_committed_record_alone(driver: Driv
     assert (args.rounds, args.record) == (5, Path("elsewhere"))
 
 
-def a_driver(measured: list[str]) -> Driver:
-    return Driver(
-        name="sundial",
-        description="",
-        rounds="--days",
-        record="--record",
-        committed=Path("committed"),
-        smoke=Path("smoke"),
-        announce=lambda args: f"{args.rounds} days",
-        measure=lambda args: measured.append(str(args.record)) or 7,
-        tables=lambda path: Tables(full=f"all of {path}", short=f"some of {path}"),
-    )
-
-
 def test_tables_are_printed_or_written_without_measuring(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    measured: list[str] = []
-    driver = a_driver(measured)
+    driver = replace(bench.DRIVER, tables=lambda path: Tables(f"all of {path}", f"some of {path}"))
     texts = [tmp_path / "README.md", tmp_path / "workshop" / "measure" / "bench" / "README.md"]
     texts[1].parent.mkdir(parents=True)
     for text in texts:
-        text.write_text("x\n<!-- table:sundial -->\nold\n<!-- /table:sundial -->\ny\n")
+        text.write_text("x\n<!-- table:bench -->\nold\n<!-- /table:bench -->\ny\n")
     assert driver.main(["--table"]) == 0
-    assert capsys.readouterr().out == "all of committed\n"
+    assert capsys.readouterr().out == f"all of {driver.committed}\n"
     assert "old" in texts[0].read_text()
-    assert driver.main(["--write-readme", "--record", "r", "--root", str(tmp_path)]) == 0
+    assert driver.main(["--write-readme", "--records", "r", "--root", str(tmp_path)]) == 0
     for text, shown in zip(texts, ["some of r", "all of r"], strict=True):
-        assert text.read_text() == (
-            f"x\n<!-- table:sundial -->\n{shown}\n<!-- /table:sundial -->\ny\n"
-        )
-    assert not measured
+        assert text.read_text() == f"x\n<!-- table:bench -->\n{shown}\n<!-- /table:bench -->\ny\n"
 
 
-def test_measuring_is_announced_and_its_status_returned(
-    capsys: pytest.CaptureFixture[str],
-) -> None:
-    measured: list[str] = []
-    assert a_driver(measured).main(["--days", "2", "--malloc", "default"]) == 7
-    assert capsys.readouterr().out == "sundial: measures 2 days\n"
-    assert measured == ["committed"]
+def test_the_status_of_a_measurement_is_returned() -> None:
+    assert replace(bench.DRIVER, measure=lambda args: 7).main(["--malloc", "default"]) == 7

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from workshop.measure.bench import bench_table
+from workshop.measure.bench import bench
 from workshop.measure.bench.bench_floor import (
     DecodeStep,
     decode_steps,
@@ -12,6 +12,7 @@ from workshop.measure.bench.bench_floor import (
     rows_ms,
     run_floor,
 )
+from workshop.measure.bench.bench_record import read_record
 from workshop.measure.bench.bench_roofline import row_counts_up_to
 
 # One row takes 10 ms, two take 12, four take 20; 100 rows of a prompt 200 ms; 2 GB a second.
@@ -68,24 +69,9 @@ def test_what_is_measured_covers_every_number_of_rows() -> None:
     assert row_counts_up_to(17) == [1, 2, 4, 8, 16, 17]
 
 
-def test_the_table_says_how_many_times_the_floor_a_system_took() -> None:
-    work = {"prompt_tokens": [10, 20, 30, 40], "output_tokens": [3, 1, 4, 2], "num_requests": 4}
-    served = {"num_requests": 4, "runs": [{"seconds": s} for s in (0.636, 0.5, 0.9)]}
-    record = {
-        "config": {"max_num_seqs": 4, "workload": work},
-        "roofline": ROOFLINE,
-        "systems": {
-            "paged": {"title": "**ours**", **served},
-            "one-at-a-time": {"title": "some", "num_requests": 1, "runs": served["runs"]},
-            "vllm": {"title": "vLLM", "num_requests": 4, "runs": []},
-        },
-    }
-    record["floor"] = floor_of_record(record)
-    assert record["floor"]["seconds"] == pytest.approx(0.318)
-    assert bench_table.times_the_floor(record, "paged") == pytest.approx(2.0)
-    assert bench_table._floor(record) == (
-        "**The floor of this run**: 100 prompt tokens at the rate of the matrices 200 ms, the "
-        "packed matrices alone in 3 decode steps 38 ms, their KV read once 80 ms; together "
-        "318 ms, 31.4 tok/s. As many times that took: ours 2.00."
-    )
-    assert bench_table._floor({**record, "floor": {}}) == ""
+def test_a_record_has_the_floor_of_its_work() -> None:
+    records = map(read_record, bench.DRIVER.committed.glob("bench_*.json"))
+    floors = [record for record in records if record.get("floor")]
+    assert len(floors) >= 2
+    for record in floors:
+        assert floor_of_record(record) == record["floor"]

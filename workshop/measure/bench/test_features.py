@@ -11,11 +11,13 @@ from workshop.measure.bench.bench_record import ROOT, made_on, read_record
 from workshop.measure.bench.features import FEATURES, RECORDS
 
 pytestmark = pytest.mark.usefixtures("one_thread")
-# Those that start servers are measured by hand.
-IN_THIS_PROCESS = ("adapters", "events", "experts", "grammars", "overlap", "token_rules")
+WITH_SERVERS = ("hostile", "serve")
 
 
-@pytest.mark.parametrize("name", IN_THIS_PROCESS)
+@pytest.mark.parametrize(
+    "name",
+    [pytest.param(n, marks=pytest.mark.slow) if n in WITH_SERVERS else n for n in FEATURES],
+)
 def test_a_feature_is_measured_recorded_and_shown(
     name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -28,7 +30,7 @@ def test_a_feature_is_measured_recorded_and_shown(
     for part, cases in record["runs"].items():
         for settings in cases.values():
             num_runs = 4 if part == "stops" else 1
-            assert len(settings) >= 2 and {len(runs) for runs in settings.values()} == {num_runs}
+            assert settings and {len(runs) for runs in settings.values()} == {num_runs}
     if name == "experts":
         num_read = [settings["num_read"][0] for settings in record["runs"]["rows"].values()]
         assert num_read[0] == 2 < num_read[1] < num_read[2] == 8

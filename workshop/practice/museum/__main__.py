@@ -1,6 +1,6 @@
 import sys
 
-from workshop.practice.museum.museum_command import main
+from workshop.practice.command import museum
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(museum())

@@ -1,68 +1,111 @@
-"""All exhibits, from one table, `stories.txt`; an exhibit's number is its position, from 1.
+"""The museum: bugs that real engines shipped, put back into our code. From `stories.txt`.
 
-    bugs_batching a_long_queue      a module of this folder, and its demonstrating function
-    title, trap, origin             see `Exhibit`, as for all words not explained here
+    The title                       see `exercise.py`; an exhibit's number is its position, from 1
+    trap, origin                    see `Exhibit`, as for all words not explained here
     symptom, cause, lesson
     wrong, right                    can be repeated: a line of text each
     room                            the chapter, if it is not that of the patched module
     nothing                         a sentence: why there is nothing to watch. Or:
     watch, parts                    the sentence that says what to look at; see `Workload`
-    guest {"name": "a", ...}        the prompt: text, SONG or CODE of `props.py`, or the letters of
-                                    `blocks` and the text `then`
+    guest {"name": "a", ...}        the prompt: text, SONG or CODE of `example_tools.py`, or the
+                                    letters of `blocks` and the text `then`
     config {"num_blocks": 6, ...}   of the engine
     scheduler chapter 2             instead of the "fcfs" of `config`
 
-The order is that of the chapters. `stories.zh.txt` has the same in Chinese. A row is the English
-title, `title`, `symptom`, `cause`, `lesson`, `watch` (or why there is nothing to watch) and `en`,
-the digest of the English text from which it was translated.
-
-`text_rows.py` reads such tables."""
+The order is that of the chapters. The bug is the patch of its title in `patches.txt`, with the
+tests that catch it. Most can be watched: an engine serves a few requests with the bug and without,
+and the two films are compared (`watched_run.py`)."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
-from dataclasses import astuple, dataclass
-from hashlib import sha256
-from importlib import import_module
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from workshop.book.text_rows import TextRow, is_chinese, read_rows
-from workshop.practice.museum.exhibit import Exhibit, Guest, Workload
-from workshop.practice.museum.props import CODE, SONG, blocks
+from workshop.book.text_rows import TextRow
+from workshop.practice.examples.example_tools import CODE, SONG, blocks
+from workshop.practice.exercise import Exercise, read_exercises
+from workshop.practice.module_swap import ModuleSwap
+from workshop.practice.patch_table import Bug, bug_of_exhibit
+from workshop.practice.trial import LIMIT_S, NEVER_ENDS, said_by
 
 STORIES = Path(__file__).with_name("stories.txt")
-_CHINESE = STORIES.with_suffix(".zh.txt")
-_WORDS = """title trap origin symptom cause lesson wrong right room nothing watch parts guest config
-scheduler"""
+_WORDS = """example trap origin symptom cause lesson wrong right room nothing watch parts guest
+config scheduler"""
 _PROMPTS = {"SONG": SONG, "CODE": CODE}
+ENDLESS_S = 2.0  # if the symptom is that it does not end
 
 
-def read_exhibits(text: str) -> Iterator[Exhibit]:
-    for row in read_rows(text, _WORDS):
-        module, _, function = row.head.partition(" ")
+@dataclass(frozen=True, slots=True)
+class Guest:
+    """A request, and the step before which it arrives. `sampling` defaults to greedy."""
+
+    name: str
+    prompt: str
+    max_tokens: int = 8
+    step: int = 0
+    priority: int = 0
+    adapter: str | None = None  # a name for the shipped one
+    sampling: Mapping[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class Workload:
+    """Requests, in order of arrival, for an engine with the settings of `config`."""
+
+    parts: str  # the first event at which the two films differ: "step 3, planned, b"
+    guests: tuple[Guest, ...]
+    config: Mapping[str, Any] = field(default_factory=dict)
+    has_chapter_2s_scheduler: bool = False  # instead of the "fcfs" of `config`
+
+
+@dataclass(frozen=True, slots=True)
+class Exhibit(Exercise):
+    trap: int  # its number in the project's list of traps, as cited by tests: "Trap 10"
+    origin: str  # the engine that shipped it: "vLLM #42571"; or "ours"
+    patch: Bug
+    watch: Workload | None
+    wrong: str  # the example's result with the bug; `NEVER_ENDS` if that is the bug
+    right: str
+    chapter: str  # the folder of the patched module, unless the row names another
+
+    @property
+    def tests(self) -> tuple[str, ...]:
+        """The tests that catch the bug, as path::name."""
+        return self.patch.tests
+
+    @property
+    def limit_s(self) -> float:
+        """The limit, with the bug, for the example and for each test."""
+        return ENDLESS_S if self.wrong == NEVER_ENDS else LIMIT_S
+
+    def show(self, swap: ModuleSwap | None = None) -> str:
+        """Run the example in a separate process, with the bug if `swap` has it."""
+        return said_by(self.example, swap, LIMIT_S if swap is None else self.limit_s)
+
+
+def read_exhibits(table: Path) -> Iterator[Exhibit]:
+    for row, chinese in read_exercises(table, _WORDS):
+        patch = bug_of_exhibit(row.head)
         yield Exhibit(
+            row,
+            chinese,
             trap=int(row.text("trap")),
             origin=row.text("origin"),
-            title=row.text("title"),
-            symptom=row.text("symptom"),
-            cause=row.text("cause"),
-            lesson=row.text("lesson"),
-            demonstrate=getattr(import_module(f"{__package__}.{module}"), function),
+            patch=patch,
+            watch=None if row.said["nothing"] else _workload(row),
             wrong=row.text("wrong"),
             right=row.text("right"),
-            watch=row.text("nothing") or _workload(row),
-            room=row.text("room"),
+            chapter=row.text("room") or patch.chapter,
         )
 
 
 def _workload(row: TextRow) -> Workload:
     guests = tuple(_guest(**json.loads(guest)) for guest in row.said["guest"])
     config: dict[str, Any] = json.loads(row.text("config") or "{}")
-    return Workload(
-        row.text("watch"), row.text("parts"), guests, config, row.text("scheduler") == "chapter 2"
-    )
+    return Workload(row.text("parts"), guests, config, row.text("scheduler") == "chapter 2")
 
 
 def _guest(name: str, **said: Any) -> Guest:
@@ -70,45 +113,7 @@ def _guest(name: str, **said: Any) -> Guest:
     return Guest(name, _PROMPTS.get(prompt, prompt) or blocks(letters, then), **said)
 
 
-EXHIBITS = tuple(read_exhibits(STORIES.read_text(encoding="utf-8")))
-
-
-@dataclass(frozen=True, slots=True)
-class Words:
-    """The story of an exhibit in one language."""
-
-    title: str
-    symptom: str
-    cause: str
-    lesson: str
-    watch: str
-
-    @property
-    def digest(self) -> str:
-        return sha256(repr(astuple(self)).encode()).hexdigest()[:12]
-
-
-def english_of(exhibit: Exhibit) -> Words:
-    watch = exhibit.watch if isinstance(exhibit.watch, str) else exhibit.watch.look
-    return Words(exhibit.title, exhibit.symptom, exhibit.cause, exhibit.lesson, watch)
-
-
-def read_chinese(text: str) -> Iterator[tuple[str, tuple[str, Words]]]:
-    """Yield by English title: the digest of the English words, and the Chinese ones."""
-    parts = "title", "symptom", "cause", "lesson", "watch"
-    for row in read_rows(text, f"en {' '.join(parts)}"):
-        words = Words(*map(row.text, parts))
-        yield row.head, (row.text("en"), words)
-
-
-CHINESE = dict(read_chinese(_CHINESE.read_text(encoding="utf-8")))
-
-
-def words_of(exhibit: Exhibit) -> Words:
-    """The story in the terminal's language."""
-    return CHINESE[exhibit.title][1] if is_chinese() else english_of(exhibit)
-
-
+EXHIBITS = tuple(read_exhibits(STORIES))
 LABELS = {  # of the four parts of a story
     "symptom": ("Symptom.", "症状："),
     "cause": ("Cause.", "原因："),

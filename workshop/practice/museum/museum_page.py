@@ -10,15 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from workshop.book.translation import sections
-from workshop.practice.museum.exhibit import Exhibit
-from workshop.practice.museum.hall import (
-    CHINESE,
-    CHINESE_TITLES,
-    EXHIBITS,
-    LABELS,
-    TITLES,
-    english_of,
-)
+from workshop.practice.museum.hall import CHINESE_TITLES, EXHIBITS, LABELS, TITLES, Exhibit
 from workshop.practice.museum.pictures import shown_in
 from workshop.practice.museum.watched_run import Contradiction, Parting, RunOnFilm
 from workshop.practice.patch_table import Bug, broken_lines
@@ -99,16 +91,17 @@ def render(is_chinese: bool = False) -> str:
 
 
 def _entry(number: int, exhibit: Exhibit, is_chinese: bool) -> str:
-    words = CHINESE[exhibit.title][1] if is_chinese else english_of(exhibit)
+    words = exhibit.chinese if is_chinese else exhibit.english
     origin, trap = linked(exhibit.origin), f"trap {exhibit.trap}"
     if is_chinese:
         origin = _CHINESE_ORIGINS.get(exhibit.origin, origin.replace(", ", "，"))
         trap = f"Trap {exhibit.trap}"
-    picture = shown_in(exhibit, words.title, is_chinese)
-    parts = [f"**{LABELS[part][is_chinese]}** {getattr(words, part)}" for part in _ON_THE_PAGE]
+    title = words.text("title")
+    picture = shown_in(exhibit, title, is_chinese)
+    parts = [f"**{LABELS[part][is_chinese]}** {words.text(part)}" for part in _ON_THE_PAGE]
     return _folded(
         f"bug-{number}",
-        f"{number}. {words.title}",
+        f"{number}. {title}",
         "\n\n".join([f"*{origin} · {trap}*", *parts]) + f"\n{picture}",
     )
 

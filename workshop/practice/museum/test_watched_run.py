@@ -22,8 +22,7 @@ from common.events.event_kinds import (
     read_events,
 )
 from workshop.practice.museum import watched_run
-from workshop.practice.museum.exhibit import Exhibit, Guest, Workload
-from workshop.practice.museum.hall import EXHIBITS
+from workshop.practice.museum.hall import EXHIBITS, Exhibit, Guest, Workload
 from workshop.practice.museum.test_museum import A_RUN
 from workshop.practice.museum.watched_run import (
     RunOnFilm,
@@ -90,7 +89,7 @@ def test_guests_come_in_order(exhibit: Exhibit) -> None:
 
 
 def test_two_films_of_the_right_engine_are_the_same(tmp_path: Path) -> None:
-    workload = Workload("", "", (Guest("a", "def f(x):", 4, priority=2), Guest("b", "import", 3)))
+    workload = Workload("", (Guest("a", "def f(x):", 4, priority=2), Guest("b", "import", 3)))
     one, other = (make_film(workload, tmp_path / name) for name in ("1.jsonl", "2.jsonl"))
     assert one.num_steps == 4 and parting(one, other) is None
     texts = [list(read_events(tmp_path / name)) for name in ("1.jsonl", "2.jsonl")]

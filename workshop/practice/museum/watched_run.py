@@ -21,7 +21,7 @@ from typing import Any
 from common.events.event_kinds import Event, Failed, Planned, Run, Updated, read_events, to_line
 from workshop.practice.apart import apart
 from workshop.practice.module_swap import ModuleSwap
-from workshop.practice.museum.exhibit import Workload
+from workshop.practice.museum.hall import Workload
 from workshop.practice.trial import LIMIT_S
 from workshop.watch.replay.film import State
 

@@ -1,6 +1,6 @@
 import sys
 
-from workshop.practice.tasks.task_command import main
+from workshop.practice.command import tasks
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(tasks())

@@ -16,8 +16,7 @@ from collections.abc import Collection
 from dataclasses import dataclass
 
 from workshop.practice.tasks.blank import function_at, lines_of_function
-from workshop.practice.tasks.course import blank_of, blank_text, tasks_of
-from workshop.practice.tasks.task import Task
+from workshop.practice.tasks.course import Task, blank_of, blank_text, tasks_of
 
 
 @dataclass(frozen=True, slots=True)

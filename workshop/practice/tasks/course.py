@@ -1,72 +1,98 @@
-"""All tasks, evening by evening, from one table, `tasks.txt`.
+"""The course: functions of ours with the body taken out, for a reader to write. From `tasks.txt`.
 
-    tasks_batching ends              a module of this folder, and its function that probes
-    number, title, minutes, difficulty, module, place, test_module      see `Task`
+    1.1                              see `exercise.py`; the first task of the first evening
+    minutes, difficulty, module, place, test_module      see `Task`, as for title and example
     write                            a line of the instructions, or an empty line
     hint                             from vague to precise
     test                             the simplest first
     names                            bound by the statements to write; none: the whole body
     engine {"chunked_prefill": 8}    arguments of `LLM` that make it use the module; null: none
 
-The Chinese texts are in `tasks.zh.txt`, shown if the terminal's language is Chinese (`LANGUAGE=zh`
-sets that anywhere). A row has number, title, write and hint, a `mistake` for each of the task's
-typical ones in `patches.txt`, and `en`, the digest of the English words that were translated.
-
-`text_rows.py` reads such tables."""
+Common wrong answers, each with the lesson in it, are in `patches.txt`; in `tasks.zh.txt`, `mistake`
+is the lesson. If a reader's answer fails the tests, and the example's output is that of a typical
+mistake, the lesson is shown."""
 
 from __future__ import annotations
 
 import json
 from collections.abc import Iterator
 from dataclasses import dataclass
-from hashlib import sha256
-from importlib import import_module
 from pathlib import Path
+from typing import Any
 
-from workshop.book.text_rows import TextRow, is_chinese, read_rows
-from workshop.practice.tasks.blank import Blank, filled, make_blank, with_holes
-from workshop.practice.tasks.task import Task
+from workshop.practice.exercise import Exercise, read_exercises
+from workshop.practice.patch_table import Bug, mistakes_of_task, path_of_test
+from workshop.practice.source_patch import ROOT, file_of, module_files
+from workshop.practice.tasks.blank import Blank, make_blank, with_holes
 
 TABLE = Path(__file__).with_name("tasks.txt")
-_WORDS = "number title minutes difficulty module place write hint test_module test names engine"
+_WORDS = "example title minutes difficulty module place write hint test_module test names engine"
+DIFFICULTIES = {1: "easy", 2: "medium", 3: "hard"}
 
 
 @dataclass(frozen=True, slots=True)
-class Words:
-    """The texts of a task in one language."""
-
-    title: str
-    write: str
-    hints: tuple[str, ...]
-    mistakes: tuple[str, ...]  # as `Task.mistakes`
+class Task(Exercise):
+    minutes: int
+    difficulty: int  # a key of DIFFICULTIES
+    module: str  # of ours
+    place: str  # the function in it: `BlockPool.free`
+    test_module: str
+    tests: tuple[str, ...]  # names within `test_module`, or module::name; the simplest first
+    mistakes: tuple[Bug, ...]
+    # Not the whole body: the statements, one after the other, that bind these names.
+    names: tuple[str, ...]
+    # Arguments of `LLM` that make it use the module. None: no arguments do.
+    engine: dict[str, Any] | None
 
     @property
-    def digest(self) -> str:
-        said = self.title, " ".join(self.write.split()), self.hints, self.mistakes
-        return sha256(repr(said).encode()).hexdigest()[:12]
+    def number(self) -> str:
+        return self.english.head
+
+    @property
+    def evening(self) -> int:
+        return int(self.number.partition(".")[0])
+
+    @property
+    def path(self) -> Path:
+        return file_of(self.module)
+
+    @property
+    def file(self) -> str:
+        """The file's path, relative to the root."""
+        return self.path.relative_to(ROOT).as_posix()
+
+    @property
+    def test_ids(self) -> tuple[str, ...]:
+        names = (
+            n if n.partition("::")[0] in module_files() else f"{self.test_module}::{n}"
+            for n in self.tests
+        )
+        return tuple(map(path_of_test, names))
+
+    def source(self) -> str:
+        return self.path.read_text(encoding="utf-8")
 
 
-def read_tasks(text: str) -> Iterator[Task]:
-    for row in read_rows(text, _WORDS):
-        module, _, function = row.head.partition(" ")
+def read_tasks(table: Path) -> Iterator[Task]:
+    for row, chinese in read_exercises(table, _WORDS):
+        mistakes = mistakes_of_task(row.head)
+        row.said["mistake"] = [mistake.message for mistake in mistakes]
         yield Task(
-            number=row.text("number"),
-            title=row.text("title"),
+            row,
+            chinese,
             minutes=int(row.text("minutes")),
             difficulty=int(row.text("difficulty")),
             module=row.text("module"),
             place=row.text("place"),
-            write=row.text("write"),
-            hints=tuple(row.said["hint"]),
-            tests=tuple(row.said["test"]),
-            probe=getattr(import_module(f"{__package__}.{module}"), function),
             test_module=row.text("test_module"),
+            tests=tuple(row.said["test"]),
+            mistakes=mistakes,
             names=tuple(row.text("names").split()),
             engine=json.loads(row.text("engine") or "{}"),
         )
 
 
-TASKS = tuple(read_tasks(TABLE.read_text(encoding="utf-8")))
+TASKS = tuple(read_tasks(TABLE))
 EVENINGS = {
     1: "Batching",
     2: "Paged KV",
@@ -77,30 +103,13 @@ EVENINGS = {
 }
 
 
-def _words(row: TextRow) -> Words:
-    hints, mistakes = tuple(row.said["hint"]), tuple(row.said["mistake"])
-    return Words(row.text("title"), row.text("write"), hints, mistakes)
-
-
-_ROWS = read_rows(TABLE.with_suffix(".zh.txt").read_text("utf-8"), "en title write hint mistake")
-CHINESE = {row.head: (row.text("en"), _words(row)) for row in _ROWS}  # digests and words
-
-
-def english_of(task: Task) -> Words:
-    mistakes = tuple(mistake.message for mistake in task.mistakes)
-    return Words(task.title, filled(task.write, 92), task.hints, mistakes)
-
-
-def words_of(task: Task) -> Words:
-    return CHINESE[task.number][1] if is_chinese() else english_of(task)
-
-
 def task_numbered(number: str) -> Task | None:
     return next((task for task in TASKS if task.number == number), None)
 
 
 def blank_of(task: Task) -> Blank:
-    return make_blank(task.source(), task.place, task.names, task.title, task.write, task.number)
+    write = task.english.text("write")
+    return make_blank(task.source(), task.place, task.names, task.title, write, task.number)
 
 
 def tasks_of_evening(number: int) -> list[Task]:

@@ -1,15 +1,15 @@
 """Run a small engine on a reader's module, with settings that make it use task N's module:
-`SWAPPED_MODULE=module=file python -m workshop.tasks.demo_on_yours N`."""
+`python -m workshop.tasks.demo_on_yours N FILE`."""
 
 from __future__ import annotations
 
-import os
 import sys
 import textwrap
 import traceback
+from pathlib import Path
 from typing import Any
 
-from workshop.practice.module_swap import VARIABLE, swap_of
+from workshop.practice.module_swap import ModuleSwap, name_of
 
 NUM_PROMPTS = 2
 MAX_TOKENS = 32
@@ -33,18 +33,18 @@ def engine_on(options: dict[str, Any]) -> Any:
 def main() -> int:
     from workshop.practice.tasks.course import task_numbered
 
-    swap = swap_of(os.environ[VARIABLE])
-    swap.install()
     task = task_numbered(sys.argv[1])
     assert task is not None
+    swap = ModuleSwap(name_of(task.path), Path(sys.argv[2]))
+    swap.install()
     try:
         swap.check()
         if task.engine is None:
             print(f"The engine does not run {task.place}. A small example, with your lines:\n")
-            print(textwrap.indent(task.probe(), "    "))
+            print(textwrap.indent(task.example(), "    "))
             return 0
         print(f"A small example, with your {task.place}:\n")
-        print(textwrap.indent(task.probe(), "    "))
+        print(textwrap.indent(task.example(), "    "))
         print("\nThe engine, with the same lines:")
         llm, run = engine_on(task.engine)
     except Exception as error:

@@ -6,7 +6,7 @@ The checks go from fast to slow, and the first failure ends the grading:
     the import    the module can be imported, within a time limit
     the tests     the named ones, the simplest first, with the reader's module for every import of
                   it; the first failure is reported
-    the probe     only after a failed test: whether its output is that of a typical mistake
+    the example   only after a failed test: whether its output is that of a typical mistake
 
 The reader's code runs in a separate process. Nothing in the checkout is written to.
 """
@@ -26,6 +26,7 @@ from dataclasses import dataclass
 from itertools import zip_longest
 from pathlib import Path
 
+from workshop.book.text_rows import is_chinese
 from workshop.practice.apart import apart
 from workshop.practice.module_swap import ModuleSwap
 from workshop.practice.named_tests import Failure, TestRun, into
@@ -33,11 +34,10 @@ from workshop.practice.patch_table import Bug
 from workshop.practice.source_patch import ROOT
 from workshop.practice.tasks.answer import Answer, answer_to, is_blank
 from workshop.practice.tasks.blank import function_at, signature
-from workshop.practice.tasks.course import blank_of, is_chinese, words_of
-from workshop.practice.tasks.task import Task
+from workshop.practice.tasks.course import Task, blank_of
 from workshop.practice.trial import NEVER_ENDS, said_by, swapped, try_tests
 
-LIMIT_S = 10.0  # for a test, an import, a probe
+LIMIT_S = 10.0  # for a test, an import, an example
 NUM_LINES = 12  # shown of the output of a test or of the reader's code
 
 
@@ -180,10 +180,10 @@ def _import(swap: ModuleSwap) -> tuple[str, int | None]:
     return "", None
 
 
-def probed_text(task: Task, text: str, limit_s: float = LIMIT_S) -> str:
-    """Return the probe's output with a module of that text."""
+def example_with(task: Task, text: str, limit_s: float = LIMIT_S) -> str:
+    """Return the example's output with a module of that text."""
     with swapped(task.path, text) as swap:
-        return said_by(task.probe, swap, limit_s)
+        return said_by(task.example, swap, limit_s)
 
 
 def _tested(trial: _Trial) -> TestRun | str:
@@ -204,19 +204,19 @@ def _explained(trial: _Trial, run: TestRun) -> Verdict:
     task, limit_s = trial.task, trial.limit_s
     assert run.first is not None
     parts = [_told(run.first, trial)]
-    said = said_by(task.probe, trial.swap, limit_s)
-    ours = probed_text(task, task.source())
+    said = said_by(task.example, trial.swap, limit_s)
+    ours = example_with(task, task.source())
     mistake = None
     if said != ours:
-        # If the probe does not end: running it with the mistakes could take as long each time.
+        # If the example does not end: running it with the mistakes could take as long each time.
         others_s = min(limit_s, 2.0) if said == NEVER_ENDS else limit_s
-        others = [probed_text(task, m.apply(), others_s) for m in task.mistakes]
+        others = [example_with(task, m.apply(), others_s) for m in task.mistakes]
         mistake = recognised(task, said, ours, others)
         if said not in run.first.message:  # else an exception, and it is told
             yours = f"With your lines it says:\n\n{_shown(said)}"
             parts.append(f"A small example, as it should be:\n\n{_shown(ours)}\n\n{yours}")
     if mistake is not None:
-        told = words_of(task).mistakes[task.mistakes.index(mistake)]
+        told = task.words.said["mistake"][task.mistakes.index(mistake)]
         told = f"This looks like a common mistake. {told}"
         parts.append(told if is_chinese() else textwrap.fill(told, 96))
     elif not _is_ours_elsewhere(trial):
@@ -228,7 +228,7 @@ def _explained(trial: _Trial, run: TestRun) -> Verdict:
 
 
 def recognised(task: Task, said: str, ours: str, others: Sequence[str]) -> Bug | None:
-    """Return the typical mistake with the probe output `said`; `others` has the output for each.
+    """Return the typical mistake with the example output `said`; `others` has the output for each.
     Otherwise the only mistake with the same first line that differs from our output."""
     same = [m for m, other in zip(task.mistakes, others, strict=True) if other == said]
     alike = [

@@ -18,9 +18,8 @@ from pathlib import Path
 
 from workshop.practice.module_swap import ModuleSwap, name_of
 from workshop.practice.tasks.answer import answer_to
-from workshop.practice.tasks.course import TASKS
+from workshop.practice.tasks.course import TASKS, Task
 from workshop.practice.tasks.grade import grade
-from workshop.practice.tasks.task import Task
 from workshop.practice.tasks.workbench import Workbench
 
 

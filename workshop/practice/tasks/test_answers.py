@@ -5,7 +5,7 @@
     - for block in blocks:               table, our answer with a change
     + for block in sorted(blocks):
 
-A wrong one is refused with a small example: the probe says something else than it should, or what
+A wrong one is refused with a small example: the example says something else than it should, or what
 was raised. The mistakes that the grader knows by name (`patches.txt`) are wrong answers too."""
 
 from __future__ import annotations
@@ -20,11 +20,9 @@ import pytest
 
 from workshop.book.text_rows import TextRow, read_rows
 from workshop.practice.apart import apart
-from workshop.practice.module_swap import ModuleSwap
 from workshop.practice.named_tests import TestRun, run_tests
 from workshop.practice.source_patch import Patch
-from workshop.practice.tasks.course import TASKS, blank_of, task_numbered
-from workshop.practice.tasks.task import Task
+from workshop.practice.tasks.course import TASKS, Task, blank_of, task_numbered
 from workshop.practice.trial import say, swapped
 
 FOLDER = Path(__file__).with_name("answers")
@@ -86,9 +84,9 @@ def _cases() -> list:
     return [pytest.param(g, marks=m, id=g.id) for g, m in zip(GIVEN, marks)]
 
 
-def _tried(task: Task, swap: ModuleSwap) -> tuple[str, TestRun]:
-    """What the probe says, and the tests: in one process, which is quicker than in two."""
-    return say(task.probe, swap), run_tests(task.test_ids, swap, True, 60)
+def _tried(task: Task, file: Path) -> tuple[str, TestRun]:
+    """What the example says, and the tests: in one process, which is quicker than in two."""
+    return say(task.example), run_tests(task.test_ids, file, True, 60)
 
 
 @cache
@@ -96,14 +94,14 @@ def ours(number: str) -> str:
     task = task_numbered(number)
     assert task is not None
     with swapped(task.path, task.source()) as swap:
-        return apart(say, (task.probe, swap), 120)
+        return apart(say, (task.example,), 120, swap)
 
 
 @pytest.mark.parametrize("answer", _cases())
 def test_an_answer_is_judged_by_what_it_does(answer: Given) -> None:
     task = answer.task
     with swapped(task.path, answer.text()) as swap:
-        said, run = apart(_tried, (task, swap), 120)
+        said, run = apart(_tried, (task, swap.file), 120, swap)
     assert run.cpu_s < MAX_CPU_S
     if answer.is_right:
         assert run.first is None, run.report

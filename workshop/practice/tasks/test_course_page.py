@@ -9,9 +9,8 @@ import pytest
 
 from workshop.practice.museum.hall import EXHIBITS
 from workshop.practice.source_patch import ROOT
-from workshop.practice.tasks.course import EVENINGS, TASKS, task_numbered
+from workshop.practice.tasks.course import DIFFICULTIES, EVENINGS, TASKS, task_numbered
 from workshop.practice.tasks.reading import PAGES, counted, lines_of, sums
-from workshop.practice.tasks.task import DIFFICULTIES
 
 COURSE = (ROOT / "COURSE.md").read_text(encoding="utf-8")
 PARTS = ["Predict", "Watch", "Read", "Do", "Break", "Measure"]

@@ -11,9 +11,8 @@ import pytest
 from workshop.practice.module_swap import ModuleSwap
 from workshop.practice.source_patch import ROOT
 from workshop.practice.tasks import mine
-from workshop.practice.tasks.course import TASKS, blank_of, blank_text, task_numbered
+from workshop.practice.tasks.course import TASKS, Task, blank_of, blank_text, task_numbered
 from workshop.practice.tasks.grade import Verdict
-from workshop.practice.tasks.task import Task
 from workshop.practice.tasks.workbench import Workbench
 
 SHOWN = """

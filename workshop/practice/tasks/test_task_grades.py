@@ -1,8 +1,5 @@
-"""The grader on every task: the blank, each typical mistake; and on what a reader may do wrong.
-
-The solution is the source (`test_tasks.py`), and its tests run as such: one task shows that it
-passes.
-"""
+"""The grader, on what a reader may do wrong. The solution is the source, and its tests run as such:
+two tasks show that it passes."""
 
 from __future__ import annotations
 
@@ -13,13 +10,12 @@ from pathlib import Path
 import pytest
 
 from workshop.practice.apart import apart
-from workshop.practice.module_swap import ModuleSwap, name_of
-from workshop.practice.named_tests import Failure, TestRun, run_tests
-from workshop.practice.patch_table import Bug
+from workshop.practice.module_swap import ModuleSwap
+from workshop.practice.named_tests import Failure
 from workshop.practice.source_patch import ROOT
 from workshop.practice.tasks.answer import Answer
 from workshop.practice.tasks.blank import function_at
-from workshop.practice.tasks.course import CHINESE, TASKS, blank_of, blank_text, task_numbered
+from workshop.practice.tasks.course import TASKS, Task, blank_of, blank_text, task_numbered
 from workshop.practice.tasks.demo_on_yours import engine_on
 from workshop.practice.tasks.grade import (
     Verdict,
@@ -27,61 +23,17 @@ from workshop.practice.tasks.grade import (
     _shown,
     _told,
     _Trial,
+    example_with,
     grade,
-    probed_text,
     recognised,
 )
-from workshop.practice.tasks.task import Task
-from workshop.practice.trial import NEVER_ENDS, say
-
-EVERY_TASK = pytest.mark.parametrize("task", TASKS, ids=lambda task: task.number)
-MAX_CPU_S = 10  # for the tests of a task
+from workshop.practice.trial import NEVER_ENDS
 
 
-def _tried(task: Task, swap: ModuleSwap) -> tuple[str, TestRun]:
-    """What the probe says, and the tests: in one process, which is quicker than in two."""
-    return say(task.probe, swap), run_tests(task.test_ids, swap, True, 60)
-
-
-def tried(task: Task, text: str, folder: Path) -> tuple[str, TestRun]:
-    file = folder.resolve() / Path(task.file).name
-    file.write_text(text, encoding="utf-8")
-    return apart(_tried, (task, ModuleSwap(name_of(task.path), file)), 120)
-
-
-@pytest.mark.sample(every=4)
-@EVERY_TASK
-def test_the_blank_and_a_typical_mistake_fail_and_no_two_mistakes_look_alike(
-    task: Task, tmp_path: Path
-) -> None:
-    before = task.source()
-    said, run = tried(task, blank_of(task).text, tmp_path)
-    assert run.first is not None, "the blank passes its tests"
-    assert said == f"NotImplementedError: task {task.number}: not written yet"
-    # The first of one task, the second of the next, and so on.
-    must_fail(task, task.mistakes[TASKS.index(task) % len(task.mistakes)], tmp_path)
-    texts = [before, *(mistake.apply() for mistake in task.mistakes)]
-    assert len({probed_text(task, text) for text in texts}) == len(texts), "two look alike"
-    assert task.source() == before
-
-
-@pytest.mark.slow
-@EVERY_TASK
-def test_each_typical_mistake_fails(task: Task, tmp_path: Path) -> None:
-    for mistake in task.mistakes:
-        must_fail(task, mistake, tmp_path)
-
-
-def must_fail(task: Task, mistake: Bug, folder: Path) -> None:
-    _, run = tried(task, mistake.apply(), folder)
-    assert run.first is not None, f"no test notices: {mistake.message}"
-    assert run.cpu_s < MAX_CPU_S
-
-
-def test_a_probes_words_lead_to_the_mistake_and_others_to_none() -> None:
+def test_what_an_example_says_leads_to_the_mistake_and_others_to_none() -> None:
     task = the("1.2")
-    ours = probed_text(task, task.source())
-    said = [probed_text(task, mistake.apply()) for mistake in task.mistakes]
+    ours = example_with(task, task.source())
+    said = [example_with(task, mistake.apply()) for mistake in task.mistakes]
     for words, mistake in zip(said, task.mistakes, strict=True):
         assert recognised(task, words, ours, said) is mistake
     assert recognised(task, "something else", ours, said) is None
@@ -154,7 +106,7 @@ def test_a_mistake_is_known_whatever_the_readers_error_says_and_told_in_the_read
     )
     verdict = graded(task, text, tmp_path)
     assert verdict.mistake is not None and "`cached.ref_cnt`" in verdict.mistake.message
-    told = CHINESE["3.3"][1].mistakes[task.mistakes.index(verdict.mistake)]
+    told = task.chinese.said["mistake"][task.mistakes.index(verdict.mistake)]
     assert "缓存" in told and told in verdict.text
 
 

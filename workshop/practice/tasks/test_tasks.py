@@ -3,36 +3,32 @@
 from __future__ import annotations
 
 import ast
-import re
 import subprocess
 from itertools import groupby
 from pathlib import Path
 
 import pytest
 
-from workshop.book.translation import CHINESE as CHINESE_LETTER
+from workshop.book.text_rows import is_chinese
+from workshop.practice import command
+from workshop.practice.command import tasks as main
 from workshop.practice.source_patch import ROOT
-from workshop.practice.tasks import task_command
 from workshop.practice.tasks.answer import answer_to, is_blank
 from workshop.practice.tasks.blank import function_at, make_blank, signature
 from workshop.practice.tasks.course import (
-    CHINESE,
     EVENINGS,
     TASKS,
-    Words,
+    Task,
     blank_of,
     blank_text,
-    english_of,
-    is_chinese,
     task_numbered,
 )
 from workshop.practice.tasks.grade import Verdict
-from workshop.practice.tasks.task import Task
-from workshop.practice.tasks.task_command import main
 from workshop.practice.tasks.workbench import FOLDER, Workbench
 
 EVERY_TASK = pytest.mark.parametrize("task", TASKS, ids=lambda task: task.number)
 ONE = TASKS[0]
+HINTS = ONE.english.said["hint"]
 
 
 def test_eighteen_tasks_and_more_over_six_evenings_each_from_easy_to_hard() -> None:
@@ -51,30 +47,19 @@ def test_eighteen_tasks_and_more_over_six_evenings_each_from_easy_to_hard() -> N
 
 @EVERY_TASK
 def test_a_task_says_what_to_write_and_what_must_hold(task: Task) -> None:
-    assert "Keep this:" in task.write
-    assert 2 <= len(task.hints) <= 4 and task.mistakes
+    write = task.english.text("write")
+    assert "Keep this:" in write
+    assert 2 <= len(task.english.said["hint"]) <= 4 and task.mistakes
     assert 5 <= task.minutes <= 30
     assert max(map(len, blank_of(task).stub.splitlines())) <= 100
-    lines = task.write.splitlines()
+    lines = write.splitlines()
     assert all(line.startswith("    ") or "  " not in line for line in lines), "not a drawing"
 
 
 @EVERY_TASK
-def test_what_is_said_of_a_task_is_said_in_chinese_too(task: Task) -> None:
-    english, (digest, chinese) = english_of(task), CHINESE[task.number]
-    assert digest == english.digest, "compare the two, put tasks.zh.txt right, then the digest"
-    for said, told in zip(all_words(english), all_words(chinese), strict=True):
-        assert codes(said) == codes(told) and (said == told or CHINESE_LETTER.search(told)), told
+def test_the_chinese_course_names_a_task_by_its_title(task: Task) -> None:
     page = (ROOT / "COURSE.zh.md").read_text(encoding="utf-8")
-    assert f"| `make task N={task.number}` | {chinese.title} |" in page
-
-
-def all_words(words: Words) -> tuple[str, ...]:
-    return words.title, words.write, *words.hints, *words.mistakes
-
-
-def codes(text: str) -> set[str]:
-    return set(re.findall("`[^`]+`", " ".join(text.split())))
+    assert f"| `make task N={task.number}` | {task.chinese.text('title')} |" in page
 
 
 @EVERY_TASK
@@ -328,7 +313,7 @@ def test_an_answer_is_graded_and_what_passed_is_remembered(
     bench: Workbench, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     verdicts = [Verdict(False, "NOT YET"), Verdict(True, "RIGHT")]
-    monkeypatch.setattr(task_command, "grade", lambda *_, **options: verdicts.pop(0))
+    monkeypatch.setattr(command, "grade", lambda *_, **options: verdicts.pop(0))
     main(["1.1"], bench)
     bench.file(ONE).write_text("mine")
     assert main(["1.1"], bench) == 1
@@ -341,25 +326,25 @@ def test_an_answer_is_graded_and_what_passed_is_remembered(
 
 
 def test_hints_come_one_at_a_time(bench: Workbench, capsys: pytest.CaptureFixture[str]) -> None:
-    for number in range(1, len(ONE.hints) + 1):
+    for number in range(1, len(HINTS) + 1):
         main(["1.1", "--hint"], bench)
         shown = " ".join(capsys.readouterr().out.split())
-        told = [" ".join(hint.split()) in shown for hint in ONE.hints]
-        assert told == [n == number for n in range(1, len(ONE.hints) + 1)]
+        told = [" ".join(hint.split()) in shown for hint in HINTS]
+        assert told == [n == number for n in range(1, len(HINTS) + 1)]
     main(["1.1", "--hint"], bench)
     shown = " ".join(capsys.readouterr().out.split())
-    assert all(" ".join(hint.split()) in shown for hint in ONE.hints) and "--solution" in shown
+    assert all(" ".join(hint.split()) in shown for hint in HINTS) and "--solution" in shown
 
 
 def test_a_terminal_that_speaks_chinese_is_told_in_chinese(
     bench: Workbench, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    words = CHINESE["1.1"][1]
+    words = ONE.chinese
     monkeypatch.setenv("LANGUAGE", "zh")
     for arguments, told in (
-        ([], [words.title]),
-        (["1.1"], words.write.splitlines()),
-        (["1.1", "--hint"], words.hints[:1]),
+        ([], [words.text("title")]),
+        (["1.1"], words.said["write"]),
+        (["1.1", "--hint"], words.said["hint"][:1]),
     ):
         main(arguments, bench)
         shown = capsys.readouterr().out
@@ -413,7 +398,7 @@ def test_progress_that_can_not_be_read_is_said(
 ) -> None:
     (tmp_path / "my").mkdir()
     (tmp_path / "my" / "progress.json").write_text("{")
-    monkeypatch.setattr(task_command, "Workbench", lambda: Workbench(tmp_path / "my"))
+    monkeypatch.setattr(command, "Workbench", lambda: Workbench(tmp_path / "my"))
     with pytest.raises(SystemExit):
         main(["1.1"])
     assert "cannot read my/progress.json" in capsys.readouterr().err
@@ -443,10 +428,10 @@ def test_a_demo_that_is_stopped_ends_with_a_sentence(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     def stopped(*arguments, **options) -> None:
-        assert options["timeout"] == task_command.DEMO_S
+        assert options["timeout"] == command.DEMO_S
         raise ends
 
-    monkeypatch.setattr(task_command.subprocess, "run", stopped)
+    monkeypatch.setattr(command.subprocess, "run", stopped)
     bench.open([ONE])
     bench.file(ONE).write_text(ONE.source())
     assert main(["1.1", "--demo"], bench) == code

@@ -7,10 +7,10 @@ from pathlib import Path
 
 import pytest
 
+from workshop.practice.command import tasks as main
 from workshop.practice.museum.hall import EXHIBITS
 from workshop.practice.source_patch import ROOT
 from workshop.practice.tasks.course import EVENINGS
-from workshop.practice.tasks.task_command import main
 from workshop.practice.tasks.tickets import PAGES, read_tickets
 from workshop.practice.tasks.workbench import Workbench
 

@@ -19,8 +19,7 @@ from pathlib import Path
 
 from workshop.practice.source_patch import ROOT
 from workshop.practice.tasks.answer import answer_to, emptied, is_blank
-from workshop.practice.tasks.course import blank_text, tasks_of
-from workshop.practice.tasks.task import Task
+from workshop.practice.tasks.course import Task, blank_text, tasks_of
 
 FOLDER = ROOT / "my"
 
@@ -106,7 +105,7 @@ class Workbench:
     def next_hint(self, task: Task) -> int | None:
         """Return the next hint's number, from 1. None: there are no more."""
         given = self.progress.hints.get(task.number, 0)
-        if given >= len(task.hints):
+        if given >= len(task.english.said["hint"]):
             return None
         self.progress.hints[task.number] = given + 1
         self.save()

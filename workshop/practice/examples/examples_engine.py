@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from workshop.practice.museum.props import CODE, GUESS, SONG, say
+from workshop.practice.examples.example_tools import CODE, GUESS, SONG, say
 
 
 def a_token_from_the_middle() -> str:

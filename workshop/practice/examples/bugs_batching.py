@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from workshop.practice.museum.props import request, steps
+from workshop.practice.examples.example_tools import request, steps
 
 
 def more_runners_than_seats() -> str:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from workshop.practice.museum.props import request
+from workshop.practice.examples.example_tools import request
 
 
 def slots() -> str:

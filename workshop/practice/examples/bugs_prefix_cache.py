@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from workshop.practice.museum.props import steps
+from workshop.practice.examples.example_tools import steps
 
 A, B, C, D, E = ([letter] * 4 for letter in (1, 2, 3, 4, 5))  # a block of tokens each
 

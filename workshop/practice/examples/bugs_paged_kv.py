@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from workshop.practice.museum.props import request, say, steps
+from workshop.practice.examples.example_tools import request, say, steps
 
 
 def larger_than_the_memory() -> str:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from workshop.practice.museum.props import say
+from workshop.practice.examples.example_tools import say
 
 
 def a_piece_that_sees_its_future() -> str:

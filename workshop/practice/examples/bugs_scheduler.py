@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from workshop.practice.museum.props import steps
+from workshop.practice.examples.example_tools import steps
 
 
 def make_scheduler(num_blocks: int, **options: Any) -> Any:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from workshop.practice.museum.props import request, steps
+from workshop.practice.examples.example_tools import request, steps
 
 # Two of the demo's prompts and their answers do not fit into it: one must be preempted.
 

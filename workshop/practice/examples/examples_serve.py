@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 from typing import Any
 
-from workshop.practice.museum.props import served
+from workshop.practice.examples.example_tools import served
 
 
 def a_reader_that_left() -> str:

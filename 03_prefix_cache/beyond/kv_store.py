@@ -1,0 +1,125 @@
+"""A store of KV blocks outside the engine's memory: in host memory, in a file, on other machines.
+
+    has    how many of these blocks, from the front, are there     fast, in the engine's loop
+    get    their bytes, one block after the other                  slow, in a thread of `Loads`
+    put    keep a block
+    drop   remove a block whose content is not trusted
+
+A block is named by a *link* of its request's chain: its hash, which covers the whole prefix, and
+its tokens. A new store is one class with these four methods, and need not be reliable: what leaves
+the process is a *record*, which its reader checks.
+
+Invariants: a record that was damaged, cut or stored under another link is never taken for a block;
+an engine never depends on a store, so one that has lost a block, is slow, raises or is gone costs
+only a computation.
+"""
+
+from __future__ import annotations
+
+import struct
+from abc import ABC, abstractmethod
+from collections import OrderedDict
+from collections.abc import Iterator, Sequence
+from hashlib import blake2b
+from typing import Protocol, TypeVar
+
+from prefix_cache_local import HASH_BYTES
+from request_chain import Link
+
+V = TypeVar("V")
+
+
+class Store(ABC):
+    """Blocks by link. `get` is iterated in another thread, and `drop` is called there, too."""
+
+    num_read_threads = 1  # so many loads are read at the same time
+    keeps_loaded_blocks = False  # whether a loaded block is put here, to be nearer to its reader
+
+    @abstractmethod
+    def has(self, links: Sequence[Link]) -> int:
+        """Return how many links, from the front, are in the store. These blocks count as used, but
+        they are not pinned: a block may be gone a moment later."""
+
+    @abstractmethod
+    def get(self, links: Sequence[Link]) -> Iterator[bytes]:
+        """Return an iterator of the bytes of these blocks, in this order. Only the iteration may be
+        slow. It raises at the first block that is missing."""
+
+    @abstractmethod
+    def put(self, link: Link, data: bytes) -> bool:
+        """Keep a copy of a block. Returns False if the store has the block, or no space."""
+
+    @abstractmethod
+    def drop(self, link: Link) -> None:
+        """Remove a block, because its content is not trusted. Unknown links are ignored."""
+
+    def at_node(self, node_id: str) -> Store:
+        """Return the store as the engine on this node uses it."""
+        return self
+
+
+class SharedStore(Protocol):
+    """A `Store`, or a pool with a store for each node."""
+
+    def at_node(self, node_id: str) -> Store: ...
+
+
+class LRUBlocks(OrderedDict[bytes, V]):
+    """Values by block hash, the least recently used first."""
+
+    def num_leading(self, links: Sequence[Link]) -> int:
+        """Count the links, from the front, that are here, and mark them as used."""
+        missing = (place for place, (block_hash, _) in enumerate(links) if block_hash not in self)
+        num_leading = next(missing, len(links))
+        self.use([block_hash for block_hash, _ in links[:num_leading]])
+        return num_leading
+
+    def use(self, block_hashes: Sequence[bytes]) -> None:
+        """Mark as used, the first last: a chain's tail is dropped before its head, without which
+        the tail could not be found."""
+        for block_hash in reversed(block_hashes):
+            self.move_to_end(block_hash)
+
+    def pop_oldest(self) -> tuple[bytes, V]:
+        return self.popitem(last=False)
+
+
+# -- a block outside the process
+
+CHECKSUM_BYTES = 16
+MAGIC = b"KVBLOCK2"
+RECORD_HEADER = struct.Struct(f"<8s{HASH_BYTES}sQ{CHECKSUM_BYTES}s")
+# Magic, chain hash, number of KV bytes, checksum; after it the KV bytes.
+
+
+def compute_checksum(link: Link, data: bytes | memoryview) -> bytes:
+    """The checksum of a block. It covers hash and tokens too: right bytes under a wrong hash are
+    wrong bytes."""
+    block_hash, token_ids = link
+    digest = blake2b(digest_size=CHECKSUM_BYTES)
+    digest.update(struct.pack("<QQ", len(block_hash), len(token_ids)) + block_hash)
+    digest.update(struct.pack(f"<{len(token_ids)}q", *token_ids))
+    digest.update(data)
+    return digest.digest()
+
+
+def record_header(link: Link, data: bytes) -> bytes:
+    return RECORD_HEADER.pack(MAGIC, link[0], len(data), compute_checksum(link, data))
+
+
+def make_record(link: Link, data: bytes) -> bytes:
+    return record_header(link, data) + data
+
+
+def open_record(record: bytes | bytearray, link: Link) -> bytes:
+    """The KV bytes of a record. Raises `ValueError` if it is not exactly what was written for this
+    link."""
+    if len(record) < RECORD_HEADER.size:
+        raise ValueError(f"record must be at least one header long, got {len(record)} bytes")
+    magic, block_hash, num_bytes, checksum = RECORD_HEADER.unpack_from(record)
+    data = bytes(memoryview(record)[RECORD_HEADER.size :])
+    if (magic, block_hash, num_bytes) != (MAGIC, link[0], len(data)):
+        raise ValueError("cannot read the record: wrong header")
+    if checksum != compute_checksum(link, data):
+        raise ValueError("cannot read the record: wrong checksum")
+    return data

@@ -1,0 +1,118 @@
+"""Every store of KV blocks, for tests that run with each, and faults between a store and its user.
+
+A new store is one class with four methods, like `SlowDict`, and one row of `STORES`.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from global_kv_pool import GlobalKVPool
+from kv_bytes import NBYTES
+from kv_store import RECORD_HEADER, SharedStore, Store
+from kv_tiers import DiskTier, HostTier
+from request_chain import Link
+
+WAIT_S = 20.0  # never waited for, unless the test fails
+MAX_BLOCKS = 30  # of a store that has a limit
+RECORD_NBYTES = RECORD_HEADER.size + NBYTES
+
+
+class SlowDict(Store):
+    """A throw-away store: a dictionary with a delay."""
+
+    def __init__(self) -> None:
+        self.blocks: dict[Link, bytes] = {}
+
+    def has(self, links: Sequence[Link]) -> int:
+        return next((i for i, link in enumerate(links) if link not in self.blocks), len(links))
+
+    def get(self, links: Sequence[Link]) -> Iterator[bytes]:
+        for link in links:
+            time.sleep(0.001)
+            yield self.blocks[link]
+
+    def put(self, link: Link, data: bytes) -> bool:
+        return self.blocks.setdefault(link, copy := bytes(data)) is copy
+
+    def drop(self, link: Link) -> None:
+        self.blocks.pop(link, None)
+
+
+STORES: dict[str, Callable[[Path], SharedStore]] = {
+    "slow dict": lambda folder: SlowDict(),
+    "host": lambda folder: HostTier(MAX_BLOCKS),
+    "disk": lambda folder: DiskTier(folder / "kv", MAX_BLOCKS, RECORD_NBYTES),
+    "pool": lambda folder: GlobalKVPool(MAX_BLOCKS),
+}
+"""The real Mooncake store is added by a fixture, because it has to be started."""
+
+
+@dataclass
+class Faults:
+    """Reads stand still while `hold` is clear; then `lie` makes of them what it wants. Calls that
+    `broken` names raise."""
+
+    hold: threading.Event = field(default_factory=threading.Event)
+    entered: threading.Event = field(default_factory=threading.Event)
+    lie: Callable[[list[bytes]], list[bytes]] = list
+    broken: str = ""
+
+    def __post_init__(self) -> None:
+        self.hold.set()
+
+
+class FaultyStore(Store):
+    """A store with faults on the way to it, which drops at the end what was put."""
+
+    num_read_threads = 4
+
+    def __init__(
+        self, shared: SharedStore, faults: Faults, links: list[Link], node_id: str = "any"
+    ) -> None:
+        self.shared, self.faults, self.links = shared, faults, links
+        self.inner = shared.at_node(node_id)
+        self.keeps_loaded_blocks = self.inner.keeps_loaded_blocks
+
+    def at_node(self, node_id: str) -> FaultyStore:
+        return FaultyStore(self.shared, self.faults, self.links, node_id)
+
+    def _call(self, name: str) -> None:
+        if name in self.faults.broken.split():
+            raise ConnectionError(f"{name}: no answer")
+
+    def has(self, links: Sequence[Link]) -> int:
+        self._call("has")
+        return self.inner.has(links)
+
+    def get(self, links: Sequence[Link]) -> Iterator[bytes]:
+        self._call("get")
+        return self._read(self.inner.get(links))
+
+    def _read(self, records: Iterator[bytes]) -> Iterator[bytes]:
+        self.faults.entered.set()
+        assert self.faults.hold.wait(WAIT_S)
+        self._call("next")
+        if self.faults.lie is list:
+            yield from records
+        else:
+            yield from self.faults.lie(list(records))
+
+    def put(self, link: Link, data: bytes) -> bool:
+        self._call("put")
+        self.links.append(link)
+        return self.inner.put(link, data)
+
+    def drop(self, link: Link) -> None:
+        self._call("drop")
+        self.inner.drop(link)
+
+    def close(self) -> None:
+        self.faults.broken = ""
+        self.faults.hold.set()
+        for link in self.links:
+            self.inner.drop(link)

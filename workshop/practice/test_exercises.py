@@ -1,0 +1,80 @@
+"""All exhibits and tasks: their texts in two languages, and their bugs, blanks and examples."""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+
+import pytest
+
+from workshop.book.translation import CHINESE
+from workshop.practice.exercise import TEXTS, Exercise
+from workshop.practice.museum.hall import EXHIBITS, STORIES, Exhibit
+from workshop.practice.patch_table import Bug, all_bugs
+from workshop.practice.patches import trials
+from workshop.practice.tasks.course import TABLE, TASKS, Task, blank_of
+from workshop.practice.tasks.grade import example_with
+from workshop.practice.trial import broken_copy, swapped, try_tests
+
+MAX_CPU_S = 10  # for the tests that notice a bug
+EACH = pytest.mark.parametrize("one", (*EXHIBITS, *TASKS), ids=lambda one: one.english.head)
+
+
+@EACH
+def test_what_is_said_is_said_in_chinese_too(one: Exercise) -> None:
+    english, chinese = one.english, one.chinese
+    assert chinese.text("en") == one.digest, "compare the two, mend the Chinese, then the digest"
+    for word in TEXTS:
+        said, told = english.text(word), chinese.text(word)
+        assert codes(said) == codes(told), told
+        assert said == told or CHINESE.search(told), told
+        assert word == "write" or len(english.said[word]) == len(chinese.said[word])
+
+
+def codes(text: str) -> set[str]:
+    return set(re.findall("`[^`]+`", " ".join(text.split())))
+
+
+@pytest.mark.parametrize(("table", "all_of_it"), [(STORIES, EXHIBITS), (TABLE, TASKS)])
+def test_each_row_is_translated_and_no_other(table, all_of_it) -> None:
+    text = table.with_suffix(".zh.txt").read_text(encoding="utf-8")
+    assert text.count("\nen ") == len(all_of_it)
+
+
+@pytest.mark.sample(every=15)
+@pytest.mark.parametrize("bug", all_bugs(), ids=lambda bug: bug.name)
+def test_a_bug_is_noticed(bug: Bug) -> None:
+    for _, tests, first_only in trials([bug]):
+        with broken_copy(bug) as swap:
+            run = try_tests(tests, swap, first_only=first_only, limit_s=limits.get(bug.exhibit, 60))
+        assert run.failed if first_only else set(tests) <= set(run.failed), run.report
+        assert run.cpu_s < MAX_CPU_S
+
+
+limits = {exhibit.title: exhibit.limit_s for exhibit in EXHIBITS}
+
+
+@pytest.mark.sample(every=15, first=7)
+@pytest.mark.parametrize("exhibit", EXHIBITS, ids=lambda e: e.title)
+def test_an_exhibit_shows_its_symptom(exhibit: Exhibit) -> None:
+    assert exhibit.show() == exhibit.right
+    with broken_copy(exhibit.patch) as swap:
+        assert exhibit.show(swap) == exhibit.wrong
+
+
+@pytest.mark.sample(every=4)
+@pytest.mark.parametrize("task", TASKS, ids=lambda task: task.number)
+def test_the_blank_fails_and_no_two_mistakes_look_alike(task: Task) -> None:
+    blank = blank_of(task).text
+    with swapped(task.path, blank) as swap:
+        assert try_tests(task.test_ids, swap, first_only=True).first is not None
+    said = f"NotImplementedError: task {task.number}: not written yet"
+    assert example_with(task, blank) == said
+    texts = [task.source(), *(mistake.apply() for mistake in task.mistakes)]
+    assert set(Counter(example_with(task, text) for text in texts).values()) == {1}
+
+
+def test_the_named_tests_pass_without_the_bug() -> None:
+    """Of one exhibit; those of all are tests of this repository, and run as such."""
+    run = try_tests(EXHIBITS[0].tests)
+    assert run.failed == () and "1 passed" in run.report
