@@ -49,7 +49,7 @@ FIXTURE = [HealthCheck.function_scoped_fixture]  # which has no state
 
 
 @dataclass(frozen=True)
-class Rules:
+class VerificationRules:
     """Two functions that verify. The Triton suite has the kernels, and imports the tests of here
     that get these as an argument."""
 
@@ -58,8 +58,8 @@ class Rules:
 
 
 @pytest.fixture
-def rules() -> Rules:
-    return Rules(rejection_sample, rejection_sampling_batched)
+def rules() -> VerificationRules:
+    return VerificationRules(rejection_sample, rejection_sampling_batched)
 
 
 def flat(lists: list[list]) -> list:
@@ -257,7 +257,7 @@ def test_forgetting_the_draft_probabilities_is_exact_and_accepts_less(kind):
 
 
 def test_a_law_that_is_wrong_is_seen():
-    """Rules with one mistake each, and the distance of their law from the target's."""
+    """VerificationRules with one mistake each, and the distance of their law from the target's."""
     p, q = models(3, "random", seed=6)
     plainly = plain(p, 3, 3)
 
@@ -516,7 +516,7 @@ class DraftedRequests:
             torch.tensor(flat(self.sample_u), dtype=torch.float64),
         )
 
-    def runs(self, rules: Rules, num_more: int = 0) -> list[list[int]]:
+    def runs(self, rules: VerificationRules, num_more: int = 0) -> list[list[int]]:
         """Also holds the form of the result to what it should be."""
         verified = rules.reject(*self.arguments(num_more))
         width = max(map(len, self.drafts)) + num_more + 1

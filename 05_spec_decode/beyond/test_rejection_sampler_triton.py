@@ -34,7 +34,7 @@ from rejection_sampler_triton import (
 from test_rejection_sampler import (  # noqa: F401  the tests get this file's `rules`
     ENDS,
     NAN,
-    Rules,
+    VerificationRules,
     test_a_draft_behind_a_rejected_one_never_counts,
     test_a_placeholder_matches_nothing_not_even_a_row_that_says_nothing,
     test_a_rejection_that_leaves_nothing_draws_from_p,
@@ -159,7 +159,7 @@ def check(arguments: Arguments, device: torch.device) -> VerifiedTokens:
 
 
 @pytest.fixture
-def rules(device: torch.device) -> Rules:
+def rules(device: torch.device) -> VerificationRules:
     """The kernels, for the tests of the PyTorch version that are imported above."""
 
     def on_device(*arguments) -> list:
@@ -173,7 +173,7 @@ def rules(device: torch.device) -> Rules:
         token_ids, num_sampled = rejection_sampling_batched_triton(*on_device(*arguments))
         return token_ids.cpu(), num_sampled.cpu()
 
-    return Rules(reject, match)
+    return VerificationRules(reject, match)
 
 
 # -- bit for bit
