@@ -14,12 +14,12 @@ Invariant: a group's unused slots are overwritten before they are read (0 * NaN 
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from functools import partial
 from itertools import pairwise
 
 import numpy as np
 import torch
-from torch.nn.functional import scaled_dot_product_attention
 
 # Bytes of keys gathered at a time in decoding: as many as stay in a CPU's cache (measured), or
 # many.
@@ -81,6 +81,7 @@ class DecodeGroup:
         block_tables: torch.Tensor,
         num_heads: int,  # of the query
         key_cache: torch.Tensor,
+        window: int | None = None,
     ) -> None:
         to_device = partial(torch.Tensor.to, device=key_cache.device, non_blocking=True)
         block_size, num_shared = key_cache.shape[1], num_heads // key_cache.shape[2]
@@ -96,6 +97,8 @@ class DecodeGroup:
         tokens = (stop - torch.arange(query_len, 0, -1)).maximum(first)
         positions = tokens - stop + seq_len
         hidden = slots[: self.num_keys] > positions[:, :, None]  # [n, query_len, num_keys]
+        if window is not None:
+            hidden |= slots[: self.num_keys] <= positions[:, :, None] - window
         self.mask = None  # or [n, 1, num_shared * query_len, num_keys], 0 or -inf
         if hidden.any():
             hidden = hidden.repeat(1, num_shared, 1)[:, None]
@@ -112,6 +115,7 @@ class DecodeGroup:
         keys: torch.Tensor,  # [n * slots, num_kv_heads, head_dim], unused slots are overwritten
         values: torch.Tensor,  # the same
         scale: float,
+        attend: Callable[..., torch.Tensor],  # like scaled_dot_product_attention
     ) -> torch.Tensor:  # [n * query_len, num_heads, head_dim]
         n, (_, num_kv_heads, head_dim) = self.num_seqs, keys.shape
         keys = keys.index_fill_(0, self.unused, 0).view(n, -1, num_kv_heads, head_dim)
@@ -121,5 +125,5 @@ class DecodeGroup:
         rows = query.view(n, -1, num_kv_heads, query.shape[1] // num_kv_heads, head_dim)
         rows = rows.permute(0, 2, 3, 1, 4)
         seen = rows.flatten(2, 3), keys, values
-        output = scaled_dot_product_attention(*seen, attn_mask=self.mask, scale=scale)
+        output = attend(*seen, attn_mask=self.mask, scale=scale)
         return output.view(rows.shape).permute(0, 3, 1, 2, 4).reshape(query.shape)

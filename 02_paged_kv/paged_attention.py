@@ -25,7 +25,7 @@ vLLM and SGLang call kernels that read through the table without gathering, as d
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property, partial
 from typing import NamedTuple, Protocol, runtime_checkable
@@ -91,6 +91,11 @@ class AttentionMetadata:
     slot_mapping: Tensor  # [num_tokens] int64, -1: padding
     max_query_len: int
     max_seq_len: int
+    window: int | None = None  # last keys that a query sees, its own included; None: all
+
+    def on_host(self) -> tuple[np.ndarray, np.ndarray]:
+        """Return query_start_loc and seq_lens. Waits for the device."""
+        return self.query_start_loc.cpu().numpy(), self.seq_lens.cpu().numpy()
 
 
 def write_kv(
@@ -127,54 +132,57 @@ class PagedPlan:
     costs more than the attention does.
     """
 
-    def __init__(self, metadata: AttentionMetadata, num_heads: int, key_cache: Tensor) -> None:
+    def __init__(
+        self,
+        metadata: AttentionMetadata,
+        num_heads: int,
+        key_cache: Tensor,
+        backend: TorchAttentionBackend,
+    ) -> None:
         """Plan for queries of `num_heads` heads, and caches like `key_cache`. Raises `ValueError`
         if lengths and tables are inconsistent."""
-        self.num_heads, self.slot_mapping = num_heads, metadata.slot_mapping
-        starts, seq_lens, is_short = self.lengths(metadata, key_cache)
-        query_lens, is_real = np.diff(starts), starts[:-1] != starts[1:]
+        self.metadata, self.num_heads, self.backend = metadata, num_heads, backend
+        self.slot_mapping, self.window = metadata.slot_mapping, metadata.window
+        self.starts, self.seq_lens = metadata.on_host()
+        self.query_lens, seq_lens = np.diff(self.starts), self.seq_lens
         tables, block_size = metadata.block_tables, key_cache.shape[1]
-        fits = (query_lens > 0) & (query_lens <= seq_lens)
+        is_real = self.query_lens != 0
+        fits = (self.query_lens > 0) & (self.query_lens <= seq_lens)
         fits &= seq_lens <= tables.shape[1] * block_size
         for row in np.flatnonzero(is_real & ~fits):
             raise ValueError(
-                f"sequence {row}: query_len {query_lens[row]}, seq_len {seq_lens[row]} and "
+                f"sequence {row}: query_len {self.query_lens[row]}, seq_len {seq_lens[row]} and "
                 f"block_tables {tuple(tables.shape)} of {block_size} contradict each other"
             )
-        self.long_queries: list[LongQuery] = []
-        for row in np.flatnonzero(is_real & ~is_short):
-            start, stop, seq_len = map(int, (starts[row], starts[row + 1], seq_lens[row]))
-            block_ids = tables[row, : -(-seq_len // block_size)]
-            self.long_queries.append(
-                LongQuery(stop - start, seq_len, slice(start, stop), block_ids)
-            )
-        short = np.flatnonzero(is_real & is_short)
-        self.groups = self.make_groups(short, query_lens, starts, seq_lens, tables, key_cache)
+        self.key_buffer = self.value_buffer = key_cache[:0]
+        self.max_slots = max_group_slots(key_cache)
+        is_short = backend.is_short(self)
+        self.groups = self.make_groups(np.flatnonzero(is_real & is_short), key_cache)
+        long = np.flatnonzero(is_real & ~is_short).tolist()
+        self.long_queries = [part for row in long for part in self.split(row, block_size)]
         # The largest first: the buffer is reallocated when it is too small.
         self.groups.sort(key=lambda group: -len(group.block_ids))
         self.long_queries.sort(key=lambda long: -long.seq_len)
-        self.key_buffer = self.value_buffer = key_cache[:0]
 
-    def lengths(
-        self, metadata: AttentionMetadata, key_cache: Tensor
-    ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        """Return, on the host: query_start_loc, seq_lens, and for each sequence whether its queries
-        are attended in a group."""
-        starts = metadata.query_start_loc.cpu().numpy()
-        return starts, metadata.seq_lens.cpu().numpy(), is_short_query(np.diff(starts))
+    def make_groups(self, short: np.ndarray, key_cache: Tensor) -> list[DecodeGroup]:
+        """Group the sequences `short`, whose lengths are consistent."""
+        groups = group_short_queries(short, self.query_lens, self.seq_lens, self.max_slots)
+        step = self.starts, self.seq_lens, self.metadata.block_tables, self.num_heads, key_cache
+        return [DecodeGroup(rows, *step, self.window) for rows in groups]
 
-    def make_groups(
-        self,
-        short: np.ndarray,  # indices into the arrays below
-        query_lens: np.ndarray,
-        starts: np.ndarray,
-        seq_lens: np.ndarray,
-        tables: Tensor,
-        key_cache: Tensor,
-    ) -> list[DecodeGroup]:
-        groups = group_short_queries(short, query_lens, seq_lens, max_group_slots(key_cache))
-        step = starts, seq_lens, tables, self.num_heads, key_cache
-        return [DecodeGroup(rows, *step) for rows in groups]
+    def split(self, row: int, block_size: int) -> Iterator[LongQuery]:
+        """Yield a sequence's long query whole. With a window: in tiles, each of which begins with
+        the first block that it sees."""
+        start, stop, seq_len = map(int, (*self.starts[row : row + 2], self.seq_lens[row]))
+        tile = stop - start if self.window is None else QUERY_TILE
+        for first in range(start, stop, tile):
+            last, skipped = min(first + tile, stop), 0
+            num_keys = seq_len - stop + last
+            if self.window is not None:
+                skipped = max(num_keys - last + first - self.window + 1, 0) // block_size
+            block_ids = self.metadata.block_tables[row, skipped : -(-num_keys // block_size)]
+            num_keys -= skipped * block_size
+            yield LongQuery(last - first, num_keys, slice(first, last), block_ids)
 
     def write_kv(self, key: Tensor, value: Tensor, key_cache: Tensor, value_cache: Tensor) -> None:
         write_kv(key, value, key_cache, value_cache, self.slot_mapping)
@@ -194,39 +202,26 @@ class PagedPlan:
         output, num_kv_heads = torch.zeros_like(query), key_cache.shape[2]
         gather = partial(self.gather, key_cache, value_cache)
         for group in self.groups:
-            keys, values = gather(group.block_ids)
-            output[group.tokens] = group.attend(query[group.tokens], keys, values, scale)
+            seen = query[group.tokens], *gather(group.block_ids)
+            output[group.tokens] = group.attend(*seen, scale, self.backend.attend_group)
         for long in self.long_queries:
             queries = by_kv_head(query[long.rows], num_kv_heads)
-            attended = self.attend_long(queries, long, gather, scale)
+            attended = self.backend.attend_long(self, queries, long, gather, scale)
             by_kv_head(output[long.rows], num_kv_heads).copy_(attended)
         return output
 
-    def attend_long(self, query: Tensor, long: LongQuery, gather: Gather, scale: float) -> Tensor:
-        """Attend one long query. Query and output are `[num_kv_heads, heads that share keys,
-        query_len, head_dim]`."""
-        keys, values = (repeat_for(query, t[: long.seq_len]) for t in gather(long.block_ids))
-        query_len = query.shape[2]
-        if query_len == long.seq_len:
-            return scaled_dot_product_attention(query, keys, values, is_causal=True, scale=scale)
-        tiles = []
-        for start in range(0, query_len, QUERY_TILE):
-            stop = min(start + QUERY_TILE, query_len)
-            num_keys = long.seq_len - query_len + stop
-            seen = query[:, :, start:stop], keys[:, :, :num_keys], values[:, :, :num_keys]
-            mask = self.causal_mask[start - stop :, -num_keys:]
-            tiles.append(scaled_dot_product_attention(*seen, attn_mask=mask, scale=scale))
-        return torch.cat(tiles, dim=2)
-
     @cached_property
     def causal_mask(self) -> Tensor:
-        """`[tile, num_keys]`, where the last row sees everything. The lower right corner `[t, k]`
-        is the mask of t query tokens that are the last of k keys, for any smaller t and k."""
-        with_history = [long for long in self.long_queries if long.query_len < long.seq_len]
-        tile = min(max(long.query_len for long in with_history), QUERY_TILE)
-        num_keys = max(long.seq_len for long in with_history)
+        """`[tile, num_keys]`, where the last row sees everything, or the window. The lower right
+        corner `[t, k]` is the mask of t query tokens that are the last of k keys, for any smaller t
+        and k."""
+        masked = [q for q in self.long_queries if self.window or q.query_len < q.seq_len]
+        tile = min(max(long.query_len for long in masked), QUERY_TILE)
+        num_keys = max(long.seq_len for long in masked)
         mask = self.key_buffer.new_full((tile, num_keys), -math.inf)
-        return mask.triu_(num_keys - tile + 1)
+        left = None if self.window is None else mask.tril(num_keys - tile - self.window)
+        mask.triu_(num_keys - tile + 1)
+        return mask if left is None else mask.add_(left)
 
 
 def by_kv_head(tensor: Tensor, num_kv_heads: int) -> Tensor:
@@ -247,7 +242,7 @@ def paged_attention(
     value_cache: Tensor,  # the same
     metadata: AttentionMetadata,
     scale: float,
-    plan_type: type[PagedPlan] = PagedPlan,
+    backend: AttentionBackend | None = None,
 ) -> Tensor:  # [num_tokens, num_heads, head_dim]
     """Causal attention of every query token to its own sequence, itself included.
 
@@ -255,7 +250,7 @@ def paged_attention(
     adjacent query heads share one. Rows of padding tokens are zero. Raises `ValueError` if the
     metadata is inconsistent.
     """
-    plan = plan_type(metadata, query.shape[1], key_cache)
+    plan = (backend or TorchAttentionBackend()).plan(metadata, query.shape[1], key_cache)
     return plan.attend(query, key_cache, value_cache, scale)
 
 
@@ -283,6 +278,33 @@ class AttentionBackend(Protocol):
 
 
 class TorchAttentionBackend:
-    """The PyTorch backend, for any device."""
+    """The PyTorch backend, for any device. Others replace one of its methods."""
 
-    plan = staticmethod(PagedPlan)
+    # Attends to dense tensors `[..., num_tokens, head_dim]`; another function with the same
+    # arguments is another backend.
+    attend_group = staticmethod(scaled_dot_product_attention)
+
+    def plan(self, metadata: AttentionMetadata, num_heads: int, key_cache: Tensor) -> PagedPlan:
+        return PagedPlan(metadata, num_heads, key_cache, self)
+
+    def is_short(self, plan: PagedPlan) -> np.ndarray:
+        """Return for each sequence whether its queries are attended in a group: `[num_seqs]`."""
+        return is_short_query(plan.query_lens)
+
+    def attend_long(
+        self, plan: PagedPlan, query: Tensor, long: LongQuery, gather: Gather, scale: float
+    ) -> Tensor:
+        """Attend one long query. Query and output are `[num_kv_heads, heads that share keys,
+        query_len, head_dim]`."""
+        keys, values = (repeat_for(query, t[: long.seq_len]) for t in gather(long.block_ids))
+        query_len = query.shape[2]
+        if plan.window is None and query_len == long.seq_len:
+            return self.attend_group(query, keys, values, is_causal=True, scale=scale)
+        tiles = []
+        for start in range(0, query_len, QUERY_TILE):
+            stop = min(start + QUERY_TILE, query_len)
+            num_keys = long.seq_len - query_len + stop
+            seen = query[:, :, start:stop], keys[:, :, :num_keys], values[:, :, :num_keys]
+            mask = plan.causal_mask[start - stop :, -num_keys:]
+            tiles.append(self.attend_group(*seen, attn_mask=mask, scale=scale))
+        return torch.cat(tiles, dim=2)

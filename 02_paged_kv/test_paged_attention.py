@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import math
 import random
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import numpy as np
@@ -34,7 +35,7 @@ TOLERANCE = {torch.float64: 1e-12, torch.float32: 2e-5, torch.bfloat16: 3e-2}
 BLOCK_SIZES = [1, 2, 3, 4, 16, 33, 256]
 
 
-def naive_attention(query, keys, values, scale):
+def naive_attention(query, keys, values, scale, window=None):
     """One score at a time. query `[query_len, num_heads, head_dim]`, keys and values `[seq_len,
     num_kv_heads, head_dim]` of one sequence. Returns float64 on the CPU: each score that is read
     from a GPU would wait for it."""
@@ -45,12 +46,13 @@ def naive_attention(query, keys, values, scale):
         num_seen = len(keys) - len(query) + i + 1
         for head in range(query.shape[1]):
             kv_head = head // num_shared
-            scores = [scale * float(query[i, head] @ keys[j, kv_head]) for j in range(num_seen)]
+            seen = range(0 if window is None else max(num_seen - window, 0), num_seen)
+            scores = [scale * float(query[i, head] @ keys[j, kv_head]) for j in seen]
             highest = max(scores)
             weights = [math.exp(score - highest) for score in scores]
             total = sum(weights)
             output[i, head] = sum(
-                weight / total * values[j, kv_head] for j, weight in enumerate(weights)
+                weight / total * values[j, kv_head] for j, weight in zip(seen, weights)
             )
     return output
 
@@ -72,7 +74,7 @@ class Case:
         rows = self.query[: sum(self.query_lens)].split(self.query_lens)
         return torch.cat(
             [
-                naive_attention(*sequence, self.scale)
+                naive_attention(*sequence, self.scale, self.metadata.window)
                 for sequence in zip(rows, self.keys, self.values, strict=True)
             ]
         )
@@ -85,6 +87,15 @@ class Case:
         if plan is None:
             return paged_attention(*where, self.metadata, self.scale)
         return plan.attend(*where, self.scale)
+
+    def check_backend(self, backend: AttentionBackend) -> AttentionPlan:
+        """Return the plan, if the output of two layers is right: other contents, same places."""
+        plan = self.plan(backend)
+        self.check(self.attend(plan))
+        self.key_cache.mul_(2), self.value_cache.neg_()
+        self.keys, self.values = [k * 2 for k in self.keys], [-v for v in self.values]
+        self.check(self.attend(plan))
+        return plan
 
     def check(self, output: torch.Tensor, dtype: torch.dtype | None = None) -> None:
         assert output.dtype == self.query.dtype and output.shape == self.query.shape
@@ -158,6 +169,16 @@ def make_case(
 MIXED = [(1, 1), (1, 17), (5, 5), (1, 40), (7, 20), (1, 3), (2, 35), (1, 33), (3, 3)]
 
 
+BackendOf = Callable[[Case], AttentionBackend]
+
+
+@pytest.fixture
+def backend_of() -> BackendOf:
+    """Make the backend of the tests that take this, for a case that it may change. A module that
+    imports these tests has its own backend, so each of them tests every backend."""
+    return lambda case: TorchAttentionBackend()
+
+
 @pytest.fixture(params=[(), (1,), (2, 4), (1, 8, 16)], ids=str)
 def short_query(request, monkeypatch):
     """What is attended in groups and what one by one: neither may be seen in the output."""
@@ -168,18 +189,29 @@ def short_query(request, monkeypatch):
 @pytest.mark.parametrize("dtype", list(TOLERANCE), ids=str)
 @pytest.mark.parametrize("block_size", BLOCK_SIZES)
 @pytest.mark.usefixtures("short_query")
-def test_any_mix_of_query_lengths_through_shuffled_tables(block_size, dtype):
+def test_any_mix_of_query_lengths_through_shuffled_tables(block_size, dtype, backend_of):
     """Trap 35: NaN in every unused slot reaches no output. Traps 28, 29: who sees which key."""
     case = make_case(MIXED, block_size, dtype, num_padding_tokens=2, seed=block_size)
-    case.check(case.attend())
+    case.check_backend(backend_of(case))
+
+
+@pytest.mark.parametrize("block_size", [1, 3, 16])
+@pytest.mark.parametrize("window", [1, 2, 5, 16, 64])
+def test_a_query_sees_its_window(window, block_size, backend_of, monkeypatch):
+    """In tables that still have the blocks before it; long queries are attended in tiles."""
+    monkeypatch.setattr(module, "QUERY_TILE", 7)
+    lengths = [*MIXED, (8, 8), (2, 2), (19, 41), (30, 33)]
+    case = make_case(lengths, block_size, num_padding_tokens=2, seed=window)
+    case.metadata.window = window
+    case.check_backend(backend_of(case))
 
 
 @pytest.mark.sample
 @pytest.mark.parametrize("num_kv_heads, num_shared", [(1, 1), (1, 8), (4, 1), (2, 3), (3, 2)])
 @pytest.mark.usefixtures("short_query")
-def test_grouped_query_heads(num_kv_heads, num_shared):
+def test_grouped_query_heads(num_kv_heads, num_shared, backend_of):
     case = make_case(MIXED, 4, num_kv_heads=num_kv_heads, num_shared=num_shared, head_dim=5)
-    case.check(case.attend())
+    case.check_backend(backend_of(case))
 
 
 @pytest.mark.sample
@@ -227,34 +259,25 @@ def test_decode_groups_hold_similar_lengths_within_the_limit():
     assert split([0, 1], 1) == [[0], [1]], "too long for any group"
 
 
-def test_batches_without_tokens_and_sequences_without_tokens():
+def test_batches_without_tokens_and_sequences_without_tokens(backend_of):
     """Trap 33: a padding sequence has no query token, whatever its length says."""
     empty = make_case([], 4)
-    assert empty.attend().shape == (0, 4, 8)
+    assert empty.attend(empty.plan(backend_of(empty))).shape == (0, 4, 8)
     case = make_case([(0, 9), (1, 5), (0, 3), (4, 6), (0, 1)], 4, num_padding_tokens=3)
-    case.check(case.attend())
     case.metadata.seq_lens[2] = 0
-    case.check(case.attend())
-
-
-def test_one_plan_serves_all_layers():
-    case = make_case(MIXED, 4)
-    plan = case.plan(TorchAttentionBackend())
-    case.check(case.attend(plan))
-    case.key_cache.mul_(2), case.value_cache.mul_(3)  # the next layer: other contents, same places
-    case.keys, case.values = [k * 2 for k in case.keys], [v * 3 for v in case.values]
-    case.check(case.attend(plan))
+    case.check_backend(backend_of(case))
 
 
 @pytest.mark.parametrize("num_shared", [(2, 3), (4, 1), (1, 4)])
-def test_models_with_other_numbers_of_query_heads_share_metadata(num_shared):
+def test_models_with_other_numbers_of_query_heads_share_metadata(num_shared, backend_of):
     """A target and its draft: equal caches, as many query heads to a KV head as they like, and a
     plan each. In turn, layer after layer."""
     target, draft = (make_case(MIXED, 4, num_shared=n) for n in num_shared)
+    backend = backend_of(target)
     draft.metadata = target.metadata
-    plans = {id(case): case.plan(TorchAttentionBackend()) for case in (target, draft)}
     draft.key_cache, draft.value_cache = target.key_cache, target.value_cache
     draft.keys, draft.values = target.keys, target.values
+    plans = {id(case): case.plan(backend) for case in (target, draft)}
     for case in (target, draft, draft, target):
         case.check(case.attend(plans[id(case)]))
 
@@ -262,13 +285,14 @@ def test_models_with_other_numbers_of_query_heads_share_metadata(num_shared):
 @pytest.mark.parametrize(
     "query_len, seq_len, num_columns", [(5, 4, 9), (1, 0, 9), (1, 9, 2), (3, 9, 2)]
 )
-def test_metadata_that_contradicts_itself_is_an_error(query_len, seq_len, num_columns):
+def test_metadata_that_contradicts_itself_is_an_error(query_len, seq_len, num_columns, backend_of):
     case = make_case([(1, 4)], 4)
     case.metadata.query_start_loc = torch.tensor([0, query_len])
     case.metadata.seq_lens = torch.tensor([seq_len])
     case.metadata.block_tables = torch.ones(1, num_columns, dtype=torch.int32)
+    backend = backend_of(case)
     with pytest.raises(ValueError, match=f"sequence 0: query_len {query_len}, seq_len {seq_len}"):
-        case.attend()
+        case.plan(backend)
 
 
 def test_a_long_prompt_needs_no_square_of_memory(monkeypatch):
@@ -280,7 +304,7 @@ def test_a_long_prompt_needs_no_square_of_memory(monkeypatch):
         seen.append(None if attn_mask is None else tuple(attn_mask.shape))
         return real(query, keys, values, attn_mask=attn_mask, is_causal=is_causal, scale=scale)
 
-    monkeypatch.setattr(module, "scaled_dot_product_attention", spy)
+    monkeypatch.setattr(TorchAttentionBackend, "attend_group", staticmethod(spy))
     monkeypatch.setattr(module, "QUERY_TILE", 16)
     make_case([(100, 100), (40, 50)], 16).attend()
     assert seen == [None, (16, 26), (16, 42), (8, 50)]

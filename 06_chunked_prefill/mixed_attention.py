@@ -38,10 +38,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from attention_plan import max_group_slots
 from mixed_batch import MixedMetadata
 from paged_attention import (
-    AttentionMetadata,
     Gather,
     LongQuery,
     PagedPlan,
@@ -57,31 +55,25 @@ QUERY_TILE = 1024  # queries attended at a time, and keys of the diagonal
 FUSED_ATTENTION = getattr(torch.ops.aten, "_scaled_dot_product_flash_attention_for_cpu", None)
 
 
-class MixedPlan(PagedPlan):
+class MixedAttentionBackend(TorchAttentionBackend):
     """Chapter 2's groups of short queries; long queries (and decodes with very many keys) are
-    computed span by span of their keys."""
+    computed span by span of their keys. A window has few keys: all is as in chapter 2."""
 
-    def lengths(
-        self, metadata: AttentionMetadata, key_cache: Tensor
-    ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        """Lengths from the host's copy, if there is one. Plain metadata is read from the device."""
-        if isinstance(metadata, MixedMetadata):
-            num_seqs = len(metadata.seq_lens)
-            starts, seq_lens = map(np.asarray, (metadata.query_starts, metadata.host_seq_lens))
-            if (len(starts), len(seq_lens)) != (num_seqs + 1, num_seqs):
-                raise ValueError(
-                    f"seq_lens ({num_seqs} sequences), host_seq_lens ({len(seq_lens)}) and "
-                    f"query_starts ({len(starts)} boundaries) contradict each other"
-                )
-            is_short = np.arange(num_seqs) < metadata.num_short
-        else:
-            starts, seq_lens, _ = super().lengths(metadata, key_cache)
-            is_short = np.diff(starts) == 1
-        return starts, seq_lens, is_short & (seq_lens <= max_group_slots(key_cache))
+    def is_short(self, plan: PagedPlan) -> np.ndarray:
+        if plan.window is not None:
+            return super().is_short(plan)
+        is_short = plan.query_lens == 1
+        if isinstance(plan.metadata, MixedMetadata):
+            is_short = np.arange(len(is_short)) < plan.metadata.num_short
+        return is_short & (plan.seq_lens <= plan.max_slots)
 
-    def attend_long(self, query: Tensor, long: LongQuery, gather: Gather, scale: float) -> Tensor:
+    def attend_long(
+        self, plan: PagedPlan, query: Tensor, long: LongQuery, gather: Gather, scale: float
+    ) -> Tensor:
+        if plan.window is not None:
+            return super().attend_long(plan, query, long, gather, scale)
         query = query.to(torch.promote_types(query.dtype, torch.float32))
-        history, size = long.seq_len - long.query_len, self.key_buffer.shape[1]
+        history, size = long.seq_len - long.query_len, plan.key_buffer.shape[1]
         tile_starts = range(history, long.seq_len, QUERY_TILE)
         parts: dict[int, Partial] = {}  # by the first query of each tile
         for start, stop in pairwise([*range(0, history, KEY_TILE), *tile_starts, long.seq_len]):
@@ -102,13 +94,7 @@ class MixedPlan(PagedPlan):
 
 
 # The same result as `paged_attention`, faster for mixed batches.
-mixed_attention = partial(paged_attention, plan_type=MixedPlan)
-
-
-class MixedAttentionBackend(TorchAttentionBackend):
-    """An `AttentionBackend` in PyTorch, for any device."""
-
-    plan = staticmethod(MixedPlan)
+mixed_attention = partial(paged_attention, backend=MixedAttentionBackend())
 
 
 @dataclass(slots=True, eq=False)

@@ -41,6 +41,16 @@ class MixedMetadata(AttentionMetadata):
     query_starts: Sequence[int] = ()  # query_start_loc
     host_seq_lens: Sequence[int] = ()  # seq_lens
 
+    def on_host(self) -> tuple[np.ndarray, np.ndarray]:
+        """Return the copies. Raises `ValueError` if they are not those of `seq_lens`."""
+        num_seqs = len(self.seq_lens)
+        if (len(self.query_starts), len(self.host_seq_lens)) != (num_seqs + 1, num_seqs):
+            raise ValueError(
+                f"seq_lens ({num_seqs} sequences), host_seq_lens ({len(self.host_seq_lens)}) and "
+                f"query_starts ({len(self.query_starts)} boundaries) contradict each other"
+            )
+        return np.asarray(self.query_starts), np.asarray(self.host_seq_lens)
+
 
 def short_first(query_lens: np.ndarray, decode_threshold: int = 1) -> tuple[np.ndarray, int]:
     """Return an order in which queries of up to `decode_threshold` tokens come first, and how many

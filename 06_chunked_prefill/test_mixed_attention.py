@@ -7,6 +7,7 @@ from __future__ import annotations
 import math
 import random
 from dataclasses import replace
+from itertools import takewhile
 
 import numpy as np
 import pytest
@@ -22,9 +23,25 @@ from mixed_attention import MixedAttentionBackend, mixed_attention
 from mixed_batch import MixedMetadata, compose, short_first
 from request import SamplingParams
 from scheduler_interface import NewRequestData
-from test_paged_attention import Case, make_case
+from test_paged_attention import (
+    TOLERANCE,
+    BackendOf,
+    Case,
+    make_case,
+    test_a_query_sees_its_window,
+    test_any_mix_of_query_lengths_through_shuffled_tables,
+    test_batches_without_tokens_and_sequences_without_tokens,
+    test_metadata_that_contradicts_itself_is_an_error,
+    test_models_with_other_numbers_of_query_heads_share_metadata,
+)
 
-TOLERANCE = {torch.float64: 1e-12, torch.float32: 2e-5, torch.bfloat16: 3e-2}
+__all__ = [
+    "test_a_query_sees_its_window",
+    "test_any_mix_of_query_lengths_through_shuffled_tables",
+    "test_batches_without_tokens_and_sequences_without_tokens",
+    "test_metadata_that_contradicts_itself_is_an_error",
+    "test_models_with_other_numbers_of_query_heads_share_metadata",
+]
 TILE = 4
 
 
@@ -68,11 +85,10 @@ def check(case: Case, output: torch.Tensor) -> None:
 def mixed_metadata(
     case: Case, decode_threshold: int = 1, *, is_readable: bool = False
 ) -> MixedMetadata:
-    """The case must have its short queries in front. What is on the device is nonsense, unless
-    it is to be readable."""
+    """The border is behind the short queries in front, in any case a matter of speed only. What is
+    on the device is nonsense, unless it is to be readable."""
     given = case.metadata
-    is_short = [query_len <= decode_threshold for query_len in case.query_lens]
-    assert is_short == sorted(is_short, reverse=True)
+    is_short = list(takewhile(lambda query_len: query_len <= decode_threshold, case.query_lens))
     on_device = [given.query_start_loc, given.seq_lens]
     if not is_readable:
         on_device = [x.clone().fill_(10**6) for x in on_device]
@@ -82,7 +98,8 @@ def mixed_metadata(
         slot_mapping=given.slot_mapping,
         max_query_len=given.max_query_len,
         max_seq_len=given.max_seq_len,
-        num_short=sum(is_short),
+        window=given.window,
+        num_short=len(is_short),
         query_starts=given.query_start_loc.tolist(),
         host_seq_lens=given.seq_lens.tolist(),
     )
@@ -102,6 +119,23 @@ def every_length(tile: int, block_size: int) -> list[tuple[int, int]]:
 def small_tiles(monkeypatch):
     monkeypatch.setattr(module, "KEY_TILE", TILE)
     monkeypatch.setattr(module, "QUERY_TILE", TILE)
+
+
+@pytest.fixture
+def short_query() -> None:
+    """Which queries are short is chapter 2's matter."""
+
+
+@pytest.fixture(params=["plain metadata", "mixed metadata"])
+def backend_of(request, small_tiles) -> BackendOf:
+    """Of chapter 2's tests."""
+
+    def make(case: Case) -> MixedAttentionBackend:
+        if request.param == "mixed metadata":
+            case.metadata = mixed_metadata(case, 3)
+        return MixedAttentionBackend()
+
+    return make
 
 
 @pytest.fixture(params=["fused", "plain"])
@@ -147,9 +181,9 @@ def test_many_short_queries_are_attended_together(monkeypatch):
     groups = []
     real = attention_plan.DecodeGroup.attend
 
-    def spy(group, query, keys, values, scale):
+    def spy(group, *rest):
         groups.append(group.num_seqs)
-        return real(group, query, keys, values, scale)
+        return real(group, *rest)
 
     monkeypatch.setattr(attention_plan.DecodeGroup, "attend", spy)
     case = make_case([(1, 40), (3, 41), (1, 42), (2, 43), (5, 44), (1, 45)], 16)
@@ -170,14 +204,6 @@ def test_grouped_query_heads(num_kv_heads, num_shared, head_dim):
     lengths = [(1, 1), (5, 5), (1, 9), (7, 20), (2, 12)]
     shape = {"num_kv_heads": num_kv_heads, "num_shared": num_shared, "head_dim": head_dim}
     case = make_case(lengths, 4, **shape)
-    check(case, attend(case))
-
-
-@pytest.mark.parametrize("dtype", list(TOLERANCE), ids=str)
-@pytest.mark.usefixtures("small_tiles", "tile_attention")
-def test_dtypes(dtype):
-    lengths = [(1, 1), (5, 5), (1, 90), (7, 200), (2, 12), (1, 33)]
-    case = make_case(lengths, 4, dtype, num_padding_tokens=1, head_dim=16)
     check(case, attend(case))
 
 
@@ -218,22 +244,22 @@ def test_decodes_longer_than_a_group_may_be_are_split_over_their_keys(budget, mo
 def test_each_key_is_gathered_once_in_tiles_and_only_for_queries_that_see_it(monkeypatch):
     """The memory of a chunk depends on the tiles alone, its work on what is seen."""
     attended, gathered = [], []
-    real_tile, real_gather = module._attend_tile, module.MixedPlan.gather
+    case = make_case([(40, 120)], 16)
+    plan = case.plan(MixedAttentionBackend())
+    real_tile, real_gather = module._attend_tile, plan.gather
 
     def tile_spy(query, keys, values, scale, is_causal):
         attended.append((query.shape[2], keys.shape[2], is_causal))
         return real_tile(query, keys, values, scale, is_causal)
 
-    def gather_spy(plan, key_cache, value_cache, block_ids):
+    def gather_spy(key_cache, value_cache, block_ids):
         gathered.append(len(block_ids))
-        return real_gather(plan, key_cache, value_cache, block_ids)
+        return real_gather(key_cache, value_cache, block_ids)
 
     monkeypatch.setattr(module, "_attend_tile", tile_spy)
-    monkeypatch.setattr(module.MixedPlan, "gather", gather_spy)
+    monkeypatch.setattr(plan, "gather", gather_spy)
     monkeypatch.setattr(module, "KEY_TILE", 32)
     monkeypatch.setattr(module, "QUERY_TILE", 16)
-    case = make_case([(40, 120)], 16)
-    plan = case.plan(MixedAttentionBackend())
     check(case, case.attend(plan))
     history = [(n, keys, False) for keys in (32, 32, 16) for n in (16, 16, 8)]
     assert attended == [
@@ -251,55 +277,6 @@ def test_each_key_is_gathered_once_in_tiles_and_only_for_queries_that_see_it(mon
     case = make_case([(16, 16)], 16)
     check(case, attend(case))
     assert attended == [(16, 16, True)], "a chunk without history is one causal tile"
-
-
-def test_one_plan_serves_all_layers():
-    case = make_case([(1, 9), (5, 5), (7, 20), (1, 3)], 4)
-    plan = case.plan(MixedAttentionBackend())
-    check(case, case.attend(plan))
-    case.key_cache.mul_(2), case.value_cache.mul_(3)  # the next layer: other contents, same places
-    case.keys, case.values = [k * 2 for k in case.keys], [v * 3 for v in case.values]
-    check(case, case.attend(plan))
-
-
-@pytest.mark.parametrize("num_shared", [(2, 3), (4, 1), (1, 4)])
-def test_models_with_other_numbers_of_query_heads_share_metadata(num_shared):
-    """A target and its draft: equal caches, as many query heads to a KV head as they like, and a
-    plan each. In turn, layer after layer."""
-    # Decodes of different lengths in one group, which has a mask.
-    lengths = [(1, 9), (5, 5), (7, 20), (1, 8)]
-    target, draft = (make_case(lengths, 4, num_shared=n) for n in num_shared)
-    draft.metadata = target.metadata
-    plans = {id(case): case.plan(MixedAttentionBackend()) for case in (target, draft)}
-    draft.key_cache, draft.value_cache = target.key_cache, target.value_cache
-    draft.keys, draft.values = target.keys, target.values
-    for case in (target, draft, draft, target):
-        check(case, case.attend(plans[id(case)]))
-
-
-def test_batches_without_tokens_and_sequences_without_tokens():
-    """Trap 33: a padding sequence has no query token, whatever its length says."""
-    empty = make_case([], 4)
-    assert attend(empty).shape == (0, 4, 8)
-    case = make_case([(0, 9), (1, 5), (0, 3), (4, 6), (0, 1)], 4, num_padding_tokens=3)
-    check(case, attend(case))
-    case.metadata.seq_lens[2] = 0
-    check(case, attend(case))
-
-
-@pytest.mark.parametrize("is_mixed", [False, True])
-@pytest.mark.parametrize(
-    "query_len, seq_len, num_columns", [(5, 4, 9), (1, 0, 9), (1, 9, 2), (3, 9, 2)]
-)
-def test_metadata_that_contradicts_itself_is_an_error(query_len, seq_len, num_columns, is_mixed):
-    case = make_case([(1, 4)], 4)
-    case.metadata.query_start_loc = torch.tensor([0, query_len])
-    case.metadata.seq_lens = torch.tensor([seq_len])
-    case.metadata.block_tables = torch.ones(1, num_columns, dtype=torch.int32)
-    if is_mixed:
-        case.metadata = mixed_metadata(case)
-    with pytest.raises(ValueError, match=f"sequence 0: query_len {query_len}, seq_len {seq_len}"):
-        attend(case)
 
 
 @pytest.mark.parametrize("name", ["query_starts", "host_seq_lens"])

@@ -4,7 +4,7 @@ In a batch in any order:
 
     one query token, or a few (draft tokens)     the compiled function, nothing is gathered
     a long query, in bfloat16                    `tiled_attention.py`
-    everything else                              chapter 2's plan
+    everything else                              another backend: chapter 2's, or chapter 6's
 
 The compiled function needs a head's keys of a block in one run, so this backend has its own memory,
 in which a block is stored head-major. All other code sees the same `[num_blocks, block_size,
@@ -24,9 +24,9 @@ from paged_attention import (
     LongQuery,
     PagedKVCache,
     PagedPlan,
+    TorchAttentionBackend,
 )
 from tiled_attention import attend_in_tiles, is_for_tiles
-from window_attention import WindowMetadata, WindowPlan
 
 
 class HeadMajorKVCache(PagedKVCache):
@@ -71,52 +71,25 @@ def write_kv_anywhere(
 
 
 class CompiledPlan(PagedPlan):
-    """A plan whose short queries are computed in machine code. A mix-in for any other plan."""
+    """A plan whose short queries are computed in machine code, where they are."""
 
-    def __init__(
-        self,
-        metadata: AttentionMetadata,
-        num_heads: int,
-        key_cache: torch.Tensor,
-        backend: CompiledAttentionBackend,
-    ) -> None:
-        self.backend = backend
-        self.rows: QueryRows | None = None
-        self.is_compiled = backend.is_made_for(num_heads, key_cache)
-        self.window = metadata.window if isinstance(metadata, WindowMetadata) else SEES_ALL
-        super().__init__(metadata, num_heads, key_cache)
+    backend: CompiledAttentionBackend
+    rows: QueryRows | None = None
 
-    def lengths(
-        self, metadata: AttentionMetadata, key_cache: torch.Tensor
-    ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        starts, seq_lens, is_short = super().lengths(metadata, key_cache)
-        if self.is_compiled:
-            is_short = is_short | (np.diff(starts) == 1)  # a very long sequence, too
-        return starts, seq_lens, is_short
-
-    def make_groups(
-        self,
-        short: np.ndarray,
-        query_lens: np.ndarray,
-        starts: np.ndarray,
-        seq_lens: np.ndarray,
-        tables: torch.Tensor,
-        key_cache: torch.Tensor,
-    ) -> list[DecodeGroup]:
-        """Lengths and tables are known to be consistent."""
-        if not self.is_compiled:
-            return super().make_groups(short, query_lens, starts, seq_lens, tables, key_cache)
+    def make_groups(self, short: np.ndarray, key_cache: torch.Tensor) -> list[DecodeGroup]:
+        if not self.backend.is_made_for(self.num_heads, key_cache):
+            return super().make_groups(short, key_cache)
         if len(short):
-            lens = query_lens[short]
+            lens = self.query_lens[short]
             sequences = np.repeat(short, lens)
             within = np.arange(len(sequences)) - np.repeat(lens.cumsum() - lens, lens)
             self.rows = QueryRows(
                 key_cache.shape[1],
-                tables.to(torch.int32).contiguous(),
-                starts[sequences].astype(np.int64) + within,
+                self.metadata.block_tables.to(torch.int32).contiguous(),
+                self.starts[sequences].astype(np.int64) + within,
                 sequences,
-                (seq_lens - query_lens)[sequences].astype(np.int64) + within + 1,
-                self.window,
+                (self.seq_lens - self.query_lens)[sequences].astype(np.int64) + within + 1,
+                self.window or SEES_ALL,
             )
         return []
 
@@ -129,14 +102,6 @@ class CompiledPlan(PagedPlan):
     ) -> None:
         write_kv_anywhere(key, value, key_cache, value_cache, self.slot_mapping)
 
-    def attend_long(
-        self, query: torch.Tensor, long: LongQuery, gather: Gather, scale: float
-    ) -> torch.Tensor:
-        if not is_for_tiles(query, long.seq_len):
-            return super().attend_long(query, long, gather, scale)
-        keys, values = (t[: long.seq_len] for t in gather(long.block_ids))
-        return attend_in_tiles(query, keys, values, scale)
-
     def attend(
         self, query: torch.Tensor, key_cache: torch.Tensor, value_cache: torch.Tensor, scale: float
     ) -> torch.Tensor:
@@ -146,37 +111,32 @@ class CompiledPlan(PagedPlan):
         return output
 
 
-class CompiledWindowPlan(CompiledPlan, WindowPlan):
-    """A `WindowPlan` whose short queries are computed in machine code."""
-
-    def attend_long(
-        self, query: torch.Tensor, long: LongQuery, gather: Gather, scale: float
-    ) -> torch.Tensor:
-        return WindowPlan.attend_long(self, query, long, gather, scale)
-
-
-class CompiledAttentionBackend:
+class CompiledAttentionBackend(TorchAttentionBackend):
     """An `AttentionBackend` for a CPU. `attend_rows` was compiled for `num_heads` query heads and
-    caches like `key_cache`; other models (a draft model) use chapter 2's plan. Short queries with a
-    window are laid out by `compose_windows`."""
+    caches like `key_cache`. Everything else (long queries, a draft model) is attended as `others`
+    do. Short queries with a window are laid out by `compose_windows`."""
 
-    plan_type: type[CompiledPlan] = CompiledPlan
-
-    def __init__(self, attend_rows: AttendRows, num_heads: int, key_cache: torch.Tensor) -> None:
-        self.attend_rows = attend_rows
+    def __init__(
+        self,
+        attend_rows: AttendRows,
+        num_heads: int,
+        key_cache: torch.Tensor,
+        others: TorchAttentionBackend | None = None,
+    ) -> None:
+        self.attend_rows, self.others = attend_rows, others or TorchAttentionBackend()
         # All that the machine code depends on: the strides determine the shape of a block.
         self._made_for = num_heads, key_cache.dtype, key_cache.stride()
 
     @classmethod
     def compiled_for(
-        cls, num_heads: int, kv_cache: PagedKVCache
+        cls, num_heads: int, kv_cache: PagedKVCache, others: TorchAttentionBackend | None = None
     ) -> CompiledAttentionBackend | None:
         """Make a backend for KV tensors like those of `kv_cache`, which is a `HeadMajorKVCache` of
         any size. Takes a second or two the first time on a machine. Returns None, with a warning,
         without a C++ compiler."""
         key_cache = kv_cache.key_cache[0]
         attend_rows = compile_rows(num_heads, key_cache)
-        return None if attend_rows is None else cls(attend_rows, num_heads, key_cache)
+        return None if attend_rows is None else cls(attend_rows, num_heads, key_cache, others)
 
     def is_made_for(self, num_heads: int, key_cache: torch.Tensor) -> bool:
         return self._made_for == (num_heads, key_cache.dtype, key_cache.stride())
@@ -184,5 +144,23 @@ class CompiledAttentionBackend:
     def plan(
         self, metadata: AttentionMetadata, num_heads: int, key_cache: torch.Tensor
     ) -> CompiledPlan:
-        kind = CompiledWindowPlan if isinstance(metadata, WindowMetadata) else self.plan_type
-        return kind(metadata, num_heads, key_cache, self)
+        return CompiledPlan(metadata, num_heads, key_cache, self)
+
+    def is_short(self, plan: PagedPlan) -> np.ndarray:
+        is_short = self.others.is_short(plan)
+        if self.is_made_for(plan.num_heads, plan.key_buffer):
+            is_short = is_short | (plan.query_lens == 1)  # a very long sequence, too
+        return is_short
+
+    def attend_long(
+        self,
+        plan: PagedPlan,
+        query: torch.Tensor,
+        long: LongQuery,
+        gather: Gather,
+        scale: float,
+    ) -> torch.Tensor:
+        if plan.window is not None or not is_for_tiles(query, long.seq_len):
+            return self.others.attend_long(plan, query, long, gather, scale)
+        keys, values = (t[: long.seq_len] for t in gather(long.block_ids))
+        return attend_in_tiles(query, keys, values, scale)

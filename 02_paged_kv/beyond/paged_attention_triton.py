@@ -35,7 +35,6 @@ import torch
 from kernel_launch import TRITON_TYPES, AttentionShape, DecodeTuning, Launch
 from paged_attention import AttentionMetadata
 from triton_or_none import HAS_TRITON, jit, jit_for_any, tl, triton
-from window_attention import WindowMetadata
 
 MAX_HEAD_DIM = 256
 FLOAT32_PRECISIONS = ("ieee", "tf32x3")
@@ -387,7 +386,7 @@ class TritonAttentionBackend:
         self, metadata: AttentionMetadata, num_heads: int, key_cache: torch.Tensor
     ) -> TritonPlan:
         self.check(key_cache.dtype, key_cache.shape[3])
-        window = metadata.window if isinstance(metadata, WindowMetadata) else 0
+        window = metadata.window or 0
         options = self.float32_precision, self.is_interpreted, window, self.tuning
         return self.plan_type(metadata, AttentionShape.of(num_heads, key_cache, *options))
 

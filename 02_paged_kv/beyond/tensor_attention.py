@@ -20,7 +20,6 @@ import math
 import torch
 
 from paged_attention import AttentionMetadata
-from window_attention import WindowMetadata
 
 
 class TensorPlan:
@@ -63,7 +62,7 @@ class TensorPlan:
         seq_len = metadata.seq_lens.index_select(0, seq) * is_real
         position = torch.arange(tables.shape[1] * block_size, device=query.device)
         is_seen = position < seq_len[:, None]
-        if isinstance(metadata, WindowMetadata):
+        if metadata.window is not None:
             is_seen &= position >= seq_len[:, None] - metadata.window
         is_seen = is_seen[:, None, :, None]  # [num_tokens, 1, keys, 1]
 

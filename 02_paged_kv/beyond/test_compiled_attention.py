@@ -10,13 +10,29 @@ import torch
 
 import compiled_attention as module
 from attention_plan import SHORT_QUERIES
-from batch_layout import compose_in_order
 from compiled_attention import CompiledAttentionBackend, HeadMajorKVCache, write_kv_anywhere
 from decode_attention import attend_rows
 from paged_attention import PagedKVCache, write_kv
 from test_decode_attention import head_major
-from test_paged_attention import MIXED, TOLERANCE, Case, make_case
-from test_window_attention import SEQUENCES, check_backend
+from test_paged_attention import (
+    MIXED,
+    BackendOf,
+    Case,
+    make_case,
+    test_a_query_sees_its_window,
+    test_any_mix_of_query_lengths_through_shuffled_tables,
+    test_batches_without_tokens_and_sequences_without_tokens,
+    test_metadata_that_contradicts_itself_is_an_error,
+    test_models_with_other_numbers_of_query_heads_share_metadata,
+)
+
+__all__ = [
+    "test_a_query_sees_its_window",
+    "test_any_mix_of_query_lengths_through_shuffled_tables",
+    "test_batches_without_tokens_and_sequences_without_tokens",
+    "test_metadata_that_contradicts_itself_is_an_error",
+    "test_models_with_other_numbers_of_query_heads_share_metadata",
+]
 
 
 def make_backend(case: Case) -> CompiledAttentionBackend:
@@ -45,23 +61,30 @@ def attend(case: Case, backend: CompiledAttentionBackend) -> torch.Tensor:
     return case.attend(case.plan(backend))
 
 
-@pytest.mark.parametrize("dtype", list(TOLERANCE), ids=str)
-@pytest.mark.parametrize("block_size", [1, 3, 16])
-def test_short_queries_go_to_the_function_and_all_others_the_usual_way(
-    block_size, dtype, monkeypatch
-):
-    """Unused slots are NaN; short ones stand between the others."""
-    monkeypatch.setattr(module, "is_for_tiles", lambda *long: False)
+@pytest.fixture
+def short_query() -> None:
+    """What is short decides what comes to the function, which a test counts."""
+
+
+@pytest.fixture
+def backend_of() -> BackendOf:
+    """Of chapter 2's tests."""
+
+    def make(case: Case) -> CompiledAttentionBackend:
+        case.key_cache, case.value_cache = head_major(case.key_cache), head_major(case.value_cache)
+        return make_backend(case)
+
+    return make
+
+
+def test_short_queries_go_to_the_function_and_all_others_the_usual_way(backend_of):
+    """Short ones stand between the others."""
     lengths = [*MIXED, (18, 30), (1, 8), (31, 31)]
-    case = make_head_major_case(lengths, block_size, dtype, num_padding_tokens=2, seed=block_size)
-    backend = make_backend(case)
-    plan = case.plan(backend)
-    case.check(case.attend(plan))
-    assert backend.num_rows == [count_short(lengths)]
+    case = make_case(lengths, 4)
+    backend = backend_of(case)
+    plan = case.check_backend(backend)
+    assert backend.num_rows == [count_short(lengths)] * 2
     assert not plan.groups and len(plan.long_queries) == 2
-    case.key_cache.mul_(2), case.value_cache.mul_(3)  # the next layer, with the same plan
-    case.keys, case.values = [k * 2 for k in case.keys], [v * 3 for v in case.values]
-    case.check(case.attend(plan), torch.bfloat16 if dtype == torch.bfloat16 else None)
 
 
 @pytest.mark.parametrize(
@@ -74,30 +97,6 @@ def test_short_ones_alone_in_front_behind_and_none(lengths):
     backend, num_rows = make_backend(case), count_short(lengths)
     case.check(attend(case, backend))
     assert backend.num_rows == [num_rows] * (num_rows > 0)
-
-
-@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16], ids=str)
-@pytest.mark.parametrize("window", [1, 2, 5, 16, 64])
-@pytest.mark.parametrize("block_size", [1, 3, 16])
-def test_short_ones_see_their_window(window, block_size, dtype):
-    """Between others, which see it, too; beside a layer that sees everything. Nothing is read in
-    front of the first block that a query sees."""
-    like = PagedKVCache(1, 1, block_size, 2, 8, dtype).key_cache[0]
-    calls: list[int] = []
-
-    def attend(query, key_cache, value_cache, rows, *rest):
-        calls.append(len(rows.tokens))
-        attend_rows(query, key_cache, value_cache, rows, *rest)
-
-    check_backend(
-        CompiledAttentionBackend(attend, 4, like), compose_in_order, window, block_size, dtype
-    )
-    assert calls == [count_short(SEQUENCES)] * 2
-
-
-def test_a_batch_without_tokens():
-    case = make_head_major_case([], 4)
-    assert attend(case, make_backend(case)).shape == (0, 4, 8)
 
 
 def test_random_batches():
@@ -129,23 +128,6 @@ def test_another_model_is_attended_to_the_usual_way(other):
     case = make_case(MIXED, 4)
     case.check(attend(case, backend))
     assert backend.num_rows == [], "memory of the other order is not for it either"
-
-
-def test_a_model_and_its_draft_share_metadata():
-    """In turn, layer after layer: each has its own plan, and the function is for one of them."""
-    target, draft = (make_head_major_case(MIXED, 4, num_shared=n) for n in (2, 3))
-    draft.metadata = target.metadata
-    backend = make_backend(target)
-    for case in (target, draft, draft, target):
-        case.check(attend(case, backend))
-    assert backend.num_rows == [count_short(MIXED)] * 2
-
-
-def test_metadata_that_contradicts_itself_is_an_error():
-    case = make_head_major_case([(1, 4)], 4)
-    case.metadata.seq_lens = torch.tensor([99])
-    with pytest.raises(ValueError, match="sequence 0: query_len 1, seq_len 99"):
-        attend(case, make_backend(case))
 
 
 def test_memory_is_head_major_and_nobody_sees_it():

@@ -7,7 +7,6 @@ import pytest
 import torch
 
 import tiled_attention as module
-from compiled_attention import CompiledAttentionBackend
 from test_compiled_attention import attend, make_backend, make_head_major_case
 from tiled_attention import attend_in_tiles, is_for_tiles
 
@@ -46,18 +45,6 @@ def test_other_dtypes_and_very_long_ones_go_the_usual_way(tiles):
     assert not tiles
     query = torch.zeros(2, 2, 20, 8, dtype=torch.bfloat16)
     assert is_for_tiles(query, module.MAX_KEYS) and not is_for_tiles(query, module.MAX_KEYS + 1)
-
-
-def test_in_mixed_batches_too(tiles, monkeypatch):
-    from compiled_mixed_attention import CompiledMixedAttentionBackend
-
-    monkeypatch.setattr(module, "DTYPE", torch.float64)
-    case = make_head_major_case(LENGTHS, 16)
-    plain = make_backend(case)
-    mixed = CompiledMixedAttentionBackend(plain.attend_rows, case.query.shape[1], case.key_cache)
-    assert isinstance(mixed, CompiledAttentionBackend)
-    case.check(attend(case, mixed))
-    assert len(tiles) == 5
 
 
 def test_in_bfloat16_it_is_as_exact_as_its_inputs():

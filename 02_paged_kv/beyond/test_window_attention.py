@@ -12,16 +12,18 @@ import numpy as np
 import pytest
 import torch
 
+import paged_attention
 import split_attention_triton
-import window_attention as module
 from batch_layout import ComposedBatch, Queries, compose_in_order
 from block_delta import PagedRunnerState
+from compiled_attention import CompiledAttentionBackend
+from decode_attention import attend_rows
 from paged_attention import AttentionBackend, PagedKVCache, TorchAttentionBackend, write_kv
 from paged_attention_triton import TritonAttentionBackend
 from split_attention_triton import SplitTritonAttentionBackend
 from test_paged_attention import TOLERANCE
 from test_split_attention_triton import poisoned_scratch, small_tiles
-from window_attention import Compose, WindowBackend, WindowPlan, compose_windows, window_of_decodes
+from window_attention import Compose, WindowBackend, compose_windows, window_of_decodes
 
 __all__ = ["poisoned_scratch", "small_tiles"]
 
@@ -73,18 +75,28 @@ def queries_of(sequences: Lengths) -> Queries:
 
 
 @pytest.mark.parametrize(
-    ("window", "block_size", "dtype"),
+    ("window", "block_size", "dtype", "kind"),
     [
-        *itertools.product([1, 2, 5, 16, 64], [1, 3, 16], [torch.float64]),
-        (5, 4, torch.float32),
-        (6, 4, torch.bfloat16),
+        *itertools.product([1, 2, 5, 16, 64], [1, 3, 16], [torch.float64], ["torch", "compiled"]),
+        *itertools.product([5], [4], [torch.float32, torch.bfloat16], ["torch", "compiled", "own"]),
     ],
 )
-def test_a_query_sees_its_window(window, block_size, dtype, monkeypatch):
-    monkeypatch.setattr(module, "QUERY_TILE", 7)
-    backend = WindowBackend(TorchAttentionBackend())
+def test_a_query_sees_its_window(window, block_size, dtype, kind, monkeypatch):
+    monkeypatch.setattr(paged_attention, "QUERY_TILE", 7)
+    like = PagedKVCache(1, 1, block_size, 2, 8, dtype).key_cache[0]
+    backend = {
+        "torch": TorchAttentionBackend(),
+        "compiled": CompiledAttentionBackend(attend_rows, 4, like),
+        "own": WindowBackend(KnowsNoWindow()),
+    }[kind]
     batch = check_backend(backend, compose_in_order, window, block_size, dtype)
-    assert [isinstance(plan, WindowPlan) for plan in batch.plans] == [False, True]
+    assert [plan.window for plan in batch.plans] == [None, window]
+
+
+class KnowsNoWindow(TorchAttentionBackend):
+    def plan(self, metadata, num_heads, key_cache):
+        assert metadata.window is None
+        return super().plan(metadata, num_heads, key_cache)
 
 
 @pytest.mark.sample(every=10, first=3)
@@ -187,9 +199,8 @@ def test_what_is_read_follows_the_window_and_not_the_length():
     queries = queries_of(sequences)
     cache = PagedKVCache(1, num_blocks, 4, 1, 2, torch.float64)
     batch = compose_windows(compose_in_order, [window], state, queries, 4).on(CPU)
-    batch.plan_attention(WindowBackend(TorchAttentionBackend()), 1, cache)
+    batch.plan_attention(TorchAttentionBackend(), 1, cache)
     (plan,) = batch.plans
-    assert isinstance(plan, WindowPlan)
     # 399 sees from 394 on, in a block that begins at 392: two blocks. 7 sees 2 to 7: three.
     assert sorted(len(group.block_ids) for group in plan.groups) == [1, 2, 3]
     assert batch.attention[0].seq_lens.tolist() == [8, 9, 3]
@@ -216,24 +227,17 @@ def test_a_batch_may_be_reordered():
 
 
 def test_no_more_is_read_than_a_tile_sees_and_who_repeats_says_the_same(monkeypatch):
-    monkeypatch.setattr(module, "QUERY_TILE", 4)
+    monkeypatch.setattr(paged_attention, "QUERY_TILE", 4)
     window, sequences = 4, [(40, 40), (2, 30), (4, 30)]
     state, num_blocks = state_of(sequences, 2, [window], seed=2)
     cache = PagedKVCache(1, num_blocks, 2, 1, 4, torch.float64)
     batch = compose_windows(compose_in_order, [window], state, queries_of(sequences), 2).on(CPU)
-    batch.plan_attention(WindowBackend(TorchAttentionBackend()), 1, cache)
+    batch.plan_attention(TorchAttentionBackend(), 1, cache)
     (plan,) = batch.plans
-    assert isinstance(plan, WindowPlan)
     (group,) = plan.groups
     assert group.mask is not None
     rows = dict(zip(group.tokens.tolist(), group.mask.flatten(0, 2), strict=True))
     for token, row in zip(group.tokens.tolist(), group.mask.flatten(0, 2), strict=True):
         assert torch.equal(row, rows[token]) and int((row == 0).sum()) == window
-    sizes = []
-
-    def gather(block_ids):
-        sizes.append(len(block_ids))
-        return plan.gather(*cache.key_cache, *cache.value_cache, block_ids)
-
-    plan.attend_long(torch.zeros(1, 1, 40, 4, dtype=torch.float64), plan.long_queries[0], gather, 1)
+    sizes = [len(tile.block_ids) for tile in plan.long_queries]
     assert len(sizes) == 10 and max(sizes) == 4, "4 queries, and 3 tokens before the first"

@@ -8,9 +8,9 @@ Blocks before the first query's window are not read, and the KV memory may have 
 sequence is laid out as if it began with the first visible block: a shorter table, a shorter
 sequence, and a mask at its left end. The cost of attention follows the window, not the length.
 
-There is one layout for all backends, and in PyTorch one rule: decodes in chapter 2's groups, long
-queries tile by tile. The Triton kernels have the window as a constant; compiled decodes hide slots
-of their first block.
+There is one layout for all backends. `PagedPlan` masks the left end and splits long queries into
+tiles. The Triton kernels have the window as a constant; compiled decodes hide slots of their first
+block.
 
 Invariant: no block before the first query's window is read, not even into a product with zero,
 because it may hold another request's KV, or NaN. Earlier slots in the first visible block are the
@@ -22,26 +22,19 @@ vLLM and FlashAttention have the window as an argument of the kernel. Sources: L
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
 from torch import Tensor
-from torch.nn.functional import scaled_dot_product_attention
 
-from attention_plan import DecodeGroup, group_short_queries, is_short_query, max_group_slots
 from batch_layout import ComposedBatch, PagedRunnerState, Queries, StepLayout
 from paged_attention import (
-    QUERY_TILE,
     AttentionBackend,
     AttentionMetadata,
     AttentionPlan,
-    Gather,
-    LongQuery,
-    PagedPlan,
-    repeat_for,
+    TorchAttentionBackend,
 )
 
 
@@ -50,10 +43,12 @@ class WindowMetadata(AttentionMetadata):
     """Metadata of layers with a window. Each sequence begins with the first block that a query
     sees."""
 
-    window: int = 0
     query_starts: Sequence[int] = ()  # query_start_loc, on the host
     host_seq_lens: Sequence[int] = ()  # seq_lens
     skipped: Sequence[int] = ()  # positions of each sequence before its first block
+
+    def on_host(self) -> tuple[np.ndarray, np.ndarray]:
+        return np.asarray(self.query_starts), np.asarray(self.host_seq_lens)
 
 
 Compose = Callable[[PagedRunnerState, Queries, int], StepLayout]
@@ -122,81 +117,13 @@ def window_of_decodes(metadata: AttentionMetadata, window: int, block_size: int)
     )
 
 
-class WindowDecodeGroup(DecodeGroup):
-    """Chapter 2's group, with a mask that also hides keys before the window."""
-
-    def __init__(
-        self,
-        window: int,
-        rows: np.ndarray,
-        starts: np.ndarray,
-        seq_lens: np.ndarray,
-        block_tables: Tensor,
-        num_heads: int,
-        key_cache: Tensor,
-    ) -> None:
-        super().__init__(rows, starts, seq_lens, block_tables, num_heads, key_cache)
-        lens = np.stack([starts[rows + 1] - starts[rows], seq_lens[rows]])
-        num_queries, seq_len = torch.from_numpy(lens)[:, :, None]  # each [n, 1]
-        query_len = len(self.tokens) // len(rows)  # a sequence with fewer repeats its first
-        positions = seq_len - torch.arange(query_len, 0, -1).minimum(num_queries)
-        hidden = torch.arange(self.num_keys) <= positions[:, :, None] - window
-        if hidden.any():
-            hidden = hidden.repeat(1, num_heads // key_cache.shape[2], 1)[:, None]
-            mask = torch.zeros(hidden.shape, dtype=key_cache.dtype).masked_fill_(hidden, -math.inf)
-            mask = mask.to(key_cache.device)
-            self.mask = mask if self.mask is None else self.mask + mask
-
-
-class WindowPlan(PagedPlan):
-    def __init__(self, metadata: WindowMetadata, num_heads: int, key_cache: Tensor) -> None:
-        self.window = metadata.window
-        super().__init__(metadata, num_heads, key_cache)
-
-    def lengths(
-        self, metadata: AttentionMetadata, key_cache: Tensor
-    ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        assert isinstance(metadata, WindowMetadata)
-        starts = np.asarray(metadata.query_starts)
-        return starts, np.asarray(metadata.host_seq_lens), is_short_query(np.diff(starts))
-
-    def make_groups(
-        self,
-        short: np.ndarray,
-        query_lens: np.ndarray,
-        starts: np.ndarray,
-        seq_lens: np.ndarray,
-        tables: Tensor,
-        key_cache: Tensor,
-    ) -> list[DecodeGroup]:
-        groups = group_short_queries(short, query_lens, seq_lens, max_group_slots(key_cache))
-        step = starts, seq_lens, tables, self.num_heads, key_cache
-        return [WindowDecodeGroup(self.window, rows, *step) for rows in groups]
-
-    def attend_long(self, query: Tensor, long: LongQuery, gather: Gather, scale: float) -> Tensor:
-        tiles, size = [], self.key_buffer.shape[1]
-        for start in range(long.seq_len - long.query_len, long.seq_len, QUERY_TILE):
-            stop = min(start + QUERY_TILE, long.seq_len)
-            first = max(start - self.window + 1, 0) // size
-            gathered = gather(long.block_ids[first : -(-stop // size)])
-            rows = slice(start - long.seq_len, stop - long.seq_len or None)
-            query_tile = query[:, :, rows]
-            keys, values = (repeat_for(query_tile, t[: stop - first * size]) for t in gathered)
-            distance = torch.arange(start, stop)[:, None] - torch.arange(first * size, stop)
-            hidden = (distance < 0) | (distance >= self.window)
-            mask = torch.zeros(hidden.shape, dtype=query.dtype).masked_fill_(hidden, -math.inf)
-            seen = query_tile, keys, values, mask.to(query.device)
-            tiles.append(scaled_dot_product_attention(*seen, scale=scale))
-        return torch.cat(tiles, dim=2)
-
-
 class WindowBackend:
-    """An `AttentionBackend`: windows are handled here, everything else by `others`."""
+    """An `AttentionBackend`: windows are computed by chapter 2, everything else by `others`, which
+    may know no windows."""
 
     def __init__(self, others: AttentionBackend) -> None:
         self.others = others
 
     def plan(self, metadata: AttentionMetadata, num_heads: int, key_cache: Tensor) -> AttentionPlan:
-        if isinstance(metadata, WindowMetadata):
-            return WindowPlan(metadata, num_heads, key_cache)
-        return self.others.plan(metadata, num_heads, key_cache)
+        backend = self.others if metadata.window is None else TorchAttentionBackend()
+        return backend.plan(metadata, num_heads, key_cache)

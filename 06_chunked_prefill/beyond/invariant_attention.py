@@ -137,36 +137,20 @@ class Group:
 class InvariantPlan(PagedPlan):
     """All queries, long and short, in groups of chunks."""
 
-    def lengths(
-        self, metadata: AttentionMetadata, key_cache: Tensor
-    ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        if isinstance(metadata, WindowMetadata):
-            self.window, self.skipped = metadata.window, metadata.skipped
-            starts, seq_lens = map(np.asarray, (metadata.query_starts, metadata.host_seq_lens))
-        else:
-            starts, seq_lens, _ = super().lengths(metadata, key_cache)
-            self.window, self.skipped = None, [0] * len(seq_lens)
-        return starts, seq_lens, np.ones(len(seq_lens), dtype=bool)
-
-    def make_groups(
-        self,
-        short: np.ndarray,
-        query_lens: np.ndarray,
-        starts: np.ndarray,
-        seq_lens: np.ndarray,
-        tables: Tensor,
-        key_cache: Tensor,
-    ) -> list[DecodeGroup]:
+    def make_groups(self, short: np.ndarray, key_cache: Tensor) -> list[DecodeGroup]:
         """Set `chunk_groups`, and leave no group to chapter 2's plan."""
         block_size, num_kv_heads, head_dim = key_cache.shape[1:]
         self.num_kv_heads, self.wide = num_kv_heads, wide_dtype(key_cache.dtype)
         num_shared = self.num_heads // num_kv_heads
         num_keys = GROUP_KEY_BYTES // (num_kv_heads * head_dim * self.wide.itemsize)
         self.chunk_groups: list[Group] = []
+        metadata, skipped = self.metadata, [0] * len(self.seq_lens)
+        if isinstance(metadata, WindowMetadata):
+            skipped = metadata.skipped
         by_rows: dict[int, list[Chunk]] = {}
         for row in short.tolist():
-            lens = int(query_lens[row]), int(seq_lens[row]), self.skipped[row]
-            for chunk in split_query(row, int(starts[row]), *lens, num_shared, self.window):
+            lens = int(self.query_lens[row]), int(self.seq_lens[row]), skipped[row]
+            for chunk in split_query(row, int(self.starts[row]), *lens, num_shared, self.window):
                 num_rows = -(-chunk.num_tokens * num_shared // ROW_TILE) * ROW_TILE
                 by_rows.setdefault(num_rows, []).append(chunk)
         for num_rows, chunks in by_rows.items():
@@ -174,7 +158,7 @@ class InvariantPlan(PagedPlan):
             max_chunks = max(1, min(num_keys // KEY_TILE, CHUNK_ROWS // num_rows))
             for i in range(0, len(chunks), max_chunks):
                 group_chunks = chunks[i : i + max_chunks]
-                shared_args = num_rows, tables, num_shared, block_size, self.window
+                shared_args = num_rows, metadata.block_tables, num_shared, block_size, self.window
                 self.chunk_groups.append(Group(group_chunks, *shared_args))
         max_keys = max((len(g.spans[0].slots) for g in self.chunk_groups), default=0)
         self.gathered = key_cache.new_empty(max_keys, num_kv_heads, head_dim)
@@ -262,4 +246,8 @@ def wide_dtype(dtype: torch.dtype) -> torch.dtype:
 class InvariantAttentionBackend(TorchAttentionBackend):
     """An `AttentionBackend` for a CPU, for batches of any layout."""
 
-    plan = staticmethod(InvariantPlan)
+    def plan(self, metadata: AttentionMetadata, num_heads: int, key_cache: Tensor) -> InvariantPlan:
+        return InvariantPlan(metadata, num_heads, key_cache, self)
+
+    def is_short(self, plan: PagedPlan) -> np.ndarray:
+        return np.ones(len(plan.seq_lens), dtype=bool)

@@ -59,7 +59,7 @@ from common.runner.model_runner import Compose, PagedModelRunner
 from common.sampling.runner_plugin import RunnerPlugin
 from common.sampling.sampler import BatchSampler, Sampler
 from common.sampling.sampling_columns import SamplingColumns
-from paged_attention import AttentionBackend, PagedKVCache
+from paged_attention import AttentionBackend, PagedKVCache, TorchAttentionBackend
 from scheduler_interface import ModelRunner
 
 if TYPE_CHECKING:
@@ -428,39 +428,41 @@ def make_attention(config: EngineConfig, loaded: LoadedModel) -> Attention:
         return Attention(InvariantAttentionBackend(), compose)
     if not isinstance(name, str):
         return Attention(WindowBackend(name) if has_windows else name, compose)
-    if name == "triton" or (name == "auto" and device.type == "cuda"):
+    if name == "auto":
+        name = "triton" if device.type == "cuda" else "torch"
+    if name == "triton":
         try:
-            backend = resolve_name(ATTENTION_BACKENDS["triton"][is_mixed])()
+            backend = resolve_name(ATTENTION_BACKENDS[name][is_mixed])()
             backend.check(loaded.model.embed_weight.dtype, loaded.config.head_dim)
             return Attention(backend, compose, True)
         except (RuntimeError, ValueError) as error:
-            if name == "triton":
+            if config.attention_backend == "triton":
                 raise
             logger.warning("attention falls back from Triton to PyTorch: %s", error)
-    if config.wants_compiled(loaded.model.num_parameters, device):
-        compiled = make_compiled_attention(config, loaded, compose)
-        if compiled is not None:
-            return compiled
-    backend = resolve_name(ATTENTION_BACKENDS["torch"][is_mixed])()
-    return Attention(WindowBackend(backend) if has_windows else backend, compose)
+            name = "torch"
+    attention = Attention(resolve_name(ATTENTION_BACKENDS[name][is_mixed])(), compose)
+    if name == "torch" and config.wants_compiled(loaded.model.num_parameters, device):
+        return make_compiled_attention(config, loaded, attention)
+    return attention
 
 
 def make_compiled_attention(
-    config: EngineConfig, loaded: LoadedModel, compose: Compose
-) -> Attention | None:
-    """Make compiled attention. Returns None, after a warning, if nothing can be compiled."""
+    config: EngineConfig, loaded: LoadedModel, attention: Attention
+) -> Attention:
+    """Return attention whose short queries are compiled, or the given one, after a warning, if
+    nothing can be compiled."""
     if loaded.model.embed_weight.device.type != "cpu":
         logger.warning("compile=True has no effect: only attention on a CPU is compiled")
-        return None
-    from compiled_attention import HeadMajorKVCache
+        return attention
+    from compiled_attention import CompiledAttentionBackend, HeadMajorKVCache
 
-    if config.cuts_prompts:
-        from compiled_mixed_attention import CompiledMixedAttentionBackend as Backend
-    else:
-        from compiled_attention import CompiledAttentionBackend as Backend
+    others, num_heads = attention.backend, loaded.model.num_heads
+    assert isinstance(others, TorchAttentionBackend)
     few_blocks = allocate_kv_cache(loaded, 3, config.block_size, HeadMajorKVCache)
-    backend = Backend.compiled_for(loaded.model.num_heads, few_blocks)
-    return None if backend is None else Attention(backend, compose, kv_cache_kind=HeadMajorKVCache)
+    compiled = CompiledAttentionBackend.compiled_for(num_heads, few_blocks, others)
+    if compiled is None:
+        return attention
+    return replace(attention, backend=compiled, kv_cache_kind=HeadMajorKVCache)
 
 
 def make_graph_maker(

@@ -92,7 +92,7 @@ class SayItAgain(Counting):
 class CountedBackend(Counting):
     def plan(self, metadata: AttentionMetadata, num_heads: int, key_cache: torch.Tensor) -> Any:
         self.num_calls += 1
-        return MixedAttentionBackend.plan(metadata, num_heads, key_cache)
+        return MixedAttentionBackend().plan(metadata, num_heads, key_cache)
 
 
 class CountedCache(PrefixCacheLocal):

@@ -21,7 +21,7 @@ from transformers import (
 
 from cached_kv_cache_manager import CachedKVCacheManager
 from common.engine import LLMEngine
-from common.engine_config import SHIPPED_CHECKPOINT, EngineConfig
+from common.engine_config import ATTENTION_BACKENDS, SHIPPED_CHECKPOINT, EngineConfig
 from common.events.event_kinds import Matched, Planned, read_events
 from common.llm import LLM
 from common.models.loader import LoadedModel, load_model
@@ -51,6 +51,7 @@ from paged_attention import PagedKVCache, TorchAttentionBackend
 from paged_attention_triton import TritonAttentionBackend
 from request import SamplingParams
 from test_cpp_library import needs_compiler
+from test_every_attention import PlainAttention
 from tiered_cache import KVTierConfig
 
 __all__ = ["calls"]
@@ -375,6 +376,21 @@ def test_a_backend_of_ones_own_computes_what_sees_everything(windowed) -> None:
     engine = full_of_nan(checked_engine(loaded, attention_backend=backend, max_model_len=150))
     serve(engine, oracle, [2, 3, 4], MAX_TOKENS)
     assert (backend.num_plans > 1) is (None in loaded.model.groups.windows)
+    engine.close()
+
+
+@pytest.mark.parametrize("chunked_prefill", [False, 8])
+def test_a_new_backend_is_one_class_and_one_row(chunked_prefill, windowed, monkeypatch) -> None:
+    """It computes every group of queries, with a window too, and nothing else knows its name."""
+    oracle, loaded = windowed
+    where = "test_every_attention:PlainAttention"
+    monkeypatch.setitem(ATTENTION_BACKENDS, "plain", (where, where))
+    engine = checked_engine(
+        loaded, attention_backend="plain", chunked_prefill=chunked_prefill, max_model_len=150
+    )
+    full_of_nan(engine)
+    serve(engine, oracle, [2, 3, 4], MAX_TOKENS)
+    assert type(paged_runner(engine).backend) is PlainAttention
     engine.close()
 
 

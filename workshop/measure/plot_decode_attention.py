@@ -23,7 +23,7 @@ import torch
 from torch.nn.functional import scaled_dot_product_attention
 
 from decode_attention import AttendRows, QueryRows, compile_rows
-from paged_attention import AttentionMetadata, PagedPlan
+from paged_attention import AttentionMetadata, TorchAttentionBackend
 from workshop.measure.bench.bench_record import markdown_table
 from workshop.measure.lab_frame import Measurement, Part, run_lab
 
@@ -82,7 +82,7 @@ def cell(memory: Memory, lengths: list[int], compiled: AttendRows | None, option
     query = torch.randn(num_seqs, NUM_HEADS, HEAD_DIM).to(memory.dtype)
     starts = torch.arange(num_seqs + 1)
     metadata = AttentionMetadata(starts, seq_lens, tables, starts[:-1], 1, max(lengths))
-    plan = PagedPlan(metadata, NUM_HEADS, keys[0])
+    plan = TorchAttentionBackend().plan(metadata, NUM_HEADS, keys[0])
     tables, output, in_order = tables.int(), torch.empty_like(query), np.arange(num_seqs)
 
     def lay_out() -> QueryRows:

@@ -15,7 +15,7 @@ from functools import partial
 import torch
 from torch.nn.functional import scaled_dot_product_attention
 
-from paged_attention import AttentionMetadata, PagedPlan
+from paged_attention import AttentionMetadata, TorchAttentionBackend
 from workshop.measure.plot_paged_kv_workloads import BLOCK_SIZE, BLOCK_SIZES
 
 # A decode step of 32 sequences of 256 tokens in layers of Qwen3-0.6B's shape.
@@ -84,7 +84,7 @@ def measure_time(repeats: int) -> dict:
 
     def attend_paged(block_size: int) -> None:
         layers = [[as_blocks(kv, block_size) for kv in layer] for layer in flat]
-        plan = PagedPlan(decode_metadata(block_size), NUM_HEADS, layers[0][0])
+        plan = TorchAttentionBackend().plan(decode_metadata(block_size), NUM_HEADS, layers[0][0])
         for keys, values in layers:
             plan.attend(query, keys, values, scale)
 

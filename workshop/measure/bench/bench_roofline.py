@@ -25,7 +25,7 @@ from common.assembly.assembly import packing_of
 from common.engine_config import EngineConfig
 from common.models.linear import Linear, linear_layers
 from common.models.loader import LoadedModel
-from paged_attention import AttentionMetadata, PagedPlan
+from paged_attention import AttentionMetadata, TorchAttentionBackend
 from workshop.measure.rounds import time_in_turn
 
 _MIB = 1 << 20
@@ -142,7 +142,7 @@ def gather_calls(dtype: torch.dtype) -> dict[str, Callable[[], Any]]:
     flat = [cache.view(-1, NUM_KV_HEADS, HEAD_DIM) for cache in caches]
     buffer = torch.empty(num_blocks, *shape[1:], dtype=dtype)
     query = torch.ones(NUM_SEQS, NUM_HEADS, HEAD_DIM, dtype=dtype)
-    plan = PagedPlan(metadata, NUM_HEADS, caches[0])
+    plan = TorchAttentionBackend().plan(metadata, NUM_HEADS, caches[0])
     grouped = query.view(NUM_SEQS, NUM_KV_HEADS, -1, HEAD_DIM)
     keys, values = (
         cache[1:].reshape(NUM_SEQS, SEQ_LEN, NUM_KV_HEADS, HEAD_DIM).transpose(1, 2)
