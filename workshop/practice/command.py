@@ -117,7 +117,9 @@ def look(number: int, exhibit: Exhibit) -> None:
     _say(_labelled(words, "symptom", "cause"))
     _say(_revealed(exhibit))
     with broken_copy(exhibit.patch) as swap:
-        _say(_shown(exhibit, swap))
+        effects, events = _effects(exhibit, swap)
+        for effect in effects + events:
+            _say(effect)
         _say(_first_failure(exhibit, swap))
     _say(_labelled(words, "lesson", "watch"))
     if exhibit.watch is not None:
@@ -151,6 +153,8 @@ def find(number: int, exhibit: Exhibit, is_revealed: bool) -> None:
         _say(f"    {swap.file}")
         _say(_labelled(exhibit.words, "symptom"))
         _say(f"What it does:\n\n{next(all_clues)}")
+        if exhibit.watch is not None:
+            _say("(ARGS='--find --watch' writes a page with both.)")
         for clue in all_clues:
             if not (is_revealed or _is_asked_for()):
                 return
@@ -158,34 +162,31 @@ def find(number: int, exhibit: Exhibit, is_revealed: bool) -> None:
 
 
 def clues(exhibit: Exhibit, swap: ModuleSwap) -> Iterator[str]:
-    """Yield clues, from the symptom to the patch. Each is computed when it is requested."""
-    yield _shown(exhibit, swap)
-    of_films = _clues_of_films(exhibit, swap)
-    yield from of_films[:1]
+    """Yield clues, from the symptom to the patch. The tests run when their clue is requested."""
+    effects, events = _effects(exhibit, swap)
+    yield from effects
     yield f"A test that fails, and its message:\n\n{_first_failure(exhibit, swap)}"
-    yield from of_films[1:]
+    yield from events
     yield f"It is in `{exhibit.patch.symbol or 'the top level of the module'}`."
     words = exhibit.words
     parts = _labelled(words, "cause", "lesson", "watch")
     yield f"{_revealed(exhibit)}\n\n{words.text('title')}\n\n{parts}"
 
 
-def _clues_of_films(exhibit: Exhibit, swap: ModuleSwap) -> list[str]:
-    """Where the two films differ, and the event of each there."""
+def _effects(exhibit: Exhibit, swap: ModuleSwap) -> tuple[list[str], list[str]]:
+    """What the example returns, where the two films differ; and the event of each film there."""
+    effects = [side_by_side(exhibit.show(swap), exhibit.show())] if exhibit.wrong else []
     if exhibit.watch is None:
-        return []
+        return effects, []
     with tempfile.TemporaryDirectory() as folder:
         wrong, right = films(exhibit, swap, Path(folder))
-    where = parting(right, wrong)
-    if where is None:
-        return []
     guests = ", ".join(guest.name for guest in exhibit.watch.guests)
-    return [
-        _wrapped(f"An engine was recorded serving {guests}, with the bug and without.")
-        + f"\n\n{compared(wrong, right)}\n\n(ARGS='--find --watch' writes a page with both.)",
-        "The first event that differs:\n\n"
-        + side_by_side(line_of(where.wrong), line_of(where.right)),
-    ]
+    told = _wrapped(f"An engine was recorded serving {guests}, with the bug and without.")
+    effects.append(f"{told}\n\n{compared(wrong, right)}")
+    if (where := parting(right, wrong)) is None:
+        return effects, []
+    lines = side_by_side(line_of(where.wrong), line_of(where.right))
+    return effects, [f"The first event that differs:\n\n{lines}"]
 
 
 def _is_asked_for() -> bool:
@@ -194,10 +195,6 @@ def _is_asked_for() -> bool:
     except EOFError:
         print("\n(No terminal. --reveal prints all clues without asking.)")
         return False
-
-
-def _shown(exhibit: Exhibit, swap: ModuleSwap) -> str:
-    return side_by_side(exhibit.show(swap), exhibit.show())
 
 
 def _first_failure(exhibit: Exhibit, swap: ModuleSwap) -> str:

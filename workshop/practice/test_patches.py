@@ -16,7 +16,7 @@ from workshop.practice.tasks.course import task_numbered
 from workshop.practice.trial import try_all
 
 LINES = broken_lines()
-SAMPLE = [bug for bug in LINES if bug.module in ("block_pool", "radix_tree", "chunk_policy")]
+NOTICED = next(bug for bug in LINES if bug.module == "block_pool")
 
 
 # -- the table
@@ -35,13 +35,8 @@ def test_thirty_lines_and_some_of_all_chapters_and_the_engine() -> None:
     assert all(len(bug.tests) >= 1 for bug in LINES)
 
 
-def test_three_lines_are_broken_and_noticed() -> None:
-    cases = [(bug, bug.tests, False) for bug in SAMPLE]
-    assert [said for _, said, _ in try_all(cases, jobs=2)] == [""] * len(SAMPLE) and SAMPLE
-
-
 def test_what_no_test_notices_is_said() -> None:
-    harmless = replace(SAMPLE[0], new=SAMPLE[0].old)
+    harmless = replace(NOTICED, new=NOTICED.old)
     ((_, said, _),) = try_all([(harmless, harmless.tests, False)], jobs=1)
     assert said == f"{harmless.name}: not noticed by {', '.join(harmless.tests)}"
 
@@ -167,7 +162,7 @@ def test_names_are_those_of_the_top_level() -> None:
 def test_the_command_lists_what_does_not_apply_and_breaks_what_does(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    good = replace(SAMPLE[0], task="")
+    good = replace(NOTICED, task="")
     bugs = [good, replace(good, old="nothing of ours"), replace(good, named_tests=("test_x::y",))]
     bugs += [replace(good, named_tests=("test_block_pool::test_y",)), replace(good, new="(")]
     monkeypatch.setattr(patches, "all_bugs", lambda: bugs)

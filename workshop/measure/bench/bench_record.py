@@ -8,7 +8,7 @@ hardware, versions, commit, configuration, and every raw repeat.
     record_head             command, time and machine
     write_record            to a file, atomically
     read_record
-    summarise, percentile   from raw repeats to the numbers of a table
+    percentile, percentiles
     replace_between_markers `<!-- table:NAME -->` ... `<!-- /table:NAME -->` in a markdown text
     write_between_markers   the same in a file
 """
@@ -20,10 +20,8 @@ import os
 import platform
 import re
 import shlex
-import statistics
 import subprocess
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from datetime import datetime, timezone
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -45,23 +43,6 @@ CPU_FLAGS_THAT_MATTER = (
     "sve",
 )
 _PACKAGES = ("torch", "triton", "transformers", "numpy", "tokenizers", "safetensors")
-
-
-@dataclass(frozen=True, slots=True)
-class Summary:
-    """The numbers that a table shows for raw repeats."""
-
-    median: float
-    low: float
-    high: float
-    count: int
-
-
-def summarise(values: Sequence[float]) -> Summary | None:
-    """Return median, lowest, highest and number of values, or None if there are none."""
-    if not values:
-        return None
-    return Summary(statistics.median(values), min(values), max(values), len(values))
 
 
 def percentile(values: Sequence[float], percent: float) -> float | None:

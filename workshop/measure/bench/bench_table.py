@@ -8,7 +8,8 @@ from statistics import median
 from typing import Any
 
 from workshop.measure.bench.bench_command import Tables
-from workshop.measure.bench.bench_record import markdown_table, read_record, summarise
+from workshop.measure.bench.bench_record import markdown_table, read_record
+from workshop.measure.rounds import median_of
 
 # README.md's rows: the engine with nothing and with everything, and all other systems.
 IN_SHORT = (
@@ -65,8 +66,9 @@ def _arithmetic(record: dict[str, Any]) -> str:
 
 def _median_speed(record: dict[str, Any], name: str) -> float | None:
     system = record["systems"].get(name)
-    found = summarise([run["useful_tokens_per_s"] for run in system["runs"]]) if system else None
-    return found.median if found else None
+    if system is None or not system["runs"]:
+        return None
+    return median_of(system["runs"], "useful_tokens_per_s")
 
 
 def _speed(record: dict[str, Any], name: str) -> str:
@@ -122,24 +124,24 @@ def _system_row(system: dict[str, Any], config: dict[str, Any]) -> str:
             f", first {system['num_requests']} of {config['workload']['num_requests']} requests"
         )
     runs = system["runs"]
-    speed = summarise([run["useful_tokens_per_s"] for run in runs])
-    if speed is None:
+    speed = [run["useful_tokens_per_s"] for run in runs]
+    if not speed:
         reason = system["error"] or "not measured: the time budget was used up"
         return f"| {title} | {reason} | | | | | |"
     if system["error"]:
         title += f" (then failed: {system['error']})"
-    spread = f"{_number(speed.low)}-{_number(speed.high)}"
-    if speed.count == 1:
+    spread = f"{_number(min(speed))}-{_number(max(speed))}"
+    if len(speed) == 1:
         spread = "1 run"
-    elif speed.count != config["repeats"]:  # the footer has the command with its `--repeats`
-        spread += f" ({speed.count} runs)"
+    elif len(speed) != config["repeats"]:  # the footer has the command with its `--repeats`
+        spread += f" ({len(speed)} runs)"
     cells = [
         title,
-        _number(speed.median),
+        _number(median(speed)),
         spread,
         _latency(runs, "ttft_ms"),
         _latency(runs, "inter_token_ms"),
-        f"{median(run['num_steps'] for run in runs):,.0f}",
+        f"{median_of(runs, 'num_steps'):,.0f}",
         _share(runs, "slot_utilisation"),
     ]
     return f"| {' | '.join(cells)} |"

@@ -425,9 +425,10 @@ def overlapped_and_not(
     kinds = {"plain": False, "overlapped": True}
     engines = {k: make_engine(loaded, n, overlap_scheduling=on) for k, on in kinds.items()}
     runners = [engine.core.runner for engine in engines.values()]
-    for engine in engines.values() if device_s is not None else ():
-        inner = getattr(engine.core.runner, "runner", engine.core.runner)  # without the thread
-        engine.core.runner = QueuedDevice(inner, device_s)
+    for engine in engines.values():
+        if device_s is not None:
+            inner = getattr(engine.core.runner, "runner", engine.core.runner)  # without the thread
+            engine.core.runner = QueuedDevice(inner, device_s)
 
     def run(engine: LLMEngine) -> dict[str, float]:
         _, decode = run_batch(engine, short_prompts(n, loaded), params)

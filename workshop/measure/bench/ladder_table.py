@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from statistics import median
 from typing import Any
 
-from workshop.measure.bench.bench_record import made_on, markdown_table, summarise
+from workshop.measure.bench.bench_record import made_on, markdown_table
+from workshop.measure.rounds import median_of
 
 # For each configuration its chapter, and a phrase that names the change.
 PHRASES = {
@@ -118,7 +120,7 @@ def render_rows(record: dict[str, Any]) -> dict[str, str]:
         head = [_work(question), "output tok/s", "first token (p50)", "gap (p99)", floor]
         lines = []
         for config in question["rungs"].values():
-            times = _median_of([distance(question, run) for run in config["runs"]])
+            times = median(distance(question, run) for run in config["runs"])
             lines.append([config["title"], *_short_row(name, config)[1:4], f"{times:.2f}x"])
         table = markdown_table(head, lines)
         rows[PHRASES[name][0]] = f"{table}\n\n<sub>Measured: {_measured(record)}</sub>"
@@ -175,13 +177,7 @@ def _short_row(name: str, config: dict[str, Any]) -> list[str]:
 
 
 def _median(config: dict[str, Any], name: str) -> float:
-    return _median_of([run[name] for run in config["runs"]])
-
-
-def _median_of(numbers: list[float]) -> float:
-    found = summarise(numbers)
-    assert found is not None, "a configuration has no run"
-    return found.median
+    return median_of(config["runs"], name)
 
 
 def _work(regime: dict[str, Any]) -> str:
@@ -212,8 +208,8 @@ def _regime(regime: dict[str, Any]) -> str:
 
 def _row(config: dict[str, Any]) -> list[str]:
     def shown(name: str, form: str) -> str:
-        found = summarise([run[name] for run in config["runs"] if name in run])
-        return "" if found is None else format(found.median, form)
+        found = [run[name] for run in config["runs"] if name in run]
+        return format(median(found), form) if found else ""
 
     speed = [run["output_tokens_per_s"] for run in config["runs"]]
     return [

@@ -18,13 +18,11 @@ from workshop.measure.bench import bench, bench_record, bench_table
 from workshop.measure.bench.bench_latency import describe_steps
 from workshop.measure.bench.bench_models import BenchModels, make_twin
 from workshop.measure.bench.bench_record import (
-    Summary,
     describe_commit,
     describe_environment,
     percentile,
     percentiles,
     read_record,
-    summarise,
     write_record,
 )
 from workshop.measure.bench.bench_rounds import Bench, run_rounds
@@ -252,10 +250,8 @@ def test_a_folder_without_a_repository_has_no_commit(tmp_path: Path) -> None:
     assert describe_commit(tmp_path) == {"commit": None, "is_dirty": None}
 
 
-def test_medians_extremes_and_percentiles() -> None:
-    assert summarise([3.0, 1.0, 2.0]) == Summary(2.0, 1.0, 3.0, 3)
-    assert summarise([4.0, 1.0]) == Summary(2.5, 1.0, 4.0, 2)
-    assert summarise([]) is None and percentile([], 50) is None
+def test_percentiles_are_interpolated() -> None:
+    assert percentile([], 50) is None
     assert percentile([40, 10, 30, 20], 50) == 25
     assert percentile([10, 20], 99) == pytest.approx(19.9)
     assert percentile([7], 99) == 7

@@ -22,13 +22,13 @@ def test_a_missing_run_has_its_reason_and_uncommitted_code_is_marked() -> None:
     systems, num_runs = record["systems"], record["config"]["repeats"]
     assert num_runs == len(systems["chunked"]["runs"]) == 3
     record["environment"] |= {"commit": "0123456789ab", "is_dirty": True}
-    for name, num_left, error in (
+    for name, num_kept, error in (
         ("static", 0, None),
         ("padded", 0, "no manager"),
         ("paged", 1, None),
         ("speculative", 2, "no memory"),
     ):
-        systems[name] |= {"title": name, "error": error, "runs": systems[name]["runs"][:num_left]}
+        systems[name] |= {"title": name, "error": error, "runs": systems[name]["runs"][:num_kept]}
     lines = bench_table.render(record).splitlines()
     rows = {line.split("|")[1].strip(): line for line in lines if line.startswith("| ")}
     assert rows["static"] == "| static | not measured: the time budget was used up | | | | | |"

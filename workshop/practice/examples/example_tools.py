@@ -1,5 +1,5 @@
-"""Helpers of several demonstrations. Modules of the engine are imported when a function is called:
-see `exhibit.py`."""
+"""Helpers of several examples, and prompts of workloads. Modules of the engine are imported when a
+function is called: see `exercise.py`."""
 
 from __future__ import annotations
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from workshop.practice.examples.example_tools import request
+from workshop.practice.examples.example_tools import request, say
 
 
 def slots() -> str:
@@ -87,3 +87,29 @@ def layout() -> str:
         f"tokens {batch.input_ids.tolist()}\n"
         f"slots {batch.attention[0].slot_mapping.tolist()}"
     )
+
+
+# -- exhibits
+
+
+def freed_twice() -> str:
+    from block_pool import BlockPool
+
+    pool = BlockPool(5)
+    shared = (pool.allocate(1) or [])[0]
+    pool.touch([shared])  # two tables name it
+    error = "accepted"
+    try:
+        pool.free([shared, shared])  # one of them ends, and by mistake frees the block twice
+    except ValueError:
+        error = "refused"
+    given = [block.block_id for block in pool.allocate(pool.num_free_blocks) or []]
+    return (
+        f"releasing a block twice in one call: {error}\n"
+        f"block {shared.block_id} is still read by another request; free for others: {given}"
+    )
+
+
+def one_counter_for_the_batch() -> str:
+    first, second = say(["Once upon a time", "def fibonacci(n):"])
+    return f"first  of the batch: {first}\nsecond of the batch: {second}"

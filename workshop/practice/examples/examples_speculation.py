@@ -86,3 +86,16 @@ def residuals() -> str:
         f"two drafts, of which the second is rejected: {_sampled(p, [0, 0], q, [0.9] * 2, 0.6)}"
     )
     return "\n".join(lines)
+
+
+# -- exhibits
+
+
+def a_point_on_a_border() -> str:
+    import torch
+
+    from inverse_cdf import draw
+
+    weights = torch.tensor([[0.0, 0.5, 0.5]], dtype=torch.float64)
+    index, _ = draw(weights, torch.tensor([0.0], dtype=torch.float64))
+    return f"weights 0, 0.5, 0.5, drawn with u = 0: token {int(index)}"

@@ -3,17 +3,21 @@
     The title                       see `exercise.py`; an exhibit's number is its position, from 1
     trap, origin                    see `Exhibit`, as for all words not explained here
     symptom, cause, lesson
-    wrong, right                    can be repeated: a line of text each
     room                            the chapter, if it is not that of the patched module
-    nothing                         a sentence: why there is nothing to watch. Or:
+    limit_s 2                       if the symptom is that it does not end
     watch, parts                    the sentence that says what to look at; see `Workload`
     guest {"name": "a", ...}        the prompt: text, SONG or CODE of `example_tools.py`, or the
                                     letters of `blocks` and the text `then`
     config {"num_blocks": 6, ...}   of the engine
     scheduler chapter 2             instead of the "fcfs" of `config`
 
+    nothing                         why there is nothing to watch
+    example                         see `exercise.py`; then, and if a ticket of `INCIDENTS.md` has
+                                    its result
+    wrong, right                    the result, with the bug and without; a line of text each
+
 The order is that of the chapters. The bug is the patch of its title in `patches.txt`, with the
-tests that catch it. Most can be watched: an engine serves a few requests with the bug and without,
+tests that catch it. A workload shows it: an engine serves a few requests with the bug and without,
 and the two films are compared (`watched_run.py`)."""
 
 from __future__ import annotations
@@ -29,13 +33,12 @@ from workshop.practice.examples.example_tools import CODE, SONG, blocks
 from workshop.practice.exercise import Exercise, read_exercises
 from workshop.practice.module_swap import ModuleSwap
 from workshop.practice.patch_table import Bug, bug_of_exhibit
-from workshop.practice.trial import LIMIT_S, NEVER_ENDS, said_by
+from workshop.practice.trial import LIMIT_S, said_by
 
 STORIES = Path(__file__).with_name("stories.txt")
-_WORDS = """example trap origin symptom cause lesson wrong right room nothing watch parts guest
-config scheduler"""
+_WORDS = """trap origin symptom cause lesson room limit_s watch parts guest config scheduler nothing
+example wrong right"""
 _PROMPTS = {"SONG": SONG, "CODE": CODE}
-ENDLESS_S = 2.0  # if the symptom is that it does not end
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,8 +70,9 @@ class Exhibit(Exercise):
     origin: str  # the engine that shipped it: "vLLM #42571"; or "ours"
     patch: Bug
     watch: Workload | None
-    wrong: str  # the example's result with the bug; `NEVER_ENDS` if that is the bug
+    wrong: str  # the example's result with the bug
     right: str
+    limit_s: float  # for each test, with the bug
     chapter: str  # the folder of the patched module, unless the row names another
 
     @property
@@ -76,14 +80,9 @@ class Exhibit(Exercise):
         """The tests that catch the bug, as path::name."""
         return self.patch.tests
 
-    @property
-    def limit_s(self) -> float:
-        """The limit, with the bug, for the example and for each test."""
-        return ENDLESS_S if self.wrong == NEVER_ENDS else LIMIT_S
-
     def show(self, swap: ModuleSwap | None = None) -> str:
         """Run the example in a separate process, with the bug if `swap` has it."""
-        return said_by(self.example, swap, LIMIT_S if swap is None else self.limit_s)
+        return said_by(self.example, swap)
 
 
 def read_exhibits(table: Path) -> Iterator[Exhibit]:
@@ -98,6 +97,7 @@ def read_exhibits(table: Path) -> Iterator[Exhibit]:
             watch=None if row.said["nothing"] else _workload(row),
             wrong=row.text("wrong"),
             right=row.text("right"),
+            limit_s=float(row.text("limit_s") or LIMIT_S),
             chapter=row.text("room") or patch.chapter,
         )
 

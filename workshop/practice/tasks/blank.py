@@ -16,6 +16,8 @@ import textwrap
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
+from workshop.practice.source_patch import definitions
+
 WIDTH = 100
 
 
@@ -71,17 +73,8 @@ def filled(text: str, width: int) -> str:
 
 
 def function_at(tree: ast.Module, place: str) -> ast.FunctionDef | None:
-    node: ast.AST = tree
-    for name in place.split("."):
-        found = [
-            child
-            for child in ast.iter_child_nodes(node)
-            if isinstance(child, ast.ClassDef | ast.FunctionDef) and child.name == name
-        ]
-        if not found:
-            return None
-        node = found[0]
-    return node if isinstance(node, ast.FunctionDef) else None
+    found = (node for name, node in definitions(tree) if name == place)
+    return next((node for node in found if isinstance(node, ast.FunctionDef)), None)
 
 
 def lines_of_function(function: ast.FunctionDef) -> tuple[int, int]:

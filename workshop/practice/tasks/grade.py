@@ -31,7 +31,7 @@ from workshop.practice.apart import apart
 from workshop.practice.module_swap import ModuleSwap
 from workshop.practice.named_tests import Failure, TestRun, into
 from workshop.practice.patch_table import Bug
-from workshop.practice.source_patch import ROOT
+from workshop.practice.source_patch import ROOT, definitions
 from workshop.practice.tasks.answer import Answer, answer_to, is_blank
 from workshop.practice.tasks.blank import function_at, signature
 from workshop.practice.tasks.course import Task, blank_of
@@ -146,9 +146,9 @@ def _like(yours: ast.Module, ours: ast.Module, place: str) -> str:
 
 
 def _names_beside(tree: ast.Module, parent: str) -> set[str]:
-    holders = [n for n in ast.walk(tree) if isinstance(n, ast.ClassDef) and n.name == parent]
-    bodies = [holder.body for holder in holders] if parent else [tree.body]
-    return {n.name for body in bodies for n in body if isinstance(n, ast.FunctionDef)}
+    functions = (name for name, n in definitions(tree) if isinstance(n, ast.FunctionDef))
+    split = (name.rpartition(".") for name in functions)
+    return {name for above, _, name in split if above == parent}
 
 
 # -- in another process

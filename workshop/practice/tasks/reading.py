@@ -30,7 +30,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from workshop.book.path import count_lines
-from workshop.practice.source_patch import ROOT
+from workshop.practice.source_patch import ROOT, definitions
 from workshop.practice.tasks.course import EVENINGS, minutes_of, task_numbered
 
 PAGES = (ROOT / "COURSE.md", ROOT / "COURSE.zh.md")
@@ -59,18 +59,10 @@ def lines_of(path: Path, symbol: str | None) -> int:
     Raises `LookupError`."""
     if symbol is None:
         return count_lines(path)
-    node: ast.AST = ast.parse(path.read_text(encoding="utf-8"))
-    for name in symbol.split("."):
-        inner = [
-            child
-            for child in ast.iter_child_nodes(node)
-            if isinstance(child, ast.ClassDef | ast.FunctionDef) and child.name == name
-        ]
-        if not inner:
-            raise LookupError(f"{path.name} has no {symbol}")
-        node = inner[0]
-    assert isinstance(node, ast.ClassDef | ast.FunctionDef)
-    return (node.end_lineno or 0) - node.lineno + 1
+    for name, node in definitions(ast.parse(path.read_text(encoding="utf-8"))):
+        if name == symbol:
+            return (node.end_lineno or 0) - node.lineno + 1
+    raise LookupError(f"{path.name} has no {symbol}")
 
 
 def counted(text: str) -> str:
