@@ -99,15 +99,6 @@ def test_short_ones_alone_in_front_behind_and_none(lengths):
     assert backend.num_rows == [num_rows] * (num_rows > 0)
 
 
-def test_random_batches():
-    for seed in range(30):
-        rng = random.Random(seed)
-        seq_lens = [rng.randint(1, 90) for _ in range(rng.randint(1, 9))]
-        lengths = [(min(rng.choice([0, 1, 1, 2, 9]), n), n) for n in seq_lens]
-        case = make_head_major_case(lengths, rng.randint(1, 5), seed=seed)
-        case.check(attend(case, make_backend(case)))
-
-
 @pytest.mark.parametrize(
     "other",
     [
