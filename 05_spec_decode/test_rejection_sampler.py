@@ -14,10 +14,11 @@ import hypothesis.strategies as st
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import HealthCheck, given, settings
 
 from bounded_loops import as_long_as
-from common.tests.sampling_cases import make_sampling, sampling_probs
+from common.sampling.sampling_rules import SAMPLING_RULES
+from common.tests.sampling_cases import RECIPES, make_sampling, sampling_probs
 from draft_acceptance import acceptance_probability
 from exact_law import (
     LAST,
@@ -44,6 +45,21 @@ from request import SamplingParams
 
 EXACT = 1e-12
 NAN = float("nan")
+FIXTURE = [HealthCheck.function_scoped_fixture]  # which has no state
+
+
+@dataclass(frozen=True)
+class VerificationRules:
+    """Two functions that verify. The Triton suite has the kernels, and imports the tests of here
+    that get these as an argument."""
+
+    reject: Callable[..., VerifiedTokens]
+    match: Callable[..., tuple[torch.Tensor, torch.Tensor]]
+
+
+@pytest.fixture
+def rules() -> VerificationRules:
+    return VerificationRules(rejection_sample, rejection_sampling_batched)
 
 
 def flat(lists: list[list]) -> list:
@@ -241,7 +257,7 @@ def test_forgetting_the_draft_probabilities_is_exact_and_accepts_less(kind):
 
 
 def test_a_law_that_is_wrong_is_seen():
-    """Rules with one mistake each, and the distance of their law from the target's."""
+    """VerificationRules with one mistake each, and the distance of their law from the target's."""
     p, q = models(3, "random", seed=6)
     plainly = plain(p, 3, 3)
 
@@ -264,14 +280,8 @@ def test_a_law_that_is_wrong_is_seen():
 VOCAB_SIZE, EOS, PROMPT = 4, 3, [1]
 
 CONSTRAINTS = {
-    "temperature": SamplingParams(temperature=0.6),
+    **{rule.name: RECIPES[rule.name] for rule in SAMPLING_RULES},
     "greedy": SamplingParams(temperature=0),
-    "top_k": SamplingParams(top_k=2),
-    "top_p": SamplingParams(top_p=0.75),
-    "min_p": SamplingParams(min_p=0.3),
-    "repetition": SamplingParams(repetition_penalty=1.8),
-    "presence": SamplingParams(presence_penalty=1.2),
-    "frequency": SamplingParams(frequency_penalty=0.9),
     "min_tokens": SamplingParams(min_tokens=2),
     "greedy with penalties": SamplingParams(temperature=0, presence_penalty=-2.0),
     "all": SamplingParams(
@@ -285,9 +295,8 @@ CONSTRAINTS = {
         min_tokens=1,
     ),
 }
-SEES_DRAFTS = (
-    "repetition", "presence", "frequency", "min_tokens", "greedy with penalties", "all"
-)  # fmt: skip
+PENALTIES = [rule.name for rule in SAMPLING_RULES if rule.is_penalty]
+SEES_DRAFTS = (*PENALTIES, "min_tokens", "greedy with penalties", "all")
 
 
 @dataclass(frozen=True)
@@ -423,13 +432,13 @@ def match_one(sampled: list[int], drafts: list[int]) -> list[int]:
     return run
 
 
-@settings(deadline=None, max_examples=100, derandomize=True)
+@settings(deadline=None, max_examples=100, derandomize=True, suppress_health_check=FIXTURE)
 @given(
     num_drafts=st.lists(st.integers(0, 4), min_size=1, max_size=6),
     num_more=st.integers(0, 3),
     seed=st.integers(0, 2**32),
 )
-def test_both_layouts_of_drafts_agree_with_a_loop(num_drafts, num_more, seed):
+def test_both_layouts_of_drafts_agree_with_a_loop(rules, num_drafts, num_more, seed):
     """[num_drafts], or [num_rows] as fed to the model, whose first row is the last known token."""
     rng = np.random.default_rng(seed)
     drafts = [rng.integers(2, size=k).tolist() for k in num_drafts]
@@ -440,7 +449,7 @@ def test_both_layouts_of_drafts_agree_with_a_loop(num_drafts, num_more, seed):
     runs = [match_one(*pair) for pair in zip(sampled, drafts)]
     expected = [run + [PADDING] * (width + 1 - len(run)) for run in runs]
     for layout in (drafts, fed):
-        tokens, num_sampled = rejection_sampling_batched(
+        tokens, num_sampled = rules.match(
             torch.tensor(flat(sampled)),
             torch.tensor(flat(layout), dtype=torch.int64),
             cu_num_logits,
@@ -451,26 +460,31 @@ def test_both_layouts_of_drafts_agree_with_a_loop(num_drafts, num_more, seed):
         assert num_sampled.tolist() == [len(run) for run in runs]
 
 
+@pytest.mark.parametrize("is_fed", [False, True])
+def test_a_placeholder_matches_nothing_not_even_a_row_that_says_nothing(rules, is_fed):
+    """-1 is a draft that is none, and the sample of a row of NaN."""
+    sampled = torch.tensor([-1, 3, 2, 2, -1, 4])
+    drafts = [-1, 3, 2, -1]  # two for each request; the first of the second one is right
+    tokens = torch.tensor([9, -1, 3, 9, 2, -1] if is_fed else drafts)
+    assert rules.match(sampled, tokens, torch.tensor([0, 3, 6]), 2)[1].tolist() == [1, 2]
+
+
 @pytest.mark.parametrize("num_reqs", [0, 1, 3])
 @pytest.mark.parametrize("width", [0, 1, 4])
-def test_without_any_drafts_each_request_gets_its_sample(num_reqs, width):
+def test_without_any_drafts_each_request_gets_its_sample(rules, num_reqs, width):
     sampled = torch.arange(num_reqs) + 5
     cu_num_logits = torch.arange(num_reqs + 1)
     for drafts in (torch.zeros(0, dtype=torch.int64), torch.arange(num_reqs) + 7):
-        tokens, num_sampled = rejection_sampling_batched(sampled, drafts, cu_num_logits, width)
+        tokens, num_sampled = rules.match(sampled, drafts, cu_num_logits, width)
+        assert tokens.shape == (num_reqs, width + 1)
         assert tokens.tolist() == [[i + 5] + [PADDING] * width for i in range(num_reqs)]
         assert num_sampled.tolist() == [1] * num_reqs
-    verified = rejection_sample(
-        torch.eye(9)[sampled],
-        torch.zeros(0, dtype=torch.int64),
-        torch.zeros(0, 9),
-        cu_num_logits,
-        width,
-        torch.zeros(0, dtype=torch.float64),
-        torch.zeros(num_reqs, dtype=torch.float64),
-    )
-    assert verified.token_ids.tolist() == tokens.tolist()
-    assert verified.num_sampled.tolist() == num_sampled.tolist()
+    u = torch.zeros(num_reqs, dtype=torch.float64)
+    for q in (torch.zeros(0, 9), None):
+        none = torch.zeros(0, dtype=torch.int64), q, cu_num_logits, width, u[:0]
+        verified = rules.reject(torch.eye(9)[sampled], *none, u)
+        assert torch.equal(verified.token_ids, tokens)
+        assert torch.equal(verified.num_sampled, num_sampled)
 
 
 # -- zeros, roundings and ends
@@ -502,9 +516,9 @@ class DraftedRequests:
             torch.tensor(flat(self.sample_u), dtype=torch.float64),
         )
 
-    def runs(self, num_more: int = 0) -> list[list[int]]:
+    def runs(self, rules: VerificationRules, num_more: int = 0) -> list[list[int]]:
         """Also holds the form of the result to what it should be."""
-        verified = rejection_sample(*self.arguments(num_more))
+        verified = rules.reject(*self.arguments(num_more))
         width = max(map(len, self.drafts)) + num_more + 1
         assert verified.token_ids.shape == (len(self.drafts), width)
         assert verified.token_ids.dtype == verified.num_sampled.dtype == torch.int64
@@ -557,6 +571,7 @@ IMPOSSIBLE = [
     ("one-hot p and q", [0.0, 1.0], [0.0, 1.0], 1, True),
     ("one-hot p and q apart", [0.0, 1.0], [1.0, 0.0], 0, False),
     ("p = q", [0.3, 0.7, 0.0], [0.3, 0.7, 0.0], 0, True),
+    ("the draft is in the padding", [0.0, 0.75, 0.25, 0.0], [0.5, 0.25, 0.25, 0.0], 3, False),
     ("no probabilities", [0.25, 0.75, 0.0], None, 1, True),
     ("no probabilities and p = 0", [0.0, 1.0, 0.0], None, 0, False),
     ("no probabilities and p = 1", [0.0, 1.0, 0.0], None, 1, True),
@@ -568,51 +583,53 @@ IMPOSSIBLE = [
     [case[1:] for case in IMPOSSIBLE],
     ids=[c[0] for c in IMPOSSIBLE],
 )
-def test_impossible_tokens_stay_out(p, q, draft, may_stay):
+def test_impossible_tokens_stay_out(rules, p, q, draft, may_stay):
     """Traps 36, 46: no NaN, no acceptance of what has p = 0, for no number, 0 included."""
     stayed = set()
     for u in ENDS:
         for v in ENDS:
             batch = single(p, q, [draft, draft], [u, u], [v, v, v])
-            runs = batch.runs()
+            runs = batch.runs(rules)
             batch.check(runs)
             stayed.add(len(runs[0]) > 1)
     assert (True in stayed) == may_stay
 
 
-def test_the_ends_of_intervals_belong_to_the_token_above():
+def test_the_ends_of_intervals_belong_to_the_token_above(rules):
     """Accepted strictly below p / q; `u` at a cumulative sum draws the token that begins there."""
     p, q = [0.25, 0.25, 0.5, 0.0], [0.5, 0.5, 0.0, 0.0]
     below = 0.5 - 2.0**-53
-    assert single(p, q, [0], [below], [0.0, 0.0]).runs() == [[0, 0]]
-    assert single(p, q, [0], [0.5], [0.0, 0.0]).runs() == [[2]]
-    assert single(p, q, [0], [0.5], [LAST, 0.0]).runs() == [[2]]
+    assert single(p, q, [0], [below], [0.0, 0.0]).runs(rules) == [[0, 0]]
+    assert single(p, q, [0], [0.5], [0.0, 0.0]).runs(rules) == [[2]]
+    assert single(p, q, [0], [0.5], [LAST, 0.0]).runs(rules) == [[2]]
     for v, token in ((0.25 - 2.0**-53, 0), (0.25, 1), (below, 1), (0.5, 2), (LAST, 2)):
-        assert single(p, q, [0], [0.0], [0.0, v]).runs() == [[0, token]]
-        assert single(p, None, [3], [0.0], [v, 0.0]).runs() == [[token]]
+        assert single(p, q, [0], [0.0], [0.0, v]).runs(rules) == [[0, token]]
+        assert single(p, None, [3], [0.0], [v, 0.0]).runs(rules) == [[token]]
+    assert single(p, None, [2], [below], [0.0, 0.0]).runs(rules) == [[2, 0]]
+    assert single(p, None, [2], [0.5], [0.0, 0.0]).runs(rules) == [[0]]
     p, q = [0.25, 0.5, 0.25], [1.0, 0.0, 0.0]  # the rest: two parts of token 1, one of token 2
-    assert single(p, q, [0], [0.5], [0.6666, 0.0]).runs() == [[1]]
-    assert single(p, q, [0], [0.5], [0.6667, 0.0]).runs() == [[2]]
+    assert single(p, q, [0], [0.5], [0.6666, 0.0]).runs(rules) == [[1]]
+    assert single(p, q, [0], [0.5], [0.6667, 0.0]).runs(rules) == [[2]]
 
 
-def test_at_the_quotient_itself_the_product_decides():
+def test_at_the_quotient_itself_the_product_decides(rules):
     """p / q is rounded, up as often as down. So that every program decides alike there, it is said
     which arithmetic counts: u * q < p in float64, of probabilities as they are."""
     rng = np.random.default_rng(4)
-    p, q = torch.from_numpy(rng.uniform(0.01, 0.99, size=(2, 400))).float().sort(dim=0).values
+    p, q = torch.from_numpy(rng.uniform(0.01, 0.99, size=(2, 60))).float().sort(dim=0).values
     quotient = p.double() / q.double()
-    verified = rejection_sample(
+    verified = rules.reject(
         torch.stack([p, 1 - p], dim=1).repeat_interleave(2, dim=0),
-        torch.zeros(400, dtype=torch.int64),
+        torch.zeros(60, dtype=torch.int64),
         torch.stack([q, 1 - q], dim=1),
-        torch.arange(401) * 2,
+        torch.arange(61) * 2,
         1,
         quotient,
-        torch.zeros(800, dtype=torch.float64),
+        torch.zeros(120, dtype=torch.float64),
     )
     is_accepted = verified.num_sampled == 2
     assert torch.equal(is_accepted, quotient * q.double() < p.double())
-    assert 0 < is_accepted.sum() < 400, "a quotient below p / q, and one that is not"
+    assert 0 < is_accepted.sum() < 60, "a quotient below p / q, and one that is not"
 
 
 @pytest.mark.parametrize(
@@ -627,11 +644,11 @@ def test_at_the_quotient_itself_the_product_decides():
         ([0.0, 0.99999994, 0.0, 0.0], [0.0, 1.0, 0.0, 0.0]),
     ],
 )
-def test_a_rejection_that_leaves_nothing_draws_from_p(p, q):
+def test_a_rejection_that_leaves_nothing_draws_from_p(rules, p, q):
     """Trap 43: above all not the vocabulary's last lane, which is padding."""
     for v in ENDS:
         batch = single(p, q, [1], [LAST], [v, v])
-        runs = batch.runs()
+        runs = batch.runs(rules)
         batch.check(runs)
         assert len(runs[0]) == 1, "rejected"
 
@@ -685,17 +702,17 @@ def batches(draw_from) -> DraftedRequests:
     return replace(batch, draft_probs=None) if is_certain else batch
 
 
-@settings(deadline=None, max_examples=90, derandomize=True)
+@settings(deadline=None, max_examples=90, derandomize=True, suppress_health_check=FIXTURE)
 @given(batch=batches())
-def test_every_run_is_possible_and_nobody_matters_to_anybody(batch):
+def test_every_run_is_possible_and_nobody_matters_to_anybody(rules, batch):
     """Traps 36, 43, 46. float32 with zeros, denormals, p == q to the last bit and almost, any
     drafts, padding lanes; then each request alone, in another order and a wider result."""
-    runs = batch.runs()
+    runs = batch.runs(rules)
     batch.check(runs)
     order = list(range(len(runs)))
-    assert [batch.select([i]).runs()[0] for i in order] == runs
-    assert batch.select(order[::-1]).runs(num_more=2) == runs[::-1]
-    assert batch.select(order + order).runs() == runs + runs
+    assert [batch.select([i]).runs(rules)[0] for i in order] == runs
+    assert batch.select(order[::-1]).runs(rules, num_more=2) == runs[::-1]
+    assert batch.select(order + order).runs(rules) == runs + runs
 
 
 # -- company
@@ -721,14 +738,14 @@ def random_batch(
     return DraftedRequests(p, drafts, None if is_certain else q, accept_u, sample_u)
 
 
-def test_nan_of_one_request_stays_with_it():
+def test_nan_of_one_request_stays_with_it(rules):
     """Logits that say nothing make NaN. Their request gets some token; the others their own."""
     batch = random_batch(30, 11, seed=2)
-    runs = batch.runs()
+    runs = batch.runs(rules)
     for i in range(0, 30, 4):
         batch.target_probs[i].fill_(NAN)
         batch.draft_probs[i].fill_(NAN)
-    broken = batch.runs()
+    broken = batch.runs(rules)
     for i, (run, before) in enumerate(zip(broken, runs)):
         if i % 4:
             assert run == before
@@ -736,18 +753,16 @@ def test_nan_of_one_request_stays_with_it():
             assert len(run) == 1 and 0 <= run[0] < 11, "nothing is accepted"
 
 
-def test_the_bonus_token_comes_only_behind_all_drafts():
+def test_the_bonus_token_comes_only_behind_all_drafts(rules):
     """Certain drafts and targets: the bonus row says 9, all others something else."""
     target = torch.eye(10)[[1, 2, 3, 9]]
     for num_right, expected in enumerate([[1], [1, 2], [1, 2, 3], [1, 2, 3, 9]]):
         drafts = [1, 2, 3][:num_right] + [0] * (3 - num_right)
         for q in (None, [torch.eye(10)[drafts]]):
             batch = DraftedRequests([target], [drafts], q, [[0.0] * 3], [[LAST] * 4])
-            assert batch.runs() == [expected]
+            assert batch.runs(rules) == [expected]
         sampled = target.argmax(dim=1)
-        tokens, _ = rejection_sampling_batched(
-            sampled, torch.tensor(drafts), torch.tensor([0, 4]), 3
-        )
+        tokens, _ = rules.match(sampled, torch.tensor(drafts), torch.tensor([0, 4]), 3)
         assert [t for t in tokens[0].tolist() if t != PADDING] == expected
 
 
@@ -756,49 +771,43 @@ def test_padding_is_no_token():
 
 
 @pytest.mark.parametrize("is_certain", [False, True])
-@pytest.mark.parametrize("draft", [-1, -5, 2, 99])
-def test_an_id_that_is_no_token_is_never_emitted_and_its_place_has_the_law_of_p(draft, is_certain):
-    """-1 is also the last token's address in Python, and there p is 1/4 here."""
-    p = torch.tensor([[0.75, 0.25]] * 2, dtype=torch.float64)
-    q = None if is_certain else torch.tensor([[1.0, 0.0]], dtype=torch.float64)
-    for u, token in ((0.0, 0), (0.7, 0), (0.8, 1)):
-        verified = rejection_sample(
-            p,
-            torch.tensor([draft]),
-            q,
-            torch.tensor([0, 2]),
-            1,
-            torch.tensor([0.0], dtype=torch.float64),
-            torch.tensor([u, 0.5], dtype=torch.float64),
-        )
-        assert verified.token_ids.tolist() == [[token, PADDING]]
-        assert verified.num_sampled.tolist() == [1]
+def test_an_id_that_is_no_token_is_never_emitted_and_its_place_has_the_law_of_p(rules, is_certain):
+    """As a placeholder (Trap 40). Beside the rows lie numbers that would accept it, and -1 is also
+    the last token's address in Python, where p is 1/4."""
+    drafts = torch.tensor([-1, 4, -2, -5, 99, 2**62, -(2**62)])
+    n = len(drafts)
+    p, q = torch.full((2 * n + 2, 8), 9.0)[1:-1, 2:6], torch.full((n + 2, 8), 1e-3)[1:-1, 2:6]
+    p[:], q[:] = torch.tensor([0.0, 0.5, 0.25, 0.25]), torch.tensor([0.0, 0.0, 1.0, 0.0])
+    rows = torch.arange(n + 1) * 2
+    for u, token in ((0.0, 1), (0.25, 1), (0.6, 2), (0.8, 3)):
+        numbers = torch.zeros(n, dtype=torch.float64), torch.full((2 * n,), u, dtype=torch.float64)
+        verified = rules.reject(p, drafts, None if is_certain else q, rows, 1, *numbers)
+        assert verified.token_ids.tolist() == [[token, PADDING]] * n
+        assert verified.num_sampled.tolist() == [1] * n
 
 
-def test_a_draft_behind_a_rejected_one_never_counts():
+def test_a_draft_behind_a_rejected_one_never_counts(rules):
     """Even if it is certain to be accepted."""
     target = torch.eye(4)[[1, 2, 3, 0]]
     batch = DraftedRequests([target], [[0, 2, 3]], None, [[0.0] * 3], [[0.5] * 4])
-    assert batch.runs() == [[1]]
-    sampled = target.argmax(dim=1)
-    tokens, num_sampled = rejection_sampling_batched(
-        sampled, torch.tensor([0, 2, 3]), torch.tensor([0, 4]), 3
-    )
+    assert batch.runs(rules) == [[1]]
+    sampled, drafts = target.argmax(dim=1), torch.tensor([0, 2, 3])
+    tokens, num_sampled = rules.match(sampled, drafts, torch.tensor([0, 4]), 3)
     assert tokens.tolist() == [[1, PADDING, PADDING, PADDING]] and num_sampled.tolist() == [1]
 
 
 @pytest.mark.parametrize("is_certain", [False, True])
-def test_arguments_stay_as_they_are(is_certain):
+def test_arguments_stay_as_they_are(rules, is_certain):
     """Trap 42: the result is new memory, and nothing is written into what was given."""
     batch = random_batch(20, 7, seed=3, is_certain=is_certain)
     arguments = batch.arguments()
     tensors = [x for x in arguments if isinstance(x, torch.Tensor)]
     copies = [x.clone() for x in tensors]
-    verified = rejection_sample(*arguments)
+    verified = rules.reject(*arguments)
     sampled, drafts, cu_num_logits = arguments[0].argmax(dim=1), arguments[1], arguments[3]
     tensors.append(sampled)
     copies.append(sampled.clone())
-    matched = rejection_sampling_batched(sampled, drafts, cu_num_logits, arguments[4])
+    matched = rules.match(sampled, drafts, cu_num_logits, arguments[4])
     results = [verified.token_ids, verified.num_sampled, *matched]
     assert all(torch.equal(x, copy) for x, copy in zip(tensors, copies, strict=True))
     given_memory = {x.untyped_storage().data_ptr() for x in tensors}

@@ -38,11 +38,16 @@ def drop(pool: MooncakePool) -> None:
     pool.close()
 
 
+def needs_mooncake(item: pytest.Item) -> bool:
+    names = {"master", "doomed", "near", "far", "cold"} & set(getattr(item, "fixturenames", ()))
+    row = getattr(item, "callspec", None) and item.callspec.params.get("shared_store")
+    return bool(names) or row == "mooncake"
+
+
 @pytest.fixture(scope="session", autouse=True)
 def mooncake_store(request: pytest.FixtureRequest) -> Iterator[MooncakeStore | None]:
     """One store for all tests, if any test needs it. Started with the first test of this folder."""
-    names = {"master", "doomed", "near", "far", "cold", "shared_store"}
-    if not any(names & set(getattr(item, "fixturenames", ())) for item in request.session.items):
+    if not any(needs_mooncake(item) for item in request.session.items):
         yield None
         return
     with ThreadPoolExecutor() as threads:

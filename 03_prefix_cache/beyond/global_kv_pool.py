@@ -12,7 +12,7 @@ A request's missing blocks are copied to its own node in the background. A copy 
 bring wrong bytes: each block carries a checksum, each transfer has a deadline, and a failed
 transfer is reported with the blocks that did arrive, from the front. The rest is computed.
 
-An engine's connector uses the pool as the `Store` of its node (`at_node`); `async_transfer` copies
+An engine's connector uses the pool as the store of its node (`at_node`). `async_transfer` copies
 blocks to any node.
 
 Invariants: a node holds at most `max_blocks_per_node` blocks and drops the least recently used one;
@@ -30,7 +30,7 @@ import threading
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 
-from kv_store import LRUBlocks, Store, compute_checksum
+from kv_store import KVStore, LRUBlocks, compute_checksum
 from request_chain import Link
 from store_loads import Loads
 
@@ -213,7 +213,7 @@ class GlobalKVPool:
 
     # -- copies
 
-    def at_node(self, node_id: str) -> Store:
+    def at_node(self, node_id: str) -> KVStore:
         """Return the pool as the engine on this node uses it."""
         return _PoolAtNode(self, node_id)
 
@@ -315,7 +315,7 @@ class GlobalKVPool:
                 assert len({block.token_ids for block in copies.values()}) == 1, copies
 
 
-class _PoolAtNode(Store):
+class _PoolAtNode(KVStore):
     """The pool as the store of one node, on which loaded blocks are kept."""
 
     keeps_loaded_blocks = True
@@ -325,10 +325,7 @@ class _PoolAtNode(Store):
         self.num_read_threads = pool.num_transfer_threads
 
     def has(self, links: Sequence[Link]) -> int:
-        num_tokens, node_ids = self.pool.query([block_hash for block_hash, _ in links])
-        found = links[: len(node_ids)]
-        is_ours = num_tokens == sum(len(token_ids) for _, token_ids in found)
-        return len(found) if is_ours else 0  # else blocks of another size
+        return len(self.pool.query([block_hash for block_hash, _ in links])[1])
 
     def get(self, links: Sequence[Link]) -> Iterator[bytes]:
         blocks = self.pool.read([block_hash for block_hash, _ in links], self.node_id)

@@ -29,7 +29,7 @@ from request_chain import Link
 V = TypeVar("V")
 
 
-class Store(ABC):
+class KVStore(ABC):
     """Blocks by link. `get` is iterated in another thread, and `drop` is called there, too."""
 
     num_read_threads = 1  # so many loads are read at the same time
@@ -53,15 +53,15 @@ class Store(ABC):
     def drop(self, link: Link) -> None:
         """Remove a block, because its content is not trusted. Unknown links are ignored."""
 
-    def at_node(self, node_id: str) -> Store:
+    def at_node(self, node_id: str) -> KVStore:
         """Return the store as the engine on this node uses it."""
         return self
 
 
 class SharedStore(Protocol):
-    """A `Store`, or a pool with a store for each node."""
+    """A `KVStore`, or a pool with a store for each node."""
 
-    def at_node(self, node_id: str) -> Store: ...
+    def at_node(self, node_id: str) -> KVStore: ...
 
 
 class LRUBlocks(OrderedDict[bytes, V]):

@@ -24,7 +24,7 @@ import threading
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
-from kv_store import MAGIC, RECORD_HEADER, LRUBlocks, Store, open_record, record_header
+from kv_store import MAGIC, RECORD_HEADER, KVStore, LRUBlocks, open_record, record_header
 from request_chain import Link
 
 _FILE_HEADER = struct.Struct("<16sQ")  # format, block_nbytes
@@ -35,12 +35,12 @@ def ignore_change(block_hash: bytes, is_here: bool) -> None:
     """The default listener of a tier, which does nothing."""
 
 
-class HostTier(Store):
+class HostTier(KVStore):
     """A tier in memory. Evicted blocks go to `below`, if there is one."""
 
     def __init__(self, max_blocks: int) -> None:
         self.max_blocks = max_blocks
-        self.below: Store | None = None
+        self.below: KVStore | None = None
         self.on_change: Callable[[bytes, bool], object] = ignore_change
         self._blocks: LRUBlocks[tuple[Link, bytes]] = LRUBlocks()
 
@@ -82,7 +82,7 @@ class HostTier(Store):
             self.on_change(link[0], False)
 
 
-class DiskTier(Store):
+class DiskTier(KVStore):
     """A tier in a memory-mapped file. An existing file is reused if it fits.
 
     All methods can be called from different threads; `on_change` is called in theirs. Raises
@@ -165,13 +165,12 @@ class DiskTier(Store):
             yield self.read(link)
 
     def read(self, link: Link) -> bytes:
-        """Return the block's bytes, verified, and mark it as used. Raises `LookupError` if it is
-        not here, and `ValueError` for a record that fails the check, which is dropped."""
+        """Return the block's bytes, verified. Raises `LookupError` if it is not here, and
+        `ValueError` for a record that fails the check, which is dropped."""
         with self._lock:
             slot = self._slots[link[0]]
             offset = self._offset(slot)
             record = self._map[offset : offset + self._record_nbytes]
-            self._slots.move_to_end(link[0])
         try:
             return open_record(record, link)
         except ValueError:

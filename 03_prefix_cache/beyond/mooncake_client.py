@@ -95,10 +95,10 @@ class MooncakeClient:
         found: Any = self._call("locate", list(keys))[0] if keys else []
         return found
 
-    def put(self, key: str, *parts: bytes) -> bool:
-        """Store the parts as one value, in the memory that this client lends if there is space.
-        Returns False if there is no space. An existing key stays unchanged."""
-        return self._call("put", key, parts=parts)[0] == 0
+    def put(self, key: str, value: bytes) -> bool:
+        """Store a value, in the memory that this client lends if there is space. Returns False if
+        there is no space. An existing key stays unchanged."""
+        return self._call("put", key, value)[0] == 0
 
     def get(self, key: str) -> bytearray | None:
         """Return the value; None if the key does not exist, or the client with the value is
@@ -110,7 +110,7 @@ class MooncakeClient:
         self._call("remove", key)
 
     def _call(
-        self, operation: str, argument: object, parts: Sequence[bytes] = (), timeout_s: float = 0.0
+        self, operation: str, argument: object, payload: bytes = b"", timeout_s: float = 0.0
     ) -> tuple[object, bytearray]:
         """Send one call and return its answer. Any failure brings the client down."""
         with self._lock:
@@ -118,12 +118,12 @@ class MooncakeClient:
                 raise StoreDownError(self.down_reason)
             deadline = time.monotonic() + (timeout_s or self.timeout_s)
             try:
-                _send(self._socket, [operation, argument], parts, deadline)
-                (error, answer), payload = _receive(self._socket, deadline)
+                _send(self._socket, [operation, argument], payload, deadline)
+                (error, answer), value = _receive(self._socket, deadline)
             except OSError as failure:
                 error = f"the client did not answer {operation!r}: {failure!r}"
             if error is None:
-                return answer, payload
+                return answer, value
             self.down_reason = error
             self._kill()
         logger.warning("the Mooncake store is not used any longer: %s", error)
@@ -142,7 +142,7 @@ class MooncakeClient:
                 self.down_reason = "the client is closed"
                 deadline = time.monotonic() + self.timeout_s
                 try:
-                    _send(self._socket, ["close", None], (), deadline)
+                    _send(self._socket, ["close", None], b"", deadline)
                     _receive(self._socket, deadline)
                 except OSError as failure:
                     logger.warning("the Mooncake client was killed: %r", failure)
@@ -152,12 +152,9 @@ class MooncakeClient:
 # -- between the two processes: a JSON head, then bytes
 
 
-def _send(
-    channel: socket.socket, head: object, parts: Sequence[bytes], deadline: float | None
-) -> None:
+def _send(channel: socket.socket, head: object, payload: bytes, deadline: float | None) -> None:
     text = json.dumps(head).encode()
-    frame = _FRAME.pack(len(text), sum(len(part) for part in parts))
-    for data in (frame + text, *parts):
+    for data in (_FRAME.pack(len(text), len(payload)) + text, payload):
         channel.settimeout(_left_s(deadline))
         channel.sendall(data)
 
@@ -265,7 +262,7 @@ def _serve(channel: socket.socket) -> None:
             error, answer, data = getattr(calls, operation)(argument, payload)
         except Exception as failure:
             error, answer, data = repr(failure), None, b""
-        _send(channel, [error, answer], [data], None)
+        _send(channel, [error, answer], data, None)
 
 
 if __name__ == "__main__":

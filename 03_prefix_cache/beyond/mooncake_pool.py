@@ -23,7 +23,7 @@ import http.client
 import re
 from collections.abc import Iterator, Sequence
 
-from kv_store import Store
+from kv_store import KVStore
 from mooncake_client import MooncakeClient, StoreDownError
 from mooncake_master import MooncakeAddress
 from request_chain import Link
@@ -35,7 +35,7 @@ def store_key(link: Link) -> str:
     return KEY_PREFIX + link[0].hex()
 
 
-class MooncakePool(Store):
+class MooncakePool(KVStore):
     """The store at `address`.
 
     The object is this process's client of the store: it lends `segment_nbytes` of memory, which

@@ -44,7 +44,7 @@ class PoolConnectorStats:
 
 
 class PoolConnector(StoreConnector):
-    """A `KVConnector` to `pool`, which is any `Store` or a `GlobalKVPool`, for the engine on
+    """A `KVConnector` to `pool`, which is any `KVStore` or a `GlobalKVPool`, for the engine on
     `node_id`. The pool is shared, so its creator closes it."""
 
     def __init__(

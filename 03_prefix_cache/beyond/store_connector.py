@@ -32,7 +32,7 @@ Found = list[tuple[Link, bytes | None]]  # None: to be read by `Loads`
 
 
 @dataclass(slots=True, eq=False)
-class _Load:
+class _Destination:
     block_ids: list[int]
     found: Found
     is_background: bool
@@ -53,7 +53,7 @@ class StoreConnector(KVConnector):
         # By request, the result of the last lookup, with bytes: allocating for a load evicts
         # blocks, and pushes others out of the host.
         self._found: dict[str, Found] = {}
-        self._loading: dict[str, _Load] = {}
+        self._loading: dict[str, _Destination] = {}
         self._loads = Loads[bytes](load_timeout_s, num_threads, clock)
 
     def bind(self, io: KVBlockIO, block_size: int, namespace: Sequence[tuple[str, str]]) -> None:
@@ -93,7 +93,7 @@ class StoreConnector(KVConnector):
                 logger.warning("cannot start to load KV: %r", failure)
                 parts = iter(())
             self._loads.start(request_id, parts)
-        self._loading[request_id] = _Load(list(block_ids), found, bool(links))
+        self._loading[request_id] = _Destination(list(block_ids), found, bool(links))
 
     def get_finished_load(self, request_id: str) -> int | None:
         load = self._loading[request_id]

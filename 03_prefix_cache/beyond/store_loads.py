@@ -33,7 +33,7 @@ T = TypeVar("T")
 
 
 @dataclass(slots=True, eq=False)
-class _Load(Generic[T]):
+class _PartialLoad(Generic[T]):
     parts: Iterator[T]
     deadline: float
     arrived: list[T] = field(default_factory=list)  # written by the thread only
@@ -54,8 +54,8 @@ class Loads(Generic[T]):
     ) -> None:
         self.timeout_s = timeout_s
         self._clock = clock
-        self._loads: dict[str, _Load[T]] = {}  # not taken yet; the oldest first
-        self._queue = SimpleQueue[_Load[T]]()
+        self._loads: dict[str, _PartialLoad[T]] = {}  # not taken yet; the oldest first
+        self._queue = SimpleQueue[_PartialLoad[T]]()
         self._ends = SimpleQueue[None]()
         self._threads = [WorkerThread("kv-loads", finishes=False) for _ in range(num_threads)]
 
@@ -64,7 +64,7 @@ class Loads(Generic[T]):
         `close`."""
         if name in self._loads:
             raise ValueError(f"load {name!r} exists; take its result or cancel it")
-        load = _Load(iter(parts), self._clock() + self.timeout_s)
+        load = _PartialLoad(iter(parts), self._clock() + self.timeout_s)
         self._queue.put(load)
         for thread in self._threads:  # the first that is free takes it
             thread.submit(self._read_next)

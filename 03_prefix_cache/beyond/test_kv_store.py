@@ -6,7 +6,7 @@ import random
 
 import pytest
 
-from kv_store import LRUBlocks, Store, compute_checksum, make_record, open_record
+from kv_store import KVStore, LRUBlocks, compute_checksum, make_record, open_record
 from kv_stores import RECORD_NBYTES, FaultyStore
 from request_chain import Link
 
@@ -22,7 +22,7 @@ def content(number: int) -> bytes:
 LINKS = [make_link(number) for number in range(8)]
 
 
-def read(store: Store, links: list[Link]) -> list[bytes]:
+def read(store: KVStore, links: list[Link]) -> list[bytes]:
     """What comes before the first that is missing."""
     blocks: list[bytes] = []
     try:
@@ -87,6 +87,15 @@ def test_a_record_is_opened_only_if_it_is_exactly_what_was_made() -> None:
             open_record(record, other)
 
 
-def test_a_checksum_tells_where_a_hash_ends() -> None:
-    assert compute_checksum((b"ab", ()), b"c") != compute_checksum((b"a", ()), b"bc")
-    assert compute_checksum((b"a", (1,)), bytes(8)) != compute_checksum((b"a", (1, 0)), b"")
+def test_a_checksum_covers_hash_tokens_and_bytes_and_tells_where_each_ends() -> None:
+    blocks = [
+        ((b"ab", (1, 2)), b"kv"),
+        ((b"ac", (1, 2)), b"kv"),
+        ((b"ab", (2, 1)), b"kv"),
+        ((b"ab", (1, 2)), b"kw"),
+        ((b"abkv", ()), b""),
+        ((b"ab", ()), b"kv"),
+        ((b"ab", (1,)), bytes(8)),
+        ((b"ab", (1, 0)), b""),
+    ]
+    assert len({compute_checksum(link, data) for link, data in blocks}) == len(blocks)

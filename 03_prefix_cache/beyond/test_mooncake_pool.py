@@ -87,18 +87,12 @@ def test_what_one_publishes_another_finds_and_reads_bit_for_bit(
     assert publish(near, chain) == [True] * 5
     assert far.has(links_of(chain)) == 5
     assert far.total_cached_blocks == num_before + 5
+    assert publish(far, [(chain[0][0], b"other bytes")]) == [False]
     assert load(far, chain) == (chain, None)
     chain[2:2] = make_chain("missing", 1)
     assert far.has(links_of(chain)) == 2
     arrived, error = load(far, chain)
     assert arrived == chain[:2] and "not in the store" in error
-
-
-def test_a_block_is_published_once(near: MooncakePool, far: MooncakePool) -> None:
-    chain = make_chain("twice", 1)
-    assert publish(near, chain) == [True]
-    assert publish(far, [(chain[0][0], b"other bytes")]) == [False]
-    assert load(far, chain) == (chain, None)
 
 
 def test_a_value_without_room_is_refused_and_the_store_goes_on(near: MooncakePool) -> None:

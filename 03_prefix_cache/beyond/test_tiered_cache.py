@@ -165,25 +165,6 @@ def test_a_request_whose_blocks_are_being_read_is_passed_over(make_engine, tmp_p
     engine.manager.check_invariants()
 
 
-@pytest.mark.parametrize("how", ["cancelled", "late"])
-def test_a_load_that_is_given_up_writes_nothing(make_engine, how, tmp_path):
-    timeout = 0.2 if how == "late" else 20.0
-    config = KVTierConfig(0, 50, tmp_path / "kv", "write_through", load_timeout_s=timeout)
-    engine, request, gate = engine_with_a_slow_disk(make_engine, config)
-    if how == "late":
-        assert engine.wait_until_ready(request).num_tokens == 0
-    else:
-        computed = engine.manager.get_computed_blocks(request)
-        assert computed is NotReady.LOADING
-    engine.manager.free(request)
-    before = dict(engine.io.data)
-    gate.set()
-    engine.tiers.close()
-    assert engine.io.data == before
-    engine.manager.check_invariants()
-    assert engine.cache.pool.num_free_blocks == engine.cache.pool.num_usable_blocks
-
-
 def test_a_child_is_never_left_below_without_its_parent_while_both_fit(make_engine):
     """Trap 11, a floor down: the tail of a prompt leaves the host before its head."""
     engine = make_engine(KVTierConfig(host_blocks=6))

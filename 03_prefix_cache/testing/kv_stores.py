@@ -13,7 +13,7 @@ from pathlib import Path
 
 from global_kv_pool import GlobalKVPool
 from kv_bytes import NBYTES
-from kv_store import RECORD_HEADER, SharedStore, Store
+from kv_store import RECORD_HEADER, KVStore, SharedStore
 from kv_tiers import DiskTier, HostTier
 from request_chain import Link
 
@@ -22,7 +22,7 @@ MAX_BLOCKS = 30  # of a store that has a limit
 RECORD_NBYTES = RECORD_HEADER.size + NBYTES
 
 
-class SlowDict(Store):
+class SlowDict(KVStore):
     """A throw-away store: a dictionary with a delay."""
 
     def __init__(self) -> None:
@@ -66,7 +66,7 @@ class Faults:
         self.hold.set()
 
 
-class FaultyStore(Store):
+class FaultyStore(KVStore):
     """A store with faults on the way to it, which drops at the end what was put."""
 
     num_read_threads = 4

@@ -1,5 +1,5 @@
 """The kernels against the PyTorch version, bit for bit: on a GPU if there is one, else in Triton's
-interpreter (`conftest.py` switches it on).
+interpreter (`conftest.py` switches it on). The cases of the PyTorch version run over them too.
 
 The interpreter accepts more than the compiler does, so one test compiles the kernels, which needs
 no GPU. That the rules are right is for the tests of the PyTorch version to show."""
@@ -12,7 +12,6 @@ import subprocess
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
-from itertools import product
 from pathlib import Path
 
 import numpy as np
@@ -32,7 +31,23 @@ from rejection_sampler_triton import (
     rejection_sample_triton,
     rejection_sampling_batched_triton,
 )
-from test_rejection_sampler import ENDS, IMPOSSIBLE, NAN
+from test_rejection_sampler import (  # noqa: F401  the tests get this file's `rules`
+    ENDS,
+    NAN,
+    VerificationRules,
+    test_a_draft_behind_a_rejected_one_never_counts,
+    test_a_placeholder_matches_nothing_not_even_a_row_that_says_nothing,
+    test_a_rejection_that_leaves_nothing_draws_from_p,
+    test_an_id_that_is_no_token_is_never_emitted_and_its_place_has_the_law_of_p,
+    test_arguments_stay_as_they_are,
+    test_at_the_quotient_itself_the_product_decides,
+    test_both_layouts_of_drafts_agree_with_a_loop,
+    test_impossible_tokens_stay_out,
+    test_nan_of_one_request_stays_with_it,
+    test_the_bonus_token_comes_only_behind_all_drafts,
+    test_the_ends_of_intervals_belong_to_the_token_above,
+    test_without_any_drafts_each_request_gets_its_sample,
+)
 
 
 @dataclass(frozen=True)
@@ -51,24 +66,6 @@ class Arguments:
         """Copies that lie in memory as these do."""
         values = [getattr(self, field.name) for field in fields(self)]
         return [_copy(x, device) if isinstance(x, torch.Tensor) else x for x in values]
-
-    def starts(self) -> list[int]:
-        return self.cu_num_logits.tolist()
-
-    def select(self, requests: Sequence[int]) -> Arguments:
-        starts = self.starts()
-        rows = [row for i in requests for row in range(starts[i], starts[i + 1])]
-        drafts = [j for i in requests for j in range(starts[i] - i, starts[i + 1] - i - 1)]
-        lengths = [starts[i + 1] - starts[i] - 1 for i in requests]
-        return Arguments(
-            self.target_probs[rows],
-            self.draft_token_ids[drafts],
-            None if self.draft_probs is None else self.draft_probs[drafts],
-            torch.from_numpy(_starts(lengths)),
-            self.max_num_drafts,
-            self.accept_u[drafts],
-            self.sample_u[rows],
-        )
 
 
 def _copy(x: torch.Tensor, device: torch.device | str) -> torch.Tensor:
@@ -161,6 +158,24 @@ def check(arguments: Arguments, device: torch.device) -> VerifiedTokens:
     return expected
 
 
+@pytest.fixture
+def rules(device: torch.device) -> VerificationRules:
+    """The kernels, for the tests of the PyTorch version that are imported above."""
+
+    def on_device(*arguments) -> list:
+        return [x.to(device) if isinstance(x, torch.Tensor) else x for x in arguments]
+
+    def reject(*arguments) -> VerifiedTokens:
+        verified = rejection_sample_triton(*on_device(*arguments))
+        return VerifiedTokens(verified.token_ids.cpu(), verified.num_sampled.cpu())
+
+    def match(*arguments) -> tuple[torch.Tensor, torch.Tensor]:
+        token_ids, num_sampled = rejection_sampling_batched_triton(*on_device(*arguments))
+        return token_ids.cpu(), num_sampled.cpu()
+
+    return VerificationRules(reject, match)
+
+
 # -- bit for bit
 
 VOCAB_SIZES = (1, 2, 31, 128, 1000, 2055, TILE - 1, TILE, TILE + 1, 2 * TILE + 7)
@@ -235,40 +250,8 @@ def test_the_residual_is_rounded_as_p_is(device):
     assert check(arguments, device).token_ids.tolist() == [[0, PADDING]]
 
 
-def test_a_draft_is_accepted_below_p_over_q_and_not_at_it(device):
-    p, q = [0.25, 0.25, 0.5], [0.5, 0.5, 0.0]
-    numbers = [0.5 - 2.0**-53, 0.5, 0.5 + 2.0**-52]
-    arguments = make_arguments([p] * 6, [0] * 3, [q] * 3, [1] * 3, numbers, [0.0] * 6)
-    assert check(arguments, device).token_ids.tolist() == [[0, 0], [2, PADDING], [2, PADDING]]
-    certain = replace(arguments, draft_probs=None, accept_u=arguments.accept_u / 2)
-    assert check(certain, device).num_sampled.tolist() == [2, 1, 1]
-
-
-@pytest.mark.parametrize("is_certain", [False, True])
-def test_impossible_tokens_stay_out(is_certain, device):
-    """Traps 43, 46: zeros, denormals, one-hot and equal distributions, a padding lane."""
-    rows = [(p, q, draft) for _, p, q, draft, _ in IMPOSSIBLE if q is not None]
-    rows.append(([0.0, 0.75, 0.25], [0.5, 0.25, 0.25], 3))  # the draft is in the padding
-    rows = [([*p, 0.0, 0.0][:4], [*q, 0.0, 0.0][:4], draft) for p, q, draft in rows]
-    cases = list(product(rows, [(0.0, LAST), (LAST, 0.0), (2.0**-53, 0.5)]))
-    p = torch.tensor([case[0] for case, _ in cases]).repeat_interleave(2, dim=0)
-    q = torch.tensor([case[1] for case, _ in cases])
-    arguments = make_arguments(
-        p,
-        [case[2] for case, _ in cases],
-        None if is_certain else q,
-        [1] * len(cases),
-        [u for _, (u, _) in cases],
-        [v for _, (_, v) in cases for _ in range(2)],
-    )
-    verified = check(arguments, device)
-    assert set(verified.num_sampled.tolist()) == {1, 2}
-    tokens = verified.token_ids.flatten()
-    assert ((tokens == PADDING) | (p.gather(1, tokens.clamp(min=0)[:, None])[:, 0] > 0)).all()
-
-
-def test_a_rejection_that_leaves_nothing_draws_from_p(device):
-    """Nothing at all, or less than an integer. Above all not the last lane, which is padding."""
+def test_what_rounding_leaves_of_several_tiles_is_drawn_from_p(device):
+    """Nothing at all, or less than an integer: the second walk ends in the last tile."""
     p = torch.zeros(4, TILE + 3)
     q = torch.zeros(4, TILE + 3)
     p[:, 1], q[:, 1] = 0.99999994, 1.0
@@ -280,22 +263,13 @@ def test_a_rejection_that_leaves_nothing_draws_from_p(device):
     )
     verified = check(arguments, device)
     assert verified.token_ids.tolist() == [[1, PADDING]] * 2 + [[TILE, PADDING]] * 2
-    certain = replace(arguments.select([0, 1]), draft_probs=None)
-    assert check(certain, device).token_ids.tolist() == [[1, PADDING]] * 2
+    assert (
+        check(replace(arguments, draft_probs=None), device).token_ids[:2].tolist()
+        == [[1, PADDING]] * 2
+    )
 
 
 # -- shapes and layouts
-
-
-def test_batches_without_drafts_and_without_requests(device):
-    for num_more in (0, 3):
-        bonus = random_arguments(2, [0, 0], 40, num_more=num_more)
-        assert bonus.draft_probs is not None and len(bonus.draft_probs) == 0
-        verified = check(bonus, device)
-        assert verified.token_ids.shape == (2, 1 + num_more)
-        check(replace(bonus, draft_probs=None), device)
-        nobody = random_arguments(2, [], 40, num_more=num_more)
-        assert check(nobody, device).token_ids.shape == (0, 1 + num_more)
 
 
 def test_every_number_of_the_result_is_written_and_none_beside_it(device, monkeypatch):
@@ -354,52 +328,12 @@ def test_p_and_q_may_differ_in_format_and_ids_too(dtypes, device):
 # -- company
 
 
-def test_a_request_gets_the_same_tokens_beside_nan(device):
-    """In other company too: it is that of the PyTorch version."""
-    arguments = random_arguments(7, [2, 0, 3, 1, 2], 60)
-    runs = check(arguments, device).token_ids
-    check(replace(arguments.select([4, 3, 2, 1, 0]), max_num_drafts=7), device)
-    starts = arguments.starts()
-    beside_nan = replace(
-        arguments,
-        target_probs=arguments.target_probs.clone(),
-        draft_probs=arguments.draft_probs.clone(),
-    )
-    for i in (1, 2, 4):
-        beside_nan.target_probs[starts[i] : starts[i + 1]] = NAN
-        beside_nan.draft_probs[starts[i] - i : starts[i + 1] - i - 1] = NAN
-    tokens = rejection_sample_triton(*beside_nan.values(device)).token_ids.cpu()
-    assert torch.equal(tokens[[0, 3]], runs[[0, 3]])
-    last = tokens[[1, 2, 4], 0]
-    assert ((last >= 0) & (last < 60)).all()
-
-
 def test_what_follows_a_rejected_draft_is_never_read(device):
     p = torch.tensor([[0.5, 0.5, 0.0], [0.0, 0.0, 1.0], [NAN] * 3, [NAN] * 3])
     q = torch.tensor([[0.5, 0.5, 0.0], [1.0, 0.0, 0.0], [NAN] * 3])
     arguments = make_arguments(p, [1, 0, 2], q, [3], [0.5, 0.0, 0.0], [0.0, 0.5, NAN, NAN])
     assert check(arguments, device).token_ids.tolist() == [[1, 2, PADDING, PADDING]]
     assert check(replace(arguments, draft_probs=None, accept_u=arguments.accept_u * 0.5), device)
-
-
-@pytest.mark.parametrize("is_certain", [False, True])
-def test_an_id_that_is_no_token_is_neither_looked_up_nor_accepted(is_certain, device):
-    """As a placeholder (Trap 40): beyond the vocabulary lie numbers that would accept it, and what
-    follows it is drawn from p, not from p - q."""
-    buffer = torch.full((12, 8), 9.0)
-    p, q = buffer[:10, 2:6], torch.full((5, 8), 1e-3)[:, 2:6]
-    p[:] = torch.tensor([0.0, 0.5, 0.5, 0.0])
-    q[:] = torch.tensor([0.0, 0.0, 1.0, 0.0])
-    drafts = [-1, 4, -2, 2**62, -(2**62)]
-    arguments = make_arguments(
-        torch.zeros(10, 4), drafts, None if is_certain else torch.zeros(5, 4), [1] * 5,
-        [0.0] * 5, [0.25, LAST] * 5,
-    )  # fmt: skip
-    arguments = replace(arguments, target_probs=p, draft_probs=None if is_certain else q)
-    verified = check(arguments, device)
-    assert verified.token_ids.tolist() == [[1, PADDING]] * 5
-    upper = replace(arguments, sample_u=torch.tensor([0.75, LAST] * 5, dtype=torch.float64))
-    assert check(upper, device).token_ids.tolist() == [[2, PADDING]] * 5
 
 
 @pytest.mark.sample(seed=2)
@@ -418,7 +352,7 @@ def test_ids_that_are_no_tokens_anywhere_in_a_batch(is_certain, seed, device):
     assert ((broken.token_ids >= PADDING) & (broken.token_ids < 7)).all()
     expected = rejection_sample(*whole.values())
     ends_early = 0
-    for i, start in enumerate(whole.starts()[:-1]):
+    for i, start in enumerate(whole.cu_num_logits[:-1].tolist()):
         own = is_bad[start - i : start - i + lengths[i]].tolist()
         first_bad = own.index(True) if any(own) else lengths[i] + 1
         num_before = min(int(expected.num_sampled[i]), first_bad)
@@ -452,39 +386,6 @@ def check_matching(
         assert result.device == sampled.device and result.dtype == torch.int64
         assert torch.equal(result, other), (result, other)
     return expected[1]
-
-
-@pytest.mark.parametrize("seed", range(4))
-def test_the_matched_tokens_are_those_of_pytorch(seed, device):
-    """In both layouts: drafts alone, or the tokens that were fed, one to a row."""
-    lengths = np.random.default_rng(seed).integers(0, 6, size=16).tolist()
-    sampled, drafts, cu_num_logits = random_samples(seed, lengths, device)
-    num_sampled = check_matching(sampled, drafts, cu_num_logits, max(lengths) + seed)
-    assert len(num_sampled.unique()) > 2
-    fed = torch.full_like(sampled, 1)
-    is_first = torch.zeros(len(sampled), dtype=torch.bool, device=device)
-    is_first[cu_num_logits[:-1]] = True
-    fed[~is_first] = drafts
-    for other in (0, 1):  # the token before the drafts does not matter
-        fed[is_first] = other
-        assert torch.equal(check_matching(sampled, fed, cu_num_logits, 7), num_sampled)
-
-
-@pytest.mark.parametrize("is_fed", [False, True])
-def test_a_placeholder_matches_nothing_not_even_a_row_that_says_nothing(is_fed, device):
-    """-1 is a draft that is none, and the sample of a row of NaN."""
-    sampled = torch.tensor([-1, 3, 2, 2, -1, 4], device=device)
-    drafts = [-1, 3, 2, -1]  # two for each request; the first of the second one is right
-    fed = [9, -1, 3, 9, 2, -1]
-    cu_num_logits = torch.tensor([0, 3, 6], device=device)
-    tokens = torch.tensor(fed if is_fed else drafts, device=device)
-    assert check_matching(sampled, tokens, cu_num_logits, 2).tolist() == [1, 2]
-
-
-def test_without_any_drafts_each_request_gets_its_sample(device):
-    for num_reqs, num_steps in ((3, 0), (3, 2), (0, 0), (0, 2)):
-        sampled, drafts, cu_num_logits = random_samples(0, [0] * num_reqs, device)
-        check_matching(sampled, drafts, cu_num_logits, num_steps)
 
 
 def test_samples_in_other_formats_and_strides(device):

@@ -31,7 +31,7 @@ from typing import Any
 
 import msgpack
 
-from common.requests.input_processor import DrawnSeedParams
+from common.requests.input_processor import TOKEN_RULE_FIELDS, DrawnSeedParams
 from common.sampling.distributions import TokenLogprobs
 from request import SamplingParams
 from scheduler_interface import (
@@ -218,8 +218,9 @@ def _checked_features(new: NewRequestData) -> dict[str, Any]:
 def _params_to_map(params: SamplingParams) -> dict[str, Any]:
     lists = {"stop": list(params.stop), "stop_token_ids": list(params.stop_token_ids)}
     # A worker gets the needed parts of these as features: plain data.
-    rules = ("logit_bias", "allowed_token_ids", "bad_words")
-    stay = dict.fromkeys((*rules, "prompt_logprobs", "truncate_prompt_tokens", "grammar"))
+    stay = dict.fromkeys(
+        (*TOKEN_RULE_FIELDS, "prompt_logprobs", "truncate_prompt_tokens", "grammar")
+    )
     is_seed_drawn = isinstance(params, DrawnSeedParams)
     return {**_as_map(params, _PARAMS, **lists, **stay), "is_seed_drawn": is_seed_drawn}
 

@@ -20,7 +20,7 @@ from common.parallel.message import MessageError
 from common.requests.input_processor import DrawnSeedParams
 from common.sampling.distributions import TokenLogprobs
 from common.tests.engine_oracle import checked_engine, serve_a_crowd
-from request import SamplingParams
+from request import _NUMBERS, SamplingParams
 from scheduler_interface import (
     BlockTableUpdate,
     CachedRequestData,
@@ -66,13 +66,8 @@ def params(draw) -> SamplingParams:
     max_tokens = draw(st.integers(1, 2**70))
     return kind(
         n=draw(st.integers(1, 4)),
-        temperature=draw(st.floats(0, 1e308)),
         top_k=draw(POSITIVE),
-        top_p=draw(st.floats(5e-324, 1)),
-        min_p=draw(st.floats(0, 1)),
-        repetition_penalty=draw(st.floats(0.1, 3)),
-        presence_penalty=draw(st.floats(-2, 2)),
-        frequency_penalty=draw(st.floats(-2, 2)),
+        **{name: draw(st.floats(low, high)) for name, (_, low, high) in _NUMBERS.items()},
         seed=draw(st.none() | st.integers(-(2**63), 2**63 - 1)),
         max_tokens=max_tokens,
         min_tokens=draw(st.integers(0, max_tokens)),

@@ -19,7 +19,7 @@ from kv_memory import KeyedRequest
 from request import SamplingParams, check_integers, require
 
 Prompt = str | Sequence[int]  # or a one-dimensional integer array or tensor
-_RULES = "allowed_token_ids", "bad_words", "logit_bias"
+TOKEN_RULE_FIELDS = "allowed_token_ids", "bad_words", "logit_bias"  # fields (`token_rules.py`)
 MAX_SAMPLES = 16_384  # of a prompt, as in vLLM, because each takes memory immediately
 
 
@@ -141,7 +141,7 @@ class InputProcessor:
         require(params.n <= MAX_SAMPLES, "n", params.n, f"at most {MAX_SAMPLES:,}")
         self._check_token_ids("stop_token_ids", params.stop_token_ids)
         rules = None
-        if any(getattr(params, name) is not None for name in _RULES):
+        if any(getattr(params, name) is not None for name in TOKEN_RULE_FIELDS):
             from common.requests.token_rules import token_rules_of
 
             rules = token_rules_of(params, self.tokenizer, self.vocab_size, self._check_sampled_ids)

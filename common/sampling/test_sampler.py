@@ -37,7 +37,7 @@ from common.sampling.sampling_constraints import (
 )
 from common.sampling.sampling_rules import apply_min_p
 from common.tests.sampling_cases import GREEDY, RECIPES, make_sampling, sampling_probs
-from request import SamplingParams
+from request import _NUMBERS, SamplingParams
 from scheduler_interface import NO_FINITE_LOGITS
 
 NEG_INF = float("-inf")
@@ -174,15 +174,6 @@ def test_masks_equal_those_of_transformers() -> None:
         theirs = RepetitionPenaltyLogitsProcessor(r)(history, logits)
         ours = apply_penalties(logits, counts > 0, counts, r * ones, 0 * ones, 0 * ones)
         torch.testing.assert_close(theirs, ours, rtol=1e-15, atol=0)
-
-
-def test_repetition_counts_the_prompt_and_presence_and_frequency_do_not() -> None:
-    logits = torch.tensor([[2.0, -2.0, 1.0, 0.5]] * 2, dtype=torch.float64)
-    params = SamplingParams(repetition_penalty=2, presence_penalty=0.25, frequency_penalty=0.5)
-    batch = make_batch([params] * 2, prompts=[[0, 1], []], outputs=[[2, 2], [0]])
-    found = sampling_probs(logits, batch.sampling)
-    expected = [[1.0, -4.0, 0.5 - 1.0 - 0.25, 0.5], [1.0 - 0.5 - 0.25, -2.0, 1.0, 0.5]]
-    torch.testing.assert_close(found, torch.tensor(expected, dtype=torch.float64).softmax(-1))
 
 
 def test_top_p_keeps_the_token_that_reaches_it_and_no_more() -> None:
@@ -507,7 +498,7 @@ import sys, torch
 from types import SimpleNamespace
 from common.sampling.sampler import Sampler
 from common.tests.sampling_cases import make_sampling
-from request import SamplingParams
+from request import _NUMBERS, SamplingParams
 for params in ({"temperature": 0}, {"seed": 1, "top_p": 0.5}, {"presence_penalty": 1}):
     batch = SimpleNamespace(sampling=make_sampling([SamplingParams(**params)]))
     Sampler(9).sample(torch.zeros(1, 9), batch)
@@ -522,34 +513,27 @@ def test_what_a_step_does_not_need_is_not_loaded() -> None:
     assert found.stdout.decode().splitlines() == ["0 0 0 0", "1 1 1 0", "1 1 1 1"]
 
 
+def numbers(name: str) -> st.SearchStrategy[float]:
+    """The default, the ends of the interval, and all between."""
+    _, low, high = _NUMBERS[name]
+    ends = st.sampled_from([SamplingParams.__dataclass_fields__[name].default, low, high])
+    return ends | st.floats(low, high)
+
+
 @settings(max_examples=150, deadline=None, derandomize=True)
 @given(
-    temperature=st.one_of(st.just(0.0), st.floats(1e-320, 1e308)),
+    drawn=st.fixed_dictionaries({name: numbers(name) for name in _NUMBERS}),
     top_k=st.integers(0, 40),
-    top_p=st.floats(1e-300, 1.0),
-    min_p=st.floats(0.0, 1.0),
-    repetition=st.floats(0.01, 100.0),
-    presence=st.floats(-2, 2),
     seed=st.integers(-(2**63), 2**63 - 1),
     data=st.data(),
 )
 def test_extreme_parameters_draw_a_possible_token(
-    temperature: float,
-    top_k: int,
-    top_p: float,
-    min_p: float,
-    repetition: float,
-    presence: float,
-    seed: int,
-    data: st.DataObject,
+    drawn: dict[str, float], top_k: int, seed: int, data: st.DataObject
 ) -> None:
     """Traps 43, 45, 46: no NaN, no division by zero, temperature 0 is greedy."""
     values = st.one_of(st.floats(-1e4, 1e4, width=32), st.sampled_from([NEG_INF, 0.0]))
     logits = data.draw(st.lists(values, min_size=1, max_size=30).filter(lambda v: max(v) > NEG_INF))
-    params = SamplingParams(
-        temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p,
-        repetition_penalty=repetition, presence_penalty=presence, seed=seed, logprobs=2,
-    )  # fmt: skip
+    params = SamplingParams(**drawn, top_k=top_k, seed=seed, logprobs=2)
     batch = make_batch([params], outputs=[[0, 0]])
     row = torch.tensor([logits])
     (token,) = sample(row, batch)
@@ -559,5 +543,5 @@ def test_extreme_parameters_draw_a_possible_token(
     assert logits[token] > NEG_INF
     if top_k:
         assert (probs > 0).sum() <= top_k
-    if temperature == 0:
+    if params.is_greedy:
         assert (probs > 0).sum() == 1

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 import torch
 
+from common.requests.input_processor import TOKEN_RULE_FIELDS
 from common.requests.token_rules import token_rules_of
 from common.sampling.runner_plugin import UploadBuffer
 from common.sampling.sampler import Sampler, as_float
@@ -99,7 +100,7 @@ def make_sampling(
     n = len(params)
     columns, rows = SamplingColumns(n), np.arange(n)
     for row, p in enumerate(params):
-        has_rules = (p.allowed_token_ids, p.bad_words, p.logit_bias) != (None, None, None)
+        has_rules = any(getattr(p, name) is not None for name in TOKEN_RULE_FIELDS)
         rules = token_rules_of(p, None, 1 << 40, lambda _, ids: ids) if has_rules else None
         columns.write(row, p, eos[row] if eos else (), rules)
     if seeds:

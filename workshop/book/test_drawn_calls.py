@@ -17,7 +17,7 @@ from bounded_loops import as_long_as
 from common.llm import LLM
 from global_kv_pool import GlobalKVPool, copy_in_process
 from kv_memory import ComputedBlocks, NotReady
-from kv_store import SharedStore, Store
+from kv_store import KVStore, SharedStore
 from loading_kv_cache_manager import LoadingKVCacheManager
 from pool_connector import PoolConnector
 from prefix_cache import KeyedRequest
@@ -230,7 +230,7 @@ class _Watched:
     def __init__(self, pool: GlobalKVPool, log: list[Call], lane: str) -> None:
         self._pool, self._log, self._lane = pool, log, lane
 
-    def at_node(self, node_id: str) -> Store:
+    def at_node(self, node_id: str) -> KVStore:
         store = self._pool.at_node(node_id)
         spy(self._log, self._lane, "pool", store, "has", "get", "put")
         return store

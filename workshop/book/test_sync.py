@@ -97,7 +97,7 @@ def test_a_page_of_other_headings_is_left_alone() -> None:
 def test_tables_are_made_where_a_record_or_its_script_changed() -> None:
     measure = "workshop/measure"
     assert commands_for([f"{measure}/README.md", "01_batching/request.py"], False) == []
-    for changed in ("plot_batching_workloads.py", "records/batching.json"):
+    for changed in ("plot_batching.py", "records/batching.json"):
         made = commands_for([f"{measure}/{changed}"], False)
         assert made == [["-m", "workshop.plot_batching", "--tables"]]
     of_bench = commands_for(["workshop/measure/bench/records/a.json"], False)

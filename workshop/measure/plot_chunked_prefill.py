@@ -1,28 +1,512 @@
-"""The figures and tables of chapter 6, drawn from its records.
+"""Chapter 6's measurements, figures and tables. The command line: `workshop/measure/lab_frame.py`.
 
-All are times and want a quiet machine. `plot_chunked_prefill_lab.py` defines the measurements. The
-command line is described in `workshop/measure/lab_frame.py`.
+    stall       eight users decode, one brings a long prompt: the time of each step, whole and in
+                chunks
+    sweep       the same for many chunk sizes: the waits of the others and of the new request,
+                and the throughput of all
+    adaptive    the chunk size follows a promised maximum of milliseconds a step
+    attention   chapter 2's attention against this chapter's, for mixed batches
+    batch_invariance    the cost of `batch_invariant=True`, and the requests whose tokens differ
+                without it from those that they get alone
+    calls       the packed products of one layer in calls of exactly one tile of rows
+
+All are times and want a quiet machine; systems take turns. The last two use one thread and
+processor time. The models of `batch_invariance` are the shipped checkpoint and one of Qwen3-0.6B's
+shapes with random weights (`--models tiny` leaves it out).
 """
 
 from __future__ import annotations
 
+import argparse
+import itertools
+import random
 import statistics
+import time
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from functools import partial
+from itertools import pairwise
 
 import matplotlib.pyplot as plt
+import numpy as np
+import torch
 from matplotlib.figure import Figure
+from torch import nn
 
-from workshop.book.palette import DECODE, INK, PAPER, PROMPT, label_line, shade
-from workshop.measure.bench.bench_record import percentile, table_of
-from workshop.measure.lab_frame import Part, run_lab, timed
-from workshop.measure.plot_chunked_prefill_lab import (
-    measure_adaptive,
-    measure_attention,
-    measure_stall,
-    measure_sweep,
-    median_of,
-)
+from batch_invariance import CALL_TILES
+from batch_layout import Queries
+from block_delta import PagedRunnerState
+from common.engine import LLMEngine
+from common.engine_config import SHIPPED_CHECKPOINT, EngineConfig
+from common.models.linear import Linear, reason_not_packed
+from common.models.loader import LoadedModel, load_model
+from common.requests.tokenizer import load_tokenizer
+from mixed_attention import MixedAttentionBackend
+from mixed_batch import compose
+from paged_attention import PagedKVCache, TorchAttentionBackend
+from request import SamplingParams
+from scheduler_interface import NewRequestData
+from step_record import StepRecord
+from workshop.book.palette import DECODE, INK, PAPER, PROMPT, shade
+from workshop.measure.bench.bench_record import percentile, percentiles
+from workshop.measure.bench.random_weights import QWEN3_0_6B, random_model
+from workshop.measure.lab_frame import Measurement, Part, run_lab, table, timed
+from workshop.measure.plot_spec_decode import held_out_texts, pieces_of
+from workshop.measure.rounds import median_of, ratios, run_in_turn, spread, time_in_turn
 
-CLOCK = "time.perf_counter and time.monotonic"
+CPU = torch.device("cpu")
+NUM_SHORT, SHORT_PROMPT, SHORT_OUTPUT = 8, 64, 96
+LONG_PROMPT, LONG_OUTPUT = 1800, 8
+LONG_ARRIVES = 16  # steps after the first token of the others
+SIZES: tuple[int | bool, ...] = (16, 32, 64, 128, 256, 512, 1024, False)
+TARGETS_MS = (10.0, 20.0, 40.0, 80.0)
+
+
+@dataclass(slots=True)
+class Users:
+    """Token ids of the short prompts and of the long one, from held-out files."""
+
+    short: list[list[int]]
+    long: list[int]
+
+
+def make_users() -> Users:
+    texts = held_out_texts(load_tokenizer(SHIPPED_CHECKPOINT), longer_than=LONG_PROMPT)
+    return Users(pieces_of(texts, NUM_SHORT, SHORT_PROMPT), texts[0][:LONG_PROMPT])
+
+
+def make_engine(model: LoadedModel, **options) -> LLMEngine:
+    config = EngineConfig(num_blocks=400, max_num_batched_tokens=2048, prefix_cache=None, **options)
+    return LLMEngine(config, loaded=model)
+
+
+def serve(engine: LLMEngine, users: Users) -> dict:
+    """Serve all requests to the end. Times are in milliseconds."""
+    steps: list[StepRecord] = []
+    engine.on_step = steps.append
+    for i, prompt in enumerate(users.short):
+        engine.add_request(f"short-{i}", prompt, _greedy(SHORT_OUTPUT))
+    while len(steps) < LONG_ARRIVES:
+        engine.step()
+    arrival = time.monotonic()
+    engine.add_request("long", users.long, _greedy(LONG_OUTPUT))
+    while engine.has_unfinished_requests():
+        engine.step()
+    engine.on_step = None
+    return describe(steps, arrival)
+
+
+def describe(steps: list[StepRecord], arrival: float) -> dict:
+    start = steps[0].start_time
+    times: dict[str, list[float]] = {}
+    for step in steps:
+        end = step.start_time + step.step_ms / 1e3
+        for name, tokens in step.new_token_ids.items():
+            times.setdefault(name, []).extend([end] * len(tokens))
+    gaps = [
+        1e3 * (b - a)
+        for name, own in times.items()
+        if name != "long"
+        for a, b in pairwise(own)
+        if b > arrival
+    ]
+    seconds = max(map(max, times.values())) - start
+    chunks = [step for step in steps if step.num_scheduled_tokens.get("long", 0) > 1]
+    p50, p99 = percentiles(gaps, [50, 99])
+    return {
+        "output_tokens_per_s": round(sum(map(len, times.values())) / seconds, 2),
+        "gap_ms_p50": round(p50, 3),
+        "gap_ms_p99": round(p99, 3),
+        "gap_ms_max": round(max(gaps), 3),
+        "long_ttft_ms": round(1e3 * (times["long"][0] - arrival), 3),
+        "num_steps": len(steps),
+        "num_chunks": len(chunks),
+        "chunk_step_ms": [round(step.step_ms, 3) for step in chunks],
+        "timeline": [
+            [
+                round(1e3 * (step.start_time - start), 2),
+                round(step.step_ms, 2),
+                len(step.num_scheduled_tokens) - ("long" in step.num_scheduled_tokens),
+                step.num_scheduled_tokens.get("long", 0),
+            ]
+            for step in steps
+        ],
+    }
+
+
+def _greedy(max_tokens: int) -> SamplingParams:
+    return SamplingParams(temperature=0, max_tokens=max_tokens, ignore_eos=True)
+
+
+def take_turns(
+    engines: dict[str, LLMEngine], users: Users, num_rounds: int, num_warm_ups: int = 1
+) -> dict[str, list[dict]]:
+    """Return the runs of each engine. Only the last run keeps its timeline."""
+    found = run_in_turn(engines, lambda n: serve(engines[n], users), num_rounds, num_warm_ups)
+    for runs in found.values():
+        for run in runs[:-1]:
+            del run["timeline"]
+    return found
+
+
+def _config(num_rounds: int) -> dict:
+    short = {"num_short": NUM_SHORT, "short_prompt": SHORT_PROMPT, "short_output": SHORT_OUTPUT}
+    long = {"long_prompt": LONG_PROMPT, "long_output": LONG_OUTPUT}
+    return {**short, **long, "num_rounds": num_rounds, "num_threads": torch.get_num_threads()}
+
+
+def _model() -> LoadedModel:
+    return load_model(SHIPPED_CHECKPOINT, "auto", torch.device("cpu"))
+
+
+def measure_stall(*, tiny: bool) -> dict:
+    num_rounds = 1 if tiny else 7
+    model, users = _model(), make_users()
+    systems = {
+        "whole prompts": {"chunked_prefill": False},
+        "chunks of 128": {"chunked_prefill": 128},
+        "prefill first, whole": {"scheduler": "prefill_first", "chunked_prefill": False},
+        "prefill first, chunks of 128": {"scheduler": "prefill_first", "chunked_prefill": 128},
+        "prefill first, mixed chunks of 128": {
+            "scheduler": "prefill_first",
+            "chunked_prefill": 128,
+            "mixing": True,
+        },
+    }
+    engines = {name: make_engine(model, **options) for name, options in systems.items()}
+    return {"config": _config(num_rounds), "runs": take_turns(engines, users, num_rounds)}
+
+
+def measure_sweep(*, tiny: bool) -> dict:
+    num_rounds = 1 if tiny else 5
+    model, users = _model(), make_users()
+    sizes = SIZES[3:5] if tiny else SIZES
+    engines = {str(size or "whole"): make_engine(model, chunked_prefill=size) for size in sizes}
+    runs = take_turns(engines, users, num_rounds)
+    for own in runs.values():
+        del own[-1]["timeline"]
+    return {"config": _config(num_rounds), "runs": runs}
+
+
+def measure_adaptive(*, tiny: bool) -> dict:
+    num_rounds = 1 if tiny else 5
+    model, users = _model(), make_users()
+    targets = TARGETS_MS[1:2] if tiny else TARGETS_MS
+    engines = {f"{ms:g} ms": make_engine(model, target_step_ms=ms) for ms in targets}
+    # The policy learns in the first round.
+    runs = take_turns(engines, users, num_rounds + 1, num_warm_ups=0)
+    return {"config": _config(num_rounds) | {"targets_ms": list(targets)}, "runs": runs}
+
+
+# -- attention
+
+NUM_LAYERS = 6
+
+
+def measure_attention(*, tiny: bool) -> dict:
+    """Milliseconds of one layer's attention, both ways, for several mixes; the shape is that of the
+    shipped checkpoint."""
+    num_rounds = 2 if tiny else 15
+    num_heads, num_kv_heads, head_dim, block_size = 4, 2, 64, 16
+    backends = {"chapter 2": TorchAttentionBackend(), "chapter 6": MixedAttentionBackend()}
+    mixes = {
+        "32 decodes": ([], 32),
+        "chunk of 256, no history": ([(0, 256)], 0),
+        "chunk of 256 after 1,000": ([(1000, 256)], 0),
+        "31 decodes, chunk of 256, no history": ([(0, 256)], 31),
+        "31 decodes, chunk of 256 after 1,000": ([(1000, 256)], 31),
+        "31 decodes, chunk of 256 after 7,000": ([(7000, 256)], 31),
+        "8 decodes, four chunks of 64 after 500": ([(500, 64)] * 4, 8),
+    }
+    rng, generator = random.Random(0), torch.Generator().manual_seed(0)
+    cache = PagedKVCache(1, 2048, block_size, num_kv_heads, head_dim)
+    keys, values = cache.key_cache[0], cache.value_cache[0]
+    keys.normal_(generator=generator)
+    values.normal_(generator=generator)
+    result: dict = {}
+    for name, (chunks, num_decodes) in mixes.items():
+        spans = [*chunks, *((rng.randint(100, 900), 1) for _ in range(num_decodes))]
+        state, params = PagedRunnerState(len(spans), 512), SamplingParams()
+        free = list(range(1, 2048))
+        rng.shuffle(free)
+        for index, (start, num_tokens) in enumerate(spans):
+            stop = start + num_tokens
+            block_ids = [free.pop() for _ in range(-(-stop // 16))]
+            state.admit(NewRequestData(str(index), [0] * stop, params, start, (block_ids,)))
+        starts, lens = np.array(spans).T
+        rows = state.rows_of([str(index) for index in range(len(spans))])
+        queries = Queries(rows, starts, lens, np.ones_like(lens))
+        query = torch.randn(sum(n for _, n in spans), num_heads, head_dim, generator=generator)
+
+        def attend(
+            backend: TorchAttentionBackend, state=state, queries=queries, query=query
+        ) -> None:
+            batch = compose(state, queries, block_size).on(CPU)
+            plan = backend.plan(batch.attention[0], num_heads, keys)
+            for _ in range(NUM_LAYERS):
+                plan.attend(query, keys, values, head_dim**-0.5)
+
+        result[name] = {
+            kind: [round(ms / NUM_LAYERS, 4) for ms in times]
+            for kind, times in time_in_turn(
+                {kind: partial(attend, backend) for kind, backend in backends.items()}, num_rounds
+            ).items()
+        }
+    return {
+        "config": {
+            "num_heads": num_heads,
+            "num_kv_heads": num_kv_heads,
+            "head_dim": head_dim,
+            "block_size": block_size,
+            "num_rounds": num_rounds,
+            "num_threads": torch.get_num_threads(),
+        },
+        "layer_ms": result,
+    }
+
+
+# -- the cost of batch invariance
+
+DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32}
+NUM_ALONE = 8  # requests of a cell, also served alone
+# name: dtypes, concurrent requests, tokens of a prompt (from, to), output tokens, repeats
+CELLS = {
+    "tiny": (("bfloat16", "float32"), (1, 32, 128), (16, 96), 32, 5),
+    "Qwen3-0.6B shapes": (("bfloat16",), (1, 8), (32, 128), 12, 3),
+}
+Load = Callable[[torch.dtype], LoadedModel]
+
+
+def load_tiny(dtype: torch.dtype) -> LoadedModel:
+    return load_model(SHIPPED_CHECKPOINT, dtype, CPU)
+
+
+def load_random(dtype: torch.dtype) -> LoadedModel:
+    return random_model(QWEN3_0_6B, 0, dtype)
+
+
+LOADERS: dict[str, Load] = {"tiny": load_tiny, "Qwen3-0.6B shapes": load_random}
+
+
+class Server:
+    """An engine with its own model and no prefix cache, so every repeat computes everything."""
+
+    def __init__(self, loaded: LoadedModel, batch_invariant: bool, num_tokens: int) -> None:
+        config = EngineConfig(
+            num_blocks=1 + num_tokens // 16,
+            prefix_cache=None,
+            batch_invariant=batch_invariant,
+        )
+        self.engine = LLMEngine(config, loaded=loaded)
+
+    def serve(self, prompts: list[list[int]], num_outputs: int) -> list[list[int]]:
+        params = SamplingParams(temperature=0, max_tokens=num_outputs, ignore_eos=True)
+        outputs = self.engine.generate_batch(prompts, params)
+        return [output.outputs[0].token_ids for output in outputs.values()]
+
+
+def measure_model(name: str, *, tiny: bool) -> list[dict]:
+    """Serve all requests of a cell at the same time, and then the first ones alone."""
+    dtypes, sizes, lengths, num_outputs, repeats = CELLS[name]
+    if tiny:
+        dtypes, sizes, num_outputs, repeats = dtypes[:1], (2,), 2, 1
+    rng, cells = random.Random(0), []
+    prompts = [
+        [rng.randrange(2, 4000) for _ in range(rng.randint(*lengths))] for _ in range(max(sizes))
+    ]
+    num_tokens = sum(-(-(len(p) + num_outputs) // 16) * 16 for p in prompts)
+    for dtype in dtypes:
+        servers = {  # two models, because one stays batch-invariant
+            mode: Server(LOADERS[name](DTYPES[dtype]), mode == "with", num_tokens)
+            for mode in ("without", "with")
+        }
+        for size in sizes:
+            together: dict[str, list[list[int]]] = {}
+
+            def run(mode: str, size=size, servers=servers, together=together) -> float:
+                start = time.process_time()
+                together[mode] = servers[mode].serve(prompts[:size], num_outputs)
+                return round(time.process_time() - start, 4)
+
+            seconds = run_in_turn(servers, run, repeats)
+            few = prompts[: min(size, NUM_ALONE)]
+            other = {
+                mode: sum(
+                    server.serve([p], num_outputs)[0] != ids for p, ids in zip(few, together[mode])
+                )
+                for mode, server in servers.items()
+            }
+            cells.append(
+                {
+                    "model": name,
+                    "dtype": dtype,
+                    "num_requests": size,
+                    "num_outputs": num_outputs,
+                    "seconds": seconds,
+                    "num_alone": len(few),
+                    "num_other_tokens": other,
+                }
+            )
+    return cells
+
+
+def measure_invariance(measurement: Measurement) -> dict:
+    torch.set_num_threads(1)
+    models = ["tiny"] if measurement.tiny else CELLS
+    chosen = [name for name in models if name.startswith(measurement.options.models)]
+    cells = [cell for name in chosen for cell in measure_model(name, tiny=measurement.tiny)]
+    config = {"threads": 1, "clock": "processor time", "seed": 0, "compile": "auto"}
+    return {"config": config, "cells": cells}
+
+
+LAYERS = {  # the matrices of one layer, [out, in]
+    "shipped checkpoint": ((768, 256), (256, 256), (1536, 256), (256, 704)),
+    "Qwen3-0.6B shapes": ((4096, 1024), (1024, 2048), (6144, 1024), (1024, 3072)),
+}
+WEIGHED_ROWS = (1, 32, 512)
+
+
+def measure_calls(measurement: Measurement) -> dict:
+    torch.set_num_threads(1)
+    repeats, cells = 1 if measurement.tiny else 15, []
+    dtypes = [d for d in DTYPES if reason_not_packed(DTYPES[d], torch.device("cpu")) is None]
+    for dtype, (name, shapes) in itertools.product(dtypes, LAYERS.items()):
+        weights = [torch.randn(shape).to(DTYPES[dtype]) for shape in shapes]
+        layer = [Linear(nn.Parameter(weight, requires_grad=False)) for weight in weights]
+        for matrix in layer:
+            matrix.pack()
+        numbers = sorted({*CALL_TILES[torch.float32], *WEIGHED_ROWS})
+        rows = {n: [torch.randn(n, s[1]).to(DTYPES[dtype]) for s in shapes] for n in numbers}
+
+        def run(number: int, layer=layer, rows=rows, is_small=shapes[0][1] < 1000) -> float:
+            start = time.process_time()
+            for _ in range(20 if is_small else 2):
+                for matrix, x in zip(layer, rows[number], strict=True):
+                    matrix(x)
+            return time.process_time() - start
+
+        times = {str(n): found for n, found in run_in_turn(numbers, run, repeats).items()}
+        cells.append({"model": name, "dtype": dtype, "seconds": times})
+    return {"config": {"threads": 1, "clock": "processor time"}, "cells": cells}
+
+
+# -- tables
+
+
+def _middle(name: str, digits: int = 1) -> Callable[[list[dict]], str]:
+    return lambda runs: f"{median_of(runs, name):,.{digits}f}"
+
+
+def _spread(name: str) -> Callable[[list[dict]], str]:
+    return lambda runs: spread([run[name] for run in runs], 1)
+
+
+def times_as(values: Iterable[float], base: Iterable[float], unit: str = "") -> str:
+    """Return the `ratios`, with the median in bold type."""
+    middle, extremes = ratios(values, base).split(" ")
+    return f"**{middle}{unit}** {extremes}"
+
+
+def note_of_stall(record: dict) -> str:
+    """Compare chunks with whole prompts, round by round."""
+    pairs = list(zip(record["runs"]["whole prompts"], record["runs"]["chunks of 128"], strict=True))
+    gaps = statistics.median(a["gap_ms_p99"] / b["gap_ms_p99"] for a, b in pairs)
+    speed = statistics.median(b["output_tokens_per_s"] / a["output_tokens_per_s"] for a, b in pairs)
+    wait = statistics.median(b["long_ttft_ms"] / a["long_ttft_ms"] for a, b in pairs)
+    return (
+        "Chunks of 128 against whole prompts, median of the rounds: the p99 of the others' gaps is "
+        f"**{gaps:.1f} times** shorter, all together get {speed:.0%} of the throughput, and the "
+        f"long prompt's first token takes {wait:.1f} times as long."
+    )
+
+
+RUN_COLUMNS = {
+    "others' gap p50, ms": _middle("gap_ms_p50"),
+    "p99 (the longest), ms": _spread("gap_ms_p99"),
+    "long prompt's first token, ms": _middle("long_ttft_ms", 0),
+    "output tok/s, all": _spread("output_tokens_per_s"),
+    "steps": _middle("num_steps", 0),
+}
+
+
+def tables_of_stall(record: dict) -> dict[str, str]:
+    title = f"a prompt of {record['config']['long_prompt']:,} tokens arrives"
+    return {
+        "stall": table(title, record["runs"], RUN_COLUMNS),
+        "stall_note": note_of_stall(record),
+    }
+
+
+def tables_of_sweep(record: dict) -> dict[str, str]:
+    return {"sweep": table("chunk size", record["runs"], RUN_COLUMNS)}
+
+
+def tables_of_adaptive(record: dict) -> dict[str, str]:
+    """The first run of each target learns."""
+
+    def times(row: tuple) -> list[float]:
+        return [ms for run in row[1][1:] for ms in run["chunk_step_ms"]]
+
+    def over(row: tuple) -> str:
+        return f"{sum(ms > 1.25 * row[0] for ms in times(row)) / len(times(row)):.0%}"
+
+    def of_times(percent: float) -> Callable[[tuple], str]:
+        return lambda row: f"{percentile(times(row), percent):,.1f}"
+
+    columns = {
+        "steps with a chunk p50, ms": of_times(50),
+        "p90, ms": of_times(90),
+        "p99, ms": of_times(99),
+        "more than 25 % over": over,
+        "p90 while learning, ms": lambda row: f"{percentile(row[1][0]['chunk_step_ms'], 90):,.1f}",
+        "chunks": lambda row: _middle("num_chunks", 0)(row[1][1:]),
+        "long prompt's first token, ms": lambda row: _spread("long_ttft_ms")(row[1][1:]),
+        "others' gap p99, ms": lambda row: _spread("gap_ms_p99")(row[1][1:]),
+    }
+    pairs = zip(record["config"]["targets_ms"], record["runs"].values(), strict=True)
+    return {"adaptive": table("target, ms", {f"{ms:g}": (ms, runs) for ms, runs in pairs}, columns)}
+
+
+def tables_of_attention(record: dict) -> dict[str, str]:
+    columns: dict[str, Callable[[dict], str]] = {
+        f"{chapter}, ms": lambda times, chapter=chapter: f"{statistics.median(times[chapter]):.2f}"
+        for chapter in ("chapter 2", "chapter 6")
+    }
+    columns["times as fast"] = lambda times: times_as(times["chapter 2"], times["chapter 6"], "×")
+    return {"attention": table("one layer", record["layer_ms"], columns)}
+
+
+def tables_of_invariance(record: dict) -> dict[str, str]:
+    def speed(cell: dict, mode: str) -> str:
+        num_tokens = cell["num_requests"] * cell["num_outputs"]
+        return f"{num_tokens / statistics.median(cell['seconds'][mode]):,.1f}"
+
+    def other(cell: dict, mode: str) -> str:
+        return f"{cell['num_other_tokens'][mode]} of {cell['num_alone']}"
+
+    cells = {f"{c['model']}, {c['dtype']}, {c['num_requests']}": c for c in record["cells"]}
+    columns = {
+        "without, tok/s": lambda cell: speed(cell, "without"),
+        "with, tok/s": lambda cell: speed(cell, "with"),
+        "times as long": lambda c: times_as(c["seconds"]["with"], c["seconds"]["without"]),
+        "other tokens than alone, without": lambda cell: other(cell, "without"),
+        "with": lambda cell: other(cell, "with"),
+    }
+    return {"batch_invariance": table("model, dtype, requests at once", cells, columns)}
+
+
+def tables_of_calls(record: dict) -> dict[str, str]:
+    rows = {}
+    for cell in record["cells"]:
+        call = {int(n): statistics.median(times) for n, times in cell["seconds"].items()}
+        for tile in sorted(CALL_TILES[torch.float32]):
+            costs = [-(-n // tile) * call[tile] / call[n] for n in WEIGHED_ROWS]
+            rows[f"{cell['model']}, {cell['dtype']}, {tile}"] = costs
+    columns: dict[str, Callable[[list[float]], str]] = {
+        f"{n} rows": lambda costs, i=i: f"{costs[i]:.2f}" for i, n in enumerate(WEIGHED_ROWS)
+    }
+    columns["geometric mean"] = lambda costs: f"**{statistics.geometric_mean(costs):.2f}**"
+    return {"batch_invariance_calls": table("rows of a call", rows, columns)}
 
 
 # -- figures
@@ -80,126 +564,20 @@ def draw_sweep(record: dict) -> Figure:
     return figure
 
 
-def draw_adaptive(record: dict) -> Figure:
-    figure, axis = plt.subplots(figsize=(8.5, 4.4), layout="constrained")
-    targets = record["config"]["targets_ms"]
-    for place, (_, *runs) in enumerate(record["runs"].values()):
-        times = [ms for run in runs for ms in run["chunk_step_ms"]]
-        spread = [place + 0.3 * (i / max(1, len(times) - 1) - 0.5) for i in range(len(times))]
-        axis.plot(spread, times, ".", color=PROMPT, alpha=0.4)
-        axis.plot([place - 0.3, place + 0.3], [targets[place]] * 2, "-", color=INK, linewidth=2.5)
-    label_line(axis, 0.3, targets[0], "the target", INK)
-    label_line(
-        axis, len(targets) - 0.85, min(times), "a step with\na chunk", PROMPT, offset=(-4, 0)
-    )
-    axis.set(xlabel="target_step_ms", ylabel="steps with a chunk, ms", yscale="log")
-    axis.set_xticks(range(len(targets)), [f"{ms:g}" for ms in targets])
-    axis.set_xlim(-0.5, len(targets) - 0.1)
-    axis.grid()
-    return figure
-
-
-# -- tables
-
-
-def _middle(runs: list[dict], name: str, form: str = ",.1f") -> str:
-    return format(median_of(runs, name), form)
-
-
-def _spread(runs: list[dict], name: str) -> str:
-    values = [run[name] for run in runs]
-    return f"{statistics.median(values):,.1f} ({min(values):,.1f}-{max(values):,.1f})"
-
-
-def note_of_stall(record: dict) -> str:
-    """Compare chunks with whole prompts, round by round."""
-    pairs = list(zip(record["runs"]["whole prompts"], record["runs"]["chunks of 128"], strict=True))
-    gaps = statistics.median(a["gap_ms_p99"] / b["gap_ms_p99"] for a, b in pairs)
-    speed = statistics.median(b["output_tokens_per_s"] / a["output_tokens_per_s"] for a, b in pairs)
-    wait = statistics.median(b["long_ttft_ms"] / a["long_ttft_ms"] for a, b in pairs)
-    return (
-        "Chunks of 128 against whole prompts, median of the rounds: the p99 of the others' gaps is "
-        f"**{gaps:.1f} times** shorter, all together get {speed:.0%} of the throughput, and the "
-        f"long prompt's first token takes {wait:.1f} times as long."
-    )
-
-
-def table_of_runs(record: dict, first_column: str) -> str:
-    return table_of(
-        [
-            {
-                first_column: name,
-                "others' gap p50, ms": _middle(runs, "gap_ms_p50"),
-                "p99 (the longest), ms": _spread(runs, "gap_ms_p99"),
-                "long prompt's first token, ms": _middle(runs, "long_ttft_ms", ",.0f"),
-                "output tok/s, all": _spread(runs, "output_tokens_per_s"),
-                "steps": _middle(runs, "num_steps", ",.0f"),
-            }
-            for name, runs in record["runs"].items()
-        ]
-    )
-
-
-def table_of_adaptive(record: dict) -> str:
-    rows = []
-    for target, (cold, *runs) in zip(record["config"]["targets_ms"], record["runs"].values()):
-        times = [ms for run in runs for ms in run["chunk_step_ms"]]
-        over = sum(ms > 1.25 * target for ms in times) / len(times)
-        learning = percentile(cold["chunk_step_ms"], 90)
-        rows.append(
-            {
-                "target, ms": f"{target:g}",
-                "steps with a chunk p50, ms": f"{statistics.median(times):,.1f}",
-                "p90, ms": f"{percentile(times, 90):,.1f}",
-                "p99, ms": f"{percentile(times, 99):,.1f}",
-                "more than 25 % over": f"{over:.0%}",
-                "p90 while learning, ms": f"{learning:,.1f}",
-                "chunks": f"{median_of(runs, 'num_chunks'):,.0f}",
-                "long prompt's first token, ms": _spread(runs, "long_ttft_ms"),
-                "others' gap p99, ms": _spread(runs, "gap_ms_p99"),
-            }
-        )
-    return table_of(rows)
-
-
-def table_of_attention(record: dict) -> str:
-    rows = []
-    for mix, times in record["layer_ms"].items():
-        ratios = [a / b for a, b in zip(times["chapter 2"], times["chapter 6"], strict=True)]
-        spread = f"({min(ratios):.2f}-{max(ratios):.2f})"
-        rows.append(
-            {
-                "one layer": mix,
-                "chapter 2, ms": f"{statistics.median(times['chapter 2']):.2f}",
-                "chapter 6, ms": f"{statistics.median(times['chapter 6']):.2f}",
-                "times as fast": f"**{statistics.median(ratios):.2f}×** {spread}",
-            }
-        )
-    return table_of(rows)
-
-
-def tables_of_stall(record: dict) -> dict[str, str]:
-    title = f"a prompt of {record['config']['long_prompt']:,} tokens arrives"
-    return {"stall": table_of_runs(record, title), "stall_note": note_of_stall(record)}
-
-
+CLOCK = "time.perf_counter and time.monotonic"
 PARTS = {
     "stall": Part(timed(measure_stall, CLOCK), {"stall": draw_stall}, tables_of_stall),
-    "sweep": Part(
-        timed(measure_sweep, CLOCK),
-        {"sweep": draw_sweep},
-        lambda record: {"sweep": table_of_runs(record, "chunk size")},
-    ),
-    "adaptive": Part(
-        timed(measure_adaptive, CLOCK),
-        {"adaptive": draw_adaptive},
-        lambda record: {"adaptive": table_of_adaptive(record)},
-    ),
-    "attention": Part(
-        timed(measure_attention, CLOCK),
-        tables=lambda record: {"attention": table_of_attention(record)},
-    ),
+    "sweep": Part(timed(measure_sweep, CLOCK), {"sweep": draw_sweep}, tables_of_sweep),
+    "adaptive": Part(timed(measure_adaptive, CLOCK), tables=tables_of_adaptive),
+    "attention": Part(timed(measure_attention, CLOCK), tables=tables_of_attention),
+    "batch_invariance": Part(measure_invariance, tables=tables_of_invariance),
+    "calls": Part(measure_calls, tables=tables_of_calls),
 }
 
+
+def add_options(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--models", default="", help="those whose name begins so: tiny, Qwen3")
+
+
 if __name__ == "__main__":
-    run_lab(__file__, "06_chunked_prefill", PARTS)
+    run_lab(__file__, "06_chunked_prefill", PARTS, add_options=add_options)

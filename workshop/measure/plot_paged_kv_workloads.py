@@ -25,7 +25,7 @@ from paged_attention import PagedKVCache
 from paged_fcfs_scheduler import PagedFCFSScheduler
 from request import Request, SamplingParams
 from scheduler_interface import FinishedStep, RunnerInput, SchedulerOutput, StepOutput
-from workshop.measure.plot_batching_workloads import stdlib_functions
+from workshop.measure.plot_batching import stdlib_functions
 
 SEED = 0
 NUM_REQUESTS = 256

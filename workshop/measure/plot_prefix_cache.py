@@ -1,72 +1,748 @@
-"""The figures and tables of chapter 3, drawn from its records; the parts take a minute or two each.
+"""Chapter 3's measurements, figures and tables. The command line: `workshop/measure/lab_frame.py`.
 
-    --record ops engine loss store
-    --record trace --trace FILE      replay a trace in Mooncake's format (see replay_trace.py)
+    ops       times the caches without a model: by their size, by the nodes on a path, by design
+    engine    time to first token in the whole engine: none, hash chain and radix tree in turn
+    loss      the cost where nothing is shared
+    store     one block written to and read from Mooncake, in two processes
+    groups    what windows save, counted without a model: the tables of `beyond/GROUPS.md`
+    trace     `--trace FILE`: a trace in Mooncake's format through both caches, counted
 
-`plot_prefix_cache_ops.py`, `..._workload.py` and `..._engine.py` define what is timed, and
-`..._tables.py` makes the tables. The command line is described in `workshop/measure/lab_frame.py`.
+Engines share one set of weights. A request is served by each of them before the next one comes, one
+at a time, so time to first token is that of the prefill alone. Torch uses one thread, and random
+token ids cost as much as text. The caches are timed in processor time, without Python's cycle
+collector: with a million cached blocks a collection takes longer than everything here.
+
+A trace has no tokens but an id for each block of 512, so a cache with blocks of one "token" gets
+the ids. A hit counts as many tokens as the request has in the found blocks, and outputs are not in
+the trace. At any capacity both caches evict the same blocks.
 """
 
 from __future__ import annotations
 
 import argparse
+import gc
 import hashlib
+import os
+import random
 import statistics
-from dataclasses import asdict
+import time
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import matplotlib.pyplot as plt
-from matplotlib.axes import Axes
+import numpy as np
+import torch
 from matplotlib.figure import Figure
 
-from workshop.book.palette import BASELINE, CACHED, INK, label_line, shade, tint
-from workshop.measure.bench.bench_record import percentiles
-from workshop.measure.lab_frame import Measurement, Part, run_lab
-from workshop.measure.plot_prefix_cache_tables import (
-    NAMES,
-    hit_rate,
-    in_order,
-    tables_of_engine,
-    tables_of_loss,
-    tables_of_ops,
-    tables_of_store,
-    tables_of_trace,
+from block_pool import BlockPool
+from cached_grouped_memory import CachedGroupedMemory
+from common.engine import LLMEngine
+from common.engine_config import SHIPPED_CHECKPOINT, EngineConfig
+from common.models.loader import LoadedModel, load_model
+from grouped_kv_memory import max_blocks
+from kv_memory import NotReady
+from kv_slots import PREFIX_CACHES
+from prefix_cache import MatchCursor, PrefixCache
+from request import Request, SamplingParams
+from workshop.book.palette import BASELINE, CACHED, INK, label_axes, label_line, shade
+from workshop.measure.bench.bench_record import markdown_table, percentiles
+from workshop.measure.lab_frame import Measurement, Part, run_lab, table
+from workshop.measure.prefix_workloads import (
+    TRACE_BLOCK_SIZE,
+    PlannedRequest,
+    PrefixWorkload,
+    TraceRequest,
+    read_trace,
 )
-from workshop.measure.prefix_workloads import TRACE_BLOCK_SIZE, TraceRequest, read_trace
-from workshop.measure.replay_trace import CACHES, make_cache, num_distinct_blocks, replay
+from workshop.measure.rounds import in_turn, rotated, run_in_turn, spread
 
-CAPACITIES = (100, 300, 1000, 2000, 3000, 5000, 7000, 10000, 15000, 20000, 30000)
+try:
+    import xxhash  # pyright: ignore[reportMissingImports]
+except ImportError:
+    xxhash = None
 
-# -- records. Measuring modules are imported when needed: drawing needs no engine.
+VOCAB_SIZE = 32768
+BLOCK_SIZE = 16
+PROMPT_LEN = 4096  # tokens
+PROMPT_BLOCKS = PROMPT_LEN // BLOCK_SIZE
+NUM_PROMPTS = (4, 40, 400, 4000)  # 1,024 to 1,024,000 cached blocks
+DEPTHS = (1, 4, 16, 64, 256)  # nodes on the way to the end of a 4,096-token prompt
+CACHES = ("hash", "radix")
+OPERATIONS = ("match", "touch + release", "match + insert", "evict")
+NAMES = {"off": "no cache", "hash": "hash chain", "radix": "radix tree"}
 
 
-def measure_store(measurement: Measurement) -> dict:
-    from workshop.measure.measure_mooncake import measure
+def make_cache(name: str, num_blocks: int, block_size: int = BLOCK_SIZE) -> PrefixCache:
+    return PREFIX_CACHES[name](BlockPool(num_blocks + 1), block_size)  # one more: the null block
 
-    config = {"kv_nbytes": 1_000_000, "clock": "time.perf_counter"}
-    return {"config": config, "ms": measure(config["kv_nbytes"], 3 if measurement.tiny else 50)}
+
+@contextmanager
+def no_collection() -> Iterator[None]:
+    gc.collect()
+    gc.freeze()
+    gc.disable()
+    try:
+        yield
+    finally:
+        gc.enable()
+        gc.unfreeze()
+
+
+def cpu_us(call: Callable[[], Any]) -> tuple[float, Any]:
+    """Return microseconds of processor time of one call, and its result."""
+    start = time.process_time_ns()
+    result = call()
+    return (time.process_time_ns() - start) / 1e3, result
+
+
+# -- cost of an operation against the size of the cache
+
+
+def random_prompt(source: np.random.Generator) -> list[int]:
+    return source.integers(VOCAB_SIZE, size=PROMPT_LEN).tolist()
+
+
+class FilledCache:
+    """A cache full of prompts that no request uses, and blocks for one more prompt.
+
+    `_prompts` holds them in the order of their last use, as arrays: every call of the cache gets
+    new token id objects, as from a tokenizer. Comparing an object with itself would be cheaper.
+    """
+
+    def __init__(self, name: str, num_prompts: int) -> None:
+        self.cache = make_cache(name, (num_prompts + 1) * PROMPT_BLOCKS)
+        self.num_blocks = num_prompts * PROMPT_BLOCKS
+        self._source = np.random.default_rng(num_prompts)
+        self._random = random.Random(num_prompts)
+        self._prompts: deque[np.ndarray] = deque()
+        tokens = list(range(VOCAB_SIZE))  # one object a token, else a million blocks take 10 GB
+        for _ in range(num_prompts):
+            prompt = random_prompt(self._source)
+            self._prompts.append(np.array(prompt, dtype=np.int32))
+            self.cache.cache_computed_blocks([tokens[t] for t in prompt])
+
+    def time_round(self) -> dict[str, float]:
+        """Return microseconds of each operation on a whole prompt: a cached one is matched, used
+        and released, a new one is missed and inserted. The cache is as full afterwards."""
+        cache, times = self.cache, {}
+        index = self._random.randrange(len(self._prompts))
+        self._prompts.append(self._prompts[index])
+        del self._prompts[index]
+        known, new = self._prompts[-1].tolist(), random_prompt(self._source)
+
+        times["match"], match = cpu_us(lambda: cache.match_prefix(known))
+        assert len(match.blocks) == PROMPT_BLOCKS, "a cached prompt was not found"
+        times["touch + release"], _ = cpu_us(
+            lambda: (cache.touch(match.blocks), cache.release(match.blocks))
+        )
+        blocks, cursor = cache.pool.allocate(PROMPT_BLOCKS), MatchCursor()
+        assert blocks is not None, "the pool is too small"
+        times["match + insert"], (missed, inserted) = cpu_us(
+            lambda: (
+                cache.match_prefix(new, cursor=cursor),
+                cache.insert(new, blocks, cursor=cursor),
+            )
+        )
+        assert not missed.blocks, "a new prompt was found"
+        cache.release(inserted.blocks)
+        self._prompts.append(np.array(new, dtype=np.int32))
+        times["evict"], _ = cpu_us(lambda: cache.evict(PROMPT_BLOCKS))
+        self._prompts.popleft()
+        assert cache.num_cached_blocks == self.num_blocks, "a round must leave the cache as full"
+        return times
+
+
+def measure_sizes(num_prompts: Sequence[int], repeats: int) -> dict:
+    """Return `{cache: {cached blocks: {operation: [microseconds for a prompt]}}}`."""
+    filled = {(name, num): FilledCache(name, num) for num in num_prompts for name in CACHES}
+    with no_collection():
+        runs = run_in_turn(filled, lambda key: filled[key].time_round(), repeats)
+    return {
+        name: {
+            str(num * PROMPT_BLOCKS): {
+                op: [run[op] for run in runs[name, num]] for op in OPERATIONS
+            }
+            for num in num_prompts
+        }
+        for name in CACHES
+    }
+
+
+# -- cost of a match against the number of nodes on its way
+
+
+def split_path(name: str, num_nodes: int) -> tuple[PrefixCache, list[int]]:
+    """Build a cache with one prompt, whose path other prompts leave at `num_nodes - 1` places."""
+    source = np.random.default_rng(num_nodes)
+    cache = make_cache(name, 2 * PROMPT_BLOCKS)
+    prompt = random_prompt(source)
+    cache.cache_computed_blocks(prompt)
+    for i in range(1, num_nodes):
+        left_at = i * PROMPT_LEN // num_nodes
+        cache.cache_computed_blocks(prompt[:left_at] + random_prompt(source)[:BLOCK_SIZE])
+    return cache, list(prompt)
+
+
+def measure_depths(depths: Sequence[int], repeats: int) -> dict:
+    """Return `{cache: {nodes: [microseconds to match a prompt]}}`."""
+    split = {(name, depth): split_path(name, depth) for depth in depths for name in CACHES}
+
+    def match(key: tuple[str, int]) -> float:
+        cache, prompt = split[key]
+        prompt = np.array(prompt).tolist()
+        us, match = cpu_us(lambda: cache.match_prefix(prompt))
+        assert len(match.blocks) == PROMPT_BLOCKS
+        return us
+
+    with no_collection():
+        runs = run_in_turn(split, match, repeats)
+    return {name: {str(depth): runs[name, depth] for depth in depths} for name in CACHES}
+
+
+# -- a whole prompt, matched and allocated, compared with a design that keeps less
+
+
+class DictOfHashes:
+    """The published design of nano-vllm's block manager, written from its description: a dictionary
+    from chained hashes to block ids, tokens compared at each hit, and blocks that stay findable
+    until they are reallocated. No extra keys, listener, refusals or checks."""
+
+    def __init__(self, num_blocks: int, hash_bytes: Callable[[bytes], int]) -> None:
+        self.hash_bytes = hash_bytes
+        self.block_ids: dict[int, int] = {}
+        self.tokens: list[list[int]] = [[] for _ in range(num_blocks)]
+        self.hashes: list[int] = [-1] * num_blocks
+        self.ref_cnts = [0] * num_blocks
+        self.free = deque(range(num_blocks))
+
+    def take(self, token_ids: list[int]) -> list[int]:
+        """Return a block for each full block of tokens, cached or fresh."""
+        table, parent = [], b""
+        for start in range(0, len(token_ids) - BLOCK_SIZE + 1, BLOCK_SIZE):
+            tokens = token_ids[start : start + BLOCK_SIZE]
+            key = self.hash_bytes(parent + np.array(tokens).tobytes())
+            parent = key.to_bytes(8, "little")
+            block_id = self.block_ids.get(key, -1)
+            if block_id == -1 or self.tokens[block_id] != tokens:
+                block_id = self._take_free(key, tokens)
+            self.ref_cnts[block_id] += 1
+            table.append(block_id)
+        return table
+
+    def _take_free(self, key: int, tokens: list[int]) -> int:
+        block_id = self.free.popleft()
+        old = self.hashes[block_id]
+        if self.block_ids.get(old) == block_id:
+            del self.block_ids[old]
+        self.hashes[block_id], self.tokens[block_id] = key, tokens
+        self.block_ids[key] = block_id
+        return block_id
+
+    def give_back(self, table: list[int]) -> None:
+        for block_id in reversed(table):
+            self.ref_cnts[block_id] -= 1
+            if self.ref_cnts[block_id] == 0:
+                self.free.append(block_id)
+
+
+def blake2b_64(content: bytes) -> int:
+    return int.from_bytes(hashlib.blake2b(content, digest_size=8).digest(), "little")
+
+
+class PromptTimer:
+    """Admission of a prompt: look up its cached blocks, then cache the rest. Then its end."""
+
+    def __init__(self, name: str, num_prompts: int) -> None:
+        self.cache = make_cache(name, num_prompts * PROMPT_BLOCKS)
+
+    def take(self, prompt: list[int]) -> list:
+        cache, cursor = self.cache, MatchCursor()
+        found = cache.match_prefix(prompt, cursor=cursor).blocks
+        cache.touch(found)
+        num_new = PROMPT_BLOCKS - len(found)
+        if num_new == 0:
+            return found
+        cache.evict(num_new - cache.pool.num_free_blocks)
+        blocks = cache.pool.allocate(num_new)
+        assert blocks is not None, "the pool is too small"
+        return found + cache.insert(prompt, blocks, start=len(found), cursor=cursor).blocks
+
+    def give_back(self, taken: list) -> None:
+        self.cache.release(taken)
+
+
+def measure_prompts(num_prompts: int, repeats: int) -> dict:
+    """Return `{design: {"new" | "known": [microseconds for a prompt]}}`; every cache is full, so a
+    new prompt also evicts an old one. A known prompt is in use by another request."""
+    designs: dict[str, PromptTimer | DictOfHashes] = {
+        name: PromptTimer(name, num_prompts) for name in CACHES
+    }
+    num_blocks = num_prompts * PROMPT_BLOCKS
+    designs["dict, blake2b"] = DictOfHashes(num_blocks, blake2b_64)
+    if xxhash is not None:
+        designs["dict, xxhash"] = DictOfHashes(num_blocks, xxhash.xxh64_intdigest)
+    source = np.random.default_rng(0)
+    for _ in range(num_prompts):
+        prompt = random_prompt(source)
+        for design in designs.values():
+            design.give_back(design.take(prompt))
+    times = {name: {"new": [], "known": []} for name in designs}
+    prompts = [random_prompt(source) for _ in range(repeats + 1)]
+    with no_collection():
+        for round_number, name in in_turn(designs, repeats + 1):
+            design, tokens = designs[name], np.array(prompts[round_number])
+            new, taken = cpu_us(lambda: design.take(tokens.tolist()))  # noqa: B023
+            known, again = cpu_us(lambda: design.take(tokens.tolist()))  # noqa: B023
+            design.give_back(again)
+            design.give_back(taken)
+            if round_number:  # the first warms up
+                times[name]["new"].append(new)
+                times[name]["known"].append(known)
+    return times
+
+
+# -- both caches on one workload
+
+
+def mixed_requests(scale: int = 1) -> list[PlannedRequest]:
+    """Draw chats, system prompts, few-shot templates and unique prompts, in a random order."""
+    workload = PrefixWorkload(VOCAB_SIZE, seed=3)
+    sessions = [
+        *workload.chats(12 * scale, 6, first_len=200, user_len=60, output_len=90),
+        *workload.shared_system_prompts(4, 24 * scale, 700, 70, 40),
+        *workload.few_shot(4, 16 * scale, 150, 500, 50, 10),
+        *workload.unique_prompts(30 * scale, 600, 60),
+    ]
+    return workload.arrive(sessions)
+
+
+def serve_without_model(cache: PrefixCache, requests: Sequence[PlannedRequest]) -> dict:
+    """Serve requests one after the other, by an engine's calls. Returns microseconds for each."""
+    source, answers = random.Random(5), {}
+    us, num_hit, num_looked_up, num_evicted = [], 0, 0, 0
+    for request in requests:
+        prompt = request.prompt(answers)
+        answer = answers[request.request_id] = source.choices(
+            range(VOCAB_SIZE), k=request.output_len
+        )
+        time_us, (num_cached, evicted) = cpu_us(lambda: _serve(cache, prompt, answer))  # noqa: B023
+        us.append(time_us)
+        num_hit += num_cached
+        num_looked_up += len(prompt)
+        num_evicted += evicted
+    return {
+        "us": us,
+        "hit_rate": num_hit / num_looked_up,
+        "num_evicted_tokens": num_evicted * cache.block_size,
+    }
+
+
+def _serve(cache: PrefixCache, prompt: list[int], answer: list[int]) -> tuple[int, int]:
+    size, cursor = cache.block_size, MatchCursor()
+    found, num_cached = cache.match_prefix(prompt, cursor=cursor)
+    cache.touch(found)
+    token_ids = prompt + answer
+    num_new = len(token_ids) // size - len(found)
+    num_evicted = cache.evict(num_new - cache.pool.num_free_blocks)
+    blocks = cache.pool.allocate(num_new)
+    assert blocks is not None, "the pool is too small"
+    num_prompt_blocks = len(prompt) // size - len(found)  # published when the prompt is computed
+    first = cache.insert(prompt, blocks[:num_prompt_blocks], start=len(found), cursor=cursor)
+    held = found + first.blocks
+    rest = blocks[num_prompt_blocks:]
+    held += cache.insert(token_ids, rest, start=len(held), cursor=cursor).blocks
+    cache.release(held)
+    return num_cached, num_evicted
+
+
+def measure_workload(repeats: int, num_tokens: int = 48_000) -> dict:
+    """Return `{cache and block size: {hit rate, [[microseconds of each request]]}}`, in memory for
+    `num_tokens` tokens."""
+    requests = mixed_requests()
+    kinds = {"hash, 16": ("hash", 16), "radix, 16": ("radix", 16), "radix, 1": ("radix", 1)}
+
+    def run(kind: str) -> dict:
+        name, size = kinds[kind]
+        with no_collection():
+            return serve_without_model(make_cache(name, num_tokens // size, size), requests)
+
+    found = run_in_turn(kinds, run, repeats, num_warm_ups=0)
+    return {
+        "memory_tokens": num_tokens,
+        "num_requests": len(requests),
+        "kinds": {
+            kind: runs[0] | {"us": [run["us"] for run in runs]} for kind, runs in found.items()
+        },
+    }
 
 
 def measure_ops(measurement: Measurement) -> dict:
-    from workshop.measure.plot_prefix_cache_ops import measure_operations
-    from workshop.measure.plot_prefix_cache_workload import measure_workload
+    repeats = 5 if measurement.tiny else 50
+    num_prompts = NUM_PROMPTS[: 2 if measurement.tiny else None]
+    return {
+        "config": {
+            "repeats": repeats,
+            "prompt_len": PROMPT_LEN,
+            "block_size": BLOCK_SIZE,
+            "clock": "processor time",
+            "xxhash": None if xxhash is None else xxhash.VERSION,
+        },
+        "sizes": measure_sizes(num_prompts, repeats),
+        "depths": measure_depths(DEPTHS, repeats),
+        "prompts": measure_prompts(num_prompts[1], repeats),
+        "workload": measure_workload(3 if measurement.tiny else 5),
+    }
 
-    tiny = measurement.tiny
-    operations = measure_operations(5 if tiny else 50, tiny=tiny)
-    return {**operations, "workload": measure_workload(3 if tiny else 5)}
+
+# -- the whole engine, with the shipped checkpoint
+
+ENGINES = {"off": None, "hash": "hash", "radix": "radix"}
+ENGINE_VOCAB_SIZE = 4096
+SHARED_PROMPT_LEN = 1920
+SHARED_LENS = (0, 256, 512, 768, 1024, 1280, 1536, 1792)
+UNIQUE_LEN, UNIQUE_OUTPUT_LEN = 832, 32
 
 
-def measure_engine(measurement: Measurement) -> dict:
-    from workshop.measure import plot_prefix_cache_engine as engine
+@dataclass(frozen=True, slots=True)
+class Served:
+    """One request: its user's wait and the machine's work."""
 
-    return engine.measure_engine(1 if measurement.tiny else 4, tiny=measurement.tiny)
+    answer: list[int]
+    num_computed: int  # prompt tokens
+    ttft_ms: float  # wall time
+    first_cpu_ms: float  # processor time until the first token
+    cpu_ms: float  # processor time until the last
+
+
+def make_engines(loaded: LoadedModel, num_blocks: int) -> dict[str, LLMEngine]:
+    return {
+        name: LLMEngine(
+            EngineConfig(prefix_cache=cache, num_blocks=num_blocks, block_size=BLOCK_SIZE),
+            loaded=loaded,
+        )
+        for name, cache in ENGINES.items()
+    }
+
+
+def load() -> LoadedModel:
+    torch.set_num_threads(1)
+    return load_model(SHIPPED_CHECKPOINT, "auto", torch.device("cpu"))
+
+
+def serve(engine: LLMEngine, request_id: str, prompt: list[int], output_len: int) -> Served:
+    params = SamplingParams(temperature=0, max_tokens=output_len, ignore_eos=True)
+    num_before = engine.stats().scheduled_tokens
+    start, first_cpu_ms = time.process_time(), None
+    engine.add_request(request_id, prompt, params)
+    while engine.has_unfinished_requests():
+        (output,) = engine.step()
+        if first_cpu_ms is None:
+            first_cpu_ms = (time.process_time() - start) * 1e3
+    cpu_ms = (time.process_time() - start) * 1e3
+    num_computed = len(prompt) - output.num_cached_tokens
+    num_scheduled = engine.stats().scheduled_tokens - num_before
+    assert num_scheduled == num_computed + output_len - 1, "the engine computed other tokens"
+    ttft = output.metrics.time_to_first_token
+    assert ttft is not None and first_cpu_ms is not None, "the engine returned nothing"
+    answer = list(output.outputs[0].token_ids)
+    return Served(answer, num_computed, ttft * 1e3, first_cpu_ms, cpu_ms)
+
+
+def warm_up(engines: dict[str, LLMEngine]) -> None:
+    for engine in engines.values():
+        serve(engine, "warm-up", list(range(2, 600)), 8)
+        engine.reset_prefix_cache()
+
+
+# -- families of requests
+
+
+def family_requests(scale: int) -> list[PlannedRequest]:
+    workload = PrefixWorkload(ENGINE_VOCAB_SIZE, seed=11)
+    sessions = [
+        *workload.shared_system_prompts(3, 2 * scale, system_len=768, user_len=64, output_len=8),
+        *workload.chats(4, 5, first_len=256, user_len=64, output_len=32),
+        *workload.few_shot(
+            3, 2 * scale, instruction_len=64, examples_len=512, question_len=48, output_len=8
+        ),
+        *workload.unique_prompts(6 * scale, UNIQUE_LEN, 8),
+    ]
+    return workload.arrive(sessions)
+
+
+def measure_families(loaded: LoadedModel, repeats: int, scale: int) -> dict:
+    """Return, by family, prompt tokens, and by engine tokens computed and times to first token."""
+    engines, requests = make_engines(loaded, num_blocks=2048), family_requests(scale)
+    families: dict[str, dict] = {}
+    num_different = 0
+    warm_up(engines)
+    with no_collection():
+        for round_number in range(repeats):
+            answers: dict[str, dict[str, list[int]]] = {name: {} for name in engines}
+            for place, request in enumerate(requests):
+                kept = families.setdefault(request.family, _empty_family())
+                for name in rotated(engines, place + round_number):
+                    prompt = request.prompt(answers[name])
+                    served = serve(engines[name], request.request_id, prompt, request.output_len)
+                    answers[name][request.request_id] = served.answer
+                    kept["ttft_ms"][name].append(round(served.ttft_ms, 3))
+                    if round_number == 0:
+                        kept["num_computed"][name] += served.num_computed
+                        kept["num_prompt"] += len(prompt) if name == "off" else 0
+                        kept["num_requests"] += name == "off"
+            num_different += sum(answers[name] != answers["off"] for name in engines)
+            for engine in engines.values():
+                engine.reset_prefix_cache()
+    return {"families": families, "runs_with_other_tokens": num_different}
+
+
+def _empty_family() -> dict:
+    return {
+        "num_requests": 0,
+        "num_prompt": 0,
+        "num_computed": dict.fromkeys(ENGINES, 0),
+        "ttft_ms": {name: [] for name in ENGINES},
+    }
+
+
+# -- time to first token against the length of the shared prefix
+
+
+def measure_shared_lens(loaded: LoadedModel, repeats: int, shared_lens: Sequence[int]) -> dict:
+    """Return `{engine: {shared tokens: [ms]}}` for prompts of `SHARED_PROMPT_LEN` tokens."""
+    source = random.Random(23)
+
+    def text(length: int) -> list[int]:
+        return source.choices(range(2, ENGINE_VOCAB_SIZE), k=length)
+
+    engines = make_engines(loaded, num_blocks=2048)
+    times = {name: {str(shared): [] for shared in shared_lens} for name in engines}
+    warm_up(engines)
+    with no_collection():
+        for round_number in range(repeats):
+            prefix = text(max(shared_lens))
+            for engine in engines.values():
+                engine.reset_prefix_cache()
+                serve(engine, "prefix", [*prefix, 1], 1)
+            for shared in rotated(shared_lens, round_number):
+                # This token differs from the prefix's, so exactly `shared` tokens are shared.
+                other = 2 if prefix[shared : shared + 1] != [2] else 3
+                prompt = [*prefix[:shared], other, *text(SHARED_PROMPT_LEN - shared - 1)]
+                for name in rotated(engines, round_number):
+                    served = serve(engines[name], "request", prompt, 1)
+                    num_cached = 0 if name == "off" else shared
+                    assert served.num_computed == SHARED_PROMPT_LEN - num_cached, (
+                        "another prefix was hit"
+                    )
+                    times[name][str(shared)].append(round(served.ttft_ms, 3))
+    return times
+
+
+# -- the price where nothing is shared
 
 
 def measure_loss(measurement: Measurement) -> dict:
-    from workshop.measure import plot_prefix_cache_engine as engine
+    """Processor time of unique prompts, each served by all engines in turn. The memory holds three
+    of them, so a cache also evicts at every request."""
+    loaded, num_prompts = load(), 4 if measurement.tiny else 80
+    num_blocks = 3 * (UNIQUE_LEN + UNIQUE_OUTPUT_LEN) // BLOCK_SIZE + 1
+    engines = make_engines(loaded, num_blocks)
+    sessions = PrefixWorkload(ENGINE_VOCAB_SIZE, seed=29).unique_prompts(
+        num_prompts + 4, UNIQUE_LEN, UNIQUE_OUTPUT_LEN
+    )
+    first, whole = ({name: [] for name in engines} for _ in range(2))
+    with no_collection():
+        for place, (request,) in enumerate(sessions):
+            for name in rotated(engines, place):
+                prompt = request.prompt({})
+                served = serve(engines[name], request.request_id, prompt, request.output_len)
+                assert served.num_computed == len(prompt), "the cache hit a unique prompt"
+                if place >= 4:  # by then the memory is full
+                    first[name].append(round(served.first_cpu_ms, 3))
+                    whole[name].append(round(served.cpu_ms, 3))
+    config = {"prompt_len": UNIQUE_LEN, "output_len": UNIQUE_OUTPUT_LEN, "clock": "processor time"}
+    config = {**describe(loaded), **config}
+    return {"config": config, "first_token_ms": first, "whole_ms": whole}
 
-    return engine.measure_engine_loss(4 if measurement.tiny else 80)
+
+def describe(loaded: LoadedModel) -> dict:
+    return {
+        "model": "common/checkpoints/tiny",
+        "dtype": str(loaded.model.embed_weight.dtype).removeprefix("torch."),
+        "block_size": BLOCK_SIZE,
+        "threads": torch.get_num_threads(),
+    }
+
+
+def measure_engine(measurement: Measurement) -> dict:
+    loaded, repeats = load(), 1 if measurement.tiny else 4
+    shared_lens = SHARED_LENS[:: 4 if measurement.tiny else 1]
+    return {
+        "config": {**describe(loaded), "repeats": repeats, "prompt_len": SHARED_PROMPT_LEN},
+        **measure_families(loaded, repeats, scale=1 if measurement.tiny else 3),
+        "shared_ms": measure_shared_lens(loaded, repeats, shared_lens),
+    }
+
+
+# -- the real store
+
+
+def _times_ms(call: Callable[[int], object], repeats: int) -> list[float]:
+    times_ms = []
+    for index in range(-2, repeats):  # two to warm up
+        start = time.perf_counter()
+        assert call(index)
+        times_ms.append((time.perf_counter() - start) * 1e3)
+    return times_ms[2:]
+
+
+def measure_store(measurement: Measurement) -> dict:
+    """Return milliseconds of each repeat, by operation. `put` and `get` are the store's calls and a
+    hop to the client's process; `publish` and `fetch` are those of a connector, checksum included.
+    The process that publishes lends all memory."""
+    from kv_store import make_record, open_record
+    from mooncake_master import MooncakeMaster
+    from mooncake_pool import MooncakePool
+
+    kv_nbytes, repeats = 1_000_000, 3 if measurement.tiny else 50
+    kv_data = [os.urandom(kv_nbytes) for _ in range(4)]
+    tokens = tuple(range(BLOCK_SIZE))
+    links = {i: (i.to_bytes(32, "big", signed=True), tokens) for i in range(-2, repeats)}
+    segment_nbytes = 3 * (repeats + 2) * (kv_nbytes + 4096) + (64 << 20)
+    with MooncakeMaster() as master:
+        near = MooncakePool(master.address, segment_nbytes)
+        far = MooncakePool(master.address, segment_nbytes=0)
+        put, get = near._client.put, far._client.get
+        operations = {
+            "put": lambda i: put(f"raw {i}", kv_data[i % 4]),
+            "get": lambda i: get(f"raw {i}") == kv_data[i % 4],
+            "publish": lambda i: near.put(links[i], make_record(links[i], kv_data[i % 4])),
+            "fetch": lambda i: open_record(next(far.get([links[i]])), links[i]) == kv_data[i % 4],
+            "query": lambda i: far.has([links[i]]),
+        }
+        times = {name: _times_ms(call, repeats) for name, call in operations.items()}
+        near.close()
+        far.close()
+    return {"config": {"kv_nbytes": kv_nbytes, "clock": "time.perf_counter"}, "ms": times}
+
+
+# -- windows: six groups of layers, as Gemma 3's, in the same memory as without windows
+
+STEP, WINDOW, GROUPS_VOCAB_SIZE = 2_048, 1_024, 50_000
+WINDOWS: dict[str, list[int | None]] = {
+    "everything": [None] * 6,
+    "5 of 6 a window": [None, *[WINDOW] * 5],
+}
+LENGTHS = (256, 512, 1_024, 2_048, 4_096, 8_192, 16_384, 32_768)
+CAPACITIES = (8_000, 12_000, 16_000, 24_000, 32_000, 48_000, 64_000, 96_000)  # tokens, all layers
+
+
+def conversations(scale: int) -> list[PlannedRequest]:
+    workload = PrefixWorkload(GROUPS_VOCAB_SIZE, seed=3)
+    sessions = [
+        *workload.chats(4 * scale, 5, first_len=1_500, user_len=300, output_len=300),
+        *workload.shared_system_prompts(scale, 10, 3_000, 200, 100),
+        *workload.unique_prompts(4 * scale, 2_000, 100),
+    ]
+    return workload.arrive(sessions)
+
+
+def serve_windows(
+    windows: Sequence[int | None], capacity: int, requests: list[PlannedRequest]
+) -> float:
+    """Serve the requests one after the other, prompts in steps of 2,048. Returns the share of
+    prompt tokens that is found, in memory for `capacity` tokens of all layers."""
+    pool = BlockPool(1 + len(windows) * capacity // BLOCK_SIZE)
+    memory = CachedGroupedMemory(pool, BLOCK_SIZE, windows, STEP)
+    source, answers = random.Random(5), {}
+    for planned in requests:
+        prompt = planned.prompt(answers)
+        answer = source.choices(range(GROUPS_VOCAB_SIZE), k=planned.output_len)
+        answers[planned.request_id] = answer
+        request = Request.from_tokens(planned.request_id, prompt, planned.output_len)
+        found = memory.get_computed_blocks(request)
+        assert not isinstance(found, NotReady)
+        end = found.num_tokens
+        for token in [None, *answer]:
+            if token is not None:
+                request.output_token_ids.append(token)
+                request.all_token_ids.append(token)
+            while end < request.num_tokens:
+                num_new = min(STEP, request.num_tokens - end)
+                has_room = memory.allocate_slots(request, num_new, 0, found)
+                assert has_room, "the KV cache must fit one request"
+                end, found = end + num_new, None
+                request.num_computed_tokens = end
+                memory.cache_blocks(request, end)
+        memory.free(request)
+    return memory.cache.stats.hit_rate
+
+
+def measure_groups(measurement: Measurement) -> dict:
+    requests = conversations(1 if measurement.tiny else 3)
+    capacities = CAPACITIES[-1:] if measurement.tiny else CAPACITIES
+    limit = serve_windows([None], 10**6, requests)
+    held = {
+        kind: [max_blocks(n, BLOCK_SIZE, windows, 1) for n in LENGTHS]
+        for kind, windows in WINDOWS.items()
+    }
+    found = {
+        kind: [serve_windows(w, n, requests) for n in capacities] for kind, w in WINDOWS.items()
+    }
+    config = {
+        "block_size": BLOCK_SIZE,
+        "window": WINDOW,
+        "step": STEP,
+        "num_requests": len(requests),
+    }
+    record = {"lengths": LENGTHS, "held": held, "capacities": capacities, "found": found}
+    return {"config": config, **record, "limit": limit}
+
+
+# -- a published trace
+
+CAPACITIES = (100, 300, 1000, 2000, 3000, 5000, 7000, 10000, 15000, 20000, 30000)
+
+
+@dataclass(frozen=True, slots=True)
+class ReplayResult:
+    """The result of one replay. Blocks are those of the trace."""
+
+    capacity: int  # blocks
+    num_requests: int
+    num_tokens: int
+    num_tokens_hit: int
+    num_blocks: int
+    num_blocks_hit: int
+    num_cached_at_end: int  # blocks
+
+
+def replay(trace: Sequence[TraceRequest], cache: PrefixCache) -> ReplayResult:
+    """Look up and then cache every request's prompt. `cache` has blocks of one token."""
+    num_blocks_hit = 0
+    for request in trace:
+        num_found = cache.match_prefix(request.hash_ids).num_cached_tokens
+        num_blocks_hit += num_found
+        cache.stats.record(request.input_length, request.num_tokens_in(num_found))
+        cache.cache_computed_blocks(request.hash_ids)
+    return ReplayResult(
+        capacity=cache.pool.num_usable_blocks,
+        num_requests=cache.stats.num_requests,
+        num_tokens=cache.stats.num_tokens_looked_up,
+        num_tokens_hit=cache.stats.num_tokens_hit,
+        num_blocks=sum(len(request.hash_ids) for request in trace),
+        num_blocks_hit=num_blocks_hit,
+        num_cached_at_end=cache.num_cached_blocks,
+    )
+
+
+def num_distinct_blocks(trace: Sequence[TraceRequest]) -> int:
+    """Return the capacity at which nothing is ever evicted."""
+    return len({hash_id for request in trace for hash_id in request.hash_ids})
 
 
 def measure_trace(measurement: Measurement) -> dict:
@@ -76,7 +752,7 @@ def measure_trace(measurement: Measurement) -> dict:
     trace = read_trace(path)[: 200 if measurement.tiny else None]
     limit = num_distinct_blocks(trace)
     capacities = [*(c for c in CAPACITIES if c < limit), limit]
-    full = [_only_full_blocks(request) for request in trace]
+    full = [replace(r, hash_ids=r.hash_ids[: r.input_length // TRACE_BLOCK_SIZE]) for r in trace]
     return {
         "command": f"python -m workshop.plot_prefix_cache --record trace --trace {path.name}",
         "config": {
@@ -86,106 +762,144 @@ def measure_trace(measurement: Measurement) -> dict:
             "num_requests": len(trace),
             "num_distinct_blocks": limit,
         },
-        "full_blocks_only": asdict(replay(full, make_cache("hash", limit))),
+        "full_blocks_only": asdict(replay(full, make_cache("hash", limit, 1))),
         **{
-            name: [asdict(replay(trace, make_cache(name, capacity))) for capacity in capacities]
+            name: [asdict(replay(trace, make_cache(name, capacity, 1))) for capacity in capacities]
             for name in CACHES
         },
     }
 
 
-def _only_full_blocks(request: TraceRequest) -> TraceRequest:
-    num_full = request.input_length // TRACE_BLOCK_SIZE
-    return TraceRequest(
-        request.timestamp_ms,
-        request.input_length,
-        request.output_length,
-        request.hash_ids[:num_full],
+# -- tables
+
+
+def _percent(share: float) -> str:
+    return f"{share:.1%}"
+
+
+def _spread(values: Sequence[float], digits: int = 0) -> str:
+    """Return `median (10th-90th percentile)`."""
+    return spread(values, digits, 10, 90)
+
+
+def hit_rate(run: dict) -> float:
+    return run["num_tokens_hit"] / run["num_tokens"]
+
+
+DESIGNS = {
+    "hash": "hash chain of this chapter, blake2b",
+    "radix": "radix tree of this chapter",
+    "dict, blake2b": "dictionary of chained hashes (after nano-vllm), blake2b",
+    "dict, xxhash": "dictionary of chained hashes (after nano-vllm), xxhash",
+}
+
+
+def tables_of_ops(record: dict) -> dict[str, str]:
+    sizes, depths = record["sizes"], record["depths"]
+    operations = {f"{op}, {NAMES[cache]}": (op, cache) for op in OPERATIONS for cache in CACHES}
+    by_size = {
+        f"{int(size):,} blocks": lambda row, size=size: _spread(sizes[row[1]][size][row[0]])
+        for size in sizes["hash"]
+    }
+    by_depth = {
+        nodes: lambda cache, nodes=nodes: _spread(depths[cache][nodes]) for nodes in depths["hash"]
+    }
+    new_known = {
+        head: lambda times, name=name: _spread(times[name]) if times else "-"
+        for name, head in (("new", "new, evicts another"), ("known", "known"))
+    }
+    prompts = {DESIGNS[name]: times for name, times in record["prompts"].items()}
+    if record["config"]["xxhash"] is None:
+        prompts[f"{DESIGNS['dict, xxhash']}: not measured, package missing"] = None
+    columns = {
+        "tokens hit": lambda run: _percent(run["hit_rate"]),
+        "tokens evicted": lambda run: f"{run['num_evicted_tokens']:,}",
+        "µs a request": lambda run: _spread([statistics.mean(times) for times in run["us"]]),
+    }
+    runs = {
+        "{}, blocks of {}".format(NAMES[kind.split(", ")[0]], kind.split(", ")[1]): run
+        for kind, run in record["workload"]["kinds"].items()
+    }
+    return {
+        "operations": table("µs for 4,096 tokens", operations, by_size),
+        "depth": table("µs to match 4,096 tokens; nodes:", {NAMES[c]: c for c in CACHES}, by_depth),
+        "prompt": table("µs for 4,096 tokens", prompts, new_known),
+        "workload": table("cache", runs, columns),
+    }
+
+
+def tables_of_engine(record: dict) -> dict[str, str]:
+    families = record["families"].items()
+    shared = sorted(
+        families, key=lambda pair: pair[1]["num_computed"]["hash"] / pair[1]["num_prompt"]
     )
+    rows = {f"{family}, {NAMES[name]}": (kept, name) for family, kept in shared for name in NAMES}
+    columns = {
+        "prompt tokens": lambda row: f"{row[0]['num_prompt']:,}",
+        "computed": lambda row: f"{row[0]['num_computed'][row[1]]:,}",
+        "hit": lambda row: _percent(1 - row[0]["num_computed"][row[1]] / row[0]["num_prompt"]),
+        "ms to first token": lambda row: _spread(row[0]["ttft_ms"][row[1]]),
+    }
+    times = record["shared_ms"]
+    by_length = {f"{int(length):,}": length for length in times["off"]}
+    by_cache = {NAMES[n]: lambda length, n=n: _spread(times[n][length]) for n in NAMES}
+    return {
+        "families": table("requests", rows, columns),
+        "shared": table("shared tokens", by_length, by_cache),
+    }
+
+
+def tables_of_loss(record: dict) -> dict[str, str]:
+    """Compare each request with itself in the engine without a cache."""
+
+    def quarters(part: str) -> Callable[[str], str]:
+        def cell(name: str) -> str:
+            times = zip(record[part][name], record[part]["off"], strict=True)
+            found = percentiles([a / b for a, b in times], [50, 25, 75])
+            return "{:+.1f} % ({:+.1f} - {:+.1f})".format(*(100 * (x - 1) for x in found))
+
+        return cell
+
+    columns = {
+        "to the first token": quarters("first_token_ms"),
+        "whole request": quarters("whole_ms"),
+    }
+    caches = {NAMES[name]: name for name in CACHES}
+    return {"loss": table("no prefix shared, processor time", caches, columns)}
+
+
+def tables_of_store(record: dict) -> dict[str, str]:
+    head = f"{record['config']['kv_nbytes'] / 1e6:.0f} MB, two processes, loopback TCP"
+    return {"store": table(head, record["ms"], {"ms": lambda times: _spread(times, 2)})}
+
+
+def tables_of_groups(record: dict) -> dict[str, str]:
+    rows = {f"{n:,}": i for i, n in enumerate(record["capacities"])}
+    columns = {
+        f"found, %, layers see {kind}": lambda i, kind=kind: f"{100 * record['found'][kind][i]:.1f}"
+        for kind in WINDOWS
+    }
+    return {"groups": table("memory, tokens in all layers", rows, columns)}
+
+
+def tables_of_trace(record: dict) -> dict[str, str]:
+    rows = [
+        [
+            f"{a['capacity']:,}",
+            f"{a['capacity'] * TRACE_BLOCK_SIZE / 1e6:.2f}",
+            _percent(hit_rate(a)),
+            _percent(hit_rate(b)),
+        ]
+        for a, b in zip(record["hash"], record["radix"], strict=True)
+    ]
+    rows[-1][0] += ", nothing evicted"
+    head = ["capacity, blocks of 512", "million tokens", "hash chain hits", "radix tree hits"]
+    return {"trace": markdown_table(head, rows)}
 
 
 # -- figures
 
 COLORS = {"off": BASELINE, "hash": CACHED, "radix": shade(CACHED, 0.45)}
-MARKERS = ["o", "s", "^", "D"]
-
-
-def plot_spread(axis: Axes, times: dict[str, list[float]], **style: Any) -> list[float]:
-    """Draw medians as a line over an area from the 10th to the 90th percentile. Returns the
-    medians."""
-    xs = [int(x) for x in times]
-    middle = [statistics.median(values) for values in times.values()]
-    axis.plot(xs, middle, **style)
-    low, high = zip(*(percentiles(values, [10, 90]) for values in times.values()), strict=True)
-    axis.fill_between(xs, low, high, color=style["color"], alpha=0.2, linewidth=0)
-    return middle
-
-
-def draw_operations(record: dict) -> Figure:
-    figure, axes = plt.subplots(1, 2, figsize=(9, 4.6), sharey=True, layout="constrained")
-    for axis, cache in zip(axes, CACHES):
-        sizes = record["sizes"][cache]
-        for index, operation in enumerate(next(iter(sizes.values()))):
-            times = {size: runs[operation] for size, runs in sizes.items()}
-            style = {"marker": MARKERS[index], "color": tint(COLORS[cache], 1 - 0.2 * index)}
-            plot_spread(axis, times, **style, label=operation)
-        axis.set(title=NAMES[cache], xlabel="cached blocks", xscale="log", ylim=0)
-        axis.grid()
-    axes[1].legend(loc="upper left", fontsize=12)
-    axes[0].set_ylabel("µs for a prompt of 4,096 tokens")
-    largest, smallest = (pick(map(int, sizes)) for pick in (max, min))
-    growth = max(
-        statistics.median(runs[str(largest)][operation])
-        / statistics.median(runs[str(smallest)][operation])
-        for runs in record["sizes"].values()
-        for operation in runs[str(smallest)]
-    )
-    figure.suptitle(
-        f"{largest // smallest:,} times the blocks: at most {growth:.1f} times the cost"
-    )
-    return figure
-
-
-def draw_depth(record: dict) -> Figure:
-    figure, axis = plt.subplots(figsize=(7.5, 4.2), layout="constrained")
-    for cache, marker in zip(CACHES, MARKERS):
-        times = record["depths"][cache]
-        middle = plot_spread(axis, times, color=COLORS[cache], marker=marker)
-        place = int(next(iter(times)))
-        label_line(axis, place, middle[0], NAMES[cache], COLORS[cache], offset=(0, 14))
-    axis.set(
-        title="A radix match costs its nodes, a hash chain its blocks",
-        xlabel="nodes on the path of a 4,096-token prompt",
-        ylabel="µs to match it",
-        xscale="log",
-        ylim=0,
-    )
-    ticks = [int(depth) for depth in record["depths"]["radix"]]
-    axis.set_xticks(ticks, [str(tick) for tick in ticks])
-    axis.minorticks_off()
-    axis.grid()
-    return figure
-
-
-def draw_workload(record: dict) -> Figure:
-    figure, axis = plt.subplots(figsize=(8.5, 4.4), layout="constrained")
-    for kind, run in record["workload"]["kinds"].items():
-        cache, block_size = kind.split(", ")
-        each = [statistics.median(times) for times in zip(*run["us"], strict=True)]
-        total = [sum(each[: n + 1]) / 1e3 for n in range(len(each))]
-        label = f"{NAMES[cache]}, blocks of {block_size}:\n{run['hit_rate']:.1%} hit"
-        dashes = "--" if block_size == "1" else "-"
-        axis.plot(range(1, len(each) + 1), total, dashes, color=COLORS[cache], linewidth=2)
-        label_line(axis, len(each), total[-1], label, COLORS[cache], fontsize=12)
-    axis.set(
-        title="One workload: what is hit, and what that costs",
-        xlabel="requests served",
-        ylabel="time in the cache so far, ms",
-        ylim=0,
-    )
-    axis.set_xlim(0, 1.42 * len(each))
-    axis.grid()
-    return figure
 
 
 def draw_hit_rate(record: dict) -> Figure:
@@ -216,63 +930,65 @@ def draw_hit_rate(record: dict) -> Figure:
 
 
 def draw_shared(record: dict) -> Figure:
+    """Draw medians as a line over an area from the 10th to the 90th percentile."""
     figure, axis = plt.subplots(figsize=(7.5, 4.2), layout="constrained")
-    places = {"off": (0, -16), "hash": (0, -26), "radix": (0, -44)}
-    for (name, times), marker in zip(record["shared_ms"].items(), MARKERS):
-        middle = plot_spread(axis, times, color=COLORS[name], marker=marker)
-        index = 4 if name == "off" else 1  # where nothing else is drawn
-        x = [int(length) for length in times][index % len(times)]
-        place = {"ha": "left" if name == "off" else "right", "offset": places[name]}
-        label_line(axis, x, middle[index % len(times)], NAMES[name], COLORS[name], **place)
-    length = record["config"]["prompt_len"]
-    axis.set(
-        title=f"Prompts of {length:,} tokens: only what is new costs time",
-        xlabel="shared prefix, tokens",
-        ylabel="time to first token, ms",
-        ylim=0,
-    )
-    axis.grid()
+    places = {"off": (4, "left", -16), "hash": (1, "right", -26), "radix": (1, "right", -44)}
+    for (name, times), marker in zip(record["shared_ms"].items(), "os^"):
+        lengths, color = [int(length) for length in times], COLORS[name]
+        runs = (percentiles(values, [10, 50, 90]) for values in times.values())
+        low, middle, high = zip(*runs, strict=True)
+        axis.plot(lengths, middle, color=color, marker=marker)
+        axis.fill_between(lengths, low, high, color=color, alpha=0.2, linewidth=0)
+        index, side, down = places[name]  # where nothing else is drawn
+        index %= len(lengths)
+        place = {"ha": side, "offset": (0, down)}
+        label_line(axis, lengths[index], middle[index], NAMES[name], color, **place)
+    title = f"Prompts of {record['config']['prompt_len']:,} tokens: only what is new costs time"
+    label_axes(axis, title, "shared prefix, tokens", "time to first token, ms", ylim=0)
     return figure
 
 
-def draw_families(record: dict) -> Figure:
-    figure, (left, right) = plt.subplots(1, 2, figsize=(9, 4.6), layout="constrained")
-    families = in_order(record["families"])
-    for shift, name in enumerate(COLORS):
-        places = [place + 0.27 * (shift - 1) for place in range(len(families))]
-        style = {"width": 0.25, "color": COLORS[name], "label": NAMES[name]}
-        computed = [100 * f["num_computed"][name] / f["num_prompt"] for f in families.values()]
-        left.bar(places, computed, **style)
-        right.bar(
-            places, [statistics.median(f["ttft_ms"][name]) for f in families.values()], **style
-        )
-    left.set(title="Prompt tokens computed", ylabel="% of prompt tokens")
-    right.set(title="Time to first token, median", ylabel="ms")
+def draw_groups(record: dict) -> Figure:
+    figure, (left, right) = plt.subplots(1, 2, figsize=(9, 4.2), layout="constrained")
+    for kind, color in zip(WINDOWS, (BASELINE, CACHED)):
+        left.plot(record["lengths"], record["held"][kind], color=color, marker="o", label=kind)
+        rates = [100 * rate for rate in record["found"][kind]]
+        right.plot(record["capacities"], rates, color=color, marker="o")
+    left.set(
+        title="A request holds",
+        xlabel="tokens of a request that decodes",
+        ylabel="blocks, in all six groups",
+        xscale="log",
+        yscale="log",
+    )
+    right.axhline(100 * record["limit"], color=BASELINE, linestyle=":")
+    right.set(
+        title="A cache of that size finds",
+        xlabel="memory, as tokens in all layers",
+        ylabel="prompt tokens found, %",
+        xscale="log",
+        ylim=0,
+    )
+    left.legend(loc="upper left", title="layers see")
     for axis in (left, right):
-        axis.set_xticks(range(len(families)), [name.replace(" ", "\n") for name in families])
-        axis.set_xlabel("family of requests")
-    handles = left.get_legend_handles_labels()
-    figure.legend(*handles, loc="outside lower center", ncols=len(COLORS))
+        axis.grid()
     return figure
 
 
 PARTS = {
-    "ops": Part(
-        measure_ops,
-        {"operations": draw_operations, "depth": draw_depth, "workload": draw_workload},
-        tables_of_ops,
-    ),
-    "trace": Part(measure_trace, {"hit_rate": draw_hit_rate}, tables_of_trace),
-    "engine": Part(
-        measure_engine, {"shared_prefix": draw_shared, "families": draw_families}, tables_of_engine
-    ),
+    "ops": Part(measure_ops, tables=tables_of_ops),
+    "engine": Part(measure_engine, {"shared_prefix": draw_shared}, tables_of_engine),
     "loss": Part(measure_loss, tables=tables_of_loss),
     "store": Part(measure_store, tables=tables_of_store),
+    "groups": Part(measure_groups, {"groups": draw_groups}, tables_of_groups),
+    "trace": Part(measure_trace, {"hit_rate": draw_hit_rate}, tables_of_trace),
 }
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--trace", type=Path, help="for --record trace: JSONL, see replay_trace.py")
+    parser.add_argument(
+        "--trace", type=Path, help="for --record trace: JSONL, as Mooncake's FAST'25"
+    )
 
 
 if __name__ == "__main__":

@@ -243,16 +243,3 @@ def _check_parents(request: TraceRequest, parents: dict[int, int | None]) -> Non
         if parents.setdefault(hash_id, before) != before:
             raise ValueError(f"hash id {hash_id} follows both {before} and {parents[hash_id]}")
         before = hash_id
-
-
-def trace_token_ids(request: TraceRequest, vocab_size: int) -> list[int]:
-    """Return a prompt of `input_length` tokens that shares with others what the trace shares.
-
-    Each block's tokens are drawn from its id alone. A prefix has one key a block already: without a
-    model, replay `hash_ids` themselves, as tokens of a cache with blocks of one token.
-    """
-    token_ids: list[int] = []
-    for index, hash_id in enumerate(request.hash_ids, 1):
-        length = request.num_tokens_in(index) - len(token_ids)
-        token_ids += random.Random(hash_id).choices(range(vocab_size), k=length)
-    return token_ids

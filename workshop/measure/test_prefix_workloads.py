@@ -10,13 +10,14 @@ from pathlib import Path
 
 import pytest
 
+from workshop.measure.plot_prefix_cache import CACHES, make_cache, num_distinct_blocks, replay
 from workshop.measure.prefix_workloads import (
+    TRACE_BLOCK_SIZE,
     PlannedRequest,
     PrefixWorkload,
     Session,
     TraceRequest,
     read_trace,
-    trace_token_ids,
 )
 
 VOCAB = 64
@@ -216,9 +217,89 @@ def test_an_empty_trace_and_a_missing_one_are_told_apart(write, tmp_path: Path) 
         read_trace(tmp_path / "nowhere.jsonl")
 
 
-def test_token_ids_of_a_trace_share_what_its_ids_share(write) -> None:
-    prompts = [trace_token_ids(request, VOCAB) for request in read_trace(write(*GOOD))]
-    assert [len(prompt) for prompt in prompts] == [1100, 1024, 513, 1]
-    assert common_len(prompts[0], prompts[1]) == 1024
-    assert common_len(prompts[0], prompts[2]) == 512
-    assert set(prompts[0]) <= set(range(VOCAB)) and len(set(prompts[0])) > VOCAB // 2
+# -- a replay finds what a cache that stores whole prefixes would find
+
+# Five prompts of 512-token blocks, the last block of each partly filled.
+#              blocks   tokens   found without bounds
+BY_HAND = [
+    ((1, 2, 3), 1100),  #  0
+    ((1, 2, 4), 1300),  #  1, 2: 1024 tokens
+    ((5,), 512),  #        0
+    ((1, 2, 3), 1100),  #  1, 2, 3: all 1100, not 1536
+    ((5, 6), 600),  #      5: 512
+]
+
+
+def make_trace(prompts: Sequence[tuple[tuple[int, ...], int]]) -> list[TraceRequest]:
+    return [TraceRequest(i, length, 1, ids) for i, (ids, length) in enumerate(prompts)]
+
+
+def random_trace(seed: int, num_requests: int = 60) -> list[TraceRequest]:
+    """Walks in a random tree: an id is numbered when its path is first seen."""
+    rng = random.Random(seed)
+    ids: dict[tuple[int, ...], int] = {}
+    trace = []
+    for i in range(num_requests):
+        path: tuple[int, ...] = ()
+        hash_ids = []
+        for _ in range(rng.randint(1, 5)):
+            path = (*path, rng.randint(0, 2))
+            hash_ids.append(ids.setdefault(path, len(ids)))
+        length = (len(hash_ids) - 1) * TRACE_BLOCK_SIZE + rng.randint(1, TRACE_BLOCK_SIZE)
+        trace.append(TraceRequest(i, length, 1, tuple(hash_ids)))
+    return trace
+
+
+def naive_replay(trace: Sequence[TraceRequest], capacity: int) -> tuple[int, int]:
+    """Hits in tokens and blocks of a cache that is a dictionary: whole prefix -> time of last use.
+
+    Of equal times the longest goes first, which is its path's leaf. A prompt longer than the cache
+    is cached from its front.
+    """
+    last_use: dict[tuple[int, ...], int] = {}
+    num_tokens = num_blocks = 0
+    for now, request in enumerate(trace):
+        prefixes = [request.hash_ids[:n] for n in range(1, len(request.hash_ids) + 1)]
+        found = 0
+        while found < len(prefixes) and prefixes[found] in last_use:
+            found += 1
+        num_blocks += found
+        num_tokens += request.num_tokens_in(found)
+        kept = prefixes[:capacity]
+        last_use.update(dict.fromkeys(kept, now))
+        while len(last_use) > capacity:
+            del last_use[min(last_use, key=lambda p: (last_use[p], -len(p)))]
+    return num_tokens, num_blocks
+
+
+@pytest.mark.parametrize("cache", CACHES)
+def test_a_trace_by_hand_hits_tokens_not_whole_blocks(cache: str) -> None:
+    result = replay(make_trace(BY_HAND), make_cache(cache, 100, 1))
+    assert (result.num_requests, result.num_tokens) == (5, 1100 + 1300 + 512 + 1100 + 600)
+    assert result.num_tokens_hit == 1024 + 1100 + 512
+    assert (result.num_blocks, result.num_blocks_hit) == (12, 2 + 3 + 1)
+    assert result.num_cached_at_end == num_distinct_blocks(make_trace(BY_HAND)) == 6
+
+
+@pytest.mark.sample
+@pytest.mark.parametrize("cache", CACHES)
+@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize("capacity", [1, 3, 10, 40, 1000])
+def test_a_replay_hits_what_whole_prefixes_hit(cache: str, seed: int, capacity: int) -> None:
+    trace = random_trace(seed)
+    store = make_cache(cache, capacity, 1)
+    result = replay(trace, store)
+    assert (result.num_tokens_hit, result.num_blocks_hit) == naive_replay(trace, capacity), seed
+    assert result.num_cached_at_end <= result.capacity == capacity
+    store.check_invariants()
+    assert store.num_evictable_blocks == store.num_cached_blocks
+
+
+@pytest.mark.parametrize("cache", CACHES)
+def test_at_the_number_of_different_blocks_nothing_is_evicted(cache: str) -> None:
+    trace = random_trace(9)
+    limit = num_distinct_blocks(trace)
+    bounded = replay(trace, make_cache(cache, limit, 1))
+    assert bounded.num_cached_at_end == limit
+    assert bounded.num_tokens_hit == replay(trace, make_cache(cache, 10 * limit, 1)).num_tokens_hit
+    assert bounded.num_tokens_hit > replay(trace, make_cache(cache, limit // 8, 1)).num_tokens_hit

@@ -3,6 +3,8 @@
     1.1                                          how it is named; an exhibit: its English title
     example examples_batching endings            a module of `examples/`, and a function in it
     ...                                          see `hall.py` and `course.py`
+    en 50a411deedc2                              the digest of the English texts when ...
+    zh_title ...                                 ... they were translated: as `title`, in Chinese
 
 The example is a small function that uses our module as a caller would and returns the result in a
 few lines of text. It imports everything when it is called, so that it gets the swapped module.
@@ -13,13 +15,13 @@ Each task has one. A recorded run shows most exhibits, and an example the others
     a bug or typical mistake     a copy        another text     fail
     a task's blank               a copy                         fail
 
-`test_exercises.py` checks all of this. `NAME.zh.txt` has the texts of `NAME.txt` in Chinese, row by
-row, with `en`, the digest of the English texts that were translated. They are shown if the
-terminal's language is Chinese (`LANGUAGE=zh` sets that anywhere). `text_rows.py` reads such tables.
+`test_exercises.py` checks all of this. The Chinese texts are shown if the terminal's language is
+Chinese (`LANGUAGE=zh` sets that anywhere). `text_rows.py` reads such tables.
 """
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from hashlib import sha256
@@ -59,9 +61,9 @@ class Exercise:
 
 
 def read_exercises(table: Path, words: str) -> Iterator[tuple[TextRow, TextRow]]:
-    """Yield each row of the table, and the row in Chinese. An exhibit's title is its head."""
-    chinese = table.with_suffix(".zh.txt").read_text(encoding="utf-8")
-    of_head = {row.head: row for row in read_rows(chinese, f"en {' '.join(TEXTS)}")}
-    for row in read_rows(table.read_text(encoding="utf-8"), words):
+    """Yield each row of the table, and its Chinese texts. An exhibit's title is its head."""
+    chinese = " ".join(f"zh_{word}" for word in TEXTS)
+    for row in read_rows(table.read_text(encoding="utf-8"), f"{words} en {chinese}"):
         row.said["title"] = row.said["title"] or [row.head]
-        yield row, of_head[row.head]
+        texts = {word: row.said[f"zh_{word}"] for word in TEXTS}
+        yield row, TextRow(row.head, defaultdict(list, texts))

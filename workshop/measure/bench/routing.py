@@ -54,7 +54,7 @@ ROUTER_COUNTERS = (
 
 
 def scaled(trace: Sequence[TraceRequest], speed: float, vocab_size: int) -> list[Planned]:
-    """Plan the trace's requests: tokens drawn from block ids only, as in `trace_token_ids`."""
+    """Plan the trace's requests: tokens drawn from block ids only."""
     planned = []
     for request in trace:
         prompt: list[int] = []

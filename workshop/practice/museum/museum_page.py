@@ -73,7 +73,7 @@ _CHINESE_HEAD = """# bug 博物馆
 
 def render(is_chinese: bool = False) -> str:
     """Return the page. The digests in the Chinese one are those of the English sections; those of
-    the stories are in `stories.zh.txt`."""
+    the stories are in `stories.txt`."""
     lines = list(enumerate(broken_lines(), 1))
     head, titles = (_CHINESE_HEAD, CHINESE_TITLES) if is_chinese else (_HEAD, TITLES)
     parts = [head.format(bugs=len(EXHIBITS), lines=len(lines))]

@@ -8,8 +8,8 @@
     names                            bound by the statements to write; none: the whole body
     engine {"chunked_prefill": 8}    arguments of `LLM` that make it use the module; null: none
 
-Common wrong answers, each with the lesson in it, are in `patches.txt`; in `tasks.zh.txt`, `mistake`
-is the lesson. If a reader's answer fails the tests, and the example's output is that of a typical
+Common wrong answers, each with the lesson in it, are in `patches.txt`; `zh_mistake` is the lesson
+in Chinese. If a reader's answer fails the tests, and the example's output is that of a typical
 mistake, the lesson is shown."""
 
 from __future__ import annotations
