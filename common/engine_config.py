@@ -52,7 +52,8 @@ PROPOSERS = {
     "ngram": "common.assembly.assembly:make_ngram",
     "draft": "common.assembly.assembly:make_draft_model",
 }
-# The first is for whole prompts; the second for chunked ones, with decodes and chunks in a batch.
+# The first is for whole prompts; the second, maybe the same class, for chunked ones, with decodes
+# and chunks in a batch.
 ATTENTION_BACKENDS = {
     "torch": (
         "paged_attention:TorchAttentionBackend",

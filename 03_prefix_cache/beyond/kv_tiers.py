@@ -165,13 +165,12 @@ class DiskTier(KVStore):
             yield self.read(link)
 
     def read(self, link: Link) -> bytes:
-        """Return the block's bytes, verified, and mark it as used. Raises `LookupError` if it is
-        not here, and `ValueError` for a record that fails the check, which is dropped."""
+        """Return the block's bytes, verified. Raises `LookupError` if it is not here, and
+        `ValueError` for a record that fails the check, which is dropped."""
         with self._lock:
             slot = self._slots[link[0]]
             offset = self._offset(slot)
             record = self._map[offset : offset + self._record_nbytes]
-            self._slots.move_to_end(link[0])
         try:
             return open_record(record, link)
         except ValueError:

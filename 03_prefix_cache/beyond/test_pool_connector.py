@@ -293,15 +293,18 @@ def test_a_damaged_block_makes_room_for_a_good_one(saved, faults):
     assert second.ask(make_request("3", TOKENS)) == 16
 
 
-def test_blocks_of_another_size_are_not_written(pool):
-    """A record that is right, and of an engine whose blocks hold more bytes: it says so itself."""
-    first, second = Engine(pool, "a"), Engine(pool, "b")
-    request = make_request("0", TOKENS)
-    links = first.connector._chains.chain(request, 4)
-    found = [(link, bytes(39)) for link in links]
-    assert second.connector._offer(request, found) == (16, False)
-    second.connector.update_state_after_alloc(request, [1, 2, 3, 4], 16)
-    assert second.connector.get_finished_load("0") == 0 and not second.io.written
+@pytest.mark.parametrize("nbytes, expected", [(39, 0), (40, 16), (41, 0)])
+def test_bytes_that_are_here_are_loaded_immediately_if_their_size_is_right(
+    pool, nbytes, expected, caplog
+):
+    """And are not put into the store again."""
+    engine, request = Engine(pool, "a"), make_request("0", TOKENS)
+    pool.faults.broken = "get put"
+    found = [(link, bytes(nbytes)) for link in engine.connector._chains.chain(request, 4)]
+    assert engine.connector._offer(request, found) == (16, False)
+    engine.connector.update_state_after_alloc(request, [1, 2, 3, 4], 16)
+    assert engine.connector.get_finished_load("0") == expected
+    assert len(engine.io.written) == expected // SIZE and "cannot" not in caplog.text
 
 
 def test_a_load_past_its_time_counts_as_failed_and_its_bytes_are_not_written(pool, faults):
@@ -337,6 +340,7 @@ def test_a_cancelled_load_writes_nothing_afterwards(saved, faults, moment):
     with pytest.raises(KeyError):
         second.connector.get_finished_load("0")
     assert second.load(make_request("1", TOKENS)) == 16  # it runs after the other
+    assert not second.connector._loads._loads, "and is not read to its end"
     second.connector.cancel_load("never heard of")
 
 
@@ -412,6 +416,8 @@ def test_a_closed_connector_loads_nothing_and_leaves_the_pool_to_others(pool, sa
     second.connector.close()
     faults.hold.set()
     assert not second.io.written
+    with pytest.raises(RuntimeError, match="closed"):
+        second.begin(make_request("1", TOKENS))
     assert Engine(pool, "c").load(make_request("0", TOKENS)) == 16
 
 

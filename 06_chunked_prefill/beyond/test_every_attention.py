@@ -10,6 +10,7 @@ import pytest
 import torch
 
 import attention_plan
+import invariant_attention
 import mixed_attention
 import paged_attention
 from batch_layout import compose_in_order
@@ -47,6 +48,8 @@ def small_tiles(monkeypatch):
     monkeypatch.setattr(paged_attention, "QUERY_TILE", 7)
     monkeypatch.setattr(mixed_attention, "KEY_TILE", 16)
     monkeypatch.setattr(mixed_attention, "QUERY_TILE", 16)
+    monkeypatch.setattr(invariant_attention, "KEY_TILE", 4)
+    monkeypatch.setattr(invariant_attention, "CHUNK_ROWS", 8)
 
 
 def compiled(attend, num_heads: int, key_cache: torch.Tensor) -> CompiledAttentionBackend:
@@ -58,13 +61,14 @@ def compiled(attend, num_heads: int, key_cache: torch.Tensor) -> CompiledAttenti
 @pytest.mark.parametrize(
     ("window", "block_size", "dtype"),
     [
-        *itertools.product([1, 5, 64], [3], [torch.float64]),
+        *itertools.product([1, 2, 4, 5, 64], [3], [torch.float64]),
         (16, 16, torch.float32),
         (6, 1, torch.bfloat16),
     ],
 )
 def test_every_query_sees_what_it_should(window, block_size, dtype, kind, is_mixed):
-    """In layers that see everything and in those with a window, of one batch."""
+    """In layers that see everything and in those with a window, of one batch. For invariant
+    attention: spans in which some rows see nothing, and chunks that begin behind the first one."""
     like = PagedKVCache(1, 1, block_size, 2, 8, dtype).key_cache[0]
     num_rows: list[int] = []
 

@@ -13,7 +13,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import invariant_attention as module
-from batch_layout import compose_in_order
 from invariant_attention import KEY_TILE, InvariantAttentionBackend, split_query
 from mixed_attention import MixedAttentionBackend
 from paged_attention import AttentionMetadata, PagedKVCache
@@ -25,7 +24,6 @@ from test_paged_attention import (
     test_batches_without_tokens_and_sequences_without_tokens,
     test_metadata_that_contradicts_itself_is_an_error,
 )
-from test_window_attention import check_backend
 from window_attention import WindowMetadata
 
 __all__ = [
@@ -71,17 +69,6 @@ def test_every_dtype_and_number_of_heads(dtype, num_kv_heads, num_shared):
         torch.testing.assert_close(output.double(), expected(case), rtol=2**-8, atol=1e-5)
     any_order = replace(case, query_lens=[1] * len(case.query_lens))
     check(case, attend(case, mixed_metadata(any_order, is_readable=True)))
-
-
-@pytest.mark.parametrize("block_size", [1, 3, 4, 16])
-@pytest.mark.parametrize("window", [1, 2, 4, 5, 16, 64])
-def test_a_query_sees_its_window(window, block_size, monkeypatch):
-    """Beside layers that see everything. Spans in which some rows see nothing, and pieces that
-    begin behind the first one."""
-    monkeypatch.setattr(module, "KEY_TILE", 4)
-    monkeypatch.setattr(module, "CHUNK_ROWS", 8)
-    backend = InvariantAttentionBackend()
-    check_backend(backend, compose_in_order, window, block_size, torch.float64)
 
 
 def test_spans_in_front_of_a_window_are_not_read():
