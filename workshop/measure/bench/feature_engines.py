@@ -107,12 +107,15 @@ def median_step_ms(runs: Sequence[dict[str, float]]) -> float:
 # -- adapters
 
 
-def copy_adapter(path: Path, **changes: Any) -> Path:
-    """Copy the shipped adapter, with other fields in its `adapter_config.json`."""
-    shutil.copytree(SHIPPED_ADAPTER, path)
-    file = path / "adapter_config.json"
-    file.write_text(json.dumps(json.loads(file.read_text()) | changes))
-    return path
+def scaled_copies(folder: Path, number: int) -> dict[str, Path]:
+    """Write copies of the shipped adapter, each with a different scale and so different content."""
+    paths = {}
+    for i in range(number):
+        path = shutil.copytree(SHIPPED_ADAPTER, folder / str(i))
+        config = json.loads((path / "adapter_config.json").read_text())
+        (path / "adapter_config.json").write_text(json.dumps(config | {"lora_alpha": 16 - i}))
+        paths[str(i)] = path
+    return paths
 
 
 def adapter_batches(config: Config) -> dict[str, list[str | None]]:
@@ -155,9 +158,7 @@ def adapter_cases(config: Config) -> Iterator[Case]:
             max_num_batched_tokens=num_requests * num_prompt,
             overlap_scheduling=False,
             max_loras=number,
-            adapters={  # different scales, so different content
-                f"{i}": copy_adapter(Path(folder, f"{i}"), lora_alpha=16 - i) for i in range(number)
-            },
+            adapters=scaled_copies(Path(folder), number),
         )
 
         def run(adapters: list[str | None]) -> dict[str, float]:
