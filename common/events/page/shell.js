@@ -24,7 +24,8 @@ Watch.words({
 });
 
 // h("button", {class: "play"}, "text", child): an element. Text is text, never markup. What it
-// says, or its label, may be the key of words that change with the language only: {says: "key"}.
+// says, or its label, may be the key of words that change with the language only:
+// {says: "help.close"}.
 const h = (Watch.h = (name, attributes = {}, ...children) => {
   const element = document.createElement(name);
   for (const [key, value] of Object.entries(attributes)) {
