@@ -45,7 +45,7 @@ from step_record import StepRecord, preemptions_of
 if TYPE_CHECKING:
     from typing import Unpack
 
-    from common.events.watch import Watch
+    from common.events.frame_recorder import FrameRecorder
     from common.features.adapters.adapter_names import AdapterNames
     from grammar_queue import GrammarsCompiled
 
@@ -108,7 +108,7 @@ class LLMEngine:
         self._finished_groups: dict[RequestGroup, None] = {}  # not yet returned; in order
         self._num_idle_steps = 0  # consecutive, up to the last step
         self._num_named = 0  # requests that got a generated id
-        self._watch: Watch | None = None
+        self._watch: FrameRecorder | None = None
         self._adapters = parts.adapters
         self._grammars: Grammars | None = None  # until a request has a grammar
         self.reset_stats()
@@ -273,7 +273,7 @@ class LLMEngine:
             self._recover(error)
             raise
         if self._watch is not None:
-            self._watch.log.flush()
+            self._watch.flush()
         self._check_progress(self.recorder.plan)
         if self.config.check_invariants:
             self.check_invariants()
@@ -347,6 +347,8 @@ class LLMEngine:
             self._is_consistent, self.recorder.is_inconsistent = False, True
             yield
             self._is_consistent, self.recorder.is_inconsistent = True, False
+            if self._watch is not None:
+                self._watch.between_steps()
 
     def _recover(self, error: BaseException | None = None) -> None:
         """Recover from an interrupted call: abort running requests, whose progress is unknown. If
@@ -364,7 +366,7 @@ class LLMEngine:
             self._give_up()
         self.recorder.discard_plans()
         if is_inconsistent:
-            self.unwatch()  # the events written so far do not lead to the state after the reset
+            self.unwatch()  # the frames written so far do not lead to the state after the reset
             self.kv_manager.clear()
         self.scheduler.clear()
         is_final = getattr(error, "is_final", False)
@@ -569,19 +571,20 @@ class LLMEngine:
             return is_reset
 
     @exclusive
-    def watch(self, events: str | Path | TextIO) -> Watch:
-        """Write each step's events to this file or text stream from now on, as
+    def watch(self, events: str | Path | TextIO) -> FrameRecorder:
+        """Write each step's frames to this file or text stream from now on, as
         `EngineConfig(events=...)` does from the start (`common/events`). In a running engine, the
-        events begin with its whole state. A previous watch ends. The watch ends too if the engine
+        first frame is its whole state. A previous watch ends. The watch ends too if the engine
         is interrupted while it mutates its state. Raises `ValueError` or `FileNotFoundError` for a
         path where no file can be written."""
-        from common.events.event_log import check_place
-        from common.events.watch import Watch
+        from common.events.frame_recorder import FrameRecorder
+        from common.events.run_line import check_place
 
         self._recover()
         check_place(events)
         self.unwatch()
-        self._watch = Watch(events, self.config, self._parts, self._sequences, self.tokenizer)
+        facts = self.config, self._parts, self._sequences, self.tokenizer
+        self._watch = FrameRecorder(events, *facts)
         return self._watch
 
     @exclusive

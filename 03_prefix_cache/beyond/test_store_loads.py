@@ -144,9 +144,10 @@ def test_loads_begin_in_the_order_of_their_starts(loads, gate):
 
 
 def test_a_load_that_ended_before_does_not_cut_a_wait_short(loads, gate):
-    run(loads, iter(PARTS))
+    loads.start("before", iter(PARTS))
     loads.start("a", gate.parts())
-    assert gate.entered.acquire(timeout=WAIT_S)
+    assert gate.entered.acquire(timeout=WAIT_S)  # the thread has left the other
+    assert loads.take("before") == (PARTS, None)
     start = time.monotonic()
     loads.wait(0.02)
     assert time.monotonic() - start >= 0.02

@@ -131,8 +131,19 @@ def test_a_corrupt_block_ends_the_load_in_front_of_it(make_engine, tmp_path, cap
     disk._map[disk._offset(disk._slots[bad]) + 100] ^= 1
     assert engine.serve([3] * 10) == 4
     assert disk.num_corrupt == 1 and engine.tiers.stats.num_short_loads == 1
+    assert engine.tiers.num_loaded_blocks() == {"host": 0, "disk": 2}
     assert engine.manager.reset_prefix_cache()
     assert engine.serve([3] * 10) == 8, "it was computed, and saved again"
+
+
+def test_what_is_invalidated_leaves_both_tiers(make_engine, tmp_path):
+    engine = make_engine(KVTierConfig(2, 50, tmp_path / "kv", "write_through"))
+    engine.serve([3] * 8)
+    tiers = engine.tiers
+    assert (len(tiers.host), len(tiers.disk)) == (2, 2)
+    first = min(engine.cache.cached_prefixes(), key=lambda prefix: len(prefix.token_ids))
+    engine.cache.invalidate(first.block)
+    assert (len(tiers.host), len(tiers.disk)) == (0, 0) and not tiers._link_of
 
 
 def engine_with_a_slow_disk(

@@ -10,18 +10,18 @@ import html
 import json
 import re
 from collections.abc import Sequence
-from dataclasses import MISSING, fields
 from pathlib import Path
 from typing import Any
 
 from common.events import page_colours
-from common.events.event_kinds import KINDS, REASONS, VERSION
+from common.events.frames import REASONS, VERSION
 
 PAGE = Path(__file__).parent / "page"
 
-# Each script adds to the one global, `Watch`, and uses earlier ones. Scenes are in reading order.
+# Each script has a scope of its own, adds to the one global, `Watch`, and uses earlier ones. Scenes
+# are in reading order.
 SCRIPTS = (
-    *("language.js", "settings.js", "events.js", "state.js", "on_event.js", "film.js"),
+    *("language.js", "settings.js", "frames.js", "film.js"),
     *("store.js", "colours.js", "canvas.js", "reasons.js"),
     *(
         "shell.js",
@@ -53,8 +53,8 @@ def put_together(
     policy: str = "",
 ) -> str:
     """Return the page's HTML. `settings` are passed to the scripts, `reels` are elements with
-    events. `starts`: the last scripts; `styles` and `policy`: added to those of every page."""
-    settings = {"version": VERSION, "schema": schema(), "reasons": REASONS, **settings}
+    frames. `starts`: the last scripts; `styles` and `policy`: added to those of every page."""
+    settings = {"version": VERSION, "reasons": REASONS, **settings}
     said = in_script(json.dumps(settings))
     scripts = [*(PAGE / name for name in SCRIPTS), *starts]
     parts = {
@@ -66,7 +66,7 @@ def put_together(
         "data": "\n".join(
             [f'<script type="application/json" id="settings">{said}</script>', *reels]
         ),
-        "script": "\n".join(map(_read, scripts)),
+        "script": "\n".join(['"use strict";', *map(_in_scope, scripts)]),
     }
     # In one pass, because an inserted text can contain {{script}} itself.
     template = _read(PAGE / "watch.html")
@@ -79,26 +79,15 @@ def in_script(text: str) -> str:
     return text.replace("<", "\\u003c")
 
 
-def schema() -> dict[str, dict[str, list[Any]]]:
-    """Return each kind's fields by name: the type, and the default of an optional field."""
-    found: dict[str, dict[str, list[Any]]] = {}
-    for name, kind in KINDS.items():
-        found[name] = {}
-        for field in fields(kind):
-            entry: list[Any] = [field.type]
-            if field.default is not MISSING:
-                entry.append(field.default)
-            elif field.default_factory is not MISSING:
-                entry.append(field.default_factory())
-            found[name][field.name] = entry
-    return found
-
-
 def palette_rules() -> str:
     """Return the book's colours as CSS variables."""
     colours = {name: value for name, value in vars(page_colours).items() if name.isupper()}
     rules = [f"--{name.lower()}: {value};" for name, value in colours.items()]
     return f":root {{ {' '.join(rules)} }}"
+
+
+def _in_scope(script: Path) -> str:
+    return f"(() => {{\n{_read(script)}}})();"
 
 
 def _read(path: Path) -> str:

@@ -6,7 +6,6 @@ from pathlib import Path
 
 import pytest
 
-from common.events.event_kinds import Planned, Snapshot
 from common.tests.engine_oracle import Oracle
 from common.tests.film_runs import RecordedRun, check_film, short_prompts
 from common.tests.local_stages import pipelined_engine
@@ -45,9 +44,10 @@ def test_a_pipeline_is_watched(
     check_film(recorded)
     film = Film.read(recorded.path)
     assert film.run.overlaps
-    assert any(event.kind == "preempted" for event in film.events)
-    snapshots = [event for event in film.events if isinstance(event, Snapshot)]
-    steps = [row["step"] for snapshot in snapshots for row in snapshot.under_way]
-    assert bool(steps) == (first_step > 0)
-    steps += [event.step for event in film.events if isinstance(event, Planned)]
+    assert any(what["preempted"] for step in film.steps() for what in step.happened)
+    starts = [line["changes"] for line in film.lines if line["at"] == "start"]
+    begun = [list(changes.get("in_flight", {})) for changes in starts]
+    assert bool(begun and begun[0]) == (first_step > 0)
+    steps = [int(step) for names in begun for step in names]
+    steps += [plan["step"] for step in film.steps() for plan in step.plans]
     assert steps == list(range(len(steps))), "each has a number of its own"

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from operator import attrgetter
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -21,7 +20,6 @@ from scheduler_interface import NewRequestData
 if TYPE_CHECKING:
     from common.requests.token_rules import TokenRules
 
-_numbers_of = attrgetter(*NUMBERS)
 ALL = 1 << 40  # more than the tokens of any vocabulary or answer
 
 
@@ -54,7 +52,7 @@ class SamplingColumns(RunnerPlugin):
     ) -> None:
         # logprobs=-1 becomes `ALL`.
         p, num_logprobs = params, -1 if params.logprobs is None else params.logprobs % (ALL + 1)
-        self.numbers[:, row] = _numbers_of(p)
+        self.numbers[:, row] = [getattr(p, name) for name in NUMBERS]
         integers = (
             needs_of(p) | TOKEN_RULES * (rules is not None),
             min(p.top_k, ALL),

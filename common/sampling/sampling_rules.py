@@ -1,16 +1,12 @@
 """The table of sampling rules: a row for each number of `SamplingParams` that changes logits.
 
 To add a rule, add a field to `SamplingParams` (chapter 1; its interval goes into `_NUMBERS`) and a
-row to `SAMPLING_RULES`, with a function in this file if it needs only logits and the numbers. All
-other code reads the table: the columns have the rule's numbers and its bit of `needs`
-(`sampling_columns.py`), the sampler applies it (`distributions.py`), the server has its field and
-reads a checkpoint's recommended value (`wire.py`, `app.py`), and the warm-up uses it
-(`kv_sizing.py`).
+row here, with a function in this file if it needs only logits and the numbers. The columns, the
+sampler, the server (`wire.py`, `app.py`) and the warm-up (`kv_sizing.py`) read the table.
 
-The default of the field has no effect, so a request needs a rule only if it has another value. A
-rule that no row of a step needs is not applied. The rows of the table are in the order of
-application. (vLLM applies min-p before top-k, which keeps the same tokens, because both keep all
-tokens above some rank.)"""
+The default of a field has no effect, so a request needs a rule only if it has another value. A step
+applies the rules that its rows need, in the order of the table. (vLLM applies min-p before top-k,
+which keeps the same tokens, because both keep all tokens above some rank.)"""
 
 from __future__ import annotations
 
@@ -27,8 +23,7 @@ Limit = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
 
 @dataclass(frozen=True, slots=True)
 class SamplingRule:
-    """A row of the table. A rule without `apply` needs more than its numbers, for example counts of
-    tokens: its function is in `sampling_constraints.py`."""
+    """A row. Functions that need more than its numbers are in `sampling_constraints.py`."""
 
     name: str  # of the field
     example: float  # a value with an effect, for the warm-up and for tests
@@ -59,10 +54,8 @@ SAMPLING_RULES = (
 # The rules with a column of float64: penalties first. `top_k` has a column of integers.
 NUMBERS = tuple(rule.name for rule in SAMPLING_RULES if rule.name != "top_k")
 NUM_PENALTIES = sum(rule.is_penalty for rule in SAMPLING_RULES)
-# The rules of the tokens that `top_k` keeps.
-LIMITS = tuple(
-    r for r in SAMPLING_RULES if not r.is_penalty and r.name not in ("temperature", "top_k")
-)
+# The rules after temperature and top-k.
+LIMITS = tuple(rule for rule in SAMPLING_RULES if rule.name in NUMBERS[NUM_PENALTIES + 1 :])
 
 # Bits of `needs`. A drawn row is narrow (top-k of at most `MAX_NARROW`) or wide.
 NARROW, WIDE, MIN_TOKENS, LOGPROBS, TOKEN_RULES = (1 << i for i in range(5))
@@ -73,12 +66,10 @@ MAX_NARROW = 256
 
 
 def needs_of(params: SamplingParams) -> int:
-    """Return the bits of the rules, `min_tokens` and log-probabilities that a request needs. 0: the
-    request is greedy."""
+    """Return the bits of what a request needs. 0: only its highest logits."""
     needs = LOGPROBS * (params.logprobs is not None) | MIN_TOKENS * (params.min_tokens > 0)
     for rule in SAMPLING_RULES:
         if rule.is_penalty or not params.is_greedy:
             needs |= BITS[rule.name] * (getattr(params, rule.name) != rule.default)
-    if params.is_greedy:
-        return needs
-    return needs | (NARROW if 0 < params.top_k <= MAX_NARROW else WIDE)
+    narrow_or_wide = NARROW if 0 < params.top_k <= MAX_NARROW else WIDE
+    return needs if params.is_greedy else needs | narrow_or_wide

@@ -6,8 +6,8 @@
             v   under one lock: the held blocks with their media, and the events to be sent
     a separate thread takes the events once per step, packs and sends them (`kv_publisher.py`)
 
-`CacheChanges` replaces the cache's listener and calls the previous one. Any cache reports whole
-blocks, each with its parent, so the nodes of a radix tree and their splits are not visible.
+`CacheChanges` observes the cache (`events/listener_chain.py`). Any cache reports whole blocks,
+each with its parent, so the nodes of a radix tree and their splits are not visible.
 
 A block's hash is that of chapter 3's chain, by which tiers and pools know the block too.
 
@@ -26,6 +26,7 @@ from threading import Lock
 from typing import TYPE_CHECKING, cast
 
 from base_scheduler import SchedulerPlugin
+from common.events.listener_chain import listener_of, observe, stop_observing
 from common.serve.kv_publisher import EventPublisher
 from common.serve.kv_wire import (
     CLEARED,
@@ -56,7 +57,7 @@ MAX_EVENTS, MAX_TOKENS = 1_000, 500_000  # per batch: vllm-router's limits are 1
 
 
 class CacheChanges:
-    """A `CacheListener` that wraps the one of `cache`. `take` and `restart_stream` belong to one
+    """Observes `cache`. `take` and `restart_stream` belong to one
     thread, the other methods to the cache's. `name_of` returns an adapter's name, by digest."""
 
     def __init__(
@@ -65,10 +66,10 @@ class CacheChanges:
         name_of: Callable[[str], str | None] = lambda digest: None,
         max_pending_changes: int = MAX_PENDING_CHANGES,
     ) -> None:
-        self._cache, self._inner = cache, cache.listener
+        self._cache, listener = cache, listener_of(cache)
         self._max_pending_changes = max_pending_changes
         self._name_of = name_of
-        tiers = self._inner if isinstance(self._inner, TieredCache) else None
+        tiers = listener if isinstance(listener, TieredCache) else None
         self._namespace = () if tiers is None else tiers.namespace
         below = {} if tiers is None else {CPU: tiers.host, STORAGE: tiers.disk}
         self._below = {name: tier for name, tier in below.items() if tier is not None}
@@ -91,14 +92,11 @@ class CacheChanges:
             by_prefix[keys, tokens] = block
         for medium, tier in self._below.items():
             tier.on_change = lambda name, is_here, medium=medium: self._moved(name, medium, is_here)
-        self._cache.listener = self
+        observe(self._cache, self)
 
     def take_out(self) -> None:
-        """Stop listening and report all blocks as removed. Raises `RuntimeError` if another
-        listener was added later."""
-        if self._cache.listener is not self:
-            raise RuntimeError("cannot remove the listener: another was added; remove that first")
-        self._cache.listener = self._inner
+        """Stop listening and report all blocks as removed."""
+        stop_observing(self._cache, self)
         for tier in self._below.values():
             tier.on_change = ignore_change
         with self._lock:
@@ -112,23 +110,13 @@ class CacheChanges:
         self, block: Block, parent: Block | None, token_ids: tuple[int, ...], extra_keys: NormalKeys
     ) -> None:
         self._store(block, parent, token_ids, extra_keys)
-        if self._inner is not None:
-            self._inner.block_cached(block, parent, token_ids, extra_keys)
 
     def blocks_evicted(self, blocks: Sequence[Block]) -> None:
-        """Let tiers copy the blocks first, so that a demoted block always has a medium."""
-        try:
-            if self._inner is not None:
-                self._inner.blocks_evicted(blocks)
-        finally:
-            self._forget(blocks)
+        """Tiers have copied the blocks by now, so a demoted block always has a medium."""
+        self._forget(blocks)
 
     def blocks_invalidated(self, blocks: Sequence[Block]) -> None:
-        try:
-            if self._inner is not None:
-                self._inner.blocks_invalidated(blocks)
-        finally:
-            self._forget(blocks)
+        self._forget(blocks)
 
     def _store(
         self, block: Block, parent: Block | None, token_ids: tuple[int, ...], extra_keys: NormalKeys

@@ -1,21 +1,21 @@
-"""The live page: `GET /` is the watch page with a place to try prompts, `GET /events` its events.
+"""The live page: `GET /` is the watch page with a place to try prompts, `GET /events` its frames.
 
-Events are those of `common/events`, the lines that `LLMEngine.watch` writes; one server-sent event
+Frames are those of `common/events`, the lines that `LLMEngine.watch` writes; one server-sent event
 holds the lines of one write. A stream begins with a `run` line and, unless the engine is as new, a
-snapshot. Another `run` line starts the stream again from scratch.
+frame with its whole state. Another `run` line starts the stream again from scratch.
 
 All viewers share one film: an engine has one watch, installed for the first viewer and removed
 after the last. A later viewer must not end the film of the others, and the film is not stored here,
 because it grows without bound. So each new viewer gets a separate beginning, a `run` line and a
-snapshot of the current state, followed by the lines that all viewers get: these continue from a
-snapshot wherever the film began. No engine state is kept here.
+frame with the whole current state, followed by the lines that all viewers get: these continue from
+there wherever the film began. No engine state is kept here.
 
 The engine's thread passes text to the loop and never waits. Up to `MAX_BEHIND` characters wait for
-a viewer; then they are dropped, and the viewer starts again from a new snapshot when it reads next.
+a viewer; then they are dropped, and the viewer starts again from the beginning when it reads next.
 An engine with inconsistent state ends its film itself, so this is checked after a `failed` line.
 
 A viewer reads only the texts of its own requests: those sent with the same token, which the page
-makes and sends with each request in a header. For the others it gets lengths (`hidden_texts.py`).
+makes and sends with each request in a header. For the others it gets lengths (`hidden_frames.py`).
 With an API key, a viewer that sends the key and no token reads everything."""
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ from starlette.responses import HTMLResponse, Response
 
 from common.engine import LLMEngine
 from common.events.event_page import put_together
-from common.events.hidden_texts import hide_texts
+from common.events.hidden_frames import hide_texts
 from common.serve.answers import to_json
 from common.serve.async_llm import AsyncLLM
 from common.serve.errors import ApiError, bad
@@ -43,19 +43,19 @@ from common.serve.gate import Gate
 from common.serve.streams import EventStream
 
 if TYPE_CHECKING:
-    from common.events.watch import Watch
+    from common.events.frame_recorder import FrameRecorder
 
 FILES = Path(__file__).parent / "live_page"
 SCRIPTS = ("live.js", "playground_words.js", "playground.js", "live_caption.js", "live_start.js")
 TITLE = ("The engine, live", "引擎实况")
 MAX_VIEWERS = 16
 MAX_BEHIND = 1 << 20  # characters that a viewer has not read
-AGAIN_S = 1.0  # between two snapshots for one viewer, because each costs the engine time
-LOOK_S = 0.5  # how soon a stream without events notices that the server is shut down
+AGAIN_S = 1.0  # between two beginnings for one viewer, because each costs the engine time
+LOOK_S = 0.5  # how soon a stream without frames notices that the server is shut down
 LONG_TEXT = 1 << 16  # characters; texts are hidden in a longer one outside the loop
 TOKEN_HEADER = "X-Watch-Token"
 TOKEN_LENGTHS = range(16, 129)
-_FAILED = '{"kind":"failed"'
+_FAILED = '{"at":"failed"'
 
 
 def watch_token(request: Request) -> str | None:
@@ -121,7 +121,7 @@ class LivePage:
         self.llm, self.gate, self.little = llm, gate, little
         self.viewers: set[Viewer] = set()
         self._loop: asyncio.AbstractEventLoop | None = None
-        self._watch: Watch | None = None  # belongs to the engine's thread
+        self._watch: FrameRecorder | None = None  # belongs to the engine's thread
         self._renewals: set[asyncio.Task] = set()
 
     # -- the page
@@ -154,10 +154,10 @@ class LivePage:
         )
         return text, policy
 
-    # -- the events
+    # -- the frames
 
     async def events(self, request: Request) -> Response:
-        """Stream the events to a new viewer. The gate has already checked the key."""
+        """Stream the frames to a new viewer. The gate has already checked the key."""
         token = watch_token(request)
         sees_all = self.gate.config.api_key is not None and token is None
         if (reason := self.llm.death_reason) is not None:
@@ -220,7 +220,7 @@ class LivePage:
     # -- in the engine's thread, between two steps
 
     @property
-    def _film(self) -> Watch | None:
+    def _film(self) -> FrameRecorder | None:
         """The engine's current film, or None. Inconsistent engine state ends a film."""
         return self._watch if self._watch is not None and self._watch.is_in else None
 

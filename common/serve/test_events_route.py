@@ -21,9 +21,9 @@ import pytest
 from starlette.requests import Request
 
 from common.engine import LLMEngine
-from common.events.event_kinds import parse_events
-from common.events.hidden_texts import HIDDEN
-from common.events.watch import Watch
+from common.events.frame_recorder import FrameRecorder
+from common.events.frames import Frame
+from common.events.hidden_frames import HIDDEN
 from common.serve import live_page
 from common.serve.app import ServeConfig
 from common.serve.conftest import MODEL, Running, running, wait_for
@@ -31,7 +31,7 @@ from common.serve.errors import ApiError
 from common.serve.gate import GateConfig
 from common.serve.live_page import TOKEN_HEADER, Viewer, server_sent
 from common.serve.streams import EventStream, close_all
-from workshop.watch.replay.film import Film, State
+from workshop.watch.replay.film import Film
 
 STACK = "class Stack:\n    def __init__(self):\n        self.items = []\n\n"
 PROMPTS = [f"{STACK}    def {name}(self" for name in ("pop", "peek", "size", "clear")]
@@ -72,16 +72,14 @@ class Onlooker:
             films[-1].append(line)
         return films
 
-    def state(self) -> State | None:
-        """At the end of the last film, as far as it has come. Raises `ValueError` if it lies."""
+    def film(self) -> Film | None:
+        """The last film, as far as it has come."""
         films = self.films()
-        if not films:
-            return None
-        events = list(parse_events(films[-1]))
-        state = State(Film(events[:1]).run)
-        for event in events[1:]:
-            state.apply(event)
-        return state
+        return Film(f"{line}\n" for line in films[-1]) if films else None
+
+    def state(self) -> Frame | None:
+        film = self.film()
+        return None if film is None else film.last_state()
 
     def close(self) -> None:
         self.is_awake.set()
@@ -91,20 +89,16 @@ class Onlooker:
         self._socket.close()
 
 
-def present(state: State | None) -> Any:
+def present(state: Frame | None) -> Any:
     """What does not depend on where a film began."""
     if state is None:
         return None
-    open_ones = [r for r in state.requests.values() if r.finish_reason is None]
-    return {
-        "ref_cnt": state.ref_cnt,
-        "free": list(state.free),
-        "waiting": state.waiting,
-        "running": list(state.running),
-        "cached": {b: (state.prefix_of(b), c.parent) for b, c in state.cached.items()},
-        "eviction": state.eviction_order(),
-        "open": [(r.request_id, r.tokens, r.table, r.num_computed_tokens) for r in open_ones],
-    }
+    aside = {"requests", "pieces", "loaded", "result", "cached"}  # who published a block, say
+    rows = state["requests"]
+    found = {name: state[name] for name in state.keys() - aside}
+    for name in ("computed", "outputs"):  # an ended request stays for one frame
+        found[name] = {n: value for n, value in state[name].items() if not rows[n].get("finish")}
+    return found | {"cached": {b: row["tokens"] for b, row in state["cached"].items()}}
 
 
 @pytest.fixture
@@ -124,7 +118,7 @@ def look(tight: Running) -> Iterator[Callable[..., Onlooker]]:
     wait_for(lambda: watch_of(tight) is None)
 
 
-def watch_of(server: Running) -> Watch | None:
+def watch_of(server: Running) -> FrameRecorder | None:
     return server.call(lambda engine: engine._watch)
 
 
@@ -163,9 +157,12 @@ def test_who_comes_later_gets_the_present_first_and_disturbs_nobody(
     others.append(look())
     wait_for(lambda: all(present(o.state()) == present(first.state()) for o in others))
     assert [len(o.films()) for o in (first, *others)] == [1] * 6
-    assert all(o.films()[0][1].startswith('{"kind":"snapshot"') for o in others)
-    kinds = {json.loads(line)["kind"] for line in first.lines}
-    assert {"preempted", "matched", "evicted"} <= kinds, "nothing happened that could go wrong"
+    assert all(o.films()[0][1].startswith('{"at":"start"') for o in others)
+    film = first.film()
+    assert film is not None
+    found = [what for step in film.steps() for what in step.happened]
+    for name in ("preempted", "shared", "evicted"):
+        assert any(what[name] for what in found), "nothing happened that could go wrong"
     assert sum(map(len, others[1].films())) < len(first.lines)
 
 
@@ -175,13 +172,13 @@ def test_who_reads_nothing_is_dropped_and_begins_anew_when_it_reads(
     """The engine is asked for nothing meanwhile, and no text is kept."""
     monkeypatch.setattr(live_page, "MAX_BEHIND", 60_000)  # two rounds: who is awake takes more
     beginnings: list[float] = []
-    beginning = Watch.beginning
+    beginning = FrameRecorder.beginning
 
-    def counted(watch: Watch) -> str:
+    def counted(watch: FrameRecorder) -> str:
         beginnings.append(time.monotonic())
         return beginning(watch)
 
-    monkeypatch.setattr(Watch, "beginning", counted)
+    monkeypatch.setattr(FrameRecorder, "beginning", counted)
     awake = look()
     viewers = tight.app.state.server.live.viewers
     before = set(viewers)
@@ -234,7 +231,7 @@ def test_an_engine_that_begins_anew_is_filmed_anew(
     assert tight.post("/v1/completions", EIGHT)[0] == 200
     later = look()
     for onlooker in onlookers:
-        assert sum('"kind":"failed"' in line for line in onlooker.lines) == 1
+        assert sum('"at":"failed"' in line for line in onlooker.lines) == 1
         wait_for(lambda one=onlooker: present(one.state()) == present(later.state()))
     assert [len(o.films()) for o in onlookers] == [num_films] * 2
 
@@ -290,31 +287,31 @@ def test_a_viewer_reads_its_own_requests_and_the_lengths_of_others(
     tight.call(lambda engine: setattr(engine, "step", slow_step))
     for thread in threads:
         thread.start()
-    wait_for(lambda: sum('"kind":"arrived"' in line for line in first["mine"].lines) == 12)
+    wait_for(lambda: sum(line.count('"prompt":') for line in first["mine"].lines) == 12)
     late = {who: look(**headers[who]) for who in words}
     tight.call(lambda engine: delattr(engine, "step"))
     for thread in threads:
         thread.join(60)
     after = {who: look(**headers[who]) for who in words}
-    assert '"request":' in late["mine"].lines[1], "it came too late"
+    assert '"prompt":' in late["mine"].lines[1], "it came too late"
 
     def free(viewer: Onlooker) -> list[int]:
         state = viewer.state()
         assert state is not None
-        return list(state.free)
+        return state["free"]
 
     for viewers in (first, late, after):
         for who, viewer in viewers.items():
             wait_for(lambda viewer=viewer: free(viewer) == free(after[""]))
-            said, state, num_mine = "\n".join(viewer.lines), viewer.state(), 0
-            assert state is not None
+            said, film, num_mine = "\n".join(viewer.lines), viewer.film(), 0
+            assert film is not None
             for other in words.keys() - {who}:
                 tail = ",".join(map(str, ids[other][-4:]))
                 assert tail not in said, "not anywhere in a line"
-            for request in state.requests.values():
-                is_mine = who != "" and request.prompt == ids[who]
-                assert is_mine or set(request.tokens) == {HIDDEN}
-                assert ("".join(request.prompt_pieces) == prompts.get(who)) == is_mine
+            for row in film.requests().values():
+                is_mine = who != "" and row["prompt"] == ids[who]
+                assert is_mine or set(row["prompt"] + row["outputs"]) == {HIDDEN}
+                assert ("".join(row["prompt_pieces"]) == prompts.get(who)) == is_mine
                 num_mine += is_mine
             assert viewers is not first or num_mine == (4 if who else 0)
 
@@ -324,11 +321,12 @@ def test_with_the_key_and_no_token_everything_is_read() -> None:
         onlookers = [Onlooker(server, **KEY), Onlooker(server, **KEY, **MINE)]
         wait_for(lambda: all(o.lines for o in onlookers))
         server.request("POST", "/v1/completions", {"prompt": "said by some", "max_tokens": 2}, KEY)
-        wait_for(lambda: all('"kind":"finished"' in "".join(o.lines) for o in onlookers))
-        states = [onlooker.state() for onlooker in onlookers]
+        wait_for(lambda: all('"finish":' in "".join(o.lines) for o in onlookers))
+        films = [onlooker.film() for onlooker in onlookers]
         for onlooker in onlookers:
             onlooker.close()
-        read = ["".join(r.prompt_pieces) for s in states if s for r in s.requests.values()]
+        rows = [row for film in films if film for row in film.requests().values()]
+        read = ["".join(row["prompt_pieces"]) for row in rows]
         assert read == ["said by some", ""]
         status, _, content = server.request("GET", "/events", headers=KEY | {TOKEN_HEADER: "short"})
         assert status == 400 and TOKEN_HEADER in json.loads(content)["error"]["message"]

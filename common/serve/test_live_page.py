@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import re
 import threading
 from collections.abc import Callable, Iterator
@@ -29,7 +30,6 @@ from common.serve.test_events_route import (
     watch_of,
 )
 from workshop.watch.conftest import LIMIT_MS, LOCALES, _note_console, browser_for_tests
-from workshop.watch.test_film_in_browser import STATE, state_in_python
 from workshop.watch.test_page_maker import ASKED, SAID
 
 if TYPE_CHECKING:
@@ -38,7 +38,7 @@ if TYPE_CHECKING:
     from scheduler_interface import SchedulerOutput
 
 browser = pytest.fixture(scope="module")(browser_for_tests)
-NOW = f"({STATE})(Watch.store.films[0].now)"
+NOW = "JSON.stringify(Watch.store.films[0].now)"
 RESULT = ".run:not([disabled])"
 
 
@@ -108,10 +108,9 @@ def run_all(*pages: Page) -> None:
 
 def shows_the_present(page: Page, onlooker: Onlooker) -> None:
     """The page's film and Python's of the same events: as the engine has it now."""
-    python = lambda: state_in_python(found) if (found := onlooker.state()) else None  # noqa: E731
-    keys = ("refCnt", "free", "waiting", "running", "evictionOrder", "nodes", "users")
-    seen = lambda state: state and {key: state[key] for key in keys}  # noqa: E731
-    wait_for(lambda: seen(page.evaluate(NOW)) == seen(python()))
+    keys = ("refs", "free", "waiting", "running", "evictable", "tables")
+    seen = lambda frame: frame and {key: frame[key] for key in keys}  # noqa: E731
+    wait_for(lambda: seen(json.loads(page.evaluate(NOW))) == seen(onlooker.state()))
     assert page.evaluate("Watch.store.films[0].contradiction") is None
 
 
@@ -123,7 +122,7 @@ def test_eight_prompts_at_once_are_what_the_engines_film_says(
     onlooker = look(**{TOKEN_HEADER: page.evaluate("sessionStorage.getItem('watch-token')")})
     write(page)
     run_all(page)
-    wait_for(lambda: page.evaluate(NOW) == state_in_python(onlooker.state()))
+    wait_for(lambda: json.loads(page.evaluate(NOW)) == onlooker.state())
     assert page.evaluate("[Watch.store.step, Watch.store.films[0].contradiction]") == [
         page.evaluate("Watch.numSteps()") - 1,
         None,
@@ -139,7 +138,8 @@ def test_eight_prompts_at_once_are_what_the_engines_film_says(
     pool = page.locator(".pool-counts").inner_text()
     cached, free = stats.kv_blocks_cached, stats.kv_blocks_total - stats.kv_blocks_cached
     assert pool == f"0 in use · {cached} cached, unused · {free} free · of {stats.kv_blocks_total}"
-    preempted = "Watch.store.films[0].events.filter(({kind}) => kind === 'preempted').length"
+    preempted = """Watch.store.films[0].steps.flatMap(({frames}) =>
+        frames.flatMap(({preempted}) => preempted ?? [])).length"""
     assert page.evaluate(preempted) > 0
 
 
@@ -154,7 +154,8 @@ def test_a_card_leads_to_its_request_and_the_film_may_be_wound_back(
     page.wait_for_selector(".answers li:nth-child(2) .chip:not([disabled])")
     page.click(".answers li:nth-child(2) .chip")
     name = page.evaluate("Watch.store.request")
-    prompt = page.evaluate("Watch.store.films[0].now.request(Watch.store.request).promptPieces")
+    chosen = "new Watch.View(Watch.store.films[0], 0).request(Watch.store.request)"
+    prompt = page.evaluate(f"{chosen}.prompt_pieces")
     assert "".join(prompt) == PROMPTS[1]
     page.evaluate("document.activeElement.blur()")
     page.keyboard.press("Home")
@@ -177,11 +178,12 @@ def test_a_reload_in_mid_run_shows_what_is_there(
     thread = in_background(tight, EIGHT | {"max_tokens": 30})
     until(page, "Watch.numSteps() > 2")
     page.reload()
-    until(page, "Watch.store.films[0]?.now.requests.size > 0")
-    first = "Watch.store.films[0].events[0]"
-    assert page.evaluate(f"{first}.kind === 'snapshot' && {first}.requests.length > 0")
+    until(page, "Watch.store.films[0]?.requests.length > 0")
+    first = "Watch.store.films[0].lines[0]"
+    assert page.evaluate(f"{first}.at === 'start' && Boolean({first}.changes.requests)")
     boxes = "Watch.cacheBoxes(new Watch.View(Watch.store.films[0], 0))"
-    seen = f"[{boxes}.filter(({{isGone}}) => !isGone).length, Watch.store.films[0].now.cached.size]"
+    cached = "Object.keys(Watch.store.films[0].now.cached)"
+    seen = f"[{boxes}.filter(({{isGone}}) => !isGone).length, {cached}.length]"
     num_boxes, num_cached = page.evaluate(seen)
     assert num_boxes == num_cached > 0
     thread.join(60)
@@ -204,7 +206,9 @@ def test_two_tabs_see_one_engine_and_each_its_own_answers(
     told = [page.evaluate("[...Watch.store.films[0].byId.keys()]") for page in (one, other)]
     assert told[0] == told[1] and len(told[0]) == 8
     # Trap 86: each reads its own requests; of the others it sees how long they are.
-    prompts = "[...Watch.store.films[0].now.requests.values()].map((r) => r.promptPieces.join(''))"
+    prompts = """Watch.store.films[0].requests.map(({id}) =>
+        Watch.store.films[0].requestIn(Watch.store.films[0].now, id, Infinity)
+            .prompt_pieces.join(''))"""
     assert sorted(one.evaluate(prompts)) == sorted([""] * 5 + [PROMPTS[0], *PROMPTS[:2]])
     assert sorted(other.evaluate(prompts)) == sorted([""] * 3 + PROMPTS[3:])
     assert one.evaluate("Watch.pieceOf(Watch.store.films[0], -1)") == "▒"
@@ -240,7 +244,7 @@ def test_a_tab_that_sleeps_holds_up_nobody_and_wakes_in_the_present(
     awake.set()
     onlooker = look()
     shows_the_present(page, onlooker)
-    assert page.evaluate("Watch.store.films[0].events[0].kind") == "snapshot"
+    assert page.evaluate("Watch.store.films[0].lines[0].at") == "start"
 
 
 def test_a_film_that_is_full_begins_anew_when_nobody_looks_at_it(
@@ -258,7 +262,7 @@ def test_a_film_that_is_full_begins_anew_when_nobody_looks_at_it(
     assert len(begun) == 1 and not notice.is_visible()
     run_all(page)
     wait_for(lambda: len(begun) > 1)
-    until(page, "Watch.store.films[0].events[0].kind === 'snapshot' && Watch.numSteps() < 30")
+    until(page, "Watch.store.films[0].lines[0]?.at === 'start' && Watch.numSteps() < 30")
     page.wait_for_selector("button.live[aria-pressed=true]")
     assert not notice.is_visible()
     page.evaluate("document.activeElement.blur()")

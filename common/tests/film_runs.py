@@ -1,8 +1,8 @@
-"""Runs that are filmed: random workloads, what the engine was after each of their steps, and what a
-film rebuilds."""
+"""Recorded runs: random workloads, and whether their frames are the engine after each step."""
 
 from __future__ import annotations
 
+import json
 import random
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -10,155 +10,38 @@ from typing import Any
 
 from common.engine import LLMEngine
 from common.engine_config import EngineConfig
-from common.events.event_kinds import read_events
-from common.events.event_log import label_of
+from common.events.frames import apply, empty_frame
 from common.requests.tokenizer import Tokenizer
 from common.tests.engine_oracle import MAX_TOKENS, Oracle, paged_runner
-from grouped_kv_memory import GroupedKVMemory
-from grouped_prefix_cache import GroupedPrefixCache
-from loading_kv_cache_manager import LoadingKVCacheManager
-from prefix_cache import PrefixCache
-from prefix_cache_local import PrefixCacheLocal
-from radix_cache import RadixCache
 from request import SamplingParams
-from tiered_cache import KVTierConfig, TieredCache
-from workshop.watch.replay.film import State
+from tiered_cache import KVTierConfig
+from workshop.watch.replay.film import Film
 
-# -- the engine's own state, and the film's, as the same plain data
-
-
-def state_of_engine(engine: LLMEngine) -> dict[str, Any]:
-    manager, scheduler = engine.kv_manager, engine.scheduler
-    pool, cache = manager.pool, cache_of(engine)
-    state = {
-        "ref_cnt": [block.ref_cnt for block in pool.blocks],
-        "free": [block.block_id for block in pool.free_order()],
-        "tables": _tables_of(manager),
-        "waiting": queue_of(engine),
-        "running": list(scheduler.running),
-        "computed": {n: r.num_computed_tokens for n, r in scheduler.requests.items()},
-        "cached tokens": {n: r.num_cached_tokens for n, r in scheduler.requests.items()},
-        "preemptions": {n: r.num_preemptions for n, r in scheduler.requests.items()},
-        "outputs": {n: list(r.output_token_ids) for n, r in scheduler.requests.items()},
-        "limits": {n: r.max_tokens for n, r in scheduler.requests.items()},
-        "under way": len(getattr(engine.core, "_in_flight", ())),
-        "cached": {},
-        "eviction order": [],
-        "nodes": [],
-        "loads": {},
-        "loaded": {},
-    }
-    if isinstance(cache, GroupedPrefixCache):
-        known = {prefix.block.block_id: prefix for prefix in cache.cached_prefixes()}
-        state["eviction order"] = [block for block in state["free"] if block in known]
-        state["hashes"] = {b: p.key[1].hex()[:8] for b, p in known.items()}
-        state["cached"] = {b: (p.chain[p.index][1], p.group, p.index) for b, p in known.items()}
-    elif cache is not None:
-        for prefix in cache.cached_prefixes():
-            name = prefix.block.block_id
-            state["cached"][name] = (prefix.token_ids, label_of(prefix.extra_keys))
-        state["hashes"] = {}
-        if isinstance(cache, RadixCache):
-            nodes = [node for node in cache.tree.nodes() if not node.is_root]
-            state["nodes"] = sorted([block.block_id for block in node.blocks] for node in nodes)
-            idle = sorted(
-                (node for node in nodes if node.lock_ref == 0),
-                key=lambda node: (node.last_access, -node.end),
-            )
-            order = [block for node in idle for block in reversed(node.blocks)]
-            state["eviction order"] = [block.block_id for block in order]
-        elif isinstance(cache, PrefixCacheLocal):
-            state["eviction order"] = list(cache._evictable)
-            state["hashes"] = {b: c.block_hash.hex()[:8] for b, c in cache._by_block_id.items()}
-        else:  # somebody else's: what the contract says
-            idle = [p.block for p in cache.cached_prefixes() if p.num_users == 0]
-            state["eviction order"] = [block.block_id for block in idle]
-            state["hashes"] = dict.fromkeys(cache.cached_block_ids(), "")
-    if isinstance(manager, LoadingKVCacheManager):
-        for load in manager.loads.loads():
-            name = load.request.request_id
-            ids = [[block.block_id for block in blocks] for blocks in (load.prefix, load.blocks)]
-            state["loads"][name] = (*ids, load.has_arrived)
-        if isinstance(manager.connector, TieredCache):
-            stats = manager.connector.stats
-            state["loaded"] = {"host": stats.num_host_hits, "disk": stats.num_disk_hits}
-    return state
-
-
-def _tables_of(manager: Any) -> dict[str, list[list[int]]]:
-    groups = manager.groups if isinstance(manager, GroupedKVMemory) else [manager]
-    names = [name for group in groups for name in group._tables]
-    return {name: [list(group.get_block_ids(name)) for group in groups] for name in names}
-
-
-def cache_of(engine: LLMEngine) -> PrefixCache | None:
-    """Its own, and not what looks on."""
-    return engine.prefix_cache if engine._watch is None else engine._watch.memory.cache
-
-
-def queue_of(engine: LLMEngine) -> list[str]:
-    """In the order of service. Where the policy looks at the cache, asking is a use of the cache,
-    and the answer of the last plan has to do."""
-    if engine._watch is not None:
-        return engine._watch.requests.queue_order()
-    return [request.request_id for request in engine.scheduler.waiting.in_order()]
-
-
-def state_of_film(state: State) -> dict[str, Any]:
-    unfinished = {n: r for n, r in state.requests.items() if r.finish_reason is None}
-    has_tree, has_cache = state.run.prefix_cache == "radix", state.run.prefix_cache is not None
-    found = {
-        "ref_cnt": state.ref_cnt,
-        "free": list(state.free),
-        "tables": {n: r.tables for n, r in state.requests.items() if any(r.tables)},
-        "waiting": state.waiting,
-        "running": list(state.running),
-        "computed": {n: r.num_computed_tokens for n, r in unfinished.items()},
-        "cached tokens": {n: r.num_cached_tokens for n, r in unfinished.items()},
-        "preemptions": {n: r.num_preemptions for n, r in unfinished.items()},
-        "outputs": {n: r.outputs for n, r in unfinished.items()},
-        "limits": {n: r.max_tokens for n, r in unfinished.items()},
-        "under way": len(state.under_way),
-        "cached": {
-            b: (state.prefix_of(b), c.tenant) if c.place is None else (c.tokens, c.group, c.place)
-            for b, c in state.cached.items()
-        },
-        "eviction order": state.eviction_order(),
-        "nodes": sorted(state.nodes()) if has_tree else [],
-        "loads": {n: (x.prefix, x.blocks, x.has_arrived) for n, x in state.loads.items()},
-        "loaded": {name: num for name, num in state.num_loaded.items() if name != "store"},
-    }
-    if has_cache:
-        hashes = {b: c.block_hash for b, c in state.cached.items()}
-        found["hashes"] = {} if has_tree else hashes
-    return found
-
-
-def differences(film: dict[str, Any], engine: dict[str, Any]) -> list[str]:
-    zeros = {"host": 0, "disk": 0}
-    film, engine = ({**s, "loaded": {**zeros, **s["loaded"]}} for s in (film, engine))
-    return [
-        f"{name}: the film has {film.get(name)}, the engine {engine.get(name)}"
-        for name in sorted(film.keys() | engine.keys())
-        if film.get(name) != engine.get(name)
-    ]
-
-
-# -- a run, and what the engine was after each of its steps
+# -- a run, compared with its engine after each of its steps
 
 
 @dataclass
 class RecordedRun:
     path: Path
-    states: list[tuple[int, dict[str, Any]]] = field(default_factory=list)  # after so many events
+    frame: dict[str, Any] = field(default_factory=dict)  # as of the lines read so far
+    broken: list[str] = field(default_factory=list)
     ends: dict[str, tuple] = field(default_factory=dict)  # by name of a member: how it ended
     num_errors: int = 0
     what: str = ""
+    _position: int = 0
 
     def look(self, engine: LLMEngine) -> None:
-        with self.path.open("rb") as file:
-            num_events = sum(1 for _ in file) - 1  # the run line is none
-        self.states.append((num_events, state_of_engine(engine)))
+        """Apply the lines since the last look, and note where they do not lead to the engine."""
+        with self.path.open(encoding="utf-8") as file:
+            file.seek(self._position)
+            for line in map(json.loads, file.readlines()):
+                if line.get("kind") == "run":
+                    self.frame = empty_frame(line["num_blocks"])
+                else:
+                    self.frame = apply(self.frame, line["changes"])
+            self._position = file.tell()
+        if not self.broken:
+            self.broken = differences(self.frame, engine)
 
     def end(self, output: Any) -> None:
         samples = output.outputs
@@ -169,30 +52,30 @@ class RecordedRun:
             self.ends[name] = (c.token_ids, c.text, c.finish_reason, c.stop_reason)
 
 
-def replay(recorded: RecordedRun, without: str | None = None) -> list[str]:
-    """Every difference between the film, without the events of one kind, and the engine."""
-    run, *events = read_events(recorded.path)
-    state, looks = State(run), dict(recorded.states)
-    broken: list[str] = []
-    try:
-        for position, event in enumerate([None, *events]):
-            if event is not None and event.kind != without:
-                state.apply(event)
-            if position in looks:
-                found = differences(state_of_film(state), looks[position])
-                broken += [f"after {position} events: {sentence}" for sentence in found]
-                if broken:
-                    return broken
-    except (ValueError, KeyError, IndexError) as error:
-        return [f"{type(error).__name__}: {error}"]
-    for name, end in recorded.ends.items():
-        request = state.requests[name]
-        reached = (request.outputs, request.text, request.finish_reason, request.stop_reason)
-        if reached != end:
-            broken.append(f"request {name!r} ended as {reached} in the film, as {end} for the user")
-    if len(state.errors) != recorded.num_errors:
-        broken.append(f"{len(state.errors)} errors in the film, {recorded.num_errors} in truth")
-    return broken
+def differences(film: dict[str, Any], engine: LLMEngine) -> list[str]:
+    """Compare a frame with what the engine's own state can show: no texts, reasons and times."""
+    recorder = engine._watch
+    if recorder is None or recorder._changed:
+        return []  # requests that came after the last frame are written with the next step
+    now = json.loads(json.dumps(recorder.frame()))
+    ended = {name for name, row in film["requests"].items() if row.get("finish")}
+    unsaid = {"requests": {"prompt_pieces", "number", "order_key"}, "cached": {"by"}}
+    found = []
+    for name in now.keys() - {"pieces", "result"}:
+        one, other = film[name], now[name]
+        if name in ("requests", "computed", "outputs"):
+            one = {key: value for key, value in one.items() if key not in ended}
+        if name in unsaid:
+            one, other = (
+                {key: {k: v for k, v in row.items() if k not in unsaid[name]}
+                 for key, row in rows.items()}
+                for rows in (one, other)
+            )  # fmt: skip
+        if name == "in_flight":
+            one, other = list(one), list(other)
+        if one != other:
+            found.append(f"{name}: the film has {one}, the engine {other}")
+    return found
 
 
 def serve(
@@ -352,5 +235,12 @@ class Workshop:
 
 
 def check_film(recorded: RecordedRun) -> None:
-    found = replay(recorded)
-    assert not found, (str(found)[:3000], recorded.what)
+    assert not recorded.broken, (str(recorded.broken)[:3000], recorded.what)
+    film = Film.read(recorded.path)
+    requests = film.requests()
+    for name, end in recorded.ends.items():
+        row = requests[name]
+        finish = row["finish"]
+        reached = (row["outputs"], row["text"], finish["reason"], finish["stop_reason"])
+        assert reached == end, (name, recorded.what)
+    assert sum(line["at"] == "failed" for line in film.lines) == recorded.num_errors

@@ -4,7 +4,7 @@
 
 Prompts of 9, 3 and 5 tokens, and one of 12 that must wait for a slot: the example of a post that
 this book is read along with. The model is the shipped one in float64, with blocks of 4. Everything
-in the table is read from the events of the run (`common/events`)."""
+in the table is read from the frames of the run (`common/events`)."""
 
 from __future__ import annotations
 
@@ -15,7 +15,6 @@ from tempfile import TemporaryDirectory
 
 from common.engine import LLMEngine
 from common.engine_config import EngineConfig
-from common.events.event_kinds import Computed, Planned
 from request import SamplingParams
 from workshop.watch.replay.film import Film
 
@@ -42,7 +41,7 @@ class Row:
 
 
 def run(path: str | Path) -> None:
-    """Serve the four requests, and record their events."""
+    """Serve the four requests, and record their frames."""
     config = EngineConfig(
         device="cpu",
         dtype="float64",
@@ -64,20 +63,18 @@ def run(path: str | Path) -> None:
 
 def rows_of(path: str | Path) -> Iterator[Row]:
     film = Film.read(path)
-    answers = {event.step: event for event in film.events if isinstance(event, Computed)}
-    for position, plan in enumerate(film.events, 1):
-        if not isinstance(plan, Planned) or plan.step >= NUM_STEPS:
-            continue
-        state = film.state_behind(position)
-        for name, start, num in zip(plan.requests, plan.starts, plan.num_tokens, strict=True):
-            request, (token,) = state.request(name), answers[plan.step].tokens[name]
+    for step in range(NUM_STEPS):
+        (_, _, planned), (_, _, ended) = film.step(step).frames[-2:]
+        plan = planned["in_flight"][str(step)]
+        for name, start, num in zip(plan["requests"], plan["starts"], plan["num_tokens"]):
+            outputs = ended["outputs"][name]
             yield Row(
-                step=plan.step + 1,
+                step=step + 1,
                 request_id=name,
                 positions=range(start, start + num),
-                block_table=list(request.table),
-                token=token,
-                num_known=len(request.tokens) + 1,
+                block_table=planned["tables"][name]["0"],
+                token=outputs[-1],
+                num_known=len(ended["requests"][name]["prompt"]) + len(outputs),
             )
 
 

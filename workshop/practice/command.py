@@ -174,7 +174,7 @@ def clues(exhibit: Exhibit, swap: ModuleSwap) -> Iterator[str]:
 
 
 def _effects(exhibit: Exhibit, swap: ModuleSwap) -> tuple[list[str], list[str]]:
-    """What the example returns, where the two films differ; and the event of each film there."""
+    """What the example returns, where the two films differ; and what changed in each there."""
     effects = [side_by_side(exhibit.show(swap), exhibit.show())] if exhibit.wrong else []
     if exhibit.watch is None:
         return effects, []
@@ -186,7 +186,7 @@ def _effects(exhibit: Exhibit, swap: ModuleSwap) -> tuple[list[str], list[str]]:
     if (where := parting(right, wrong)) is None:
         return effects, []
     lines = side_by_side(line_of(where.wrong), line_of(where.right))
-    return effects, [f"The first event that differs:\n\n{lines}"]
+    return effects, [f"The first difference, in `{where.key}`:\n\n{lines}"]
 
 
 def _is_asked_for() -> bool:

@@ -195,16 +195,17 @@ def _steps_of(text: str) -> list[list[str]]:
     steps: list[list[str]] = [[]]
     for line in text.splitlines(keepends=True):
         steps[-1].append(line)
-        if json.loads(line)["kind"] == "updated":
+        if json.loads(line).get("at") == "result":
             steps.append([])
     return steps
 
 
 def _ms_of(step: list[str]) -> float:
-    events = map(json.loads, step)
-    return sum(
-        event.get("schedule_ms", 0) + sum(event.get("times", {}).values()) for event in events
-    )
+    changes = [json.loads(line).get("changes", {}) for line in step]
+    plans = [plan[0] for one in changes for plan in one.get("in_flight", {}).values() if plan]
+    results = [one["result"][0] for one in changes if "result" in one]
+    times = [ms for result in results for ms in result.get("times", {}).values()]
+    return sum(times) + sum(plan["schedule_ms"] for plan in plans)
 
 
 # -- the table

@@ -2,179 +2,194 @@
 ({
 // Where everything stands that is there in each step: the bars, the six scenes, their parts.
 places: async (stride) => {
-    const places = [];
-    for (let step = 0; step < Watch.numSteps(); step += stride) {
-        Watch.set({step});
-        await new Promise((done) => requestAnimationFrame(() => setTimeout(done)));
-        const parts = [...document.querySelectorAll(
-            "header > *, .transport > *, section.scene, section.scene > *, .roots > .root, .body > *")];
-        places.push(parts.map((part) => {
-            const {left, top, width, height} = part.getBoundingClientRect();
-            const name = part.closest("section")?.dataset.scene ?? "bar";
-            return [`${name} ${part.localName}.${part.className.split(" ")[0]}`, left, top, width, height];
-        }));
-    }
-    return places;
+  const places = [];
+  for (let step = 0; step < Watch.numSteps(); step += stride) {
+    Watch.set({step});
+    await new Promise((done) => requestAnimationFrame(() => setTimeout(done)));
+    const parts = [...document.querySelectorAll(
+      "header > *, .transport > *, section.scene, section.scene > *, .roots > .root, .body > *")];
+    places.push(parts.map((part) => {
+      const {left, top, width, height} = part.getBoundingClientRect();
+      const name = part.closest("section")?.dataset.scene ?? "bar";
+      const words = `${name} ${part.localName}.${part.className.split(" ")[0]}`;
+      return [words, left, top, width, height];
+    }));
+  }
+  return places;
 },
 
-// Texts whose letters are outside of a box that cuts them off (a box that scrolls does not; one with an
-// ellipsis has to say the whole in its title or its name), and pairs that stand on each other.
+// Texts whose letters are outside of a box that cuts them off (a box that scrolls does not; one with
+// an ellipsis has to say the whole in its title or its name), and pairs that stand on each other.
 labels: () => {
-    const SLACK = 1.5;
-    const faults = [];
-    const shown = [];
-    // Whether one stands in the other, or on a ground of its own, so that no letters mix.
-    const covers = (one, other) => {
-        for (let at = one; at; at = at.parentElement) {
-            if (at.contains(other)) return at === one;
-            if (!/^(transparent|rgba\(.*, 0\))$/.test(getComputedStyle(at).backgroundColor)) return true;
-        }
-        return false;
-    };
-    const walker = document.createTreeWalker(document.body, NodeFilter.SHOW_TEXT);
-    for (let node = walker.nextNode(); node; node = walker.nextNode()) {
-        const words = node.textContent.trim();
-        const owner = node.parentElement;
-        if (!words || owner.closest("script, style, noscript, option, .unseen, dialog:not([open])")) continue;
-        if (!owner.checkVisibility({checkOpacity: true, checkVisibilityCSS: true})) continue;
-        const range = document.createRange();
-        range.selectNodeContents(node);
-        for (const rect of range.getClientRects()) {
-            if (rect.width < 1 || rect.height < 1) continue;
-            let {left, top, right, bottom} = rect;
-            for (let box = owner; box && box !== document.body; box = box.parentElement) {
-                const style = getComputedStyle(box);
-                if (style.position === "fixed") break;
-                const frame = box.getBoundingClientRect();
-                const cuts = [["x", style.overflowX, left, right, frame.left, frame.right],
-                    ["y", style.overflowY, top, bottom, frame.top, frame.bottom]];
-                for (const [axis, overflow, from, to, first, last] of cuts) {
-                    if (overflow === "visible" || (from >= first - SLACK && to <= last + SLACK)) continue;
-                    if (from > last - SLACK || to < first + SLACK) continue; // not shown at all
-                    const says = style.textOverflow === "ellipsis" && axis === "x" && box.closest("[title], [aria-label]");
-                    if (!["auto", "scroll"].includes(overflow) && !says) {
-                        faults.push(`cut: ${words.slice(0, 40)} (${axis}, in .${box.className})`);
-                    }
-                }
-                if (style.overflowX !== "visible") [left, right] = [Math.max(left, frame.left), Math.min(right, frame.right)];
-                if (style.overflowY !== "visible") [top, bottom] = [Math.max(top, frame.top), Math.min(bottom, frame.bottom)];
-            }
-            if (right - left > 1 && bottom - top > 1) shown.push({owner, words, left, top, right, bottom});
-        }
+  const SLACK = 1.5;
+  const faults = [];
+  const shown = [];
+  // Whether one stands in the other, or on a ground of its own, so that no letters mix.
+  const covers = (one, other) => {
+    for (let at = one; at; at = at.parentElement) {
+      if (at.contains(other)) return at === one;
+      if (!/^(transparent|rgba\(.*, 0\))$/.test(getComputedStyle(at).backgroundColor)) return true;
     }
-    shown.forEach((a, i) => {
-        for (const b of shown.slice(i + 1)) {
-            const wide = Math.min(a.right, b.right) - Math.max(a.left, b.left);
-            const high = Math.min(a.bottom, b.bottom) - Math.max(a.top, b.top);
-            const line = Math.min(a.bottom - a.top, b.bottom - b.top);
-            if (wide > 2 && high > 0.4 * line && !covers(a.owner, b.owner) && !covers(b.owner, a.owner)) {
-                faults.push(`on each other: ${a.words.slice(0, 30)} and ${b.words.slice(0, 30)}`);
-            }
+    return false;
+  };
+  const HIDDEN = "script, style, noscript, option, .unseen, dialog:not([open])";
+  const walker = document.createTreeWalker(document.body, NodeFilter.SHOW_TEXT);
+  for (let node = walker.nextNode(); node; node = walker.nextNode()) {
+    const words = node.textContent.trim();
+    const owner = node.parentElement;
+    if (!words || owner.closest(HIDDEN)) continue;
+    if (!owner.checkVisibility({checkOpacity: true, checkVisibilityCSS: true})) continue;
+    const range = document.createRange();
+    range.selectNodeContents(node);
+    for (const rect of range.getClientRects()) {
+      if (rect.width < 1 || rect.height < 1) continue;
+      let {left, top, right, bottom} = rect;
+      for (let box = owner; box && box !== document.body; box = box.parentElement) {
+        const style = getComputedStyle(box);
+        if (style.position === "fixed") break;
+        const frame = box.getBoundingClientRect();
+        const cuts = [["x", style.overflowX, left, right, frame.left, frame.right],
+          ["y", style.overflowY, top, bottom, frame.top, frame.bottom]];
+        for (const [axis, overflow, from, to, first, last] of cuts) {
+          if (overflow === "visible" || (from >= first - SLACK && to <= last + SLACK)) continue;
+          if (from > last - SLACK || to < first + SLACK) continue; // not shown at all
+          const says = style.textOverflow === "ellipsis" && axis === "x"
+            && box.closest("[title], [aria-label]");
+          if (!["auto", "scroll"].includes(overflow) && !says) {
+            faults.push(`cut: ${words.slice(0, 40)} (${axis}, in .${box.className})`);
+          }
         }
-    });
-    return [shown.length, [...new Set(faults)]];
+        if (style.overflowX !== "visible") {
+          [left, right] = [Math.max(left, frame.left), Math.min(right, frame.right)];
+        }
+        if (style.overflowY !== "visible") {
+          [top, bottom] = [Math.max(top, frame.top), Math.min(bottom, frame.bottom)];
+        }
+      }
+      const isSeen = right - left > 1 && bottom - top > 1;
+      if (isSeen) shown.push({owner, words, left, top, right, bottom});
+    }
+  }
+  shown.forEach((a, i) => {
+    for (const b of shown.slice(i + 1)) {
+      const wide = Math.min(a.right, b.right) - Math.max(a.left, b.left);
+      const high = Math.min(a.bottom, b.bottom) - Math.max(a.top, b.top);
+      const line = Math.min(a.bottom - a.top, b.bottom - b.top);
+      const isMixed = !covers(a.owner, b.owner) && !covers(b.owner, a.owner);
+      if (wide > 2 && high > 0.4 * line && isMixed) {
+        faults.push(`on each other: ${a.words.slice(0, 30)} and ${b.words.slice(0, 30)}`);
+      }
+    }
+  });
+  return [shown.length, [...new Set(faults)]];
 },
 
 // The contrast of each text with what it stands on: [ratio, words, class, colour, ground].
 contrasts: () => {
-    const pen = new OffscreenCanvas(1, 1).getContext("2d", {willReadFrequently: true});
-    const read = (colour) => {
-        pen.clearRect(0, 0, 1, 1);
-        pen.fillStyle = "#000";
-        pen.fillStyle = colour;
-        pen.fillRect(0, 0, 1, 1);
-        const [r, g, b, a] = pen.getImageData(0, 0, 1, 1).data;
-        return [r, g, b, a / 255];
-    };
-    const over = (top, below) => [0, 1, 2].map((i) => top[i] * top[3] + below[i] * (1 - top[3])).concat(1);
-    const light = (colour) => {
-        const [r, g, b] = colour.map((part) => part / 255)
-            .map((part) => (part <= 0.04045 ? part / 12.92 : ((part + 0.055) / 1.055) ** 2.4));
-        return 0.2126 * r + 0.7152 * g + 0.0722 * b;
-    };
-    const ratio = (a, b) => {
-        const [high, low] = [light(a), light(b)].sort((x, y) => y - x);
-        return (high + 0.05) / (low + 0.05);
-    };
-    const COLOUR = /(?:rgba?|color|oklab|oklch|lab|hsl)\([^()]*\)|#[0-9a-f]{3,8}/gi;
-    // All grounds that an element may stand on: a gradient has several.
-    const grounds = (element) => {
-        const layers = [];
-        for (let at = element; at; at = at.parentElement) {
-            const style = getComputedStyle(at);
-            const stops = style.backgroundImage.match(COLOUR)?.map(read);
-            const plain = read(style.backgroundColor);
-            layers.push(stops ? [plain, ...stops] : [plain]);
-            if (plain[3] === 1) break;
-        }
-        let found = [[255, 255, 255, 1]];
-        for (const layer of layers.reverse()) {
-            const [plain, ...stops] = layer;
-            found = found.flatMap((below) => {
-                const base = over(plain, below);
-                return stops.length ? stops.map((stop) => over(stop, base)) : [base];
-            });
-        }
-        return found;
-    };
-    const results = [];
-    const walker = document.createTreeWalker(document.body, NodeFilter.SHOW_TEXT);
-    for (let node = walker.nextNode(); node; node = walker.nextNode()) {
-        const owner = node.parentElement;
-        const words = node.textContent.trim();
-        if (!words || owner.closest("script, style, noscript, .unseen, dialog:not([open])")) continue;
-        if (!owner.checkVisibility({visibilityProperty: true})) continue;
-        if (owner.closest("[aria-hidden=true]")) continue;
-        let alpha = 1;
-        for (let at = owner; at; at = at.parentElement) alpha *= Number(getComputedStyle(at).opacity);
-        const colour = read(getComputedStyle(owner).color);
-        colour[3] *= alpha;
-        for (const ground of grounds(owner)) {
-            const seen = over(colour, ground);
-            results.push([ratio(seen, ground), words.slice(0, 30), owner.className, seen.map(Math.round) + "", ground.map(Math.round) + ""]);
-        }
+  const pen = new OffscreenCanvas(1, 1).getContext("2d", {willReadFrequently: true});
+  const read = (colour) => {
+    pen.clearRect(0, 0, 1, 1);
+    pen.fillStyle = "#000";
+    pen.fillStyle = colour;
+    pen.fillRect(0, 0, 1, 1);
+    const [r, g, b, a] = pen.getImageData(0, 0, 1, 1).data;
+    return [r, g, b, a / 255];
+  };
+  const over = (top, below) =>
+    [...[0, 1, 2].map((i) => top[i] * top[3] + below[i] * (1 - top[3])), 1];
+  const light = (colour) => {
+    const [r, g, b] = colour.map((part) => part / 255)
+      .map((part) => (part <= 0.04045 ? part / 12.92 : ((part + 0.055) / 1.055) ** 2.4));
+    return 0.2126 * r + 0.7152 * g + 0.0722 * b;
+  };
+  const ratio = (a, b) => {
+    const [high, low] = [light(a), light(b)].sort((x, y) => y - x);
+    return (high + 0.05) / (low + 0.05);
+  };
+  const COLOUR = /(?:rgba?|color|oklab|oklch|lab|hsl)\([^()]*\)|#[0-9a-f]{3,8}/gi;
+  // All grounds that an element may stand on: a gradient has several.
+  const grounds = (element) => {
+    const layers = [];
+    for (let at = element; at; at = at.parentElement) {
+      const style = getComputedStyle(at);
+      const stops = style.backgroundImage.match(COLOUR)?.map(read);
+      const plain = read(style.backgroundColor);
+      layers.push(stops ? [plain, ...stops] : [plain]);
+      if (plain[3] === 1) break;
     }
-    return results;
+    let found = [[255, 255, 255, 1]];
+    for (const layer of layers.reverse()) {
+      const [plain, ...stops] = layer;
+      found = found.flatMap((below) => {
+        const base = over(plain, below);
+        return stops.length ? stops.map((stop) => over(stop, base)) : [base];
+      });
+    }
+    return found;
+  };
+  const results = [];
+  const walker = document.createTreeWalker(document.body, NodeFilter.SHOW_TEXT);
+  for (let node = walker.nextNode(); node; node = walker.nextNode()) {
+    const owner = node.parentElement;
+    const words = node.textContent.trim();
+    if (!words || owner.closest("script, style, noscript, .unseen, dialog:not([open])")) continue;
+    if (!owner.checkVisibility({visibilityProperty: true})) continue;
+    if (owner.closest("[aria-hidden=true]")) continue;
+    let alpha = 1;
+    for (let at = owner; at; at = at.parentElement) alpha *= Number(getComputedStyle(at).opacity);
+    const colour = read(getComputedStyle(owner).color);
+    colour[3] *= alpha;
+    for (const ground of grounds(owner)) {
+      const seen = over(colour, ground);
+      const colours = [seen, ground].map((colour) => String(colour.map(Math.round)));
+      results.push([ratio(seen, ground), words.slice(0, 30), owner.className, ...colours]);
+    }
+  }
+  return results;
 },
 
 // What can be reached by keyboard.
 controls: () => [...document.querySelectorAll(
-        "a[href], button, input, select, textarea, summary, [tabindex]")]
-    .filter((e) => e.tabIndex >= 0 && !e.disabled && e.checkVisibility({visibilityProperty: true}))
-    .map((e, i) => { e.dataset.control = i; return `${e.localName}.${e.className} ${e.textContent.slice(0, 20)}`; }),
+    "a[href], button, input, select, textarea, summary, [tabindex]")]
+  .filter((e) => e.tabIndex >= 0 && !e.disabled && e.checkVisibility({visibilityProperty: true}))
+  .map((e, i) => {
+    e.dataset.control = i;
+    return `${e.localName}.${e.className} ${e.textContent.slice(0, 20)}`;
+  }),
 
-// What has the focus: its number among the controls, whether a ring is there, whether it is in sight.
+// What has the focus: its number among the controls, whether it has a ring, whether it is in sight.
 focused: () => {
-    const e = document.activeElement;
-    if (!e || e === document.body) return null;
-    const style = getComputedStyle(e);
-    const hasRing = (style.outlineStyle !== "none" && parseFloat(style.outlineWidth) >= 1.5)
-        || style.boxShadow !== "none";
-    const {top, bottom, width, height} = e.getBoundingClientRect();
-    return [Number(e.dataset.control ?? -1), hasRing, bottom > 0 && top < innerHeight && width * height > 0];
+  const e = document.activeElement;
+  if (!e || e === document.body) return null;
+  const style = getComputedStyle(e);
+  const hasRing = (style.outlineStyle !== "none" && parseFloat(style.outlineWidth) >= 1.5)
+    || style.boxShadow !== "none";
+  const {top, bottom, width, height} = e.getBoundingClientRect();
+  const isInSight = bottom > 0 && top < innerHeight && width * height > 0;
+  return [Number(e.dataset.control ?? -1), hasRing, isInSight];
 },
 
-// How much of each cell of the grid at (row, step) has a colour: read from the canvas. Measured here as
-// in grid.js: the head, the gutter with the labels, cells of one size.
+// How much of each cell of the grid at (row, step) has a colour: read from the canvas. Measured here
+// as in grid.js: the head, the gutter with the labels, cells of one size.
 shares: (cells) => {
-    const [canvas, box, space] = [".grid-box canvas", ".grid-box", ".grid-space"]
-        .map((name) => document.querySelector(name));
-    const copy = new OffscreenCanvas(canvas.width, canvas.height);
-    const pen = copy.getContext("2d", {willReadFrequently: true});
-    pen.drawImage(canvas, 0, 0);
-    const ids = Watch.store.films[0].requests.map(({id}) => id);
-    const gutter = Math.min(110, 34 + 8 * Math.max(3, ...ids.map((id) => Watch.label(id).length)));
-    const height = (parseFloat(space.style.height) - 19) / ids.length;
-    const width = (parseFloat(space.style.width) - gutter - 4) / Watch.numSteps();
-    return cells.map(([row, step, colour]) => {
-        const [x, y] = [gutter + step * width - box.scrollLeft, 17 + row * height - box.scrollTop];
-        const {data} = pen.getImageData(...[x, y, width, height].map((n) => n * devicePixelRatio));
-        const want = [1, 3, 5].map((i) => parseInt(colour.slice(i, i + 2), 16));
-        let same = 0;
-        for (let i = 0; i < data.length; i += 4) {
-            same += want.every((part, channel) => Math.abs(part - data[i + channel]) < 12);
-        }
-        return same / (data.length / 4);
-    });
+  const [canvas, box, space] = [".grid-box canvas", ".grid-box", ".grid-space"]
+    .map((name) => document.querySelector(name));
+  const copy = new OffscreenCanvas(canvas.width, canvas.height);
+  const pen = copy.getContext("2d", {willReadFrequently: true});
+  pen.drawImage(canvas, 0, 0);
+  const ids = Watch.store.films[0].requests.map(({id}) => id);
+  const gutter = Math.min(110, 34 + 8 * Math.max(3, ...ids.map((id) => Watch.label(id).length)));
+  const height = (parseFloat(space.style.height) - 19) / ids.length;
+  const width = (parseFloat(space.style.width) - gutter - 4) / Watch.numSteps();
+  return cells.map(([row, step, colour]) => {
+    const [x, y] = [gutter + step * width - box.scrollLeft, 17 + row * height - box.scrollTop];
+    const {data} = pen.getImageData(...[x, y, width, height].map((n) => n * devicePixelRatio));
+    const want = [1, 3, 5].map((i) => parseInt(colour.slice(i, i + 2), 16));
+    let same = 0;
+    for (let i = 0; i < data.length; i += 4) {
+      same += want.every((part, channel) => Math.abs(part - data[i + channel]) < 12);
+    }
+    return same / (data.length / 4);
+  });
 },
 })

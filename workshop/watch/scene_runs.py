@@ -9,10 +9,11 @@ from typing import TYPE_CHECKING, Any
 
 from common.engine import LLMEngine
 from common.engine_config import EngineConfig
+from common.events.frames import Frame
 from request import SamplingParams
 from tiered_cache import KVTierConfig
 from workshop.watch.page_maker import make_page
-from workshop.watch.replay.film import Film, State, StepEvents
+from workshop.watch.replay.film import Film, FilmStep
 from workshop.watch.watch_command import read_reel
 from workshop.watch.workloads import Cast, Script, Visit, perform
 
@@ -87,11 +88,32 @@ class Shown:
     def run(self) -> Any:
         return self.film.run
 
-    def step(self, number: int) -> StepEvents:
-        return list(self.film.steps())[number]
+    def step(self, number: int) -> FilmStep:
+        return self.film.step(number)
 
-    def state(self, number: int) -> State:
+    def state(self, number: int) -> Frame:
         return self.film.state_after(number)
+
+
+def blocks_in(step: FilmStep, kind: str) -> list[int]:
+    """The blocks that changed in a step in one way: "taken", "published", "evicted"."""
+    found: list[int] = []
+    for what in step.happened:
+        changed = what[kind]
+        lists = changed.values() if isinstance(changed, dict) else [changed]
+        found += [block for blocks in lists for block in blocks]
+    return found
+
+
+def lookups_in(step: FilmStep, block_size: int) -> dict[str, list[int]]:
+    """The blocks that the lookups of a step found, by request."""
+    found: dict[str, list[int]] = {}
+    for what, (_, _, after) in zip(step.happened, step.frames[-len(step.happened) :]):
+        found |= (what["plan"] or {}).get("found", {})
+        for name, num, _ in what["admitted"]:
+            if num:
+                found[name] = after["tables"][name]["0"][: -(-num // block_size)]
+    return found
 
 
 class Pages(dict[str, Shown]):

@@ -1,19 +1,58 @@
-"""For tests: the events that must have happened for a sentence of the page to be true.
+"""For tests: what must have happened for a sentence of the page to be true.
 
-    unproven(page.evaluate(TOLD))      the sentences of all steps without such an event
+    unproven(page.evaluate(TOLD))      the sentences of all steps for which it has not happened
 
-The page writes a sentence when it reads an event. The test goes the other way: from a sentence and
-the numbers that it shows, it searches the events of the sentence's step."""
+The page writes a sentence from what its own script found in a frame. The test goes the other way:
+from a sentence and the numbers that it shows, it looks into the frames of the sentence's step with
+Python's `happened`."""
 
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
-Event = dict[str, Any]
+from common.events.frames import Frame, Happened, happened
+
 TOLD = """() => Watch.store.films.map((film) => film.steps.map((facts, step) => ({
-    events: facts.events, told: Watch.sentencesOf({film, step, facts})})))"""
+    told: Watch.sentencesOf({film, step, facts}), frames: facts.frames.map(({at}, i) => [
+        at, film.frameBehind(facts.first + i), film.frameBehind(facts.first + i + 1)])})))"""
+
+Values = dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Seen:
+    """A frame of a step, and the request of a sentence, "" or "cache"."""
+
+    at: str
+    what: Happened
+    before: Frame
+    after: Frame
+    name: str
+
+    @property
+    def plan(self) -> dict[str, Any]:
+        return self.what["plan"] or {}
+
+    @property
+    def result(self) -> dict[str, Any]:
+        return self.what["result"] or {}
+
+    @property
+    def computed(self) -> dict[str, Any]:
+        """The plan whose results came."""
+        return self.before["in_flight"].get(str(self.result.get("step")), {})
+
+    @property
+    def end(self) -> dict[str, Any]:
+        is_end = self.name in self.what["finished"]
+        return self.after["requests"][self.name]["finish"] if is_end else {}
+
+    def row(self, kind: str) -> list[Any]:
+        """The request's own of the rows that begin with a name."""
+        return next((row for row in self.what[kind] if row[0] == self.name), [])
 
 
 def unproven(films: list[list[dict[str, Any]]]) -> list[str]:
@@ -21,20 +60,15 @@ def unproven(films: list[list[dict[str, Any]]]) -> list[str]:
         f"step {number}: {one['group']} {one['key']} {one['values']}"
         for steps in films
         for number, step in enumerate(steps)
+        for frames in [[(at, happened(a, b), a, b) for at, a, b in step["frames"]]]
         for one in step["told"]
-        if not any(_is_proof(event, one, step["events"]) for event in step["events"])
+        if not any(_is_proof(Seen(*frame, one["group"]), one) for frame in frames)
     ]
 
 
-def _is_proof(event: Event, told: dict[str, Any], events: list[Event]) -> bool:
+def _is_proof(seen: Seen, told: dict[str, Any]) -> bool:
     kind, *how = told["key"].removeprefix("say.").split(".")
-    needed, is_it = _NEEDS[kind]
-    if event["kind"] != needed:
-        return False
-    named = event.get("request")
-    if named is not None and named != told["group"]:
-        return False
-    return is_it(event, how, told["values"], told["group"], events)
+    return bool(_NEEDS[kind](seen, how, told["values"]))
 
 
 def _blocks(words: str) -> set[int]:
@@ -45,109 +79,111 @@ def _blocks(words: str) -> set[int]:
     return found
 
 
-def _names(blocks: list[int], words: str) -> bool:
-    """Whether the words name all blocks, or the first ones of many."""
-    return _blocks(words) == set(blocks) or ("…" in words and _blocks(words) <= set(blocks))
-
-
-def _later(events: list[Event], event: Event, kind: str) -> Iterator[Event]:
-    place = next(i for i, one in enumerate(events) if one is event)
-    return (one for one in events[place:] if one["kind"] == kind)
-
-
-def _known(event: Event, how: list[str], values: Event, name: str, events: list[Event]) -> bool:
-    """Whether the cache has kept another block; the table is a second event, or missing."""
-    pairs = [(_blocks(values[side]) or {0}).pop() for side in ("given", "kept")]
-    places = [i for i, pair in enumerate(zip(event["given"], event["kept"])) if [*pair] == pairs]
-    if pairs[0] == pairs[1] or not places:
-        return False
-    place = event["start"] + places[0]
-    tables = [t for t in _later(events, event, "table") if t["request"] == name]
-    named = [(t["blocks"][place - t["keep"] :] or [0])[0] for t in tables if t["keep"] <= place]
-    is_moved, has_exited = pairs[1] in named, 0 in named
-    return {"": is_moved, "ended": has_exited, "stays": not named}["".join(how)]
-
-
-def _taken(event: Event, how: list[str], values: Event, name: str, events: list[Event]) -> bool:
-    sizes = [t["keep"] + len(t["blocks"]) for t in _later(events, event, "table")]
-    return _names(event["blocks"], values["blocks"]) and (not how or values["n"] in sizes)
-
-
-def _preempted(event: Event, how: list[str], values: Event, name: str, events: list[Event]) -> bool:
-    takers = {e["request"] for e in _later(events, event, "taken")}
-    starts = {e["request"] for e in _later(events, event, "admitted")}
-    by_way = {"for": values["who"] in takers, "seat": values["who"] in starts}
-    return event["num_lost_tokens"] == values["lost"] and by_way.get("".join(how), True)
-
-
-def _stop(event: Event, how: list[str], values: Event, name: str, events: list[Event]) -> bool:
-    happened = {one["kind"] for one in events}
-    if event["stop"] and event["stop"][0] == "preempting" and "preempted" not in happened:
-        return False
-    of_all = {"nobody": "admitted" not in happened, "others": "admitted" in happened}
-    is_of_one = bool(event["stop"]) and event["stop"][1] != ""
-    return bool(event["stop"]) and of_all.get("".join(how), is_of_one)
-
-
-def _in(field: str) -> Callable[..., bool]:
-    return lambda event, how, values, name, events: name in event[field]
-
-
-def _with(**fields: str) -> Callable[..., bool]:
-    """Return a check that a value of the sentence equals the event's field."""
-    return lambda event, how, values, *_: all(
-        event[of] == values[name] for of, name in fields.items()
+def _names(blocks: list[int], values: Values) -> bool:
+    """Whether the words name all blocks, or the first ones of many; and there are some."""
+    named = _blocks(values["blocks"])
+    return bool(blocks) and (
+        named == set(blocks) or ("…" in values["blocks"] and named <= set(blocks))
     )
 
 
-def _of_blocks(event: Event, how: list[str], values: Event, *_: Any) -> bool:
-    return _names(event["blocks"], values["blocks"])
+def _admitted(seen: Seen, how: list[str], values: Values, is_back: bool) -> bool:
+    return seen.row("admitted")[1:] == [values["n"], is_back]
 
 
-def _always(*_: Any) -> bool:
-    return True
+def _preempted(seen: Seen, how: list[str], values: Values) -> bool:
+    row = seen.row("preempted")
+    is_named = how in ([], ["forced"]) or row[2:] == [values["who"]]
+    is_admitted = how != ["seat"] or any(n == values["who"] for n, *_ in seen.what["admitted"])
+    return row[1:2] == [values["lost"]] and is_named and is_admitted
 
 
-def _sizes(event: Event, how: list[str], values: Event, name: str, *_: Any) -> bool:
-    return values["n"] <= dict(zip(event["requests"], event["num_tokens"])).get(name, 0)
+def _taken(seen: Seen, how: list[str], values: Values) -> bool:
+    taken = seen.what["taken"].get(seen.name) or _load(seen)
+    table = seen.after["tables"].get(seen.name, {}).get("0", [])
+    return _names(taken, values) and (not how or values["n"] == len(table))
 
 
-_BROUGHT = ("adapter", "grammar")
-_NEEDS: dict[str, tuple[str, Callable[..., bool]]] = {
-    "run": ("planned", lambda event, *_: event["step"] == 0),
-    "arrived": ("arrived", lambda e, _, v, *__: len(e["prompt"]) == v["n"]),
-    "brings": ("arrived", lambda e, _, v, *__: all(e[x] in v["what"] for x in _BROUGHT)),
-    "queue": ("queue", _always),
-    "snapshot": ("snapshot", _always),
-    "admitted": ("admitted", _with(num_cached_tokens="n")),
-    "returned": ("admitted", _with(num_cached_tokens="n")),
-    "preempted": ("preempted", _preempted),
-    "finished": ("finished", lambda e, how, *_: [e["reason"]] == how),
-    "cut": ("cut", _always),
-    "taken": ("taken", _taken),
-    "shared": ("shared", _of_blocks),
-    "freed": ("freed", _of_blocks),
-    "matched": ("matched", _of_blocks),
-    "published": (
-        "published",
-        lambda e, _, v, *__: _blocks(v["blocks"]) <= set(e["given"]) & set(e["kept"]),
+def _load(seen: Seen) -> list[int]:
+    return seen.after["loads"].get(seen.name, {}).get("blocks", [])
+
+
+def _matched(seen: Seen, how: list[str], values: Values) -> bool:
+    if not how:
+        return _names(seen.plan.get("found", {}).get(seen.name, []), values)
+    table = seen.after["tables"].get(seen.name, {}).get(str(values["group"]), [])
+    return seen.row("admitted") != [] and _blocks(values["blocks"]) <= set(table)
+
+
+def _published(seen: Seen, how: list[str], values: Values) -> bool:
+    return _blocks(values["blocks"]) <= set(seen.what["published"].get(seen.name, []))
+
+
+def _known(seen: Seen, how: list[str], values: Values) -> bool:
+    """Whether the cache keeps another block; the request has ended, or its table is as it was."""
+    given, kept = (_blocks(values[side]).pop() for side in ("given", "kept"))
+    if not how:
+        return [seen.name, given, kept] in seen.what["known"]
+    is_given_back = str(given) in seen.before["refs"] and str(given) not in seen.after["refs"]
+    is_kept = str(kept) in seen.after["cached"] and str(given) not in seen.after["cached"]
+    return is_given_back and is_kept and bool(seen.end) == (how == ["ended"])
+
+
+def _stop(seen: Seen, how: list[str], values: Values) -> bool:
+    stop, has_admitted = seen.plan.get("stop"), bool(seen.plan.get("admitted"))
+    if stop is None or (stop[0] == "preempting" and not seen.what["preempted"]):
+        return False
+    of_all = {"nobody": stop[1] == "" and not has_admitted, "others": has_admitted}
+    return of_all.get("".join(how), stop[1] != "")
+
+
+def _size(seen: Seen, how: list[str], values: Values) -> bool:
+    sizes = zip(seen.computed.get("requests", []), seen.computed.get("num_tokens", []))
+    return values["n"] <= dict(sizes).get(seen.name, 0)
+
+
+def _verdict(seen: Seen) -> list[int]:
+    return seen.result.get("verified", {}).get(seen.name, [])
+
+
+def _arrival(seen: Seen) -> dict[str, Any]:
+    return seen.after["requests"][seen.name] if seen.name in seen.what["arrived"] else {}
+
+
+_NEEDS: dict[str, Callable[[Seen, list[str], Values], Any]] = {
+    "run": lambda seen, how, v: True,
+    "arrived": lambda seen, how, v: len(_arrival(seen).get("prompt", ())) == v["n"],
+    "brings": lambda seen, how, v: (
+        (row := _arrival(seen)) and all(row[name] in v["what"] for name in ("adapter", "grammar"))
     ),
-    "known": ("published", _known),
-    "split": ("split", lambda e, _, v, *__: _blocks(v["blocks"]) == {e["block"]}),
-    "evicted": ("evicted", _of_blocks),
-    "load_begun": ("load_begun", _of_blocks),
-    "loaded": ("loaded", lambda e, how, v, *_: how == ["nothing"] or _of_blocks(e, how, v)),
-    "load_ended": ("load_ended", _always),
-    "passed_over": ("planned", _in("passed_over")),
-    "parent": ("planned", _in("parents")),
-    "stop": ("planned", _stop),
-    "empty": ("planned", lambda event, *_: not event["requests"]),
-    "chunk": ("planned", _sizes),
-    "prompt": ("planned", _sizes),
-    "again": ("planned", _sizes),
-    "drafts": ("computed", lambda e, _, v, name, *__: sum(e["verified"][name]) == v["n"]),
-    "rejected": ("computed", lambda e, _, v, name, *__: e["verified"][name][1] == v["n"]),
-    "decode": ("computed", lambda e, _, v, name, *__: len(e["tokens"][name]) == 1),
-    "discarded": ("computed", _in("discarded")),
-    "failed": ("failed", _always),
+    "queue": lambda seen, how, v: seen.after["waiting"] != seen.before["waiting"],
+    "snapshot": lambda seen, how, v: seen.at == "start",
+    "admitted": lambda seen, how, v: _admitted(seen, how, v, False),
+    "returned": lambda seen, how, v: _admitted(seen, how, v, True),
+    "preempted": _preempted,
+    "finished": lambda seen, how, v: [seen.end.get("reason")] == how,
+    "cut": lambda seen, how, v: seen.end.get("text_length") is not None,
+    "taken": _taken,
+    "shared": lambda seen, how, v: _names(seen.what["shared"].get(seen.name, []), v),
+    "freed": lambda seen, how, v: _names(seen.what["freed"].get(seen.name, []), v),
+    "matched": _matched,
+    "published": _published,
+    "known": _known,
+    "split": lambda seen, how, v: _blocks(v["blocks"]) <= set(seen.what["split"]),
+    "evicted": lambda seen, how, v: _blocks(v["blocks"]) <= set(seen.what["evicted"]),
+    "load_begun": lambda seen, how, v: seen.name in seen.what["loads_begun"],
+    "loaded": lambda seen, how, v: how == ["nothing"] or _names(_load(seen), v),
+    "load_ended": lambda seen, how, v: seen.name in seen.what["loads_ended"],
+    "passed_over": lambda seen, how, v: seen.name in seen.plan.get("skipped", {}),
+    "parent": lambda seen, how, v: seen.name in seen.plan.get("parents", {}),
+    "stop": _stop,
+    "empty": lambda seen, how, v: seen.at == "result" and not seen.computed.get("requests"),
+    "chunk": _size,
+    "prompt": _size,
+    "again": _size,
+    "drafts": lambda seen, how, v: _verdict(seen) and sum(_verdict(seen)) == v["n"],
+    "rejected": lambda seen, how, v: _verdict(seen)[1:] == [v["n"]],
+    "decode": lambda seen, how, v: len(seen.what["tokens"].get(seen.name, ())) == 1,
+    "discarded": lambda seen, how, v: seen.name in seen.result.get("discarded", {}),
+    "failed": lambda seen, how, v: seen.at == "failed",
 }

@@ -1,7 +1,7 @@
 """The statements that decided a sentence of the page, for each engine that can have run.
 
-A sentence is named by a kind of event ("admitted"), by a kind and a case ("finished:length"), or by
-a reason to wait ("reason:budget"). Every kind and every reason has a rule for every scheduler that
+A sentence is named by what happened ("admitted"), with a case ("finished:length"), or by a reason
+to wait ("reason:budget"). Every sentence and every reason has a rule for every scheduler that
 can produce it, which a test checks. The rules are in one table, `source_places.txt`:
 
     admitted                            the sentence

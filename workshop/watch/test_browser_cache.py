@@ -8,8 +8,9 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
+from common.events.frames import nodes, prefix_of
 from workshop.watch.conftest import OpenPage, until
-from workshop.watch.scene_runs import Pages, Shown, go, ready, visible
+from workshop.watch.scene_runs import Pages, Shown, blocks_in, go, lookups_in, ready, visible
 
 if TYPE_CHECKING:
     from playwright.sync_api import Page
@@ -35,40 +36,33 @@ def read_boxes(page: Page) -> list[dict[str, Any]]:
     return sorted(boxes, key=lambda box: (box["isGone"], box["blocks"]))
 
 
-def events_of(shown: Shown, number: int, kind: str) -> list[Any]:
-    return [event for event in shown.step(number).events if event.kind == kind]
-
-
-def own_of(event: Any) -> list[int]:
-    """Of a publication, the blocks that the cache did not have."""
-    return [kept for given, kept in zip(event.given, event.kept) if given == kept]
+def lookups_of(shown: Shown, number: int) -> dict[str, list[int]]:
+    return lookups_in(shown.step(number), shown.run.block_size)
 
 
 def expected_boxes(shown: Shown, number: int) -> list[dict[str, Any]]:
-    matched = {m.request: m for m in events_of(shown, number, "matched")}.values()
-    found = {block for event in matched for block in event.blocks}
-    new = {b for event in events_of(shown, number, "published") for b in own_of(event)}
-    heads = {event.block for event in events_of(shown, number, "split")}
-    gone = [b for event in events_of(shown, number, "evicted") for b in event.blocks]
-    state = shown.state(number)
-    nodes = state.nodes() if shown.run.prefix_cache == "radix" else [[b] for b in state.cached]
+    step, state = shown.step(number), shown.state(number)
+    found = {block for blocks in lookups_of(shown, number).values() for block in blocks}
+    new, heads = set(blocks_in(step, "published")), set(blocks_in(step, "split"))
+    cached, is_tree = state["cached"], shown.run.prefix_cache == "radix"
+    runs_of_blocks = nodes(state) if is_tree else [[int(block)] for block in cached]
     pieces = pieces_of(shown)
     boxes = [
         {
             "blocks": node,
-            "text": "".join(pieces[token] for b in node for token in state.cached[b].tokens),
+            "text": "".join(pieces[token] for b in node for token in cached[str(b)]["tokens"]),
             "isGone": False,
-            "isUsed": state.ref_cnt[node[0]] > 1,
+            "isUsed": state["refs"][str(node[0])] > 1,
             "isMatch": node[0] in found,
             "isNew": bool(new & set(node)),
             "isSplit": node[0] in heads,
         }
-        for node in nodes
+        for node in runs_of_blocks
     ]
     boxes += [
         dict.fromkeys(("isUsed", "isMatch", "isNew", "isSplit"), False)
         | {"blocks": [block], "text": "", "isGone": True}
-        for block in gone
+        for block in blocks_in(step, "evicted")
     ]
     return sorted(boxes, key=lambda box: (box["isGone"], box["blocks"]))
 
@@ -82,12 +76,11 @@ def pieces_of(shown: Shown) -> dict[int, str]:
             if piece:
                 found.setdefault(token, visible(piece))
 
-    for event in shown.film.events:
-        if event.kind == "arrived":
-            note(event.prompt, event.pieces)
-        elif event.kind == "computed":
-            for name, tokens in event.tokens.items():
-                note(tokens, event.pieces.get(name, []))
+    for step in shown.film.steps():
+        for row in step.state["requests"].values():
+            note(row["prompt"], row["prompt_pieces"])
+        for name, tokens in step.state["outputs"].items():
+            note(tokens, step.state["pieces"][name])
     return found
 
 
@@ -106,14 +99,15 @@ def differences(boxes: list[dict[str, Any]], shown: Shown, number: int) -> list[
 
 def check_what_is_told(page: Page, shown: Shown, number: int) -> set[str]:
     """What was matched, and what happened. Returns which of it did."""
-    matches = {m.request: len(m.blocks) for m in events_of(shown, number, "matched")}
+    step = shown.step(number)
+    matches = {name: len(blocks) for name, blocks in lookups_of(shown, number).items()}
     found = page.locator(".cache-match").all_inner_texts()
     assert found == [f"{r}: {n} block{'s' if n > 1 else ''}" for r, n in matches.items()]
     happened = {"matched"} if matches else set()
-    for event in events_of(shown, number, "split"):
-        assert str(event.block) in page.inner_text(".cache-did[data-did=split]")
+    for block in blocks_in(step, "split"):
+        assert str(block) in page.inner_text(".cache-did[data-did=split]")
         happened.add("split")
-    if gone := [b for e in events_of(shown, number, "evicted") for b in e.blocks]:
+    if gone := blocks_in(step, "evicted"):
         said = page.inner_text(".cache-did[data-did=evict]")
         assert said.startswith("evicted") and str(gone[0]) in said
         happened.add("evicted")
@@ -154,16 +148,16 @@ def test_boxes_are_the_film_in_whatever_order_one_looks(
         assert seen.setdefault(number, places) == places
         for box in boxes if name == "hash" else []:
             if not box["isGone"]:
-                prefix = film.state(number).prefix_of(box["blocks"][0])
+                prefix = prefix_of(film.state(number), box["blocks"][0])
                 depth = len(prefix) // film.run.block_size - 1
                 lefts.setdefault(depth, set()).add(box["left"] - FIRST_LEFT)
     assert not broken, "\n".join(broken[:4])
     assert happened == {"matched", "evicted"} | ({"split"} if name == "radix" else set())
-    born = Counter(b for e in film.film.events if e.kind == "published" for b in own_of(e))
+    born = Counter(block for step in film.film.steps() for block in blocks_in(step, "published"))
     assert max(born.values()) > 1, "no block was cached twice: this proves little"
     assert lefts == {depth: {depth * min(lefts[1])} for depth in lefts}
     for number in range(1, last + 1):
-        gone = {b for e in events_of(film, number, "evicted") for b in e.blocks}
+        gone = set(blocks_in(film.step(number), "evicted"))
         before, after = seen[number - 1], seen[number]
         for block in before.keys() & after.keys() - gone:
             assert before[block][1] == after[block][1], f"block {block} moved in step {number}"
@@ -174,12 +168,13 @@ def test_a_planted_lie_is_seen(shown: Pages, open_page: OpenPage) -> None:
     page = ready(open_page(film.page, **LARGE))
     go(page, step=2)
     assert not differences(read_boxes(page), film, 2)
-    head = sorted(film.state(3).node_heads)[-1]
-    page.evaluate("(head) => Watch.store.films[0].stateAfter(3).nodeHeads.delete(head)", head)
+    head = nodes(film.state(3))[-1][0]
+    lie = "(head) => { delete Watch.store.films[0].stateAfter(3).cached[head].begins_node; }"
+    page.evaluate(lie, head)
     go(page, step=3)
     assert differences(read_boxes(page), film, 3)
-    block = next(iter(film.state(4).cached))
-    page.evaluate("(b) => Watch.store.films[0].stateAfter(4).cached.get(b).tokens.reverse()", block)
+    block = next(iter(film.state(4)["cached"]))
+    page.evaluate("(b) => Watch.store.films[0].stateAfter(4).cached[b].tokens.reverse()", block)
     go(page, step=4)
     assert differences(read_boxes(page), film, 4)
 
@@ -187,8 +182,8 @@ def test_a_planted_lie_is_seen(shown: Pages, open_page: OpenPage) -> None:
 def test_a_chosen_request_is_followed_through_the_cache(shown: Pages, open_page: OpenPage) -> None:
     film = shown["radix"]
     page = ready(open_page(film.page, **LARGE))
-    number = next(n for n in range(film.film.num_steps) if events_of(film, n, "matched"))
-    name = events_of(film, number, "matched")[0].request
+    number = next(n for n in range(film.film.num_steps) if lookups_of(film, n))
+    name = next(iter(lookups_of(film, number)))
     go(page, step=number)
     page.click(f".cache-match[data-request={name}]")
     page.wait_for_selector(".cache-box.is-lit")
@@ -196,7 +191,7 @@ def test_a_chosen_request_is_followed_through_the_cache(shown: Pages, open_page:
         "[...document.querySelectorAll('.cache-box.is-lit')].map((box) => box.dataset.blocks)"
     )
     state = film.state(number)
-    on_path = [b for b in state.requests[name].table if b in state.cached]
+    on_path = [b for b in state["tables"][name]["0"] if str(b) in state["cached"]]
     assert sorted(int(b) for blocks in lit for b in blocks.split()) == sorted(on_path)
 
 
@@ -205,9 +200,10 @@ def test_a_block_whose_parent_was_evicted_is_lit_alone(shown: Pages, open_page: 
     film, number = shown["hash"], 8
     page = ready(open_page(film.page, **LARGE))
     go(page, step=number)
-    child = next(block for block, one in film.state(number).cached.items() if one.parent)
+    cached = film.state(number)["cached"]
+    child = next(int(block) for block, row in cached.items() if row.get("parent"))
     page.evaluate(
-        "([step, b]) => { Watch.store.films[0].stateAfter(step).cached.get(b).parent = 0; }",
+        "([step, b]) => { Watch.store.films[0].stateAfter(step).cached[b].parent = 0; }",
         [number, child],
     )
     go(page, block=child)
@@ -222,13 +218,13 @@ def test_the_keyboard_goes_along_a_chain(shown: Pages, open_page: OpenPage) -> N
     film = shown["hash"]
     number = 8
     page = ready(open_page(film.page, at=f"step={number}&request=a"))
-    cached = film.state(number).cached
-    roots = [block for block, one in cached.items() if one.parent is None]
+    parents = {int(block): row.get("parent") for block, row in film.state(number)["cached"].items()}
+    roots = [block for block, parent in parents.items() if parent is None]
     page.focus(".cache-scroll")
     page.keyboard.press("ArrowRight")
     for _ in range(3):
         chosen = page.evaluate("Watch.store.block")
-        children = [block for block, one in cached.items() if one.parent == chosen]
+        children = [block for block, parent in parents.items() if parent == chosen]
         page.keyboard.press("ArrowRight")
         go(page)
         assert page.evaluate("Watch.store.block") in (children or [chosen])

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
+from common.events.frames import eviction_order
 from workshop.watch.conftest import until
 from workshop.watch.films import BEYOND, FILMS, Shot, page_of
 from workshop.watch.page_maker import Reel, make_page
@@ -97,7 +98,8 @@ def test_a_request_has_a_table_for_each_group_of_layers(
     rows = page.locator(".pool-table tr")
     for name, step in (("c", 6), ("a", 6), ("a", 11), ("b", 17)):
         go(page, step=step, request=name)
-        tables = film.state_after(step).requests[name].tables
+        by_group = film.state_after(step)["tables"].get(name, {"0": [], "1": []})
+        tables = [by_group["0"], by_group["1"]]
         for row, words, table in zip((1, 2), ("0, sees all", "1, window 10"), tables):
             if table:
                 shown = [str(block or "–") for block in table]
@@ -113,13 +115,13 @@ def test_a_request_has_a_table_for_each_group_of_layers(
     label = page.locator(".pool-cell[data-block='8'] .pool-label").inner_text()
     assert label == "3₁"
     state = film.state_after(6)
-    idle, free = len(state.eviction_order()), len(state.free)
+    idle, free = len(eviction_order(state, is_grouped=True)), len(state["free"])
     counts = f"{39 - free} in use · {idle} cached, unused · {free - idle} free · of 39"
     assert page.inner_text(".pool-counts") == counts
     boxes = page.locator(".cache-box.is-windowed:not(.is-gone)").evaluate_all(
         "boxes => boxes.map((box) => Number(box.dataset.blocks))"
     )
-    there = {block for block, known in state.cached.items() if known.group == 1}
+    there = {int(block) for block, row in state["cached"].items() if row["group"] == 1}
     assert set(boxes) <= there and {8, 11, 12} <= set(boxes)
     said = page.inner_text(".words-list")
     assert "finds blocks 8, 11–12 in group 1" in said

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from common.events.event_kinds import REASONS
+from common.events.frames import REASONS, reasons_to_wait
 from workshop.watch.conftest import OpenRun, RunPage
 from workshop.watch.replay.film import Film
 
@@ -16,16 +16,18 @@ KINDS = ("decode", "prompt", "recomputed", "draft")
 
 
 def facts_of(film: Film, step: int) -> dict[str, Any]:
-    """What Python's film knows of a step: cells, who waits and why, and the events themselves."""
-    part = list(film.steps())[step]
-    facts: dict[str, Any] = {event.kind: event for event in part.events}
-    for position, event in enumerate(part.events, part.first + 1):
-        if event is facts["planned"]:
-            state = film.state_behind(position)
-            facts["cells"] = list(state.cells(event))
-            facts["waits"] = {n: state.reason_to_wait(n) or "" for n in state.waiting}
-            facts["idle"] = [n for n in state.running if n not in event.requests]
-    return facts
+    """What Python's film knows of a step: its plan and result, cells, who waits and why."""
+    part = film.step(step)
+    (plan,) = part.plans
+    (frame,) = (after for at, _, after in part.frames if at == "plan")
+    idle = [name for name in frame["running"] if name not in plan["requests"]]
+    return {
+        "plan": plan,
+        "result": part.result,
+        "cells": part.cells(),
+        "waits": reasons_to_wait(frame),
+        "idle": idle,
+    }
 
 
 def numbers(text: str) -> list[int]:
@@ -33,7 +35,7 @@ def numbers(text: str) -> list[int]:
 
 
 def check_queue(run: RunPage, film: Film, facts: dict[str, Any]) -> None:
-    sums = {kind: sum(c.num_tokens for c in facts["cells"] if c.kind == kind) for kind in KINDS}
+    sums = {kind: sum(num for _, k, _, num in facts["cells"] if k == kind) for kind in KINDS}
     used, budget = sum(sums.values()), film.run.max_num_batched_tokens
     assert numbers(run.text(".bar-sum")) == [used, budget, budget - used]
     keys = (re.fullmatch(r"\S?\s*(\D+?) (\d+)", text) for text in run.texts(".bar-key span"))
@@ -42,7 +44,7 @@ def check_queue(run: RunPage, film: Film, facts: dict[str, Any]) -> None:
     waiting, running = run.texts(".queue-list h3")
     assert numbers(waiting)[0] == len(facts["waits"])
     assert numbers(running) == [
-        len({c.request for c in facts["cells"]} | set(facts["idle"])),
+        len({name for name, *_ in facts["cells"]} | set(facts["idle"])),
         film.run.max_num_seqs,
     ]
     rows = run.ask(
@@ -54,15 +56,15 @@ def check_queue(run: RunPage, film: Film, facts: dict[str, Any]) -> None:
     for name, title, _ in rows[0]:
         assert REASONS[facts["waits"][name]] in title
     tokens = {name: 0 for name in facts["idle"]}
-    for cell in facts["cells"]:
-        tokens[cell.request] = tokens.get(cell.request, 0) + cell.num_tokens
+    for name, _, _, num in facts["cells"]:
+        tokens[name] = tokens.get(name, 0) + num
     assert {name: numbers(text.split(maxsplit=1)[1])[0] for name, _, text in rows[1]} == tokens
 
 
 def check_clock(run: RunPage, facts: dict[str, Any]) -> None:
-    times = {f"{part}_ms": 0.0 for part in PARTS} | facts["computed"].times
-    times["schedule_ms"] = facts["planned"].schedule_ms
-    times["update_ms"] = facts["updated"].update_ms
+    times = {f"{part}_ms": 0.0 for part in PARTS} | facts["result"]["times"]
+    times["schedule_ms"] = facts["plan"]["schedule_ms"]
+    times["update_ms"] = facts["result"]["update_ms"]
     shown = run.texts(".clock-parts li:not(.quiet)")
     assert len(shown) == len(PARTS)
     for part, text in zip(PARTS, shown):
@@ -84,7 +86,7 @@ def test_bars_queue_and_clock_say_what_the_film_says(
         check_queue(run, film, facts)
         check_clock(run, facts)
         state = film.state_after(step)
-        idle, free = len(state.eviction_order()), len(state.free)
+        idle, free = len(state["evictable"]), len(state["free"])
         held = film.run.num_blocks - 1 - idle - free
         assert numbers(run.text(".pool-counts"))[:3] == [held, idle, free]
 
@@ -97,14 +99,14 @@ def test_the_cells_of_the_grid_have_the_colours_of_their_kinds(
     colour = "(name) => getComputedStyle(document.documentElement).getPropertyValue(name).trim()"
     variables = {"prompt": "--prompt", "decode": "--decode", "recomputed": "--preempted"}
     wanted = {kind: run.ask(colour, name) for kind, name in variables.items()}
-    names = list(film.last_state().requests)
+    names = list(film.requests())
     filled: list[tuple[int, int, str]] = []
     empty: list[tuple[int, int, str]] = []
     for step in range(film.num_steps):
         facts = facts_of(film, step)
         kinds: dict[str, set[str]] = {}
-        for cell in facts["cells"]:
-            kinds.setdefault(cell.request, set()).add(cell.kind)
+        for name, kind, _, _ in facts["cells"]:
+            kinds.setdefault(name, set()).add(kind)
         for name, its in kinds.items():
             if len(its) == 1 and its <= wanted.keys():
                 filled.append((names.index(name), step, wanted[its.pop()]))

@@ -5,10 +5,11 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 
-from common.events.event_kinds import Event, Failed, Updated, to_line
+from common.events.frames import REASONS, reasons_to_wait, users_of
 from workshop.watch.conftest import OpenRun, RunPage, until
 from workshop.watch.replay.film import Film
 from workshop.watch.test_page_maker import words
@@ -26,19 +27,14 @@ def film(default_film: Film) -> Film:
     return default_film
 
 
-def text_of(events: list[Event]) -> str:
-    return "".join(f"{to_line(event)}\n" for event in events)
+def text_of(lines: list[dict[str, Any]]) -> str:
+    return "".join(f"{json.dumps(line)}\n" for line in lines)
 
 
-def first_steps(film: Film, num_steps: int) -> list[Event]:
+def first_steps(film: Film, num_steps: int) -> list[dict[str, Any]]:
     """The run, cut behind so many steps."""
-    events: list[Event] = [film.run]
-    for event in film.events:
-        if num_steps == 0:
-            break
-        num_steps -= isinstance(event, Updated | Failed)
-        events.append(event)
-    return events
+    ends = [n for n, line in enumerate(film.lines, 1) if line["at"] in ("result", "failed")]
+    return [vars(film.run), *film.lines[: ends[num_steps - 1]]]
 
 
 @pytest.mark.parametrize(
@@ -82,7 +78,7 @@ def test_it_loads_at_the_first_step_and_keys_stop_at_both_ends(
 
 def test_brackets_go_to_what_matters(open_default: OpenDefault, film: Film) -> None:
     preempted = [
-        part.number for part in film.steps() for event in part.events if event.kind == "preempted"
+        step.number for step in film.steps() if any(what["preempted"] for what in step.happened)
     ]
     run, seen = open_default(), []
     for _ in range(film.num_steps):
@@ -214,8 +210,8 @@ def test_a_request_that_is_pointed_at_lights_its_table(
 ) -> None:
     run = open_default(at="step=8")
     state = film.state_after(8)
-    name = max(state.running, key=lambda name: len(state.requests[name].table))
-    table = list(state.requests[name].table)
+    tables = {name: state["tables"][name]["0"] for name in state["running"]}
+    name, table = max(tables.items(), key=lambda pair: len(pair[1]))
     run.page.locator(f".queue-list button[data-request='{name}']").hover()
     run.settle()
     blocks_of = "(cells) => [...document.querySelectorAll(cells)].map((e) => +e.dataset.block)"
@@ -233,9 +229,9 @@ def test_a_block_that_is_pointed_at_tells_who_holds_it(
         (step, block)
         for step in range(film.num_steps)
         for block in range(1, film.run.num_blocks)
-        if len(film.state_after(step).users_of(block)) > 1
+        if len(users_of(film.state_after(step), block)) > 1
     )
-    users = film.state_after(step).users_of(block)
+    users = users_of(film.state_after(step), block)
     run = open_default(at=f"step={step}")
     run.page.locator(f".pool-cell[data-block='{block}']").hover()
     run.settle()
@@ -256,26 +252,21 @@ def test_a_click_into_the_grid_goes_there(open_default: OpenDefault) -> None:
 
 def test_the_grid_says_what_a_cell_is(open_default: OpenDefault, film: Film) -> None:
     """Whoever waits, and why; and what those computed who ran: for every cell of a step."""
-    from common.events.event_kinds import REASONS
-
-    step = next(s for s in range(film.num_steps) if len(film.state_after(s).waiting) >= 3)
-    part = list(film.steps())[step]
-    waits = {}
-    for position, event in enumerate(part.events, part.first + 1):
-        if event.kind == "planned":
-            state = film.state_behind(position)
-            waits = {name: state.reason_to_wait(name) for name in state.waiting}
+    step = next(s for s in range(film.num_steps) if len(film.state_after(s)["waiting"]) >= 3)
+    part = film.step(step)
+    (frame,) = (after for at, _, after in part.frames if at == "plan")
+    waits = reasons_to_wait(frame)
     assert len(waits) >= 3
     run = open_default(at=f"step={step}")
     run.page.locator(".grid-box").focus()
     said = {}
-    for name in film.last_state().requests:
+    for name in film.requests():
         run.show(request=name)
         said[name] = run.ask("() => document.querySelector('.grid-body [aria-live]').textContent")
     for name, reason in waits.items():
         assert REASONS[reason or ""] in said[name]
-    plan = part.planned[0]
-    for name, num, start in zip(plan.requests, plan.num_tokens, plan.starts):
+    (plan,) = part.plans
+    for name, num, start in zip(plan["requests"], plan["num_tokens"], plan["starts"]):
         numbers = list(map(int, re.findall(r"\d+", said[name].partition(":")[2])))
         assert numbers and str(start) in said[name], (said[name], num, start)
 
@@ -284,11 +275,12 @@ def test_a_stop_string_ends_a_request_in_the_step_that_completes_it(
     open_default: OpenDefault, film: Film
 ) -> None:
     """In words, with the line that finds it, and in the grid."""
-    name = next(event.request for event in film.events if event.kind == "cut")
+    requests = film.requests().items()
+    name = next(name for name, row in requests if row["finish"]["text_length"] is not None)
     computed = [
-        part.number
-        for part in film.steps()
-        if any(e.kind == "computed" and name in e.tokens for e in part.events)
+        step.number
+        for step in film.steps()
+        if any(name in what["tokens"] for what in step.happened)
     ]
     run = open_default(at=f"step={computed[-1]}&request={name}")
     run.page.locator(".grid-box").focus()
@@ -371,10 +363,10 @@ def test_a_file_that_is_dropped_is_shown(open_default: OpenDefault, film: Film) 
     assert curtain.is_hidden()
     assert run.text(".notice").startswith("short is not whole: it ends behind step 6, and a, b,")
     lines = text_of(first_steps(film, 7)).splitlines(keepends=True)
-    at = max(i for i, line in enumerate(lines) if '"planned"' in line)
+    at = max(i for i, line in enumerate(lines) if '"plan"' in line)
     drop(run, ("cut.jsonl", "".join(lines[: at + 1])))
     assert "cut is not whole: it ends in the middle of step 6." in run.text(".notice")
-    whole = "".join(f"{to_line(event)}\n" for event in (film.run, *film.events))
+    whole = text_of([vars(film.run), *film.lines])
     drop(run, ("whole.jsonl", whole))
     assert run.page.locator(".notice").is_hidden()
 
@@ -384,10 +376,9 @@ NO_RUNS = {  # what a file has, and what the page says about it
     "Hello\n": "Line 1",
     '{"kind":"run","version":99}\n': "version 99",
     "RUN{}\n": "Line 2",
-    'RUN{"kind":"taken","request":"a","blocks":["x"]}\n': "wrong type",
-    'RUN{"kind":"taken","request":"a"}\n': "blocks",
-    'RUN{"kind":"walked"}\n': "walked",
-    'RUN{"kind":"split","block":1,"colour":2}\n': "colour",
+    'RUN{"at":"plan","changes":[]}\n': "no frame",
+    'RUN{"at":"walked","changes":{}}\n': "no frame",
+    "RUN[1]\n": "no JSON object",
     "RUNRUN": "the only one",
 }
 
@@ -398,7 +389,7 @@ def test_a_file_that_is_no_run_is_refused_and_the_page_goes_on(
     run = open_default(at="step=3")
     notice = run.page.locator(".notice")
     for text, said in NO_RUNS.items():
-        drop(run, ("note.txt", text.replace("RUN", f"{to_line(film.run)}\n")))
+        drop(run, ("note.txt", text.replace("RUN", text_of([vars(film.run)]))))
         assert "note.txt" in notice.inner_text() and said in notice.inner_text(), text
         assert 'LLM(events="run.jsonl")' in notice.inner_text(), "what it should have been"
         assert run.step == 3
@@ -421,9 +412,12 @@ def test_a_file_can_be_chosen_without_a_pointer(open_default: OpenDefault, film:
 
 
 def test_a_film_that_contradicts_itself_is_shown_up_to_there(open_run: OpenRun, film: Film) -> None:
-    events = first_steps(film, 6)
-    events.insert(len(events) - 1, Updated(999, 0.0, 0.1))
-    run = open_run(text_of(events))
+    lines = first_steps(film, 6)
+    place = max(i for i, line in enumerate(lines) if line.get("at") == "plan")
+    line = json.loads(json.dumps(lines[place]))
+    (plan,) = line["changes"]["in_flight"].values()
+    plan[0]["starts"][0] += 1
+    run = open_run(text_of([*lines[:place], line, *lines[place + 1 :]]))
     assert run.text("output.now") == "step 0 of 5"
     assert "contradict" in run.text(".notice")
     run.press("End")
@@ -431,7 +425,7 @@ def test_a_film_that_contradicts_itself_is_shown_up_to_there(open_run: OpenRun, 
 
 
 def test_a_run_without_steps_is_no_error(open_run: OpenRun, film: Film) -> None:
-    run = open_run(f"{to_line(film.run)}\n")
+    run = open_run(text_of([vars(film.run)]))
     assert run.text("output.now") == "no steps"
     run.press("ArrowRight", "End", " ", "]", "Home")
     assert run.text("output.now") == "no steps"
@@ -478,12 +472,14 @@ def test_two_runs_share_one_axis(open_run: OpenRun, default_run_text: str, film:
 def test_it_says_where_two_runs_part_and_goes_there(
     open_run: OpenRun, default_run_text: str, film: Film
 ) -> None:
-    step = next(part.number for part in film.steps() for e in part.events if e.kind == "evicted")
-    events = [json.loads(line) for line in default_run_text.splitlines()]
-    changed = next(event for event in events if event["kind"] == "evicted")
-    changed["blocks"] = changed["blocks"][:-1] or [changed["blocks"][0], changed["blocks"][0]]
-    other = "".join(f"{json.dumps(event)}\n" for event in events)
-    run = open_run(default_run_text, other)
+    step = next(step for step in film.steps() if any(what["evicted"] for what in step.happened))
+    step = step.number
+    lines = first_steps(film, film.num_steps)
+    place = len(first_steps(film, step)) + 1
+    changes = lines[place]["changes"]
+    changes = {**changes, "loaded": {"store": [1]}}
+    lines[place] = {**lines[place], "changes": changes}
+    run = open_run(default_run_text, text_of(lines))
     assert f"up to step {step - 1}" in run.text(".compare")
     run.page.get_by_role("button", name="Go there").click()
     run.settle()
@@ -494,14 +490,13 @@ def test_two_equal_runs_are_said_to_be_equal(
     open_run: OpenRun, default_run_text: str, film: Film
 ) -> None:
     """Times, and keys of the queue that are made of them, are no difference."""
-    events = [json.loads(line) for line in default_run_text.splitlines()]
-    for event in events:
-        if "time" in event:
-            event["time"] += 1.5
-        if event["kind"] == "arrived":
-            event["order_key"] = f"(0, {event['time']})"
-    other = "".join(f"{json.dumps(event)}\n" for event in events)
-    run = open_run(default_run_text, other)
+    lines = [json.loads(line) for line in default_run_text.splitlines()]
+    for line in lines[1:]:
+        line["time"] += 1.5
+        for change in line["changes"].get("requests", {}).values():
+            if isinstance(change, list):
+                change[0]["order_key"] = f"(0, {line['time']})"
+    run = open_run(default_run_text, text_of(lines))
     assert f"the same, in all {film.num_steps} steps" in run.text(".compare")
 
 

@@ -7,9 +7,18 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
+from common.events.frames import Frame
 from workshop.watch.conftest import OpenPage, until
-from workshop.watch.replay.film import State
-from workshop.watch.scene_runs import SCRIPTS, Pages, Shown, go, make_one, ready, visible
+from workshop.watch.scene_runs import (
+    SCRIPTS,
+    Pages,
+    Shown,
+    blocks_in,
+    go,
+    make_one,
+    ready,
+    visible,
+)
 from workshop.watch.workloads import Cast
 
 if TYPE_CHECKING:
@@ -40,13 +49,14 @@ def read_cells(page: Page) -> list[dict[str, Any]]:
 def expected_cells(shown: Shown, number: int) -> list[dict[str, Any]]:
     changes = changes_of(shown, number)
     state = shown.state(number)
-    idle, free = state.eviction_order(), list(state.free)
+    idle, free, tables = state["evictable"], state["free"], state["tables"]
     order = {block: i for some in (free, idle) for i, block in enumerate(some[:NUM_NEXT], 1)}
-    loading = {b for load in state.loads.values() if not load.has_arrived for b in load.blocks}
-    loads = {b: name for name, load in state.loads.items() for b in load.blocks}
+    loads = {b: name for name, load in state["loads"].items() for b in load["blocks"]}
+    loading = {b for b, name in loads.items() if not state["loads"][name]["has_arrived"]}
     cells = []
-    for block, refs in enumerate(state.ref_cnt):
-        users = [name for name in state.running if block in state.requests[name].table]
+    for block in range(shown.run.num_blocks):
+        refs = state["refs"].get(str(block), 0)
+        users = [name for name in state["running"] if block in tables[name]["0"]]
         others = f"+{len(users) - 1}" if len(users) > 1 else ""
         whose = f"{users[0]}{others}" if users else loads.get(block, "")
         kind = (
@@ -60,7 +70,7 @@ def expected_cells(shown: Shown, number: int) -> list[dict[str, Any]]:
                 "label": "∅" if block == 0 else whose,
                 "refs": refs if refs > 1 else 0,
                 "order": order.get(block, 0),
-                "published": block in state.cached and refs > 1,
+                "published": str(block) in state["cached"] and refs > 1,
             }
         )
     return cells
@@ -68,18 +78,23 @@ def expected_cells(shown: Shown, number: int) -> list[dict[str, Any]]:
 
 def changes_of(shown: Shown, number: int) -> dict[int, str]:
     """What the outline of a block says: of several things, the one that counts most."""
-    found: dict[int, set[str]] = {}
-    for event in shown.step(number).events:
-        if event.kind == "published":
-            for given, kept in zip(event.given, event.kept):
-                found.setdefault(kept, set()).add("published" if kept == given else "shared")
-                if kept != given:
-                    found.setdefault(given, set()).add("freed")
-        elif event.kind in ("taken", "shared", "freed", "evicted", "loaded"):
-            for block in event.blocks:
-                found.setdefault(block, set()).add(event.kind)
-    ranks = ("loaded", "taken", "shared", "published", "evicted", "freed")
-    return {block: next(k for k in ranks if k in kinds) for block, kinds in found.items()}
+    step, found = shown.step(number), {}
+    for kind in ("freed", "evicted", "published", "shared", "taken"):
+        replaced = [row for what in step.happened for row in what["known"]]
+        also = {"freed": [given for _, given, _ in replaced], "shared": [b for *_, b in replaced]}
+        found |= dict.fromkeys([*blocks_in(step, kind), *also.get(kind, [])], kind)
+    return found | dict.fromkeys(loaded_in(shown, number), "loaded")
+
+
+def loaded_in(shown: Shown, number: int) -> set[int]:
+    """The blocks whose KV has arrived from a tier."""
+    before = shown.state(number - 1)["loads"]
+    return {
+        block
+        for name, load in shown.state(number)["loads"].items()
+        if load["has_arrived"] and not before.get(name, load)["has_arrived"]
+        for block in load["blocks"]
+    }
 
 
 def read_summary(page: Page) -> dict[str, Any]:
@@ -104,17 +119,15 @@ def read_summary(page: Page) -> dict[str, Any]:
 
 def expected_summary(shown: Shown, number: int) -> dict[str, Any]:
     state = shown.state(number)
-    idle, free, usable = state.eviction_order(), list(state.free), len(state.ref_cnt) - 1
+    idle, free, usable = state["evictable"], state["free"], shown.run.num_blocks - 1
     counts = f"{usable - len(idle) - len(free)} in use · {len(idle)} cached, unused"
-    changed = {
-        kind: {b for e in shown.step(number).events if e.kind == kind for b in e.blocks}
-        for kind in ("taken", "loaded")
-    }
+    taken = set(blocks_in(shown.step(number), "taken"))
     return {
         "counts": f"{counts} · {len(free)} free · of {usable}",
         "free": [str(block) for block in free[:NUM_NEXT]],
         "idle": [str(block) for block in idle[:NUM_NEXT]],
-        **{kind: len(blocks) for kind, blocks in changed.items()},
+        "taken": len(taken),
+        "loaded": len(loaded_in(shown, number)),
     }
 
 
@@ -127,8 +140,8 @@ def differences(page: Page, shown: Shown, number: int) -> list[str]:
 
 def steps_of(shown: Shown, every: int = 5) -> list[int]:
     """And those that load something, and the last."""
-    loads = [p.number for p in shown.film.steps() for e in p.events if e.kind == "loaded"]
     last = shown.film.num_steps - 1
+    loads = [number for number in range(last) if loaded_in(shown, number)]
     return sorted({*range(0, last, every), *loads, last})
 
 
@@ -150,10 +163,10 @@ def test_a_planted_lie_is_seen(shown: Pages, open_page: OpenPage) -> None:
     page = ready(open_page(film.page, **WIDE))
     go(page, step=6)
     assert not differences(page, film, 6)
-    page.evaluate("Watch.store.films[0].stateAfter(7).refCnt[2] += 1")
+    page.evaluate("Watch.store.films[0].stateAfter(7).refs[2] += 1")
     go(page, step=7)
     assert any("'block': 2" in sentence for sentence in differences(page, film, 7))
-    page.evaluate("Watch.store.films[0].stateAfter(8).request('a').table.reverse()")
+    page.evaluate("Watch.store.films[0].stateAfter(8).tables.a[0].reverse()")
     go(page, step=8, request="a")
     assert lit_cells(page) != lit_of(film.state(8), "a")
 
@@ -170,8 +183,8 @@ def lit_cells(page: Page) -> list[tuple[int, str]]:
     return sorted(((block, label) for block, label in found), key=lambda pair: int(pair[1] or 0))
 
 
-def lit_of(state: State, request: str) -> list[tuple[int, str]]:
-    return [(block, str(place)) for place, block in enumerate(state.requests[request].table)]
+def lit_of(state: Frame, request: str) -> list[tuple[int, str]]:
+    return [(block, str(place)) for place, block in enumerate(state["tables"][request]["0"])]
 
 
 def test_a_request_lights_its_table_in_order(shown: Pages, open_page: OpenPage) -> None:
@@ -181,7 +194,7 @@ def test_a_request_lights_its_table_in_order(shown: Pages, open_page: OpenPage) 
     page.hover(".scene-words .request-chip[data-request=b]")
     page.wait_for_selector(".pool-cell.is-lit")
     state = film.state(6)
-    table = state.requests["b"].table
+    table = state["tables"]["b"]["0"]
     assert len(table) > 3
     assert lit_cells(page) == lit_of(state, "b")
     size = film.run.block_size
@@ -191,7 +204,7 @@ def test_a_request_lights_its_table_in_order(shown: Pages, open_page: OpenPage) 
     ]
     assert rows[1].locator("td").all_inner_texts() == [str(block) for block in table]
     shared = page.locator(".pool-table td.is-shared").all_inner_texts()
-    others = {b for n in state.running if n != "b" for b in state.requests[n].table}
+    others = {b for n in state["running"] if n != "b" for b in state["tables"][n]["0"]}
     assert shared == [str(block) for block in table if block in others]
     assert shared, "nobody shares: this proves nothing"
     page.mouse.move(5, 5)
@@ -203,19 +216,21 @@ def test_a_block_says_who_shares_it_and_what_it_holds(shown: Pages, open_page: O
     page = ready(open_page(film.page, **WIDE))
     go(page, step=6)
     state, size = film.state(6), film.run.block_size
-    for block, cached in list(state.cached.items())[:6]:
+    for block, cached in [(int(block), row) for block, row in state["cached"].items()][:6]:
         page.hover(f".pool-cell[data-block='{block}']")
         page.wait_for_selector(f".pool-about b:text-is('Block {block}')")
         said = page.inner_text(".pool-about")
-        users = [name for name in state.running if block in state.requests[name].table]
+        users = [name for name in state["running"] if block in state["tables"][name]["0"]]
         holders = ", ".join([*users, "the cache"])
         assert f": {holders} ·" in said
-        assert f"hash {cached.block_hash}" in said
-        parent = f"after block {cached.parent}" if cached.parent else "first of its prefix"
+        assert f"hash {cached['hash']}" in said
+        above = cached.get("parent")
+        parent = f"after block {above}" if above else "first of its prefix"
         assert parent in said
-        request = state.requests[users[0]]
-        place = request.table.index(block)
-        pieces = [*request.prompt_pieces, *request.pieces][place * size : (place + 1) * size]
+        name = users[0]
+        place = state["tables"][name]["0"].index(block)
+        pieces = [*state["requests"][name]["prompt_pieces"], *state["pieces"][name]]
+        pieces = pieces[place * size : (place + 1) * size]
         text = page.locator(".pool-details .token").all_text_contents()
         assert text == [visible(piece) for piece in pieces]
 
@@ -323,7 +338,7 @@ def test_a_painted_pool_has_the_colours_of_its_owners(
     film = sizes[4096]
     page = ready(open_page(film.page, 1920, 1080, at="step=3"))
     go(page)
-    table = film.state(3).requests["a"].table
+    table = film.state(3)["tables"]["a"]["0"]
     pixels = page.evaluate(
         """() => {
             const canvas = document.querySelector(".pool-canvas.is-lower");
@@ -357,9 +372,9 @@ def test_of_a_pool_too_large_to_be_seen_what_was_used_is_drawn(
     def owned() -> list[int]:
         return [cell["block"] for cell in read_cells(page) if cell["state"] == "held"]
 
-    assert len(read_cells(page)) == 128 and owned() == sorted(film.state(3).requests["a"].table)
+    assert len(read_cells(page)) == 128 and owned() == sorted(film.state(3)["tables"]["a"]["0"])
     assert "4096" in counts.inner_text() and "the first 127" in counts.inner_text()
-    page.evaluate("Watch.store.films[0].stateAfter(4).refCnt[300] = 1")
+    page.evaluate("Watch.store.films[0].stateAfter(4).refs[300] = 1")
     for step in (4, 3):
         go(page, step=step)
         assert "the first 511" in counts.inner_text()

@@ -6,37 +6,39 @@ looked at, with room: other programs run beside these tests."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import pytest
 
-from common.events.event_kinds import Event, to_line
 from workshop.watch.big_run import make_big_run
 from workshop.watch.conftest import OpenPage
 from workshop.watch.page_maker import Reel, make_page
+from workshop.watch.replay.film import Film
 
 if TYPE_CHECKING:
     from playwright.sync_api import Page
 
 MAX_CELLS = 1000  # that fit into the grid's box
 MAX_ELEMENTS, MAX_CREATED = 2500, 1500  # on the page, and made for a step
-NUM_REPLAYED = 33  # steps at most, from the last state that is kept
+NUM_APPLIED = 32  # lines at most, from the last frame that is kept
 MAX_MS = 120  # of the processor, for all six scenes, on a machine that is busy
 
 COUNT = """() => {
-  window.counts = {cells: 0, events: 0, made: 0};
+  window.counts = {cells: 0, frames: 0, made: 0};
   const {cellOf} = Watch;
   Watch.cellOf = (...args) => { counts.cells += 1; return cellOf(...args); };
-  const {apply} = Watch.State.prototype;
-  Watch.State.prototype.apply = function (event) { counts.events += 1; apply.call(this, event); };
+  const {apply} = Watch.frames;
+  Watch.frames.apply = (before, changes) => {
+    counts.frames += changes.computed !== undefined; // a line, and not a part of one
+    return apply(before, changes);
+  };
   new MutationObserver((changes) => {
     for (const change of changes) counts.made += change.addedNodes.length;
   }).observe(document.body, {childList: true, subtree: true});
 }"""
 GO = """async (step) => {
-  counts.cells = counts.events = counts.made = 0;
+  counts.cells = counts.frames = counts.made = 0;
   Watch.set({step});
   await new Promise((done) => requestAnimationFrame(() => requestAnimationFrame(done)));
   const elements = document.querySelectorAll("main *").length;
@@ -45,15 +47,16 @@ GO = """async (step) => {
 
 
 @pytest.fixture(scope="module")
-def events() -> list[Event]:
-    return make_big_run(num_requests=200, num_steps=2000, seed=3)
+def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("long") / "run.jsonl"
+    make_big_run(path, num_requests=200, num_steps=2000, seed=3)
+    return path
 
 
 @pytest.fixture(scope="module")
-def long_page(events: list[Event], tmp_path_factory: pytest.TempPathFactory) -> Path:
-    text = "".join(f"{to_line(event)}\n" for event in events)
-    path = tmp_path_factory.mktemp("long") / "page.html"
-    path.write_text(make_page([Reel("run", text)]), encoding="utf-8")
+def long_page(run: Path) -> Path:
+    path = run.with_suffix(".html")
+    path.write_text(make_page([Reel("run", run.read_text(encoding="utf-8"))]), encoding="utf-8")
     return path
 
 
@@ -64,25 +67,20 @@ def page(open_page: OpenPage, long_page: Path) -> Page:
     return page
 
 
-def most_events(events: Sequence[Event], num_steps: int) -> int:
-    """In so many steps in a row."""
-    ends = [i for i, event in enumerate(events) if event.kind == "updated"]
-    return max(after - before for before, after in zip(ends, ends[num_steps:]))
-
-
-def test_a_jump_in_a_long_run_costs_what_a_step_costs(page: Page, events: list[Event]) -> None:
+def test_a_jump_in_a_long_run_costs_what_a_step_costs(page: Page, run: Path) -> None:
+    film = Film.read(run)
     num_steps = page.evaluate("Watch.numSteps()")
-    assert num_steps == sum(event.kind == "updated" for event in events) >= 2000
+    assert num_steps == film.num_steps >= 2000
     assert page.get_attribute("[data-label]", "data-encoding") == "gzip"
-    # The state after it, the one before it, and what the sentences look at in between.
-    limit = 3 * most_events(events, NUM_REPLAYED)
-    assert limit < len(events) / 10
+    # The frame after it, and those that the sentences look at in between.
+    limit = 3 * NUM_APPLIED
+    assert limit < len(film.lines) / 10
     page.evaluate(COUNT)
     for step in (1999, 3, 1000, 1001, 64, 31, 1500, num_steps - 1):
         counts = page.evaluate(GO, step)
         assert counts["step"] == step
         assert 0 < counts["cells"] <= MAX_CELLS, (step, counts)
-        assert counts["events"] <= limit, (step, counts)
+        assert counts["frames"] <= limit, (step, counts)
         assert counts["elements"] < MAX_ELEMENTS and counts["made"] < MAX_CREATED, (step, counts)
 
 

@@ -11,10 +11,10 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from common.events.event_kinds import KINDS
 from workshop.watch.conftest import OpenPage
 from workshop.watch.scene_runs import Pages, Shown, go, make_urgent, ready, visible
 from workshop.watch.source_lines import ROOT
+from workshop.watch.source_places import RULES
 from workshop.watch.workloads import Cast
 
 if TYPE_CHECKING:
@@ -57,16 +57,18 @@ def read_sentences(page: Page, unfold: bool = True) -> list[dict[str, Any]]:
 
 
 def telling_steps(shown: Shown) -> Iterator[int]:
-    """Where events come in numbers as in no step before. Of those that only decode, the first."""
+    """Where things happen in numbers as in no step before. Of those that only decode, the first."""
     seen: set[frozenset] = set()
-    for number, step in enumerate(shown.film.steps()):
+    for step in shown.film.steps():
         kinds = Counter(
-            (event.kind, event.stop and event.stop[0]) if event.kind == "planned" else event.kind
-            for event in step.events
+            (name, *((value.get("stop") or [""])[:1] if name == "plan" else [len(value)]))
+            for what in step.happened
+            for name, value in what.items()
+            if value and name not in ("result", "tokens")
         )
         if (what := frozenset(kinds.items())) not in seen:
             seen.add(what)
-            yield number
+            yield step.number
 
 
 # -- told completely, and truly
@@ -75,29 +77,34 @@ def telling_steps(shown: Shown) -> Iterator[int]:
 def expected_sentences(shown: Shown, number: int) -> Counter[tuple[str, str]]:
     """`(kind of sentence, group)`, for the kinds that are told one by one."""
     found: Counter[tuple[str, str]] = Counter()
-    cut = {event.request for event in shown.step(number).events if event.kind == "cut"}
-    for event in shown.step(number).events:
-        match event.kind:
-            case "finished" if event.request in cut:
-                pass  # at a stop string, which is told instead
-            case "arrived" | "preempted" | "finished" | "load_begun" | "loaded" | "load_ended":
-                found[event.kind, event.request] += 1
-            case "admitted":
-                before = shown.state(number - 1).requests.get(event.request)
-                is_back = before is not None and before.num_preemptions > 0
-                found["returned" if is_back else "admitted", event.request] += 1
-            case "evicted" | "split":
-                found[event.kind, "cache"] += 1
-            case "planned":
-                for name in event.passed_over:
-                    found["parent" if name in event.parents else "passed_over", name] += 1
-                found["stop", ""] += event.stop is not None
-            case "computed":
-                for name, (_, num_rejected) in event.verified.items():
-                    found["drafts", name] += 1
-                    found["rejected", name] += num_rejected > 0
-            case "failed":
-                found["failed", ""] += 1
+    for (at, before, after), what in zip(shown.step(number).frames, shown.step(number).happened):
+        plan, result = what["plan"] or {}, what["result"] or {}
+        for name in what["arrived"]:
+            found["arrived", name] += 1
+        for name, *_ in what["preempted"]:
+            found["preempted", name] += 1
+        for name, _, is_back in what["admitted"]:
+            found["returned" if is_back else "admitted", name] += 1
+        for name in what["finished"]:  # a stop string is told instead
+            is_cut = after["requests"][name]["finish"]["text_length"] is not None
+            found["cut" if is_cut else "finished", name] += 1
+        for name in what["loads_begun"]:
+            found["load_begun", name] += 1
+        for name in what["loads_ended"]:
+            found["load_ended", name] += 1
+        for name, load in after["loads"].items():
+            was = before["loads"].get(name, {}).get("has_arrived", False)
+            found["loaded", name] += load["has_arrived"] and not was
+        takers = {block: name for name, blocks in what["taken"].items() for block in blocks}
+        found["evicted", "cache"] += len({takers.get(block) for block in what["evicted"]})
+        found["split", "cache"] += len(what["split"])
+        for name in plan.get("skipped", ()):
+            found["parent" if name in plan.get("parents", ()) else "passed_over", name] += 1
+        found["stop", ""] += "stop" in plan
+        for name, (_, num_rejected) in result.get("verified", {}).items():
+            found["drafts", name] += 1
+            found["rejected", name] += num_rejected > 0
+        found["failed", ""] += at == "failed"
     return +found
 
 
@@ -109,6 +116,7 @@ def differences(
         *("arrived", "preempted", "finished", "load_begun", "loaded", "load_ended", "admitted"),
         *("returned", "evicted", "split", "passed_over", "parent", "stop", "drafts", "rejected"),
         "failed",
+        "cut",
     }
     told = Counter(
         (kind, one["group"])
@@ -139,9 +147,9 @@ def test_everything_that_happened_is_told_once_and_nothing_else(
         told = read_sentences(page)
         broken += differences(page, film, number, told)
         numbered |= check_numbers(film, number, told, is_forced=name == "forced")
-        computed = [e for e in film.step(number).events if e.kind == "computed"]
         named = {r for one in told for r in [one["group"], *one["requests"]]}
-        assert {r for event in computed for r in event.tokens} <= named, f"step {number}"
+        for what in film.step(number).happened:
+            assert set(what["tokens"]) <= named, f"step {number}"
         for one in told:
             assert one["sources"], f"no lines for {one}"
         if place % 8 == 0:
@@ -153,31 +161,27 @@ def test_everything_that_happened_is_told_once_and_nothing_else(
 def check_numbers(
     shown: Shown, number: int, told: list[dict[str, Any]], is_forced: bool
 ) -> set[str]:
-    """Those in sentences are those of the events. Returns what kinds there were."""
+    """Those in sentences are those of the frames. Returns what kinds there were."""
     found: set[str] = set()
-    events = shown.step(number).events
-    kinds = [event.kind for event in events]
-    for place, event in enumerate(events):
-        name = getattr(event, "request", None)
-        own = {one["key"]: one["text"] for one in told if one["group"] == name}
-        if event.kind == "admitted" and (n := event.num_cached_tokens):
-            (text,) = (text for key, text in own.items() if ".cached" in key)
-            assert re.search(rf"\b{n} (cached )?tokens", text)
-            found.add("admitted")
-        elif event.kind == "preempted":
-            ((key, text),) = (pair for pair in own.items() if "preem" in pair[0])
-            assert f"{event.num_lost_tokens} computed token" in text
-            if "preempted" not in kinds[:place]:
-                # Who gets its blocks; or it was the debug switch, or nobody but itself.
-                is_for_another = "taken" in kinds[place : kinds.index("planned", place)]
-                kind = ".forced" if is_forced else ".for" if is_for_another else ""
-                assert key == f"say.preempted{kind}"
+    own = lambda name: {one["key"]: one["text"] for one in told if one["group"] == name}  # noqa: E731
+    for what in shown.step(number).happened:
+        for name, num, _ in what["admitted"]:
+            if num:
+                (text,) = (text for key, text in own(name).items() if ".cached" in key)
+                assert re.search(rf"\b{num} (cached )?tokens", text)
+                found.add("admitted")
+        for name, num_lost, taker in what["preempted"]:
+            ((key, text),) = (pair for pair in own(name).items() if "preem" in pair[0])
+            assert f"{num_lost} computed token" in text
+            # Who gets its blocks; or it was the debug switch, or nobody but itself.
+            is_for_another = taker not in (None, name)
+            kind = ".for" if is_for_another else ".forced" if is_forced else ""
+            assert key == f"say.preempted{kind}"
             found.add("preempted")
-        elif event.kind == "computed":
-            for name, (accepted, rejected) in event.verified.items():
-                texts = {one["group"]: one["text"] for one in told if one["key"] == "say.drafts"}
-                assert texts[name].startswith(f"{accepted} of {accepted + rejected} draft token")
-                found.add("drafts")
+        for name, (accepted, rejected) in (what["result"] or {}).get("verified", {}).items():
+            text = own(name)["say.drafts"]
+            assert text.startswith(f"{accepted} of {accepted + rejected} draft token")
+            found.add("drafts")
     return found
 
 
@@ -200,8 +204,7 @@ def test_a_planted_lie_is_seen(shown: Pages, open_page: OpenPage) -> None:
     go(page, step=number)
     assert not differences(page, film, number)
     page.evaluate(
-        "(n) => { const {events} = Watch.store.films[0].steps[n];"
-        " events.find(({kind}) => kind === 'planned').stop = null; }",
+        "(n) => { Watch.store.films[0].steps[n].frames.find(({plan}) => plan).plan.stop = null; }",
         number,
     )
     go(page, step=number - 1)
@@ -240,9 +243,7 @@ def test_each_link_opens_the_lines_that_it_names(
         film = shown[name]
         page = ready(open_page(film.page))
         for number in telling_steps(film):
-            events = film.step(number).events
-            kinds = {event.kind for event in events}
-            kinds |= {"drafts" for event in events if event.kind == "computed" and event.verified}
+            kinds = {name for name, _ in expected_sentences(film, number)}
             if not is_each_sentence and kinds <= visited:
                 continue
             visited |= kinds
@@ -261,7 +262,7 @@ def test_each_link_opens_the_lines_that_it_names(
     kinds = {sentence.split(":")[0] for sentence in opened}
     assert len(opened) >= (25 if is_each_sentence else 10), sorted(opened)
     assert {"admitted", "preempted", "finished", "taken", "evicted", "split", "reason"} <= kinds
-    assert kinds <= {*KINDS, "reason", "chunk", "drafts"}
+    assert kinds <= {rule.sentence.split(":")[0] for rule in RULES}
 
 
 def check_window(page: Page, name: str) -> None:
@@ -345,12 +346,15 @@ def test_guesses_are_underlined_or_struck_out_as_they_were_judged(
     page = ready(open_page(film.page))
     accepted: dict[str, list[int]] = {name: [] for name in "abc"}  # positions, since the beginning
     judged: Counter[str] = Counter()
+    texts: dict[int, str] = {}  # what a token adds, where it was sampled first
+    for step in film.film.steps():
+        for name, tokens in step.state["outputs"].items():
+            for token, piece in zip(tokens, step.state["pieces"][name]):
+                texts.setdefault(token, piece)
     for number in range(film.film.num_steps):
-        step = film.step(number)
-        computed = next(e for e in step.events if e.kind == "computed")
-        for name, (num_accepted, num_rejected) in computed.verified.items():
-            before = film.state(number - 1).requests[name]
-            first = len(before.prompt) + len(before.outputs)
+        step, before = film.step(number), film.state(number - 1)
+        for name, (num_accepted, num_rejected) in step.result.get("verified", {}).items():
+            first = len(before["requests"][name]["prompt"]) + len(before["outputs"][name])
             accepted[name] += range(first, first + num_accepted)
             judged["accepted"] += num_accepted
             judged["rejected"] += num_rejected
@@ -358,29 +362,23 @@ def test_guesses_are_underlined_or_struck_out_as_they_were_judged(
             tokens = read_tokens(page)
             rejected = [text for text, look in tokens if "is-rejected" in look]
             assert len(rejected) == num_rejected
-            request = film.state(number).requests[name]
+            request, outputs = step.state["requests"][name], step.state["outputs"][name]
             kept = [pair for pair in tokens if "is-rejected" not in pair[1]]
-            pieces = [*request.prompt_pieces, *request.pieces]
+            pieces = [*request["prompt_pieces"], *step.state["pieces"][name]]
             assert [text for text, _ in kept] == [visible(piece) for piece in pieces]
             sides = ["is-prompt" in look for _, look in kept]
-            assert sides == [True] * len(request.prompt) + [False] * len(request.outputs)
-            drafts = step.planned[0].drafts[name][num_accepted:]
-            pieces = {
-                t: p
-                for e in film.film.events
-                if e.kind == "computed"
-                for r in e.tokens
-                for t, p in zip(e.tokens[r], e.pieces[r])
-            }
+            assert sides == [True] * len(request["prompt"]) + [False] * len(outputs)
+            drafts = step.plans[0]["drafts"][name][num_accepted:]
             for text, draft in zip(rejected, drafts):
-                assert text == visible(pieces.get(draft, text))
+                assert text == visible(texts.get(draft, text))
             underlined = page.evaluate(
                 "[...document.querySelectorAll('.tokens-row .token.is-accepted')]"
                 ".map((token) => Number(token.dataset.position))"
             )
             assert underlined == accepted[name], f"step {number}, {name}"
             new = [text for text, look in tokens if "is-now" in look and "is-output" in look]
-            assert new == [visible(piece) for piece in computed.pieces[name]]
+            num_new = len(outputs) - len(before["outputs"][name])
+            assert new == [visible(piece) for piece in pieces[-num_new:]]
     assert judged["accepted"] and judged["rejected"], judged
 
 
@@ -391,8 +389,8 @@ def test_a_piece_of_a_prompt_is_lit_where_it_was_computed(
     page = ready(open_page(film.page))
     num_pieces = 0
     for number in range(6):
-        planned = film.step(number).planned[0]
-        for name, start, num in zip(planned.requests, planned.starts, planned.num_tokens):
+        (plan,) = film.step(number).plans
+        for name, start, num in zip(plan["requests"], plan["starts"], plan["num_tokens"]):
             if num == 1:
                 continue
             go(page, step=number, request=name)
@@ -408,12 +406,13 @@ def test_a_piece_of_a_prompt_is_lit_where_it_was_computed(
 def test_long_lists_are_folded_and_unfold(shown: Pages, open_page: OpenPage) -> None:
     page = ready(open_page(shown["hash"].page))
     page.evaluate(
-        """() => { const step = Watch.store.films[0].steps[0];
-            const arrived = step.events.find(({kind}) => kind === "arrived");
-            const film = Watch.store.films[0];
-            const many = Array.from({length: 30}, (_, i) => ({...arrived, request: `x${i}`}));
-            film.replay = (i, visit) => many.forEach((event) => visit(event, film.stateAfter(0)));
-            step.events = many; }"""
+        """() => { const film = Watch.store.films[0];
+            const {frames} = film.steps[0];
+            const [arrived] = frames[0].arrived;
+            frames[0].arrived = Array.from({length: 30}, (_, i) => `x${i}`);
+            const after = film.frameBehind(1);
+            for (const id of frames[0].arrived) after.requests[id] = after.requests[arrived];
+        }"""
     )
     go(page, step=1)
     go(page, step=0)

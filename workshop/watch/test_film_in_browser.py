@@ -1,5 +1,5 @@
-"""The page's film and Python's: the same state after every step of real runs, the same cells and
-the same reasons to wait; and both refuse the same lines."""
+"""The page's frames and Python's: the same JSON after every line of real runs, the same answers to
+what happened in between and to why requests wait; and both refuse the same lines."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from common.events.conftest import draft, letters, workshop  # noqa: F401  (fixtures)
-from common.events.event_kinds import Planned, parse_events
+from common.events.frames import cells, eviction_order, happened, nodes, prefix_of, reasons_to_wait
 from common.tests.film_runs import Workshop
 from workshop.watch.conftest import OpenPage
 from workshop.watch.film_scripts import (
@@ -24,7 +24,7 @@ from workshop.watch.film_scripts import (
     WINDOWED,
 )
 from workshop.watch.page_maker import Reel, make_page
-from workshop.watch.replay.film import Film, State
+from workshop.watch.replay.film import Film
 from workshop.watch.workloads import Cast, Script, perform
 
 if TYPE_CHECKING:
@@ -34,36 +34,30 @@ if TYPE_CHECKING:
 NAMES = {"a": "constructor", "b": "__proto__"}
 VISITS = tuple(replace(visit, name=NAMES.get(visit.name, visit.name)) for visit in SCARCE.visits)
 PIECES = replace(SCARCE, visits=VISITS).but(chunked_prefill=4, max_num_batched_tokens=8)
-SPECULATION = GUESSING
 TREE = PREFIXES.but(prefix_cache="radix")
 
-STATE = """(state) => ({
-  refCnt: state.refCnt, free: [...state.free], waiting: state.waiting, running: [...state.running],
-  requests: [...state.requests.values()].map((r) => [r.id, r.tables, r.numComputedTokens,
-    r.numCachedTokens, r.numPreemptions, r.highest, r.outputs, r.text, r.finishReason,
-    r.stopReason, r.detail, r.priority, r.tenant, r.maxTokens, r.adapter,
-    r.grammar]),
-  cached: [...state.cached].map(
-    ([b, c]) => [b, state.prefixOf(b), c.parent, c.tenant, c.blockHash,
-      c.group ?? 0, c.place ?? null]),
-  evictionOrder: state.evictionOrder(), nodes: state.nodes(),
-  lastMatch: state.lastMatch && [state.lastMatch.request, state.lastMatch.blocks],
-  loads: [...state.loads].map(([id, l]) => [id, l.prefix, l.blocks, l.hasArrived]),
-  numLoaded: [...state.numLoaded], underWay: state.underWay.map(({step}) => step),
-  numSteps: state.numSteps, errors: state.errors,
-  users: state.refCnt.map((_, block) => state.usersOf(block)),
-  reasons: state.waiting.map((id) => state.reasonToWait(id)),
-})"""
-STATES = f"""(steps) => {{
-  const film = Watch.store.films[0];
-  return steps.map((step) => ({STATE})(film.stateAfter(step)));
-}}"""
+# Of each line: the frame behind it, and what it says of the step.
+LINES = """() => {
+  const [F, film] = [Watch.frames, Watch.store.films[0]];
+  const isGrouped = film.run.windows.length > 0;
+  let before = F.empty(film.run);
+  return film.lines.map(({changes, at}) => {
+    const after = F.apply(before, changes);
+    const what = at === "start" ? null : F.happened(before, after);
+    before = after;
+    const cells = what?.plan ? F.cells(what.plan, after) : [];
+    const prefixes = F.cachedBlocks(after).map((block) => [block, F.prefixOf(after, block)]);
+    return JSON.stringify([after, what, cells.map((c) => [c.request, c.kind, c.start, c.numTokens]),
+      F.evictionOrder(after, isGrouped), isGrouped ? [] : F.nodes(after),
+      isGrouped ? [] : prefixes]);
+  });
+}"""
+STATES = "(steps) => steps.map((i) => JSON.stringify(Watch.store.films[0].stateAfter(i)))"
 FACTS = """() => {
   const film = Watch.store.films[0];
-  return film.steps.map(({number, first, events, planned, cells, idle}, step) => ({
-    number, first, events: events.map(({kind}) => kind), planned: planned && planned.step,
-    cells: [...cells.values()].flat().map((c) => [c.request, c.kind, c.start, c.numTokens]),
-    waits: [...film.waits(step)], idle}));
+  return film.steps.map(({plan, cells, idle}, step) => ({
+    plan: plan && plan.step, cells: [...cells.values()].flat().map(
+      (c) => [c.request, c.kind, c.start, c.numTokens]), waits: [...film.waits(step)], idle}));
 }"""
 
 
@@ -79,82 +73,66 @@ def shown(open_page: OpenPage, tmp_path: Path) -> Callable[[Path], Page]:
     return show
 
 
-def state_in_python(state: State) -> dict[str, Any]:
-    match = state.last_match
-    found = {
-        "refCnt": state.ref_cnt,
-        "free": list(state.free),
-        "waiting": state.waiting,
-        "running": list(state.running),
-        "requests": [
+def lines_in_python(film: Film) -> list[Any]:
+    is_grouped, before, found = bool(getattr(film.run, "windows", ())), film.state_behind(0), []
+    for position, line in enumerate(film.lines, 1):
+        after = film.state_behind(position)
+        what = None if line["at"] == "start" else happened(before, after)
+        plan = what["plan"] if what else None
+        blocks = [] if is_grouped else sorted(map(int, after["cached"]))
+        found.append(
             [
-                *(r.request_id, r.tables, r.num_computed_tokens, r.num_cached_tokens),
-                *(r.num_preemptions, r.highest, r.outputs, r.text, r.finish_reason),
-                *(r.stop_reason, r.detail, r.priority, r.tenant, r.max_tokens),
-                *(r.adapter, r.grammar),
+                after,
+                what,
+                list(cells(plan, after)) if plan else [],
+                eviction_order(after, is_grouped),
+                [] if is_grouped else nodes(after),
+                [[block, prefix_of(after, block)] for block in blocks],
             ]
-            for r in state.requests.values()
-        ],
-        "cached": [
-            [
-                *(block, state.prefix_of(block), c.parent, c.tenant, c.block_hash),
-                *(c.group, c.place),
-            ]
-            for block, c in state.cached.items()
-        ],
-        "evictionOrder": state.eviction_order(),
-        "nodes": state.nodes(),
-        "lastMatch": match and [match.request, match.blocks],
-        "loads": [[n, x.prefix, x.blocks, x.has_arrived] for n, x in state.loads.items()],
-        "numLoaded": list(state.num_loaded.items()),
-        "underWay": [planned.step for planned in state.under_way],
-        "numSteps": state.num_steps,
-        "errors": state.errors,
-        "users": [state.users_of(block) for block in range(len(state.ref_cnt))],
-        "reasons": [state.reason_to_wait(name) for name in state.waiting],
-    }
-    return json.loads(json.dumps(found))  # tuples are lists there
+        )
+        before = after
+    return json.loads(json.dumps(found))
+
+
+def in_any_order(answer: list[Any]) -> list[Any]:
+    """JavaScript puts keys that are numbers first, so lists of requests by key differ in order."""
+    if answer[1] is not None:
+        for name in ("loads_begun", "loads_ended", "finished", "arrived", "known"):
+            answer[1][name] = sorted(answer[1][name])
+    return answer
 
 
 def facts_in_python(film: Film) -> list[dict[str, Any]]:
-    """What each step computed, and what its plan left waiting: by a replay of its own."""
-    state, facts = State(film.run), []
+    """What each step computed, and what its plan left waiting."""
     seen: dict[int, dict[str, Any]] = {}
+    nothing = {"cells": [], "waits": [], "idle": []}
+    facts = []
     for step in film.steps():
-        computed = None
-        for event in step.events:
-            if event.kind in ("computed", "failed"):
-                computed = state.under_way[0] if state.under_way else None
-            state.apply(event)
-            if isinstance(event, Planned):
-                cells = [[c.request, c.kind, c.start, c.num_tokens] for c in state.cells(event)]
-                seen[id(event)] = {
-                    "cells": cells,
-                    "waits": [[name, state.reason_to_wait(name) or ""] for name in state.waiting],
-                    "idle": [name for name in state.running if name not in event.requests],
-                }
-        nothing = {"cells": [], "waits": [], "idle": []}
-        facts.append(
-            {
-                "number": step.number,
-                "first": step.first,
-                "events": [event.kind for event in step.events],
-                "planned": None if computed is None else computed.step,
-                **(nothing if computed is None else seen.get(id(computed), nothing)),
+        for (_, _, after), plan in zip((f for f in step.frames if f[0] == "plan"), step.plans):
+            computed = plan.get("requests", [])
+            seen[plan["step"]] = {
+                "cells": [list(cell) for cell in cells(plan, after)],
+                "waits": [[n, reasons_to_wait(after).get(n, "")] for n in after["waiting"]],
+                "idle": [name for name in after["running"] if name not in computed],
             }
-        )
+        in_flight = step.frames[-1][1]["in_flight"]  # of a step that failed, the oldest
+        number = step.result.get("step", next(map(int, in_flight), None))
+        facts.append({"plan": number, **seen.get(number, nothing)})
     return facts
 
 
 def compare(page: Page, run: Path, seed: int = 0) -> Film:
-    """Every step, in a random order: a scrubber jumps."""
+    """Every line; and every step, in a random order: a scrubber jumps."""
     film = Film.read(run)
+    found = [json.loads(line) for line in page.evaluate(LINES)]
+    expected = lines_in_python(film)
+    assert len(found) == len(expected) > 20
+    for number, (one, other) in enumerate(zip(found, expected)):
+        assert in_any_order(one) == in_any_order(other), f"line {number}"
     order = list(range(-1, film.num_steps))
-    expected = {step: state_in_python(film.state_after(step)) for step in order}
     random.Random(seed).shuffle(order)
-    for step, found in zip(order, page.evaluate(STATES, order), strict=True):
-        for name, value in expected[step].items():
-            assert found[name] == value, f"after step {step}: {name}"
+    for step, state in zip(order, page.evaluate(STATES, order), strict=True):
+        assert json.loads(state) == film.state_after(step), f"after step {step}"
     assert page.evaluate(FACTS) == facts_in_python(film)
     assert page.evaluate("Watch.store.films[0].contradiction") is None
     return film
@@ -164,22 +142,24 @@ def compare(page: Page, run: Path, seed: int = 0) -> Film:
     ("script", "kinds"),
     [
         (PIECES, {"preempted"}),
-        (SPECULATION, {"verified"}),
-        (TREE, {"split", "evicted", "matched"}),
+        (GUESSING, {"verified"}),
+        (TREE, {"split", "evicted", "admitted"}),
         (CONSTRAINED, {"grammar"}),
-        (WINDOWED, {"group", "matched", "evicted"}),
+        (WINDOWED, {"windows", "evicted", "shared"}),
     ],
     ids=["pieces and preemption", "speculation", "a radix tree that evicts", "grammars", "windows"],
 )
-def test_the_page_has_the_state_that_python_has(
+def test_the_page_has_the_frames_that_python_has(
     script: Script, kinds: set[str], cast: Cast, shown: Callable[[Path], Page], tmp_path: Path
 ) -> None:
     run = tmp_path / "run.jsonl"
     perform(script, run, cast)
     film = compare(shown(run), run)
-    there = {event.kind for event in film.events}
-    fields = "verified", "grammar", "group"
-    there |= {name for name in fields if any(getattr(e, name, None) for e in film.events)}
+    happenings = [what for step in film.steps() for what in step.happened]
+    there = {name for what in happenings for name, value in what.items() if value}
+    there |= {name for what in happenings for name in what["result"] or ()}
+    there |= {name for row in film.requests().values() for name, value in row.items() if value}
+    there |= {"windows"} if getattr(film.run, "windows", ()) else set()
     assert kinds <= there, "the run shows nothing of what this test is about"
 
 
@@ -198,40 +178,41 @@ def test_so_it_is_of_engines_of_all_kinds(
     compare(shown(recorded.path), recorded.path, seed)
 
 
-def test_the_film_ends_where_events_contradict_themselves(
-    cast: Cast, shown: Callable[[Path], Page], tmp_path: Path
+@pytest.mark.parametrize(
+    ("where", "lie", "said"),
+    [
+        ("starts", lambda plan, changes: plan["starts"].__setitem__(0, 99), "goes on at 99"),
+        ("starts", lambda plan, changes: changes.update(running=[[]]), "does not run"),
+        ("free", lambda plan, changes: changes["free"].__setitem__(0, []), "is free and held"),
+    ],
+    ids=["a start", "a request that does not run", "a block"],
+)
+def test_the_film_ends_where_the_record_contradicts_itself(
+    where: str,
+    lie: Callable[[dict[str, Any], dict[str, Any]], None],
+    said: str,
+    cast: Cast,
+    shown: Callable[[Path], Page],
+    tmp_path: Path,
 ) -> None:
     run = tmp_path / "run.jsonl"
     perform(PIECES, run, cast)
     lines = run.read_text(encoding="utf-8").splitlines(keepends=True)
-    place = next(i for i, line in enumerate(lines) if i > 60 and '"freed"' in line)
-    run.write_text("".join([*lines[:place], lines[place], lines[place], *lines[place + 1 :]]))
+    place = next(
+        i for i, line in enumerate(lines) if i > 30 and '"plan"' in line and f'"{where}":' in line
+    )
+    line = json.loads(lines[place])
+    lie(next(iter(line["changes"]["in_flight"].values()))[0], line["changes"])
+    lines[place] = json.dumps(line) + "\n"
+    run.write_text("".join(lines), encoding="utf-8")
     film, page = Film.read(run), shown(run)
-    with pytest.raises(ValueError, match="was freed, and is free"):
-        film.last_state()
     broken = page.evaluate("Watch.store.films[0].contradiction")
-    assert "was freed, and is free" in broken["message"]
+    assert said in broken["message"]
     last = page.evaluate("Watch.store.films[0].numSteps") - 1
     assert broken["step"] == last
-    before = page.evaluate(STATES, [last - 1])[0]
-    assert before == state_in_python(film.state_after(last - 1)), "what came before is shown"
+    (before,) = page.evaluate(STATES, [last - 1])
+    assert json.loads(before) == film.state_after(last - 1), "what came before is shown"
     assert broken["message"] in page.locator(".notice").inner_text()
-
-
-def test_both_refuse_what_is_published_beyond_the_table(
-    cast: Cast, shown: Callable[[Path], Page], tmp_path: Path
-) -> None:
-    run = tmp_path / "run.jsonl"
-    perform(TREE, run, cast)
-    lines = run.read_text(encoding="utf-8").splitlines(keepends=True)
-    place = next(i for i, line in enumerate(lines) if '"published"' in line)
-    beyond = {**json.loads(lines[place]), "start": 99, "given": [], "kept": []}
-    lines[place] = json.dumps({**beyond, "hashes": [], "node_heads": []}) + "\n"
-    run.write_text("".join(lines), encoding="utf-8")
-    with pytest.raises((ValueError, IndexError)):
-        Film.read(run).last_state()
-    broken = shown(run).evaluate("Watch.store.films[0].contradiction")
-    assert "is shorter than the 99 entries" in broken["message"]
 
 
 EXTRA = ["", "[1]\n", "{\n", "null\n", "\n"]
@@ -241,23 +222,23 @@ def broken_lines(text: str, seed: int) -> str:
     """One thing wrong in one line, or nothing."""
     rng = random.Random(seed)
     lines = text.splitlines(keepends=True)
-    place = rng.randrange(min(len(lines), 40))
-    event = json.loads(lines[place])
-    name = rng.choice([name for name in event if name != "kind"])
+    place = rng.randrange(1, min(len(lines), 40))
+    line = json.loads(lines[place])
+    name = rng.choice(list(line))
     match rng.randrange(6):
+        case 5:
+            lines[0] = lines[0].replace('"version":', rng.choice(['"version":1,"x":', '"v":']))
         case 0:
-            del event[name]
+            del line[name]
         case 1:
-            event[name] = rng.choice([None, "x", 1.5, [1], ["x"], {"a": 1}, {"a": ["x"]}, True])
+            line[name] = rng.choice([None, "x", 1.5, [1], ["x"], {"a": 1}, {"a": ["x"]}, True])
         case 2:
-            event[rng.choice(["new", "toString", "__proto__"])] = 1
+            line["kind"] = rng.choice(["no", "run", 3, None])
         case 3:
-            event["kind"] = rng.choice(["no", "constructor", 3, None])
-        case 4:
             return "".join([*lines[:place], rng.choice(EXTRA) or lines[0], *lines[place:]])
         case _:
             lines[-1] = lines[-1][: rng.randrange(len(lines[-1]))]
-    lines[place] = json.dumps(event) + "\n"
+    lines[place] = json.dumps(line) + "\n"
     return "".join(lines)
 
 
@@ -265,12 +246,12 @@ def test_both_read_and_refuse_the_same_lines(
     cast: Cast, shown: Callable[[Path], Page], tmp_path: Path
 ) -> None:
     run = tmp_path / "run.jsonl"
-    perform(SPECULATION, run, cast)
+    perform(GUESSING, run, cast)
     texts = [broken_lines(run.read_text(encoding="utf-8"), seed) for seed in range(300)]
     verdicts = shown(run).evaluate(
         """(texts) => texts.map((text) => {
-          try { return Watch.parseEvents(text).length; } catch (error) {
-            if (!(error instanceof Watch.EventError)) throw error;
+          try { return Watch.parseLines(text).length; } catch (error) {
+            if (!(error instanceof Watch.LineError)) throw error;
             return error.message.split(":")[0];
           }
         })""",
@@ -282,8 +263,8 @@ def test_both_read_and_refuse_the_same_lines(
 
 
 def verdict_of_python(text: str) -> int | str:
-    """How many events there are, or "Line 3" for the one that is refused."""
+    """How many lines there are, or "Line 3" for the one that is refused."""
     try:
-        return len(list(parse_events(text.splitlines(keepends=True), "x")))
+        return len(Film(text.splitlines(keepends=True), "x").lines) + 1
     except ValueError as error:
         return "Line " + str(error).removeprefix("x, line ").split(":")[0]

@@ -11,18 +11,20 @@ from pathlib import Path
 
 import pytest
 
-from common.events.event_kinds import REASONS, parse_events
 from common.events.event_page import PAGE, SCRIPTS, STYLES, palette_rules
+from common.events.frames import REASONS, VERSION
 from workshop.watch import page_maker
 from workshop.watch.page_maker import START, Reel, make_page
+from workshop.watch.replay.film import Film
 from workshop.watch.watch_command import main
 
 RUN = (
-    '{"kind":"run","version":1,"started_at":1.5,"scheduler":"fcfs","policy":"fcfs",'
+    f'{{"kind":"run","version":{VERSION},"started_at":1.5,"scheduler":"fcfs","policy":"fcfs",'
     '"prefix_cache":null,"block_size":4,"num_blocks":3,"max_num_seqs":2,'
     '"max_num_batched_tokens":8,"overlaps":false,"config":{},"model":{},"versions":{}}\n'
-    '{"kind":"arrived","time":0.1,"request":"a<b","prompt":[1,2],"pieces":["</script>",'
-    '"<!-- <script>\\u2028 &amp; 中"],"max_tokens":2,"priority":0}\n'
+    '{"at":"between","time":0.1,"changes":{"waiting":[[],["a<b"]],"requests":{"a<b":[{"number":0,'
+    '"prompt":[1,2],"prompt_pieces":["</script>","<!-- <script>\\u2028 &amp; 中"],'
+    '"max_tokens":2,"priority":0,"num_cached":0,"num_preemptions":0}]}}}\n'
 )
 
 
@@ -56,14 +58,13 @@ def reels_of(page: str) -> list[tuple[dict[str, str | None], str]]:
     return [entry for entry in found if entry[0].get("type") == "application/x-ndjson"]
 
 
-def test_events_stand_in_the_page_as_they_are() -> None:
+def test_frames_stand_in_the_page_as_they_are() -> None:
     page = make_page([Reel('the "left" <one>', RUN), Reel("right", RUN)])
     (attributes, text), (other, _) = reels_of(page)
     assert (attributes["data-label"], other["data-label"]) == ('the "left" <one>', "right")
     assert "<" not in text
     assert text.replace("\\u003c", "<") == RUN
-    events = list(parse_events(text.splitlines(keepends=True)))
-    assert events == list(parse_events(RUN.splitlines(keepends=True)))
+    assert Film(text.splitlines(keepends=True)).lines == Film(RUN.splitlines(keepends=True)).lines
     assert len(Scripts(page).found) == 4, "settings, two films, the scripts: no text ended one"
 
 
@@ -74,7 +75,7 @@ def test_a_prompt_may_name_a_placeholder_of_the_page() -> None:
     assert text.replace("\\u003c", "<") == run
 
 
-def test_many_events_are_packed_and_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_many_frames_are_packed_and_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(page_maker, "PACKED_FROM", 100)
     page = make_page([Reel("run", RUN)])
     [(attributes, text)] = reels_of(page)
@@ -100,8 +101,7 @@ def test_what_is_handed_over_is_there() -> None:
     settings = json.loads(text)
     assert settings["start"] == "step=3"
     assert settings["film"] == {"x": "</script>"}
-    assert settings["schema"]["taken"] == {"request": ["str | None"], "blocks": ["list[int]"]}
-    assert settings["schema"]["planned"]["drafts"] == ["dict[str, list[int]]", {}]
+    assert settings["reasons"] == REASONS and settings["version"] == VERSION
     assert "<title>Pieces</title>" in page
 
 
@@ -126,7 +126,7 @@ def test_every_colour_that_is_named_is_defined() -> None:
 
 def test_the_command_writes_one_file(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "one.jsonl").write_text(RUN, encoding="utf-8")
-    (tmp_path / "two.jsonl").write_text(RUN + '{"kind":"tak', encoding="utf-8")
+    (tmp_path / "two.jsonl").write_text(RUN + '{"at":"pl', encoding="utf-8")
     out = tmp_path / "page.html"
     run, beside = str(tmp_path / "one.jsonl"), str(tmp_path / "two.jsonl")
     assert main([run, "--beside", beside, "--out", str(out)]) == 0
@@ -158,7 +158,7 @@ def test_the_command_says_what_is_no_run(
     (tmp_path / "bad.jsonl").write_text(RUN + "what\n", encoding="utf-8")
     out = str(tmp_path / "page.html")
     assert main([str(tmp_path / "bad.jsonl"), "--out", out]) == 2
-    assert "bad.jsonl, line 3: the event must be JSON" in capsys.readouterr().err
+    assert "bad.jsonl, line 3: must be JSON" in capsys.readouterr().err
     assert main([str(tmp_path / "none.jsonl"), "--out", out]) == 2
     assert "none.jsonl" in capsys.readouterr().err
     assert not (tmp_path / "page.html").exists()
@@ -177,8 +177,9 @@ def test_what_is_performed_now_takes_no_run(
 
 
 SAID = re.compile(r'"([\w.]+)":\s*\[\s*"((?:[^"\\]|\\.)*)",\s*"((?:[^"\\]|\\.)*)",?\s*\]')
-ASKED = re.compile(r'\bt\(\s*"([\w.]+)"')
-MADE = re.compile(r"\bt\(\s*`([\w.]+)\$\{")
+_BEFORE = r"\b(?:t\(\s*|(?:says|label|tip): )"  # a call, or an attribute of `h`
+ASKED = re.compile(_BEFORE + r'"([\w.]+)"')
+MADE = re.compile(_BEFORE + r"`([\w.]+)\$\{")
 EITHER = re.compile(r'\bt\([^`"]*\?\s*"([\w.]+)"\s*:\s*"([\w.]+)"')
 
 
@@ -193,7 +194,7 @@ def test_every_text_is_there_in_english_and_chinese() -> None:
     said = words()
     assert len(said) > 150
     # Each names the other; a term and a number; a term.
-    alike = {"shell.language", "token.id", "kind.prompt", "tokens.prompt"}
+    alike = {"shell.language", "kind.prompt", "tokens.prompt"}
     for key, (english, chinese) in said.items():
         assert english, key
         assert re.search(r"[\u3000-\uffef]", chinese) or key in alike, f"{key}: {chinese}"
@@ -213,7 +214,7 @@ def test_every_text_that_is_asked_for_is_there() -> None:
             assert any(key.startswith(beginning) for key in said), f"{name}: {beginning}"
 
 
-def test_what_events_can_say_has_words() -> None:
+def test_what_frames_can_say_has_words() -> None:
     said = words()
     for reason, english in REASONS.items():
         assert said[f"reason.{reason}"][0] == english

@@ -78,7 +78,7 @@ def _show_runs(runs: list[Path], out: Path | None, is_opened: bool) -> None:
 def read_reel(path: Path) -> Reel:
     """Read a run. Raises `FileNotFoundError`, and `ValueError` for a file that is not a run."""
     try:
-        Film.read(path)
+        Film.read(path).last_state()
     except ValueError as error:
         wanted = 'a record of a run, as LLM(events="run.jsonl") and python -m common.demo --events'
         raise ValueError(f"{path}: {error} (It should be {wanted} write it.)") from None

@@ -1,64 +1,63 @@
-"use strict";
 // What a cell of the grid says in words: for the pointer, the keyboard and whoever listens.
-(() => {
-  const {t} = Watch;
-  Watch.words({
-    "cell.at": ["{request}, step {step}: {what}", "{request}，第 {step} 步：{what}"],
-    "cell.part": ["{kind} {n} (position {from})", "{kind} {n} 个（位置 {from}）"],
-    "cell.parts": ["{kind} {n} (positions {from} to {to})", "{kind} {n} 个（位置 {from} 到 {to}）"],
-    "cell.waits": ["waits: {reason}", "等待：{reason}"],
-    "cell.parent": ["waits: {parent} is computing the block that it could share",
-      "等待：{parent} 正在计算它可以共享的那个块"],
-    "cell.idle": ["runs, and has nothing in this step", "在运行，但这一步没有它的计算"],
-    "cell.before": ["has not arrived", "还没到达"],
-    "cell.elsewhere": ["is not in this run", "不在本次运行中"],
-    "cell.after": ["has ended", "已经结束"],
-    "cell.nothing": ["nothing", "无"],
-    "cell.arrived": ["arrives", "到达"],
-    "cell.admitted": ["is admitted", "准入"],
-    "cell.preempted": ["is preempted", "被抢占"],
-    "cell.returned": ["returns", "恢复运行"],
-    "cell.finished": ["ends here", "到此结束"],
-    "cell.and": ["; ", "；"],
-  });
+const {t} = Watch;
+Watch.words({
+  "cell.at": ["{request}, step {step}: {what}", "{request}，第 {step} 步：{what}"],
+  "cell.part": ["{kind} {n} (position {from})", "{kind} {n} 个（位置 {from}）"],
+  "cell.parts": ["{kind} {n} (positions {from} to {to})", "{kind} {n} 个（位置 {from} 到 {to}）"],
+  "cell.waits": ["waits: {reason}", "等待：{reason}"],
+  "cell.parent": ["waits: {parent} is computing the block that it could share",
+    "等待：{parent} 正在计算它可以共享的那个块"],
+  "cell.idle": ["runs, and has nothing in this step", "在运行，但这一步没有它的计算"],
+  "cell.before": ["has not arrived", "还没到达"],
+  "cell.elsewhere": ["is not in this run", "不在本次运行中"],
+  "cell.after": ["has ended", "已经结束"],
+  "cell.nothing": ["nothing", "无"],
+  "cell.arrived": ["arrives", "到达"],
+  "cell.admitted": ["is admitted", "准入"],
+  "cell.preempted": ["is preempted", "被抢占"],
+  "cell.returned": ["returns", "恢复运行"],
+  "cell.finished": ["ends here", "到此结束"],
+  "cell.and": ["; ", "；"],
+});
 
-  // What request `id` does in step `step`, as one of the looks of grid_marks.js.
-  Watch.cellOf = (film, id, step) => {
-    const facts = film.steps[step];
-    const marks = facts?.marks.get(id) ?? [];
-    const parts = Watch.verdicts(facts, id);
-    if (parts.length) return {look: "computed", parts, marks};
-    const waits = film.waits(step);
-    if (waits.has(id)) return {look: "waiting", reason: waits.get(id), marks, facts};
-    const end = film.byId.get(id)?.endStep ?? null;
-    // With overlap, a plan is older than the end of who has ended meanwhile.
-    if (facts?.idle.includes(id) && !(end < step && end !== null)) return {look: "idle", marks};
-    return {look: "empty", marks};
-  };
+// What request `id` does in step `step`, as one of the looks of grid_marks.js.
+Watch.cellOf = (film, id, step) => {
+  const facts = film.steps[step];
+  const marks = facts?.marks.get(id) ?? [];
+  const parts = Watch.verdicts(facts, id);
+  if (parts.length) return {look: "computed", parts, marks};
+  const waits = film.waits(step);
+  if (waits.has(id)) return {look: "waiting", reason: waits.get(id), marks, facts};
+  const end = film.byId.get(id)?.lives.at(-1).end ?? null;
+  // With overlap, a plan is older than the end of who has ended meanwhile.
+  if (facts?.idle.includes(id) && !(end < step && end !== null)) return {look: "idle", marks};
+  return {look: "empty", marks};
+};
 
-  Watch.cellWords = (film, id, step) => {
-    const cell = Watch.cellOf(film, id, step);
-    const said = cell.marks.map((mark) => t(`cell.${mark}`));
-    const main = mainWords(film, id, step, cell);
-    if (cell.look !== "empty" || !said.length) said.unshift(main);
-    const tag = Watch.tagOf(id);
-    return t("cell.at", {request: tag ? `${id} (${tag})` : id, step, what: said.join(t("cell.and"))});
-  };
+Watch.cellWords = (film, id, step) => {
+  const cell = Watch.cellOf(film, id, step);
+  const said = cell.marks.map((mark) => t(`cell.${mark}`));
+  const main = mainWords(film, id, step, cell);
+  if (cell.look !== "empty" || !said.length) said.unshift(main);
+  const tag = Watch.tagOf(id);
+  const request = tag ? `${id} (${tag})` : id;
+  return t("cell.at", {request, step, what: said.join(t("cell.and"))});
+};
 
-  function mainWords(film, id, step, cell) {
-    if (cell.look === "computed") return cell.parts.map(partWords).join(t("cell.and"));
-    if (cell.look === "waiting") {
-      const parent = cell.facts.planned.parents[id];
-      if (parent !== undefined) return t("cell.parent", {parent});
-      return t("cell.waits", {reason: Watch.reasonWords(film.run, cell.reason)});
-    }
-    if (cell.look === "idle") return t("cell.idle");
-    const entry = film.byId.get(id);
-    if (entry === undefined) return t("cell.elsewhere");
-    if (step < entry.arrivedStep) return t("cell.before");
-    return t(entry.endStep !== null && step > entry.endStep ? "cell.after" : "cell.nothing");
+function mainWords(film, id, step, cell) {
+  if (cell.look === "computed") return cell.parts.map(partWords).join(t("cell.and"));
+  if (cell.look === "waiting") {
+    const parent = cell.facts.plan.parents[id];
+    if (parent !== undefined) return t("cell.parent", {parent});
+    return t("cell.waits", {reason: Watch.reasonWords(film.run, cell.reason)});
   }
+  if (cell.look === "idle") return t("cell.idle");
+  const lives = film.byId.get(id)?.lives;
+  if (lives === undefined) return t("cell.elsewhere");
+  if (step < lives[0].begin) return t("cell.before");
+  const {end} = lives.at(-1);
+  return t(end !== null && step > end ? "cell.after" : "cell.nothing");
+}
 
-  const partWords = ({kind, start, numTokens}) => t(numTokens === 1 ? "cell.part" : "cell.parts",
-    {kind: t(`kind.${kind}`), n: numTokens, from: start, to: start + numTokens - 1});
-})();
+const partWords = ({kind, start, numTokens}) => t(numTokens === 1 ? "cell.part" : "cell.parts",
+  {kind: t(`kind.${kind}`), n: numTokens, from: start, to: start + numTokens - 1});

@@ -1,65 +1,61 @@
-"use strict";
-// A question before a decisive step, which is answered by pointing: at a request, or at a block. The
-// step before is shown, and nothing behind it; then what happened, and whether that was it.
-(() => {
-  const {store, h, t} = Watch;
-  Watch.words({
-    "guide.ask": ["Ask me", "考考我"],
-    "guide.next": ["Next question", "下一题"],
-    "guide.stop": ["Show me", "直接看"],
-    "guide.right": ["Right, it is {right}. {why}", "对，是 {right}。{why}"],
-    "guide.wrong": ["It is {right}, and not {given}. {why}", "是 {right}，不是 {given}。{why}"],
-    "guide.block": ["block {n}", "块 {n}"],
-  });
-  const moments = (Watch.settings.film?.moments ?? []).filter(({answer}) => answer);
-  let asked = null; // a moment
-  let verdict = null; // {moment, given}
-  let next = 0;
+// A question before a decisive step, which is answered by pointing: at a request, or at a block.
+// The step before is shown, and nothing behind it; then what happened, and whether that was it.
+const {store, h, t} = Watch;
+Watch.words({
+  "guide.ask": ["Ask me", "考考我"],
+  "guide.next": ["Next question", "下一题"],
+  "guide.stop": ["Show me", "直接看"],
+  "guide.right": ["Right, it is {right}. {why}", "对，是 {right}。{why}"],
+  "guide.wrong": ["It is {right}, and not {given}. {why}", "是 {right}，不是 {given}。{why}"],
+  "guide.block": ["block {n}", "块 {n}"],
+});
+const moments = (Watch.settings.film?.moments ?? []).filter(({answer}) => answer);
+let asked = null; // a moment
+let verdict = null; // {moment, given}
+let next = 0;
 
-  Watch.isAsking = () => asked !== null;
+Watch.isAsking = () => asked !== null;
 
-  function ask() {
-    asked = moments[next % moments.length];
-    verdict = null;
-    next += 1;
-    Watch.play(false);
-    Watch.set({step: asked.step - 1, request: null, block: null});
+function ask() {
+  asked = moments[next % moments.length];
+  verdict = null;
+  next += 1;
+  Watch.play(false);
+  Watch.set({step: asked.step - 1, request: null, block: null});
+}
+
+function show(given) {
+  verdict = {moment: asked, given};
+  asked = null;
+  Watch.set({request: null, block: null, ...Watch.readHash(verdict.moment.address)});
+}
+
+Watch.forgetQuestion = () => ([asked, verdict] = [null, null]);
+
+const nameOf = ([kind, what]) => (kind === "block" ? t("guide.block", {n: what}) : what);
+
+// What stands in the place of the caption; null: the caption itself.
+Watch.guideWords = () => {
+  if (asked) return Watch.inLanguage(asked.ask);
+  if (verdict?.given == null) return null;
+  const {moment: {answer, why}, given} = verdict;
+  const key = String(given) === String(answer[1]) ? "guide.right" : "guide.wrong";
+  const names = {right: nameOf(answer), given: nameOf([answer[0], given])};
+  return t(key, {...names, why: Watch.inLanguage(why)});
+};
+
+const begin = h("button", {class: "ask", hidden: !moments.length, onclick: ask});
+const stop = h("button", {hidden: true, says: "guide.stop", onclick: () => show(null)});
+Watch.guide = {begin, stop, draw};
+
+// Whoever points chooses a request or a block: that is the answer.
+function draw() {
+  if (asked) {
+    const given = store[asked.answer[0]];
+    if (given !== null) show(given);
+    else if (store.step !== asked.step - 1) Watch.forgetQuestion(); // the reader goes on
   }
-
-  function show(given) {
-    verdict = {moment: asked, given};
-    asked = null;
-    Watch.set({request: null, block: null, ...Watch.readHash(verdict.moment.address)});
-  }
-
-  Watch.forgetQuestion = () => ([asked, verdict] = [null, null]);
-
-  const nameOf = ([kind, what]) => (kind === "block" ? t("guide.block", {n: what}) : what);
-
-  // What stands in the place of the caption; null: the caption itself.
-  Watch.guideWords = () => {
-    const language = store.language === "zh" ? 1 : 0;
-    if (asked) return asked.ask[language];
-    if (verdict?.given == null) return null;
-    const {moment: {answer, why}, given} = verdict;
-    const key = String(given) === String(answer[1]) ? "guide.right" : "guide.wrong";
-    return t(key, {right: nameOf(answer), given: nameOf([answer[0], given]), why: why[language]});
-  };
-
-  const begin = h("button", {class: "ask", hidden: !moments.length, onclick: ask});
-  const stop = h("button", {hidden: true, onclick: () => show(null)});
-  Watch.guide = {begin, stop, draw};
-
-  // Whoever points chooses a request or a block: that is the answer.
-  function draw() {
-    if (asked) {
-      const given = store[asked.answer[0]];
-      if (given !== null) show(given);
-      else if (store.step !== asked.step - 1) Watch.forgetQuestion(); // the reader goes on
-    }
-    stop.hidden = !asked;
-    begin.hidden = Boolean(asked) || !moments.length || Watch.knob.isTurned();
-    Watch.say(begin, t(verdict ? "guide.next" : "guide.ask"));
-    Watch.say(stop, t("guide.stop"));
-  }
-})();
+  stop.hidden = !asked;
+  begin.hidden = Boolean(asked) || !moments.length || Watch.knob.isTurned();
+  Watch.say(begin, t(verdict ? "guide.next" : "guide.ask"));
+}

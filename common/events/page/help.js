@@ -1,52 +1,40 @@
-"use strict";
 // What the keys do, over the page: a native dialog, which keeps the focus while it is open.
-(() => {
-  const {t, h} = Watch;
-  Watch.words({
-    "help.open": ["Keys", "按键"],
-    "help.title": ["Keys", "按键说明"],
-    "help.close": ["Close", "关闭"],
-    "help.step": ["one step back, one step on", "后退一步、前进一步"],
-    "help.ends": ["the first step, the last step", "第一步、最后一步"],
-    "help.play": ["play, pause", "播放、暂停"],
-    "help.moments": [
-      "the last and the next event that matters: a preemption, an eviction, a cache hit",
-      "上一个、下一个重要事件：抢占、淘汰、节点拆分、缓存命中"],
-    "help.request": ["choose a request", "选择请求"],
-    "help.rows": ["in the grid: the request above, the one below", "在网格中：上一个、下一个请求"],
-    "help.escape": ["choose nothing", "取消选择"],
-    "help.tab": ["the next thing that can be used", "移到下一个可操作的元素"],
-    "help.this": ["this page of keys", "显示本说明"],
-    "help.about": [
-      "Nothing here is simulated: it is the record of an engine. Drop one or two others on it.",
-      "本页展示的是引擎自己的记录，没有任何模拟。可以拖入另外一个或两个运行记录。"],
-  });
+const {h} = Watch;
+Watch.words({
+  "help.open": ["Keys", "按键"],
+  "help.title": ["Keys", "按键说明"],
+  "help.close": ["Close", "关闭"],
+  "help.step": ["one step back, one step on", "后退一步、前进一步"],
+  "help.ends": ["the first step, the last step", "第一步、最后一步"],
+  "help.play": ["play, pause", "播放、暂停"],
+  "help.moments": [
+    "the last and the next event that matters: a preemption, an eviction, a cache hit",
+    "上一个、下一个重要事件：抢占、淘汰、节点拆分、缓存命中"],
+  "help.request": ["choose a request", "选择请求"],
+  "help.rows": ["in the grid: the request above, the one below", "在网格中：上一个、下一个请求"],
+  "help.escape": ["choose nothing", "取消选择"],
+  "help.tab": ["the next thing that can be used", "移到下一个可操作的元素"],
+  "help.this": ["this page of keys", "显示本说明"],
+  "help.about": [
+    "Nothing here is simulated: it is the record of an engine. Drop one or two others on it.",
+    "本页展示的是引擎自己的记录，没有任何模拟。可以拖入另外一个或两个运行记录。"],
+});
 
-  const KEYS = [
-    [["←", "→"], "step"], [["Home", "End"], "ends"], [["Space"], "play"], [["[", "]"], "moments"],
-    [["/"], "request"], [["↑", "↓"], "rows"], [["Esc"], "escape"], [["Tab"], "tab"],
-    [["?"], "this"],
-  ];
+const KEYS = [
+  [["←", "→"], "step"], [["Home", "End"], "ends"], [["Space"], "play"], [["[", "]"], "moments"],
+  [["/"], "request"], [["↑", "↓"], "rows"], [["Esc"], "escape"], [["Tab"], "tab"],
+  [["?"], "this"],
+];
 
-  const title = h("h2", {id: "help-title"});
-  const about = h("p");
-  const list = h("dl");
-  const close = h("button", {autofocus: true, onclick: () => dialog.close()});
-  const dialog = h("dialog", {class: "help", "aria-labelledby": "help-title"},
-    title, list, about, close);
-  const button = h("button", {onclick: () => dialog.showModal()});
+const close = h("button", {autofocus: true, says: "help.close", onclick: () => dialog.close()});
+const dialog = h("dialog", {class: "help", "aria-labelledby": "help-title"},
+  h("h2", {id: "help-title", says: "help.title"}),
+  h("dl", {}, ...KEYS.flatMap(([names, key]) => [
+    h("dt", {}, ...names.flatMap((name) => [h("kbd", {}, name), " "])),
+    h("dd", {says: `help.${key}`}),
+  ])),
+  h("p", {says: "help.about"}), close);
+const button = h("button", {says: "help.open", onclick: () => dialog.showModal()});
 
-  function draw() {
-    button.textContent = t("help.open");
-    title.textContent = t("help.title");
-    about.textContent = t("help.about");
-    close.textContent = t("help.close");
-    list.replaceChildren(...KEYS.flatMap(([names, key]) => [
-      h("dt", {}, ...names.flatMap((name) => [h("kbd", {}, name), " "])),
-      h("dd", {}, t(`help.${key}`)),
-    ]));
-  }
-
-  const toggle = () => (dialog.open ? dialog.close() : dialog.showModal());
-  Watch.help = {button, dialog, draw, toggle};
-})();
+const toggle = () => (dialog.open ? dialog.close() : dialog.showModal());
+Watch.help = {button, dialog, toggle};

@@ -1,46 +1,42 @@
-"use strict";
 // One setting of the engine, and the same requests with other values of it: recorded, too. What is
 // shown changes, and the step and the request that are looked at stay.
-(() => {
-  const {store, h, t} = Watch;
-  Watch.words({
-    "knob.name": ["Change one setting", "改一项设置"],
-    "knob.own": ["as told above", "按上面所讲"],
-    "knob.words": [
-      "The same requests with {label}, and where to look in this run. What the film tells is at “{own}”.",
-      "同样的请求，设置改为 {label}；下面是这次运行里值得看的几步。影片所讲的那次运行在“{own}”。"],
-  });
-  let [films, labels, num] = [[], [], 0]; // the film's own come first, then those of the knob
-  let turned = 0; // 0: the film as it is told
+const {store, h, t} = Watch;
+Watch.words({
+  "knob.name": ["Change one setting", "改一项设置"],
+  "knob.own": ["as told above", "按上面所讲"],
+  "knob.words": [
+    "The same requests with {label}, and where to look in this run. What the film tells is at “{own}”.",
+    "同样的请求，设置改为 {label}；下面是这次运行里值得看的几步。影片所讲的那次运行在“{own}”。"],
+});
+let [films, labels, num] = [[], [], 0]; // the film's own come first, then those of the knob
+let turned = 0; // 0: the film as it is told
 
-  const choice = h("select", {class: "knob", onchange: () => turn(Number(choice.value))});
-  const words = h("span", {class: "quiet"});
-  const root = h("label", {class: "setting", hidden: true}, words, choice);
+const choice = h("select", {class: "knob", onchange: () => turn(Number(choice.value))});
+const root = h("label", {class: "setting", hidden: true},
+  h("span", {class: "quiet", says: "knob.name"}), choice);
 
-  function turn(value) {
-    turned = value;
-    Watch.forgetQuestion();
-    const last = value === 0 ? num - 1 : num + value - 1;
-    const {step, request, block} = store;
-    const shown = [...films.slice(0, num - 1), films[last]];
-    Watch.show(shown, [...labels.slice(0, num - 1), labels[last]], {step, request, block});
-  }
+function turn(value) {
+  turned = value;
+  Watch.forgetQuestion();
+  const last = value === 0 ? num - 1 : num + value - 1;
+  const {step, request, block} = store;
+  const shown = [...films.slice(0, num - 1), films[last]];
+  Watch.show(shown, [...labels.slice(0, num - 1), labels[last]], {step, request, block});
+}
 
-  Watch.knob = {
-    root,
-    hold: (...given) => {
-      [films, labels, num] = given;
-      const names = labels.slice(num).map(([label], i) => h("option", {value: i + 1}, label));
-      choice.replaceChildren(h("option", {value: 0}), ...names);
-      root.hidden = names.length === 0;
-    },
-    isTurned: () => turned > 0,
-    label: () => (turned ? labels[num + turned - 1][0] : ""),
-    words: () => t("knob.words", {label: labels[num + turned - 1][0], own: t("knob.own")}),
-    draw: () => {
-      Watch.say(words, t("knob.name"));
-      Watch.say(choice.firstChild, t("knob.own"));
-      choice.value = turned;
-    },
-  };
-})();
+Watch.knob = {
+  root,
+  hold: (...given) => {
+    [films, labels, num] = given;
+    const names = labels.slice(num).map(([label], i) => h("option", {value: i + 1}, label));
+    choice.replaceChildren(h("option", {value: 0}), ...names);
+    root.hidden = names.length === 0;
+  },
+  isTurned: () => turned > 0,
+  label: () => (turned ? labels[num + turned - 1][0] : ""),
+  words: () => t("knob.words", {label: labels[num + turned - 1][0], own: t("knob.own")}),
+  draw: () => {
+    Watch.say(choice.firstChild, t("knob.own"));
+    choice.value = turned;
+  },
+};

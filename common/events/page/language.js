@@ -1,29 +1,27 @@
-"use strict";
 // Every visible string stands here or in the file that shows it, in English and in Chinese:
 //
 //   Watch.words({"step": ["step {n}", "第 {n} 步"]});      Watch.t("step", {n: 3})
 globalThis.Watch = globalThis.Watch || {};
 
-(() => {
-  const table = new Map();
-  const languages = ["en", "zh"];
+const table = new Map();
+const languages = ["en", "zh"];
 
-  Watch.words = (words) => {
-    for (const [key, both] of Object.entries(words)) {
-      if (table.has(key)) throw new Error(`the words of "${key}" are said twice`);
-      table.set(key, both);
-    }
-  };
+Watch.words = (words) => {
+  for (const [key, both] of Object.entries(words)) {
+    if (table.has(key)) throw new Error(`the words of "${key}" are said twice`);
+    table.set(key, both);
+  }
+};
 
-  // A key without words shows as itself: a gap that is seen, and a page that goes on.
-  Watch.t = (key, values = {}) => {
-    const both = table.get(key);
-    if (both === undefined) return key;
-    const text = both[Math.max(0, languages.indexOf(Watch.store?.language ?? "en"))];
-    return text.replace(/\{(\w+)\}/g, (hole, name) =>
-      (name in values ? String(values[name]) : hole));
-  };
+// Of a text in both languages, that of the reader.
+Watch.inLanguage = (both) => both[Math.max(0, languages.indexOf(Watch.store?.language ?? "en"))];
 
-  Watch.hasWords = (key) => table.has(key);
-  Watch.wordTable = () => new Map(table); // for tests
-})();
+// A key without words shows as itself: a gap that is seen, and a page that goes on.
+Watch.t = (key, values = {}) => {
+  const both = table.get(key);
+  if (both === undefined) return key;
+  return Watch.inLanguage(both).replace(/\{(\w+)\}/g, (hole, name) =>
+    (name in values ? String(values[name]) : hole));
+};
+
+Watch.wordTable = () => new Map(table); // for tests

@@ -1,247 +1,225 @@
-"use strict";
 // Two ways to draw the cells of the pool: elements while there are few, a canvas when there are
 // many. Both are given the same looks, and touch only the cells whose look has changed.
 //
-//   look = {state, owners: [request, ...], label, refs, order, change, isPublished, isDim, isLit, isCursor}
+//   look = {state, owners: [request, ...], label, refs, order, change, isPublished, isDim, isLit,
+//     isCursor}
 //   state is "null", "free", "held", "loading" or "idle" (cached, and nobody uses it)
-(() => {
-  const MAX_ELEMENTS = 400;
-  const [WIDEST, HIGHEST] = [76, 48]; // px
-  const [LEAST_WIDTH, LEAST_HEIGHT] = [22, 15]; // below, a cell has no text
-  const WIDE = 40; // from here on there is room for the reference count, too
-  const ROOMY = 31; // px of height: and for the block's number in a line of its own
+const {h} = Watch;
+const MAX_ELEMENTS = 400;
+const FLAGS = ["Empty", "Published", "Dim", "Lit", "Cursor"];
+const EDGES = {idle: "var(--cached)", null: "var(--ink)", loading: "var(--ink)"};
+const [WIDEST, HIGHEST] = [76, 48]; // px
+const [LEAST_WIDTH, LEAST_HEIGHT] = [22, 15]; // below, a cell has no text
+const WIDE = 40; // from here on there is room for the reference count, too
+const ROOMY = 31; // px of height: and for the block's number in a line of its own
 
-  // The largest cells that fit: the area is fixed, the cells shrink. A little wider than high, since
-  // they hold words.
-  Watch.poolGrid = (width, height, num) => {
-    let best = null;
-    for (let rows = 1; rows <= num; rows++) {
-      const columns = Math.ceil(num / rows);
-      const [w, h] = [Math.min(WIDEST, width / columns), Math.min(HIGHEST, height / rows)];
-      const score = Math.min(w, 1.3 * h);
-      if (best === null || score > best.score) best = {score, w, h, columns, rows};
-      if (h < 1.3 * w && score < best.score) break; // more rows only make it worse
+// The largest cells that fit: the area is fixed, the cells shrink. A little wider than high, since
+// they hold words.
+Watch.poolGrid = (width, height, num) => {
+  let best = null;
+  for (let rows = 1; rows <= num; rows++) {
+    const columns = Math.ceil(num / rows);
+    const [w, h] = [Math.min(WIDEST, width / columns), Math.min(HIGHEST, height / rows)];
+    const score = Math.min(w, 1.3 * h);
+    if (best === null || score > best.score) best = {score, w, h, columns, rows};
+    if (h < 1.3 * w && score < best.score) break; // more rows only make it worse
+  }
+  const round = (length) =>
+    length >= 3 ? Math.floor(length) : Math.max(1, Math.floor(4 * length) / 4);
+  const [w, h] = [round(best.w), round(best.h)];
+  return {...best, w, h, num, hasLabels: w >= LEAST_WIDTH && h >= LEAST_HEIGHT};
+};
+
+Watch.poolPainter = (host, num) => (num <= MAX_ELEMENTS ? new Elements(host) : new Canvas(host));
+
+class Painter {
+  constructor(host) {
+    this.host = host;
+    this.signatures = []; // of each block, what its look said last
+  }
+
+  // Whether a look says something new. As one string: cheaper to compare than to paint.
+  isNew(block, look) {
+    const before = this.signatures[block];
+    return before !== (this.signatures[block] = Object.values(look).join(" "));
+  }
+}
+
+class Elements extends Painter {
+  cells = [];
+
+  resize(grid) {
+    this.host.style.setProperty("--cell-width", `${grid.w}px`);
+    this.host.style.setProperty("--cell-height", `${grid.h}px`);
+    this.host.style.setProperty("--columns", grid.columns);
+    this.host.classList.toggle("pool-tiny", !grid.hasLabels);
+    this.host.classList.toggle("pool-narrow", grid.w < WIDE);
+    this.host.classList.toggle("pool-roomy", grid.w >= WIDE && grid.h >= ROOMY);
+    while (this.cells.length < grid.num) this.add(this.cells.length);
+  }
+
+  add(block) {
+    const [label, refs, order] = ["label", "refs", "order"].map((name) =>
+      h("span", {class: `pool-${name}`}));
+    const id = `${this.host.id}-${block}`;
+    const attributes = {id, class: "pool-cell", "data-block": block, role: "option"};
+    const cell = h("div", attributes, label, refs, order);
+    this.cells.push({cell, label, refs, order});
+    this.host.append(cell);
+  }
+
+  paint(block, look, name) {
+    if (!this.isNew(block, look)) return;
+    const {cell, label, refs, order} = this.cells[block];
+    const flags = FLAGS.filter((flag) => look[`is${flag}`]);
+    const classes = [look.state, ...flags].map((name) => `is-${name.toLowerCase()}`);
+    if (look.change) classes.push(`was-${look.change}`);
+    cell.className = ["pool-cell", ...classes].join(" ");
+    cell.style.background = this.fill(look);
+    cell.setAttribute("aria-label", name());
+    cell.setAttribute("aria-selected", String(look.isCursor));
+    label.textContent = look.label;
+    refs.textContent = look.refs > 1 ? look.refs : "";
+    order.textContent = look.order;
+  }
+
+  // Stripes in the colours of all who share it, three at most.
+  fill(look) {
+    const tint = look.isEmpty ? "12%" : "var(--tint)";
+    const colours = look.owners.map((id) =>
+      `color-mix(in srgb, ${Watch.colour(id)} ${tint}, var(--paper))`);
+    if (colours.length < 2) return colours[0] ?? "";
+    const share = 100 / colours.length;
+    const stops = colours.map((colour, i) => `${colour} ${i * share}% ${(i + 1) * share}%`);
+    return `linear-gradient(to right, ${stops.join(", ")})`;
+  }
+
+  point() {} // its cells say it themselves
+
+  at(event) {
+    const cell = event.target.closest?.(".pool-cell");
+    return cell ? Number(cell.dataset.block) : null;
+  }
+
+  active(block) {
+    return this.cells[block]?.cell.id ?? "";
+  }
+}
+
+// Two layers: below what the step made of each block, above what is looked at. Pointing at
+// something then repaints a few cells of the upper one, and none of the lower.
+class Canvas extends Painter {
+  constructor(host) {
+    super(host);
+    this.isLayered = true;
+    [this.canvas, this.upper] = ["lower", "upper"].map((layer) =>
+      h("canvas", {class: `pool-canvas is-${layer}`, "aria-hidden": "true"}));
+    // What a screen reader hears of the block under the cursor.
+    const id = `${host.id}-spoken`;
+    this.spoken = h("div", {id, class: "unseen", role: "option", "aria-selected": "true"});
+    host.append(h("div", {class: "pool-layers"}, this.canvas, this.upper), this.spoken);
+  }
+
+  resize(grid) {
+    this.grid = grid;
+    this.context = Watch.sized(this.canvas, grid.columns * grid.w, grid.rows * grid.h);
+    this.signatures = [];
+  }
+
+  place(block) {
+    const {w, h, columns} = this.grid;
+    return [(block % columns) * w, Math.floor(block / columns) * h, w, h];
+  }
+
+  paint(block, look) {
+    if (!this.isNew(block, look)) return;
+    const [x, y, w, h] = this.place(block);
+    const gap = Math.min(w, h) > 6 ? 1 : 0.5;
+    this.context.fillStyle = Watch.plain("var(--line)"); // what shows between two cells
+    this.context.fillRect(x, y, w, h);
+    this.fill(look, x + gap, y + gap, w - 2 * gap, h - 2 * gap);
+    this.marks(look, x + gap, y + gap, w - 2 * gap, h - 2 * gap);
+  }
+
+  // `lit`: of a request that is looked at, its blocks; null if none is.
+  point(lit, pointed, cursor, name) {
+    const {columns, rows, w, h} = this.grid;
+    const pen = Watch.sized(this.upper, columns * w, rows * h);
+    if (lit !== null) {
+      pen.globalAlpha = 0.65;
+      pen.fillStyle = Watch.plain("var(--paper)");
+      pen.fillRect(0, 0, columns * w, rows * h);
+      pen.globalAlpha = 1;
     }
-    const round = (length) =>
-      length >= 3 ? Math.floor(length) : Math.max(1, Math.floor(4 * length) / 4);
-    const [w, h] = [round(best.w), round(best.h)];
-    return {...best, w, h, num, hasLabels: w >= LEAST_WIDTH && h >= LEAST_HEIGHT};
-  };
-
-  Watch.poolPainter = (host, num) => (num <= MAX_ELEMENTS ? new Elements(host) : new Canvas(host));
-
-  // What a look says, as one string: cheaper to compare than to paint.
-  const signatureOf = (look) =>
-    `${look.state} ${look.owners} ${look.label} ${look.refs} ${look.order} ${look.change} ` +
-    `${look.isEmpty}${look.isPublished}${look.isDim}${look.isLit}${look.isCursor}`;
-
-  class Elements {
-    constructor(host) {
-      this.host = host;
-      this.cells = [];
-      this.signatures = [];
+    pen.strokeStyle = Watch.plain("var(--ink)");
+    pen.lineWidth = Math.min(2, w / 3);
+    for (const block of lit?.keys() ?? [pointed].filter((one) => one !== null)) {
+      const place = this.place(block);
+      pen.clearRect(...place);
+      pen.strokeRect(...place);
     }
+    this.spoken.textContent = cursor === null ? "" : name();
+    if (cursor === null) return;
+    pen.strokeStyle = Watch.plain("var(--focus)");
+    pen.lineWidth = 3;
+    pen.strokeRect(...this.place(cursor));
+  }
 
-    resize(grid) {
-      this.host.style.setProperty("--cell-width", `${grid.w}px`);
-      this.host.style.setProperty("--cell-height", `${grid.h}px`);
-      this.host.style.setProperty("--columns", grid.columns);
-      this.host.classList.toggle("pool-tiny", !grid.hasLabels);
-      this.host.classList.toggle("pool-narrow", grid.w < WIDE);
-      this.host.classList.toggle("pool-roomy", grid.w >= WIDE && grid.h >= ROOMY);
-      while (this.cells.length < grid.num) this.add(this.cells.length);
+  fill(look, x, y, w, h) {
+    const context = this.context;
+    context.fillStyle = Watch.plain("var(--paper)");
+    context.fillRect(x, y, w, h);
+    look.owners.forEach((id, i) => {
+      const width = w / look.owners.length;
+      context.globalAlpha = look.isEmpty ? 0.2 : 0.6;
+      context.fillStyle = Watch.plain(Watch.colour(id));
+      context.fillRect(x + i * width, y, width, h);
+    });
+    context.globalAlpha = 1;
+    context.lineWidth = 1;
+    context.strokeStyle = Watch.plain(EDGES[look.state] ?? "var(--pool-edge)");
+    if (h > 4) context.strokeRect(x + 0.5, y + 0.5, w - 1, h - 1);
+    if (look.state === "idle") { // a filled corner: cached, and free to be evicted
+      context.fillStyle = Watch.plain("var(--cached)");
+      context.beginPath();
+      context.moveTo(x, y + h);
+      context.lineTo(x + w, y + h);
+      context.lineTo(x, y);
+      context.fill();
     }
-
-    add(block) {
-      const cell = document.createElement("div");
-      cell.id = `${this.host.id}-${block}`;
-      cell.className = "pool-cell";
-      cell.dataset.block = block;
-      cell.setAttribute("role", "option");
-      const [label, refs, order] = ["label", "refs", "order"].map((name) => {
-        const part = document.createElement("span");
-        part.className = `pool-${name}`;
-        cell.append(part);
-        return part;
-      });
-      this.cells.push({cell, label, refs, order});
-      this.host.append(cell);
-    }
-
-    paint(block, look, name) {
-      const signature = signatureOf(look);
-      if (this.signatures[block] === signature) return;
-      this.signatures[block] = signature;
-      const {cell, label, refs, order} = this.cells[block];
-      const flags = ["Empty", "Published", "Dim", "Lit", "Cursor"].filter((flag) => look[`is${flag}`]);
-      const classes = [
-        "pool-cell",
-        `is-${look.state}`,
-        ...flags.map((flag) => `is-${flag.toLowerCase()}`),
-      ];
-      if (look.change) classes.push(`was-${look.change}`);
-      cell.className = classes.join(" ");
-      cell.style.background = this.fill(look);
-      cell.setAttribute("aria-label", name());
-      cell.setAttribute("aria-selected", look.isCursor ? "true" : "false");
-      label.textContent = look.label;
-      refs.textContent = look.refs > 1 ? look.refs : "";
-      order.textContent = look.order;
-    }
-
-    // Stripes in the colours of all who share it, three at most.
-    fill(look) {
-      const colours = look.owners.map(
-        (id) => `color-mix(in srgb, ${Watch.colour(id)} ${look.isEmpty ? "12%" : "var(--tint)"}, var(--paper))`,
-      );
-      if (colours.length < 2) return colours[0] ?? "";
-      const share = 100 / colours.length;
-      const stops = colours.map((colour, i) => `${colour} ${i * share}% ${(i + 1) * share}%`);
-      return `linear-gradient(to right, ${stops.join(", ")})`;
-    }
-
-    point() {} // its cells say it themselves
-
-    at(event) {
-      const cell = event.target.closest?.(".pool-cell");
-      return cell ? Number(cell.dataset.block) : null;
-    }
-
-    active(block) {
-      return this.cells[block]?.cell.id ?? "";
+    if (look.state === "null" || look.state === "loading") {
+      context.beginPath();
+      context.moveTo(x, y + h);
+      context.lineTo(x + w, y);
+      context.stroke();
     }
   }
 
-  // Two layers: below what the step made of each block, above what is looked at. Pointing at
-  // something then repaints a few cells of the upper one, and none of the lower.
-  class Canvas {
-    constructor(host) {
-      this.isLayered = true;
-      this.host = host;
-      [this.canvas, this.upper] = ["lower", "upper"].map((layer) =>
-        Watch.h("canvas", {class: `pool-canvas is-${layer}`, "aria-hidden": "true"}),
-      );
-      // What a screen reader hears of the block under the cursor.
-      this.spoken = Watch.h("div", {
-        id: `${host.id}-spoken`,
-        class: "unseen",
-        role: "option",
-        "aria-selected": "true",
-      });
-      host.append(Watch.h("div", {class: "pool-layers"}, this.canvas, this.upper), this.spoken);
-      this.signatures = [];
+  marks(look, x, y, w, h) {
+    const context = this.context;
+    if (look.isPublished) {
+      context.fillStyle = Watch.plain("var(--cached)");
+      context.fillRect(x, y + h - Math.max(1, h / 5), w, Math.max(1, h / 5));
     }
-
-    resize(grid) {
-      this.grid = grid;
-      this.context = Watch.sized(this.canvas, grid.columns * grid.w, grid.rows * grid.h);
-      this.signatures = [];
-    }
-
-    place(block) {
-      const {w, h, columns} = this.grid;
-      return [(block % columns) * w, Math.floor(block / columns) * h, w, h];
-    }
-
-    paint(block, look) {
-      const signature = signatureOf(look);
-      if (this.signatures[block] === signature) return;
-      this.signatures[block] = signature;
-      const [x, y, w, h] = this.place(block);
-      const gap = Math.min(w, h) > 6 ? 1 : 0.5;
-      this.context.fillStyle = Watch.plain("var(--line)"); // what shows between two cells
-      this.context.fillRect(x, y, w, h);
-      this.fill(look, x + gap, y + gap, w - 2 * gap, h - 2 * gap);
-      this.marks(look, x + gap, y + gap, w - 2 * gap, h - 2 * gap);
-    }
-
-    // `lit`: of a request that is looked at, its blocks; null if none is.
-    point(lit, pointed, cursor, name) {
-      const {columns, rows, w, h} = this.grid;
-      const pen = Watch.sized(this.upper, columns * w, rows * h);
-      if (lit !== null) {
-        pen.globalAlpha = 0.65;
-        pen.fillStyle = Watch.plain("var(--paper)");
-        pen.fillRect(0, 0, columns * w, rows * h);
-        pen.globalAlpha = 1;
-      }
-      pen.strokeStyle = Watch.plain("var(--ink)");
-      pen.lineWidth = Math.min(2, w / 3);
-      for (const block of lit?.keys() ?? [pointed].filter((one) => one !== null)) {
-        const place = this.place(block);
-        pen.clearRect(...place);
-        pen.strokeRect(...place);
-      }
-      this.spoken.textContent = cursor === null ? "" : name();
-      if (cursor === null) return;
-      pen.strokeStyle = Watch.plain("var(--focus)");
-      pen.lineWidth = 3;
-      pen.strokeRect(...this.place(cursor));
-    }
-
-    fill(look, x, y, w, h) {
-      const context = this.context;
-      context.fillStyle = Watch.plain("var(--paper)");
-      context.fillRect(x, y, w, h);
-      look.owners.forEach((id, i) => {
-        const width = w / look.owners.length;
-        context.globalAlpha = look.isEmpty ? 0.2 : 0.6;
-        context.fillStyle = Watch.plain(Watch.colour(id));
-        context.fillRect(x + i * width, y, width, h);
-      });
-      context.globalAlpha = 1;
-      const edges = {
-        free: "var(--pool-edge)",
-        idle: "var(--cached)",
-        null: "var(--ink)",
-        loading: "var(--ink)",
-      };
-      context.lineWidth = 1;
-      context.strokeStyle = Watch.plain(edges[look.state] ?? "var(--pool-edge)");
-      if (h > 4) context.strokeRect(x + 0.5, y + 0.5, w - 1, h - 1);
-      if (look.state === "idle") {
-        // a filled corner: cached, and free to be evicted
-        context.fillStyle = Watch.plain("var(--cached)");
-        context.beginPath();
-        context.moveTo(x, y + h);
-        context.lineTo(x + w, y + h);
-        context.lineTo(x, y);
-        context.fill();
-      }
-      if (look.state === "null" || look.state === "loading") {
-        context.beginPath();
-        context.moveTo(x, y + h);
-        context.lineTo(x + w, y);
-        context.stroke();
-      }
-    }
-
-    marks(look, x, y, w, h) {
-      const context = this.context;
-      if (look.isPublished) {
-        context.fillStyle = Watch.plain("var(--cached)");
-        context.fillRect(x, y + h - Math.max(1, h / 5), w, Math.max(1, h / 5));
-      }
-      if (look.change) {
-        const isGone = look.change === "freed" || look.change === "evicted";
-        context.setLineDash(isGone ? [2, 1] : []);
-        context.lineWidth = h > 8 ? 2 : 1;
-        context.strokeStyle = Watch.plain("var(--ink)");
-        context.strokeRect(x + 0.5, y + 0.5, w - 1, h - 1);
-        context.setLineDash([]);
-      }
-    }
-
-    at(event) {
-      const {w, h, columns, num} = this.grid;
-      const box = this.canvas.getBoundingClientRect();
-      const column = Math.floor((event.clientX - box.left) / w);
-      const block = Math.floor((event.clientY - box.top) / h) * columns + column;
-      return column >= 0 && column < columns && block >= 0 && block < num ? block : null;
-    }
-
-    active() {
-      return this.spoken.id;
+    if (look.change) {
+      const isGone = look.change === "freed" || look.change === "evicted";
+      context.setLineDash(isGone ? [2, 1] : []);
+      context.lineWidth = h > 8 ? 2 : 1;
+      context.strokeStyle = Watch.plain("var(--ink)");
+      context.strokeRect(x + 0.5, y + 0.5, w - 1, h - 1);
+      context.setLineDash([]);
     }
   }
-})();
+
+  at(event) {
+    const {w, h, columns, num} = this.grid;
+    const box = this.canvas.getBoundingClientRect();
+    const column = Math.floor((event.clientX - box.left) / w);
+    const block = Math.floor((event.clientY - box.top) / h) * columns + column;
+    return column >= 0 && column < columns && block >= 0 && block < num ? block : null;
+  }
+
+  active() {
+    return this.spoken.id;
+  }
+}

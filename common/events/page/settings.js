@@ -1,7 +1,2 @@
-"use strict";
-// What Python knows and the page needs: the schema of events, the reasons to wait, a title.
-(() => {
-  Watch.settings = JSON.parse(document.getElementById("settings").textContent);
-  Watch.schema = Watch.settings.schema;
-  Watch.version = Watch.settings.version;
-})();
+// What Python knows and the page needs: the version of records, the reasons to wait, a title.
+Watch.settings = JSON.parse(document.getElementById("settings").textContent);

@@ -1,247 +1,245 @@
-"use strict";
 // The frame around the scenes: two bars, six titled places, and what makes the page go.
-(() => {
-  const {store, t} = Watch;
-  Watch.words({
-    "shell.title": ["Watch the engine run", "逐步看引擎运行"],
-    "shell.play": ["Play", "播放"],
-    "shell.pause": ["Pause", "暂停"],
-    "shell.back": ["Step back", "后退一步"],
-    "shell.on": ["Step on", "前进一步"],
-    "shell.scrub": ["Step of the run", "当前步"],
-    "shell.now": ["step {step} of {last}", "第 {step} 步（末步 {last}）"],
-    "shell.no_step": ["no steps", "没有步"],
-    "shell.request": ["Request", "请求"],
-    "shell.all": ["all requests", "全部请求"],
-    "shell.speed": ["Speed", "速度"],
-    "shell.per_second": ["{n} steps a second", "每秒 {n} 步"],
-    "shell.language": ["中文", "English"],
-    "shell.about": [
-      "num_blocks={all}: {blocks} blocks of {size} tokens and the null block; scheduler {scheduler}, policy {policy}, cache {cache}; {model}",
-      "num_blocks={all}：{blocks} 个块（每块 {size} 个 token）加一个空块；调度器 {scheduler}，策略 {policy}，前缀缓存 {cache}；{model}"],
-    "shell.mine": [
-      "{n} of {all} functions of this engine are yours.",
-      "这个引擎的 {all} 个函数里，有 {n} 个是你写的。"],
-    "shell.transport": ["Steps", "步进与播放"],
-    "shell.none": ["none", "无"],
-  });
+const {store, t} = Watch;
+Watch.words({
+  "shell.title": ["Watch the engine run", "逐步看引擎运行"],
+  "shell.play": ["Play", "播放"],
+  "shell.pause": ["Pause", "暂停"],
+  "shell.back": ["Step back", "后退一步"],
+  "shell.on": ["Step on", "前进一步"],
+  "shell.scrub": ["Step of the run", "当前步"],
+  "shell.now": ["step {step} of {last}", "第 {step} 步（末步 {last}）"],
+  "shell.no_step": ["no steps", "没有步"],
+  "shell.request": ["Request", "请求"],
+  "shell.all": ["all requests", "全部请求"],
+  "shell.speed": ["Speed", "速度"],
+  "shell.per_second": ["{n} steps a second", "每秒 {n} 步"],
+  "shell.language": ["中文", "English"],
+  "shell.about": [
+    "num_blocks={all}: {blocks} blocks of {size} tokens and the null block; scheduler {scheduler}, policy {policy}, cache {cache}; {model}",
+    "num_blocks={all}：{blocks} 个块（每块 {size} 个 token）加一个空块；调度器 {scheduler}，策略 {policy}，前缀缓存 {cache}；{model}"],
+  "shell.mine": ["{n} of {all} functions of this engine are yours.",
+    "这个引擎的 {all} 个函数里，有 {n} 个是你写的。"],
+  "shell.transport": ["Steps", "步进与播放"],
+  "shell.none": ["none", "无"],
+});
 
-  // h("button", {class: "play"}, "text", child): an element. Text is text, never markup.
-  const h = (Watch.h = (name, attributes = {}, ...children) => {
-    const element = document.createElement(name);
-    for (const [key, value] of Object.entries(attributes)) {
-      if (key.startsWith("on")) element.addEventListener(key.slice(2), value);
-      else if (value === true) element.setAttribute(key, "");
-      else if (value !== null && value !== false) element.setAttribute(key, value);
-    }
-    element.append(...children);
-    return element;
-  });
-
-  // Writes a text only where it is another: each writing costs the browser a layout.
-  const say = (Watch.say = (element, text) => {
-    if (element.textContent !== text) element.textContent = text;
-  });
-
-  // The size of an element as its last layout had it. Asking the element itself would make one.
-  Watch.sizeOf = (element) => {
-    const size = {width: 0, height: 0};
-    new ResizeObserver(([entry]) => {
-      Object.assign(size, {width: entry.contentRect.width, height: entry.contentRect.height});
-      Watch.redraw();
-    }).observe(element);
-    return size;
-  };
-
-  const OTHER = {en: "zh-CN", zh: "en"}; // the language that the button offers
-  const SPEEDS = [1, 2, 4, 8, 16, 32];
-  const parts = {};
-  let drawnScenes = []; // {scene, view, drawing} of what is on the page
-
-  function makeFrame() {
-    parts.title = h("h1");
-    parts.about = h("p", {class: "about quiet"});
-    parts.language = h("button", {
-      onclick: () => Watch.set({language: store.language === "en" ? "zh" : "en"})});
-    parts.back = h("button", {onclick: () => Watch.set({step: store.step - 1})}, "◀");
-    parts.play = h("button", {class: "play", onclick: () => Watch.play(!store.playing)});
-    parts.on = h("button", {onclick: () => Watch.set({step: store.step + 1})}, "▶");
-    parts.scrub = h("input", {type: "range", min: 0, step: 1,
-      oninput: () => Watch.set({step: Number(parts.scrub.value)})});
-    parts.now = h("output", {class: "now"});
-    parts.speed = h("select", {onchange: () => Watch.set({speed: Number(parts.speed.value)})});
-    parts.request = h("select", {
-      onchange: () => Watch.set({request: parts.request.value || null})});
-    parts.scenes = h("main", {class: "scenes"});
-    parts.spoken = h("p", {class: "unseen", "aria-live": "polite"});
-    const {files, help, compare, momentTicks} = Watch;
-    document.body.append(
-      h("header", {class: "head"}, parts.title, parts.about, files.button, help.button,
-        parts.language),
-      parts.transport = h("div", {class: "transport", role: "group"},
-        parts.back, parts.play, parts.on,
-        h("div", {class: "scrub"}, parts.scrub, momentTicks.frame),
-        parts.now, parts.speed, parts.request),
-      files.notice, compare.bar, parts.scenes, files.choose, files.curtain, help.dialog,
-      parts.spoken,
-    );
+// h("button", {class: "play"}, "text", child): an element. Text is text, never markup. What it
+// says, or its label, may be the key of words that change with the language only:
+// {says: "help.close"}.
+const h = (Watch.h = (name, attributes = {}, ...children) => {
+  const element = document.createElement(name);
+  for (const [key, value] of Object.entries(attributes)) {
+    if (key in FIXED) fixed.push(() => FIXED[key](element, t(value)));
+    else if (key.startsWith("on")) element.addEventListener(key.slice(2), value);
+    else if (value === true) element.setAttribute(key, "");
+    else if (value !== null && value !== false) element.setAttribute(key, value);
   }
+  element.append(...children);
+  return element;
+});
 
-  // New films, and where to stand in them: every scene is made anew.
-  Watch.show = (films, labels, changes = {}) => {
-    parts.scenes.replaceChildren();
-    parts.scenes.classList.toggle("comparing", films.length > 1);
-    store.films = films;
-    store.labels = labels;
-    Watch.forgetPanels();
-    const views = films.map((film, index) => new Watch.View(film, index));
-    drawnScenes = Watch.scenes.flatMap((scene) => makeScene(scene, views));
-    parts.scrub.max = Math.max(0, Watch.numSteps() - 1);
+// Writes a text only where it is another: each writing costs the browser a layout.
+const say = (Watch.say = (element, text) => {
+  if (element.textContent !== text) element.textContent = text;
+});
+
+const fixed = []; // writers, of elements that stay on the page
+const FIXED = {
+  says: (element, words) => say(element, words),
+  label: (element, words) => element.setAttribute("aria-label", words),
+  tip: (element, words) => {
+    FIXED.label(element, words);
+    element.title = words;
+  },
+};
+
+// The size of an element as its last layout had it. Asking the element itself would make one.
+Watch.sizeOf = (element) => {
+  const size = {width: 0, height: 0};
+  new ResizeObserver(([entry]) => {
+    Object.assign(size, {width: entry.contentRect.width, height: entry.contentRect.height});
+    Watch.redraw();
+  }).observe(element);
+  return size;
+};
+
+const OTHER = {en: "zh-CN", zh: "en"}; // the language that the button offers
+const SPEEDS = [1, 2, 4, 8, 16, 32];
+const parts = {};
+let drawnScenes = []; // {scene, view, drawing} of what is on the page
+
+function makeFrame() {
+  parts.title = h("h1");
+  parts.about = h("p", {class: "about quiet"});
+  parts.language = h("button", {says: "shell.language",
+    onclick: () => Watch.set({language: store.language === "en" ? "zh" : "en"})});
+  const go = (steps) => () => Watch.set({step: store.step + steps});
+  parts.back = h("button", {tip: "shell.back", onclick: go(-1)}, "◀");
+  parts.play = h("button", {class: "play", onclick: () => Watch.play(!store.playing)});
+  parts.on = h("button", {tip: "shell.on", onclick: go(1)}, "▶");
+  parts.scrub = h("input", {type: "range", min: 0, step: 1, tip: "shell.scrub",
+    oninput: () => Watch.set({step: Number(parts.scrub.value)})});
+  parts.now = h("output", {class: "now"});
+  parts.speed = h("select", {tip: "shell.speed",
+    onchange: () => Watch.set({speed: Number(parts.speed.value)})});
+  parts.request = h("select", {tip: "shell.request",
+    onchange: () => Watch.set({request: parts.request.value || null})});
+  parts.scenes = h("main", {class: "scenes"});
+  parts.spoken = h("p", {class: "unseen", "aria-live": "polite"});
+  const {files, help, compare, momentTicks} = Watch;
+  document.body.append(
+    h("header", {class: "head"}, parts.title, parts.about, files.button, help.button,
+      parts.language),
+    h("div", {class: "transport", role: "group", label: "shell.transport"},
+      parts.back, parts.play, parts.on,
+      h("div", {class: "scrub"}, parts.scrub, momentTicks.frame),
+      parts.now, parts.speed, parts.request),
+    files.notice, compare.bar, parts.scenes, files.choose, files.curtain, help.dialog,
+    parts.spoken,
+  );
+}
+
+// New films, and where to stand in them: every scene is made anew.
+Watch.show = (films, labels, changes = {}) => {
+  parts.scenes.replaceChildren();
+  parts.scenes.classList.toggle("comparing", films.length > 1);
+  store.films = films;
+  store.labels = labels;
+  Watch.forgetPanels();
+  const views = films.map((film, index) => new Watch.View(film, index));
+  drawnScenes = Watch.scenes.flatMap((scene) => makeScene(scene, views));
+  parts.scrub.max = Math.max(0, Watch.numSteps() - 1);
+  makeChoices();
+  parts.language.lang = ""; // its words are to be written
+  Watch.set(changes);
+  Watch.play(false);
+};
+
+// The film that is shown goes on. Who looks at its last step stays at the end.
+Watch.goOn = (lines) => {
+  const isAtEnd = store.step >= Watch.numSteps() - 1 && !store.playing;
+  const numRequests = store.films[0].requests.length;
+  store.films = [store.films[0].with(lines)];
+  for (const {view} of drawnScenes) view.film = store.films[0];
+  parts.scrub.max = Math.max(0, Watch.numSteps() - 1);
+  if (store.films[0].requests.length > numRequests) {
     makeChoices();
-    parts.language.lang = ""; // its words are to be written
-    Watch.set(changes);
-    Watch.play(false);
-  };
-
-  // The film that is shown goes on. Who looks at its last step stays at the end.
-  Watch.goOn = (events) => {
-    const isAtEnd = store.step >= Watch.numSteps() - 1 && !store.playing;
-    const numRequests = store.films[0].requests.length;
-    store.films = [store.films[0].with(events)];
-    for (const {view} of drawnScenes) view.film = store.films[0];
-    parts.scrub.max = Math.max(0, Watch.numSteps() - 1);
-    if (store.films[0].requests.length > numRequests) {
-      makeChoices();
-      Watch.forgetPanels(); // the grid has more rows
-      parts.language.lang = "";
-    }
-    Watch.set(isAtEnd ? {step: Watch.numSteps() - 1} : {});
-  };
-
-  // What a film is called beside another: [in English, in Chinese if that is another word].
-  Watch.filmLabel = (index) => {
-    const [english, chinese] = store.labels[index] ?? ["", ""];
-    return store.language === "zh" && chinese ? chinese : english;
-  };
-
-  // Gone when another run was dropped on the page: then what is said is not about it.
-  Watch.isOwnFilm = () => store.films.length > 0 && store.films.every((film) => film.isOfPage);
-
-  function makeScene(scene, views) {
-    const title = h("h2", {id: `title-${scene.name}`});
-    const roots = h("div", {class: "roots"});
-    parts.scenes.append(h("section", {class: `scene scene-${scene.name}`, "data-scene": scene.name,
-      "aria-labelledby": `title-${scene.name}`}, title, roots));
-    return views.map((view) => {
-      const body = h("div", {class: "body"});
-      const of = h("p", {class: "of", hidden: views.length === 1}, Watch.filmLabel(view.index));
-      roots.append(h("div", {class: "root", "data-film": view.index}, of, body));
-      return {scene, view, title, of, drawing: scene.make(body, view)};
-    });
+    Watch.forgetPanels(); // the grid has more rows
+    parts.language.lang = "";
   }
+  Watch.set(isAtEnd ? {step: Watch.numSteps() - 1} : {});
+};
 
-  function makeChoices() {
-    const ids = [...new Set(store.films.flatMap((film) => film.requests.map(({id}) => id)))];
-    const options = ids.map((id) => h("option", {value: id}, id));
-    parts.request.replaceChildren(h("option", {value: ""}), ...options);
-    parts.speed.replaceChildren(...SPEEDS.map((n) => h("option", {value: n})));
-  }
+// What a film is called beside another: [in English, in Chinese if that is another word].
+Watch.filmLabel = (index) => {
+  const [english, chinese] = store.labels[index] ?? ["", ""];
+  return store.language === "zh" && chinese ? chinese : english;
+};
 
-  function drawFrame() {
-    if (parts.request?.firstChild == null) return; // nothing has been shown yet
-    const last = Watch.numSteps() - 1;
-    const now = last < 0 ? t("shell.no_step") : t("shell.now", {step: store.step, last});
-    if (parts.language.lang !== OTHER[store.language]) drawWords();
-    say(parts.about, store.films.length ? `${mine()}${about(store.films[0].run)}` : "");
-    parts.about.title = parts.about.textContent;
-    say(parts.play, t(store.playing ? "shell.pause" : "shell.play"));
-    say(parts.now, now);
-    parts.scrub.value = Math.max(store.step, 0);
-    parts.scrub.setAttribute("aria-valuetext", now);
-    parts.request.value = store.request ?? "";
-    parts.speed.value = store.speed;
-    for (const part of [Watch.files, Watch.compare, Watch.momentTicks]) part.draw();
-    drawScenes();
-    speak(now);
-  }
+// Gone when another run was dropped on the page: then what is said is not about it.
+Watch.isOwnFilm = () => store.films.length > 0 && store.films.every((film) => film.isOfPage);
 
-  // What changes with the language only.
-  function drawWords() {
-    const inLanguage = (both) => both[store.language === "zh" ? 1 : 0];
-    document.documentElement.lang = inLanguage(["en", "zh-CN"]);
-    say(parts.title, inLanguage(Watch.settings.title ?? [t("shell.title"), t("shell.title")]));
-    say(parts.language, t("shell.language"));
-    parts.language.lang = OTHER[store.language];
-    label(parts.back, t("shell.back"));
-    label(parts.on, t("shell.on"));
-    label(parts.scrub, t("shell.scrub"));
-    label(parts.request, t("shell.request"));
-    label(parts.speed, t("shell.speed"));
-    parts.transport.setAttribute("aria-label", t("shell.transport"));
-    say(parts.request.firstChild, t("shell.all"));
-    for (const option of parts.speed.options) say(option, t("shell.per_second", {n: option.value}));
-    for (const {scene, title} of drawnScenes) say(title, inLanguage(scene.title));
-    Watch.help.draw();
-  }
-
-  // Milliseconds of the last drawing, by scene: for tests, and for whoever finds the page slow.
-  Watch.drawn = {};
-
-  function drawScenes() {
-    Watch.drawn = {};
-    Watch.arrangePanels(parts.scenes);
-    for (const {scene, of, view, drawing, title} of drawnScenes) {
-      if (title.parentNode.hidden) continue;
-      const begun = performance.now();
-      say(of, labelOf(view));
-      drawing.draw();
-      Watch.drawn[scene.name] = (Watch.drawn[scene.name] ?? 0) + performance.now() - begun;
-    }
-  }
-
-  const labelOf = ({index, isOver, film}) => (isOver
-    ? t("compare.over", {label: Watch.filmLabel(index), last: film.numSteps - 1})
-    : Watch.filmLabel(index));
-
-  // A film that plays would talk without end.
-  function speak(now) {
-    if (store.playing || parts.spoken.dataset.step === String(store.step)) return;
-    parts.spoken.dataset.step = store.step;
-    parts.spoken.textContent = [now, Watch.momentWords()].filter(Boolean).join(": ");
-  }
-
-  const label = (element, text) => {
-    element.setAttribute("aria-label", text);
-    element.title = text;
-  };
-
-  const mine = () => {
-    const [n, all] = (Watch.isOwnFilm() && Watch.settings.mine) || [];
-    return n === undefined ? "" : `${t("shell.mine", {n, all})} `;
-  };
-
-  const about = (run) => t("shell.about", {
-    model: run.model.architecture ?? "?", scheduler: run.scheduler, policy: run.policy,
-    cache: run.prefix_cache ?? t("shell.none"), all: run.num_blocks,
-    blocks: run.num_blocks - 1, size: run.block_size,
+function makeScene(scene, views) {
+  const title = h("h2", {id: `title-${scene.name}`});
+  const roots = h("div", {class: "roots"});
+  parts.scenes.append(h("section", {class: `scene scene-${scene.name}`, "data-scene": scene.name,
+    "aria-labelledby": `title-${scene.name}`}, title, roots));
+  return views.map((view) => {
+    const body = h("div", {class: "body"});
+    const of = h("p", {class: "of", hidden: views.length === 1}, Watch.filmLabel(view.index));
+    roots.append(h("div", {class: "root", "data-film": view.index}, of, body));
+    return {scene, view, title, of, drawing: new scene.Scene(body, view)};
   });
+}
 
-  // -- play
+function makeChoices() {
+  const options = Watch.requestIds().map((id) => h("option", {value: id}, id));
+  parts.request.replaceChildren(h("option", {value: ""}), ...options);
+  parts.speed.replaceChildren(...SPEEDS.map((n) => h("option", {value: n})));
+}
 
-  let timer = null;
-  Watch.play = (isPlaying) => {
-    clearTimeout(timer);
-    if (isPlaying && store.step >= Watch.numSteps() - 1) Watch.set({step: 0});
-    Watch.set({playing: isPlaying});
-    if (isPlaying) timer = setTimeout(tick, 1000 / store.speed);
-  };
+function drawFrame() {
+  if (parts.request?.firstChild == null) return; // nothing has been shown yet
+  const last = Watch.numSteps() - 1;
+  const now = last < 0 ? t("shell.no_step") : t("shell.now", {step: store.step, last});
+  if (parts.language.lang !== OTHER[store.language]) drawWords();
+  say(parts.about, store.films.length ? `${mine()}${about(store.films[0].run)}` : "");
+  parts.about.title = parts.about.textContent;
+  say(parts.play, t(store.playing ? "shell.pause" : "shell.play"));
+  say(parts.now, now);
+  parts.scrub.value = Math.max(store.step, 0);
+  parts.scrub.setAttribute("aria-valuetext", now);
+  parts.request.value = store.request ?? "";
+  parts.speed.value = store.speed;
+  for (const part of [Watch.files, Watch.compare, Watch.momentTicks]) part.draw();
+  drawScenes();
+  speak(now);
+}
 
-  function tick() {
-    Watch.set({step: store.step + 1});
-    if (store.step >= Watch.numSteps() - 1) Watch.play(false);
-    else timer = setTimeout(tick, 1000 / store.speed);
+// What changes with the language only.
+function drawWords() {
+  const {inLanguage} = Watch;
+  document.documentElement.lang = inLanguage(["en", "zh-CN"]);
+  say(parts.title, inLanguage(Watch.settings.title ?? [t("shell.title"), t("shell.title")]));
+  parts.language.lang = OTHER[store.language];
+  for (const write of fixed) write();
+  say(parts.request.firstChild, t("shell.all"));
+  for (const option of parts.speed.options) say(option, t("shell.per_second", {n: option.value}));
+  for (const {scene, title} of drawnScenes) say(title, inLanguage(scene.title));
+}
+
+// Milliseconds of the last drawing, by scene: for tests, and for whoever finds the page slow.
+Watch.drawn = {};
+
+function drawScenes() {
+  Watch.drawn = {};
+  Watch.arrangePanels(parts.scenes);
+  for (const {scene, of, view, drawing, title} of drawnScenes) {
+    if (title.parentNode.hidden) continue;
+    const begun = performance.now();
+    say(of, labelOf(view));
+    drawing.draw();
+    Watch.drawn[scene.name] = (Watch.drawn[scene.name] ?? 0) + performance.now() - begun;
   }
+}
 
-  Watch.frame = {parts, make: makeFrame};
-  Watch.onDraw(drawFrame);
-})();
+const labelOf = ({index, isOver, film}) => (isOver
+  ? t("compare.over", {label: Watch.filmLabel(index), last: film.numSteps - 1})
+  : Watch.filmLabel(index));
+
+// A film that plays would talk without end.
+function speak(now) {
+  if (store.playing || parts.spoken.dataset.step === String(store.step)) return;
+  parts.spoken.dataset.step = store.step;
+  parts.spoken.textContent = [now, Watch.momentWords()].filter(Boolean).join(": ");
+}
+
+const mine = () => {
+  const [n, all] = (Watch.isOwnFilm() && Watch.settings.mine) || [];
+  return n === undefined ? "" : `${t("shell.mine", {n, all})} `;
+};
+
+const about = (run) => t("shell.about", {
+  model: run.model.architecture ?? "?", scheduler: run.scheduler, policy: run.policy,
+  cache: run.prefix_cache ?? t("shell.none"), all: run.num_blocks,
+  blocks: run.num_blocks - 1, size: run.block_size,
+});
+
+// -- play
+
+let timer = null;
+Watch.play = (isPlaying) => {
+  clearTimeout(timer);
+  if (isPlaying && store.step >= Watch.numSteps() - 1) Watch.set({step: 0});
+  Watch.set({playing: isPlaying});
+  if (isPlaying) timer = setTimeout(tick, 1000 / store.speed);
+};
+
+function tick() {
+  Watch.set({step: store.step + 1});
+  if (store.step >= Watch.numSteps() - 1) Watch.play(false);
+  else timer = setTimeout(tick, 1000 / store.speed);
+}
+
+Watch.frame = {parts, make: makeFrame};
+Watch.onDraw(drawFrame);

@@ -1,280 +1,278 @@
-"use strict";
 // What happened in a step, as sentences: [{group, key, values, sources, isRoutine}]. `group` is a
 // request, or "" for what concerns the step, or "cache". `sources` name places in the source.
-(() => {
-  const {t} = Watch;
-  const MOST_RANGES = 5;
+const F = Watch.frames;
+const {t} = Watch;
+const MOST_RANGES = 5;
+const MOST_NAMES = 6;
 
-  Watch.sayBlocks = (blocks) => {
-    const ranges = Watch.blockRanges(blocks).split(", ");
-    if (ranges.length > MOST_RANGES) {
-      return t("say.many", {
-        n: blocks.length,
-        blocks: ranges.slice(0, MOST_RANGES).join(t("say.and")),
-      });
-    }
-    return t(blocks.length === 1 ? "say.block" : "say.blocks", {blocks: ranges.join(t("say.and"))});
-  };
+Watch.sayBlocks = (blocks) => {
+  const ranges = Watch.blockRanges(blocks).split(", ");
+  const named = ranges.slice(0, MOST_RANGES).join(t("say.and"));
+  if (ranges.length > MOST_RANGES) return t("say.many", {n: blocks.length, blocks: named});
+  return t(blocks.length === 1 ? "say.block" : "say.blocks", {blocks: named});
+};
 
-  // Whoever takes blocks next: for it the ones before were evicted, or somebody was preempted.
-  function nextTaker(events, from) {
-    for (const event of events.slice(from)) {
-      if (event.kind === "planned") return null;
-      if (event.kind === "taken") return event.request;
-    }
-    return null;
+// Tells what led from one frame to the next one. `say(group, key, values, sources)` adds a
+// sentence.
+class Teller {
+  constructor(view, say) {
+    Object.assign(this, {film: view.film, run: view.film.run, facts: view.facts, say});
   }
 
-  // [how, source, for whom]. An event does not say why somebody was preempted; what follows does.
-  function howPreempted(event, {events, at, state, run}) {
-    const who = nextTaker(events, at + 1);
+  tell(what, before, after) {
+    Object.assign(this, {what, before, after});
+    if (what.at === "start") {
+      const values = {running: after.running.length, waiting: after.waiting.length};
+      this.say("", "say.snapshot", values, ["snapshot"]);
+      return;
+    }
+    for (const id of what.arrived) this.tellArrived(id);
+    this.tellQueue();
+    for (const row of what.preempted) this.tellPreempted(...row);
+    this.tellEvicted();
+    for (const block of what.split) this.say("cache", "say.split", blocksOf([block]), ["split"]);
+    const {plan} = what;
+    if (plan) for (const id of Object.keys(plan.found)) this.tellMatched(id);
+    if (what.result?.times) {
+      this.tellComputed();
+      if (!this.run.windows.length) this.facts.plan?.requests.forEach((id) => this.tellGivenBack(id));
+    }
+    for (const id of this.inOrder()) this.tellRequest(id);
+    if (plan) this.tellWaiting(plan);
+    if (what.at === "failed") this.say("", "say.failed", {error: what.result.error}, ["failed"]);
+  }
+
+  // Whose tables, blocks or place changed: those of the plan first.
+  inOrder() {
+    const {plan, taken, shared, freed, begun, loaded, finished, published, known} = this.what;
+    const ids = [...Object.keys({...freed, ...taken, ...shared}), ...finished];
+    for (const rows of [plan?.admitted ?? [], begun, loaded, published, known]) {
+      ids.push(...rows.map(([id]) => id));
+    }
+    ids.push(...this.what.loads_ended);
+    const planned = (plan ?? this.facts.plan)?.requests ?? [];
+    const there = new Set(ids);
+    return new Set([...planned.filter((id) => there.has(id)), ...ids]);
+  }
+
+  tellArrived(id) {
+    const request = this.after.requests[id];
+    const values = {n: request.prompt.length, most: request.max_tokens};
+    this.say(id, "say.arrived", values, ["arrived"]);
+    const what = Watch.brings(request);
+    if (what) this.say(id, "say.brings", {what}, ["arrived"]);
+  }
+
+  // Where it is not the order of arrival, with those that were preempted before all others.
+  tellQueue() {
+    const {what, before, after} = this;
+    const back = what.preempted.map(([id]) => id).reverse();
+    const expected = new Set([...back, ...before.waiting, ...what.arrived]);
+    const isThere = new Set(after.waiting);
+    const order = [...expected].filter((id) => isThere.has(id));
+    if (order.every((id, i) => id === after.waiting[i])) return;
+    const names = after.waiting.slice(0, MOST_NAMES).map(Watch.label);
+    if (after.waiting.length > MOST_NAMES) names.push("…");
+    this.say("", "say.queue", {order: names.join(", "), policy: this.run.policy}, ["queue"]);
+  }
+
+  tellPreempted(id, lost, who) {
+    const {run, before, what: {plan}} = this;
     const every = run.config.preempt_every;
-    const isDue = every && (state.numSteps + state.underWay.length + 1) % every === 0;
-    const isFirst = !events.slice(0, at).some(({kind}) => kind === "taken" || kind === "preempted");
-    if (isDue && isFirst) return [".forced", "preempted:forced", who];
-    const isAdmitted = events.slice(at).some((e) => e.kind === "admitted" && e.request === who);
-    if (isAdmitted && state.running.size >= run.max_num_seqs)
-      return [".seat", "preempted:seat", who];
-    return [who !== null && who !== event.request ? ".for" : "", "preempted", who];
+    const isDue = every && who === null && (plan.step + 1) % every === 0;
+    const takesSeat = before.running.length >= run.max_num_seqs
+      && plan.admitted.some(([one]) => one === who);
+    const how = isDue ? ".forced" : takesSeat ? ".seat"
+      : who !== null && who !== id ? ".for" : "";
+    const values = {lost, who: who === null ? "" : Watch.label(who)};
+    const source = ["", ".for"].includes(how) ? "preempted" : `preempted:${how.slice(1)}`;
+    this.say(id, `say.preempted${how}`, values, [source]);
   }
 
-  // What a request may do with blocks that it has just taken.
-  const TAKERS = new Set(["table", "taken", "load_begun"]);
-
-  // How each kind of event is said. `say(group, key, values, sources)` adds a sentence.
-  const tell = {
-    arrived(event, {say}) {
-      say(event.request, "say.arrived", {n: event.prompt.length, most: event.max_tokens}, [
-        "arrived",
-      ]);
-      const what = Watch.brings(event);
-      if (what) say(event.request, "say.brings", {what}, ["arrived"]);
-    },
-    snapshot(event, {say}) {
-      const values = {running: event.running.length, waiting: event.waiting.length};
-      say("", "say.snapshot", values, ["snapshot"]);
-    },
-    queue(event, {say, run}) {
-      const names = event.order.map(Watch.label);
-      const order = names.length > 6 ? `${names.slice(0, 6).join(", ")}, …` : names.join(", ");
-      say("", "say.queue", {order, policy: run.policy}, ["queue"]);
-    },
-    admitted(event, {say, state, run}) {
-      const isBack = state.request(event.request).numPreemptions > 0;
-      const n = event.num_cached_tokens;
-      const blocks = Watch.sayBlocks(
-        state.request(event.request).table.slice(0, Math.ceil(n / run.block_size)),
-      );
-      const key = `say.${isBack ? "returned" : "admitted"}${n ? ".cached" : ""}`;
-      say(event.request, key, {n, blocks}, n ? ["admitted", "matched"] : ["admitted"]);
-    },
-    preempted(event, context) {
-      const [how, source, who] = howPreempted(event, context);
-      const values = {lost: event.num_lost_tokens, who: who === null ? "" : Watch.label(who)};
-      context.say(event.request, `say.preempted${how}`, values, [source]);
-    },
-    finished(event, {say, state, events, at}) {
-      // Where a stop string was its end, that is told, by the next event about it.
-      if (events.slice(at).some((e) => e.kind === "cut" && e.request === event.request)) return;
-      const n = state.request(event.request).outputs.length;
-      say(event.request, `say.finished.${event.reason}`, {n}, [`finished:${event.reason}`]);
-    },
-    cut(event, {say}) {
-      say(event.request, "say.cut", {text: Watch.visible(event.stop_string)}, ["cut"]);
-    },
-    taken(event, {say, events, at, run}) {
-      const next = events
-        .slice(at + 1)
-        .find(({kind, request}) => TAKERS.has(kind) && request === event.request);
-      const table = next?.kind === "table" ? next : undefined;
-      const blocks = Watch.sayBlocks(event.blocks);
-      if (!table?.blocks.length || run.windows.length) say(event.request ?? "cache", "say.taken", {blocks}, ["taken"]);
-      else
-        say(event.request, "say.taken.table", {blocks, n: table.keep + table.blocks.length}, [
-          "taken",
-          "table",
-        ]);
-    },
-    shared(event, {say}) {
-      say(event.request ?? "cache", "say.shared", {blocks: Watch.sayBlocks(event.blocks)}, [
-        "shared",
-      ]);
-    },
-    freed(event, {say, state}) {
-      const sorted = {free: [], cached: [], used: []};
-      for (const block of event.blocks) {
-        const left = state.refCnt[block] - 1;
-        const isCached = left === state.cacheRefs && state.cached.has(block);
-        sorted[isCached ? "cached" : left === 0 ? "free" : "used"].push(block);
-      }
-      const parts = Object.entries(sorted)
-        .filter(([, blocks]) => blocks.length)
-        .map(([how, blocks]) => t(`say.freed.${how}`, {blocks: Watch.sayBlocks(blocks)}));
-      say(event.request ?? "cache", "say.freed", {blocks: parts.join(t("words.comma"))}, ["freed"]);
-    },
-    matched(event, {say, run}) {
-      const values = {
-        n: event.blocks.length * run.block_size,
-        blocks: Watch.sayBlocks(event.blocks),
-        group: event.group,
-      };
-      const key = run.windows.length ? "say.matched.group" : "say.matched";
-      say(event.request ?? "cache", key, values, ["matched"]);
-    },
-    published(event, {say, events, at, run}) {
-      const isNew = (block, i) => block === event.given[i];
-      const added = event.kept.filter(isNew);
-      if (added.length) {
-        const blocks = Watch.sayBlocks(added);
-        const hash = event.hashes[event.kept.indexOf(added[0])];
-        if (run.windows.length)
-          say(event.request, "say.published.group", {blocks, group: event.group}, ["published"]);
-        else if (added.length === 1 && hash)
-          say(event.request, "say.published.hash", {blocks, hash}, ["published"]);
-        else say(event.request, "say.published", {blocks}, ["published"]);
-      }
-      event.kept.forEach((kept, i) => {
-        if (isNew(kept, i)) return;
-        const values = {given: Watch.sayBlocks([event.given[i]]), kept: Watch.sayBlocks([kept])};
-        // The table is another event; where it does not come, the request goes on with what it gave.
-        const place = event.start + i;
-        const named = events
-          .slice(at)
-          .filter(({kind, request}) => kind === "table" && request === event.request)
-          .filter(({keep, group}) => keep <= place && group === event.group)
-          .map(({keep, blocks}) => blocks[place - keep]);
-        if (named.includes(kept))
-          say(event.request, "say.known", values, ["published:known", "table:moved"]);
-        else {
-          const key = named.length ? "say.known.ended" : "say.known.stays";
-          say(event.request, key, values, ["published:known"]);
-        }
-      });
-    },
-    split(event, {say}) {
-      say("cache", "say.split", {blocks: Watch.sayBlocks([event.block])}, ["split"]);
-    },
-    evicted(event, {say, events, at, run}) {
-      const who = nextTaker(events, at + 1);
-      const values = {
-        blocks: Watch.sayBlocks(event.blocks),
-        who: who === null ? "" : Watch.label(who),
-      };
-      const how = run.windows.length ? ".taken" : who === null ? "" : ".for";
-      say("cache", `say.evicted${how}`, values, ["evicted"]);
-    },
-    load_begun(event, {say}) {
-      say(event.request, "say.load_begun", {blocks: Watch.sayBlocks(event.blocks)}, ["load_begun"]);
-    },
-    loaded(event, {say}) {
-      const sources = Object.entries(event.sources)
-        .map(([name, n]) => t(`say.${name}`, {n}))
-        .join(t("words.comma"));
-      if (!event.blocks.length) say(event.request, "say.loaded.nothing", {}, ["loaded"]);
-      else
-        say(event.request, "say.loaded", {blocks: Watch.sayBlocks(event.blocks), sources}, [
-          "loaded",
-        ]);
-    },
-    load_ended(event, {say}) {
-      say(event.request, "say.load_ended", {}, ["load_ended"]);
-    },
-    planned(event, context) {
-      tellWaiting(event, context);
-    },
-    computed(event, context) {
-      tellComputed(event, context);
-    },
-    failed(event, {say}) {
-      say("", "say.failed", {error: event.error}, ["failed"]);
-    },
-  };
-
-  // Why the others wait: each that was passed over, and the stop for all who stand behind it.
-  function tellWaiting(event, {say, state, events, at: now, run}) {
-    for (const [id, reason] of Object.entries(event.passed_over)) {
-      const who = event.parents[id];
-      if (who !== undefined) say(id, "say.parent", {who: Watch.label(who)}, ["reason:parent"]);
-      else say(id, "say.passed_over", {reason: Watch.reasonWords(run, reason)}, [`reason:${reason}`]);
+  // Which request got each evicted block: for it, all of them at once.
+  tellEvicted() {
+    const takers = new Map(Object.entries(this.what.taken)
+      .flatMap(([id, blocks]) => blocks.map((block) => [block, id])));
+    const byTaker = Map.groupBy(this.what.evicted, (block) => takers.get(block));
+    for (const [who, blocks] of byTaker) {
+      const how = this.run.windows.length ? ".taken" : who === undefined ? "" : ".for";
+      const values = {...blocksOf(blocks), who: who === undefined ? "" : Watch.label(who)};
+      this.say("cache", `say.evicted${how}`, values, ["evicted"]);
     }
-    if (event.stop === null) return;
-    const [reason, at] = event.stop;
-    const others = state.waiting.filter((id) => id !== at && !(id in event.passed_over)).length;
+  }
+
+  tellMatched(id) {
+    const blocks = this.what.plan.found[id];
+    const values = {...blocksOf(blocks), n: blocks.length * this.run.block_size};
+    this.say(id, "say.matched", values, ["matched"]);
+  }
+
+  // What happened to one request and its blocks.
+  tellRequest(id) {
+    const {what, run, after, say} = this;
+    const admitted = what.admitted.find(([one]) => one === id);
+    if (admitted) this.tellAdmitted(...admitted);
+    const blocks = (rows) => rows.find(([one]) => one === id)?.[1];
+    if (what.shared[id] && !admitted?.[1]) {
+      say(id, "say.shared", blocksOf(what.shared[id]), ["shared"]);
+    }
+    if (what.plan) this.tellFreed(id); // what no token to come sees
+    this.tellTaken(id);
+    const begun = blocks(what.begun);
+    if (begun) say(id, "say.load_begun", blocksOf(begun), ["load_begun"]);
+    const loaded = blocks(what.loaded);
+    if (loaded?.length) {
+      const sources = what.sources.map(([name, n]) => t(`say.${name}`, {n}));
+      const values = {...blocksOf(loaded), sources: sources.join(t("words.comma"))};
+      say(id, "say.loaded", values, ["loaded"]);
+    } else if (loaded) say(id, "say.loaded.nothing", {}, ["loaded"]);
+    if (what.loads_ended.includes(id)) say(id, "say.load_ended", {}, ["load_ended"]);
+    const published = blocks(what.published);
+    if (published) this.tellPublished(id, published);
+    for (const [one, given, kept] of what.known) {
+      const values = {given: Watch.sayBlocks([given]), kept: Watch.sayBlocks([kept])};
+      if (one === id) say(id, "say.known", values, ["published:known", "table:moved"]);
+    }
+    if (!what.plan) this.tellFreed(id);
+    if (!what.finished.includes(id)) return;
+    const {reason, stop_reason: text, text_length: length} = after.requests[id].finish;
+    if (length !== null && reason === "stop") {
+      say(id, "say.cut", {text: Watch.visible(text)}, ["cut"]);
+    } else {
+      const n = after.outputs[id].length;
+      say(id, `say.finished.${reason}`, {n}, [`finished:${reason}`]);
+    }
+  }
+
+  tellAdmitted(id, n, isBack) {
+    const table = F.request(this.after, id)?.tables[0] ?? [];
+    const blocks = Watch.sayBlocks(table.slice(0, Math.ceil(n / this.run.block_size)));
+    const key = `say.${isBack ? "returned" : "admitted"}${n ? ".cached" : ""}`;
+    this.say(id, key, {n, blocks}, n ? ["admitted", "matched"] : ["admitted"]);
+    if (!this.run.windows.length || !n) return;
+    const found = this.what.hits.get(id);
+    for (const [group, blocks] of Object.entries(this.after.tables[id])) {
+      const own = blocks.filter((block) => found.includes(block));
+      this.say(id, "say.matched.group", {...blocksOf(own), group}, ["matched"]);
+    }
+  }
+
+  tellTaken(id) {
+    const blocks = this.what.taken[id] ?? this.what.begun.find(([one]) => one === id)?.[1];
+    if (!blocks?.length) return;
+    const n = this.after.tables[id]?.[0]?.length;
+    if (!n || this.run.windows.length) this.say(id, "say.taken", blocksOf(blocks), ["taken"]);
+    else this.say(id, "say.taken.table", {...blocksOf(blocks), n}, ["taken", "table"]);
+  }
+
+  tellPublished(id, blocks) {
+    const {cached} = this.after;
+    const byGroup = Map.groupBy(blocks, (block) => cached[block].group ?? 0);
+    const {hash} = cached[blocks[0]];
+    for (const [group, some] of byGroup) {
+      const how = this.run.windows.length ? ".group" : some.length === 1 && hash ? ".hash" : "";
+      this.say(id, `say.published${how}`, {...blocksOf(some), group, hash}, ["published"]);
+    }
+  }
+
+  // A block that the request gave back for a cached one with its content, in the update in which it
+  // ended; or in which its table did not change, as it should.
+  tellGivenBack(id) {
+    const {what, before, after, run: {block_size: size}, say} = this;
+    const request = F.request(after, id);
+    const tokens = request ? [...request.prompt, ...request.outputs] : [];
+    for (const [place, given] of before.tables[id]?.[0]?.entries() ?? []) {
+      const end = (place + 1) * size;
+      const isGivenBack = given in before.refs && !(given in after.refs);
+      if (end > request.numComputed || !isGivenBack || given in before.cached) continue;
+      const prefix = tokens.slice(0, end).join();
+      const kept = F.cachedBlocks(after).find((one) => F.prefixOf(after, one).join() === prefix);
+      if (kept === undefined || what.known.some(([, one]) => one === given)) continue;
+      const key = `say.known.${request.finish ? "ended" : "stays"}`;
+      const values = {given: Watch.sayBlocks([given]), kept: Watch.sayBlocks([kept])};
+      say(id, key, values, ["published:known"]);
+    }
+  }
+
+  // What became of them. One that another request took at once had been free.
+  tellFreed(id) {
+    const {what, before, after, film: {cacheRefs}} = this;
+    if (!what.freed[id]) return;
+    const isTaken = new Set(Object.values(what.taken).flat());
+    const stateOf = (block) => {
+      if (isTaken.has(block)) return block in before.cached ? "cached" : "free";
+      const refs = after.refs[block] ?? 0;
+      return block in after.cached && refs === cacheRefs ? "cached" : refs ? "used" : "free";
+    };
+    const byState = Map.groupBy(what.freed[id], stateOf);
+    const parts = ["free", "cached", "used"].filter((how) => byState.has(how))
+      .map((how) => t(`say.freed.${how}`, blocksOf(byState.get(how))));
+    this.say(id, "say.freed", {blocks: parts.join(t("words.comma"))}, ["freed"]);
+  }
+
+  // Why the others wait: each that was skipped, and the stop for all who stand behind it.
+  tellWaiting({skipped, parents, stop, admitted}) {
+    const {run, say, after} = this;
+    for (const [id, reason] of Object.entries(skipped)) {
+      const who = parents[id];
+      const words = {reason: Watch.reasonWords(run, reason)};
+      if (who === undefined) say(id, "say.passed_over", words, [`reason:${reason}`]);
+      else say(id, "say.parent", {who: Watch.label(who)}, ["reason:parent"]);
+    }
+    if (stop === null) return;
+    const [reason, at] = stop;
+    const n = after.waiting.filter((id) => id !== at && !(id in skipped)).length;
     // At nobody: admission ended behind the last who was admitted, or never began.
-    const was = (what) => events.slice(0, now).some(({kind}) => kind === what);
-    const how = at !== "" ? "" : was("admitted") ? "others" : "nobody";
-    const key = how ? `say.stop.${how}` : others ? "say.stop.behind" : "say.stop";
+    const how = at !== "" ? "" : admitted.length ? "others" : "nobody";
+    const key = how ? `say.stop.${how}` : n ? "say.stop.behind" : "say.stop";
     const special = `reason:${reason}:${how}`;
     const source = how && Watch.sourceOf(run, special) ? special : `reason:${reason}`;
-    say("", key, {who: Watch.label(at), n: others, reason: Watch.reasonWords(run, reason)}, [source]);
+    const values = {who: Watch.label(at), n, reason: Watch.reasonWords(run, reason)};
+    say("", key, values, [source]);
   }
 
   // What the step computed of each request, by kinds of tokens.
-  function tellComputed(event, {say, state, facts}) {
-    for (const [id, cells] of facts.cells) {
-      const request = state.request(id);
-      for (const {kind, start, numTokens: n} of cells) {
-        const left = request.prompt.length - start - n;
+  tellComputed() {
+    const {say, after, what: {tokens, result: {verified, discarded}}, facts: {cells}} = this;
+    for (const [id, parts] of cells) {
+      for (const {kind, start, numTokens: n} of parts) {
+        const left = (after.requests[id]?.prompt.length ?? 0) - start - n;
         if (kind === "prompt" && left > 0) say(id, "say.chunk", {n, left}, ["chunk"]);
         else if (kind === "prompt") say(id, "say.prompt", {n}, ["planned"]);
         else if (kind === "recomputed") say(id, "say.again", {n}, ["planned"]);
       }
-      const verdict = event.verified[id];
-      if (verdict !== undefined) {
-        const [accepted, rejected] = verdict;
+      if (verified[id]) {
+        const [accepted, rejected] = verified[id];
         say(id, "say.drafts", {accepted, n: accepted + rejected}, ["drafts"]);
         if (rejected) say(id, "say.rejected", {n: rejected}, ["drafts:rejected"]);
-      } else if (event.tokens[id]?.length === 1 && cells.every(({kind}) => kind === "decode")) {
+      } else if (tokens[id]?.length === 1 && parts.every(({kind}) => kind === "decode")) {
         say(id, "say.decode", {}, ["computed"], true);
       }
     }
-    for (const id of Object.keys(event.discarded)) say(id, "say.discarded", {}, ["discarded"]);
-    if (facts.cells.size === 0) say("", "say.empty", {}, ["planned"]);
+    for (const id of Object.keys(discarded)) say(id, "say.discarded", {}, ["discarded"]);
+    if (cells.size === 0) say("", "say.empty", {}, ["planned"]);
   }
+}
 
-  const last = new WeakMap(); // film -> what was told last; two panels ask
-  Watch.sentencesOf = (view) => {
-    const told = `${view.step} ${Watch.store.language}`;
-    if (last.get(view.film)?.told !== told) last.set(view.film, {told, sentences: tellAll(view)});
-    return last.get(view.film).sentences;
-  };
+const blocksOf = (blocks) => ({blocks: Watch.sayBlocks(blocks)});
 
-  function tellAll({film, step, facts}) {
-    const sentences = [];
-    if (facts === null) return sentences;
-    const say = (group, key, values, sources, isRoutine = false) => {
-      sentences.push({group, key, values, sources, isRoutine});
-    };
-    const {run} = film;
-    if (step === 0) say("", "say.run", {scheduler: run.scheduler, policy: run.policy}, ["run"]);
-    let at = 0;
-    film.replay(step, (event, state) => {
-      tell[event.kind]?.(event, {say, events: facts.events, at, state, run, facts});
-      at += 1;
-    });
-    return inOrder(withoutRepeats(sentences));
-  }
+const last = new WeakMap(); // film -> what was told last; two panels ask
+Watch.sentencesOf = (view) => {
+  const told = `${view.step} ${Watch.store.language}`;
+  if (last.get(view.film)?.told !== told) last.set(view.film, {told, sentences: tellAll(view)});
+  return last.get(view.film).sentences;
+};
 
-  // Whoever is admitted with cached tokens says how many, and in which blocks: that they were looked
-  // up and shared is the same once more.
-  function withoutRepeats(sentences) {
-    const isHit = ({key}) => /^say\.(admitted|returned)\.cached$/.test(key);
-    const told = new Set(sentences.filter(isHit).map(({group}) => group));
-    const isRepeat = ({key}) => key === "say.matched" || key === "say.shared";
-    return sentences.filter((sentence) => !(told.has(sentence.group) && isRepeat(sentence)));
-  }
-
-  // A request gets its blocks and then its place among those who run; a reader wants to hear of the
-  // place first.
-  function inOrder(sentences) {
-    const ordered = [];
-    for (const sentence of sentences) {
-      const isPlace = /^say\.(admitted|returned)/.test(sentence.key);
-      const first = isPlace
-        ? ordered.findIndex(({group, key}) => group === sentence.group && key === "say.taken.table")
-        : -1;
-      ordered.splice(first < 0 ? ordered.length : first, 0, sentence);
-    }
-    return ordered;
-  }
-})();
+function tellAll(view) {
+  const {film, step, facts} = view;
+  const sentences = [];
+  if (facts === null) return sentences;
+  const say = (group, key, values, sources, isRoutine = false) =>
+    sentences.push({group, key, values, sources, isRoutine});
+  const {scheduler, policy} = film.run;
+  if (step === 0) say("", "say.run", {scheduler, policy}, ["run"]);
+  const teller = new Teller(view, say);
+  facts.frames.forEach((what, i) => teller.tell(
+    what, film.frameBehind(facts.first + i), film.frameBehind(facts.first + i + 1)));
+  return sentences;
+}

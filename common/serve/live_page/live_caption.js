@@ -1,65 +1,64 @@
-"use strict";
-// Under the two bars, as in a chapter's film: what can be tried, what has happened, and where to look.
-(() => {
-  const {store, h, t} = Watch;
-  Watch.words({
-    "invite.try": [
-      "Press “{eight}”, then “{run}”. Four of the eight prompts begin alike: see which request computes that beginning, and which ones share its blocks.",
-      "点“{eight}”，再点“{run}”。八条 prompt 里有四条开头相同：看哪个请求计算这个开头，哪些请求共享它的块。"],
-    "invite.little": [
-      "With “little memory” there are fewer blocks than eight requests need, so some are preempted and computed again.",
-      "勾选“小内存”，块就不够八个请求用：有的会被抢占，之后重新计算。"],
-    "invite.now": [
-      "{steps} steps and {n} requests so far. Running now: {running}; waiting: {waiting}.",
-      "到目前为止 {steps} 步，{n} 个请求。正在运行 {running} 个，等待 {waiting} 个。"],
-    "invite.idle": [
-      "{steps} steps and {n} requests so far. The engine is idle: send another prompt.",
-      "到目前为止 {steps} 步，{n} 个请求。引擎空闲，可以再发 prompt。"],
-  });
-  const MOST = 5;
-  const text = h("p", {class: "text"});
-  const look = h("span", {class: "quiet"});
-  const looks = h("span", {class: "looks"});
-  const box = h("aside", {class: "film-caption"}, text, h("p", {class: "moments-of-film"}, look, looks));
+// Under the two bars, as in a chapter's film: what can be tried, what has happened, and where to
+// look.
+const {store, h, t} = Watch;
+Watch.words({
+  "invite.try": [
+    "Press “{eight}”, then “{run}”. Four of the eight prompts begin alike: see which request computes that beginning, and which ones share its blocks.",
+    "点“{eight}”，再点“{run}”。八条 prompt 里有四条开头相同：看哪个请求计算这个开头，哪些请求共享它的块。"],
+  "invite.little": [
+    "With “little memory” there are fewer blocks than eight requests need, so some are preempted and computed again.",
+    "勾选“小内存”，块就不够八个请求用：有的会被抢占，之后重新计算。"],
+  "invite.now": [
+    "{steps} steps and {n} requests so far. Running now: {running}; waiting: {waiting}.",
+    "到目前为止 {steps} 步，{n} 个请求。正在运行 {running} 个，等待 {waiting} 个。"],
+  "invite.idle": [
+    "{steps} steps and {n} requests so far. The engine is idle: send another prompt.",
+    "到目前为止 {steps} 步，{n} 个请求。引擎空闲，可以再发 prompt。"],
+});
+const MOST = 5;
+const text = h("p", {class: "text"});
+const look = h("span", {class: "quiet"});
+const looks = h("span", {class: "looks"});
+const box = h("aside", {class: "film-caption", label: "caption.region"},
+  text, h("p", {class: "moments-of-film"}, look, looks));
 
-  function words(film) {
-    const {numSteps: steps, requests: {length: n}, now} = film;
-    const [running, waiting] = [now.running.size, now.waiting.length];
-    if (steps > 0) return t(running + waiting ? "invite.now" : "invite.idle", {steps, n, running, waiting});
-    const names = {eight: t("play.eight"), run: t("play.run")};
-    const isTold = Watch.settings.num_little && !Watch.isLittle();
-    return [t("invite.try", names), isTold && t("invite.little")].filter(Boolean).join(" ");
+function words(film) {
+  const {numSteps: steps, requests: {length: n}, now} = film;
+  const [running, waiting] = [now.running.length, now.waiting.length];
+  const key = running + waiting ? "invite.now" : "invite.idle";
+  if (steps > 0) return t(key, {steps, n, running, waiting});
+  const names = {eight: t("play.eight"), run: t("play.run")};
+  const isTold = Watch.settings.num_little && !Watch.isLittle();
+  return [t("invite.try", names), isTold && t("invite.little")].filter(Boolean).join(" ");
+}
+
+// The last of each kind: of ten evictions one is enough.
+function moments(film) {
+  const last = new Map();
+  for (const {step, says} of Watch.momentsOf(film)) {
+    for (const say of says) last.set(say[0], {step, says: [say]});
   }
+  return [...last.values()].sort((a, b) => a.step - b.step).slice(-MOST);
+}
 
-  // The last of each kind: of ten evictions one is enough.
-  function moments(film) {
-    const last = new Map();
-    for (const {step, says} of Watch.momentsOf(film)) {
-      for (const say of says) last.set(say[0], {step, says: [say]});
-    }
-    return [...last.values()].sort((a, b) => a.step - b.step).slice(-MOST);
+let told = ""; // what the buttons say: one that is pressed down is not to be replaced
+Watch.onDraw(() => {
+  const film = store.films[0];
+  box.hidden = !film?.isLive;
+  if (box.hidden) return;
+  if (!box.isConnected) document.querySelector(".transport").after(box);
+  Watch.say(text, words(film));
+  const found = moments(film).map((moment) => [moment.step,
+    t("caption.step", {n: moment.step, words: Watch.sayMoment(moment)})]);
+  Watch.say(look, found.length ? t("caption.look") : "");
+  if (told !== (told = JSON.stringify(found))) {
+    looks.replaceChildren(...found.map(([step, said]) => h("button", {class: "look",
+      "data-step": step, onclick: () => {
+        Watch.play(false);
+        Watch.set({step, block: null});
+      }}, said)));
   }
-
-  let told = ""; // what the buttons say: one that is pressed down is not to be replaced
-  Watch.onDraw(() => {
-    const film = store.films[0];
-    box.hidden = !film?.isLive;
-    if (box.hidden) return;
-    if (!box.isConnected) document.querySelector(".transport").after(box);
-    box.setAttribute("aria-label", t("caption.region"));
-    Watch.say(text, words(film));
-    const found = moments(film).map((moment) => [moment.step,
-      t("caption.step", {n: moment.step, words: Watch.sayMoment(moment)})]);
-    Watch.say(look, found.length ? t("caption.look") : "");
-    if (told !== (told = JSON.stringify(found))) {
-      looks.replaceChildren(...found.map(([step, said]) => h("button", {class: "look",
-        "data-step": step, onclick: () => {
-          Watch.play(false);
-          Watch.set({step, block: null});
-        }}, said)));
-    }
-    for (const button of looks.children) {
-      button.setAttribute("aria-pressed", String(Number(button.dataset.step) === store.step));
-    }
-  });
-})();
+  for (const button of looks.children) {
+    button.setAttribute("aria-pressed", String(Number(button.dataset.step) === store.step));
+  }
+});

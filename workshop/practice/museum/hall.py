@@ -58,7 +58,7 @@ class Guest:
 class Workload:
     """Requests, in order of arrival, for an engine with the settings of `config`."""
 
-    parts: str  # the first event at which the two films differ: "step 3, planned, b"
+    parts: str  # where the two films first differ: "step 3, plan, in_flight, b"
     guests: tuple[Guest, ...]
     config: Mapping[str, Any] = field(default_factory=dict)
     has_chapter_2s_scheduler: bool = False  # instead of the "fcfs" of `config`

@@ -150,21 +150,24 @@ def side_by_side(wrong: str, right: str) -> str:
 # -- the page of two runs
 
 
-# By the kind of the first different event: the panels to show, those that show it first.
+# By the key of the first difference: the panels to show.
 _PANELS = {
-    "planned": "grid queue words pool",
+    "in_flight": "grid queue words pool",
+    "result": "grid words pool",
+    "outputs": "grid words pool",
+    "tables": "grid pool words cache",
     "computed": "grid words pool",
-    "table": "grid pool words cache",
-    "taken": "grid pool words cache",
-    "freed": "grid pool words cache",
-    "shared": "grid pool cache words",
+    "requests": "grid queue words pool",
+    "waiting": "grid queue words pool",
+    "running": "grid queue words pool",
+    "refs": "grid pool words cache",
+    "free": "grid pool words cache",
 }
 _OF_CACHE = "grid cache words pool"
 
 
 def scenes_of(where: Parting | None) -> list[str]:
-    kinds = [] if where is None else [e.kind for e in (where.right, where.wrong) if e is not None]
-    return next((_PANELS[kind] for kind in kinds if kind in _PANELS), _OF_CACHE).split()
+    return _PANELS.get(where.key if where else "", _OF_CACHE).split()
 
 
 def moments_of(

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import io
+import json
 import re
 import sys
 from pathlib import Path
 
 import pytest
 
-from common.events.event_kinds import VERSION, Arrived, Evicted, Run, to_line
+from common.events.frames import VERSION
 from workshop.practice import command
 from workshop.practice.command import clues, find, list_exhibits
 from workshop.practice.command import museum as main
@@ -22,9 +23,14 @@ from workshop.practice.named_tests import Failure, TestRun
 from workshop.practice.patch_table import all_bugs, broken_lines
 from workshop.practice.source_patch import ROOT
 from workshop.practice.trial import broken_copy, without_folder
+from workshop.watch.replay.film import Film
 
 FOLD = re.compile(r'<details id="(\w+-\d+)"><summary>.*?</summary>(.*?)</details>', re.DOTALL)
-A_RUN = Run(VERSION, 0.0, "two_phase", "fcfs", "hash", 4, 9, 4, 64, False, {}, {}, {})
+RUN_LINE = (
+    f'{{"kind":"run","version":{VERSION},"started_at":0.0,"scheduler":"two_phase","policy":"fcfs",'
+    '"prefix_cache":"hash","block_size":4,"num_blocks":9,"max_num_seqs":4,"overlaps":false,'
+    '"max_num_batched_tokens":64,"config":{},"model":{},"versions":{}}\n'
+)
 
 
 @pytest.fixture(autouse=True)
@@ -130,10 +136,11 @@ def without_processes(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(command, "try_tests", lambda *_, **__: report)
 
     def make_film(workload: Workload, path: Path, swap: ModuleSwap | None = None) -> RunOnFilm:
-        evicted = [Evicted([8, 7] if swap is not None else [8])]
-        events = [A_RUN, Arrived(0.0, "FIRST", [1], [], 1, 0), *evicted]
-        path.write_text("".join(f"{to_line(event)}\n" for event in events), encoding="utf-8")
-        return RunOnFilm(events)
+        row = {"number": 0, "prompt": [1], "prompt_pieces": [], "max_tokens": 1, "priority": 0}
+        changes = {"requests": {"FIRST": [row]}, "free": [[8, 7] if swap is not None else [8], []]}
+        line = {"at": "between", "time": 0.0, "changes": changes}
+        path.write_text(f"{RUN_LINE}{json.dumps(line)}\n", encoding="utf-8")
+        return RunOnFilm(Film.read(path))
 
     monkeypatch.setattr(two_films, "make_film", make_film)
 
@@ -141,7 +148,7 @@ def without_processes(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_a_look_tells_all(without_processes: None, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["1"]) == 0
     exhibit, shown = EXHIBITS[0], capsys.readouterr().out
-    for part in (exhibit.title, exhibit.origin, "in step 0, evicted", "[8,7]", "THE REPORT"):
+    for part in (exhibit.title, exhibit.origin, "0, between, free", "[8, 7]", "THE REPORT"):
         assert part in shown
     assert exhibit.patch.new.strip() in shown
 
@@ -195,7 +202,7 @@ def test_the_patch_is_hidden_until_it_is_asked_for(
     monkeypatch.setattr(sys, "stdin", io.StringIO(keys))
     find(1, exhibit, is_revealed=False)
     shown = capsys.readouterr().out
-    secrets = ["difference is in step 0, evicted", "THE REPORT", "[8,7]"]
+    secrets = ["difference is in step 0, between, free", "THE REPORT", "[8, 7]"]
     secrets += [exhibit.patch.symbol, exhibit.patch.new.strip()]
     assert [secret in shown for secret in secrets] == [n < num_clues for n in range(5)]
     assert (exhibit.title in shown) == (num_clues == 5)
@@ -230,7 +237,7 @@ def test_a_page_has_the_run_with_the_bug_and_beside_it_the_right_one(
     text, shown = page.read_text(encoding="utf-8"), capsys.readouterr().out
     labels = re.findall(r'data-label="(.*?)"', text)
     assert labels == ["The run with the bug", "The run without it"]
-    assert text.index("[8,7]") < text.index('"blocks":[8]')
+    assert text.index("[[8, 7], []]") < text.index("[[8], []]")
     assert f"Exhibit 1. {exhibit.title}" in text and '"step=0"' in text
     assert exhibit.title in shown and str(page) in shown and "difference is in step 0" in shown
 

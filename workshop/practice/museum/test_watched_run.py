@@ -2,28 +2,16 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator
-from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from common.events.event_kinds import (
-    Arrived,
-    Computed,
-    Event,
-    Evicted,
-    Finished,
-    Planned,
-    Preempted,
-    Taken,
-    Updated,
-    read_events,
-)
 from workshop.practice.museum import watched_run
 from workshop.practice.museum.hall import EXHIBITS, Exhibit, Guest, Workload
-from workshop.practice.museum.test_museum import A_RUN
+from workshop.practice.museum.test_museum import RUN_LINE
 from workshop.practice.museum.watched_run import (
     RunOnFilm,
     contradiction,
@@ -34,6 +22,7 @@ from workshop.practice.museum.watched_run import (
 from workshop.practice.trial import broken_copy
 from workshop.watch.chromium import BrowserUnavailableError, started_browser
 from workshop.watch.page_maker import Reel, make_page
+from workshop.watch.replay.film import Film
 from workshop.watch.sentence_needs import TOLD, unproven
 
 if TYPE_CHECKING:
@@ -58,13 +47,12 @@ WATCHED = [exhibit for exhibit in EXHIBITS if isinstance(exhibit.watch, Workload
 def test_the_film_with_the_bug_parts_from_the_right_one_and_the_page_tells_no_lie(
     exhibit: Exhibit, tmp_path: Path, page: Page | None
 ) -> None:
-    """Of each sentence that the page says about either of the two, the event that it needs."""
+    """Each sentence that the page says about either of the two is shown by its frames."""
     workload = exhibit.watch
     assert isinstance(workload, Workload)
     right = make_film(workload, tmp_path / "right.jsonl")
     assert (right.error, contradiction(right)) == ("", None)
-    arrived = {event.request for event in right.events if isinstance(event, Arrived)}
-    assert arrived == {e.request for e in right.events if isinstance(e, Finished)}
+    assert all("finish" in row for row in right.film.requests().values())
     assert right.num_steps < watched_run.MAX_STEPS
     with broken_copy(exhibit.patch) as swap:
         wrong = make_film(workload, tmp_path / "wrong.jsonl", swap)
@@ -92,8 +80,7 @@ def test_two_films_of_the_right_engine_are_the_same(tmp_path: Path) -> None:
     workload = Workload("", (Guest("a", "def f(x):", 4, priority=2), Guest("b", "import", 3)))
     one, other = (make_film(workload, tmp_path / name) for name in ("1.jsonl", "2.jsonl"))
     assert one.num_steps == 4 and parting(one, other) is None
-    texts = [list(read_events(tmp_path / name)) for name in ("1.jsonl", "2.jsonl")]
-    assert texts[0] != texts[1]  # by their times
+    assert one.film.lines != other.film.lines  # by their times
 
 
 def test_a_step_that_does_not_end_is_stopped(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -112,45 +99,59 @@ def test_a_step_that_does_not_end_is_stopped(monkeypatch: pytest.MonkeyPatch) ->
 # -- where two films part
 
 
-PLAN = Planned(0, 0.0, 0.1, ["a", "b"], [0, 4], [4, 1])
-COMPUTED = Computed(0, 0.0, {}, {"a": [7], "b": [8]})
+PLAN = {"requests": ["a", "b"], "starts": [0, 4], "num_tokens": [4, 1], "schedule_ms": 0.1}
 
 
-def film_of(*events: Event) -> RunOnFilm:
-    return RunOnFilm([A_RUN, *events])
+def film_of(*changes: tuple[str, dict[str, Any]]) -> RunOnFilm:
+    lines = [{"at": at, "time": 0.1 * i, "changes": one} for i, (at, one) in enumerate(changes)]
+    return RunOnFilm(Film([RUN_LINE, *(f"{json.dumps(line)}\n" for line in lines)]))
+
+
+def plan(**other: Any) -> tuple[str, dict[str, Any]]:
+    return "plan", {"in_flight": {"0": [{**PLAN, **other}]}}
+
+
+ENDED = ("result", {"in_flight": {"0": None}, "result": [{"number": 0}]})
 
 
 @pytest.mark.parametrize(
     ("right", "wrong", "said"),
     [
-        ([Evicted([1])], [Evicted([1, 2])], "step 0, evicted"),
-        ([Updated(0, 0.0, 0.1), Taken("a", [1])], [Updated(0, 0.0, 0.1)], "step 1, taken, a"),
-        ([Taken("a", [1])], [Taken("a", [1]), Preempted("b", 3)], "step 0, preempted, b"),
-        ([Taken("a", [1])], [Evicted([4])], "step 0, evicted, a"),
-        ([PLAN], [replace(PLAN, num_tokens=[4, 2])], "step 0, planned, b"),
-        ([PLAN], [replace(PLAN, drafts={"a": [5]})], "step 0, planned, a"),
-        ([PLAN], [replace(PLAN, requests=["b"], starts=[4], num_tokens=[1])], "step 0, planned, a"),
-        ([COMPUTED], [replace(COMPUTED, tokens={"a": [7], "b": [9]})], "step 0, computed, b"),
+        ([("plan", {"free": [[1], []]})], [("plan", {"free": [[1, 2], []]})], "step 0, plan, free"),
+        ([plan(), ENDED], [plan(), ENDED, plan()], "step 1, plan, in_flight, a"),
+        ([plan()], [plan(num_tokens=[4, 2])], "step 0, plan, in_flight, b"),
+        ([plan()], [plan(drafts={"a": [5]})], "step 0, plan, in_flight, a"),
+        ([plan()], [plan(schedule_ms=0.9, skipped={"c": "seat"})], "step 0, plan, in_flight, c"),
+        ([("result", {"outputs": {"a": [[], [7]], "b": [[], [8]]}})],
+         [("result", {"outputs": {"a": [[], [7]], "b": [[], [9]]}})],
+         "step 0, result, outputs, b"),
     ],
-)
+)  # fmt: skip
 def test_two_films_part_at_their_first_difference(right: Any, wrong: Any, said: str) -> None:
     assert str(parting(film_of(*right), film_of(*wrong))) == said
+    assert parting(film_of(*right), film_of(*right)) is None
 
 
-def test_a_film_does_not_part_from_itself() -> None:
-    assert parting(film_of(PLAN, COMPUTED), film_of(PLAN, COMPUTED)) is None
+@pytest.mark.parametrize(
+    ("changes", "sentence"),
+    [
+        ({}, "block 1 has 2 references and 1 holders"),
+        ({"refs": {"1": [1]}}, "block 1 is free and has a holder"),
+        ({"refs": {"1": [1]}, "free": [[1], []], "waiting": [["a"]]}, "'a' waits and runs"),
+        (plan(requests=["a"], starts=[3])[1], "'a' continues at 3, and 0 tokens are computed"),
+    ],
+)
+def test_a_frame_that_cannot_be_is_found(changes: dict[str, Any], sentence: str) -> None:
+    sound = {"computed": {"a": [0]}, "running": [["a"]]}
+    holds = {"tables": {"a": [{"0": [1]}]}, "refs": {"1": [2]}}
+    at = "plan" if "in_flight" in changes else "between"
+    made = film_of(("between", sound), (at, changes if at == "plan" else holds | changes))
+    found = contradiction(made)
+    assert contradiction(film_of(("between", sound))) is None
+    assert found is not None and (found.step, found.sentence) == (0, sentence)
 
 
-def test_a_film_that_says_what_can_not_be() -> None:
-    arrived = Arrived(0.0, "a", [1], [], 1, 0)
-    sound = film_of(arrived, Taken("a", [1]))
-    broken = film_of(arrived, Taken("a", [1]), Taken("a", [1]))
-    assert contradiction(sound) is None
-    found = contradiction(broken)
-    assert found is not None and found.step == 0 and "block 1 was taken" in found.sentence
-
-
-def test_a_long_event_is_cut() -> None:
-    line = line_of(Evicted(list(range(200))), most=60)
-    assert len(line) == 60 and line.startswith('{"kind":"evicted"') and line.endswith("…")
-    assert line_of(None) == "the end of the film"
+def test_a_long_change_is_cut() -> None:
+    line = line_of(list(range(200)), most=60)
+    assert len(line) == 60 and line.startswith("[0, 1") and line.endswith("…")
+    assert line_of(None) == "nothing"

@@ -20,7 +20,7 @@ _HIDDEN = (
 
 
 def films(exhibit: Exhibit, swap: ModuleSwap, folder: Path) -> tuple[RunOnFilm, RunOnFilm]:
-    """Record the run with the bug and the run without; `folder` gets their events, as `_REELS`."""
+    """Record the run with the bug and the run without; `folder` gets their frames, as `_REELS`."""
     assert exhibit.watch is not None
     wrong, right = (folder / name for name in _REELS)
     return make_film(exhibit.watch, wrong, swap), make_film(exhibit.watch, right)

@@ -10,20 +10,22 @@ two films of one engine differ only in times."""
 
 from __future__ import annotations
 
+import json
 import signal
+from collections import Counter
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, fields, replace
-from itertools import zip_longest
+from dataclasses import dataclass
+from itertools import chain, zip_longest
 from pathlib import Path
 from types import FrameType
 from typing import Any
 
-from common.events.event_kinds import Event, Failed, Planned, Run, Updated, read_events, to_line
+from common.events.frames import Frame
 from workshop.practice.apart import apart
 from workshop.practice.module_swap import ModuleSwap
 from workshop.practice.museum.hall import Workload
 from workshop.practice.trial import LIMIT_S
-from workshop.watch.replay.film import State
+from workshop.watch.replay.film import Film
 
 MAX_STEPS = 60
 STEP_CPU_S = 2  # a step that takes more of the processor does not end
@@ -36,32 +38,37 @@ SETTINGS = {
     "num_blocks": 40,
     "watermark": 0.0,
 }
-# Fields that differ between two runs of one engine, and meaningless names: a block's hash.
-_ASIDE: dict[str, Any] = {"time": 0.0, "started_at": 0.0, "schedule_ms": 0.0, "update_ms": 0.0}
-_ASIDE |= {"times": {}, "order_key": "", "hashes": []}
+# Values that differ between two runs of one engine, and a block's hash, which is only a name.
+_ASIDE = {"time", "times", "schedule_ms", "update_ms", "arrived_at", "order_key", "hash"}
+# Of the changes in a frame, the first of these that differs says where two runs part.
+_KEYS = ("in_flight", "result", "outputs", "waiting", "running", "requests", "loads", "tables")
+_KEYS += ("computed", "cached", "evictable", "refs", "free")
 
 
 @dataclass(frozen=True, slots=True)
 class RunOnFilm:
-    """The events of a run without their times, the run line first, and the error that ended it."""
+    """A recorded run, and the error that ended it."""
 
-    events: list[Event]
+    film: Film
     error: str = ""
 
     @property
     def num_steps(self) -> int:
-        return sum(isinstance(event, Updated | Failed) for event in self.events)
+        return self.film.num_steps
 
 
 def make_film(workload: Workload, path: Path, swap: ModuleSwap | None = None) -> RunOnFilm:
-    """Run the workload and write its events to `path`, with the bug if `swap` has one."""
+    """Run the workload and write its frames to `path`, with the bug if `swap` has one."""
     error = apart(_perform, (workload, path, swap), LIMIT_S)
-    events = [_without_times(event) for event in read_events(path)]
-    return RunOnFilm(events, "it does not end" if error is None else error)
+    return RunOnFilm(Film.read(path), "it does not end" if error is None else error)
 
 
-def _without_times(event: Event) -> Event:
-    return replace(event, **{name: _ASIDE[name] for name in _ASIDE if hasattr(event, name)})
+def _without_times(value: Any) -> Any:
+    if isinstance(value, list):
+        return [_without_times(item) for item in value]
+    if not isinstance(value, dict):
+        return value
+    return {key: _without_times(item) for key, item in value.items() if key not in _ASIDE}
 
 
 # -- two films of one workload
@@ -69,39 +76,50 @@ def _without_times(event: Event) -> Event:
 
 @dataclass(frozen=True, slots=True)
 class Parting:
-    """The first event at which two films differ, in each of them. None: that film has ended."""
+    """The first frame at which two films differ: what changed in it under `key`, in each of them;
+    None: nothing, or that film has ended."""
 
     step: int
-    right: Event | None
-    wrong: Event | None
-
-    @property
-    def kind(self) -> str:
-        """The kind of the event in the film with the bug."""
-        event = self.wrong or self.right
-        return "" if event is None else event.kind
+    at: str  # the moment of the frame in the film with the bug
+    key: str
+    right: Any
+    wrong: Any
 
     @property
     def request(self) -> str:
-        """The request of the event, or the first one that the two events differ in. "": none."""
+        """The first request that the two differ in. "": none, or blocks differ."""
         right, wrong = self.right, self.wrong
-        if isinstance(right, Planned) and isinstance(wrong, Planned):
-            return _first_other(_shares(right), _shares(wrong))
-        if type(right) is type(wrong):
-            for name in (f.name for f in fields(wrong or Event)):
-                one, other = getattr(right, name), getattr(wrong, name)
-                if isinstance(one, dict) and one != other:
-                    return _first_other(one, other)
-        names = (getattr(event, "request", None) for event in (wrong, right))
-        return next(filter(None, names), "")
+        if self.key in ("waiting", "running"):
+            right, wrong = (dict.fromkeys(chain(*one or []), 1) for one in (right, wrong))
+        elif self.key == "in_flight":
+            right, wrong = map(_rows_of_plan, (right, wrong))
+        elif self.key == "result":
+            found = zip(*(_facts_of_result(one) for one in (right, wrong)))
+            return next(filter(None, (_first_other(*pair) for pair in found)), "")
+        elif self.key in ("cached", "evictable", "refs", "free"):
+            return ""
+        return _first_other(right or {}, wrong or {})
 
     def __str__(self) -> str:
-        return ", ".join(filter(None, (f"step {self.step}", self.kind, self.request)))
+        return ", ".join(filter(None, (f"step {self.step}", self.at, self.key, self.request)))
 
 
-def _shares(plan: Planned) -> dict[str, tuple]:
-    drafts = [plan.drafts.get(name) for name in plan.requests]
-    return dict(zip(plan.requests, zip(plan.starts, plan.num_tokens, drafts)))
+def _rows_of_plan(change: Any) -> dict[str, Any]:
+    """By request, what a plan says about it."""
+    plans = [plan[0] for plan in (change or {}).values() if plan]
+    rows: dict[str, Any] = {}
+    for plan in plans:
+        drafts = [plan.get("drafts", {}).get(name) for name in plan.get("requests", ())]
+        columns = (plan.get(name, ()) for name in ("requests", "starts", "num_tokens"))
+        rows |= {name: facts for name, *facts in zip(*columns, drafts)}
+        for fact in ("skipped", "recomputed", "found"):
+            rows |= {name: [fact, value] for name, value in plan.get(fact, {}).items()}
+    return rows
+
+
+def _facts_of_result(change: Any) -> list[dict[str, Any]]:
+    result = change[0] if change else {}
+    return [result.get(name, {}) for name in ("verified", "discarded")]
 
 
 def _first_other(right: Mapping[str, Any], wrong: Mapping[str, Any]) -> str:
@@ -109,24 +127,29 @@ def _first_other(right: Mapping[str, Any], wrong: Mapping[str, Any]) -> str:
 
 
 def parting(right: RunOnFilm, wrong: RunOnFilm) -> Parting | None:
-    """Return where two films diverge. None if their events are the same."""
+    """Return where two films diverge. None if their frames are the same."""
     step = 0
-    for one, other in zip_longest(right.events, wrong.events):
-        if one != other:
-            return Parting(step, one, other)
-        step += isinstance(one, Updated | Failed)
+    for one, other in zip_longest(right.film.lines, wrong.film.lines):
+        pair = [_without_times(line or {}) for line in (one, other)]
+        if pair[0] != pair[1]:
+            at = (other or one)["at"]
+            changes = [line["changes"] if line.get("at") == at else {} for line in pair]
+            keys = (*_KEYS, *changes[0], *changes[1])
+            key = next((k for k in keys if changes[0].get(k) != changes[1].get(k)), "")
+            return Parting(step, at, key, *(change.get(key) for change in changes))
+        step += one["at"] in ("result", "failed")
     return None
 
 
-def line_of(event: Event | None, most: int = 200) -> str:
-    """Return an event as a line of its file, cut to `most` characters."""
-    line = "the end of the film" if event is None else to_line(event)
+def line_of(change: Any, most: int = 200) -> str:
+    """Return what changed as JSON, cut to `most` characters."""
+    line = "nothing" if change is None else json.dumps(change, ensure_ascii=False)
     return line if len(line) <= most else f"{line[: most - 1]}…"
 
 
 @dataclass(frozen=True, slots=True)
 class Contradiction:
-    """A step whose events contradict the events before."""
+    """A step with a frame that cannot be."""
 
     step: int
     sentence: str
@@ -134,16 +157,41 @@ class Contradiction:
 
 def contradiction(made: RunOnFilm) -> Contradiction | None:
     """Return a film's first contradiction; None if there is none."""
-    run, *events = made.events
-    assert isinstance(run, Run)
-    state, step = State(run), 0
-    for event in events:
-        try:
-            state.apply(event)
-        except (ValueError, LookupError) as error:
-            return Contradiction(step, str(error))
-        step += isinstance(event, Updated | Failed)
+    step, film = 0, made.film
+    for position, line in enumerate(film.lines):
+        before, after = film.state_behind(position), film.state_behind(position + 1)
+        sentence = _plan_fault(before, after) if line["at"] == "plan" else ""
+        if sentence := sentence or _memory_fault(after, bool(film.run.windows)):
+            return Contradiction(step, sentence)
+        step += line["at"] in ("result", "failed")
     return None
+
+
+def _plan_fault(before: Frame, after: Frame) -> str:
+    plan = list(after["in_flight"].values())[-1]
+    cached = {name: num for name, num in plan.get("admitted", ())}
+    for name, start in zip(plan.get("requests", ()), plan.get("starts", ())):
+        computed = cached.get(name, before["computed"].get(name))
+        if name not in after["running"]:
+            return f"{name!r} is computed and does not run"
+        if start != computed:
+            return f"{name!r} continues at {start}, and {computed} tokens are computed"
+    return ""
+
+
+def _memory_fault(frame: Frame, has_windows: bool) -> str:
+    tables = [blocks for groups in frame["tables"].values() for blocks in groups.values()]
+    tables += [load["prefix"] + load["blocks"] for load in frame["loads"].values()]
+    holders = Counter(block for blocks in tables for block in blocks if block)
+    holders.update({int(block): 1 for block in frame["cached"] if not has_windows})
+    for block in map(int, {**frame["refs"], **dict.fromkeys(map(str, holders))}):
+        num = frame["refs"].get(str(block), 0)
+        if num != holders[block]:
+            return f"block {block} has {num} references and {holders[block]} holders"
+        if block in frame["free"]:
+            return f"block {block} is free and has a holder"
+    both = set(frame["waiting"]) & set(frame["running"])
+    return f"{min(both)!r} waits and runs" if both else ""
 
 
 # -- in a process of its own

@@ -8,47 +8,48 @@ import sys
 from collections import Counter
 from pathlib import Path
 
-from common.events.event_kinds import REASONS
+from common.events.frames import REASONS
 from workshop.watch.replay.film import Film
 
 
 def describe(film: Film) -> str:
     """Return a few lines about a whole run."""
-    run, state = film.run, film.last_state()
-    kinds = Counter(event.kind for event in film.events)
-    ends = Counter(request.finish_reason or "unfinished" for request in state.requests.values())
-    num_outputs = sum(len(request.outputs) for request in state.requests.values())
+    run, requests = film.run, film.requests().values()
+    ends = Counter(row.get("finish", {}).get("reason", "unfinished") for row in requests)
+    num_outputs = sum(len(row["outputs"]) for row in requests)
     return "\n".join(
         [
             f"{run.model.get('architecture')}, scheduler {run.scheduler}, policy {run.policy}, "
             f"prefix cache {run.prefix_cache}",
-            f"{film.num_steps} steps, {len(state.requests)} requests "
+            f"{film.num_steps} steps, {len(requests)} requests "
             f"({', '.join(f'{n} {reason}' for reason, n in ends.items())}), {num_outputs} outputs",
-            "events: " + ", ".join(f"{n} {kind}" for kind, n in kinds.items()),
         ]
     )
 
 
-def describe_step(film: Film, step: int) -> str:
+def describe_step(film: Film, number: int) -> str:
     """The tokens that a step computed for each request, and why other requests did not run."""
-    film.state_after(step)  # raises if there is no such step
-    part = next(part for part in film.steps() if part.number == step)
-    lines = [f"step {step}"]
-    for position, event in enumerate(part.events, part.first + 1):
-        state = film.state_behind(position)
-        if event.kind == "planned":
-            for cell in state.cells(event):  # pyright: ignore[reportArgumentType]
-                last = cell.start + cell.num_tokens - 1
-                lines.append(f"  {cell.request:12} {cell.kind:10} [{cell.start}..{last}]")
-            for name in state.waiting:
-                reason = state.reason_to_wait(name)
-                lines.append(f"  {name:12} waits: {REASONS.get(reason or '', 'it has just come')}")
-        elif event.kind == "computed":
-            tokens = getattr(event, "tokens", {})
-            lines += [f"  {name:12} gets {ids}" for name, ids in tokens.items()]
-        elif event.kind in ("preempted", "finished", "evicted", "failed"):
-            lines.append(f"  {event}")
+    step, lines = film.step(number), [f"step {number}"]
+    for name, kind, start, num in step.cells():
+        lines.append(f"  {name:12} {kind:10} [{start}..{start + num - 1}]")
+    for name, reason in step.reasons.items():
+        lines.append(f"  {name:12} waits: {REASONS.get(reason, 'it has just arrived')}")
+    for what in step.happened:
+        for name, num_lost, beneficiary in what["preempted"]:
+            whom = f" for {beneficiary}" if beneficiary else ""
+            lines.append(f"  {name:12} preempted{whom}, {num_lost} tokens lost")
+        lines += [f"  {name:12} gets {ids}" for name, ids in what["tokens"].items()]
+        ends = step.state["requests"]
+        lines += [f"  {name:12} ends: {_reason_of(ends, name)}" for name in what["finished"]]
+        if what["evicted"]:
+            lines.append(f"  evicted blocks {what['evicted']}")
+    if error := step.result.get("error"):
+        lines.append(f"  failed: {error}")
     return "\n".join(lines)
+
+
+def _reason_of(rows: dict, name: str) -> str:
+    return rows[name]["finish"]["reason"] if name in rows else "its end was in an earlier frame"
 
 
 def main(argv: list[str] | None = None) -> int:

@@ -1,10 +1,9 @@
-"""The loss curves of the shipped checkpoints, and their model cards, from the records of the runs.
+"""The model cards of the shipped checkpoints, from the records of their training.
 
-    python workshop/training/plot_training.py
+    python workshop/training/model_cards.py
 
-Reads `common/checkpoints/*/training_record.json` and `tiny-draft/evaluation.json`, writes
-`workshop/figures/training.svg` and the `README.md` of each checkpoint, from `card.txt`. No
-number is typed by hand.
+Reads `common/checkpoints/*/training_record.json` and `tiny-draft/evaluation.json`, writes the
+`README.md` of each checkpoint, from `card.txt`. No number is typed by hand.
 """
 
 from __future__ import annotations
@@ -12,20 +11,9 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
-import matplotlib
-
-matplotlib.use("svg")
-import matplotlib.pyplot as plt
-from matplotlib.figure import Figure
-
-from workshop.book.figure_file import save
-from workshop.book.figure_words import Words
-from workshop.book.palette import DRAFT, INK, label_line
-
 HERE = Path(__file__).parent
 CHECKPOINTS = HERE.parents[1] / "common" / "checkpoints"
 CARD = HERE / "card.txt"  # the cards' text, with the names of its numbers in braces
-ROLES = {"tiny": "target", "tiny-draft": "draft"}
 
 WHAT = {
     "tiny": "The language model that ships with vllm-from-scratch.",
@@ -36,20 +24,6 @@ WHAT = {
 
 def read(path: Path) -> dict:
     return json.loads(path.read_text())
-
-
-def draw(records: dict[str, dict]) -> Figure:
-    figure, axes = plt.subplots(figsize=(8.5, 4.4), layout="constrained")
-    for (name, record), color in zip(records.items(), (INK, DRAFT), strict=True):
-        tokens = [point["tokens"] / 1e6 for point in record["curve"]]
-        losses = [point["held_out_nats"] for point in record["curve"]]
-        axes.plot(tokens, losses, "o-", color=color)
-        label_line(axes, tokens[-1], losses[-1], name, color)
-    axes.set(xlabel="tokens trained on, millions", ylabel="held-out loss, nats a token")
-    axes.set_title("Training of the shipped checkpoints")
-    axes.margins(x=0.12)
-    axes.grid()
-    return figure
 
 
 def write_card(name: str, record: dict) -> None:
@@ -93,11 +67,8 @@ def write_card(name: str, record: dict) -> None:
 
 
 def main() -> None:
-    records = {name: read(CHECKPOINTS / name / "training_record.json") for name in ROLES}
-    save({"training": lambda: draw(records)}, HERE.parent / "figures", Words())
-    for name, record in records.items():
-        write_card(name, record)
-    print("wrote workshop/figures/training.svg and the model cards")
+    for name in WHAT:
+        write_card(name, read(CHECKPOINTS / name / "training_record.json"))
 
 
 if __name__ == "__main__":

@@ -16,8 +16,8 @@ from bounded_loops import as_long_as
 from common.demo import main as demo
 from common.engine import LLMEngine
 from common.engine_config import EngineConfig
-from common.events.event_kinds import REASONS, Computed, Failed, Planned, Run, read_events
-from common.events.event_log import EventLog, _plain
+from common.events.frames import REASONS, reasons_to_wait
+from common.events.run_line import _plain, check_place
 from common.llm import LLM
 from common.tests.engine_oracle import Oracle, failing_steps, finish
 from common.tests.film_runs import Workshop, short_prompts
@@ -34,10 +34,6 @@ ROOT = Path(__file__).resolve().parents[2]
 def make_engine(loaded, events: Path | None, **config) -> LLMEngine:
     small = {"block_size": 4, "num_blocks": 60, "max_num_batched_tokens": 64, "max_num_seqs": 4}
     return LLMEngine(EngineConfig(events=events, **{**small, **config}), loaded=loaded)
-
-
-def plans(path: Path) -> list[Planned]:
-    return [event for event in read_events(path) if isinstance(event, Planned)]
 
 
 # -- invisible
@@ -101,11 +97,12 @@ def test_llm_writes_a_film_of_text(tmp_path: Path) -> None:
     path = tmp_path / "run.jsonl"
     llm = LLM(events=path, num_blocks=50, dtype="float32", num_threads=1)
     (output,) = llm.generate("def f(x):\n    return", GREEDY, use_tqdm=False)
-    request = Film.read(path).last_state().requests["request-0"]
-    assert "".join(request.prompt_pieces) == "def f(x):\n    return"
-    assert len(request.prompt_pieces) == len(request.prompt) and request.outputs
-    assert request.text == output.outputs[0].text
-    assert len(request.pieces) == len(request.outputs)
+    film = Film.read(path)
+    request, state = film.requests()["request-0"], film.last_state()
+    assert "".join(request["prompt_pieces"]) == "def f(x):\n    return"
+    assert len(request["prompt_pieces"]) == len(request["prompt"]) and request["outputs"]
+    assert request["text"] == output.outputs[0].text
+    assert len(state["pieces"]["request-0"]) == len(request["outputs"])
 
 
 def test_a_stop_string_in_the_last_token_that_may_come_is_the_reason(tmp_path: Path) -> None:
@@ -121,8 +118,9 @@ def test_a_stop_string_in_the_last_token_that_may_come_is_the_reason(tmp_path: P
     last = whole.removeprefix(less)
     output = ask(max_tokens=4, stop=(last,))
     assert (output.text, output.finish_reason, output.stop_reason) == (less, "stop", last)
-    ended = [*Film.read(path).last_state().requests.values()][-1]
-    assert (ended.text, ended.finish_reason, ended.stop_reason) == (less, "stop", last)
+    ended = [*Film.read(path).requests().values()][-1]
+    finish = ended["finish"]
+    assert (ended["text"], finish["reason"], finish["stop_reason"]) == (less, "stop", last)
 
 
 def test_the_run_line_says_what_ran_and_names_no_folder(random_loaded, tmp_path: Path) -> None:
@@ -130,8 +128,7 @@ def test_the_run_line_says_what_ran_and_names_no_folder(random_loaded, tmp_path:
     tiers = KVTierConfig(8, 4, disk_path=str(tmp_path / "blocks"))
     engine = make_engine(random_loaded, path, kv_tiers=tiers, policy="lpm", model=str(tmp_path))
     engine.close()
-    (run,) = read_events(path)
-    assert isinstance(run, Run)
+    run = Film.read(path).run
     assert (run.block_size, run.num_blocks, run.policy, run.overlaps) == (4, 60, "lpm", False)
     assert run.config["kv_tiers"]["disk_path"] == "blocks"
     assert run.model["architecture"] == "Qwen3ForCausalLM" and "torch" in run.versions
@@ -147,9 +144,9 @@ def test_events_that_are_no_file_name_are_refused(value: object) -> None:
 
 def test_a_place_for_no_file_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=f"events must be a file.*{tmp_path.name}"):
-        EventLog(tmp_path)
+        check_place(tmp_path)
     with pytest.raises(FileNotFoundError, match="events must be in an existing folder"):
-        EventLog(tmp_path / "none" / "run.jsonl")
+        check_place(tmp_path / "none" / "run.jsonl")
 
 
 def test_the_demo_writes_a_film_of_its_prompts_only(tmp_path: Path, capsys) -> None:
@@ -157,7 +154,7 @@ def test_the_demo_writes_a_film_of_its_prompts_only(tmp_path: Path, capsys) -> N
     arguments = ["--events", str(path), "--num-prompts", "2", "--max-tokens", "3"]
     assert demo([*arguments, "--num-threads", "1"]) == 0
     capsys.readouterr()
-    assert len(Film.read(path).last_state().requests) == 2
+    assert len(Film.read(path).requests()) == 2
 
 
 def test_each_step_is_in_the_file_when_it_returns(
@@ -166,13 +163,13 @@ def test_each_step_is_in_the_file_when_it_returns(
     path = tmp_path / "run.jsonl"
     engine = make_engine(random_loaded, path)
     engine.add_request("a", random_oracle.prompts[0], GREEDY)
-    assert [event.kind for event in read_events(path)] == ["run", "arrived"]
+    assert Film.read(path).lines == []
     for step in range(3):
         engine.step()
         assert Film.read(path).num_steps == step + 1
         assert path.read_bytes().endswith(b"\n")
     engine.abort_request("a")
-    assert Film.read(path).last_state().requests["a"].finish_reason == "abort"
+    assert Film.read(path).requests()["a"]["finish"]["reason"] == "abort"
 
 
 def test_a_killed_process_leaves_a_film_of_whole_steps(tmp_path: Path) -> None:
@@ -194,7 +191,7 @@ def test_a_killed_process_leaves_a_film_of_whole_steps(tmp_path: Path) -> None:
     for line in path.read_text().splitlines():
         json.loads(line)
     film = Film.read(path)
-    assert film.num_steps == 5 and len(film.last_state().requests["a"].outputs) == 5
+    assert film.num_steps == 5 and len(film.last_state()["outputs"]["a"]) == 5
 
 
 # -- errors, and two steps under way
@@ -219,15 +216,15 @@ def test_a_step_that_fails_is_in_the_film_and_the_engine_goes_on(
             engine.step()
     (output,) = (o for o in finish(engine).values() if o.request_id == "b")
     film = Film.read(path)
-    (failed,) = (event for event in film.events if isinstance(event, Failed))
-    assert failed.error == "MemoryError: none left"
-    state = film.last_state()
-    assert state.requests["a"].finish_reason == "abort" and state.errors == [failed.error]
-    assert state.requests["b"].outputs == output.outputs[0].token_ids
-    assert not state.under_way
+    (error,) = [step.result["error"] for step in film.steps() if "error" in step.result]
+    assert error == "MemoryError: none left"
+    requests = film.requests()
+    assert requests["a"]["finish"]["reason"] == "abort"
+    assert requests["b"]["outputs"] == output.outputs[0].token_ids
+    assert not film.last_state()["in_flight"]
 
 
-def test_where_steps_overlap_the_next_plan_stands_before_what_came_of_the_last(
+def test_where_steps_overlap_the_next_plan_comes_before_the_results_of_the_last(
     random_oracle: Oracle, random_loaded, tmp_path: Path
 ) -> None:
     path = tmp_path / "run.jsonl"
@@ -238,27 +235,22 @@ def test_where_steps_overlap_the_next_plan_stands_before_what_came_of_the_last(
     finish(engine)
     engine.close()
     film = Film.read(path)
-    marks = [
-        (event.kind, event.step) for event in film.events if isinstance(event, Planned | Computed)
-    ]
     assert film.run.overlaps
-    assert marks[:4] == [("planned", 0), ("planned", 1), ("computed", 0), ("planned", 2)]
-    discarded = [event.discarded for event in film.events if isinstance(event, Computed)]
-    assert sum(map(len, discarded)) == 1, "a token was computed behind the stop token"
-    assert not film.last_state().under_way
+    found = [line["at"] for line in film.lines if line["at"] != "between"]
+    assert found[:4] == ["plan", "plan", "result", "plan"]
+    assert [len(step.state["in_flight"]) for step in film.steps()][:2] == [1, 1]
+    discarded = [step.result.get("discarded", {}) for step in film.steps()]
+    assert sum(map(len, discarded)) == 1, "a token was computed after the stop token"
+    assert not film.last_state()["in_flight"]
 
 
 # -- why somebody waits
 
 
 def reasons(path: Path) -> list[dict[str, str]]:
-    """After each plan, of all who wait."""
-    film, found = Film.read(path), []
-    for position, event in enumerate(film.events, 1):
-        if isinstance(event, Planned):
-            state = film.state_behind(position)
-            found.append({name: state.reason_to_wait(name) or "" for name in state.waiting})
-    return found
+    """Why each request waits, after each plan."""
+    frames = [frame for step in Film.read(path).steps() for frame in step.frames]
+    return [reasons_to_wait(after) for at, _, after in frames if at == "plan"]
 
 
 SCHEDULERS = [
@@ -302,9 +294,9 @@ def test_who_waits_for_another_ones_prefix_says_for_whose(
     engine = make_engine(random_loaded, path, **config)
     prompts = {"a": tokens(20), "b": [*tokens(20), 5, 6], "c": tokens(12, 3)}
     assert first_reasons(engine, path, prompts) == {"b": "parent"}
-    (planned,) = plans(path)
-    assert planned.parents == {"b": "a"} and planned.stop is None
-    assert planned.requests == ["a", "c"], "it was passed over"
+    (plan,) = Film.read(path).step(0).plans
+    assert plan["parents"] == {"b": "a"} and "stop" not in plan
+    assert plan["requests"] == ["a", "c"], "it was skipped"
 
 
 def test_a_constraint_holds_one_back_and_not_who_is_behind_it(
@@ -347,12 +339,14 @@ def test_kv_on_its_way_is_a_reason_of_its_own(random_loaded, tmp_path: Path) -> 
     engine = make_engine(random_loaded, path, kv_connector=SlowStore())
     assert first_reasons(engine, path, {"a": tokens(9)}) == {"a": "remote_kv"}
     finish(engine)
-    kinds = [event.kind for event in read_events(path)]
-    assert kinds.index("load_begun") < kinds.index("loaded") < kinds.index("load_ended")
-    assert Film.read(path).last_state().num_loaded == {}, "the load has failed"
+    found = [what for step in Film.read(path).steps() for what in step.happened]
+    (begun,) = [i for i, what in enumerate(found) if what["loads_begun"] == ["a"]]
+    (ended,) = [i for i, what in enumerate(found) if what["loads_ended"] == ["a"]]
+    assert begun < ended
+    assert Film.read(path).last_state()["loaded"] == {}, "the load has failed"
 
 
-class Store(SlowStore):
+class ReadyStore(SlowStore):
     """Its block comes."""
 
     def get_finished_load(self, request_id) -> int:
@@ -361,10 +355,10 @@ class Store(SlowStore):
 
 def test_what_comes_from_a_store_without_tiers_is_counted(random_loaded, tmp_path: Path) -> None:
     path = tmp_path / "run.jsonl"
-    engine = make_engine(random_loaded, path, kv_connector=Store())
+    engine = make_engine(random_loaded, path, kv_connector=ReadyStore())
     engine.add_request("a", tokens(9), GREEDY)
     finish(engine)
-    assert Film.read(path).last_state().num_loaded == {"store": 1}
+    assert Film.read(path).last_state()["loaded"] == {"store": 1}
 
 
 def test_the_turn_of_those_who_decode_is_a_reason(random_loaded, tmp_path: Path) -> None:
@@ -375,8 +369,8 @@ def test_the_turn_of_those_who_decode_is_a_reason(random_loaded, tmp_path: Path)
         engine.add_request(str(i), tokens(60, i), replace(GREEDY, max_tokens=1))
     for _ in as_long_as(engine.has_unfinished_requests):
         engine.step()
-    stops = [planned.stop[0] for planned in plans(path) if planned.stop is not None]
-    assert "turn" in stops
+    plans = [plan for step in Film.read(path).steps() for plan in step.plans]
+    assert "turn" in [plan["stop"][0] for plan in plans if "stop" in plan]
 
 
 def test_a_preempted_request_waits_for_blocks_and_returns(
@@ -390,12 +384,14 @@ def test_a_preempted_request_waits_for_blocks_and_returns(
         engine.add_request(name, prompt, replace(GREEDY, max_tokens=16))
     finish(engine)
     film = Film.read(path)
-    kinds = [(e.kind, getattr(e, "request", "")) for e in film.events]
-    gone, back = kinds.index(("preempted", "b")), len(kinds) - kinds[::-1].index(("admitted", "b"))
-    assert gone < back
+    found = [(step.number, what) for step in film.steps() for what in step.happened]
+    gone = [n for n, what in found for name, *_ in what["preempted"] if name == "b"]
+    admitted = [(n, item) for n, what in found for item in what["admitted"]]
+    back = [n for n, (name, _, is_back) in admitted if name == "b" and is_back]
+    assert gone and back and gone[0] < back[0]
     at = next(i for i, found in enumerate(reasons(path)) if "b" in found)
     assert reasons(path)[at : at + 2] == [{"b": "preempting"}, {"b": "blocks"}]
-    assert film.last_state().requests["b"].num_preemptions >= 1
+    assert film.requests()["b"]["num_preemptions"] >= 1
 
 
 def test_random_runs_give_only_reasons_that_exist_and_one_to_everybody(
@@ -421,11 +417,10 @@ def test_tokens_of_a_step_are_told_apart(random_oracle, random_loaded, tmp_path:
     outputs = finish(engine)
     film = Film.read(path)
     found: dict[str, int] = {}
-    for position, event in enumerate(film.events, 1):
-        if isinstance(event, Planned):
-            for cell in film.state_behind(position).cells(event):
-                found[cell.kind] = found.get(cell.kind, 0) + cell.num_tokens
-    verified = [v for e in film.events if isinstance(e, Computed) for v in e.verified.values()]
+    for step in film.steps():
+        for _, kind, _, num in step.cells():
+            found[kind] = found.get(kind, 0) + num
+    verified = [v for step in film.steps() for v in step.result.get("verified", {}).values()]
     accepted, rejected = map(sum, zip(*verified, strict=True))
     num_outputs = sum(len(output.outputs[0].token_ids) for output in outputs.values())
     stats = engine.stats()

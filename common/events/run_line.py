@@ -1,0 +1,122 @@
+"""The first line of a recorded run: the engine that ran, its settings, its model and its versions;
+and the file that gets it."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import platform
+import time
+from collections.abc import Mapping, Sequence
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, TextIO
+
+import torch
+
+from common.events.frames import VERSION
+from policies import SchedulePolicy
+
+if TYPE_CHECKING:
+    from common.engine_config import EngineConfig
+    from common.models.model_config import ModelFacts
+
+_OWN_SETTINGS = ("speculative", "kv_tiers")  # configuration fields that are dataclasses
+_PACKAGES = ("torch", "transformers", "tokenizers", "vllm-from-scratch")
+
+
+def check_place(events: str | Path | TextIO) -> None:
+    if not isinstance(events, str | Path):
+        return
+    path = Path(events)
+    if path.is_dir():
+        raise ValueError(f"events must be a file, not a folder, got {str(path)!r}")
+    if not path.parent.is_dir():
+        raise FileNotFoundError(f"events must be in an existing folder, got {str(path)!r}")
+
+
+def open_file(path: Path) -> TextIO:
+    check_place(path)
+    # A lone surrogate is written as JSON's escape of it.
+    return path.open("w", encoding="utf-8", errors="backslashreplace", newline="\n")
+
+
+# -- the run line
+
+
+def describe_run(
+    config: EngineConfig,
+    facts: ModelFacts,
+    num_blocks: int,
+    overlaps: bool,
+    windows: Sequence[int | None],
+) -> dict[str, Any]:
+    """Return the run line. `config` holds the settings by name; `num_blocks` includes the null
+    block; `overlaps`: two steps can be in flight. With `windows` a request has one block table per
+    window (0: no limit), and the cache holds no references: a block that no request holds is free,
+    and findable until it is allocated. Left out without any window."""
+    model = facts.config
+    line = dict(
+        kind="run",
+        version=VERSION,
+        started_at=round(time.time(), 3),
+        scheduler=_name(config.scheduler),
+        policy=_name(config.policy),
+        prefix_cache=None if config.prefix_cache is None else _name(config.prefix_cache),
+        block_size=config.block_size,
+        num_blocks=num_blocks,
+        max_num_seqs=config.max_num_seqs,
+        max_num_batched_tokens=config.max_num_batched_tokens,
+        overlaps=overlaps,
+        config={
+            f.name: _plain(f.name, getattr(config, f.name))
+            for f in dataclasses.fields(config)
+            if f.name != "events"
+        },
+        model={
+            "architecture": model.architecture,
+            "num_parameters": facts.num_parameters,
+            "num_layers": model.num_hidden_layers,
+            "vocab_size": model.vocab_size,
+            "device": str(facts.device),
+            "dtype": str(facts.dtype).removeprefix("torch."),
+        },
+        versions={"python": platform.python_version(), **_versions()},
+    )
+    return line | ({"windows": [window or 0 for window in windows]} if windows else {})
+
+
+def _name(part: Any) -> str:
+    """Return the name of a part: the string that chose it, a policy's `name`, or the name of the
+    part's class or factory function."""
+    if isinstance(part, SchedulePolicy):
+        return part.name
+    return part if isinstance(part, str) else getattr(part, "__name__", type(part).__name__)
+
+
+def _versions() -> dict[str, str]:
+    found = {}
+    for package in _PACKAGES:
+        try:
+            found[package] = version(package)
+        except PackageNotFoundError:  # a checkout that is not installed
+            continue
+    return found
+
+
+def _plain(name: str, value: Any) -> Any:
+    """Convert a setting to JSON's types. A path becomes its name only, because films are shared."""
+    if value is None or isinstance(value, bool | int | float):
+        return value
+    if isinstance(value, torch.dtype):
+        return str(value).removeprefix("torch.")
+    if isinstance(value, str):  # an adapter's folder, say; a relative one too
+        return Path(value).name if os.path.isabs(value) or os.path.exists(value) else value
+    if isinstance(value, Mapping):
+        return {key: _plain(key, item) for key, item in value.items()}
+    if isinstance(value, Path):
+        return value.name
+    if name in _OWN_SETTINGS and dataclasses.is_dataclass(value):
+        values = {f.name: getattr(value, f.name) for f in dataclasses.fields(value)}
+        return {key: _plain(key, item) for key, item in values.items()}
+    return value.name if isinstance(value, SchedulePolicy) else type(value).__name__

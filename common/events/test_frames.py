@@ -1,0 +1,166 @@
+"""Frames: the differences lead to the engine's own state after every step of random engines, for a
+viewer that begins late, too; and every report that the recorder relies on is needed."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from common.events.frame_recorder import FrameRecorder
+from common.events.frames import REASONS, VERSION, apply, diff, empty_frame
+from common.events.hidden_frames import HIDDEN, hide_texts
+from common.events.memory_changes import MemoryChanges
+from common.tests.film_runs import Workshop, check_film
+from workshop.watch.replay.film import Film
+
+VALUES = st.recursive(
+    st.none() | st.booleans() | st.integers(-3, 3) | st.sampled_from(["", "a", "__proto__"]),
+    lambda inner: st.lists(inner, max_size=4) | st.dictionaries(st.sampled_from("abc"), inner),
+    max_leaves=12,
+)
+
+
+@given(VALUES, VALUES)
+def test_a_difference_leads_from_any_value_to_any_other(before: Any, after: Any) -> None:
+    written = json.loads(json.dumps(diff(before, after)))
+    assert repr(apply(before, written)) == repr(after) or apply(before, written) == after
+
+
+@pytest.mark.parametrize(
+    ("before", "after", "changes"),
+    [
+        ({"a": 1, "b": 2}, {"b": 3, "c": 4}, {"a": None, "b": [3], "c": [4]}),
+        ([1, 2, 2], [1, 2, 2, 5], [[], [5]]),
+        ([1, 2, 3, 4], [3, 4, 2], [[3, 4, 2]]),
+        ([1, 2, 3, 4], [2, 4, 9], [[1, 3], [9]]),
+        ({"r": {"out": [7, 7]}}, {"r": {"out": [7, 7, 7]}}, {"r": {"out": [[], [7]]}}),
+        ({"a": {}}, {"a": {}}, {}),
+    ],
+)
+def test_the_form_of_a_difference(before: Any, after: Any, changes: Any) -> None:
+    assert diff(before, after) == changes
+    assert apply(before, changes) == after
+
+
+# -- the law
+
+
+@pytest.mark.parametrize("seed", range(12))
+def test_the_frames_are_the_engine_after_every_step(workshop: Workshop, seed: int) -> None:
+    check_film(workshop.run(seed))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("block", range(10))
+def test_the_frames_are_the_engine_in_many_more_runs(workshop: Workshop, block: int) -> None:
+    for seed in range(1000 + 50 * block, 1050 + 50 * block):
+        check_film(workshop.run(seed))
+
+
+TIGHT = {"block_size": 3, "num_blocks": 40, "max_num_seqs": 4, "max_num_batched_tokens": 150}
+
+
+@pytest.mark.parametrize(
+    "report", ["_touch", "_freed", "_use", "_matched", "_left", "_enter", "_split"]
+)
+def test_no_report_can_be_left_out(
+    report: str, workshop: Workshop, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Without one of the reports of pool and cache, the frames are not the engine."""
+    monkeypatch.setattr(MemoryChanges, report, lambda self, *arguments: None)
+    configs = [
+        {**TIGHT, "prefix_cache": "hash", "policy": "lpm"},
+        {**TIGHT, "prefix_cache": "radix", "preempt_every": 3},
+    ]
+    assert any(workshop.run(seed, **c).broken for c in configs for seed in range(4))
+
+
+# -- a viewer that begins late, and one that may not read everything
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_a_late_viewer_sees_the_same_from_then_on(workshop: Workshop, seed: int) -> None:
+    """With `beginning`, between any two steps: the same lines lead on from there."""
+    begun: list[tuple[str, int]] = []
+    flush = FrameRecorder.flush
+
+    def beginning_now_and_then(recorder: FrameRecorder) -> None:
+        flush(recorder)
+        is_between = recorder._result is None and recorder.is_in and not recorder._lines
+        if is_between and len(begun) < 5 and recorder._num_planned == 3 * len(begun) + 2:
+            begun.append(("", -1))  # `beginning` flushes, too
+            begun[-1] = recorder.beginning(), recorder._file.tell()
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(FrameRecorder, "flush", beginning_now_and_then)
+        recorded = workshop.run(seed)
+    check_film(recorded)
+    assert begun
+    whole = Film.read(recorded.path).last_state()
+    for text, position in begun:
+        rest = recorded.path.read_bytes()[position:].decode()
+        late = Film((text + rest).splitlines(keepends=True)).last_state()
+        for name in whole.keys() - {"requests", "cached", "loaded"}:
+            assert late[name] == whole[name], name
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_texts_are_hidden_from_viewers_that_may_not_read_them(
+    workshop: Workshop, seed: int
+) -> None:
+    film = Film.read(workshop.run(seed, first_step=5 * (seed % 2)).path)
+    hidden = empty_frame(film.run.num_blocks)
+    shown = empty_frame(film.run.num_blocks)
+    num_hidden, known = 0, set[str]()
+    may_read = lambda name: name[0] in "abcd"  # noqa: E731
+    for line in film.lines:
+        shown = apply(shown, line["changes"])
+        hidden = apply(hidden, hide_texts(line, may_read)["changes"])
+        for name, ids in shown["outputs"].items():
+            row, pieces = hidden["requests"][name], hidden["pieces"][name]
+            if may_read(name):
+                assert hidden["outputs"][name] == ids and row == shown["requests"][name]
+                continue
+            num_hidden += len(ids)
+            assert hidden["outputs"][name] == [HIDDEN] * len(ids)
+            assert set(row["prompt"]) == {HIDDEN} and not any((*pieces, *row["prompt_pieces"]))
+            assert not any(row[label] for label in ("tenant", "order_key", "adapter", "grammar"))
+        if line["at"] == "start":  # a block in a table of theirs has tokens of theirs
+            readable = [groups for name, groups in shown["tables"].items() if may_read(name)]
+            known = {str(block) for groups in readable for ids in groups.values() for block in ids}
+        for block, row in hidden["cached"].items():
+            is_theirs = block in known if "by" not in row else may_read(row["by"] or "x")
+            assert is_theirs or set(row["tokens"]) == {HIDDEN}
+        for plan in hidden["in_flight"].values():
+            for name, ids in plan.get("drafts", {}).items():
+                assert may_read(name) or set(ids) <= {HIDDEN}
+        unsaid = {"requests", "outputs", "pieces", "cached", "in_flight", "result"}
+        for name in shown.keys() - unsaid:
+            assert hidden[name] == shown[name]
+    assert num_hidden
+
+
+# -- the page about them
+
+
+def rows_of(table: str) -> list[list[str]]:
+    page = (Path(__file__).parent / "README.md").read_text(encoding="utf-8")
+    lines = page.split(f"<!-- table:{table} -->\n")[1].split(f"<!-- /table:{table}")[0].splitlines()
+    return [[cell.strip() for cell in line.strip("|").split("|")] for line in lines[2:]]
+
+
+def test_the_page_lists_every_key_and_every_reason() -> None:
+    keys = [name for row in rows_of("frame") for name in row[0].replace("`", "").split(", ")]
+    assert sorted(keys) == sorted(empty_frame(9))
+    assert {row[0].strip("`"): row[1] for row in rows_of("reasons")} == REASONS
+    page = (Path(__file__).parent / "README.md").read_text(encoding="utf-8")
+    shown = [line.strip() for line in page.splitlines() if line.startswith('    {"at"')]
+    run = json.dumps({"kind": "run", "version": VERSION, "num_blocks": 9})
+    film = Film(f"{line}\n" for line in (run, *shown))
+    assert [what["published"] for what in film.step(0).happened] == [{}, {}, {"b": [4]}]
+    assert f"## The format, version {VERSION}" in page
