@@ -92,7 +92,8 @@ class GlobalKVPool:
     A block is used when it is published, when a query returns its node, or when a transfer reads or
     writes it. Among the blocks of one call the first count as used last, so a full node loses a
     chain's tail before its head. `transport` copies bytes from node to node; `transfer_timeout_s`
-    is each transfer's deadline. Raises `ValueError` for a number that is not positive.
+    is the deadline of an `async_transfer`: loads of an engine have that of its connector. Raises
+    `ValueError` for a number that is not positive.
     """
 
     def __init__(
@@ -232,8 +233,9 @@ class GlobalKVPool:
     ) -> None:
         """Copy these blocks, consecutive ones of a chain, to `target_node_id` in the background.
         Raises `ValueError` if a transfer with this `request_id` has a result that was not taken."""
-        self._transfers.start(request_id, self.read(block_hashes, target_node_id))
-        with self._lock:
+        blocks = self.read(block_hashes, target_node_id)
+        with self._lock:  # another thread can take the result when the target is known
+            self._transfers.start(request_id, blocks)
             self._targets[request_id] = self._node(target_node_id)
 
     def is_transfer_complete(self, request_id: str) -> bool:
@@ -244,8 +246,10 @@ class GlobalKVPool:
     def transfer_result(self, request_id: str) -> TransferResult:
         """Take the result of a complete transfer, and keep its blocks on the target. Raises
         `ValueError` for one that is in flight or unknown."""
-        blocks, error = self._transfers.take(request_id)
-        self._keep(self._targets.pop(request_id), blocks)
+        with self._lock:
+            blocks, error = self._transfers.take(request_id)
+            target = self._targets.pop(request_id)
+        self._keep(target, blocks)
         return TransferResult(tuple(blocks), error)
 
     def _sources(self, block_hash: bytes, target: _Node) -> list[tuple[_Node, KVBlock]]:
@@ -290,7 +294,7 @@ class GlobalKVPool:
                     self._store(target, block)
 
     def close(self) -> None:
-        """Stop. Transfers in flight end with an error. Can be called again."""
+        """Stop. An `async_transfer` in flight ends with an error. Can be called again."""
         with self._lock:
             self._is_closed = True
         self._transfers.close()

@@ -12,6 +12,9 @@ write. So nothing is trusted: a record is valid only if the checksum over its ha
 is right, at every read. A record is made invalid before its bytes change and valid after.
 
 Both tiers report, to a listener if there is one, which hash was added (True) and removed (False).
+All methods can be called from different threads; the listener is called in theirs, under the tier's
+lock.
+
 Invariants: those of `kv_store.py`; never more than `max_blocks`; a hash is in at most one record.
 """
 
@@ -42,6 +45,7 @@ class HostTier(KVStore):
         self.max_blocks = max_blocks
         self.below: KVStore | None = None
         self.on_change: Callable[[bytes, bool], object] = ignore_change
+        self._lock = threading.Lock()
         self._blocks: LRUBlocks[tuple[Link, bytes]] = LRUBlocks()
 
     def __len__(self) -> int:
@@ -51,25 +55,28 @@ class HostTier(KVStore):
         return block_hash in self._blocks
 
     def has(self, links: Sequence[Link]) -> int:
-        return self._blocks.num_leading(links)
+        with self._lock:
+            return self._blocks.num_leading(links)
 
     def get(self, links: Sequence[Link]) -> Iterator[bytes]:
         for link in links:
-            yield self._blocks[link[0]][1]
+            yield self._blocks[link[0]][1]  # one look-up: needs no lock
 
     def put(self, link: Link, data: bytes) -> bool:
         """A tier of size 0 passes the block on."""
         if self.max_blocks == 0:
             self._spill(link, data)
             return False
-        is_new = link[0] not in self._blocks
-        is_full = is_new and len(self._blocks) == self.max_blocks
-        evicted = [self._blocks.pop_oldest()] if is_full else []
-        self._blocks[link[0]] = link, bytes(data)
-        self._blocks.move_to_end(link[0])
-        self.on_change(link[0], True)
-        for block_hash, (old_link, old_data) in evicted:
-            self.on_change(block_hash, False)
+        with self._lock:
+            is_new = link[0] not in self._blocks
+            is_full = is_new and len(self._blocks) >= self.max_blocks
+            evicted = [self._blocks.pop_oldest()[1]] if is_full else []
+            self._blocks[link[0]] = link, bytes(data)
+            self._blocks.move_to_end(link[0])
+            self.on_change(link[0], True)
+            for old_link, _ in evicted:
+                self.on_change(old_link[0], False)
+        for old_link, old_data in evicted:
             self._spill(old_link, old_data)
         return is_new
 
@@ -78,15 +85,15 @@ class HostTier(KVStore):
             self.below.put(link, data)
 
     def drop(self, link: Link) -> None:
-        if self._blocks.pop(link[0], None) is not None:
-            self.on_change(link[0], False)
+        with self._lock:
+            if self._blocks.pop(link[0], None) is not None:
+                self.on_change(link[0], False)
 
 
 class DiskTier(KVStore):
     """A tier in a memory-mapped file. An existing file is reused if it fits.
 
-    All methods can be called from different threads; `on_change` is called in theirs. Raises
-    `ValueError` for sizes below 1, and `OSError` if the file cannot be made.
+    Raises `ValueError` for sizes below 1, and `OSError` if the file cannot be made.
     """
 
     def __init__(self, path: str | Path, max_blocks: int, block_nbytes: int) -> None:

@@ -65,7 +65,7 @@ class PoolConnector(StoreConnector):
     ) -> tuple[int, bool]:
         links = self._links(request, num_computed_tokens)
         try:
-            num_found = self.store.has(links) if links else 0
+            num_found = max(0, self.store.has(links)) if links else 0
         except Exception as failure:
             logger.warning("cannot query the KV pool: %r", failure)
             num_found = 0
@@ -108,7 +108,7 @@ class PoolConnector(StoreConnector):
         store drops a tail before its head, without which the tail could not be found."""
         try:
             links = self._chains.chain(request, len(block_ids))
-            num_known = self.store.has(links)
+            num_known = max(0, self.store.has(links))
             for link, block_id in reversed(list(zip(links, block_ids, strict=True))[num_known:]):
                 record = make_record(link, self.io.read_block(block_id))
                 self.stats.num_blocks_published += self.store.put(link, record)

@@ -6,12 +6,13 @@ what has arrived when the load has ended or its deadline has passed.
 
     start -> in flight -+-> all arrived ----> taken
                         +-> raised ---------> taken: the parts before, and an error
-                        +-> deadline -------> taken: the parts that arrived in time, and an error
+                        +-> deadline -------> taken: the parts that arrived before, and an error
                         +-> cancelled: dropped immediately
 
 A thread cannot be stopped from outside: one that hangs in a read is left alone, and its later parts
 are discarded. Until then it serves no other load, so a store that hangs makes other loads wait, and
-time out, but not the engine.
+time out, but not the engine. The threads start with their owner, not at the first load: Ctrl-C in a
+load that starts threads could leave some of them uncounted (`worker_thread.py`).
 
 Invariants: a load is taken once; after `take` or `cancel` it has no further effect; loads begin in
 the order of their starts; Ctrl-C at any point of a caller leaves no lock taken. vLLM's connectors
@@ -40,6 +41,10 @@ class _PartialLoad(Generic[T]):
     error: str | None = None
     has_ended: bool = False  # set last
     is_stopped: bool = False  # taken or cancelled
+
+    def stop(self) -> None:
+        """Release the parts too, which pin blocks: a load that is not begun stays in the queue."""
+        self.is_stopped, self.parts = True, iter(())
 
 
 class Loads(Generic[T]):
@@ -110,7 +115,7 @@ class Loads(Generic[T]):
         """Drop a load, whatever its state. Unknown names are ignored."""
         load = self._loads.pop(name, None)
         if load is not None:
-            load.is_stopped = True
+            load.stop()
 
     def wait(self, timeout_s: float) -> None:
         """Return when some load has ended, or after `timeout_s`; immediately without a load."""
@@ -128,6 +133,6 @@ class Loads(Generic[T]):
         for load in list(self._loads.values()):
             if not load.has_ended:
                 load.error, load.has_ended = "the loads were closed", True
-            load.is_stopped = True
+            load.stop()
         for thread in self._threads:
             thread.close()

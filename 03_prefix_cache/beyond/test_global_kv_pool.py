@@ -215,6 +215,24 @@ def test_a_transfer_is_complete_until_its_result_is_taken():
         assert arrived(transfer(pool, [0], "b", "r")) == [0]
 
 
+def test_a_result_can_be_taken_by_another_thread_as_soon_as_it_is_there():
+    with make_pool() as pool:
+        publish(pool, "a", 0)
+        results: list[TransferResult] = []
+        taker = threading.Thread(target=lambda: results.append(finish(pool)))
+        start = pool._transfers.start
+
+        def start_and_let_it_be_taken(*args):
+            start(*args)
+            taker.start()
+            taker.join(0.05)
+
+        pool._transfers.start = start_and_let_it_be_taken
+        pool.async_transfer("r", HASHES[:1], "b")
+        taker.join(WAIT_S)
+        assert arrived(results[0]) == [0] == on_node(pool, "b")
+
+
 def test_a_missing_block_ends_the_transfer_and_what_is_before_it_arrives():
     with make_pool() as pool:
         publish(pool, "a", 0, 2)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import threading
 from collections import OrderedDict
 from pathlib import Path
 
@@ -72,6 +73,25 @@ def test_a_tier_against_a_naive_lru(kind, tmp_path: Path):
     if kind == "disk":
         tier.close()
         tier.close()
+
+
+@pytest.mark.parametrize("kind", ["host", "disk"])
+def test_another_thread_drops_a_block_before_a_look_up_or_after_it(kind, tmp_path: Path):
+    tier = HostTier(5) if kind == "host" else DiskTier(tmp_path / "kv", 5, NBYTES)
+    for number in range(3):
+        tier.put(link(number), content(number))
+    reader = threading.Thread(target=tier.drop, args=[link(1)])
+
+    class Links(list[Link]):
+        def __getitem__(self, index):
+            """What was found is taken: the reader comes in between."""
+            reader.start()
+            reader.join(0.05)
+            return super().__getitem__(index)
+
+    assert tier.has(Links(map(link, range(3)))) == 3
+    reader.join()
+    assert tier.has([link(n) for n in range(3)]) == 1
 
 
 @pytest.mark.parametrize("max_blocks", [0, 2])

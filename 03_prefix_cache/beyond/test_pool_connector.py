@@ -117,6 +117,14 @@ def test_the_second_engine_reads_what_the_first_has_computed_byte_for_byte(saved
     assert (second.stats.num_tokens_loaded, first.stats.num_blocks_published) == (16, 4)
 
 
+def test_a_store_that_counts_below_zero_has_nothing(saved, monkeypatch):
+    _, second = saved
+    monkeypatch.setattr(second.connector.store, "has", lambda links: -1)
+    assert second.ask(make_request("0", TOKENS)) == 0
+    second.save(make_request("1", TOKENS[::-1]))
+    assert second.stats.num_blocks_published == 4
+
+
 @pytest.mark.parametrize("num_computed", [0, 4, 8, 12])
 def test_only_what_is_behind_the_local_hit_is_loaded(saved, num_computed):
     _, second = saved

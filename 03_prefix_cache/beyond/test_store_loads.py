@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
+import weakref
 from collections.abc import Iterator
 
 import pytest
@@ -126,6 +127,20 @@ def test_no_further_part_is_read_for_a_cancelled_load(loads, gate):
     gate.open.release()
     assert finish(loads) == (PARTS[:1], None) and gate.num_begun == 1
     loads.cancel("never heard of")
+
+
+@pytest.mark.parametrize("end", ["cancel", "take", "close"])
+def test_a_load_that_is_over_before_it_begins_holds_no_block(end, loads, gate, now):
+    """The thread hangs in another, so the load stays in its queue."""
+    loads.start("hangs", gate.parts())
+    assert gate.entered.acquire(timeout=WAIT_S)
+    parts = Gate().parts()
+    pinned = weakref.ref(parts)
+    loads.start("a", parts)
+    del parts
+    now[0] = 5.0
+    getattr(loads, end)(*["a"] * (end != "close"))
+    assert pinned() is None
 
 
 def test_loads_begin_in_the_order_of_their_starts(loads, gate):

@@ -184,6 +184,25 @@ def test_a_child_is_never_left_below_without_its_parent_while_both_fit(make_engi
     assert engine.serve([1] * 16) >= 2 * BLOCK_SIZE, "the head is still there"
 
 
+@pytest.mark.parametrize("in_host", [(), (0, 2), (1, 3)])
+def test_a_chain_that_was_found_leaves_each_tier_tail_first(make_engine, in_host):
+    """Trap 11, a floor down: a look-up marks the head as used last, also where tiers alternate."""
+    engine = make_engine(KVTierConfig(host_blocks=2, disk_blocks=4))
+    tiers, data = engine.tiers, bytes(engine.io.block_nbytes)
+    chain = compute_hash_chain([1] * 8, BLOCK_SIZE, [("engine model", "test")])
+    for number, link in enumerate(chain):
+        (tiers.host if number in in_host else tiers.disk).put(link, data)
+    found, _ = tiers.get_num_new_matched_tokens(make_request("r", [1] * 9), 0)
+    assert found == 8
+    tiers.host.below = None  # the tiers one by one
+    for tier in (tiers.host, tiers.disk):
+        here = [block_hash for block_hash, _ in chain if block_hash in tier]
+        for number in range(len(here), tier.max_blocks + len(here)):
+            tier.put((bytes([number]) * 32, (number,)), data)
+            num_left = min(len(here), tier.max_blocks + len(here) - 1 - number)
+            assert [block_hash for block_hash in here if block_hash in tier] == here[:num_left]
+
+
 @pytest.mark.parametrize("is_found", [False, True])
 def test_nothing_is_kept_of_a_request_that_never_published_a_block(is_found, make_engine):
     """Whether the tiers had something for it, or nothing."""

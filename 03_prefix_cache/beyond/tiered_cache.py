@@ -151,16 +151,18 @@ class TieredCache(StoreConnector):
     def get_num_new_matched_tokens(
         self, request: Request, num_computed_tokens: int
     ) -> tuple[int, bool]:
-        links, found = self._links(request, num_computed_tokens), Found()
-        while len(found) < len(links):
-            rest = links[len(found) :]
-            if num_in_host := self.host.has(rest):
-                in_host = rest[:num_in_host]
-                found += zip(in_host, self.host.get(in_host), strict=True)
-            elif self.disk is not None and self.disk.has(rest[:1]):
-                found.append((rest[0], None))
+        found = Found()
+        for link in self._links(request, num_computed_tokens):
+            if link[0] in self.host:
+                found.append((link, next(self.host.get([link]))))
+            elif self.disk is not None and link[0] in self.disk:
+                found.append((link, None))
             else:
                 break
+        # One call for each tier marks its part of the chain as used, the head last.
+        self.host.has([link for link, data in found if data is not None])
+        if self.disk is not None:
+            self.disk.has([link for link, data in found if data is None])
         return self._offer(request, found)
 
     def update_state_after_alloc(
