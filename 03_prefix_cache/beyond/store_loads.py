@@ -6,7 +6,7 @@ what has arrived when the load has ended or its deadline has passed.
 
     start -> in flight -+-> all arrived ----> taken
                         +-> raised ---------> taken: the parts before, and an error
-                        +-> deadline -------> taken: the parts that arrived before, and an error
+                        +-> deadline -------> taken: the parts until it is taken, and an error
                         +-> cancelled: dropped immediately
 
 A thread cannot be stopped from outside: one that hangs in a read is left alone, and its later parts
