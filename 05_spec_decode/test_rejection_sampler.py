@@ -257,7 +257,7 @@ def test_forgetting_the_draft_probabilities_is_exact_and_accepts_less(kind):
 
 
 def test_a_law_that_is_wrong_is_seen():
-    """VerificationRules with one mistake each, and the distance of their law from the target's."""
+    """Rules with one mistake each, and the distance of their law from the target's."""
     p, q = models(3, "random", seed=6)
     plainly = plain(p, 3, 3)
 

@@ -53,7 +53,8 @@ PROPOSERS = {
     "draft": "common.assembly.assembly:make_draft_model",
 }
 # The first is for whole prompts; the second, maybe the same class, for chunked ones, with decodes
-# and chunks in a batch.
+# and chunks in a batch. Metadata with a window comes only to "triton" and to a class that derives
+# from `TorchAttentionBackend`; for any other class, as for an instance, chapter 2 computes windows.
 ATTENTION_BACKENDS = {
     "torch": (
         "paged_attention:TorchAttentionBackend",

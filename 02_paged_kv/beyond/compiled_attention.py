@@ -124,6 +124,7 @@ class CompiledAttentionBackend(TorchAttentionBackend):
         others: TorchAttentionBackend | None = None,
     ) -> None:
         self.attend_rows, self.others = attend_rows, others or TorchAttentionBackend()
+        self.attend_group = self.others.attend_group
         # All that the machine code depends on: the strides determine the shape of a block.
         self._made_for = num_heads, key_cache.dtype, key_cache.stride()
 

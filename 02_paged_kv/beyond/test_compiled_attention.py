@@ -12,7 +12,7 @@ import compiled_attention as module
 from attention_plan import SHORT_QUERIES
 from compiled_attention import CompiledAttentionBackend, HeadMajorKVCache, write_kv_anywhere
 from decode_attention import attend_rows
-from paged_attention import PagedKVCache, write_kv
+from paged_attention import PagedKVCache, TorchAttentionBackend, write_kv
 from test_decode_attention import head_major
 from test_paged_attention import (
     MIXED,
@@ -35,16 +35,26 @@ __all__ = [
 ]
 
 
-def make_backend(case: Case) -> CompiledAttentionBackend:
+def make_backend(
+    case: Case, others: TorchAttentionBackend | None = None
+) -> CompiledAttentionBackend:
     """`num_rows` of it: that came to its function, call by call."""
 
     def attend(query, key_cache, value_cache, rows, *rest):
         backend.num_rows.append(len(rows.tokens))
         attend_rows(query, key_cache, value_cache, rows, *rest)
 
-    backend = CompiledAttentionBackend(attend, case.query.shape[1], case.key_cache)
+    backend = CompiledAttentionBackend(attend, case.query.shape[1], case.key_cache, others)
     backend.num_rows = []
     return backend
+
+
+class Counting(TorchAttentionBackend):
+    num_groups = 0
+
+    def attend_group(self, *arguments, **options):
+        self.num_groups += 1
+        return super().attend_group(*arguments, **options)
 
 
 def count_short(lengths: list[tuple[int, int]]) -> int:
@@ -112,10 +122,13 @@ def test_short_ones_alone_in_front_behind_and_none(lengths):
 )
 def test_another_model_is_attended_to_the_usual_way(other):
     """A draft model shares backend and metadata, and the function is not made for it."""
-    backend = make_backend(make_head_major_case(MIXED, 4))
+    others = Counting()
+    backend = make_backend(make_head_major_case(MIXED, 4), others)
     for make in (make_case, make_head_major_case):
         case = make(MIXED, **{"block_size": 4} | other)
+        others.num_groups = 0
         case.check(attend(case, backend))
+        assert others.num_groups == len(case.plan(backend).groups) > 0
     case = make_case(MIXED, 4)
     case.check(attend(case, backend))
     assert backend.num_rows == [], "memory of the other order is not for it either"

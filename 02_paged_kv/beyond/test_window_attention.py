@@ -14,6 +14,7 @@ import torch
 
 import paged_attention
 import split_attention_triton
+from attention_plan import SHORT_QUERIES
 from batch_layout import ComposedBatch, Queries, compose_in_order
 from block_delta import PagedRunnerState
 from compiled_attention import CompiledAttentionBackend
@@ -84,13 +85,21 @@ def queries_of(sequences: Lengths) -> Queries:
 def test_a_query_sees_its_window(window, block_size, dtype, kind, monkeypatch):
     monkeypatch.setattr(paged_attention, "QUERY_TILE", 7)
     like = PagedKVCache(1, 1, block_size, 2, 8, dtype).key_cache[0]
+    num_rows = []
+
+    def attend(query, key_cache, value_cache, rows, *rest):
+        num_rows.append(len(rows.tokens))
+        attend_rows(query, key_cache, value_cache, rows, *rest)
+
     backend = {
         "torch": TorchAttentionBackend(),
-        "compiled": CompiledAttentionBackend(attend_rows, 4, like),
+        "compiled": CompiledAttentionBackend(attend, 4, like),
         "own": WindowBackend(KnowsNoWindow()),
     }[kind]
     batch = check_backend(backend, compose_in_order, window, block_size, dtype)
     assert [plan.window for plan in batch.plans] == [None, window]
+    num_short = sum(query_len for query_len, _ in SEQUENCES if query_len <= max(SHORT_QUERIES))
+    assert num_rows == [num_short] * 2 * (kind == "compiled")
 
 
 class KnowsNoWindow(TorchAttentionBackend):
@@ -136,6 +145,8 @@ def test_decodes_are_laid_out_by_tensors_as_by_the_host(window):
     for row, n in enumerate(own.seq_lens.tolist()):
         used = -(-n // block_size)
         assert own.block_tables[row, :used].tolist() == host.block_tables[row, :used].tolist()
+    with pytest.raises(ValueError, match=r"seq_lens \(4 .*query_starts \(0 .*contradict"):
+        TorchAttentionBackend().plan(own, 4, PagedKVCache(1, 1, block_size, 2, 8).key_cache[0])
     nobody = replace(whole, seq_lens=torch.zeros_like(whole.seq_lens))
     assert not window_of_decodes(nobody, window, block_size).seq_lens.any()
 

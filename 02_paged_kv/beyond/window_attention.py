@@ -48,6 +48,13 @@ class WindowMetadata(AttentionMetadata):
     skipped: Sequence[int] = ()  # positions of each sequence before its first block
 
     def on_host(self) -> tuple[np.ndarray, np.ndarray]:
+        """Return the copies. Raises `ValueError` if they are not those of `seq_lens`."""
+        num_seqs = len(self.seq_lens)
+        if (len(self.query_starts), len(self.host_seq_lens)) != (num_seqs + 1, num_seqs):
+            raise ValueError(
+                f"seq_lens ({num_seqs} sequences), host_seq_lens ({len(self.host_seq_lens)}) and "
+                f"query_starts ({len(self.query_starts)} boundaries) contradict each other"
+            )
         return np.asarray(self.query_starts), np.asarray(self.host_seq_lens)
 
 

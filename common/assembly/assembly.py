@@ -426,6 +426,8 @@ def make_attention(config: EngineConfig, loaded: LoadedModel) -> Attention:
         from invariant_attention import InvariantAttentionBackend
 
         return Attention(InvariantAttentionBackend(), compose)
+    if config.compile is True and name not in ("auto", "torch"):
+        logger.warning('compile=True does not compile attention: attention_backend is not "torch"')
     if not isinstance(name, str):
         return Attention(WindowBackend(name) if has_windows else name, compose)
     if name == "auto":
@@ -440,7 +442,10 @@ def make_attention(config: EngineConfig, loaded: LoadedModel) -> Attention:
                 raise
             logger.warning("attention falls back from Triton to PyTorch: %s", error)
             name = "torch"
-    attention = Attention(resolve_name(ATTENTION_BACKENDS[name][is_mixed])(), compose)
+    backend = resolve_name(ATTENTION_BACKENDS[name][is_mixed])()
+    if has_windows and not isinstance(backend, TorchAttentionBackend):
+        backend = WindowBackend(backend)
+    attention = Attention(backend, compose)
     if name == "torch" and config.wants_compiled(loaded.model.num_parameters, device):
         return make_compiled_attention(config, loaded, attention)
     return attention

@@ -18,7 +18,7 @@ from common.sampling.runner_plugin import UploadBuffer
 from common.sampling.sampler import Sampler
 from common.sampling.sampler_kernel import KERNELS, TILE, sampling_launches
 from common.sampling.sampling_columns import SamplingBatch
-from common.sampling.sampling_rules import apply_min_p
+from common.sampling.sampling_rules import LIMITS, apply_min_p
 from common.sampling.speculative_sampler import SpeculativeSampler
 from common.tests.pretend_device import pretend_device
 from common.tests.sampling_cases import RECIPES, as_plain, make_sampling, mixed_sampling, staged
@@ -425,3 +425,9 @@ def test_a_bad_row_stays_bad(device: torch.device) -> None:
     for rows in (logits, torch.zeros_like(logits), logits.double()):
         tokens = sampler_kernel.sample_from_probs(rows, doubles([0.5] * 3, device))
         assert ((tokens >= 0) & (tokens < 40)).all()
+
+
+def test_what_the_kernel_of_shape_applies_is_the_first_of_the_limits() -> None:
+    """Others are applied behind it, in the order of the table."""
+    fused = sampler_kernel.KERNELS.fused
+    assert tuple(rule.name for rule in LIMITS[: len(fused)]) == fused

@@ -11,7 +11,7 @@ import torch
 import cpp_library
 import decode_attention
 from common.engine import EngineConfig, LLMEngine
-from common.engine_config import COMPILE_FROM_PARAMETERS
+from common.engine_config import ATTENTION_BACKENDS, COMPILE_FROM_PARAMETERS
 from common.llm import LLM
 from common.models.regions import compiled_linear, compiled_regions
 from common.models.regions.compiled_regions import CompiledRegions
@@ -20,7 +20,7 @@ from common.tests.engine_oracle import MAX_TOKENS, Oracle, serve
 from common.tests.equivalence import make_config, serve_combination, subject
 from common.tests.equivalence_axes import Combination
 from compiled_attention import HeadMajorKVCache
-from paged_attention import PagedKVCache
+from paged_attention import PagedKVCache, TorchAttentionBackend
 from pool_connector import PoolConnector
 from test_cpp_library import needs_compiler
 from tiered_cache import KVTierConfig
@@ -104,6 +104,18 @@ def test_who_compiles() -> None:
     assert not auto.wants_compiled(10**10, torch.device("cuda"))
     assert not EngineConfig(compile=False).wants_compiled(10**10, CPU)
     assert EngineConfig(compile=True).wants_compiled(1, CPU)
+
+
+@pytest.mark.parametrize("compiles", [True, "auto", False])
+@pytest.mark.parametrize("backend", ["own", TorchAttentionBackend(), "torch"], ids=str)
+def test_who_asks_for_what_is_not_compiled_is_told_once(
+    compiles, backend, family_loaded, monkeypatch, caplog
+) -> None:
+    monkeypatch.setitem(ATTENTION_BACKENDS, "own", ATTENTION_BACKENDS["torch"])
+    config = EngineConfig(compile=compiles, attention_backend=backend, num_blocks=20)
+    LLMEngine(config, loaded=family_loaded).close()
+    is_told = compiles is True and backend != "torch"
+    assert caplog.text.count("compile=True does not compile attention") == is_told
 
 
 @needs_compiler

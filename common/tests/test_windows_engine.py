@@ -7,6 +7,7 @@ import json
 import random
 import re
 import shutil
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -52,6 +53,7 @@ from request import SamplingParams
 from test_cpp_library import needs_compiler
 from test_every_attention import PlainAttention
 from tiered_cache import KVTierConfig
+from window_attention import WindowBackend
 from workshop.watch.replay.film import Film
 
 __all__ = ["calls"]
@@ -371,18 +373,30 @@ def test_a_backend_of_ones_own_computes_what_sees_everything(windowed) -> None:
     engine.close()
 
 
+class SeesEverything:
+    """A backend that does not read `metadata.window`."""
+
+    def plan(self, metadata, *rest):
+        return TorchAttentionBackend().plan(replace(metadata, window=None), *rest)
+
+
 @pytest.mark.parametrize("chunked_prefill", [False, 8])
-def test_a_new_backend_is_one_class_and_one_row(chunked_prefill, windowed, monkeypatch) -> None:
-    """It computes every group of queries, with a window too, and nothing else knows its name."""
+@pytest.mark.parametrize("kind", [PlainAttention, SeesEverything])
+def test_a_new_backend_is_one_class_and_one_row(
+    kind, chunked_prefill, windowed, monkeypatch
+) -> None:
+    """Nothing else knows its name. It computes every group of queries, with a window too if it
+    derives from chapter 2's."""
     oracle, loaded = windowed
-    where = "test_every_attention:PlainAttention"
+    where = f"{kind.__module__}:{kind.__name__}"
     monkeypatch.setitem(ATTENTION_BACKENDS, "plain", (where, where))
     engine = checked_engine(
         loaded, attention_backend="plain", chunked_prefill=chunked_prefill, max_model_len=150
     )
     full_of_nan(engine)
     serve(engine, oracle, [2, 3, 4], MAX_TOKENS)
-    assert type(paged_runner(engine).backend) is PlainAttention
+    backend = paged_runner(engine).backend
+    assert type(backend) is (PlainAttention if kind is PlainAttention else WindowBackend)
     engine.close()
 
 

@@ -107,15 +107,12 @@ def median_step_ms(runs: Sequence[dict[str, float]]) -> float:
 # -- adapters
 
 
-def scaled_copies(folder: Path, number: int) -> dict[str, Path]:
-    """Write copies of the shipped adapter, each with a different scale and so different content."""
-    paths = {}
-    for i in range(number):
-        path = shutil.copytree(SHIPPED_ADAPTER, folder / str(i))
-        config = json.loads((path / "adapter_config.json").read_text())
-        (path / "adapter_config.json").write_text(json.dumps(config | {"lora_alpha": 16 - i}))
-        paths[str(i)] = path
-    return paths
+def copy_adapter(path: Path, **changes: Any) -> Path:
+    """Copy the shipped adapter, with other fields in its `adapter_config.json`."""
+    shutil.copytree(SHIPPED_ADAPTER, path)
+    file = path / "adapter_config.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | changes))
+    return path
 
 
 def adapter_batches(config: Config) -> dict[str, list[str | None]]:
@@ -158,7 +155,9 @@ def adapter_cases(config: Config) -> Iterator[Case]:
             max_num_batched_tokens=num_requests * num_prompt,
             overlap_scheduling=False,
             max_loras=number,
-            adapters=scaled_copies(Path(folder), number),
+            adapters={  # different scales, so different content
+                f"{i}": copy_adapter(Path(folder, f"{i}"), lora_alpha=16 - i) for i in range(number)
+            },
         )
 
         def run(adapters: list[str | None]) -> dict[str, float]:
@@ -291,8 +290,10 @@ def run_with_masks(engine: LLMEngine, num_rows: int, params: SamplingParams) -> 
         grammar_masks.forbid = apply.around(plain[1])
 
     prompts = [prompt(i, 3) for i in range(num_rows)]
-    _, decode = run_batch(engine, prompts, params, on_decode=on_decode)
-    GrammarMasks.before_sampling, grammar_masks.forbid = plain
+    try:
+        _, decode = run_batch(engine, prompts, params, on_decode=on_decode)
+    finally:
+        GrammarMasks.before_sampling, grammar_masks.forbid = plain
     ms = {"step": 1e3 * decode["seconds"], "fill": fill.ms, "apply": apply.ms}
     return {name: round(value / decode["num_steps"], 4) for name, value in ms.items()}
 

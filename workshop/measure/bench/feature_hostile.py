@@ -22,8 +22,8 @@ from pathlib import Path
 from subprocess import PIPE
 from typing import Any
 
-from common.engine_config import SHIPPED_ADAPTER
 from workshop.measure.bench.bench_record import markdown_table
+from workshop.measure.bench.feature_engines import copy_adapter, prompt
 from workshop.measure.bench.load import open_request
 from workshop.measure.rounds import Case, median_of
 
@@ -32,7 +32,7 @@ SECONDS = 30.0  # at most, for a body
 DRAIN_S, STUCK_S = 1.0, 60.0
 CHUNK = 512  # tokens of a step: the longest silence is at least that of an ordinary prompt's chunk
 STREAM = {"prompt": "def f(", "max_tokens": 1900, "ignore_eos": True, "stream": True}
-TWELVE = [[5 + (31 * i + 7 * j) % 4000 for j in range(1000)] for i in range(12)]
+TWELVE = [prompt(i, 1000) for i in range(12)]
 COMPLETIONS = "/v1/completions"
 CONFIG = {
     "aims": {"health": HEALTH_S, "silence": SILENCE_S},
@@ -86,16 +86,6 @@ BODIES: dict[str, tuple[str, Callable[[], dict[str, Any]], bool]] = {
         False,
     ),
 }
-
-
-def hostile_adapter(folder: Path) -> None:
-    """Write a copy of the shipped adapter with an expression that backtracks forever."""
-    (folder / "hostile").mkdir()
-    for path in SHIPPED_ADAPTER.iterdir():
-        (folder / "hostile" / path.name).write_bytes(path.read_bytes())
-    path = folder / "hostile" / "adapter_config.json"
-    config = json.loads(path.read_text())
-    path.write_text(json.dumps(config | {"target_modules": "([a-z._0-9]+)+!"}))
 
 
 async def longest_wait(port: int, path: str, body: bytes | None, until: asyncio.Event) -> float:
@@ -177,7 +167,8 @@ async def measure_body(name: str, folder: Path) -> dict[str, Any]:
 
 def cases(config: dict[str, Any]) -> Iterator[Case]:
     with tempfile.TemporaryDirectory() as folder:
-        hostile_adapter(Path(folder))
+        # Its expression backtracks forever.
+        copy_adapter(Path(folder, "hostile"), target_modules="([a-z._0-9]+)+!")
         runs = {
             name: lambda name=name: asyncio.run(measure_body(name, Path(folder)))
             for name in config.get("bodies", BODIES)

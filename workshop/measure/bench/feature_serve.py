@@ -35,6 +35,7 @@ from common.serve.deltas import EngineUpdate
 from common.serve.engine_loop import EngineLoop
 from workshop.measure.bench.bench_record import markdown_table
 from workshop.measure.bench.bench_work import greedy
+from workshop.measure.bench.feature_engines import prompt
 from workshop.measure.bench.load import open_request
 from workshop.measure.bench.random_weights import QWEN3_0_6B, random_model
 from workshop.measure.rounds import Case, ratios
@@ -146,8 +147,8 @@ class MeasuredLLM(AsyncLLM):
 # -- one run: seconds of all requests, and to the median first token
 
 
-def prompt(i: int) -> list[int]:
-    return [5 + (31 * i + 7 * j) % 4000 for j in range(CONFIG["num_prompt"])]
+def prompts(number: int) -> list[list[int]]:
+    return [prompt(i, CONFIG["num_prompt"]) for i in range(number)]
 
 
 def describe(seconds: float, first_tokens: list[float], client: float = 0.0) -> dict[str, float]:
@@ -159,7 +160,7 @@ def describe(seconds: float, first_tokens: list[float], client: float = 0.0) -> 
 def run_generate(engine: LLMEngine, model: str, number: int) -> dict[str, float]:
     started = time.monotonic()
     params = greedy(CONFIG["num_answer"][model])
-    outputs = engine.generate_batch([prompt(i) for i in range(number)], params)
+    outputs = engine.generate_batch(prompts(number), params)
     seconds = time.monotonic() - started
     first_tokens = [o.metrics.first_token_time - started for o in outputs.values()]  # pyright: ignore
     return describe(seconds, first_tokens)
@@ -168,14 +169,14 @@ def run_generate(engine: LLMEngine, model: str, number: int) -> dict[str, float]
 async def run_async(llm: AsyncLLM, model: str, number: int) -> dict[str, float]:
     started = time.monotonic()
 
-    async def read(i: int) -> float:
+    async def read(prompt: list[int]) -> float:
         first = 0.0
-        async for delta in llm.generate(prompt(i), greedy(CONFIG["num_answer"][model])):
+        async for delta in llm.generate(prompt, greedy(CONFIG["num_answer"][model])):
             if delta.completions and not first:
                 first = time.monotonic() - started
         return first
 
-    first_tokens = await asyncio.gather(*map(read, range(number)))
+    first_tokens = await asyncio.gather(*map(read, prompts(number)))
     return describe(time.monotonic() - started, first_tokens)
 
 
@@ -184,8 +185,8 @@ async def run_http(port: int, model: str, number: int) -> dict[str, float]:
     started, before = time.monotonic(), time.process_time()
     params = {"temperature": 0, "max_tokens": CONFIG["num_answer"][model], "ignore_eos": True}
 
-    async def read(i: int) -> float:
-        body = json.dumps({"prompt": prompt(i), "stream": True, **params}).encode()
+    async def read(prompt: list[int]) -> float:
+        body = json.dumps({"prompt": prompt, "stream": True, **params}).encode()
         reader, writer = await open_request(port, "/v1/completions", body)
         first, data = 0.0, b""
         while text := await reader.read(1 << 16):
@@ -196,7 +197,7 @@ async def run_http(port: int, model: str, number: int) -> dict[str, float]:
         assert data.endswith(b"data: [DONE]\n\n\r\n0\r\n\r\n"), data[-300:]
         return first
 
-    first_tokens = await asyncio.gather(*map(read, range(number)))
+    first_tokens = await asyncio.gather(*map(read, prompts(number)))
     client = time.process_time() - before
     return describe(time.monotonic() - started, first_tokens, client)
 
@@ -255,9 +256,10 @@ class System:
 def cases(config: dict[str, Any]) -> Iterator[Case]:
     for model, numbers in config["numbers"].items():
         with ExitStack() as stack:
-            systems = {name: System(name, model) for name in SYSTEMS}
-            for system in systems.values():
-                stack.callback(system.close)
+            systems: dict[str, System] = {}
+            for name in SYSTEMS:
+                systems[name] = System(name, model)
+                stack.callback(systems[name].close)
             for number in numbers:
                 runs = {name: partial(system.run, number) for name, system in systems.items()}
                 yield Case(model, f"{number}", runs)
