@@ -52,9 +52,8 @@ PROPOSERS = {
     "ngram": "common.assembly.assembly:make_ngram",
     "draft": "common.assembly.assembly:make_draft_model",
 }
-# The first is for whole prompts; the second, maybe the same class, for chunked ones, with decodes
-# and chunks in a batch. Metadata with a window comes only to "triton" and to a class that derives
-# from `TorchAttentionBackend`; for any other class, as for an instance, chapter 2 computes windows.
+# The first is for whole prompts, the second (or the same) for decodes and chunks in a batch. Only
+# "triton" and classes that derive from `TorchAttentionBackend` get metadata with a window.
 ATTENTION_BACKENDS = {
     "torch": (
         "paged_attention:TorchAttentionBackend",

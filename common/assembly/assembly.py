@@ -410,8 +410,7 @@ def make_attention(config: EngineConfig, loaded: LoadedModel) -> Attention:
     A fallback logs a warning.
 
     Raises `RuntimeError` if Triton is requested by name and cannot run here, and `ValueError` if
-    its kernels do not support this dtype or head_dim.
-    """
+    its kernels do not support this dtype or head_dim."""
     name, is_mixed, compose = config.attention_backend, config.cuts_prompts, compose_in_order
     device = loaded.model.embed_weight.device
     if is_mixed:

@@ -218,9 +218,8 @@ def _checked_features(new: NewRequestData) -> dict[str, Any]:
 def _params_to_map(params: SamplingParams) -> dict[str, Any]:
     lists = {"stop": list(params.stop), "stop_token_ids": list(params.stop_token_ids)}
     # A worker gets the needed parts of these as features: plain data.
-    stay = dict.fromkeys(
-        (*TOKEN_RULE_FIELDS, "prompt_logprobs", "truncate_prompt_tokens", "grammar")
-    )
+    rules = *TOKEN_RULE_FIELDS, "prompt_logprobs", "truncate_prompt_tokens", "grammar"
+    stay = dict.fromkeys(rules)
     is_seed_drawn = isinstance(params, DrawnSeedParams)
     return {**_as_map(params, _PARAMS, **lists, **stay), "is_seed_drawn": is_seed_drawn}
 

@@ -53,13 +53,8 @@ class SamplingColumns(RunnerPlugin):
         # logprobs=-1 becomes `ALL`.
         p, num_logprobs = params, -1 if params.logprobs is None else params.logprobs % (ALL + 1)
         self.numbers[:, row] = [getattr(p, name) for name in NUMBERS]
-        integers = (
-            needs_of(p) | TOKEN_RULES * (rules is not None),
-            min(p.top_k, ALL),
-            min(p.min_tokens, ALL),
-            p.seed or 0,
-            num_logprobs,
-        )
+        needs = needs_of(p) | TOKEN_RULES * (rules is not None)
+        integers = needs, min(p.top_k, ALL), min(p.min_tokens, ALL), p.seed or 0, num_logprobs
         is_seed_drawn, num_writes = isinstance(p, DrawnSeedParams), self.num_writes[row] + 1
         self._integers[:, row] = *integers, is_seed_drawn, num_writes
         self.forbidden.pop(row, None)
