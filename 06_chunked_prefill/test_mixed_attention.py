@@ -85,8 +85,8 @@ def check(case: Case, output: torch.Tensor) -> None:
 def mixed_metadata(
     case: Case, decode_threshold: int = 1, *, is_readable: bool = False
 ) -> MixedMetadata:
-    """The border is behind the short queries in front, in any case a matter of speed only. What is
-    on the device is nonsense, unless it is to be readable."""
+    """The border follows the short queries in front, in any case a matter of speed only. The
+    tensors on the device are nonsense, unless they have to be readable."""
     given = case.metadata
     is_short = list(takewhile(lambda query_len: query_len <= decode_threshold, case.query_lens))
     on_device = [given.query_start_loc, given.seq_lens]
@@ -128,7 +128,7 @@ def short_query() -> None:
 
 @pytest.fixture(params=["plain metadata", "mixed metadata"])
 def backend_of(request, small_tiles) -> BackendOf:
-    """Of chapter 2's tests."""
+    """The backend for chapter 2's tests."""
 
     def make(case: Case) -> MixedAttentionBackend:
         if request.param == "mixed metadata":
@@ -151,7 +151,7 @@ def tile_attention(request, monkeypatch):
 @pytest.mark.usefixtures("small_tiles", "tile_attention")
 def test_every_query_length_and_history_around_tile_and_block_borders(block_size):
     """Trap 35: NaN in every unused slot reaches no output. Trap 28: a chunk sees its own end and
-    nothing behind it. Trap 30: chunks that end where a block ends. In any order."""
+    nothing after it. Trap 30: chunks that end where a block ends. In any order."""
     lengths = every_length(TILE, block_size)
     case = make_case(lengths, block_size, num_padding_tokens=3, seed=block_size)
     check(case, attend(case))
@@ -177,7 +177,7 @@ def test_mixed_metadata_is_attended_without_asking_the_device(decode_threshold, 
 
 
 def test_many_short_queries_are_attended_together(monkeypatch):
-    """Up to the threshold in groups, whatever comes behind it alone."""
+    """Up to the threshold in groups, whatever comes after it alone."""
     groups = []
     real = attention_plan.DecodeGroup.attend
 

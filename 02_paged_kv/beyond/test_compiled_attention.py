@@ -73,12 +73,12 @@ def attend(case: Case, backend: CompiledAttentionBackend) -> torch.Tensor:
 
 @pytest.fixture
 def short_query() -> None:
-    """What is short decides what comes to the function, which a test counts."""
+    """The function gets the queries that are short, which a test counts."""
 
 
 @pytest.fixture
 def backend_of() -> BackendOf:
-    """Of chapter 2's tests."""
+    """The backend for chapter 2's tests."""
 
     def make(case: Case) -> CompiledAttentionBackend:
         case.key_cache, case.value_cache = head_major(case.key_cache), head_major(case.value_cache)

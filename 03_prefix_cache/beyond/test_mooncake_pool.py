@@ -1,5 +1,5 @@
-"""The pool on the real store: two processes, a master that dies or stops. What it shares with other
-stores is tested in `test_kv_store.py` and `test_pool_connector.py`.
+"""The pool on the real store: two processes, a master that dies or stops. Cases of all stores are
+in `test_kv_store.py` and `test_pool_connector.py`.
 
 Without the store these tests are skipped, except in a CI, where it has to be there (`conftest.py`).
 """
@@ -173,7 +173,7 @@ def finish_request(connector: PoolConnector) -> int:
 
 
 def load_request(connector: PoolConnector, request: Request) -> int:
-    """What the manager does: ask, take blocks, wait. Returns the tokens loaded."""
+    """Do as the manager: ask, take blocks, wait. Return the number of loaded tokens."""
     num_tokens, _ = connector.get_num_new_matched_tokens(request, 0)
     if num_tokens == 0:
         return 0

@@ -68,7 +68,7 @@ def compiled(attend, num_heads: int, key_cache: torch.Tensor) -> CompiledAttenti
 )
 def test_every_query_sees_what_it_should(window, block_size, dtype, kind, is_mixed):
     """In layers that see everything and in those with a window, of one batch. For invariant
-    attention: spans in which some rows see nothing, and chunks that begin behind the first one."""
+    attention: spans in which some rows see nothing, and chunks that begin after the first one."""
     like = PagedKVCache(1, 1, block_size, 2, 8, dtype).key_cache[0]
     num_rows: list[int] = []
 
@@ -84,7 +84,7 @@ def test_every_query_sees_what_it_should(window, block_size, dtype, kind, is_mix
     }
     in_order = partial(compose, decode_threshold=3) if is_mixed else compose_in_order
     check_backend(backends[kind], in_order, window, block_size, dtype)
-    if kind == "compiled":  # behind the border and without one, only decodes; with a window, all
+    if kind == "compiled":  # after the border and without one, only decodes; with a window, all
         short = [n for n, _ in SEQUENCES if n <= 8]
         full = [n for n in short if n <= (3 if is_mixed else 1)]
         assert num_rows == [sum(full), sum(short)]

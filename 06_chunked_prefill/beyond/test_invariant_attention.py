@@ -40,7 +40,7 @@ def attend(case, metadata=None) -> torch.Tensor:
 
 @pytest.fixture
 def backend_of() -> BackendOf:
-    """Of chapter 2's tests."""
+    """The backend for chapter 2's tests."""
     return lambda case: InvariantAttentionBackend()
 
 

@@ -292,7 +292,7 @@ def test_what_the_memory_did_last_is_on_a_film_that_ends_there(
 def test_a_plan_under_way_for_one_who_was_aborted_is_not_another_ones(
     random_loaded, tmp_path: Path
 ) -> None:
-    """Of the same name, it may be."""
+    """A new request may have the same name."""
     engine = make_engine(random_loaded, overlap_scheduling=True)
     for name in "ab":
         engine.add_request(name, [1, 2, ord(name) - 90], GREEDY)

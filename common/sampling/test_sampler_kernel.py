@@ -106,7 +106,7 @@ TEMPERATURES = [1.0, 0.7, 1.3, 1e-300, 1e300, 2.0, 0.1, 1 / 3]
         (TILE + 77, 0, False, False, True),
         (TILE + 77, TILE + 76, False, True, False),
         (TILE + 77, 32, True, True, True),
-        (TILE + 77, 16, True, True, True),  # in 16 blocks, and behind all blocks
+        (TILE + 77, 16, True, True, True),  # in 16 blocks, and after all blocks
         (5000, 8, True, False, True),
         (12_300, 1, True, True, False),  # and the block among blocks of blocks
     ],
@@ -250,7 +250,7 @@ def make_batch(num_rows: int, vocab_size: int, seed: int = 0) -> SimpleNamespace
 
 
 def make_logits(num_rows: int, vocab_size: int) -> torch.Tensor:
-    """As a model in bfloat16 has them: full of ties, and with lanes behind the vocabulary."""
+    """As a model in bfloat16 has them: full of ties, and with lanes after the vocabulary."""
     logits = torch.randn(num_rows, vocab_size + 5).mul(3).to(torch.bfloat16).float()
     logits[:, vocab_size:] = 100.0
     return logits
@@ -428,6 +428,6 @@ def test_a_bad_row_stays_bad(device: torch.device) -> None:
 
 
 def test_what_the_kernel_of_shape_applies_is_the_first_of_the_limits() -> None:
-    """Others are applied behind it, in the order of the table."""
+    """Others are applied after it, in the order of the table."""
     fused = sampler_kernel.KERNELS.fused
     assert tuple(rule.name for rule in LIMITS[: len(fused)]) == fused

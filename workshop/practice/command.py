@@ -174,7 +174,7 @@ def clues(exhibit: Exhibit, swap: ModuleSwap) -> Iterator[str]:
 
 
 def _effects(exhibit: Exhibit, swap: ModuleSwap) -> tuple[list[str], list[str]]:
-    """What the example returns, where the two films differ; and what changed in each there."""
+    """Return the example's results, where the two films differ, and the changes in each there."""
     effects = [side_by_side(exhibit.show(swap), exhibit.show())] if exhibit.wrong else []
     if exhibit.watch is None:
         return effects, []

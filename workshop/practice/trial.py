@@ -59,7 +59,7 @@ def said_by(
 
 
 def say(work: Callable[[], str]) -> str:
-    """Return the function's output, or its exception in one line. What it prints is dropped."""
+    """Return the function's output, or its exception in one line. Printed text is dropped."""
     with tempfile.TemporaryFile("w+") as file, into(file.fileno()):
         try:
             return work()

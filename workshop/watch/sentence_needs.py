@@ -27,18 +27,18 @@ class Seen:
     """A frame of a step, and the request of a sentence, "" or "cache"."""
 
     at: str
-    what: Happened
+    changes: Happened
     before: Frame
     after: Frame
     name: str
 
     @property
     def plan(self) -> dict[str, Any]:
-        return self.what["plan"] or {}
+        return self.changes["plan"] or {}
 
     @property
     def result(self) -> dict[str, Any]:
-        return self.what["result"] or {}
+        return self.changes["result"] or {}
 
     @property
     def computed(self) -> dict[str, Any]:
@@ -47,12 +47,12 @@ class Seen:
 
     @property
     def end(self) -> dict[str, Any]:
-        is_end = self.name in self.what["finished"]
+        is_end = self.name in self.changes["finished"]
         return self.after["requests"][self.name]["finish"] if is_end else {}
 
     def row(self, kind: str) -> list[Any]:
         """The request's own of the rows that begin with a name."""
-        return next((row for row in self.what[kind] if row[0] == self.name), [])
+        return next((row for row in self.changes[kind] if row[0] == self.name), [])
 
 
 def unproven(films: list[list[dict[str, Any]]]) -> list[str]:
@@ -66,9 +66,9 @@ def unproven(films: list[list[dict[str, Any]]]) -> list[str]:
     ]
 
 
-def _is_proof(seen: Seen, told: dict[str, Any]) -> bool:
-    kind, *how = told["key"].removeprefix("say.").split(".")
-    return bool(_NEEDS[kind](seen, how, told["values"]))
+def _is_proof(seen: Seen, sentence: dict[str, Any]) -> bool:
+    kind, *form = sentence["key"].removeprefix("say.").split(".")
+    return bool(_NEEDS[kind](seen, form, sentence["values"]))
 
 
 def _blocks(words: str) -> set[int]:
@@ -87,57 +87,57 @@ def _names(blocks: list[int], values: Values) -> bool:
     )
 
 
-def _admitted(seen: Seen, how: list[str], values: Values, is_back: bool) -> bool:
+def _admitted(seen: Seen, form: list[str], values: Values, is_back: bool) -> bool:
     return seen.row("admitted")[1:] == [values["n"], is_back]
 
 
-def _preempted(seen: Seen, how: list[str], values: Values) -> bool:
+def _preempted(seen: Seen, form: list[str], values: Values) -> bool:
     row = seen.row("preempted")
-    is_named = how in ([], ["forced"]) or row[2:] == [values["who"]]
-    is_admitted = how != ["seat"] or any(n == values["who"] for n, *_ in seen.what["admitted"])
+    is_named = form in ([], ["forced"]) or row[2:] == [values["who"]]
+    is_admitted = form != ["seat"] or any(n == values["who"] for n, *_ in seen.changes["admitted"])
     return row[1:2] == [values["lost"]] and is_named and is_admitted
 
 
-def _taken(seen: Seen, how: list[str], values: Values) -> bool:
-    taken = seen.what["taken"].get(seen.name) or _load(seen)
+def _taken(seen: Seen, form: list[str], values: Values) -> bool:
+    taken = seen.changes["taken"].get(seen.name) or _load(seen)
     table = seen.after["tables"].get(seen.name, {}).get("0", [])
-    return _names(taken, values) and (not how or values["n"] == len(table))
+    return _names(taken, values) and (not form or values["n"] == len(table))
 
 
 def _load(seen: Seen) -> list[int]:
     return seen.after["loads"].get(seen.name, {}).get("blocks", [])
 
 
-def _matched(seen: Seen, how: list[str], values: Values) -> bool:
-    if not how:
+def _matched(seen: Seen, form: list[str], values: Values) -> bool:
+    if not form:
         return _names(seen.plan.get("found", {}).get(seen.name, []), values)
     table = seen.after["tables"].get(seen.name, {}).get(str(values["group"]), [])
     return seen.row("admitted") != [] and _blocks(values["blocks"]) <= set(table)
 
 
-def _published(seen: Seen, how: list[str], values: Values) -> bool:
-    return _blocks(values["blocks"]) <= set(seen.what["published"].get(seen.name, []))
+def _published(seen: Seen, form: list[str], values: Values) -> bool:
+    return _blocks(values["blocks"]) <= set(seen.changes["published"].get(seen.name, []))
 
 
-def _known(seen: Seen, how: list[str], values: Values) -> bool:
+def _known(seen: Seen, form: list[str], values: Values) -> bool:
     """Whether the cache keeps another block; the request has ended, or its table is as it was."""
     given, kept = (_blocks(values[side]).pop() for side in ("given", "kept"))
-    if not how:
-        return [seen.name, given, kept] in seen.what["known"]
+    if not form:
+        return [seen.name, given, kept] in seen.changes["known"]
     is_given_back = str(given) in seen.before["refs"] and str(given) not in seen.after["refs"]
     is_kept = str(kept) in seen.after["cached"] and str(given) not in seen.after["cached"]
-    return is_given_back and is_kept and bool(seen.end) == (how == ["ended"])
+    return is_given_back and is_kept and bool(seen.end) == (form == ["ended"])
 
 
-def _stop(seen: Seen, how: list[str], values: Values) -> bool:
+def _stop(seen: Seen, form: list[str], values: Values) -> bool:
     stop, has_admitted = seen.plan.get("stop"), bool(seen.plan.get("admitted"))
-    if stop is None or (stop[0] == "preempting" and not seen.what["preempted"]):
+    if stop is None or (stop[0] == "preempting" and not seen.changes["preempted"]):
         return False
     of_all = {"nobody": stop[1] == "" and not has_admitted, "others": has_admitted}
-    return of_all.get("".join(how), stop[1] != "")
+    return of_all.get("".join(form), stop[1] != "")
 
 
-def _size(seen: Seen, how: list[str], values: Values) -> bool:
+def _size(seen: Seen, form: list[str], values: Values) -> bool:
     sizes = zip(seen.computed.get("requests", []), seen.computed.get("num_tokens", []))
     return values["n"] <= dict(sizes).get(seen.name, 0)
 
@@ -147,43 +147,43 @@ def _verdict(seen: Seen) -> list[int]:
 
 
 def _arrival(seen: Seen) -> dict[str, Any]:
-    return seen.after["requests"][seen.name] if seen.name in seen.what["arrived"] else {}
+    return seen.after["requests"][seen.name] if seen.name in seen.changes["arrived"] else {}
 
 
 _NEEDS: dict[str, Callable[[Seen, list[str], Values], Any]] = {
-    "run": lambda seen, how, v: True,
-    "arrived": lambda seen, how, v: len(_arrival(seen).get("prompt", ())) == v["n"],
-    "brings": lambda seen, how, v: (
+    "run": lambda seen, form, v: True,
+    "arrived": lambda seen, form, v: len(_arrival(seen).get("prompt", ())) == v["n"],
+    "brings": lambda seen, form, v: (
         (row := _arrival(seen)) and all(row[name] in v["what"] for name in ("adapter", "grammar"))
     ),
-    "queue": lambda seen, how, v: seen.after["waiting"] != seen.before["waiting"],
-    "snapshot": lambda seen, how, v: seen.at == "start",
-    "admitted": lambda seen, how, v: _admitted(seen, how, v, False),
-    "returned": lambda seen, how, v: _admitted(seen, how, v, True),
+    "queue": lambda seen, form, v: seen.after["waiting"] != seen.before["waiting"],
+    "snapshot": lambda seen, form, v: seen.at == "start",
+    "admitted": lambda seen, form, v: _admitted(seen, form, v, False),
+    "returned": lambda seen, form, v: _admitted(seen, form, v, True),
     "preempted": _preempted,
-    "finished": lambda seen, how, v: [seen.end.get("reason")] == how,
-    "cut": lambda seen, how, v: seen.end.get("text_length") is not None,
+    "finished": lambda seen, form, v: [seen.end.get("reason")] == form,
+    "cut": lambda seen, form, v: seen.end.get("text_length") is not None,
     "taken": _taken,
-    "shared": lambda seen, how, v: _names(seen.what["shared"].get(seen.name, []), v),
-    "freed": lambda seen, how, v: _names(seen.what["freed"].get(seen.name, []), v),
+    "shared": lambda seen, form, v: _names(seen.changes["shared"].get(seen.name, []), v),
+    "freed": lambda seen, form, v: _names(seen.changes["freed"].get(seen.name, []), v),
     "matched": _matched,
     "published": _published,
     "known": _known,
-    "split": lambda seen, how, v: _blocks(v["blocks"]) <= set(seen.what["split"]),
-    "evicted": lambda seen, how, v: _blocks(v["blocks"]) <= set(seen.what["evicted"]),
-    "load_begun": lambda seen, how, v: seen.name in seen.what["loads_begun"],
-    "loaded": lambda seen, how, v: how == ["nothing"] or _names(_load(seen), v),
-    "load_ended": lambda seen, how, v: seen.name in seen.what["loads_ended"],
-    "passed_over": lambda seen, how, v: seen.name in seen.plan.get("skipped", {}),
-    "parent": lambda seen, how, v: seen.name in seen.plan.get("parents", {}),
+    "split": lambda seen, form, v: _blocks(v["blocks"]) <= set(seen.changes["split"]),
+    "evicted": lambda seen, form, v: _blocks(v["blocks"]) <= set(seen.changes["evicted"]),
+    "load_begun": lambda seen, form, v: seen.name in seen.changes["loads_begun"],
+    "loaded": lambda seen, form, v: form == ["nothing"] or _names(_load(seen), v),
+    "load_ended": lambda seen, form, v: seen.name in seen.changes["loads_ended"],
+    "passed_over": lambda seen, form, v: seen.name in seen.plan.get("skipped", {}),
+    "parent": lambda seen, form, v: seen.name in seen.plan.get("parents", {}),
     "stop": _stop,
-    "empty": lambda seen, how, v: seen.at == "result" and not seen.computed.get("requests"),
+    "empty": lambda seen, form, v: seen.at == "result" and not seen.computed.get("requests"),
     "chunk": _size,
     "prompt": _size,
     "again": _size,
-    "drafts": lambda seen, how, v: _verdict(seen) and sum(_verdict(seen)) == v["n"],
-    "rejected": lambda seen, how, v: _verdict(seen)[1:] == [v["n"]],
-    "decode": lambda seen, how, v: len(seen.what["tokens"].get(seen.name, ())) == 1,
-    "discarded": lambda seen, how, v: seen.name in seen.result.get("discarded", {}),
-    "failed": lambda seen, how, v: seen.at == "failed",
+    "drafts": lambda seen, form, v: _verdict(seen) and sum(_verdict(seen)) == v["n"],
+    "rejected": lambda seen, form, v: _verdict(seen)[1:] == [v["n"]],
+    "decode": lambda seen, form, v: len(seen.changes["tokens"].get(seen.name, ())) == 1,
+    "discarded": lambda seen, form, v: seen.name in seen.result.get("discarded", {}),
+    "failed": lambda seen, form, v: seen.at == "failed",
 }

@@ -36,7 +36,7 @@ VISITS = tuple(replace(visit, name=NAMES.get(visit.name, visit.name)) for visit 
 PIECES = replace(SCARCE, visits=VISITS).but(chunked_prefill=4, max_num_batched_tokens=8)
 TREE = PREFIXES.but(prefix_cache="radix")
 
-# Of each line: the frame behind it, and what it says of the step.
+# For each line: the frame after it, and its facts of the step.
 LINES = """() => {
   const [F, film] = [Watch.frames, Watch.store.films[0]];
   const isGrouped = film.run.windows.length > 0;
@@ -172,7 +172,7 @@ def test_so_it_is_of_engines_of_all_kinds(
     shown: Callable[[Path], Page],
 ) -> None:
     """Overlap, aborts, steps that fail (3, 8), tiers (11), names that come again (11, 14), and one
-    that is watched from the middle on, with a plan under way."""
+    that is watched from the middle on, with a plan in flight."""
     late = {"first_step": first_step, "prefix_cache": "radix", "overlap_scheduling": True}
     recorded = workshop.run(seed, **(late if first_step else {}))
     compare(shown(recorded.path), recorded.path, seed)

@@ -40,7 +40,7 @@ SETTINGS = {
 }
 # Values that differ between two runs of one engine, and a block's hash, which is only a name.
 _ASIDE = {"time", "times", "schedule_ms", "update_ms", "arrived_at", "order_key", "hash"}
-# Of the changes in a frame, the first of these that differs says where two runs part.
+# Two runs part at the first of these keys whose changes differ in a frame.
 _KEYS = ("in_flight", "result", "outputs", "waiting", "running", "requests", "loads", "tables")
 _KEYS += ("computed", "cached", "evictable", "refs", "free")
 

@@ -43,7 +43,7 @@ class FilmStep:
 
     @cached_property
     def happened(self) -> list[Happened]:
-        """What led to each frame; nothing did where watching begins in the middle of a run."""
+        """The changes that led to each frame; none where watching begins in the middle of a run."""
         return [happened(before, after) for at, before, after in self.frames if at != "start"]
 
     @property
