@@ -56,7 +56,7 @@ BUDGETS = {
     "common/runner": Amounts(code=1452, tests=2001),
     "common/sampling": Amounts(code=1492, tests=1243),
     "common/serve": Amounts(code=3564, tests=5382, pages=662, words=9009),
-    "common/tests": Amounts(tests=10837),
+    "common/tests": Amounts(tests=10839),
     "workshop": Amounts(code=2, tests=17),
     "workshop/book": Amounts(code=1620, tests=1352, tables=949),
     "workshop/measure": Amounts(code=8501, tests=1916, words=4578),
@@ -64,7 +64,7 @@ BUDGETS = {
     "workshop/training": Amounts(code=810, tests=315, tables=75),
     "workshop/watch": Amounts(code=2028, tests=3421, pages=234, tables=660, words=964),
 }
-ALL_PYTHON_LINES = 135_542  # as `wc -l` counts them
+ALL_PYTHON_LINES = 135_544  # as `wc -l` counts them
 LOADED_LINES = 12_300  # of what a default `LLM()` loads, docstrings too (`python -m workshop.path`)
 
 

@@ -107,7 +107,9 @@ def test_who_compiles() -> None:
 
 
 @pytest.mark.parametrize("compiles", [True, "auto", False])
-@pytest.mark.parametrize("backend", ["own", TorchAttentionBackend(), "torch"], ids=str)
+@pytest.mark.parametrize(
+    "backend", ["own", TorchAttentionBackend(), "torch"], ids=["own", "instance", "torch"]
+)
 def test_who_asks_for_what_is_not_compiled_is_told_once(
     compiles, backend, family_loaded, monkeypatch, caplog
 ) -> None:
