@@ -107,7 +107,7 @@ def test_what_arrived_before_the_deadline_is_the_result_and_what_comes_late_is_n
     assert arrived == PARTS[:1] and gate.num_begun == 2
 
 
-def test_a_load_that_waits_behind_one_that_hangs_times_out_too(loads, gate, now):
+def test_a_load_queued_after_one_that_hangs_times_out_too(loads, gate, now):
     for name in "ab":
         loads.start(name, gate.parts())
     assert gate.entered.acquire(timeout=WAIT_S)
