@@ -231,7 +231,7 @@ class World:
         """Checked against a count of blocks made position by position, from the tables alone."""
         request = self.requests.get(request_id) or make_request(request_id)
         tables = self.tables()
-        table = tables.get(request_id, [])
+        old_table = tables.get(request_id, [])
         start = request.num_computed_tokens
         positions = range(start, start + num_new + num_reserved)
         to_take = {
