@@ -302,6 +302,19 @@ def test_a_pool_without_room_for_a_load_computes(make_world):
     world.step()
 
 
+@pytest.mark.parametrize("num_reserved", [0, 11])
+def test_a_load_waits_for_the_steps_that_could_still_write_to_its_blocks(make_cache, num_reserved):
+    """And no load means no wait."""
+    connector, pool = FakeConnector(Runner(2)), BlockPool(9)
+    calls, cache = connector.calls, make_cache(pool, 2)
+    manager = LoadingKVCacheManager(pool, 2, cache, connector, lambda: calls.append(("steps",)))
+    assert manager.allocate_slots(make_request("x", [9]), 1, num_reserved_tokens=num_reserved)
+    connector.num_offered["a"] = 3
+    found = manager.get_computed_blocks(make_request("a", [1] * 9))
+    assert (found is NotReady.LOADING) == (num_reserved == 0)
+    assert calls == ([("steps",), ("load", "a", 6)] if num_reserved == 0 else [])
+
+
 def test_an_offer_that_was_not_taken_up_is_forgotten_with_the_request(make_cache):
     """No room for the load, or not yet: the chain had chosen who would load."""
     runner = Runner(2)
