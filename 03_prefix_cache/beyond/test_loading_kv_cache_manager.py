@@ -315,6 +315,27 @@ def test_a_load_waits_for_the_steps_that_could_still_write_to_its_blocks(make_ca
     assert calls == ([("steps",), ("load", "a", 6)] if num_reserved == 0 else [])
 
 
+def test_blocks_of_a_request_that_failed_are_withdrawn_and_not_offered(make_cache):
+    """But for those with which a request has sampled a token before."""
+    connector, pool = FakeConnector(Runner(2)), BlockPool(9)
+    calls = connector.calls
+    connector.invalidate = lambda request, *blocks: calls.append(("withdrawn", *blocks))
+    connector.request_finished = lambda request, ids: calls.append(("finished", len(ids)))
+    manager = LoadingKVCacheManager(pool, 2, make_cache(pool, 2), connector)
+    good, bad = make_request("good", [1] * 3), make_request("bad", [1] * 5)
+    for request in (good, bad):
+        computed = manager.get_computed_blocks(request)
+        assert manager.allocate_slots(request, 5, computed=computed)
+        request.num_computed_tokens = request.num_tokens
+        manager.cache_blocks(request, request.num_tokens)
+        if request is good:
+            request.append_output_token(7)
+        else:
+            request.status = RequestStatus.FINISHED_ERROR
+        manager.free(request)
+    assert calls == [("finished", 1), ("withdrawn", 1, 2)]
+
+
 def test_an_offer_that_was_not_taken_up_is_forgotten_with_the_request(make_cache):
     """No room for the load, or not yet: the chain had chosen who would load."""
     runner = Runner(2)
