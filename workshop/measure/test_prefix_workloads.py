@@ -134,7 +134,7 @@ def test_a_trace_is_read_line_by_line(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("ids", [[1], [1, 2, 3], [2, 1], [1, 1], [1, 3]], ids=str)
 def test_ids_that_do_not_fit_are_named(tmp_path: Path, ids: list[int]) -> None:
-    with pytest.raises(ValueError, match="trace.jsonl, line 4: hash"):
+    with pytest.raises(ValueError, match=r"trace\.jsonl, line 4: hash"):
         read_trace(write_trace(tmp_path, *GOOD, (8, 1024, 0, ids)))
 
 
