@@ -240,7 +240,7 @@ def test_draft_slots_follow_a_steps_tokens_if_there_are_any_to_spare(lookahead, 
     tight.run()
 
 
-# dropped drafts
+# -- dropped drafts
 
 
 @pytest.mark.parametrize("kind", SCHEDULERS)

@@ -66,7 +66,7 @@ def flat(lists: list[list]) -> list:
     return list(chain.from_iterable(lists))
 
 
-# models: random tables, another distribution after every history
+# -- models: random tables, another distribution after every history
 
 
 def random_pair(rng: np.random.Generator, vocab_size: int, kind: str) -> tuple[np.ndarray, ...]:

@@ -390,7 +390,7 @@ def test_the_law_of_the_draft_model_would_be_noticed(temperature):
     assert p_value(outcomes, law) < TINY_P_VALUE
 
 
-# how often drafts are accepted; the rules of acceptance: `test_rejection_sampler.py`
+# -- how often drafts are accepted; the rules of acceptance: `test_rejection_sampler.py`
 
 P = [0.05, 0.30, 0.10, 0.25, 0.02, 0.08, 0.20]
 Q = [0.20, 0.20, 0.02, 0.40, 0.10, 0.03, 0.05]

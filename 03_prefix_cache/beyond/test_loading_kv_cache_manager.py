@@ -301,6 +301,40 @@ def test_a_pool_without_room_for_a_load_computes(make_world):
     world.step()
 
 
+@pytest.mark.parametrize("num_reserved", [0, 11])
+def test_a_load_waits_for_the_steps_that_could_still_write_to_its_blocks(make_cache, num_reserved):
+    """And no load means no wait."""
+    connector, pool = FakeConnector(Runner(2)), BlockPool(9)
+    calls, cache = connector.calls, make_cache(pool, 2)
+    manager = LoadingKVCacheManager(pool, 2, cache, connector, lambda: calls.append(("steps",)))
+    assert manager.allocate_slots(make_request("x", [9]), 1, num_reserved_tokens=num_reserved)
+    connector.num_offered["a"] = 3
+    found = manager.get_computed_blocks(make_request("a", [1] * 9))
+    assert (found is NotReady.LOADING) == (num_reserved == 0)
+    assert calls == ([("steps",), ("load", "a", 6)] if num_reserved == 0 else [])
+
+
+def test_blocks_of_a_request_that_failed_are_withdrawn_and_not_offered(make_cache):
+    """But for those with which a request has sampled a token before."""
+    connector, pool = FakeConnector(Runner(2)), BlockPool(9)
+    calls = connector.calls
+    connector.invalidate = lambda request, *blocks: calls.append(("withdrawn", *blocks))
+    connector.request_finished = lambda request, ids: calls.append(("finished", len(ids)))
+    manager = LoadingKVCacheManager(pool, 2, make_cache(pool, 2), connector)
+    good, bad = make_request("good", [1] * 3), make_request("bad", [1] * 5)
+    for request in (good, bad):
+        computed = manager.get_computed_blocks(request)
+        assert manager.allocate_slots(request, 5, computed=computed)
+        request.num_computed_tokens = request.num_tokens
+        manager.cache_blocks(request, request.num_tokens)
+        if request is good:
+            request.append_output_token(7)
+        else:
+            request.status = RequestStatus.FINISHED_ERROR
+        manager.free(request)
+    assert calls == [("finished", 1), ("withdrawn", 1, 2)]
+
+
 def test_an_offer_that_was_not_taken_up_is_forgotten_with_the_request(make_cache):
     """No room for the load, or not yet: the chain had chosen who would load."""
     runner = Runner(2)

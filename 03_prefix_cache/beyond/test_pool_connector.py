@@ -315,7 +315,7 @@ def test_bytes_that_are_here_are_loaded_immediately_if_their_size_is_right(
     assert len(engine.io.written) == expected // SIZE and "cannot" not in caplog.text
 
 
-def test_a_load_past_its_time_counts_as_failed_and_its_bytes_are_not_written(pool, faults):
+def test_a_load_past_its_time_counts_as_failed_and_its_bytes_are_not_written(pool, faults, caplog):
     now = [0.0]
     first, second = Engine(pool, "a"), Engine(pool, "b", load_timeout_s=5.0, clock=lambda: now[0])
     request = make_request("0", TOKENS)
@@ -327,6 +327,7 @@ def test_a_load_past_its_time_counts_as_failed_and_its_bytes_are_not_written(poo
     now[0] = 5.0
     second.wait()  # returns at once: waiting longer is of no use
     assert second.connector.get_finished_load("0") == 0
+    assert "0 of 4 blocks were loaded: timed out after 5.0 s" in caplog.text
     faults.hold.set()
     assert second.load(make_request("1", TOKENS)) == 16
     assert (second.stats.num_loads, second.stats.num_failed_loads) == (2, 1)
@@ -488,7 +489,16 @@ def test_a_loaded_block_is_kept_in_a_nearer_tier(faults):
     pool.close()
 
 
-# with the real manager
+@pytest.mark.parametrize(("start", "end", "num_stored"), [(1, 3, 4), (3, 4, 12)])
+def test_only_invalidated_blocks_leave_the_store(saved, start, end, num_stored):
+    first, second = saved
+    first.connector.invalidate(make_request("0", TOKENS), start, end)
+    assert second.num_matched_tokens(make_request("1", TOKENS)) == num_stored
+    second.save(make_request("2", TOKENS))
+    assert second.num_matched_tokens(make_request("3", TOKENS)) == 16
+
+
+# -- with the real manager
 
 
 def make_engine(connector: KVConnector, make_cache: MakeCache, num_usable: int) -> ByteEngine:

@@ -320,7 +320,7 @@ def test_num_micro_batches_is_checked() -> None:
         make_world(num_micro_batches=0, num_stages=0)
 
 
-# with a step in flight, overlapped or in a pipeline
+# -- with a step in flight, overlapped or in a pipeline
 
 WORLDS = (overlapped.OverlappedWorld, PipelinedWorld)
 

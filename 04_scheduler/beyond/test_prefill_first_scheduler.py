@@ -284,7 +284,7 @@ def test_a_whole_prompt_waits_until_it_fits_beside_the_decodes():
     loop.must_be_right()
 
 
-# max_running_requests
+# -- max_running_requests
 
 
 def test_no_more_run_than_a_step_has_tokens():

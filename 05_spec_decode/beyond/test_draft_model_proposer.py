@@ -428,7 +428,7 @@ def test_a_request_that_never_had_drafts_until_now():
     world.run()
 
 
-# blocks that another request computed
+# -- blocks that another request computed
 
 
 @pytest.mark.parametrize("cache", ["hash", "radix"])

@@ -18,7 +18,7 @@ from invariant_attention import KEY_TILE, InvariantAttentionBackend, split_query
 from mixed_attention import MixedAttentionBackend
 from paged_attention import AttentionMetadata, PagedKVCache
 from test_mixed_attention import check, every_length, expected, mixed_metadata
-from test_paged_attention import (
+from test_paged_attention import (  # noqa: F401  the cases of chapter 2, with `backend_of`
     TOLERANCE,
     BackendOf,
     make_case,
@@ -27,10 +27,6 @@ from test_paged_attention import (
 )
 from window_attention import WindowMetadata
 
-__all__ = [
-    "test_batches_without_tokens_and_sequences_without_tokens",
-    "test_metadata_that_contradicts_itself_is_an_error",
-]
 DTYPES = [torch.float32, torch.bfloat16]
 
 
@@ -48,7 +44,7 @@ def backend_of() -> BackendOf:
 # -- right
 
 
-@pytest.mark.parametrize("block_size", [1, 3, 16])
+@pytest.mark.parametrize("block_size", [1, 3, 4, 16])
 def test_every_query_length_and_history_around_the_borders_of_spans(block_size, monkeypatch):
     """Trap 35: NaN in unused slots reaches no output. Trap 28: a chunk sees its own end and nothing
     after it. Trap 30: chunks that end where a block ends."""

@@ -15,7 +15,6 @@ from hypothesis import strategies as st
 
 from common.models.collectives import CollectiveError
 from common.parallel import message
-from common.parallel.executor import ANSWERS
 from common.parallel.message import MessageError
 from common.requests.input_processor import DrawnSeedParams
 from common.sampling.distributions import TokenLogprobs
@@ -330,7 +329,7 @@ def test_an_error_caused_by_a_collective_is_marked():
                 raise RuntimeError("a step failed") from (error if attribute == "cause" else None)
         except RuntimeError as error:
             data = message.pack_error(error)
-        content = message.unpack(data, ANSWERS)[1]
+        content = message.unpack(data, message.FROM_WORKER)[1]
         assert content["kind_of_error"] == "RuntimeError" and content["is_collective"]
     data = message.pack_error(RuntimeError("its own"))
-    assert not message.unpack(data, ANSWERS)[1]["is_collective"]
+    assert not message.unpack(data, message.FROM_WORKER)[1]["is_collective"]

@@ -183,7 +183,7 @@ def test_the_kv_cache_has_the_rank_s_heads_and_layers_and_a_name_of_its_own(tmp_
         assert len(kv_namespace(alone, allocate_kv_cache(alone, 3, 4))) == 2
 
 
-# every rank refuses a tensor that does not fit, even if another would load it
+# -- every rank refuses a tensor that does not fit, even if another would load it
 
 
 def edit(path: Path, change) -> None:
