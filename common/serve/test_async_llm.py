@@ -1,4 +1,5 @@
-"""`AsyncLLM` without HTTP: what comes is `generate`'s, whoever leaves leaves nothing behind."""
+"""`AsyncLLM` without HTTP: its outputs are those of `generate`, and a disconnect leaves no
+state."""
 
 from __future__ import annotations
 
@@ -70,7 +71,7 @@ async def is_clean(llm: AsyncLLM) -> bool:
     return False
 
 
-def test_deltas_joined_are_what_generate_returns(
+def test_joined_deltas_equal_generate(
     llm: AsyncLLM, alone: LLM, loop: asyncio.AbstractEventLoop
 ) -> None:
     each = [
@@ -138,8 +139,8 @@ def test_a_step_hands_over_once(
     llm: AsyncLLM, loop: asyncio.AbstractEventLoop, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     received, receive = list[object](), llm._receive
-    noted = lambda engine_update: received.append(engine_update) or receive(engine_update)  # noqa: E731
-    monkeypatch.setattr(llm, "_receive", noted)
+    recording = lambda engine_update: received.append(engine_update) or receive(engine_update)  # noqa: E731
+    monkeypatch.setattr(llm, "_receive", recording)
 
     async def count() -> tuple[int, int]:
         steps = (await llm.call(LLMEngine.stats)).num_steps
@@ -185,10 +186,10 @@ def test_nobody_is_computed_for_who_has_left(
     assert loop.run_until_complete(leave()) == (0, 0)
 
 
-def test_the_last_who_leaves_is_not_counted_as_running(
+def test_the_last_aborted_request_is_not_counted_as_running(
     llm: AsyncLLM, loop: asyncio.AbstractEventLoop
 ) -> None:
-    """Routers read that, and nobody may come for an hour."""
+    """Routers read the number, and the next request may come an hour later."""
 
     async def leave() -> EngineStats:
         request = llm.generate([5, 6], SamplingParams(max_tokens=1000, ignore_eos=True))
@@ -204,7 +205,7 @@ def test_the_last_who_leaves_is_not_counted_as_running(
     assert stats.num_running == stats.kv_blocks_in_use == 0
 
 
-def test_who_leaves_leaves_nothing(llm: AsyncLLM, loop: asyncio.AbstractEventLoop) -> None:
+def test_a_disconnect_leaves_no_state(llm: AsyncLLM, loop: asyncio.AbstractEventLoop) -> None:
     """Cancelled at random moments, aborted, left early; others are not touched."""
     rng = random.Random(3)
     long = SamplingParams(max_tokens=1000, ignore_eos=True)
@@ -241,7 +242,7 @@ def test_who_leaves_leaves_nothing(llm: AsyncLLM, loop: asyncio.AbstractEventLoo
 
 
 def test_a_name_may_come_again_at_once(llm: AsyncLLM, loop: asyncio.AbstractEventLoop) -> None:
-    """What is under way of the aborted one is not the next one's."""
+    """A result in flight of the aborted request does not go to the next one."""
 
     async def twice() -> RequestDelta:
         long = SamplingParams(max_tokens=1000, ignore_eos=True)
@@ -259,7 +260,7 @@ def test_a_name_may_come_again_at_once(llm: AsyncLLM, loop: asyncio.AbstractEven
     assert total.request_id == "mine" and len(total.completions[0].token_ids) <= 3
 
 
-def test_a_mailbox_joins_what_is_not_read() -> None:
+def test_a_mailbox_joins_unread_deltas() -> None:
     async def read() -> RequestDelta:
         box = Mailbox()
         for token_id in (3, 4, 5):
@@ -274,7 +275,7 @@ def test_a_mailbox_joins_what_is_not_read() -> None:
 
 
 def test_many_deltas_do_not_block_the_loop(llm: AsyncLLM) -> None:
-    """They are given out some at a time, in order."""
+    """Deltas are given out in batches, in order."""
     from common.engine_config import EngineStats
     from common.serve.async_llm import MAX_DELTAS_PER_TURN
     from common.serve.deltas import EngineUpdate
@@ -301,7 +302,9 @@ def test_many_deltas_do_not_block_the_loop(llm: AsyncLLM) -> None:
     assert len(left) >= 2000 // MAX_DELTAS_PER_TURN - 1
 
 
-def test_a_long_prompt_holds_up_nobody(llm: AsyncLLM, loop: asyncio.AbstractEventLoop) -> None:
+def test_a_long_prompt_delays_no_other_request(
+    llm: AsyncLLM, loop: asyncio.AbstractEventLoop
+) -> None:
     """Not even by Python's lock."""
     text = "x = 1\n" * 15_000
 
@@ -359,7 +362,7 @@ def test_a_call_raises_what_it_raises(llm: AsyncLLM, loop: asyncio.AbstractEvent
 
 
 def test_an_adapter_is_read_while_steps_go_on(monkeypatch: pytest.MonkeyPatch) -> None:
-    """And even if nobody waits for it any more."""
+    """Even if no caller waits for it any more."""
     goes_on, read = threading.Event(), adapter_slots.read_adapter
 
     def wait_and_read(*arguments: Any) -> adapter_slots.Adapter:
@@ -414,8 +417,8 @@ def test_a_full_queue_and_an_end() -> None:
 
 
 def test_an_end_is_the_end() -> None:
-    """What the step under way brings after an abort does not bring the request back to life, and an
-    abort after its end does not spoil what it has brought."""
+    """The result of the step in flight does not revive an aborted request, and an abort after its
+    end does not lose its outputs."""
 
     async def read(first: RequestDelta, second: RequestDelta) -> RequestDelta:
         box = Mailbox()
@@ -430,9 +433,7 @@ def test_an_end_is_the_end() -> None:
     assert asyncio.run(read(whole, aborted)).error is None
 
 
-def test_a_name_that_somebody_chose_is_nobody_elses(
-    llm: AsyncLLM, loop: asyncio.AbstractEventLoop
-) -> None:
+def test_a_request_id_in_use_is_refused(llm: AsyncLLM, loop: asyncio.AbstractEventLoop) -> None:
     async def run() -> None:
         name = f"request-{llm._num_requests + 2}"
         long = SamplingParams(max_tokens=1000, ignore_eos=True)
@@ -459,7 +460,7 @@ def test_a_call_may_raise_anything(llm: AsyncLLM, loop: asyncio.AbstractEventLoo
     assert isinstance(error, RuntimeError) and adapters == [] and isinstance(total, RequestDelta)
 
 
-def test_numbers_beyond_all_bounds_harm_nobody(
+def test_out_of_range_numbers_affect_no_other_request(
     llm: AsyncLLM, loop: asyncio.AbstractEventLoop
 ) -> None:
     params = SamplingParams(top_k=2**63, min_tokens=2**63, max_tokens=2**64, seed=2**62, stop="e")
@@ -477,7 +478,7 @@ def test_numbers_beyond_all_bounds_harm_nobody(
 
 
 def test_another_loop_after_one_that_ended_in_the_middle() -> None:
-    """What was not given out there does not hold up what comes here."""
+    """Deltas that the first loop did not deliver do not delay those of the second."""
     llm = AsyncLLM(**SMALL)
     few = SamplingParams(max_tokens=2)
     asyncio.run(whole(llm, [5], few))
@@ -488,8 +489,8 @@ def test_another_loop_after_one_that_ended_in_the_middle() -> None:
 
 
 def test_closed_while_a_prompt_becomes_ids(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Nobody waits for ever: not who asks after the engine's thread has ended, nor who asked just
-    before, nor where the engine can not be closed."""
+    """No caller waits forever: not one that submits after the engine's thread has ended, nor one
+    that submitted just before, nor if closing the engine fails."""
 
     async def run() -> None:
         llm = AsyncLLM(**SMALL)
@@ -524,7 +525,7 @@ def test_closed_while_a_prompt_becomes_ids(monkeypatch: pytest.MonkeyPatch) -> N
     asyncio.run(run())
 
 
-def test_who_asks_just_when_it_ends_is_told() -> None:
+def test_a_submit_while_the_engine_ends_gets_an_error() -> None:
     """In the inbox after the thread has looked for the last time, and before the loop knows."""
 
     async def run() -> None:

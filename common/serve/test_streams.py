@@ -1,5 +1,4 @@
-"""Whoever leaves, wherever an answer is just then: every generator is closed, and every request
-ends."""
+"""A disconnect at any point of an answer: every generator is closed, and every request ends."""
 
 from __future__ import annotations
 
@@ -59,8 +58,8 @@ async def leaves() -> Message:
     return {"type": "http.disconnect"}
 
 
-async def cancelled(what: Any) -> None:
-    task = asyncio.ensure_future(what)
+async def cancelled(awaitable: Any) -> None:
+    task = asyncio.ensure_future(awaitable)
     await asyncio.sleep(0.01)
     task.cancel()
     with pytest.raises(asyncio.CancelledError):
@@ -90,14 +89,14 @@ def test_one_that_fails_ends_the_others() -> None:
         for way in ("gathered", "merged"):
             fails, other = Source(EngineError("broken")), Source()
             requests = [other.deltas, fails.deltas]
-            firsts = await accepted(requests)
+            first_outputs = await accepted(requests)
             with pytest.raises(EngineError, match="broken"):
                 if way == "merged":
                     async for _ in merged(requests):
                         pass
                 else:
                     other.go.set()
-                    await gathered(firsts, requests)
+                    await gathered(first_outputs, requests)
             await close_all(requests)
             assert not fails.is_open and not other.is_open
 
@@ -108,8 +107,8 @@ def test_cancelled_at_each_wait() -> None:
     async def run() -> None:
         pair = [Source(), Source()]
         requests = [source.deltas for source in pair]
-        firsts = await accepted(requests)
-        await cancelled(gathered(firsts, requests))
+        first_outputs = await accepted(requests)
+        await cancelled(gathered(first_outputs, requests))
         assert not any(source.is_open for source in pair)
 
         for source in (pair := [Source(), Source()]):
@@ -199,7 +198,7 @@ def test_a_stream_that_is_silent_says_that_it_is_there() -> None:
     assert sent[:3] == [None, HEARTBEAT, HEARTBEAT] and sent[-2:] == [b"late", b""]
 
 
-def test_counting_closes_what_it_counts() -> None:
+def test_counting_closes_its_stream() -> None:
     async def run() -> bool:
         source = Source()
         llm: Any = SimpleNamespace(max_model_len=64, stats=EngineStats(), config=EngineConfig())
