@@ -56,7 +56,7 @@ def test_the_form_of_a_difference(before: Any, after: Any, changes: Any) -> None
 
 
 def test_a_request_with_the_id_of_one_that_has_ended_is_another_request() -> None:
-    """It can arrive and end in one frame, the one after the other's end."""
+    """The second request can arrive and end in one frame, the one after the first one's end."""
     row = {"num_preemptions": 0, "finish": {"reason": "stop"}}
     before = empty_frame(9) | {"requests": {"a": row | {"number": 0}}, "outputs": {"a": [5, 6]}}
     after = empty_frame(9) | {"requests": {"a": row | {"number": 1}}, "outputs": {"a": [7]}}

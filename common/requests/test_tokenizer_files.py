@@ -127,7 +127,7 @@ def test_prompt_ids_and_texts_are_those_of_the_file_for_every_class(
 
 
 def test_added_tokens_stay_as_transformers_loads_them(tmp_path: Path) -> None:
-    """They are in `tokenizer_config.json`, too."""
+    """Added tokens are also in `tokenizer_config.json`."""
     config = {"tokenizer_class": "LlamaTokenizer", "pad_token": "[PAD]"}
     file = save(tokenizer_file(LLAMA_2, None), tmp_path, "llama", **config)
     loaded, pad = load_tokenizer(tmp_path), file.get_vocab_size()

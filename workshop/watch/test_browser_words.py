@@ -1,5 +1,5 @@
-"""What a step did is told completely and truly, in both languages; each sentence opens the lines of
-source that decided it; and the tokens are the text of the film."""
+"""The events of a step are described completely and correctly, in both languages; each sentence
+opens the lines of source that decided it; and the tokens are the text of the recorded run."""
 
 from __future__ import annotations
 
@@ -29,14 +29,14 @@ UNFOLD = """() => new Promise((done) => {
     button?.click();
     requestAnimationFrame(() => requestAnimationFrame(() => done(true)));
 })"""
-# Whose sentences have numbers in which a run differs from others.
+# Films whose sentences have numbers that other films lack.
 NUMBERED = {"radix": "admitted", "preempted": "preempted", "forced": "preempted"}
 NUMBERED |= {"drafts": "drafts"}
 HOLE = re.compile(r"(say|pool|cache|words|tokens|source|reason)\.(?!py\b)[a-z_]+|undefined|NaN")
 
 
 def read_sentences(page: Page, unfold: bool = True) -> list[dict[str, Any]]:
-    """Of all groups: `{group, key, text, sources}`."""
+    """Sentences of all groups: `{group, key, text, sources}`."""
     while unfold and page.evaluate(UNFOLD):
         pass
     return page.evaluate(
@@ -57,7 +57,8 @@ def read_sentences(page: Page, unfold: bool = True) -> list[dict[str, Any]]:
 
 
 def telling_steps(shown: Shown) -> Iterator[int]:
-    """Where things happen in numbers as in no step before. Of those that only decode, the first."""
+    """Steps with event counts that no earlier step had. Steps with decodes only are represented by
+    the first."""
     seen: set[frozenset] = set()
     for step in shown.film.steps():
         kinds = Counter(
@@ -118,15 +119,15 @@ def differences(
         "failed",
         "cut",
     }
-    told = Counter(
+    shown_kinds = Counter(
         (kind, one["group"])
         for one in (sentences or read_sentences(page))
         if (kind := one["key"].removeprefix("say.").split(".")[0]) in kinds
     )
     return [
-        f"step {number}: {what} is told {told[what]} times, and was {expected[what]} times"
-        for what in sorted(told.keys() | expected.keys())
-        if told[what] != expected[what]
+        f"step {number}: {kind} is told {shown_kinds[kind]} times, and was {expected[kind]} times"
+        for kind in sorted(shown_kinds.keys() | expected.keys())
+        if shown_kinds[kind] != expected[kind]
     ]
 
 
@@ -134,7 +135,7 @@ def differences(
     "name",  # chains of hashes and FCFS have no sentences of their own
     [pytest.param(n, marks=pytest.mark.slow) if n in ("hash", "fcfs") else n for n in NAMES],
 )
-def test_everything_that_happened_is_told_once_and_nothing_else(
+def test_each_event_has_one_sentence_and_no_other_has(
     name: str, shown: Pages, open_page: OpenPage
 ) -> None:
     """With its numbers and its lines of source, and in both languages."""
@@ -144,13 +145,13 @@ def test_everything_that_happened_is_told_once_and_nothing_else(
     numbered: set[str] = set()
     for place, number in enumerate(telling_steps(film)):
         go(page, step=number)
-        told = read_sentences(page)
-        broken += differences(page, film, number, told)
-        numbered |= check_numbers(film, number, told, is_forced=name == "forced")
-        named = {r for one in told for r in [one["group"], *one["requests"]]}
+        sentences = read_sentences(page)
+        broken += differences(page, film, number, sentences)
+        numbered |= check_numbers(film, number, sentences, is_forced=name == "forced")
+        named = {r for one in sentences for r in [one["group"], *one["requests"]]}
         for what in film.step(number).happened:
             assert set(what["tokens"]) <= named, f"step {number}"
-        for one in told:
+        for one in sentences:
             assert one["sources"], f"no lines for {one}"
         if place % 8 == 0:
             check_holes(page, number)
@@ -159,27 +160,27 @@ def test_everything_that_happened_is_told_once_and_nothing_else(
 
 
 def check_numbers(
-    shown: Shown, number: int, told: list[dict[str, Any]], is_forced: bool
+    shown: Shown, number: int, sentences: list[dict[str, Any]], is_forced: bool
 ) -> set[str]:
-    """Those in sentences are those of the frames. Returns what kinds there were."""
+    """Check the numbers in sentences against the frames. Returns the kinds that occurred."""
     found: set[str] = set()
-    own = lambda name: {one["key"]: one["text"] for one in told if one["group"] == name}  # noqa: E731
+    texts_of = lambda name: {one["key"]: one["text"] for one in sentences if one["group"] == name}  # noqa: E731
     for what in shown.step(number).happened:
         for name, num, _ in what["admitted"]:
             if num:
-                (text,) = (text for key, text in own(name).items() if ".cached" in key)
+                (text,) = (text for key, text in texts_of(name).items() if ".cached" in key)
                 assert re.search(rf"\b{num} (cached )?tokens", text)
                 found.add("admitted")
         for name, num_lost, taker in what["preempted"]:
-            ((key, text),) = (pair for pair in own(name).items() if "preem" in pair[0])
+            ((key, text),) = (pair for pair in texts_of(name).items() if "preem" in pair[0])
             assert f"{num_lost} computed token" in text
-            # Who gets its blocks; or it was the debug switch, or nobody but itself.
+            # The request that gets its blocks; else the debug switch, or the victim itself.
             is_for_another = taker not in (None, name)
             kind = ".for" if is_for_another else ".forced" if is_forced else ""
             assert key == f"say.preempted{kind}"
             found.add("preempted")
         for name, (accepted, rejected) in (what["result"] or {}).get("verified", {}).items():
-            text = own(name)["say.drafts"]
+            text = texts_of(name)["say.drafts"]
             assert text.startswith(f"{accepted} of {accepted + rejected} draft token")
             found.add("drafts")
     return found
@@ -212,19 +213,17 @@ def test_a_planted_lie_is_seen(shown: Pages, open_page: OpenPage) -> None:
     assert differences(page, film, number)
 
 
-def test_the_urgent_take_the_seats_of_others(
-    tmp_path: Path, cast: Cast, open_page: OpenPage
-) -> None:
+def test_urgent_requests_displace_others(tmp_path: Path, cast: Cast, open_page: OpenPage) -> None:
     film = make_urgent(tmp_path, cast)
     page = ready(open_page(film.page))
     go(page, step=3)
     assert not differences(page, film, 3)
-    told = {(one["group"], one["key"]): one for one in read_sentences(page)}
-    lost = told["b", "say.preempted.seat"]
+    sentences = {(one["group"], one["key"]): one for one in read_sentences(page)}
+    lost = sentences["b", "say.preempted.seat"]
     assert "c is more urgent" in lost["text"]
     assert lost["sources"] == ["preempted:seat"]
-    assert told["", "say.queue"]["text"].startswith("the queue stands in the order d, b")
-    assert told["", "say.stop.others"]["text"].startswith("no other is admitted, 2 wait")
+    assert sentences["", "say.queue"]["text"].startswith("the queue stands in the order d, b")
+    assert sentences["", "say.stop.others"]["text"].startswith("no other is admitted, 2 wait")
 
 
 # -- the lines of source
@@ -236,7 +235,7 @@ def test_the_urgent_take_the_seats_of_others(
 def test_each_link_opens_the_lines_that_it_names(
     is_each_sentence: bool, shown: Pages, open_page: OpenPage
 ) -> None:
-    """Of each kind of sentence one, or each sentence."""
+    """One sentence of each kind, or each sentence."""
     opened: set[str] = set()
     visited: set[str] = set()
     for name in NAMES:
@@ -301,9 +300,7 @@ def test_the_window_is_opened_and_closed_by_keys_alone(shown: Pages, open_page: 
     assert link.evaluate("(link) => link === document.activeElement")
 
 
-def test_an_engine_that_nobody_knows_has_sentences_without_links(
-    shown: Pages, open_page: OpenPage
-) -> None:
+def test_an_unknown_engine_has_sentences_without_links(shown: Pages, open_page: OpenPage) -> None:
     page = ready(open_page(shown["hash"].page))
     page.evaluate("Watch.store.films[0].run.scheduler = 'another'")
     go(page, step=1)
@@ -338,14 +335,14 @@ def test_a_chip_among_the_tokens_can_be_clicked(shown: Pages, open_page: OpenPag
     page.wait_for_selector(f".words-tokens .tokens-row:not(.is-short)[data-request={name}]")
 
 
-def test_guesses_are_underlined_or_struck_out_as_they_were_judged(
+def test_drafts_are_underlined_or_struck_out_by_verification(
     shown: Pages, open_page: OpenPage
 ) -> None:
     """All other tokens of a request are its text."""
     film = shown["drafts"]
     page = ready(open_page(film.page))
     accepted: dict[str, list[int]] = {name: [] for name in "abc"}  # positions, since the beginning
-    judged: Counter[str] = Counter()
+    verified: Counter[str] = Counter()
     texts: dict[int, str] = {}  # what a token adds, where it was sampled first
     for step in film.film.steps():
         for name, tokens in step.state["outputs"].items():
@@ -356,16 +353,16 @@ def test_guesses_are_underlined_or_struck_out_as_they_were_judged(
         for name, (num_accepted, num_rejected) in step.result.get("verified", {}).items():
             first = len(before["requests"][name]["prompt"]) + len(before["outputs"][name])
             accepted[name] += range(first, first + num_accepted)
-            judged["accepted"] += num_accepted
-            judged["rejected"] += num_rejected
+            verified["accepted"] += num_accepted
+            verified["rejected"] += num_rejected
             go(page, step=number, request=name)
             tokens = read_tokens(page)
             rejected = [text for text, look in tokens if "is-rejected" in look]
             assert len(rejected) == num_rejected
             request, outputs = step.state["requests"][name], step.state["outputs"][name]
             kept = [pair for pair in tokens if "is-rejected" not in pair[1]]
-            pieces = [*request["prompt_pieces"], *step.state["pieces"][name]]
-            assert [text for text, _ in kept] == [visible(piece) for piece in pieces]
+            row = [*request["prompt_pieces"], *step.state["pieces"][name]]
+            assert [text for text, _ in kept] == [visible(text) for text in row]
             sides = ["is-prompt" in look for _, look in kept]
             assert sides == [True] * len(request["prompt"]) + [False] * len(outputs)
             drafts = step.plans[0]["drafts"][name][num_accepted:]
@@ -378,16 +375,16 @@ def test_guesses_are_underlined_or_struck_out_as_they_were_judged(
             assert underlined == accepted[name], f"step {number}, {name}"
             new = [text for text, look in tokens if "is-now" in look and "is-output" in look]
             num_new = len(outputs) - len(before["outputs"][name])
-            assert new == [visible(piece) for piece in pieces[-num_new:]]
-    assert judged["accepted"] and judged["rejected"], judged
+            assert new == [visible(text) for text in row[-num_new:]]
+    assert verified["accepted"] and verified["rejected"], verified
 
 
-def test_a_piece_of_a_prompt_is_lit_where_it_was_computed(
+def test_a_prompt_chunk_is_highlighted_where_it_was_computed(
     shown: Pages, open_page: OpenPage
 ) -> None:
     film = shown["preempted"]
     page = ready(open_page(film.page))
-    num_pieces = 0
+    num_chunks = 0
     for number in range(6):
         (plan,) = film.step(number).plans
         for name, start, num in zip(plan["requests"], plan["starts"], plan["num_tokens"]):
@@ -399,8 +396,8 @@ def test_a_piece_of_a_prompt_is_lit_where_it_was_computed(
                 ".map((token) => Number(token.dataset.position))"
             )
             assert lit == list(range(start, start + num))
-            num_pieces += 1
-    assert num_pieces > 3
+            num_chunks += 1
+    assert num_chunks > 3
 
 
 def test_long_lists_are_folded_and_unfold(shown: Pages, open_page: OpenPage) -> None:

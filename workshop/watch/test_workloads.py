@@ -1,4 +1,4 @@
-"""The run that is shown where nobody brings one: everything happens in it, and its tokens are
+"""The default run, which is shown without a file: everything happens in it, and its tokens are
 those of `transformers`."""
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ def film(default_film: Film) -> Film:
 
 
 def cells_of(film: Film) -> list:
-    """Of all steps, with the step in front."""
+    """Cells of all steps, each with the previous step."""
     return [(number, cell) for number, step in enumerate(cells(film)) for cell in step]
 
 
@@ -56,7 +56,7 @@ def test_a_prefix_is_shared(film: Film) -> None:
     assert any(len(blocks) >= 12 for _, (_, blocks) in happened(film, "shared"))
 
 
-def test_a_prompt_comes_in_pieces_beside_decodes(film: Film) -> None:
+def test_a_prompt_is_chunked_beside_decodes(film: Film) -> None:
     computed = cells_of(film)
     chunks = [step for step, (name, kind, *_) in computed if (name, kind) == ("c", "prompt")]
     assert len(chunks) >= 4
@@ -70,7 +70,7 @@ def test_requests_wait_for_several_reasons(film: Film) -> None:
     assert longest >= 3
 
 
-def test_somebody_is_preempted_and_comes_back(film: Film) -> None:
+def test_a_request_is_preempted_and_resumes(film: Film) -> None:
     lost = {name for _, (name, *_) in happened(film, "preempted")}
     again = {name for _, (name, kind, *_) in cells_of(film) if kind == "recomputed"}
     assert lost == again and "c" in lost
@@ -82,7 +82,7 @@ def test_blocks_are_evicted(film: Film) -> None:
     assert sum(1 for _ in happened(film, "evicted")) > 20
 
 
-def test_guesses_are_accepted_and_rejected(film: Film) -> None:
+def test_drafts_are_accepted_and_rejected(film: Film) -> None:
     verified = [
         counts
         for _, result in happened(film, "result")
@@ -119,7 +119,7 @@ def play(cast: Cast, tmp_path: Path) -> Callable[[Script], Film]:
     return play
 
 
-def test_nobody_joins_a_static_batch(play: Callable[[Script], Film]) -> None:
+def test_no_request_joins_a_static_batch(play: Callable[[Script], Film]) -> None:
     visits = tuple(
         Visit(name, 0, "def f(x):", length) for name, length in zip("abcd", (2, 6, 3, 4))
     )
@@ -130,7 +130,7 @@ def test_nobody_joins_a_static_batch(play: Callable[[Script], Film]) -> None:
     assert film.step(3).reasons == {"c": "constraint", "d": "constraint"}
 
 
-def test_somebody_may_come_when_nobody_is_there(play: Callable[[Script], Film]) -> None:
+def test_a_request_can_arrive_when_none_is_running(play: Callable[[Script], Film]) -> None:
     film = play(Script((Visit("a", 0, "def", 2), Visit("b", 9, "class", 2)), SMALL))
     assert film.num_steps == 4
     assert {row["finish"]["reason"] for row in film.requests().values()} == {"length"}
@@ -144,7 +144,7 @@ def test_a_script_that_does_not_end_is_an_error(
         play(Script((Visit("a", 0, "def", 9),), SMALL))
 
 
-def test_a_film_that_begins_in_the_middle_knows_what_requests_bring(
+def test_a_recorded_run_that_starts_in_the_middle_knows_the_requests(
     cast: Cast, tmp_path: Path
 ) -> None:
     config = EngineConfig(num_blocks=40, max_loras=1, device="cpu", dtype="float64")
