@@ -39,18 +39,18 @@ if TYPE_CHECKING:
 
 SCHEDULERS = {
     # Chapter 4: fill the memory, and preempt when it runs out.
-    "two_phase": "common.assembly.scheduler_assembly:make_two_phase",
-    "prefill_first": "common.assembly.scheduler_assembly:make_prefill_first",
+    "two_phase": "scheduler:Scheduler",
+    "prefill_first": "prefill_first_scheduler:PrefillFirstScheduler",
     # Chapter 1, over KV blocks and a prefix cache: reserve everything at admission.
-    "fcfs": "common.assembly.scheduler_assembly:make_fcfs",
+    "fcfs": "caching_fcfs_scheduler:CachingFCFSScheduler",
 }
 PREFIX_CACHES = {
-    "hash": "common.assembly.scheduler_assembly:make_hash_cache",
-    "radix": "common.assembly.scheduler_assembly:make_radix_cache",
+    "hash": "prefix_cache_local:PrefixCacheLocal",
+    "radix": "radix_cache:RadixCache",
 }
 PROPOSERS = {
-    "ngram": "common.assembly.assembly:make_ngram",
-    "draft": "common.assembly.assembly:make_draft_model",
+    "ngram": "ngram_index:BulkNgramProposer",
+    "draft": "draft_model_proposer:DraftModelProposer",
 }
 # The first is for whole prompts, the second (or the same) for decodes and chunks in a batch. Only
 # "triton" and classes that derive from `TorchAttentionBackend` get metadata with a window.
@@ -63,6 +63,14 @@ ATTENTION_BACKENDS = {
         "paged_attention_triton:TritonAttentionBackend",
         "mixed_attention_triton:MixedTritonAttentionBackend",
     ),
+}
+# Plugins that are made when the first request has the feature: the runner's, and the engine's.
+LAZY_PLUGINS = {
+    "prompt_logprobs": "common.sampling.prompt_logprobs:make",
+    "grammar": "common.features.grammars.grammar_masks:make",
+}
+LAZY_ENGINE_PLUGINS = {
+    "grammar": "common.features.grammars.request_grammars:RequestGrammars",
 }
 
 CHECKPOINTS = Path(__file__).parent / "checkpoints"
