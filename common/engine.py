@@ -104,13 +104,14 @@ class LLMEngine:
         self.kv_cache, self.speculation = handle.kv_cache, handle.speculation
         self.max_model_len, self.vocab_size = handle.max_model_len, handle.vocab_size
         model, self.model_config = handle.model, handle.model.config
-        self.device, self.dtype = model.device, model.dtype
-        self.num_parameters, sizes = (
+        self.device, self.dtype, self.num_parameters = (
+            model.device,
+            model.dtype,
             model.num_parameters,
-            (model.config.vocab_size, self.vocab_size),
         )
-        limits = model.eos_token_ids, self.max_model_len, self.config.seed
-        self._input_processor = InputProcessor(tokenizer, *sizes, *limits)
+        tokens = model.config.vocab_size, handle.vocab_size, model.eos_token_ids
+        limits = handle.max_model_len, self.config.seed
+        self._input_processor = InputProcessor(tokenizer, *tokens, *limits)
         # Ends the workers, if there are any, and restores torch's thread count, when this engine is
         # closed or garbage-collected.
         self._close_runner = None if handle.close is None else weakref.finalize(self, handle.close)

@@ -313,23 +313,14 @@ class EngineConfig:
         _check(self, ("max_num_seqs", self.max_num_seqs <= 1 << 20, "be from 1 to 2**20"))
         few = self.num_threads is None or self.num_threads <= MAX_THREADS
         _check(self, ("num_threads", few, f"be None or from 1 to {MAX_THREADS}"))
-        choices = {
-            "mixing": (False, True),
-            "compile": ("auto", False, True),
-            "overlap_scheduling": ("auto", False, True),
-            "pack_weights": (True, False),
-            "enforce_eager": (False, True),
-            "emulate_graphs": (False, True),
-            "batch_invariant": (False, True),
-            "check_invariants": (False, True),
-            "shuffle_batch": (False, True),
-            "shuffle_waiting": (False, True),
-        }
-        for name, allowed in choices.items():
+        flags = ["mixing", "pack_weights", "enforce_eager", "emulate_graphs", "batch_invariant"]
+        flags += ["check_invariants", "shuffle_batch", "shuffle_waiting"]
+        for name in flags:
+            _check(self, (name, isinstance(getattr(self, name), bool), "be one of False, True"))
+        for name in ("compile", "overlap_scheduling"):
             value = getattr(self, name)
-            is_one = any(value is a or (type(value) is type(a) and value == a) for a in allowed)
-            shown = ", ".join(map(repr, allowed))
-            _check(self, (name, is_one, f"be one of {shown}"))
+            is_one = isinstance(value, bool) or (isinstance(value, str) and value == "auto")
+            _check(self, (name, is_one, "be one of 'auto', False, True"))
         _check_scheduler(self.scheduler)
         _check_policy(self.policy)
         _check_prefix_cache(self.prefix_cache)

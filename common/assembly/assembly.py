@@ -140,7 +140,11 @@ class LocalRunner:
         if draft is not None and draft.model is not self.model:  # the longest context it drafts for
             draft.model.group_layers(draft.config.num_unhidden)
         self.attention = make_attention(config, loaded)
-        self.adapters = make_adapter_slots(self)
+        self.adapters: AdapterSlots | None = None
+        if config.takes_adapters:
+            from common.features.adapters.adapter_slots import AdapterSlots
+
+            self.adapters = AdapterSlots(self.model, config.max_adapters, config.max_lora_rank)
         prepare_models(self)
 
         # KV tensors, in the memory that everything else leaves: adapters, the sampler, graphs.
@@ -292,15 +296,6 @@ def make_compiled_attention(
 
 
 # -- the models, before they are used
-
-
-def make_adapter_slots(local: LocalRunner) -> AdapterSlots | None:
-    config = local.config
-    if not config.takes_adapters:
-        return None
-    from common.features.adapters.adapter_slots import AdapterSlots
-
-    return AdapterSlots(local.model, config.max_adapters, config.max_lora_rank)
 
 
 def prepare_models(local: LocalRunner) -> None:

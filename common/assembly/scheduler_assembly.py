@@ -106,9 +106,14 @@ class SchedulerParts:
 
         # Several steps in flight: a plugin keeps their plans, and a runner their order.
         self.in_flight_plans = make_in_flight_plugin(self)
-        self.queued_runner = make_queued_runner(self)
-        queued = self.queued_runner
-        self.wait_for_steps = int if queued is None else queued.wait_for_steps
+        self.queued_runner: QueuedRunner | None = None
+        self.wait_for_steps: Callable[[], object] = int
+        if self.in_flight_plans is not None:
+            from common.runner.overlap import QueuedRunner, ThreadedRunner
+
+            kind = QueuedRunner if runner_handle.is_queued else ThreadedRunner
+            self.queued_runner = kind(runner_handle.runner)
+            self.wait_for_steps = self.queued_runner.wait_for_steps
 
         # KV: the memory outside of this engine, then the blocks, with or without a prefix cache.
         self.connector, listener = make_connector(self)
@@ -123,7 +128,13 @@ class SchedulerParts:
         self.recorder = RecordedScheduler(self.scheduler, [*make_observers(self)])
         self.multi_step_core = make_multi_step_core(self)
         self.core = self.multi_step_core or EngineCore(self.recorder, runner_handle.runner)
-        self.adapters = make_adapter_names(self)
+
+        # The adapters' names, which requests use.
+        self.adapters: AdapterNames | None = None
+        if runner_handle.adapters is not None:
+            from common.features.adapters.adapter_names import AdapterNames
+
+            self.adapters = AdapterNames(runner_handle.adapters, self.wait_for_steps)
 
     @property
     def policy(self) -> SchedulePolicy:
@@ -174,16 +185,6 @@ def make_in_flight_plugin(parts: SchedulerParts) -> OverlapPlugin | PipelinePlug
     from overlap_plugin import OverlapPlugin
 
     return OverlapPlugin()
-
-
-def make_queued_runner(parts: SchedulerParts) -> QueuedRunner | None:
-    """Make a runner that starts a step while another one is in flight, or None."""
-    if parts.in_flight_plans is None:
-        return None
-    from common.runner.overlap import QueuedRunner, ThreadedRunner
-
-    kind = QueuedRunner if parts.runner_handle.is_queued else ThreadedRunner
-    return kind(parts.runner_handle.runner)
 
 
 def make_multi_step_core(parts: SchedulerParts) -> OverlappedEngineCore | None:
@@ -358,14 +359,6 @@ def tell_durations(policy: LearnsDurations, record: StepRecord) -> None:
     """Notify a chunk policy of a step's duration. An observer of the recorder."""
     starts, num_tokens = record.start_positions, record.num_scheduled_tokens
     policy.observe_step([starts[r] for r in num_tokens], list(num_tokens.values()), record.step_ms)
-
-
-def make_adapter_names(parts: SchedulerParts) -> AdapterNames | None:
-    if parts.runner_handle.adapters is None:
-        return None
-    from common.features.adapters.adapter_names import AdapterNames
-
-    return AdapterNames(parts.runner_handle.adapters, parts.wait_for_steps)
 
 
 # -- the limits, known before any part is made
