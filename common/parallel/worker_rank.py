@@ -34,25 +34,6 @@ if TYPE_CHECKING:
     from common.features.adapters.adapter_files import Adapter
 
 logger = logging.getLogger(__name__)
-QUESTIONS = {
-    "start": (
-        "config",
-        "rank",
-        "limits",
-        "eos_token_ids",
-        "meeting",
-        "threads",
-        "log_level",
-        "has_connector",
-    ),
-    "plan": ("step", "plan", "times"),
-    "read": ("block_id",),
-    "write": ("block_id", "data"),
-    "adapter": ("number", "directory"),
-    "take": ("number", "is_wanted"),
-    "drop": ("digest",),
-    "close": (),
-}
 
 
 class Rank:
@@ -82,7 +63,7 @@ class Rank:
     def start(cls, channel: Channel) -> Rank:
         """Make a rank from the first message, which has its number and everything it needs. Sends
         the answer, which reports the result."""
-        _, content = message.unpack(channel.receive(), {"start": QUESTIONS["start"]})
+        _, content = message.unpack(channel.receive(), {"start": message.TO_WORKER["start"]})
         name = f"[rank {content['rank']}] %(message)s"
         logging.basicConfig(level=content["log_level"], format=name, force=True)
         torch.set_num_threads(content["threads"])
@@ -128,7 +109,7 @@ class Rank:
 
     def handle(self, data: bytes) -> bool:
         """Process a message. Returns whether it was the last one."""
-        kind, content = message.unpack(data, QUESTIONS)
+        kind, content = message.unpack(data, message.TO_WORKER)
         if kind == "plan":
             self._execute(content)
         elif kind == "read":  # before the next step begins, which may write to the block

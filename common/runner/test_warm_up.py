@@ -1,4 +1,4 @@
-"""What is compiled at the start is everything: the launches that follow find their machine code."""
+"""Warm-up compiles everything: later launches find their machine code."""
 
 from __future__ import annotations
 
@@ -105,7 +105,7 @@ print(json.dumps([len(launches), len(sample), number, len(loaded), after_warm_up
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize("every", [6, pytest.param(1, marks=pytest.mark.slow)])
 def test_nothing_is_compiled_after_the_warm_up(every: int) -> None:
-    """Of the launches one in `every`."""
+    """With one launch in `every`."""
     environment = {name: v for name, v in os.environ.items() if name != "TRITON_INTERPRET"}
     environment["PYTHONPATH"] = os.pathsep.join([str(ROOT), *sys.path])
     environment["TRITON_CACHE_DIR"] = str(ROOT / "build" / "triton")
