@@ -325,6 +325,10 @@ def test_an_answer_is_graded_and_what_passed_is_remembered(
     assert "RIGHT" in shown and "make task N=1.2" in shown
     assert list(Workbench(bench.folder).progress.passed) == ["1.1"]
     assert bench.file(ONE).read_text() == "mine"
+    verdicts.append(Verdict(True, "RIGHT"))
+    bench.file(TASKS[-1]).write_text("mine")
+    assert main([TASKS[-1].number], bench) == 0
+    assert "The next: make task N=1.2 " in capsys.readouterr().out, "after the last, the first"
 
 
 def test_hints_come_one_at_a_time(bench: Workbench, capsys: pytest.CaptureFixture[str]) -> None:
