@@ -7,6 +7,8 @@ import io
 import random
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
@@ -15,7 +17,8 @@ import scheduler
 from block_pool import Block
 from common.engine import LLMEngine
 from common.engine_config import EngineConfig
-from common.events.listener_chain import listener_of
+from common.events.listener_chain import listener_of, observe
+from common.events.memory_changes import MemoryChanges
 from common.serve.kv_events import CacheChanges
 from common.tests.engine_oracle import Oracle, finish, paged_runner
 from common.tests.film_runs import (
@@ -276,6 +279,45 @@ def test_a_recorder_and_kv_events_observe_one_cache(
     assert cache.listener is tiers
 
 
+@pytest.mark.parametrize(
+    ("event", "order"),
+    [
+        ("block_cached", ["observer", "tiers"]),
+        ("blocks_evicted", ["tiers", "observer"]),
+        ("blocks_invalidated", ["tiers", "observer"]),
+    ],
+)
+def test_observers_know_a_block_before_the_tiers_copy_it_and_until_it_is_gone(
+    event: str, order: list[str]
+) -> None:
+    """Also if the tiers raise: the block has left the cache all the same."""
+    calls: list[str] = []
+
+    def fail(*_: object) -> None:
+        calls.append("tiers")
+        raise OSError("no space left on device")
+
+    cache: Any = SimpleNamespace(listener=SimpleNamespace(**{event: fail}))
+    observe(cache, SimpleNamespace(**{event: lambda *_: calls.append("observer")}))  # type: ignore[arg-type]
+    with pytest.raises(OSError):
+        getattr(cache.listener, event)(*[None] * (4 if event == "block_cached" else 1))
+    assert calls == order
+
+
+def test_a_loaded_block_is_the_loads_whatever_request_is_considered_then(random_loaded) -> None:
+    """Viewers read the tokens of a block by the request that published it."""
+    engine, stream = make_engine(random_loaded), io.StringIO()
+    engine.watch(stream)
+    changes: MemoryChanges = engine._watch.memory
+    engine.kv_manager.current_req_id = "considered"
+    rows: list[dict] = [{}, {}]
+    blocks = engine.kv_manager.pool.blocks
+    with changes.acting_for("loads"):
+        changes._enter(blocks[1], rows[0])
+    changes._enter(blocks[2], rows[1])
+    assert [row["by"] for row in rows] == ["loads", "considered"]
+
+
 def test_what_the_memory_did_last_is_on_a_film_that_ends_there(
     random_loaded, tmp_path: Path
 ) -> None:
@@ -345,10 +387,10 @@ def test_a_place_that_is_none_changes_nothing(
     engine, path = make_engine(random_loaded), tmp_path / "run.jsonl"
     if is_watched:
         engine.watch(path)
-    watch = engine._watch
+    watch = engine._plugins.get("watch")
     with pytest.raises(FileNotFoundError):
         engine.watch(tmp_path / "none" / "run.jsonl")
-    assert engine._watch is watch
+    assert engine._plugins.get("watch") is watch
     serve_unwatched(engine, [[1, 2, 3]])
     assert not is_watched or moments(path)[-1] == "result"
 

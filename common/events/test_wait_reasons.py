@@ -9,6 +9,8 @@ import subprocess
 import sys
 from dataclasses import asdict, replace
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
@@ -18,11 +20,12 @@ from common.engine import LLMEngine
 from common.engine_config import EngineConfig
 from common.events.frames import REASONS, reasons_to_wait
 from common.events.run_line import _plain, check_place
+from common.events.wait_reasons import WaitReasons
 from common.llm import LLM
 from common.tests.engine_oracle import Oracle, failing_steps, finish
 from common.tests.film_runs import Workshop, short_prompts
 from kv_connector import KVConnector
-from request import SamplingParams
+from request import Request, SamplingParams
 from step_record import StepRecord
 from tiered_cache import KVTierConfig
 from workshop.watch.replay.film import Film
@@ -123,7 +126,9 @@ def test_a_stop_string_in_the_last_token_that_may_come_is_the_reason(tmp_path: P
     assert (ended["text"], finish["reason"], finish["stop_reason"]) == (less, "stop", last)
 
 
-def test_the_run_line_says_what_ran_and_names_no_folder(random_loaded, tmp_path: Path) -> None:
+def test_the_run_line_says_what_ran_and_names_no_folder(
+    random_loaded, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     path = tmp_path / "run.jsonl"
     tiers = KVTierConfig(8, 4, disk_path=str(tmp_path / "blocks"))
     engine = make_engine(random_loaded, path, kv_tiers=tiers, policy="lpm", model=str(tmp_path))
@@ -134,6 +139,9 @@ def test_the_run_line_says_what_ran_and_names_no_folder(random_loaded, tmp_path:
     assert run.model["architecture"] == "Qwen3ForCausalLM" and "torch" in run.versions
     assert str(tmp_path) not in path.read_text()
     assert _plain("adapters", {"tests": f"{tmp_path}/one"}) == {"tests": "one"}
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "some").mkdir()
+    assert _plain("adapters", {"tests": "../" + tmp_path.name + "/some"}) == {"tests": "some"}
 
 
 @pytest.mark.parametrize("value", ["", 5, b"x"])
@@ -347,7 +355,10 @@ def test_kv_on_its_way_is_a_reason_of_its_own(random_loaded, tmp_path: Path) -> 
 
 
 class ReadyStore(SlowStore):
-    """Its block comes."""
+    """Has one block more than the cache, which comes."""
+
+    def get_num_new_matched_tokens(self, request, num_computed_tokens):
+        return (4, True) if request.num_tokens > num_computed_tokens + 4 else (0, False)
 
     def get_finished_load(self, request_id) -> int:
         return 4
@@ -356,9 +367,10 @@ class ReadyStore(SlowStore):
 def test_what_comes_from_a_store_without_tiers_is_counted(random_loaded, tmp_path: Path) -> None:
     path = tmp_path / "run.jsonl"
     engine = make_engine(random_loaded, path, kv_connector=ReadyStore())
-    engine.add_request("a", tokens(9), GREEDY)
-    finish(engine)
-    assert Film.read(path).last_state()["loaded"] == {"store": 1}
+    for name, num_tokens in (("a", 9), ("b", 17)):  # the second load extends two cached blocks
+        engine.add_request(name, tokens(num_tokens), GREEDY)
+        finish(engine)
+    assert Film.read(path).last_state()["loaded"] == {"store": 2}
 
 
 def test_the_turn_of_those_who_decode_is_a_reason(random_loaded, tmp_path: Path) -> None:
@@ -400,6 +412,25 @@ def test_random_runs_give_only_reasons_that_exist_and_one_to_everybody(
     for seed in (3, 13, 14):
         for found in reasons(workshop.run(seed).path):
             assert set(found.values()) <= REASONS.keys(), found
+
+
+def test_what_is_lost_and_found_belongs_to_the_request_and_the_step() -> None:
+    memory: Any = SimpleNamespace(current_req_id="a", blocking_req_id=None, cache=None)
+    reasons = WaitReasons(memory, lambda request: None, lambda: None)
+    reasons.watched = SimpleNamespace(running={}, max_num_seqs=0)  # type: ignore[assignment]
+    request = Request.from_tokens("a", tokens(9))
+    request.num_preemptions = 2
+    plan: Any = SimpleNamespace(scheduled_requests=[request], start_positions=[0])
+    for num_computed in (6, 4):  # preempted again before it had recomputed all of the six
+        request.num_computed_tokens = num_computed
+        reasons.on_preempt(request)
+    reasons.matched(SimpleNamespace(num_cached_tokens=4, blocks=[SimpleNamespace(block_id=3)]))  # type: ignore[arg-type]
+    decided = reasons.decisions(plan, ["a"])
+    assert (decided["recomputed"], decided["found"]) == ({"a": 6}, {"a": [3]})
+    reasons.begin_step()
+    reasons.on_finish(request)  # another request may get its id
+    decided = reasons.decisions(plan, ["a"])
+    assert (decided["recomputed"], decided["found"]) == ({}, {})
 
 
 def test_tokens_of_a_step_are_told_apart(random_oracle, random_loaded, tmp_path: Path) -> None:

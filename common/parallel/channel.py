@@ -3,6 +3,9 @@
     worker   waits for one message after another             `receive`
     driver   takes what has come, never waits for one rank   `arrived`, `send_some`
 
+`multiprocessing.connection` has the same framing, but its `send_bytes` blocks: a driver and a
+worker that send large messages at the same time would wait for each other.
+
 An interrupt (Ctrl-C) between a system call and the line that records its result would lose bytes,
 and the rest of the stream could not be decoded. So the driver holds interrupts until the end of a
 message (`interrupts_held`). A stream that is cut anyway is detected (`is_inconsistent`) and never

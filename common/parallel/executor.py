@@ -42,13 +42,6 @@ logger = logging.getLogger(__name__)
 
 CLOSE_TIMEOUT_S = 5.0
 GRACE_S = 1.0  # for other ranks' reports, after one rank has reported an error
-ANSWERS = {
-    "ready": ("facts",),
-    "output": ("step", "output", "digest"),
-    "block": ("data",),
-    "adapter": ("number", "digest", "kind_of_error", "sentence"),
-    "error": ("kind_of_error", "sentence", "is_collective"),
-}
 # Errors in the arguments of `LLM` keep their type, whichever process found them.
 OF_THE_USER = {"ValueError": ValueError, "FileNotFoundError": FileNotFoundError}
 
@@ -198,7 +191,7 @@ class Executor:
             self._selector.unregister(link.channel)
             return
         for data in messages:
-            kind, content = message.unpack(data, ANSWERS)
+            kind, content = message.unpack(data, message.FROM_WORKER)
             if kind == "output":
                 self._outputs[link.rank][content["step"]] = content
             elif kind == "error":

@@ -1,16 +1,5 @@
-"""The messages between the scheduling process and the computing processes: bytes of msgpack.
-
-    to a worker     start        its rank, the configuration, where the ranks meet
-                    plan         the message of a step (chapter 1's `RunnerInput`)
-                    read, write  the bytes of a KV block
-                    adapter      a directory: read what it holds, while steps go on
-                    take, drop   keep what was read for the steps to come, or discard it
-                    close
-    from a worker   ready        what its model is
-                    output       the answer to a plan (`StepOutput`), or nothing from most ranks
-                    block        the answer to a read
-                    adapter      its digest, or why it is refused
-                    error        a sentence
+"""The messages between the scheduling process and the computing processes: bytes of msgpack. Their
+kinds are in `TO_WORKER` and `FROM_WORKER`.
 
 A message is a map whose keys are exactly the expected ones: a missing field, one too many and
 another version are refused. Sets travel as sorted lists, parameters as their fields. Only Python's
@@ -43,6 +32,34 @@ from scheduler_interface import (
 )
 
 VERSION = 2
+# The fields of each kind.
+TO_WORKER = {
+    # The rank, the configuration, and where the ranks meet.
+    "start": (
+        "config",
+        "rank",
+        "limits",
+        "eos_token_ids",
+        "meeting",
+        "threads",
+        "log_level",
+        "has_connector",
+    ),
+    "plan": ("step", "plan", "times"),  # a step's `RunnerInput` (chapter 1)
+    "read": ("block_id",),  # the bytes of a KV block
+    "write": ("block_id", "data"),
+    "adapter": ("number", "directory"),  # read this directory while steps go on
+    "take": ("number", "is_wanted"),  # use the read adapter from now on, or discard it
+    "drop": ("digest",),  # discard an adapter in use
+    "close": (),
+}
+FROM_WORKER = {
+    "ready": ("facts",),  # what the worker's model is
+    "output": ("step", "output", "digest"),  # to "plan": `StepOutput`; most ranks send none
+    "block": ("data",),  # to "read"
+    "adapter": ("number", "digest", "kind_of_error", "sentence"),  # or why it is refused
+    "error": ("kind_of_error", "sentence", "is_collective"),
+}
 _BIG_INTEGER = 1  # of msgpack's extensions: an integer beyond 64 bits, such as a `max_tokens`
 
 

@@ -119,7 +119,7 @@ def look(tight: Running) -> Iterator[Callable[..., Onlooker]]:
 
 
 def watch_of(server: Running) -> FrameRecorder | None:
-    return server.call(lambda engine: engine._watch)
+    return server.call(lambda engine: engine._plugins.get("watch"))
 
 
 def in_background(server: Running, body: dict[str, Any]) -> threading.Thread:

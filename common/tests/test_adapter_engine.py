@@ -152,7 +152,7 @@ def test_cached_kv_is_an_adapters_by_its_content_and_not_by_its_name(
     engine.load_adapter("first", directories["everything"])
     assert num_cached("first", "everything") == 0
     assert num_cached("same", "attention") > 0 and num_cached(None, None) > 0
-    assert not has_tier or engine._connector.stats.num_host_hits > 0
+    assert not has_tier or engine.parts.connector.stats.num_host_hits > 0
     engine.close()
 
 
@@ -163,7 +163,7 @@ def test_who_uses_an_adapter_that_is_unloaded_ends_with_it(
     engine = checked_engine(
         model, adapters=directories, overlap_scheduling=overlaps, num_blocks=200
     )
-    slots = engine._runner_handle.adapters
+    slots = engine.parts.runner_handle.adapters
     for i, prompt in enumerate(prompts):
         engine.add_request(str(i), prompt, greedy_params(NUM_TOKENS), adapter="everything")
     engine.step()
@@ -251,7 +251,7 @@ def test_names_change_their_content_while_requests_with_grammars_run(
             assert tokens == (whole[: len(tokens)] if reason == "abort" else whole), case
     for name in kind_of:
         engine.unload_adapter(name)
-    assert not engine._runner_handle.adapters.taken and engine.stats().kv_blocks_in_use == 0
+    assert not engine.parts.runner_handle.adapters.taken and engine.stats().kv_blocks_in_use == 0
 
 
 def test_whom_an_abort_ends_holds_no_adapter(model, directories, prompts) -> None:
@@ -261,7 +261,7 @@ def test_whom_an_abort_ends_holds_no_adapter(model, directories, prompts) -> Non
     engine.step()
     engine.abort_request("a")
     engine.unload_adapter("attention")
-    assert len(engine._runner_handle.adapters.taken) == 2
+    assert len(engine.parts.runner_handle.adapters.taken) == 2
     for _ in as_long_as(engine.has_unfinished_requests, max_rounds=100):
         engine.step()
 
@@ -408,7 +408,7 @@ def test_what_can_not_be_computed_exactly_is_refused(
     engine = checked_engine(model, adapters={}, num_blocks=99)
     with pytest.raises(ValueError, match=why):
         engine.load_adapter("wrong", wrong)
-    assert engine.adapters == [] and not engine._runner_handle.adapters.taken
+    assert engine.adapters == [] and not engine.parts.runner_handle.adapters.taken
     engine.load_adapter("wrong", directories["attention"])
     assert serve(engine, prompts[:1], "wrong") == [expected["attention"][:1]]
     with pytest.raises(ValueError, match=why):

@@ -370,7 +370,7 @@ def test_many_at_once_are_kept_in_bounds_and_nobody_is_lost(
     assert [output.outputs[0].text for output in outputs] == texts
     engine.generate_batch([prompt] * 3, [params[-1]] * 3)
     assert len(compiled) == 100, "the last one is still there"
-    futures = engine._grammars.compiler._kept
+    futures = engine._plugins["grammar"].compiler._kept
     assert len(futures) <= 50_000 // 4096
     engine.generate_batch([prompt], params[0])
     assert len(compiled) == 101, "the first one is not"

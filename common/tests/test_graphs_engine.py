@@ -6,12 +6,14 @@ from __future__ import annotations
 import logging
 import random
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from common.assembly import assembly
+from common.assembly.scheduler_assembly import Limits
 from common.engine import EngineConfig, LLMEngine
 from common.models.layer_groups import deal_layers
 from common.models.loader import load_model
@@ -153,6 +155,14 @@ def model_on(device: torch.device, **sizes: int) -> SimpleNamespace:
     return SimpleNamespace(embed_weight=weight, collectives=collectives, **sizes)
 
 
+def local_with(config: EngineConfig, model: Any, backend: Any, is_triton: bool) -> Any:
+    """What is asked of the runner's parts."""
+    attention = SimpleNamespace(backend=backend, is_triton=is_triton)
+    limits, loaded = Limits(100, 97, ()), SimpleNamespace(model=model)
+    parts = {"loaded": loaded, "attention": attention, "limits": limits, "adapters": None}
+    return SimpleNamespace(config=config, **parts)
+
+
 @pytest.mark.parametrize(
     "config, ranks, why",
     [
@@ -168,18 +178,16 @@ def test_what_has_no_graphs_is_announced(config, ranks, why, caplog) -> None:
     device = torch.device("cuda" if "attention_backend" in config else "cpu")
     model = model_on(device, **ranks)
     settings = EngineConfig(**{"emulate_graphs": True} | config)
-    attention = SimpleNamespace(backend=None, is_triton=False)
-    loaded = SimpleNamespace(model=model)
     with caplog.at_level(logging.WARNING):
-        assert assembly.make_graph_maker(settings, loaded, attention, 100) is None  # pyright: ignore
+        assert assembly.make_graph_maker(local_with(settings, model, None, False)) is None
     assert len(caplog.records) == 1 and why in caplog.text
 
 
 def test_a_gpu_has_graphs_whatever_is_compiled_on_a_cpu(caplog) -> None:
-    loaded = SimpleNamespace(model=model_on(torch.device("cuda")))
-    kernels = SimpleNamespace(backend="kernels", is_triton=True)
+    model = model_on(torch.device("cuda"))
     for config in ({}, {"compile": True}, {"enforce_eager": True}):
-        maker = assembly.make_graph_maker(EngineConfig(**config), loaded, kernels, 100)  # pyright: ignore
+        local = local_with(EngineConfig(**config), model, "kernels", True)
+        maker = assembly.make_graph_maker(local)
         assert (maker is None) == ("enforce_eager" in config)
         assert maker is None or maker.backend == "kernels"
     assert not caplog.records

@@ -1,15 +1,13 @@
 """Chapter 2's measurements, figures and tables. The command line: `workshop/measure/lab_frame.py`.
 
-    paged_kv            counts KV memory without a model, and times gathering and decode attention
-                        against the block size
-    decode_attention    times decode attention: gathered, compiled, on contiguous memory, only read
-    compile_border      the model size from which compiling pays: the whole engine, both ways
-    threads             the model size from which a second thread pays
+    paged_kv          counts KV memory without a model, and times gathering and decode attention
+                      against the block size
+    compile_border    the model size from which compiling pays: the whole engine, both ways
+    threads           the model size from which a second thread pays
 
 The counts depend on lengths alone, those of functions of Python's standard library, so a scripted
 runner replaces the model. Calls that do the same work are made in turn, and every repeat is kept.
-With one thread (`--threads`), times are processor time, which other programs disturb less than wall
-time.
+`paged_kv` uses one thread and processor time, which other programs disturb less than wall time.
 
 `COMPILE_FROM_PARAMETERS` and `THREADS_FROM_PARAMETERS` in `common/engine_config.py` are chosen from
 the last two parts. Compiling costs time at every start, also when the machine code is on the disk
@@ -18,15 +16,11 @@ already. The longer start is paid back after this many output tokens:
     start_s / (seconds a token, plain - seconds a token, compiled)
 
 `threads` serves one request at a time and 16 together, on a quiet machine and next to a process
-that keeps one core busy. `--sizes` measures only some of its models and keeps the others from the
-last record.
+that keeps one core busy.
 """
 
 from __future__ import annotations
 
-import argparse
-import itertools
-import random
 import statistics
 import subprocess
 import sys
@@ -36,20 +30,16 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import matplotlib.pyplot as plt
-import numpy as np
 import torch
 from matplotlib.figure import Figure
 from torch.nn.functional import scaled_dot_product_attention
 
 from block_pool import Block, BlockPool
 from common.engine import LLMEngine
-from common.models.model import DecoderModel
 from common.models.model_config import ModelConfig
-from decode_attention import AttendRows, QueryRows, compile_rows
 from engine_core import EngineCore
 from kv_cache_manager import KVCacheManager
 from paged_attention import AttentionMetadata, PagedKVCache, TorchAttentionBackend
@@ -75,12 +65,6 @@ BLOCK_SIZES = [1, 2, 4, 8, 16, 32, 64, 128, 256]
 EOS = 1
 KV_OF_QWEN3 = {"num_layers": 28, "num_kv_heads": 8, "head_dim": 128, "dtype": torch.bfloat16}
 
-Clock = Callable[[], float]
-
-
-def clock_of(threads: int) -> tuple[str, Clock]:
-    return ("processor time", time.process_time) if threads == 1 else ("wall", time.perf_counter)
-
 
 # -- the workload
 
@@ -94,9 +78,9 @@ class Job:
     max_tokens: int = MAX_TOKENS
 
 
-def stdlib_jobs(tokenizer_file: Path) -> list[Job]:
+def stdlib_jobs() -> list[Job]:
     """Return chapter 1's functions of the standard library, cut to length."""
-    functions = stdlib_functions(tokenizer_file, NUM_REQUESTS, SEED)
+    functions = stdlib_functions(TOKENIZER, NUM_REQUESTS, SEED)
     return [Job(min(prompt, MAX_PROMPT), min(output, MAX_TOKENS)) for prompt, output in functions]
 
 
@@ -208,13 +192,12 @@ def serve(
             sums["crowded_written"] += written
             sums["crowded_running"] += len(running)
     memory.check_invariants()
-    result: dict[str, Any] = {"block_size": memory.block_size, "total_slots": total}
-    result |= {"steps": num_steps, **sums}
+    found: dict[str, Any] = {"block_size": memory.block_size, "total_slots": total}
+    found |= {"steps": num_steps, **sums}
     if with_snapshot:  # the last crowded step that has written the median amount, to 1 %
         median = statistics.median(snapshot["written"] for snapshot in snapshots)
-        typical = [s for s in snapshots if abs(s["written"] - median) <= 0.01 * total]
-        result["snapshot"] = typical[-1]
-    return result
+        found["snapshot"] = [s for s in snapshots if abs(s["written"] - median) <= 0.01 * total][-1]
+    return found
 
 
 def _snapshot_of(request: Request, memory: KVCacheManager) -> dict:
@@ -293,24 +276,18 @@ def measure_time(repeats: int) -> dict:
     def as_blocks(tensor: torch.Tensor, block_size: int) -> torch.Tensor:
         return tensor.view(-1, block_size, NUM_KV_HEADS, HEAD_DIM)
 
-    def gather_blocks(block_size: int) -> None:
+    def gather(block_size: int, out: torch.Tensor | None = None) -> None:
         ids = decode_metadata(block_size).block_tables.flatten()
-        out = as_blocks(buffer, block_size)
+        out = out if out is None else as_blocks(out, block_size)
         for layer in flat:
             for cache in layer:
                 torch.index_select(as_blocks(cache, block_size), 0, ids, out=out)
 
-    def index_anew(block_size: int) -> None:
+    def index(block_size: int) -> None:
         ids = decode_metadata(block_size).block_tables.flatten().long()
         for layer in flat:
             for cache in layer:
                 as_blocks(cache, block_size)[ids]
-
-    def select_anew(block_size: int) -> None:
-        ids = decode_metadata(block_size).block_tables.flatten()
-        for layer in flat:
-            for cache in layer:
-                torch.index_select(as_blocks(cache, block_size), 0, ids)
 
     def only_fill() -> None:
         for _ in range(2 * NUM_LAYERS):
@@ -329,27 +306,22 @@ def measure_time(repeats: int) -> dict:
             key, value = kv.view(2, NUM_SEQS, SEQ_LEN, NUM_KV_HEADS, HEAD_DIM).transpose(2, 3)
             scaled_dot_product_attention(rows, key, value, scale=scale)
 
-    gathers: dict[str, Callable[[], object]] = {
-        str(size): partial(gather_blocks, size) for size in BLOCK_SIZES
-    }
+    gathers = {str(size): partial(gather, size, buffer) for size in BLOCK_SIZES}
     for size in (1, BLOCK_SIZE):
-        gathers[f"anew {size}"] = partial(index_anew, size)
-        gathers[f"select {size}"] = partial(select_anew, size)
-    gathers["fill"] = only_fill
-    attends: dict[str, Callable[[], object]] = {
-        str(size): partial(attend_paged, size) for size in BLOCK_SIZES
-    }
-    attends["contiguous"] = attend_contiguous
+        gathers |= {f"anew {size}": partial(index, size), f"select {size}": partial(gather, size)}
+    attends = {str(size): partial(attend_paged, size) for size in BLOCK_SIZES}
     return {
-        "gather_ms": time_in_turn(gathers, repeats, time.process_time),
-        "attend_ms": time_in_turn(attends, repeats, time.process_time),
+        "gather_ms": time_in_turn(gathers | {"fill": only_fill}, repeats, time.process_time),
+        "attend_ms": time_in_turn(
+            attends | {"contiguous": attend_contiguous}, repeats, time.process_time
+        ),
     }
 
 
 def measure_paged_kv(measurement: Measurement) -> dict:
     torch.set_num_threads(1)
-    repeats = 1 if measurement.tiny else measurement.options.repeats or 9
-    jobs = stdlib_jobs(measurement.options.tokenizer)
+    repeats = 1 if measurement.tiny else 9
+    jobs = stdlib_jobs()
     config = {
         "seed": SEED,
         "num_slots": NUM_SLOTS,
@@ -366,107 +338,6 @@ def measure_paged_kv(measurement: Measurement) -> dict:
     }
 
 
-# -- decode attention by itself
-
-SCALE = HEAD_DIM**-0.5
-DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32}
-CELL_SEQS, CELL_LENS = (1, 8, 32, 128), ("64", "256", "1024", "mixed")
-CACHE_BYTES = 256 << 20  # of keys that are read before the first ones are read again
-
-
-def lengths_of(num_seqs: int, name: str) -> list[int]:
-    if name != "mixed":
-        return [int(name)] * num_seqs
-    rng = random.Random(num_seqs)
-    return [int(32 * 64 ** rng.random()) for _ in range(num_seqs)]
-
-
-class Memory:
-    """Random numbers, as keys and values of any layout."""
-
-    def __init__(self, dtype: torch.dtype, num_tokens: int) -> None:
-        self.dtype, size = dtype, NUM_KV_HEADS * HEAD_DIM * num_tokens
-        self.flat = [torch.empty(size, dtype=dtype).uniform_(-1, 1) for _ in range(2)]
-
-    def layers(self, *shape: int) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
-        size = torch.Size(shape).numel()
-        num = max(1, min(8, self.flat[0].numel() // size, CACHE_BYTES // size))
-        keys, values = (
-            [flat[i * size : (i + 1) * size].view(shape) for i in range(num)] for flat in self.flat
-        )
-        return keys, values
-
-
-def cell(
-    memory: Memory, lengths: list[int], compiled: AttendRows | None, num_rounds: int, clock: Clock
-) -> dict:
-    num_blocks = [-(-n // BLOCK_SIZE) for n in lengths]
-    ids = (torch.randperm(sum(num_blocks)) + 1).split(num_blocks)
-    tables = torch.nn.utils.rnn.pad_sequence(list(ids), batch_first=True)
-    num_seqs, seq_lens = len(lengths), torch.tensor(lengths)
-    head_keys, head_values = memory.layers(sum(num_blocks) + 1, NUM_KV_HEADS, BLOCK_SIZE, HEAD_DIM)
-    keys, values = memory.layers(sum(num_blocks) + 1, BLOCK_SIZE, NUM_KV_HEADS, HEAD_DIM)
-    query = torch.randn(num_seqs, NUM_HEADS, HEAD_DIM).to(memory.dtype)
-    starts = torch.arange(num_seqs + 1)
-    metadata = AttentionMetadata(starts, seq_lens, tables, starts[:-1], 1, max(lengths))
-    plan = TorchAttentionBackend().plan(metadata, NUM_HEADS, keys[0])
-    tables, output, in_order = tables.int(), torch.empty_like(query), np.arange(num_seqs)
-
-    def lay_out() -> QueryRows:
-        return QueryRows(BLOCK_SIZE, tables, in_order, in_order, seq_lens.numpy())
-
-    rows = lay_out()
-    calls: dict[str, Callable[[int], object]] = {  # of a layer
-        "gathered": lambda i: plan.attend(query, keys[i], values[i], SCALE),
-        "read": lambda i: (keys[i].view(torch.int64).sum(), values[i].view(torch.int64).sum()),
-    }
-    if compiled is not None:
-        calls["compiled"] = lambda i: compiled(
-            query,
-            head_keys[i].transpose(1, 2),
-            head_values[i].transpose(1, 2),
-            rows,
-            SCALE,
-            output,
-        )
-    if len(set(lengths)) == 1:
-        whole = memory.layers(num_seqs, NUM_KV_HEADS, lengths[0], HEAD_DIM)
-        shared = query.view(num_seqs, NUM_KV_HEADS, -1, HEAD_DIM)
-        calls["contiguous"] = lambda i: scaled_dot_product_attention(
-            shared, whole[0][i], whole[1][i], scale=SCALE
-        )
-    planned = time.perf_counter()
-    for _ in range(10):
-        lay_out()
-    plan_ms = (time.perf_counter() - planned) * 100
-    layers = itertools.cycle(range(len(keys)))  # not the same twice: it would be in the cache
-    in_turn = {name: lambda call=call: call(next(layers)) for name, call in calls.items()}
-    times = time_in_turn(in_turn, num_rounds, clock)
-    return {"ms": times, "plan_ms": round(plan_ms, 4)}
-
-
-def measure_decode_attention(measurement: Measurement) -> dict:
-    options, tiny = measurement.options, measurement.tiny
-    threads, repeats = options.threads or 1, 1 if tiny else options.repeats or 20
-    torch.set_num_threads(threads)
-    torch.manual_seed(0)
-    counts, names = ((2,), ("64",)) if tiny else (CELL_SEQS, CELL_LENS)
-    cells, compile_s = [], {}
-    for dtype_name, dtype in DTYPES.items():
-        num_tokens = max(sum(lengths_of(n, name)) for n in counts for name in names)
-        memory = Memory(dtype, num_tokens + (max(counts) + 1) * BLOCK_SIZE)
-        example = memory.layers(4, NUM_KV_HEADS, BLOCK_SIZE, HEAD_DIM)
-        start = time.perf_counter()
-        compiled = compile_rows(NUM_HEADS, example[0][0].transpose(1, 2))
-        compile_s[dtype_name] = round(time.perf_counter() - start, 2)
-        for num_seqs, name in itertools.product(counts, names):
-            lengths = lengths_of(num_seqs, name)
-            found = cell(memory, lengths, compiled, repeats, clock_of(threads)[1])
-            cells.append({"dtype": dtype_name, "num_seqs": num_seqs, "seq_len": name, **found})
-    config = {"threads": threads, "clock": clock_of(threads)[0], "repeats": repeats, "seed": 0}
-    return {"config": config, "compile_s": compile_s, "cells": cells}
-
-
 # -- the whole engine, compiled or not, with one thread or two
 
 # layers, hidden, inner, heads, KV heads, head dim, vocabulary; the middle ones are of common shapes
@@ -477,10 +348,11 @@ SHAPES = {
     "32 layers of 960": (32, 960, 2560, 15, 5, 64, 49152),
     "28 layers of 1024": (28, 1024, 3072, 16, 8, 128, 151936),
 }
+TINY_SHAPES = {"2 layers of 64": (2, 64, 96, 2, 1, 32, 89)}
 PROMPT_LENS, OUTPUT_LENS = (32, 256), (16, 32)
 MODES = {"plain": False, "compiled": True}
 # The part `threads`.
-THREAD_SIZES = ("8 layers of 256", "12 layers of 384", "30 layers of 576", "28 layers of 1024")
+THREAD_SIZES = ("8 layers of 256", "12 layers of 384", "30 layers of 576")
 NUM_TOGETHER, NUM_THREADS = (1, 16), (1, 2)
 SHORT_PROMPT_LENS, SHORT_OUTPUT_LENS = (8, 16), (6, 10)
 
@@ -494,61 +366,52 @@ def config_of(shape: Sequence[int]) -> ModelConfig:
     )  # fmt: skip
 
 
-def make_engine(config: ModelConfig, dtype: torch.dtype, limits: Limits, is_compiled: bool):
-    """Return an engine with separate weights, and the seconds to make it without them. The machine
-    code is on the disk and not in this process."""
-    loaded = random_model(config, seed=0, dtype=dtype)
+def make_engine(
+    config: ModelConfig, dtype: torch.dtype, max_num_seqs: int, longest: int, is_compiled: bool
+) -> tuple[LLMEngine, float]:
+    """Return an engine with separate weights, and the seconds to make it without them."""
+    loaded, limits = random_model(config, 0, dtype), Limits(max_num_seqs, longest=longest)
     start = time.perf_counter()
     engine = LLMEngine(limits.engine_config(compile=is_compiled), loaded=loaded)
     return engine, time.perf_counter() - start
 
 
-def serve_engine(engine: LLMEngine, requests: list[BenchRequest], clock: Clock) -> float:
+def serve_engine(engine: LLMEngine, requests: list[BenchRequest]) -> float:
     params = [greedy(request.max_tokens) for request in requests]
-    start = clock()
+    start = time.perf_counter()
     engine.generate_batch([request.prompt_token_ids for request in requests], params)
-    return round(clock() - start, 4)
+    return round(time.perf_counter() - start, 4)
 
 
-def measure_shape(
-    shape: Sequence[int], dtype: torch.dtype, num_seqs: int, repeats: int, clock: Clock
-) -> dict:
-    config = config_of(shape)
-    with torch.device("meta"):
-        num_parameters = DecoderModel(config, dtype, "meta").num_parameters
+def plain_and_compiled(
+    config: ModelConfig, dtype: torch.dtype, num_seqs: int, repeats: int
+) -> dict[str, Any]:
     requests = make_requests(num_seqs, PROMPT_LENS, OUTPUT_LENS, config.vocab_size, seed=0)
-    limits = Limits(max_num_seqs=num_seqs, longest=sum((PROMPT_LENS[1], OUTPUT_LENS[1])))
-    engines, start_s = {}, {}
+    longest, engines, start_s = PROMPT_LENS[1] + OUTPUT_LENS[1], {}, {}
     for name, is_compiled in MODES.items():
-        make_engine(config, dtype, limits, is_compiled)  # puts its files on the disk
-        engines[name], start_s[name] = make_engine(config, dtype, limits, is_compiled)
-        serve_engine(engines[name], requests[:2], clock)
-    seconds = run_in_turn(
-        engines, lambda name: serve_engine(engines[name], requests, clock), repeats, 0
-    )
+        for _ in range(2):  # the first puts its files on the disk
+            engines[name], start_s[name] = make_engine(
+                config, dtype, num_seqs, longest, is_compiled
+            )
+        serve_engine(engines[name], requests[:2])
     return {
-        "num_parameters": num_parameters,
+        "num_parameters": engines["plain"].num_parameters,
         "num_output_tokens": sum(request.max_tokens for request in requests),
         "start_s": {name: round(value, 3) for name, value in start_s.items()},
-        "seconds": seconds,
+        "seconds": run_in_turn(engines, lambda n: serve_engine(engines[n], requests), repeats, 0),
     }
-
-
-TINY_SHAPES = {"2 layers of 64": (2, 64, 96, 2, 1, 32, 89)}
 
 
 def measure_border(measurement: Measurement) -> dict:
-    options, tiny = measurement.options, measurement.tiny
-    threads, dtype = options.threads or 2, choose_dtype("auto")
-    torch.set_num_threads(threads)
-    repeats, num_seqs = (1, 2) if tiny else (options.repeats or 3, 32)
-    clock_name, clock = clock_of(threads)
+    tiny, dtype = measurement.tiny, choose_dtype("auto")
+    torch.set_num_threads(2)
+    repeats, num_seqs = (1, 2) if tiny else (3, 32)
     sizes = {
-        name: measure_shape(shape, dtype, num_seqs, repeats, clock)
+        name: plain_and_compiled(config_of(shape), dtype, num_seqs, repeats)
         for name, shape in (TINY_SHAPES if tiny else SHAPES).items()
     }
     config = {
-        "threads": threads, "repeats": repeats, "seed": 0, "clock": clock_name,
+        "threads": 2, "repeats": repeats, "seed": 0, "clock": "wall",
         "dtype": str(dtype).removeprefix("torch."), "num_requests": num_seqs,
         "prompt_lens": PROMPT_LENS, "output_lens": OUTPUT_LENS,
     }  # fmt: skip
@@ -556,47 +419,37 @@ def measure_border(measurement: Measurement) -> dict:
 
 
 def measure_threads(measurement: Measurement) -> dict:
-    options, dtype = measurement.options, choose_dtype("auto")
-    names, repeats = options.sizes, options.repeats or 3
-    shapes = {name: SHAPES[name] for name in names or THREAD_SIZES}
-    if measurement.tiny:
-        shapes, repeats = TINY_SHAPES, 1
-    before = measurement.records.get("threads", {}).get("sizes", {}) if names else {}
+    dtype, repeats = choose_dtype("auto"), 1 if measurement.tiny else 3
+    shapes = TINY_SHAPES if measurement.tiny else {name: SHAPES[name] for name in THREAD_SIZES}
     config = {
         "compile": False, "seed": 0, "clock": "wall", "dtype": str(dtype).removeprefix("torch."),
         "prompt_lens": SHORT_PROMPT_LENS, "output_lens": SHORT_OUTPUT_LENS,
     }  # fmt: skip
-    measured = {name: threads_of_shape(shape, dtype, repeats) for name, shape in shapes.items()}
-    return {"config": config, "sizes": before | measured}
+    sizes = {name: threads_of(config_of(s), dtype, repeats) for name, s in shapes.items()}
+    return {"config": config, "sizes": sizes}
 
 
-def threads_of_shape(shape: Sequence[int], dtype: torch.dtype, repeats: int) -> dict:
+def threads_of(config: ModelConfig, dtype: torch.dtype, repeats: int) -> dict[str, Any]:
     """Return seconds of the same requests with each number of threads."""
-    config = config_of(shape)
-    limits = Limits(max_num_seqs=32, longest=sum((SHORT_PROMPT_LENS[1], SHORT_OUTPUT_LENS[1])))
-    loaded = random_model(config, seed=0, dtype=dtype)
-    engine = LLMEngine(limits.engine_config(compile=False), loaded=loaded)
-    found: dict = {"num_parameters": engine.num_parameters, "runs": {}}
+    longest = SHORT_PROMPT_LENS[1] + SHORT_OUTPUT_LENS[1]
+    engine, _ = make_engine(config, dtype, 32, longest, is_compiled=False)
+    runs = {}
     for n in NUM_TOGETHER:
         lens = SHORT_PROMPT_LENS, SHORT_OUTPUT_LENS
         requests = make_requests(n, *lens, config.vocab_size, seed=0)
-        serve_engine(engine, requests, time.perf_counter)
+        serve_engine(engine, requests)
+
+        def run(number: str, requests: list[BenchRequest] = requests) -> float:
+            torch.set_num_threads(int(number))
+            return serve_engine(engine, requests)
+
         num_tokens = sum(request.max_tokens for request in requests)
         for name in ("quiet", "busy"):
             with keep_a_core_busy() if name == "busy" else nullcontext():
-                seconds = time_each(engine, requests, repeats)
-            run = {"num_output_tokens": num_tokens, "seconds": seconds}
-            found["runs"][f"{n} together, {name}"] = run
+                seconds = run_in_turn(map(str, NUM_THREADS), run, repeats, 0)
+            runs[f"{n} together, {name}"] = {"num_output_tokens": num_tokens, "seconds": seconds}
     engine.close()
-    return found
-
-
-def time_each(engine: LLMEngine, requests: list[BenchRequest], repeats: int) -> dict:
-    def run(number: str) -> float:
-        torch.set_num_threads(int(number))
-        return serve_engine(engine, requests, time.perf_counter)
-
-    return run_in_turn(map(str, NUM_THREADS), run, repeats, 0)
+    return {"num_parameters": engine.num_parameters, "runs": runs}
 
 
 @contextmanager
@@ -606,14 +459,6 @@ def keep_a_core_busy() -> Iterator[None]:
             yield
         finally:
             process.kill()
-
-
-def tokens_to_win_back(size: dict) -> float | None:
-    """Return the output tokens after which compiling has paid for itself. None: never."""
-    plain, compiled = (statistics.median(size["seconds"][name]) for name in MODES)
-    saved = (plain - compiled) / size["num_output_tokens"]
-    extra = size["start_s"]["compiled"] - size["start_s"]["plain"]
-    return extra / saved if saved > 0 else None
 
 
 # -- figures
@@ -655,7 +500,7 @@ def draw_block_size(record: dict) -> Figure:
     waste = [100 * (1 - run["written"] / run["held"]) for run in runs]
     left.plot(BLOCK_SIZES, waste, "o-", color=WASTE)
     left.set(title="Held slots that are empty", ylabel="% of held slots, counted", ylim=0)
-    times = {name: statistics.median(ms) for name, ms in record["timed"]["attend_ms"].items()}
+    times = _medians(record["timed"]["attend_ms"])
     ratio = [times[str(size)] / times["contiguous"] for size in BLOCK_SIZES]
     right.plot(BLOCK_SIZES, ratio, "o-", color=INK)
     right.axhline(1, color=BASELINE)
@@ -686,7 +531,7 @@ def tables(record: dict) -> dict[str, str]:
 
 def _headline(counted: dict) -> str:
     contiguous, paged = counted["contiguous"], counted["paged"]
-    demand = next(run for run in counted["on_demand"] if run["block_size"] == BLOCK_SIZE)
+    demand = _on_demand(counted)
     return (
         f"With a contiguous region of `max_model_len` slots for each request, **"
         f"{empty_share(contiguous):.0%} of the KV memory holds nothing while requests wait for "
@@ -732,105 +577,77 @@ def _floor_table(bench: dict) -> str:
     )
 
 
-def _memory_table(counted: dict) -> str:
-    runs = {
-        "contiguous, `max_model_len`": counted["contiguous"],
-        "contiguous, prompt + `max_tokens`, first fit": counted["first_fit"],
-        "paged, prompt + `max_tokens` (the engine of this chapter)": counted["paged"],
-    }
-    rows = []
-    for name, run in runs.items():
-        memory = run["crowded_steps"] * run["total_slots"]
-        written, held = run["crowded_written"] / memory, run["crowded_held"] / memory
-        shares = (f"{written:.0%}", f"{held - written:.0%}", f"{1 - held:.0%}")
-        rows.append(_memory_row(name, run, *shares))
-    demand = next(run for run in counted["on_demand"] if run["block_size"] == BLOCK_SIZE)
-    share = demand["written"] / demand["held"]
-    name = "paged, on demand (chapter 4), of the blocks it holds"
-    rows.append(_memory_row(name, demand, f"{share:.1%}", f"{1 - share:.1%}", "-"))
-    return table_of(rows)
-
-
-def _memory_row(name: str, run: dict, written: str, reserved: str, free: str) -> dict[str, str]:
-    return {
-        "KV memory while requests wait": name,
-        "written": written,
-        "reserved, empty": reserved,
-        "free": free,
-        **_pace(run),
-    }
-
-
 def _pace(run: dict) -> dict[str, str]:
     at_once = run["crowded_running"] / run["crowded_steps"]
     return {"at once": f"{at_once:.1f}", "steps": f"{run['steps']:,}"}
 
 
+def _memory_table(counted: dict) -> str:
+    def row(name: str, run: dict, *shares: str) -> dict[str, str]:
+        head = ("KV memory while requests wait", "written", "reserved, empty", "free")
+        return dict(zip(head, (name, *shares), strict=True)) | _pace(run)
+
+    rows = []
+    for name, kind in (
+        ("contiguous, `max_model_len`", "contiguous"),
+        ("contiguous, prompt + `max_tokens`, first fit", "first_fit"),
+        ("paged, prompt + `max_tokens` (the engine of this chapter)", "paged"),
+    ):
+        run = counted[kind]
+        memory = run["crowded_steps"] * run["total_slots"]
+        written, held = run["crowded_written"] / memory, run["crowded_held"] / memory
+        rows.append(row(name, run, *(f"{x:.0%}" for x in (written, held - written, 1 - held))))
+    demand = _on_demand(counted)
+    share = demand["written"] / demand["held"]
+    name = "paged, on demand (chapter 4), of the blocks it holds"
+    return table_of([*rows, row(name, demand, f"{share:.1%}", f"{1 - share:.1%}", "-")])
+
+
+def _on_demand(counted: dict) -> dict:
+    return next(run for run in counted["on_demand"] if run["block_size"] == BLOCK_SIZE)
+
+
 def _asked_for_table(counted: dict) -> str:
-    return table_of(
-        [
-            {
-                "`max_tokens` each user asks for": name,
-                "memory written": f"{1 - empty_share(run):.0%}",
-                **_pace(run),
-            }
-            for name, run in counted["asked_for"].items()
-        ]
-    )
+    columns = {"memory written": lambda run: f"{1 - empty_share(run):.0%}"}
+    columns |= {n: lambda run, n=n: _pace(run)[n] for n in ("at once", "steps")}
+    return table("`max_tokens` each user asks for", counted["asked_for"], columns)
 
 
 def _block_size_table(counted: dict, timed: dict) -> str:
-    attend = {name: statistics.median(ms) for name, ms in timed["attend_ms"].items()}
-    gather = {name: statistics.median(ms) for name, ms in timed["gather_ms"].items()}
-    rows = []
-    for run, bookkeeping in zip(counted["on_demand"], counted["tables"]):
-        size = run["block_size"]
-        host = bookkeeping["host_bytes_per_token"] / bookkeeping["kv_bytes_per_token"]
-        rows.append(
-            [
-                size,
-                f"{1 - run['written'] / run['held']:.1%}",
-                f"{bookkeeping['host_bytes_per_token']:.1f}",
-                f"{host:.4%}",
-                f"{gather[str(size)] / gather[str(BLOCK_SIZE)]:.2f}",
-                f"{attend[str(size)] / attend['contiguous']:.2f}",
-            ]
-        )
-    head = ["block size", "empty slots", "table bytes a token", "of KV bytes"]
-    return markdown_table([*head, "gather (16 = 1)", "attention (contiguous = 1)"], rows)
+    attend, gather = (_medians(timed[f"{kind}_ms"]) for kind in ("attend", "gather"))
+    both = zip(counted["on_demand"], counted["tables"], strict=True)
+    columns = {
+        "empty slots": lambda row: f"{1 - row[0]['written'] / row[0]['held']:.1%}",
+        "table bytes a token": lambda row: f"{row[1]['host_bytes_per_token']:.1f}",
+        "of KV bytes": lambda row: (
+            f"{row[1]['host_bytes_per_token'] / row[1]['kv_bytes_per_token']:.4%}"
+        ),
+        "gather (16 = 1)": lambda row: (
+            f"{gather[str(row[0]['block_size'])] / gather[str(BLOCK_SIZE)]:.2f}"
+        ),
+        "attention (contiguous = 1)": lambda row: (
+            f"{attend[str(row[0]['block_size'])] / attend['contiguous']:.2f}"
+        ),
+    }
+    return table("block size", {str(row[0]["block_size"]): row for row in both}, columns)
+
+
+def _medians(times: dict[str, list[float]]) -> dict[str, float]:
+    return {name: statistics.median(ms) for name, ms in times.items()}
 
 
 def _gather_table(timed: dict) -> str:
-    ms = {name: statistics.median(times) for name, times in timed["gather_ms"].items()}
-    ways = {
+    ms = _medians(timed["gather_ms"])
+    ms = {name: f"{one / ms[str(BLOCK_SIZE)]:.1f}" for name, one in ms.items()}
+    names = {
         "`cache[ids]`, fresh memory": "anew {}",
         "`index_select`, fresh memory": "select {}",
         "`index_select` into one buffer": "{}",
     }
-    rows = [
-        [way, *(f"{ms[name.format(b)] / ms[str(BLOCK_SIZE)]:.1f}" for b in (1, BLOCK_SIZE))]
-        for way, name in ways.items()
-        if name.format(1) in ms
-    ]
-    if "fill" in ms:
-        fill = f"{ms['fill'] / ms[str(BLOCK_SIZE)]:.1f}"
-        rows.append(["nothing gathered: fresh memory filled with 0", "-", fill])
-    return markdown_table(
-        ["gathering all keys and values", "by token", f"by block of {BLOCK_SIZE}"], rows
-    )
-
-
-def tables_of_decode_attention(record: dict) -> dict[str, str]:
-    def cell(row: dict, name: str) -> str:
-        times = row["ms"].get(name)
-        return f"{statistics.median(times):.2f} ({min(times):.2f})" if times else ""
-
-    rows = {f"{c['num_seqs']} of {c['seq_len']}, {c['dtype']}": c for c in record["cells"]}
-    columns = {
-        name: lambda row, name=name: cell(row, name)
-        for name in ("gathered", "compiled", "contiguous", "read")
-    }
-    return {"decode_attention": table("sequences; ms a layer, median (least)", rows, columns)}
+    rows = [[way, *(ms[name.format(b)] for b in (1, BLOCK_SIZE))] for way, name in names.items()]
+    rows.append(["nothing gathered: fresh memory filled with 0", "-", ms["fill"]])
+    head = ["gathering all keys and values", "by token", f"by block of {BLOCK_SIZE}"]
+    return markdown_table(head, rows)
 
 
 def _by_model(record: dict) -> dict[str, dict]:
@@ -879,18 +696,10 @@ PARTS = {
     "paged_kv": Part(
         measure_paged_kv, {"memory_map": draw_memory_map, "block_size": draw_block_size}, tables
     ),
-    "decode_attention": Part(measure_decode_attention, tables=tables_of_decode_attention),
     "compile_border": Part(measure_border, tables=tables_of_border),
     "threads": Part(measure_threads, tables=tables_of_threads),
 }
 
 
-def add_options(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--repeats", type=int, help="of each timed call")
-    parser.add_argument("--tokenizer", type=Path, default=TOKENIZER, help="a tokenizer.json")
-    parser.add_argument("--threads", type=int, help="of decode_attention (1), compile_border (2)")
-    parser.add_argument("--sizes", nargs="+", choices=THREAD_SIZES, default=[], metavar="NAME")
-
-
 if __name__ == "__main__":
-    run_lab(__file__, "02_paged_kv", PARTS, add_options=add_options)
+    run_lab(__file__, "02_paged_kv", PARTS)

@@ -1,14 +1,20 @@
-"""The clock and the measures, against arithmetic by hand."""
+"""The simulator against arithmetic by hand; and with every scheduler, simulated time is the sum of
+the steps' costs, and every computed token is accounted for."""
 
 from __future__ import annotations
 
 import random
+from collections.abc import Callable
+from itertools import pairwise
 
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
-from scheduler import Scheduler
+from caching_fcfs_scheduler import CachingFCFSScheduler
+from prefill_first_scheduler import PrefillFirstScheduler
+from request import Request
+from scheduler import Scheduler, make_kv_memory
+from scheduler_interface import SchedulerInterface
+from sglang_policies import POLICIES, policy_over
 from workshop.measure.scheduling_simulator import (
     CostModel,
     SimulatedRequest,
@@ -19,17 +25,17 @@ from workshop.measure.scheduling_simulator import (
 )
 
 COST = CostModel(base_ms=10, per_token_ms=1, per_request_ms=2, per_context_ms=0.1)
+NUM_BLOCKS = 16  # 15 of 4 positions: two or three requests
 
 
 def request(arrival_s: float, num_prompt: int, num_outputs: int) -> SimulatedRequest:
     return SimulatedRequest(arrival_s, list(range(num_prompt)), num_outputs, 64)
 
 
-def test_a_step_costs_what_the_formula_says():
-    assert COST.step_ms(num_tokens=5, num_requests=2, num_context=30) == 10 + 5 + 4 + 3
+# -- by hand
 
 
-def test_two_requests_by_hand():
+def test_two_requests_by_hand() -> None:
     """a computes 4 tokens from 0 s. b comes in the middle of that step and is in the next."""
     run = simulate(Scheduler(), [request(0.0, 4, 3), request(0.005, 2, 1)], COST)
     first = (10 + 4 + 2 + 0.4) / 1e3
@@ -46,30 +52,40 @@ def test_two_requests_by_hand():
     assert [step.kv_tokens_written for step in run.steps] == [4, 7, 6]
 
 
-def test_an_idle_engine_waits_for_the_next_arrival():
+def test_an_idle_engine_waits_for_the_next_arrival() -> None:
     run = simulate(Scheduler(), [request(0.0, 1, 1), request(5.0, 1, 1)], COST)
     assert run.token_times_s[1][0] == pytest.approx(5 + (10 + 1 + 2 + 0.1) / 1e3)
 
 
-def test_goodput_counts_who_was_served_in_time():
+def test_a_scheduler_that_plans_nothing_takes_no_time_and_is_stuck_after_five_steps() -> None:
+    scheduler = Scheduler()
+    admit, plans = scheduler._admit, []
+    scheduler._admit = lambda plan: plans.append(plan) or (admit(plan) if len(plans) > 3 else None)
+    run = simulate(scheduler, [request(0.0, 4, 3)], COST)
+    assert [step.num_tokens for step in run.steps] == [0, 0, 0, 4, 1, 1]
+    assert [step.end_s for step in run.steps[:4]] == pytest.approx([0, 0, 0, 0.0164])
+    scheduler._admit = lambda plan: None
+    with pytest.raises(RuntimeError, match="no progress"):
+        simulate(scheduler, [request(0.0, 4, 3)], COST)
+
+
+def test_the_measures_by_hand() -> None:
     requests = [request(0.0, 1, 3)] * 3
     run = Simulation(requests, [[0.1, 0.2, 0.3], [0.1, 0.2, 0.9], [0.9, 1.0, 1.1]])
     assert run.goodput(max_ttft_s=0.5, max_itl_s=0.2) == pytest.approx(1 / 3)
     assert run.goodput(max_ttft_s=0.5, max_itl_s=0.5) == pytest.approx(2 / 3)
     assert run.goodput(max_ttft_s=1.0, max_itl_s=0.5) == 1
-
-
-def test_jains_index():
-    assert jain_index([3, 3, 3, 3]) == 1
-    assert jain_index([5, 0, 0, 0]) == 1 / 4
-    assert jain_index([1, 2, 3]) == pytest.approx(36 / (3 * 14))
-    run = Simulation([request(0.0, 1, 2), request(1.0, 1, 2)], [[0.5, 1.0], [1.5, 5.0]])
+    assert Simulation([request(0.0, 1, 1)], [[0.5]]).goodput(0.5, 0.0) == 1, "one token has no gap"
+    assert jain_index([3, 3, 3, 3]) == 1 and jain_index([5, 0, 0, 0]) == 1 / 4
+    run = Simulation([request(2.0, 1, 2), request(3.0, 1, 2)], [[2.5, 3.0], [3.5, 7.0]])
+    assert run.throughput == pytest.approx(4 / 5), "from the first arrival"
     assert run.fairness == pytest.approx(jain_index([2.0, 0.5]))
 
 
-def test_the_fit_finds_the_model_that_made_the_steps():
-    rng = random.Random(0)
-    steps = []
+def test_the_fit_finds_the_model_that_made_the_steps_and_weighs_relative_errors() -> None:
+    """For steps of 1 and 2 ms, the base a with the least (a - 1)^2 + (a / 2 - 1)^2 is 1.2, and not
+    their mean."""
+    rng, steps = random.Random(0), []
     for _ in range(200):
         size = (rng.randint(1, 500), rng.randint(1, 64), rng.randint(1, 9000))
         steps.append((*size, COST.step_ms(*size)))
@@ -77,66 +93,98 @@ def test_the_fit_finds_the_model_that_made_the_steps():
     assert error < 1e-9
     assert (model.base_ms, model.per_token_ms) == pytest.approx((10, 1))
     assert (model.per_request_ms, model.per_context_ms) == pytest.approx((2, 0.1))
-
-
-def test_a_scheduler_that_stands_still_is_an_error():
-    scheduler = Scheduler()
-    scheduler._admit = lambda plan: None
-    with pytest.raises(RuntimeError, match="no progress"):
-        simulate(scheduler, [request(0.0, 4, 3)], COST)
-
-
-# -- workloads
-
-
-def test_an_empty_first_plan_is_no_standstill():
-    scheduler = Scheduler()
-    admit, plans = scheduler._admit, []
-    scheduler._admit = lambda plan: plans.append(plan) or (admit(plan) if len(plans) > 3 else None)
-    run = simulate(scheduler, [request(0.0, 4, 3)], COST)
-    assert [step.num_tokens for step in run.steps] == [0, 0, 0, 4, 1, 1]
-
-
-# -- measures, and the fit
-
-
-def test_throughput_begins_with_the_first_arrival() -> None:
-    requests = [request(arrival_s, 1, 2) for arrival_s in (2.0, 3.0)]
-    assert Simulation(requests, [[3.0, 4.0], [3.5, 8.0]]).throughput == pytest.approx(4 / 6)
-
-
-def test_goodput_averages_over_the_gaps_of_which_there_is_one_less_than_tokens() -> None:
-    run = Simulation([request(0.0, 1, 3)], [[0.5, 1.0, 1.5]])
-    assert run.goodput(0.5, 0.5) == 1 and run.goodput(0.5, 0.4) == 0
-    alone = Simulation([request(0.0, 1, 1)], [[0.5]])
-    assert alone.goodput(0.5, 0.0) == 1, "one token has no gap"
-
-
-def test_the_fit_weighs_relative_errors() -> None:
-    """For steps of 1 and 2 ms, the base a with the least (a - 1)^2 + (a / 2 - 1)^2 is 1.2, and not
-    their mean."""
     model, error = fit_cost_model([(0, 0, 0, 1.0), (0, 0, 0, 2.0)])
-    assert model.base_ms == pytest.approx(1.2)
-    assert error == pytest.approx((0.2 + 0.4) / 2)
+    assert (model.base_ms, error) == pytest.approx((1.2, (0.2 + 0.4) / 2))
 
 
-@settings(deadline=None, max_examples=50)
-@given(st.integers(0, 10**9))
-def test_no_number_of_a_fit_is_negative(seed: int) -> None:
+def test_the_scheduler_gets_everything_but_the_end() -> None:
+    added: list[Request] = []
+
+    class Recording(Scheduler):
+        def add_request(self, request: Request) -> None:
+            added.append(request)
+            super().add_request(request)
+
+    requests = [SimulatedRequest(0.25, [2, 3], 3, 8, priority=2)]
+    requests.append(SimulatedRequest(0.5, [4], 1, 9, priority=1))
+    simulate(Recording(), requests, COST)
+    given = [(r.arrival_time, r.prompt_token_ids, r.max_tokens, r.priority) for r in added]
+    assert given == [(0.25, [2, 3], 8, 2), (0.5, [4], 9, 1)]
+
+
+# -- every scheduler
+
+
+def limits() -> dict:
+    memory = make_kv_memory(NUM_BLOCKS, block_size=4)
+    return {"max_num_seqs": 8, "max_num_batched_tokens": 64, "kv_memory": memory}
+
+
+def two_phases(policy: str) -> SchedulerInterface:
+    options = limits()
+    return Scheduler(policy=policy_over(options["kv_memory"], policy), **options)
+
+
+def prefill_first(**options: bool) -> SchedulerInterface:
+    """Admit more than fits, so that requests are retracted."""
+    ratios = dict.fromkeys(("init_new_token_ratio", "min_new_token_ratio"), 0.0)
+    return PrefillFirstScheduler(**ratios, **options, **limits())
+
+
+PREEMPTIVE: dict[str, Callable[[], SchedulerInterface]] = {
+    **{f"two phases, {p}": lambda p=p: two_phases(p) for p in POLICIES},
+    "prefill first": prefill_first,
+    "prefill first, mixed": lambda: prefill_first(mixing=True),
+}
+SCHEDULERS = PREEMPTIVE | {
+    "two phases, reserved": lambda: Scheduler(reserve_all=True, **limits()),
+    "chapter 1": lambda: CachingFCFSScheduler(**limits()),
+}
+
+
+def random_load(seed: int, mean_gap_s: float = 0.0) -> list[SimulatedRequest]:
+    """Thirty requests, some of which share a beginning. Without a gap all come at once."""
     rng = random.Random(seed)
-    steps = [
-        (rng.randint(1, 99), rng.randint(1, 9), rng.randint(1, 999), rng.uniform(0.1, 50.0))
-        for _ in range(rng.randint(4, 12))
-    ]
-    model, error = fit_cost_model(steps)
-    numbers = (model.base_ms, model.per_token_ms, model.per_request_ms, model.per_context_ms)
-    assert min(numbers) >= 0 and max(numbers) > 0 and error >= 0
+    beginnings = [[], *([rng.randrange(2, 99) for _ in range(12)] for _ in range(2))]
+    requests, arrival_s = [], 0.0
+    for _ in range(30):
+        arrival_s += rng.expovariate(1 / mean_gap_s) if mean_gap_s else 0.0
+        prompt = rng.choice(beginnings) + [rng.randrange(2, 99) for _ in range(rng.randint(1, 20))]
+        requests.append(
+            SimulatedRequest(arrival_s, prompt, rng.randint(1, 24), 24, rng.randrange(3))
+        )
+    return requests
 
 
-@given(st.lists(st.floats(0.01, 1000.0), min_size=1, max_size=20), st.floats(0.1, 10.0))
-def test_jains_index_is_between_one_nth_and_one_and_has_no_unit(
-    values: list[float], scale: float
-) -> None:
-    index = jain_index(values)
-    assert 1 / len(values) - 1e-9 <= index <= 1 + 1e-9
-    assert jain_index([scale * value for value in values]) == pytest.approx(index)
+@pytest.mark.parametrize("name", SCHEDULERS)
+def test_every_request_gets_its_tokens_one_after_another(name: str) -> None:
+    requests = random_load(0, mean_gap_s=0.05)
+    run = simulate(SCHEDULERS[name](), requests, COST)
+    for request, times in zip(requests, run.token_times_s, strict=True):
+        assert len(times) == request.num_outputs
+        assert request.arrival_s < times[0]
+        assert all(a < b for a, b in pairwise(times))
+
+
+@pytest.mark.parametrize("name", SCHEDULERS)
+def test_without_idling_time_is_the_sum_of_the_steps_costs(name: str) -> None:
+    run, end_s = simulate(SCHEDULERS[name](), random_load(7), COST), 0.0
+    for step in run.steps:
+        if step.num_tokens:  # a step that only preempts takes no time
+            end_s += COST.step_ms(step.num_tokens, step.num_running, step.kv_tokens_written) / 1e3
+        assert step.end_s == pytest.approx(end_s)
+    token_times = {time for times in run.token_times_s for time in times}
+    assert token_times <= {step.end_s for step in run.steps}
+    assert max(token_times) == run.steps[-1].end_s
+
+
+@pytest.mark.parametrize("name", PREEMPTIVE)
+def test_every_computed_token_is_accounted_for(name: str) -> None:
+    requests, scheduler = random_load(7), PREEMPTIVE[name]()
+    run, stats = simulate(scheduler, requests, COST), scheduler.get_stats()
+    assert stats.total_preempted == sum(step.num_preempted for step in run.steps) > 0
+    wanted = sum(len(r.prompt_token_ids) + r.num_outputs - 1 for r in requests)
+    num_computed = sum(step.num_tokens for step in run.steps)
+    assert num_computed == wanted - stats.total_cached_tokens + stats.total_recomputed_tokens
+    assert all(0 <= step.kv_blocks_in_use < NUM_BLOCKS for step in run.steps)
+    assert max(step.kv_blocks_in_use for step in run.steps) > NUM_BLOCKS / 2

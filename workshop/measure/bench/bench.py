@@ -137,7 +137,6 @@ def make_bench(name: str, args: argparse.Namespace, head: dict[str, Any]) -> Ben
         "systems": systems,
         "roofline": {},
         "floor": {},
-        "gather": {},
     }
     return Bench(models, limits, requests, warm_up, record)
 
@@ -146,7 +145,6 @@ def measure_floors(bench: Bench, smoke: bool) -> None:
     from workshop.measure.bench.bench_roofline import (
         kv_bytes_per_token,
         measure_bandwidth,
-        measure_gather,
         measure_linear,
         row_counts_up_to,
     )
@@ -159,7 +157,6 @@ def measure_floors(bench: Bench, smoke: bool) -> None:
     kv = {"kv_bytes_per_token": kv_bytes_per_token(bench.models.loaded)}
     bench.record["roofline"] = {"bandwidth": bandwidth} | linear | kv
     bench.record["floor"] = floor_of_record(bench.record)
-    bench.record["gather"] = measure_gather(2 if smoke else 25)
 
 
 # -- the command

@@ -8,9 +8,6 @@ with as many rows as there are requests.
 
 A model whose weights fit in the processor's last cache is not bound by memory at all: then
 `linear_ms` with 1 row is below the "floor".
-
-`measure_gather` times the alternatives to chapter 2's KV layout: whole blocks against single
-tokens, and decode attention through a table against attention to contiguous KV.
 """
 
 from __future__ import annotations
@@ -19,13 +16,11 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
-from torch.nn import functional as F
 
 from common.assembly.assembly import packing_of
 from common.engine_config import EngineConfig
 from common.models.linear import Linear, linear_layers
 from common.models.loader import LoadedModel
-from paged_attention import AttentionMetadata, TorchAttentionBackend
 from workshop.measure.rounds import time_in_turn
 
 _MIB = 1 << 20
@@ -101,62 +96,3 @@ def kv_bytes_per_token(loaded: LoadedModel) -> int:
     config = loaded.config
     itemsize = loaded.model.embed_weight.dtype.itemsize
     return 2 * config.num_hidden_layers * config.num_key_value_heads * config.head_dim * itemsize
-
-
-NUM_SEQS, SEQ_LEN, BLOCK_SIZE = 32, 256, 16
-NUM_HEADS, NUM_KV_HEADS, HEAD_DIM = 16, 8, 128
-
-
-@torch.inference_mode()
-def measure_gather(repeats: int) -> dict[str, Any]:
-    """Time gathering of one layer's KV: `NUM_SEQS` sequences of `SEQ_LEN` tokens, with blocks in
-    random order."""
-    times = {
-        str(dtype).removeprefix("torch."): time_in_turn(gather_calls(dtype), repeats)
-        for dtype in (torch.float32, torch.bfloat16)
-    }
-    shape = {"num_seqs": NUM_SEQS, "seq_len": SEQ_LEN, "block_size": BLOCK_SIZE}
-    heads = {"num_heads": NUM_HEADS, "num_kv_heads": NUM_KV_HEADS, "head_dim": HEAD_DIM}
-    return shape | heads | {"ms": times}
-
-
-def gather_calls(dtype: torch.dtype) -> dict[str, Callable[[], Any]]:
-    """Return ways to gather keys and values: by block into an existing buffer, as in the engine,
-    and by block and by token into fresh memory. And attention of one query token a sequence,
-    through the table and to contiguous KV."""
-    num_blocks = NUM_SEQS * SEQ_LEN // BLOCK_SIZE
-    tables = torch.randperm(num_blocks, generator=torch.Generator().manual_seed(0))
-    tables = tables.view(NUM_SEQS, -1) + 1  # no sequence uses block 0
-    blocks = tables.flatten()
-    slots = (blocks[:, None] * BLOCK_SIZE + torch.arange(BLOCK_SIZE)).flatten()
-    metadata = AttentionMetadata(
-        query_start_loc=torch.arange(NUM_SEQS + 1),
-        seq_lens=torch.full((NUM_SEQS,), SEQ_LEN),
-        block_tables=tables.int(),
-        slot_mapping=slots.view(NUM_SEQS, -1)[:, -1],
-        max_query_len=1,
-        max_seq_len=SEQ_LEN,
-    )
-    shape = (num_blocks + 1, BLOCK_SIZE, NUM_KV_HEADS, HEAD_DIM)
-    caches = [torch.ones(shape, dtype=dtype) for _ in range(2)]
-    flat = [cache.view(-1, NUM_KV_HEADS, HEAD_DIM) for cache in caches]
-    buffer = torch.empty(num_blocks, *shape[1:], dtype=dtype)
-    query = torch.ones(NUM_SEQS, NUM_HEADS, HEAD_DIM, dtype=dtype)
-    plan = TorchAttentionBackend().plan(metadata, NUM_HEADS, caches[0])
-    grouped = query.view(NUM_SEQS, NUM_KV_HEADS, -1, HEAD_DIM)
-    keys, values = (
-        cache[1:].reshape(NUM_SEQS, SEQ_LEN, NUM_KV_HEADS, HEAD_DIM).transpose(1, 2)
-        for cache in caches
-    )
-    scale = HEAD_DIM**-0.5
-    return {
-        "blocks, into a buffer": lambda: [
-            torch.index_select(cache, 0, blocks, out=buffer) for cache in caches
-        ],
-        "blocks": lambda: [torch.index_select(cache, 0, blocks) for cache in caches],
-        "tokens": lambda: [cache[slots] for cache in flat],
-        "attention, paged": lambda: plan.attend(query, caches[0], caches[1], scale),
-        "attention, contiguous": lambda: F.scaled_dot_product_attention(
-            grouped, keys, values, scale=scale
-        ),
-    }

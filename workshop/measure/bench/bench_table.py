@@ -89,7 +89,6 @@ def render(record: dict[str, Any]) -> str:
         _systems_table(record),
         _floor(record),
         _roofline(record),
-        _gather(record),
         _footer(record),
     ]
     return "\n\n".join(part for part in parts if part)
@@ -221,25 +220,6 @@ def _roofline(record: dict[str, Any]) -> str:
             kv_ms = step["kv_tokens"] * roof["kv_bytes_per_token"] / speed / 1e6
             lines.append(f"{line}; reading its KV once takes {_duration(kv_ms)} more.")
     return "\n".join(f"* {line}" for line in lines)
-
-
-def _gather(record: dict[str, Any]) -> str:
-    gather = record["gather"]
-    if not gather:
-        return ""
-    shown = []
-    for dtype, times in gather["ms"].items():
-        ms = {name: _ms(median(values)) for name, values in times.items()}
-        shown.append(
-            f"{dtype}: by block {ms['blocks, into a buffer']} into a buffer and {ms['blocks']} "
-            f"into fresh memory, by token {ms['tokens']}; attention {ms['attention, paged']} "
-            f"through the table, {ms['attention, contiguous']} to contiguous KV"
-        )
-    return (
-        f"Milliseconds for one layer's KV of {gather['num_seqs']} sequences of "
-        f"{gather['seq_len']} tokens, {gather['num_kv_heads']} heads of {gather['head_dim']}, "
-        f"gathered in {'. In '.join(shown)}."
-    )
 
 
 def weight_floor_ms(roofline: dict[str, Any]) -> float:

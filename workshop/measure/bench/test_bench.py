@@ -272,7 +272,6 @@ def test_the_command_measures_and_writes_a_record(
     from transformers.utils import logging
 
     monkeypatch.setattr(logging, "set_verbosity_error", lambda: None)  # it would stay so
-    monkeypatch.setattr("workshop.measure.bench.bench_roofline.measure_gather", lambda repeats: {})
     argv = ["--smoke", "--models", str(random_oracle.path), "--records", str(tmp_path)]
     argv += ["--systems", "paged,static", "--repeats", "2", "--malloc", "default"]
     assert bench.main(argv) == 0
