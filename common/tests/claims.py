@@ -65,7 +65,7 @@ Values = dict[str, Any]
 
 
 @dataclass(frozen=True)
-class Choice:
+class OneOf:
     values: Sequence[Any]
     is_drawn: bool
 
@@ -75,17 +75,17 @@ class Choice:
         return self.values[number % len(self.values)]
 
 
-def any_of(*values: Any) -> Choice:
-    return Choice(values, True)
+def any_of(*values: Any) -> OneOf:
+    return OneOf(values, True)
 
 
-def in_turn(*values: Any) -> Choice:
-    return Choice(values, False)
+def in_turn(*values: Any) -> OneOf:
+    return OneOf(values, False)
 
 
 def draw(value: Any, rng: random.Random, number: int) -> Any:
     """`value` with one value of each choice in it, those of nested dicts too."""
-    while isinstance(value, Choice):
+    while isinstance(value, OneOf):
         value = value.pick(rng, number)
     if isinstance(value, dict):
         drawn = {key: draw(each, rng, number) for key, each in value.items()}
