@@ -120,7 +120,7 @@ def test_a_wait_ends_at_the_first_deadline(gate, now):
     gate.open.release(3)
 
 
-def test_a_load_that_waits_behind_one_that_hangs_times_out_too(loads, gate, now):
+def test_a_load_queued_after_one_that_hangs_times_out_too(loads, gate, now):
     for name in "ab":
         loads.start(name, gate.parts())
     assert gate.entered.acquire(timeout=WAIT_S)

@@ -433,10 +433,10 @@ def test_a_place_that_is_none_changes_nothing(
     engine, path = make_engine(random_loaded), tmp_path / "run.jsonl"
     if is_watched:
         engine.watch(path)
-    watch = engine._watch
+    watch = engine._plugins.get("watch")
     with pytest.raises(FileNotFoundError):
         engine.watch(tmp_path / "none" / "run.jsonl")
-    assert engine._watch is watch
+    assert engine._plugins.get("watch") is watch
     serve_unwatched(engine, [[1, 2, 3]])
     assert not is_watched or moments(path)[-1] == "result"
 

@@ -21,10 +21,20 @@ Watch.redraw = () => {
   });
 };
 
-// What `make` finds of a film, kept as long as the film is.
+// What `make` finds of a film, or of all that are shown, kept as long as they are.
 Watch.ofFilm = (make) => {
   const known = new WeakMap();
   return (film) => known.get(film) ?? known.set(film, make(film)).get(film);
+};
+
+// What `make` finds of the step that a view shows, kept until it shows another: panels share it.
+Watch.ofStep = (make) => {
+  const last = new WeakMap(); // film -> {told, found}
+  return (view) => {
+    const told = `${view.step} ${store.language}`;
+    if (last.get(view.film)?.told !== told) last.set(view.film, {told, found: make(view)});
+    return last.get(view.film).found;
+  };
 };
 
 // Of all films, in the order of arrival; those of the first film come first.
@@ -62,12 +72,12 @@ function writeHashSoon() {
 
 function writeHash() {
   if (!store.films.length || Watch.settings.is_live) return; // its steps are gone tomorrow
-  const parts = [["step", store.step]];
-  if (store.request !== null) parts.push(["request", store.request]);
-  if (store.block !== null) parts.push(["block", store.block]);
-  if (store.byTime) parts.push(["columns", "time"]);
-  if (store.language !== READERS) parts.push(["lang", store.language]);
-  const said = parts.map(([name, value]) => `${name}=${encodeURIComponent(value)}`);
+  const {step, request, block, byTime, language} = store;
+  const columns = byTime ? "time" : null;
+  const lang = language === READERS ? null : language;
+  const said = Object.entries({step, request, block, columns, lang})
+    .filter(([, value]) => value !== null)
+    .map(([name, value]) => `${name}=${encodeURIComponent(value)}`);
   const hash = `#${said.join("&")}`;
   if (hash === location.hash) return;
   wroteAt = performance.now();
