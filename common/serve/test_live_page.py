@@ -18,14 +18,13 @@ from common.engine import LLMEngine
 from common.llm import LLM, SamplingParams
 from common.serve import live_page
 from common.serve.app import ServeConfig
-from common.serve.conftest import MODEL, Running, running, wait_for
+from common.serve.conftest import MODEL, Running, fail_next, running, wait_for
 from common.serve.gate import GateConfig
 from common.serve.live_page import FILES, SCRIPTS, TOKEN_HEADER
 from common.serve.test_events_route import (
     EIGHT,
     PROMPTS,
     Onlooker,
-    fails,
     in_background,
     watch_of,
 )
@@ -346,7 +345,7 @@ def test_what_is_wrong_is_said_and_a_schema_is_kept(
     run_all(page)
     assert re.sub(r"\s", "", page.locator(".answers .text").text_content() or "") == "[7,7]"
     assert not page.locator(".problem").is_visible()
-    tight.call(lambda engine: fails(engine, "core"))
+    tight.call(fail_next, ZeroDivisionError)
     page.click(".run")
     page.wait_for_selector(".problem:has-text('ZeroDivisionError')")
 
