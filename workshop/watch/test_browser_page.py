@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from common.events.frames import REASONS, reasons_to_wait, users_of
+from common.events.frames import REASONS, reasons_to_wait
 from workshop.watch.conftest import OpenRun, RunPage, until
 from workshop.watch.replay.film import Film
 from workshop.watch.test_page_maker import words
@@ -205,41 +205,6 @@ def test_an_address_that_makes_no_sense_does_no_harm(open_default: OpenDefault, 
 # -- the pointer, and who is looked at
 
 
-def test_a_request_that_is_pointed_at_lights_its_table(
-    open_default: OpenDefault, film: Film
-) -> None:
-    run = open_default(at="step=8")
-    state = film.state_after(8)
-    tables = {name: state["tables"][name]["0"] for name in state["running"]}
-    name, table = max(tables.items(), key=lambda pair: len(pair[1]))
-    run.page.locator(f".queue-list button[data-request='{name}']").hover()
-    run.settle()
-    blocks_of = "(cells) => [...document.querySelectorAll(cells)].map((e) => +e.dataset.block)"
-    assert sorted(run.ask(blocks_of, ".pool-cell.is-lit")) == sorted(table)
-    assert run.ask(blocks_of, ".pool-table td[data-block]") == table
-    run.page.mouse.move(2, 2)
-    run.settle()
-    assert run.page.locator(".pool-cell.is-lit").count() == 0
-
-
-def test_a_block_that_is_pointed_at_tells_who_holds_it(
-    open_default: OpenDefault, film: Film
-) -> None:
-    step, block = next(
-        (step, block)
-        for step in range(film.num_steps)
-        for block in range(1, film.run.num_blocks)
-        if len(users_of(film.state_after(step), block)) > 1
-    )
-    users = users_of(film.state_after(step), block)
-    run = open_default(at=f"step={step}")
-    run.page.locator(f".pool-cell[data-block='{block}']").hover()
-    run.settle()
-    about = run.text(".pool-details .pool-about")
-    assert f"Block {block}" in about
-    assert f"references: {', '.join(users)}" in about
-
-
 def test_a_click_into_the_grid_goes_there(open_default: OpenDefault) -> None:
     run = open_default()
     run.page.locator(".grid-box canvas").click(position={"x": 200, "y": 60})
@@ -409,19 +374,6 @@ def test_a_file_can_be_chosen_without_a_pointer(open_default: OpenDefault, film:
     text = text_of(first_steps(film, 5))
     chooser.value.set_files({"name": "a.jsonl", "mimeType": "", "buffer": text.encode()})
     run.page.wait_for_selector("output.now:text-is('step 0 of 4')")
-
-
-def test_a_film_that_contradicts_itself_is_shown_up_to_there(open_run: OpenRun, film: Film) -> None:
-    lines = first_steps(film, 6)
-    place = max(i for i, line in enumerate(lines) if line.get("at") == "plan")
-    line = json.loads(json.dumps(lines[place]))
-    (plan,) = line["changes"]["in_flight"].values()
-    plan[0]["starts"][0] += 1
-    run = open_run(text_of([*lines[:place], line, *lines[place + 1 :]]))
-    assert run.text("output.now") == "step 0 of 5"
-    assert "contradict" in run.text(".notice")
-    run.press("End")
-    assert run.step == 5
 
 
 def test_a_run_without_steps_is_no_error(open_run: OpenRun, film: Film) -> None:

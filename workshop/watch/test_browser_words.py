@@ -13,6 +13,7 @@ import pytest
 
 from workshop.watch.conftest import OpenPage
 from workshop.watch.scene_runs import Pages, Shown, go, make_urgent, ready, visible
+from workshop.watch.sentence_needs import TOLD, unproven
 from workshop.watch.source_lines import ROOT
 from workshop.watch.source_places import RULES
 from workshop.watch.workloads import Cast
@@ -29,9 +30,6 @@ UNFOLD = """() => new Promise((done) => {
     button?.click();
     requestAnimationFrame(() => requestAnimationFrame(() => done(true)));
 })"""
-# Whose sentences have numbers in which a run differs from others.
-NUMBERED = {"radix": "admitted", "preempted": "preempted", "forced": "preempted"}
-NUMBERED |= {"drafts": "drafts"}
 HOLE = re.compile(r"(say|pool|cache|words|tokens|source|reason)\.(?!py\b)[a-z_]+|undefined|NaN")
 
 
@@ -140,13 +138,11 @@ def test_everything_that_happened_is_told_once_and_nothing_else(
     """With its numbers and its lines of source, and in both languages."""
     film = shown[name]
     page = ready(open_page(film.page))
-    broken: list[str] = []
-    numbered: set[str] = set()
+    broken = unproven(page.evaluate(TOLD))
     for place, number in enumerate(telling_steps(film)):
         go(page, step=number)
         told = read_sentences(page)
         broken += differences(page, film, number, told)
-        numbered |= check_numbers(film, number, told, is_forced=name == "forced")
         named = {r for one in told for r in [one["group"], *one["requests"]]}
         for what in film.step(number).happened:
             assert set(what["tokens"]) <= named, f"step {number}"
@@ -155,34 +151,6 @@ def test_everything_that_happened_is_told_once_and_nothing_else(
         if place % 8 == 0:
             check_holes(page, number)
     assert not broken, "\n".join(broken[:5])
-    assert NUMBERED.get(name) in {*numbered, None}, "the run shows no such sentence"
-
-
-def check_numbers(
-    shown: Shown, number: int, told: list[dict[str, Any]], is_forced: bool
-) -> set[str]:
-    """Those in sentences are those of the frames. Returns what kinds there were."""
-    found: set[str] = set()
-    own = lambda name: {one["key"]: one["text"] for one in told if one["group"] == name}  # noqa: E731
-    for what in shown.step(number).happened:
-        for name, num, _ in what["admitted"]:
-            if num:
-                (text,) = (text for key, text in own(name).items() if ".cached" in key)
-                assert re.search(rf"\b{num} (cached )?tokens", text)
-                found.add("admitted")
-        for name, num_lost, taker in what["preempted"]:
-            ((key, text),) = (pair for pair in own(name).items() if "preem" in pair[0])
-            assert f"{num_lost} computed token" in text
-            # Who gets its blocks; or it was the debug switch, or nobody but itself.
-            is_for_another = taker not in (None, name)
-            kind = ".for" if is_for_another else ".forced" if is_forced else ""
-            assert key == f"say.preempted{kind}"
-            found.add("preempted")
-        for name, (accepted, rejected) in (what["result"] or {}).get("verified", {}).items():
-            text = own(name)["say.drafts"]
-            assert text.startswith(f"{accepted} of {accepted + rejected} draft token")
-            found.add("drafts")
-    return found
 
 
 def check_holes(page: Page, number: int) -> None:
