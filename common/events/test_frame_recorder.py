@@ -17,6 +17,7 @@ import scheduler
 from block_pool import Block
 from common.engine import LLMEngine
 from common.engine_config import EngineConfig
+from common.events import text_deltas
 from common.events.listener_chain import listener_of, observe
 from common.events.memory_changes import MemoryChanges
 from common.serve.kv_events import CacheChanges
@@ -32,7 +33,7 @@ from kv_memory import ComputedBlocks, NotReady
 from policies import SchedulePolicy
 from preemptive_scheduler import PreemptiveScheduler
 from prefix_cache import CachedPrefix, HasBlockId, PrefixCache, PrefixKey
-from request import Request, SamplingParams
+from request import Request, RequestStatus, SamplingParams
 from step_plan import PreemptiveSchedulerOutput
 from tiered_cache import KVTierConfig
 from workshop.watch.replay.film import Film
@@ -307,6 +308,51 @@ def test_observers_know_a_block_before_the_tiers_copy_it_and_until_it_is_removed
     assert calls == order
 
 
+@pytest.mark.parametrize(
+    ("status", "rest"),
+    [(RequestStatus.FINISHED_ERROR, "\ufffd"), (RequestStatus.FINISHED_STOPPED, "")],
+)
+def test_the_undecoded_rest_of_a_request_that_fails_has_no_token(
+    status: RequestStatus, rest: str, random_loaded
+) -> None:
+    """Otherwise the last token of the step brings it."""
+    engine = make_engine(random_loaded)
+    engine.watch(io.StringIO())
+    engine.add_request("a", [1, 2, 3], GREEDY)
+    recorder, request = engine._watch, engine.scheduler.requests["a"]
+    recorder._texts = SimpleNamespace(end=lambda request: "\ufffd")
+    recorder._is_updating, request.status = True, status
+    recorder._finished(request)
+    assert recorder._finishes["a"]["rest"] == rest
+
+
+class OneTokenLate:
+    """A decoder that has the text of a token when the next one comes, or at the end."""
+
+    def __init__(self, *_: Any, **options: bool) -> None:
+        self.ready = self.pending = ""
+
+    def append(self, token_id: int) -> None:
+        self.ready, self.pending = self.pending, chr(token_id)
+
+    def take_delta(self) -> str:
+        text, self.ready = self.ready, ""
+        return text
+
+    def finish(self) -> None:
+        self.ready, self.pending = self.pending, ""
+
+
+def test_the_last_token_adds_what_is_left_to_decode(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(text_deltas, "IncrementalDetokenizer", OneTokenLate)
+    texts = text_deltas.TextDeltas({}, object())  # type: ignore[arg-type]
+    request = Request.from_tokens("a", [65, 66])
+    assert texts.begin(request) == ["", "AB"]
+    assert texts.add(request, [67]) == [""]
+    request.status = RequestStatus.FINISHED_LENGTH_CAPPED
+    assert texts.add(request, [68]) == ["CD"]
+
+
 def test_a_loaded_block_is_the_loads_whatever_request_is_considered_then(random_loaded) -> None:
     """Viewers read the tokens of a block by the request that published it."""
     engine, stream = make_engine(random_loaded), io.StringIO()
@@ -390,10 +436,10 @@ def test_a_place_that_is_none_changes_nothing(
     engine, path = make_engine(random_loaded), tmp_path / "run.jsonl"
     if is_watched:
         engine.watch(path)
-    watch = engine._watch
+    watch = engine._plugins.get("watch")
     with pytest.raises(FileNotFoundError):
         engine.watch(tmp_path / "none" / "run.jsonl")
-    assert engine._watch is watch
+    assert engine._plugins.get("watch") is watch
     serve_unwatched(engine, [[1, 2, 3]])
     assert not is_watched or moments(path)[-1] == "result"
 

@@ -15,6 +15,7 @@ from pathlib import Path
 
 import pytest
 
+from common.assembly.scheduler_assembly import Limits
 from common.engine import EngineConfig, LLMEngine
 from common.engine_config import SHIPPED_CHECKPOINT
 from common.models.loader import read_checkpoint
@@ -389,7 +390,7 @@ def test_ranks_that_say_different_things_of_themselves_are_refused(
     executor, ranks = Executor([], 0, 1.0), [facts, facts | {name: other}]
     with pytest.raises(ValueError, match=f"{name} must be the same on all ranks"):
         checkpoint = read_checkpoint(random_oracle.path)
-        remote._make_runner_handle(config, checkpoint, executor, ranks, 64, 97, 0, {})
+        remote._make_runner_handle(config, checkpoint, executor, ranks, Limits(64, 97, ()), 0, {})
 
 
 class NoTokenizer:

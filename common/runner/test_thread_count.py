@@ -15,7 +15,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from common import engine as engine_module
+from common.assembly import assembly
 from common.engine import LLMEngine
 from common.engine_config import THREADS_FROM_PARAMETERS, EngineConfig
 from common.runner import thread_count
@@ -78,7 +78,7 @@ def test_an_engine_that_is_forgotten_closed_elsewhere_or_never_made_gives_them_b
     new.join()
     assert of_new_threads == [4]
     make_engine().close()
-    monkeypatch.setattr(engine_module, "assemble", lambda *_: 1 / 0)
+    monkeypatch.setattr(assembly, "LocalRunner", lambda *_: 1 / 0)
     with pytest.raises(ZeroDivisionError):
         make_engine()
     assert torch.get_num_threads() == 4

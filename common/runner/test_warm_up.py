@@ -133,14 +133,13 @@ def test_an_engine_compiles_all_of_its_launches_and_only_on_a_gpu(monkeypatch) -
     config = EngineConfig(num_blocks=9, attention_backend="triton", speculative={"method": "draft"})
     LLMEngine(config, loaded=loaded, draft=draft)
     assert not found, "the interpreter compiles nothing"
-    attention = assembly.make_attention(config, loaded)
-    given = assembly.RunnerSpec(config, loaded, draft, attention, 512, 4000)
-    assembly.compile_kernels(given)
+    models = config, loaded.model, draft.model
+    assembly.compile_kernels(*models, 4000)
     ((launches, device),) = found
     options = {"draft": draft.config, "vocab_size": 4000}
     assert launches == launch_configurations(loaded.config, config, torch.float32, **options)
     assert device == torch.device("cpu")
     windows = replace(loaded.model.groups, windows=(None, 7))
     monkeypatch.setattr(loaded.model, "groups", windows)
-    assembly.compile_kernels(given)
+    assembly.compile_kernels(*models, 4000)
     assert {launch.constants.get("WINDOW") for launch in found[1][0]} == {None, 0, 7}

@@ -21,13 +21,12 @@ from typing import Any
 import pytest
 from starlette.requests import Request
 
-from common.engine import LLMEngine
 from common.events.frame_recorder import FrameRecorder
 from common.events.frames import Frame
 from common.events.hidden_frames import HIDDEN
 from common.serve import live_page
 from common.serve.app import ServeConfig
-from common.serve.conftest import MODEL, Running, running, wait_for
+from common.serve.conftest import MODEL, Running, fail_next, running, wait_for
 from common.serve.errors import ApiError
 from common.serve.gate import GateConfig
 from common.serve.live_page import TOKEN_HEADER, Viewer, server_sent
@@ -46,11 +45,8 @@ class Onlooker:
     def __init__(self, server: Running, receive_buffer: int | None = None, **headers: str) -> None:
         self.is_awake, self.lines = threading.Event(), list[str]()
         self.is_awake.set()
-        self._socket = socket.socket()
-        if receive_buffer is not None:
-            self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, receive_buffer)
-        self._socket.connect(("127.0.0.1", server.port))
-        connection = http.client.HTTPConnection("127.0.0.1", server.port)
+        self._socket = server.connect(timeout=600, receive_buffer=receive_buffer)
+        connection = server.http()
         connection.sock = self._socket
         connection.request("GET", "/events", headers=headers)
         self.answer = connection.getresponse()
@@ -120,7 +116,7 @@ def look(tight: Running) -> Iterator[Callable[..., Onlooker]]:
 
 
 def watch_of(server: Running) -> FrameRecorder | None:
-    return server.call(lambda engine: engine._watch)
+    return server.call(lambda engine: engine._plugins.get("watch"))
 
 
 def in_background(server: Running, body: dict[str, Any]) -> threading.Thread:
@@ -204,19 +200,6 @@ def test_a_viewer_that_reads_nothing_is_dropped_and_starts_over_when_it_reads(
     assert beginnings[-1] - beginnings[-2] > 0.9, "a snapshot costs the engine's thread something"
 
 
-def fails(engine: LLMEngine, place: str) -> None:
-    """Make the next step fail: in the forward pass, or while scheduler state is updated."""
-    in_core = engine.core.runner, "execute"
-    part, name = in_core if place == "core" else (engine, "_process_outputs")
-    whole = getattr(part, name)
-
-    def fail(*arguments: Any, **keywords: Any) -> Any:
-        setattr(part, name, whole)
-        raise ZeroDivisionError("broken")
-
-    setattr(part, name, fail)
-
-
 @pytest.mark.parametrize("place", ["core", "books"])
 def test_an_engine_that_recovers_is_recorded_again(
     place: str, tight: Running, look: Callable[..., Onlooker]
@@ -225,7 +208,7 @@ def test_an_engine_that_recovers_is_recorded_again(
     on."""
     onlookers = [look(), look()]
     tight.post("/v1/completions", EIGHT)
-    tight.call(lambda engine: fails(engine, place))
+    tight.call(fail_next, ZeroDivisionError, 1, place)
     status, said = tight.post("/v1/completions", EIGHT)
     assert status == 500 and said["error"]["message"].endswith("has failed: ZeroDivisionError")
     num_films = 2 if place == "books" else 1
@@ -280,18 +263,11 @@ def test_a_viewer_reads_its_own_requests_and_the_lengths_of_others(
         threading.Thread(target=tight.post, args=("/v1/completions", body), kwargs=header)
         for body, header in zip(bodies, headers.values(), strict=True)
     ]
-    step = tight.llm._engine_loop._engine.step
-
-    def slow_step() -> Any:  # they still run when the next ones come to look
-        time.sleep(0.05)
-        return step()
-
-    tight.call(lambda engine: setattr(engine, "step", slow_step))
-    for thread in threads:
-        thread.start()
-    wait_for(lambda: sum(line.count('"prompt":') for line in first["mine"].lines) == 12)
-    late = {who: look(**headers[who]) for who in words}
-    tight.call(lambda engine: delattr(engine, "step"))
+    with tight.slowed():  # they still run when the next ones come to look
+        for thread in threads:
+            thread.start()
+        wait_for(lambda: sum(line.count('"prompt":') for line in first["mine"].lines) == 12)
+        late = {who: look(**headers[who]) for who in words}
     for thread in threads:
         thread.join(60)
     after = {who: look(**headers[who]) for who in words}

@@ -230,7 +230,8 @@ def test_the_key_is_asked_for_everywhere_but_at_health_and_by_the_page() -> None
     for path, status in ("/health", 204), ("/", 204), ("/v1/models", 401), ("/nothing", 401):
         found = Asked(config, JSON, method="GET", path=path)
         assert found.status == status, path
-    assert found.error["code"] == "invalid_api_key"
+    error = found.error
+    assert (error["type"], error["code"]) == ("authentication_error", "invalid_api_key")
     assert found.headers["www-authenticate"] == "Bearer"
     right = [(f"{scheme} k", 204) for scheme in ("Bearer", "bearer", "BEARER")]
     wrong = ("Bearer ", "", "Bearer kk", "Basic k", "k", "Bearer  k", "Bearer k ")

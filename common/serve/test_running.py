@@ -204,6 +204,15 @@ def test_a_place_that_is_none_is_a_sentence(
     assert says in said and said.count("\n") == 1 and "Unknown error" not in said
 
 
+def test_a_port_in_use_is_a_sentence(capsys: pytest.CaptureFixture) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        assert main([f"--port={port}"]) == 2
+    said = capsys.readouterr().err
+    assert f"listen on port {port} of 127.0.0.1: Address already in use\n" in said
+    assert said.count("\n") == 1
+
+
 def test_a_template_that_is_not_there_is_said_before_a_model_is_loaded(
     served: SimpleNamespace, tmp_path: Path
 ) -> None:

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from common.events.frames import REASONS, reasons_to_wait, users_of
+from common.events.frames import REASONS, reasons_to_wait
 from workshop.watch.conftest import OpenRun, RunPage, until
 from workshop.watch.replay.film import Film
 from workshop.watch.test_page_maker import words
@@ -78,9 +78,7 @@ def test_it_loads_at_the_first_step_and_keys_stop_at_both_ends(
 
 def test_brackets_jump_to_important_steps(open_default: OpenDefault, film: Film) -> None:
     preempted = [
-        step.number
-        for step in film.steps()
-        if any(happened["preempted"] for happened in step.happened)
+        step.number for step in film.steps() if any(what["preempted"] for what in step.happened)
     ]
     run, seen = open_default(), []
     for _ in range(film.num_steps):
@@ -207,39 +205,6 @@ def test_an_address_that_makes_no_sense_does_no_harm(open_default: OpenDefault, 
 # -- the pointer, and the selected request
 
 
-def test_a_request_that_is_pointed_at_lights_its_table(
-    open_default: OpenDefault, film: Film
-) -> None:
-    run = open_default(at="step=8")
-    state = film.state_after(8)
-    tables = {name: state["tables"][name]["0"] for name in state["running"]}
-    name, table = max(tables.items(), key=lambda pair: len(pair[1]))
-    run.page.locator(f".queue-list button[data-request='{name}']").hover()
-    run.settle()
-    blocks_of = "(cells) => [...document.querySelectorAll(cells)].map((e) => +e.dataset.block)"
-    assert sorted(run.ask(blocks_of, ".pool-cell.is-lit")) == sorted(table)
-    assert run.ask(blocks_of, ".pool-table td[data-block]") == table
-    run.page.mouse.move(2, 2)
-    run.settle()
-    assert run.page.locator(".pool-cell.is-lit").count() == 0
-
-
-def test_a_hovered_block_names_its_holders(open_default: OpenDefault, film: Film) -> None:
-    step, block = next(
-        (step, block)
-        for step in range(film.num_steps)
-        for block in range(1, film.run.num_blocks)
-        if len(users_of(film.state_after(step), block)) > 1
-    )
-    users = users_of(film.state_after(step), block)
-    run = open_default(at=f"step={step}")
-    run.page.locator(f".pool-cell[data-block='{block}']").hover()
-    run.settle()
-    about = run.text(".pool-details .pool-about")
-    assert f"Block {block}" in about
-    assert f"references: {', '.join(users)}" in about
-
-
 def test_a_click_into_the_grid_goes_there(open_default: OpenDefault) -> None:
     run = open_default()
     run.page.locator(".grid-box canvas").click(position={"x": 200, "y": 60})
@@ -281,7 +246,7 @@ def test_a_stop_string_ends_a_request_in_the_step_that_completes_it(
     computed = [
         step.number
         for step in film.steps()
-        if any(name in happened["tokens"] for happened in step.happened)
+        if any(name in what["tokens"] for what in step.happened)
     ]
     run = open_default(at=f"step={computed[-1]}&request={name}")
     run.page.locator(".grid-box").focus()
@@ -412,19 +377,6 @@ def test_a_file_can_be_chosen_without_a_pointer(open_default: OpenDefault, film:
     run.page.wait_for_selector("output.now:text-is('step 0 of 4')")
 
 
-def test_a_film_that_contradicts_itself_is_shown_up_to_there(open_run: OpenRun, film: Film) -> None:
-    lines = first_steps(film, 6)
-    place = max(i for i, line in enumerate(lines) if line.get("at") == "plan")
-    line = json.loads(json.dumps(lines[place]))
-    (plan,) = line["changes"]["in_flight"].values()
-    plan[0]["starts"][0] += 1
-    run = open_run(text_of([*lines[:place], line, *lines[place + 1 :]]))
-    assert run.text("output.now") == "step 0 of 5"
-    assert "contradict" in run.text(".notice")
-    run.press("End")
-    assert run.step == 5
-
-
 def test_a_run_without_steps_is_no_error(open_run: OpenRun, film: Film) -> None:
     run = open_run(text_of([vars(film.run)]))
     assert run.text("output.now") == "no steps"
@@ -473,9 +425,7 @@ def test_two_runs_share_one_axis(open_run: OpenRun, default_run_text: str, film:
 def test_it_says_where_two_runs_part_and_goes_there(
     open_run: OpenRun, default_run_text: str, film: Film
 ) -> None:
-    step = next(
-        step for step in film.steps() if any(happened["evicted"] for happened in step.happened)
-    )
+    step = next(step for step in film.steps() if any(what["evicted"] for what in step.happened))
     step = step.number
     lines = first_steps(film, film.num_steps)
     place = len(first_steps(film, step)) + 1

@@ -58,7 +58,7 @@ def expected_cells(shown: Shown, number: int) -> list[dict[str, Any]]:
         refs = state["refs"].get(str(block), 0)
         users = [name for name in state["running"] if block in tables[name]["0"]]
         others = f"+{len(users) - 1}" if len(users) > 1 else ""
-        owner = f"{users[0]}{others}" if users else loads.get(block, "")
+        whose = f"{users[0]}{others}" if users else loads.get(block, "")
         kind = (
             "null" if block == 0 else "free" if refs == 0 else "idle" if block in idle else "held"
         )
@@ -67,7 +67,7 @@ def expected_cells(shown: Shown, number: int) -> list[dict[str, Any]]:
                 "block": block,
                 "state": "loading" if block in loading else kind,
                 "change": changes.get(block),
-                "label": "∅" if block == 0 else owner,
+                "label": "∅" if block == 0 else whose,
                 "refs": refs if refs > 1 else 0,
                 "order": order.get(block, 0),
                 "published": str(block) in state["cached"] and refs > 1,
@@ -80,7 +80,7 @@ def changes_of(shown: Shown, number: int) -> dict[int, str]:
     """The outline of a block: of several events, the most important one."""
     step, found = shown.step(number), {}
     for kind in ("freed", "evicted", "published", "shared", "taken"):
-        replaced = [row for happened in step.happened for row in happened["known"]]
+        replaced = [row for what in step.happened for row in what["known"]]
         also = {"freed": [given for _, given, _ in replaced], "shared": [b for *_, b in replaced]}
         found |= dict.fromkeys([*blocks_in(step, kind), *also.get(kind, [])], kind)
     return found | dict.fromkeys(loaded_in(shown, number), "loaded")
@@ -191,12 +191,17 @@ def test_a_request_lights_its_table_in_order(shown: Pages, open_page: OpenPage) 
     film = shown["hash"]
     page = ready(open_page(film.page, **WIDE))
     go(page, step=6)
-    page.hover(".scene-words .request-chip[data-request=b]")
-    page.wait_for_selector(".pool-cell.is-lit")
     state = film.state(6)
     table = state["tables"]["b"]["0"]
     assert len(table) > 3
-    assert lit_cells(page) == lit_of(state, "b")
+    for chip in (".queue-list button[data-request=b]", ".request-chip[data-request=b] >> nth=0"):
+        page.hover(chip)
+        page.wait_for_selector(".pool-cell.is-lit")
+        assert lit_cells(page) == lit_of(state, "b")
+        page.mouse.move(5, 5)
+        page.wait_for_selector(".pool-cell.is-lit", state="detached")
+    page.hover(chip)
+    page.wait_for_selector(".pool-cell.is-lit")
     size = film.run.block_size
     rows = page.locator(".pool-table tr").all()
     assert rows[0].locator("td").all_inner_texts() == [
@@ -207,8 +212,6 @@ def test_a_request_lights_its_table_in_order(shown: Pages, open_page: OpenPage) 
     others = {b for n in state["running"] if n != "b" for b in state["tables"][n]["0"]}
     assert shared == [str(block) for block in table if block in others]
     assert shared, "nobody shares: this proves nothing"
-    page.mouse.move(5, 5)
-    page.wait_for_selector(".pool-cell.is-lit", state="detached")
 
 
 def test_a_block_names_its_users_and_its_text(shown: Pages, open_page: OpenPage) -> None:
@@ -219,20 +222,20 @@ def test_a_block_names_its_users_and_its_text(shown: Pages, open_page: OpenPage)
     for block, cached in [(int(block), row) for block, row in state["cached"].items()][:6]:
         page.hover(f".pool-cell[data-block='{block}']")
         page.wait_for_selector(f".pool-about b:text-is('Block {block}')")
-        about = page.inner_text(".pool-about")
+        said = page.inner_text(".pool-about")
         users = [name for name in state["running"] if block in state["tables"][name]["0"]]
         holders = ", ".join([*users, "the cache"])
-        assert f": {holders} ·" in about
-        assert f"hash {cached['hash']}" in about
+        assert f"references: {holders} ·" in said
+        assert f"hash {cached['hash']}" in said
         above = cached.get("parent")
         parent = f"after block {above}" if above else "first of its prefix"
-        assert parent in about
+        assert parent in said
         name = users[0]
         place = state["tables"][name]["0"].index(block)
-        texts = [*state["requests"][name]["prompt_pieces"], *state["pieces"][name]]
-        texts = texts[place * size : (place + 1) * size]
-        shown_texts = page.locator(".pool-details .token").all_text_contents()
-        assert shown_texts == [visible(text) for text in texts]
+        pieces = [*state["requests"][name]["prompt_pieces"], *state["pieces"][name]]
+        pieces = pieces[place * size : (place + 1) * size]
+        text = page.locator(".pool-details .token").all_text_contents()
+        assert text == [visible(piece) for piece in pieces]
 
 
 def test_the_keyboard_goes_from_block_to_block_and_steps_nothing(

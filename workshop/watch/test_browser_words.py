@@ -13,6 +13,7 @@ import pytest
 
 from workshop.watch.conftest import OpenPage
 from workshop.watch.scene_runs import Pages, Shown, go, make_urgent, ready, visible
+from workshop.watch.sentence_needs import TOLD, unproven
 from workshop.watch.source_lines import ROOT
 from workshop.watch.source_places import RULES
 from workshop.watch.workloads import Cast
@@ -29,9 +30,6 @@ UNFOLD = """() => new Promise((done) => {
     button?.click();
     requestAnimationFrame(() => requestAnimationFrame(() => done(true)));
 })"""
-# Films whose sentences have numbers that other films lack.
-NUMBERED = {"radix": "admitted", "preempted": "preempted", "forced": "preempted"}
-NUMBERED |= {"drafts": "drafts"}
 HOLE = re.compile(r"(say|pool|cache|words|tokens|source|reason)\.(?!py\b)[a-z_]+|undefined|NaN")
 
 
@@ -119,15 +117,15 @@ def differences(
         "failed",
         "cut",
     }
-    shown_kinds = Counter(
+    told = Counter(
         (kind, one["group"])
         for one in (sentences or read_sentences(page))
         if (kind := one["key"].removeprefix("say.").split(".")[0]) in kinds
     )
     return [
-        f"step {number}: {kind} is told {shown_kinds[kind]} times, and was {expected[kind]} times"
-        for kind in sorted(shown_kinds.keys() | expected.keys())
-        if shown_kinds[kind] != expected[kind]
+        f"step {number}: {what} is told {told[what]} times, and was {expected[what]} times"
+        for what in sorted(told.keys() | expected.keys())
+        if told[what] != expected[what]
     ]
 
 
@@ -141,49 +139,19 @@ def test_each_event_has_one_sentence_and_no_other_has(
     """With its numbers and its lines of source, and in both languages."""
     film = shown[name]
     page = ready(open_page(film.page))
-    broken: list[str] = []
-    numbered: set[str] = set()
+    broken = unproven(page.evaluate(TOLD))
     for place, number in enumerate(telling_steps(film)):
         go(page, step=number)
-        sentences = read_sentences(page)
-        broken += differences(page, film, number, sentences)
-        numbered |= check_numbers(film, number, sentences, is_forced=name == "forced")
-        named = {r for one in sentences for r in [one["group"], *one["requests"]]}
+        told = read_sentences(page)
+        broken += differences(page, film, number, told)
+        named = {r for one in told for r in [one["group"], *one["requests"]]}
         for what in film.step(number).happened:
             assert set(what["tokens"]) <= named, f"step {number}"
-        for one in sentences:
+        for one in told:
             assert one["sources"], f"no lines for {one}"
         if place % 8 == 0:
             check_holes(page, number)
     assert not broken, "\n".join(broken[:5])
-    assert NUMBERED.get(name) in {*numbered, None}, "the run shows no such sentence"
-
-
-def check_numbers(
-    shown: Shown, number: int, sentences: list[dict[str, Any]], is_forced: bool
-) -> set[str]:
-    """Check the numbers in sentences against the frames. Returns the kinds that occurred."""
-    found: set[str] = set()
-    texts_of = lambda name: {one["key"]: one["text"] for one in sentences if one["group"] == name}  # noqa: E731
-    for what in shown.step(number).happened:
-        for name, num, _ in what["admitted"]:
-            if num:
-                (text,) = (text for key, text in texts_of(name).items() if ".cached" in key)
-                assert re.search(rf"\b{num} (cached )?tokens", text)
-                found.add("admitted")
-        for name, num_lost, taker in what["preempted"]:
-            ((key, text),) = (pair for pair in texts_of(name).items() if "preem" in pair[0])
-            assert f"{num_lost} computed token" in text
-            # The request that gets its blocks; else the debug switch, or the victim itself.
-            is_for_another = taker not in (None, name)
-            kind = ".for" if is_for_another else ".forced" if is_forced else ""
-            assert key == f"say.preempted{kind}"
-            found.add("preempted")
-        for name, (accepted, rejected) in (what["result"] or {}).get("verified", {}).items():
-            text = texts_of(name)["say.drafts"]
-            assert text.startswith(f"{accepted} of {accepted + rejected} draft token")
-            found.add("drafts")
-    return found
 
 
 def check_holes(page: Page, number: int) -> None:
@@ -218,12 +186,12 @@ def test_urgent_requests_displace_others(tmp_path: Path, cast: Cast, open_page: 
     page = ready(open_page(film.page))
     go(page, step=3)
     assert not differences(page, film, 3)
-    sentences = {(one["group"], one["key"]): one for one in read_sentences(page)}
-    lost = sentences["b", "say.preempted.seat"]
+    told = {(one["group"], one["key"]): one for one in read_sentences(page)}
+    lost = told["b", "say.preempted.seat"]
     assert "c is more urgent" in lost["text"]
     assert lost["sources"] == ["preempted:seat"]
-    assert sentences["", "say.queue"]["text"].startswith("the queue stands in the order d, b")
-    assert sentences["", "say.stop.others"]["text"].startswith("no other is admitted, 2 wait")
+    assert told["", "say.queue"]["text"].startswith("the queue stands in the order d, b")
+    assert told["", "say.stop.others"]["text"].startswith("no other is admitted, 2 wait")
 
 
 # -- the lines of source
@@ -342,7 +310,7 @@ def test_drafts_are_underlined_or_struck_out_by_verification(
     film = shown["drafts"]
     page = ready(open_page(film.page))
     accepted: dict[str, list[int]] = {name: [] for name in "abc"}  # positions, since the beginning
-    verified: Counter[str] = Counter()
+    judged: Counter[str] = Counter()
     texts: dict[int, str] = {}  # what a token adds, where it was sampled first
     for step in film.film.steps():
         for name, tokens in step.state["outputs"].items():
@@ -353,16 +321,16 @@ def test_drafts_are_underlined_or_struck_out_by_verification(
         for name, (num_accepted, num_rejected) in step.result.get("verified", {}).items():
             first = len(before["requests"][name]["prompt"]) + len(before["outputs"][name])
             accepted[name] += range(first, first + num_accepted)
-            verified["accepted"] += num_accepted
-            verified["rejected"] += num_rejected
+            judged["accepted"] += num_accepted
+            judged["rejected"] += num_rejected
             go(page, step=number, request=name)
             tokens = read_tokens(page)
             rejected = [text for text, look in tokens if "is-rejected" in look]
             assert len(rejected) == num_rejected
             request, outputs = step.state["requests"][name], step.state["outputs"][name]
             kept = [pair for pair in tokens if "is-rejected" not in pair[1]]
-            row = [*request["prompt_pieces"], *step.state["pieces"][name]]
-            assert [text for text, _ in kept] == [visible(text) for text in row]
+            pieces = [*request["prompt_pieces"], *step.state["pieces"][name]]
+            assert [text for text, _ in kept] == [visible(piece) for piece in pieces]
             sides = ["is-prompt" in look for _, look in kept]
             assert sides == [True] * len(request["prompt"]) + [False] * len(outputs)
             drafts = step.plans[0]["drafts"][name][num_accepted:]
@@ -375,8 +343,8 @@ def test_drafts_are_underlined_or_struck_out_by_verification(
             assert underlined == accepted[name], f"step {number}, {name}"
             new = [text for text, look in tokens if "is-now" in look and "is-output" in look]
             num_new = len(outputs) - len(before["outputs"][name])
-            assert new == [visible(text) for text in row[-num_new:]]
-    assert verified["accepted"] and verified["rejected"], verified
+            assert new == [visible(piece) for piece in pieces[-num_new:]]
+    assert judged["accepted"] and judged["rejected"], judged
 
 
 def test_a_prompt_chunk_is_highlighted_where_it_was_computed(
@@ -384,7 +352,7 @@ def test_a_prompt_chunk_is_highlighted_where_it_was_computed(
 ) -> None:
     film = shown["preempted"]
     page = ready(open_page(film.page))
-    num_chunks = 0
+    num_pieces = 0
     for number in range(6):
         (plan,) = film.step(number).plans
         for name, start, num in zip(plan["requests"], plan["starts"], plan["num_tokens"]):
@@ -396,8 +364,8 @@ def test_a_prompt_chunk_is_highlighted_where_it_was_computed(
                 ".map((token) => Number(token.dataset.position))"
             )
             assert lit == list(range(start, start + num))
-            num_chunks += 1
-    assert num_chunks > 3
+            num_pieces += 1
+    assert num_pieces > 3
 
 
 def test_long_lists_are_folded_and_unfold(shown: Pages, open_page: OpenPage) -> None:

@@ -183,9 +183,22 @@ MADE = re.compile(_BEFORE + r"`([\w.]+)\$\{")
 EITHER = re.compile(r'\bt\([^`"]*\?\s*"([\w.]+)"\s*:\s*"([\w.]+)"')
 
 
+KIND = re.compile(r'(\w+): \{letter: ".", fill: "[^"]+", words: \["([^"]+)", "([^"]+)"\]')
+REASON = re.compile(
+    r'(\w+|""): \{letter: "(\w)", short: \["([^"]+)", "([^"]+)"\],\s+chinese: "([^"]+)"'
+)
+
+
 def words() -> dict[str, tuple[str, str]]:
     text = "".join(map(_text, (*SCRIPTS, START)))
     found = SAID.findall(text)
+    found += [(f"kind.{kind}", *both) for kind, *both in KIND.findall(text)]
+    for reason, _, *short, chinese in REASON.findall(text):
+        name = reason.strip('"')
+        found += [
+            (f"short.{name}", *short),
+            (f"reason.{name}", REASONS.get(name, "not tried"), chinese),
+        ]
     assert len({key for key, _, _ in found}) == len(found)
     return {key: (english, chinese) for key, english, chinese in found}
 
@@ -193,8 +206,8 @@ def words() -> dict[str, tuple[str, str]]:
 def test_every_text_is_there_in_english_and_chinese() -> None:
     said = words()
     assert len(said) > 150
-    # Each names the other; a term and a number; a term.
-    alike = {"shell.language", "kind.prompt", "tokens.prompt"}
+    # Each names the other; a term.
+    alike = {"shell.language", "kind.prompt"}
     for key, (english, chinese) in said.items():
         assert english, key
         assert re.search(r"[\u3000-\uffef]", chinese) or key in alike, f"{key}: {chinese}"
@@ -216,16 +229,13 @@ def test_every_text_that_is_asked_for_is_there() -> None:
 
 def test_every_frame_value_has_words() -> None:
     said = words()
-    for reason, english in REASONS.items():
-        assert said[f"reason.{reason}"][0] == english
-        assert f"short.{reason}" in said
     for kind in ("prompt", "decode", "recomputed", "draft", "accepted", "rejected", "discarded"):
         assert f"kind.{kind}" in said
-    letters = re.search(r"reasonLetters = \{(.*?)\}", _text("reasons.js"), re.DOTALL)
-    assert letters is not None
-    by_reason = dict(re.findall(r'(\w+|""): "(\w)"', letters[1]))
-    assert set(by_reason) == {*REASONS, '""'}
-    assert len(set(by_reason.values())) == len(by_reason), "a letter of its own for each"
+    letters = {
+        reason.strip('"'): letter for reason, letter, *_ in REASON.findall(_text("reasons.js"))
+    }
+    assert set(letters) == {*REASONS, ""}
+    assert len(set(letters.values())) == len(letters), "a letter of its own for each"
 
 
 def _text(name: str | Path) -> str:

@@ -77,7 +77,7 @@ def test_the_page_uses_every_sentence() -> None:
     """That each sentence of it has lines is seen in the browser (`test_browser_words.py`)."""
     script = (PAGE / "words_sentences.js").read_text(encoding="utf-8")
     for sentence in SENTENCES:
-        assert re.search(rf'["`]{sentence.partition(":")[0]}["`:]', script), sentence
+        assert re.search(rf'["`]{sentence.partition(":")[0]}["`:.$]', script), sentence
 
 
 def test_the_policy_that_ran_decides_which_lines_are_shown() -> None:

@@ -36,63 +36,33 @@ def test_the_tokens_are_those_of_transformers(film: Film, cast: Cast) -> None:
     assert {name: row["outputs"] for name, row in film.requests().items()} == answers
 
 
-def test_it_is_small_enough_to_watch(film: Film) -> None:
-    assert len(film.requests()) == 8
+def test_a_little_of_everything_happens_in_it(film: Film) -> None:
     assert 40 <= film.num_steps <= 60
-
-
-def test_requests_come_one_by_one(film: Film) -> None:
-    assert len({step for step, _ in happened(film, "arrived")}) == 8
-
-
-def test_a_prefix_is_shared(film: Film) -> None:
-    """With a request that runs: a block is in two tables."""
-    shares = [
-        step
+    assert len(film.requests()) == len({step for step, _ in happened(film, "arrived")}) == 8
+    held = [
+        (step, len(users_of(film.state_after(step), block)))
         for step in range(film.num_steps)
-        if any(len(users_of(film.state_after(step), block)) > 1 for block in range(1, 31))
+        for block in range(1, 31)
     ]
-    assert shares
+    assert max(num for _, num in held) > 1, "a prefix is shared with a request that runs"
     assert any(len(blocks) >= 12 for _, (_, blocks) in happened(film, "shared"))
-
-
-def test_a_prompt_is_chunked_beside_decodes(film: Film) -> None:
     computed = cells_of(film)
     chunks = [step for step, (name, kind, *_) in computed if (name, kind) == ("c", "prompt")]
     assert len(chunks) >= 4
-    assert all(any(s == step and c[1] == "decode" for s, c in computed) for step in chunks)
-
-
-def test_requests_wait_for_several_reasons(film: Film) -> None:
+    decodes = {step for step, (_, kind, *_) in computed if kind == "decode"}
+    assert set(chunks) <= decodes, "a prompt comes in chunks beside decodes"
     plans = [plan for _, plan in happened(film, "plan")]
     assert {"budget", "blocks", "seat"} <= {plan["stop"][0] for plan in plans if "stop" in plan}
-    longest = max(len(step.state["waiting"]) for step in film.steps())
-    assert longest >= 3
-
-
-def test_a_request_is_preempted_and_resumes(film: Film) -> None:
+    assert max(len(step.state["waiting"]) for step in film.steps()) >= 3
     lost = {name for _, (name, *_) in happened(film, "preempted")}
-    again = {name for _, (name, kind, *_) in cells_of(film) if kind == "recomputed"}
-    assert lost == again and "c" in lost
+    assert lost == {name for _, (name, kind, *_) in computed if kind == "recomputed"}
     last = film.requests()["c"]
     assert (last["num_preemptions"], last["finish"]["reason"]) == (1, "length")
-
-
-def test_blocks_are_evicted(film: Film) -> None:
     assert sum(1 for _ in happened(film, "evicted")) > 20
-
-
-def test_drafts_are_accepted_and_rejected(film: Film) -> None:
-    verified = [
-        counts
-        for _, result in happened(film, "result")
-        for counts in result.get("verified", {}).values()
-    ]
+    results = [result for _, result in happened(film, "result")]
+    verified = [counts for result in results for counts in result.get("verified", {}).values()]
     assert sum(accepted for accepted, _ in verified) > 20
     assert sum(rejected for _, rejected in verified) > 5
-
-
-def test_a_stop_string_ends_one(film: Film) -> None:
     stopped = {n: r["finish"]["stop_reason"] for n, r in film.requests().items()}
     assert {n: text for n, text in stopped.items() if isinstance(text, str)} == {"e": "\n\n"}
     assert film.requests()["e"]["text"] == " self.items"

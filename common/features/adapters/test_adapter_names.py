@@ -17,6 +17,7 @@ from common.features.adapters.adapter_slots import AdaptedModel, AdapterSlots, O
 from common.parallel.executor import WorkerError
 from common.parallel.message import unpack
 from common.parallel.remote import RemoteAdapters
+from request import Request
 
 
 class Loader:
@@ -63,14 +64,16 @@ def test_content_stays_while_a_name_or_a_request_has_it() -> None:
     names = AdapterNames(loader, int)
     names.load("x", "a1")
     names.load("y", "a2")
-    names.begin("a", "request")
+    request, another = (Request.from_tokens(name, [1], 1) for name in ("request", "another"))
+    request.features = another.features = {"adapter": "a"}
+    names.on_add(request)
     names.unload("x")
     names.unload("y")
     assert loader.there == ["a"] and names.names == []
-    names.end("a", "another")
+    names.on_finish(another)
     assert loader.there == ["a"]
-    names.end("a", "request")
-    names.end("a", "request")
+    names.on_finish(request)
+    names.on_finish(request)
     assert loader.there == []
 
 

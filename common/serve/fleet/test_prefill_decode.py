@@ -7,7 +7,6 @@ import asyncio
 import json
 import random
 import socket
-import threading
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from typing import Any
@@ -21,7 +20,7 @@ from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
 from common.llm import LLM, SamplingParams
-from common.serve.conftest import Running, posted, wait_for
+from common.serve.conftest import Running, events_of, in_thread, posted
 from common.serve.fleet.pd_proxy import ASK, make_proxy
 from common.serve.fleet.programs import (
     HOW_TO_INSTALL,
@@ -30,7 +29,6 @@ from common.serve.fleet.programs import (
     start_router,
     start_server,
 )
-from common.serve.ports import open_port
 from mooncake_master import MooncakeMaster, MooncakeUnavailableError
 
 BLOCK_SIZE, MAX_TOKENS = 8, 12
@@ -49,15 +47,8 @@ def stack() -> Iterator[ExitStack]:
 
 @contextmanager
 def served(app: Starlette) -> Iterator[str]:
-    server, listener = uvicorn.Server(uvicorn.Config(app)), open_port("127.0.0.1", 0)
-    thread = threading.Thread(target=server.run, kwargs={"sockets": [listener]}, daemon=True)
-    thread.start()
-    wait_for(lambda: server.started)
-    try:
+    with in_thread(uvicorn.Server(uvicorn.Config(app))) as listener:
         yield f"http://127.0.0.1:{listener.getsockname()[1]}"
-    finally:
-        server.should_exit = True
-        thread.join(20)
 
 
 class Asked:
@@ -127,16 +118,14 @@ def test_without_the_first_it_answers_and_a_disconnect_ends_the_request(
 ) -> None:
     taken = stack.enter_context(socket.socket())  # and not listened to
     taken.bind(("127.0.0.1", 0))
-    unused_url = f"http://127.0.0.1:{taken.getsockname()[1]}"
-    proxy = stack.enter_context(served(make_proxy(unused_url, server.url)))
+    nobody = f"http://127.0.0.1:{taken.getsockname()[1]}"
+    proxy = stack.enter_context(served(make_proxy(nobody, server.url)))
     long = {"prompt": "x", "max_tokens": 1500, "ignore_eos": True, "stream": True}
-    with socket.create_connection(("127.0.0.1", int(proxy.rpartition(":")[2]))) as connection:
+    address = "127.0.0.1", int(proxy.rpartition(":")[2])
+    with server.aborts_one(), socket.create_connection(address) as connection:
         connection.sendall(posted(long))
         assert connection.recv(100).startswith(b"HTTP/1.1 200")
-    before = server.call(lambda engine: engine.stats().num_finished)
-    wait_for(server.is_idle)
-    assert server.call(lambda engine: engine.stats().num_finished) == before, "it was aborted"
-    alone = stack.enter_context(served(make_proxy(unused_url, unused_url)))
+    alone = stack.enter_context(served(make_proxy(nobody, nobody)))
     assert httpx.get(f"{alone}/v1/models", timeout=30).status_code == 502
 
 
@@ -207,10 +196,9 @@ def test_the_decode_server_loads_kv_of_the_prefill_server_and_works_without_it(
     body = {"prompt": PROMPTS[2], "max_tokens": MAX_TOKENS, "temperature": 0, "ignore_eos": True}
     body |= {"stream": True, "stream_options": {"include_usage": True}}
     with httpx.stream("POST", f"{proxy.url}/v1/completions", json=body, timeout=60) as stream:
-        lines = [line.removeprefix("data: ") for line in stream.iter_lines() if line]
-    *chunks, usage, done = [json.loads(line) if line != "[DONE]" else line for line in lines]
-    assert "".join(chunk["choices"][0]["text"] for chunk in chunks) == expected[2]
-    assert usage["usage"]["prompt_tokens_details"]["cached_tokens"] == FULL and done == "[DONE]"
+        *pieces, usage, done = events_of(stream.read())
+    assert "".join(piece["choices"][0]["text"] for piece in pieces) == expected[2]
+    assert usage["usage"]["prompt_tokens_details"]["cached_tokens"] == FULL and done is None
 
     prefill.kill()
     assert post_all(proxy.url, PROMPTS[3:]) == (expected[3:], [0])

@@ -238,8 +238,8 @@ def _serve(workload: Workload, path: Path) -> Iterator[int]:
                 engine.add_request(guest.name, guest.prompt, SamplingParams(**sampling), **options)
             except ValueError:
                 continue  # refused at once
-        if engine._grammars is not None:  # however long it takes: two films are compared
-            engine._grammars.queue.wait(LIMIT_S)
+        for plugin in engine._plugins.values():  # however long it takes: two films are compared
+            plugin.wait(LIMIT_S)
         if engine.has_unfinished_requests():
             _with_a_limit(engine.step)
         step += 1

@@ -40,6 +40,8 @@ def test_an_examples_result_leads_to_its_mistake_and_other_results_to_none() -> 
     # Two mistakes at once: the first line that differs is one's alone.
     both = "\n".join([said[0].splitlines()[0], "and all else is another's"])
     assert recognised(task, both, ours, said) is task.mistakes[0]
+    alike = [f"begins as all do\n{number}" for number in range(len(said))]
+    assert recognised(task, "begins as all do\nand is another", ours, alike) is None
 
 
 # -- what a reader may do

@@ -226,13 +226,15 @@ def test_a_wrong_answer_beside_it_does_not_count(bench: Workbench) -> None:
     assert "1 / 0" in answer_to(text, [other], one.module).text
 
 
-def test_lines_are_counted_in_the_readers_file() -> None:
-    task = TASKS[0]
+@pytest.mark.parametrize("number", ["1.1", "2.1"])  # the second one's file has two holes
+def test_lines_are_counted_in_the_readers_file(number: str) -> None:
+    task = next(task for task in TASKS if task.number == number)
     shorter = task.source().replace(blank_of(task).solution, "        pass\n")
     for text in (blank_text(task.module), shorter):
         marked = f"{text}# the end\n"
         answer = answer_to(marked, (), task.module)
-        for name in ("class Request:", "# the end"):
+        classes = [line for line in marked.splitlines() if line.startswith("class ")]
+        for name in (*classes, "# the end"):
             tried, readers = answer.text.split("\n"), marked.split("\n")
             assert answer.line(tried.index(name) + 1) == readers.index(name) + 1
 
@@ -323,6 +325,10 @@ def test_an_answer_is_graded_and_a_pass_is_stored(
     assert "RIGHT" in shown and "make task N=1.2" in shown
     assert list(Workbench(bench.folder).progress.passed) == ["1.1"]
     assert bench.file(ONE).read_text() == "mine"
+    verdicts.append(Verdict(True, "RIGHT"))
+    bench.file(TASKS[-1]).write_text("mine")
+    assert main([TASKS[-1].number], bench) == 0
+    assert "The next: make task N=1.2 " in capsys.readouterr().out, "after the last, the first"
 
 
 def test_hints_come_one_at_a_time(bench: Workbench, capsys: pytest.CaptureFixture[str]) -> None:
