@@ -13,7 +13,7 @@ from workshop.practice.patch_table import Bug, all_bugs, broken_lines, read_bugs
 from workshop.practice.patches import main, problem_of
 from workshop.practice.source_patch import Patch, PatchError, file_of, names_in
 from workshop.practice.tasks.course import task_numbered
-from workshop.practice.trial import try_all
+from workshop.practice.trial import broken_copy, try_all, try_tests
 
 LINES = broken_lines()
 NOTICED = next(bug for bug in LINES if bug.module == "block_pool")
@@ -44,6 +44,12 @@ def test_unnoticed_bugs_are_listed_in_their_order() -> None:
     not_noticed = f"{harmless.name}: not noticed by {', '.join(harmless.tests)}"
     one_is_not = f"{NOTICED.name}: not noticed by {other}"
     assert [said for _, said, _ in try_all(tries, jobs=2)] == [not_noticed, "", one_is_not, ""]
+
+
+def test_a_report_names_no_temporary_folder() -> None:
+    with broken_copy(replace(NOTICED, new="raise OSError")) as swap:
+        report = try_tests(NOTICED.tests, swap).report
+    assert "OSError" in report and str(swap.file.parent) not in report
 
 
 def test_a_row_is_read_with_its_continuation_lines() -> None:
