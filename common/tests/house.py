@@ -236,7 +236,7 @@ def law_of_composition(house: House) -> list[str]:
 
 
 def law_of_names(house: House) -> list[str]:
-    """Module names are unique in the whole repository and hide nothing that others import. What is
+    """Module names are unique in the whole repository and hide no name that others import. A module
     in a folder of `workshop` is imported by the folder's name: `python -m workshop.NAME` finds it
     without, and imported so it would be a second module."""
     places: dict[str, list[str]] = {}
@@ -270,8 +270,8 @@ def law_of_names(house: House) -> list[str]:
 
 
 def law_of_demos(house: House) -> list[str]:
-    """A demo script imports its chapter and nothing of the workshop, and defines no class. What it
-    names as the book's palette does has the palette's value."""
+    """A demo script imports its chapter and nothing of the workshop, and defines no class. A name
+    that the book's palette also has, has the palette's value."""
     broken = []
     for path in house.demo_scripts():
         for node in ast.walk(tree := parse(path)):
