@@ -77,7 +77,7 @@ def expected_cells(shown: Shown, number: int) -> list[dict[str, Any]]:
 
 
 def changes_of(shown: Shown, number: int) -> dict[int, str]:
-    """What the outline of a block says: of several things, the one that counts most."""
+    """The outline of a block: of several events, the most important one."""
     step, found = shown.step(number), {}
     for kind in ("freed", "evicted", "published", "shared", "taken"):
         replaced = [row for what in step.happened for row in what["known"]]
@@ -98,8 +98,8 @@ def loaded_in(shown: Shown, number: int) -> set[int]:
 
 
 def read_summary(page: Page) -> dict[str, Any]:
-    """What is next in each order, how many blocks there are of a kind, and what the legend counts
-    of a step."""
+    """The next block of each order, the number of blocks of a kind, and the counts of the legend
+    for a step."""
     return page.evaluate(
         """() => {
             const texts = (selector) =>
@@ -214,7 +214,7 @@ def test_a_request_lights_its_table_in_order(shown: Pages, open_page: OpenPage) 
     assert shared, "nobody shares: this proves nothing"
 
 
-def test_a_block_says_who_shares_it_and_what_it_holds(shown: Pages, open_page: OpenPage) -> None:
+def test_a_block_names_its_users_and_its_text(shown: Pages, open_page: OpenPage) -> None:
     film = shown["hash"]
     page = ready(open_page(film.page, **WIDE))
     go(page, step=6)
@@ -317,7 +317,7 @@ OUTSIDE = """() => [...document.querySelectorAll(".pool-cell")].filter((cell) =>
 
 
 def middle_of(page: Page, block: int) -> tuple[float, float]:
-    """Of a cell, be it an element or painted."""
+    """The centre of a cell, an element or a painted one."""
     x, y = page.evaluate(
         """(block) => {
             const cell = document.querySelector(`.pool-cell[data-block="${block}"]`);
@@ -362,10 +362,10 @@ def test_a_painted_pool_has_the_colours_of_its_owners(
     assert sorted(table) == painted
 
 
-def test_of_a_pool_too_large_to_be_seen_what_was_used_is_drawn(
+def test_only_the_used_part_of_a_huge_pool_is_drawn(
     tmp_path_factory: pytest.TempPathFactory, cast: Cast, open_page: OpenPage
 ) -> None:
-    """More of it when more is used; whoever goes back in time sees no cell go."""
+    """More of it when more is used; going back in time removes no cell."""
     script = SCRIPTS["hash"]
     script = type(script)((script.visits[0],), script.config).but(num_blocks=4097)
     film = make_one(tmp_path_factory.mktemp("large"), "n4097", script, cast)

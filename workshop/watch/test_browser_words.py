@@ -1,5 +1,5 @@
-"""What a step did is told completely and truly, in both languages; each sentence opens the lines of
-source that decided it; and the tokens are the text of the film."""
+"""The events of a step are described completely and correctly, in both languages; each sentence
+opens the lines of source that decided it; and the tokens are the text of the recorded run."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ HOLE = re.compile(r"(say|pool|cache|words|tokens|source|reason)\.(?!py\b)[a-z_]+
 
 
 def read_sentences(page: Page, unfold: bool = True) -> list[dict[str, Any]]:
-    """Of all groups: `{group, key, text, sources}`."""
+    """Sentences of all groups: `{group, key, text, sources}`."""
     while unfold and page.evaluate(UNFOLD):
         pass
     return page.evaluate(
@@ -55,7 +55,8 @@ def read_sentences(page: Page, unfold: bool = True) -> list[dict[str, Any]]:
 
 
 def telling_steps(shown: Shown) -> Iterator[int]:
-    """Where things happen in numbers as in no step before. Of those that only decode, the first."""
+    """Steps with event counts that no earlier step had. Steps with decodes only are represented by
+    the first."""
     seen: set[frozenset] = set()
     for step in shown.film.steps():
         kinds = Counter(
@@ -132,7 +133,7 @@ def differences(
     "name",  # chains of hashes and FCFS have no sentences of their own
     [pytest.param(n, marks=pytest.mark.slow) if n in ("hash", "fcfs") else n for n in NAMES],
 )
-def test_everything_that_happened_is_told_once_and_nothing_else(
+def test_each_event_has_one_sentence_and_no_other_has(
     name: str, shown: Pages, open_page: OpenPage
 ) -> None:
     """With its numbers and its lines of source, and in both languages."""
@@ -180,9 +181,7 @@ def test_a_planted_lie_is_seen(shown: Pages, open_page: OpenPage) -> None:
     assert differences(page, film, number)
 
 
-def test_the_urgent_take_the_seats_of_others(
-    tmp_path: Path, cast: Cast, open_page: OpenPage
-) -> None:
+def test_urgent_requests_displace_others(tmp_path: Path, cast: Cast, open_page: OpenPage) -> None:
     film = make_urgent(tmp_path, cast)
     page = ready(open_page(film.page))
     go(page, step=3)
@@ -204,7 +203,7 @@ def test_the_urgent_take_the_seats_of_others(
 def test_each_link_opens_the_lines_that_it_names(
     is_each_sentence: bool, shown: Pages, open_page: OpenPage
 ) -> None:
-    """Of each kind of sentence one, or each sentence."""
+    """One sentence of each kind, or each sentence."""
     opened: set[str] = set()
     visited: set[str] = set()
     for name in NAMES:
@@ -269,9 +268,7 @@ def test_the_window_is_opened_and_closed_by_keys_alone(shown: Pages, open_page: 
     assert link.evaluate("(link) => link === document.activeElement")
 
 
-def test_an_engine_that_nobody_knows_has_sentences_without_links(
-    shown: Pages, open_page: OpenPage
-) -> None:
+def test_an_unknown_engine_has_sentences_without_links(shown: Pages, open_page: OpenPage) -> None:
     page = ready(open_page(shown["hash"].page))
     page.evaluate("Watch.store.films[0].run.scheduler = 'another'")
     go(page, step=1)
@@ -306,7 +303,7 @@ def test_a_chip_among_the_tokens_can_be_clicked(shown: Pages, open_page: OpenPag
     page.wait_for_selector(f".words-tokens .tokens-row:not(.is-short)[data-request={name}]")
 
 
-def test_guesses_are_underlined_or_struck_out_as_they_were_judged(
+def test_drafts_are_underlined_or_struck_out_by_verification(
     shown: Pages, open_page: OpenPage
 ) -> None:
     """All other tokens of a request are its text."""
@@ -350,7 +347,7 @@ def test_guesses_are_underlined_or_struck_out_as_they_were_judged(
     assert judged["accepted"] and judged["rejected"], judged
 
 
-def test_a_piece_of_a_prompt_is_lit_where_it_was_computed(
+def test_a_prompt_chunk_is_highlighted_where_it_was_computed(
     shown: Pages, open_page: OpenPage
 ) -> None:
     film = shown["preempted"]
