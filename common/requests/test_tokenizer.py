@@ -334,7 +334,7 @@ def test_stop_strings_are_found_at_their_earliest_end_and_never_streamed(
         assert (match.stop_string, match.num_tokens_kept, sent) == expected
 
 
-def test_a_stream_holds_back_what_may_become_a_stop_string_and_no_more() -> None:
+def test_a_stream_holds_back_only_a_possible_stop_string() -> None:
     tokenizer = KINDS["byte level"]
     id_of = {chr(b): tokenizer.encode(chr(b))[0] for b in range(33, 127)}
     detokenizer = IncrementalDetokenizer(tokenizer, [5], stop=["</s>", "END"])

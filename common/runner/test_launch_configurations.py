@@ -17,7 +17,7 @@ from common.sampling.sampler_kernel import sampling_launches
 from common.tests.engine_oracle import serve
 from common.tests.model_cases import save_case
 from common.tests.paged_harness import PagedHarness
-from common.tests.test_windows_engine import save_windowed
+from common.tests.small_models import subject
 from kernel_launch import TRITON_TYPES, Launch
 from paged_attention import AttentionMetadata
 from request import SamplingParams
@@ -118,8 +118,8 @@ def test_a_model_with_norms_in_float32_launches_listed_configurations(tmp_path, 
     assert "_silu_and_multiply_kernel" not in {launch.kernel.__name__ for launch in allowed}
 
 
-def test_a_window_is_a_constant_that_was_foreseen(tmp_path, launched):
-    loaded = load_model(save_windowed("one in three", tmp_path), torch.float32, torch.device("cpu"))
+def test_a_window_is_a_constant_that_was_foreseen(launched):
+    loaded = subject("one in three").in_float32
     engine = EngineConfig(num_blocks=100, max_model_len=64, attention_backend="triton")
     params = SamplingParams(temperature=0, max_tokens=2)
     LLMEngine(engine, loaded=loaded).generate_batch([[*range(20)]], params)

@@ -107,6 +107,13 @@ class LocalStep:
         return outputs[-1]
 
 
+def stages_of(engine: LLMEngine) -> list[Stage]:
+    runner: Any = engine.core.runner
+    while not isinstance(runner, LocalStages):
+        runner = runner.runner
+    return runner.stages
+
+
 def pipelined_engine(
     monkeypatch: pytest.MonkeyPatch,
     path: Path,

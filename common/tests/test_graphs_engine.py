@@ -1,4 +1,5 @@
-"""An engine that replays its decode steps says what a plain one says. On a CPU, by the emulator."""
+"""An engine that replays its decode steps: which are replayed, and which engines have graphs. On a
+CPU, by the emulator. Random runs and requests of every kind are rows of `claims.py`."""
 
 from __future__ import annotations
 
@@ -26,11 +27,8 @@ from common.tests.engine_oracle import (
     greedy_params,
     num_replays,
     paged_runner,
-    scarce,
     serve,
-    serve_a_crowd,
 )
-from common.tests.every_kind import everything_said, must_say_the_same
 from kernel_launch import DecodeTuning
 from paged_attention_triton import TritonAttentionBackend
 from tensor_attention import TensorAttentionBackend
@@ -81,56 +79,6 @@ def test_every_bucket_with_requests_that_come_and_go(max_num_seqs, overlap, orac
         tokens = outputs[str(i)].outputs[0].token_ids
         assert tokens == oracle.expected(index, lengths[i]), f"request {i}"
     assert set(found) == set(graph_buckets(max_num_seqs))
-
-
-@pytest.mark.sample(seed=2)
-@pytest.mark.parametrize("seed", range(4))
-def test_a_crowd_in_scarce_memory(seed: int, oracle, loaded) -> None:
-    """Pools of hardly more than one request, forced preemption, aborts, samples."""
-    rng = random.Random(seed)
-    config = scarce(rng, oracle, (1, 3, 16)[seed % 3]) | {"max_num_seqs": (2, 5, 20, 1)[seed]}
-    engine = graph_engine(loaded, overlap_scheduling=seed % 2 == 0, **config)
-    serve_a_crowd(engine, oracle, rng, seed)
-    assert num_replays(engine) > 0
-
-
-def test_every_kind_of_request_gets_the_same(shipped_loaded, shipped_tokenizer) -> None:
-    """Penalties, seeds, log-probabilities and stops, a step ahead too: they are sampled from logits
-    that the next replay overwrites."""
-    found = []
-    for graphs, overlap in ((False, False), (True, True)):
-        config = EngineConfig(
-            max_num_seqs=4,
-            max_model_len=64,
-            emulate_graphs=graphs,
-            overlap_scheduling=overlap,
-            shuffle_batch=True,
-            block_size=4,
-            num_blocks=100,
-        )
-        engine = LLMEngine(config, loaded=shipped_loaded, tokenizer=shipped_tokenizer)
-        found.append(everything_said(engine))
-        assert (num_replays(engine) > 20) is graphs
-    plain, replayed = found
-    must_say_the_same(replayed, plain)
-
-
-@pytest.mark.slow  # that kernels are replayed: test_graph_emulator.py
-@pytest.mark.parametrize("chunked_prefill", [False, 16], ids=["version 1", "version 3"])
-def test_interpreted_kernels(chunked_prefill, random_oracle) -> None:
-    """Of chapter 2, a step after the other, and of chapter 6, a step ahead."""
-    loaded = load_model(random_oracle.path, torch.float32, CPU)
-    engine = graph_engine(
-        loaded,
-        attention_backend="triton",
-        chunked_prefill=chunked_prefill,
-        max_num_seqs=3,
-        overlap_scheduling=chunked_prefill is not False,
-    )
-    serve(engine, random_oracle, [3, 5, 6], max_tokens=6)
-    runner = paged_runner(engine)
-    assert isinstance(runner, GraphRunner)
-    assert runner.graphs.backend is runner.backend and num_replays(engine) >= 5
 
 
 class CountMerges(TorchDispatchMode):

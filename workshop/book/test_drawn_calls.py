@@ -26,7 +26,8 @@ from request import SamplingParams
 from tiered_cache import KVTierConfig, TieredCache
 from workshop.book.picture import Call, Picture
 
-# -- a step of the engine: what is drawn, and the function that runs. What is not here is returned
+# -- a step of the engine: drawn boxes and the functions that run. Boxes without a function are
+# returned
 
 FUNCTIONS = {
     "step": "EngineCore.step",

@@ -1,4 +1,4 @@
-"""What a drawing shows of a state is what the classes do: ids, counts, colours, orders."""
+"""A drawing of a state agrees with the classes: ids, counts, colours, orders."""
 
 from __future__ import annotations
 
@@ -364,8 +364,8 @@ def test_mixed_adapters() -> None:
     for slot, (a, b) in enumerate(matrices.values(), 1):
         addition.fill(slot, {"W": LowRank(torch.tensor([a]), torch.tensor([b]).T)})
     slots = [["", *matrices].index(name) for _, name in rows]
-    found = ordered(np.array(slots), cargo := UploadBuffer(torch.device("cpu")))
-    cargo.send()
+    found = ordered(np.array(slots), buffer := UploadBuffer(torch.device("cpu")))
+    buffer.send()
     x = torch.tensor([row for row, _ in rows], dtype=torch.float32)
     y, by_adapter = addition.add(found(), x, x.clone()), found()
     assert by_adapter.order is not None
@@ -419,14 +419,14 @@ def test_prefill_first_states() -> None:
     cells = picture.cells("steps")
     kinds = {cell.text: cell.text.partition("\n")[0] for cell in cells} | {"nothing to do": ""}
     drawn = [_boxes_at(line, cells) for line in picture.lines("steps")]
-    followed = prefill_first_runs.mode_transitions(mixing=False) - {("", "")}
-    assert sorted((kinds[a], kinds[b]) for a, b in drawn) == sorted(followed)
+    transitions = prefill_first_runs.mode_transitions(mixing=False) - {("", "")}
+    assert sorted((kinds[a], kinds[b]) for a, b in drawn) == sorted(transitions)
 
 
 def test_next_batch_says_the_default() -> None:
     loop = make_loop(10, PrefillFirstScheduler)
-    (asked,) = (text for text in Picture("next_batch").labels("boxes") if "in a row" in text)
-    assert f"{loop.scheduler.max_consecutive_prefills} prefills in a row" in asked
+    (caption,) = (text for text in Picture("next_batch").labels("boxes") if "in a row" in text)
+    assert f"{loop.scheduler.max_consecutive_prefills} prefills in a row" in caption
 
 
 def test_three_batches() -> None:

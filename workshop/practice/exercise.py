@@ -1,4 +1,4 @@
-"""What a reader practises on: an exhibit of the museum or a task of the course, from one format.
+"""Exercises: exhibits of the museum and tasks of the course, from one format.
 
     1.1                                          how it is named; an exhibit: its English title
     example examples_batching endings            a module of `examples/`, and a function in it

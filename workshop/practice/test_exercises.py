@@ -21,7 +21,7 @@ EACH = pytest.mark.parametrize("one", (*EXHIBITS, *TASKS), ids=lambda one: one.e
 
 
 @EACH
-def test_what_is_said_is_said_in_chinese_too(one: Exercise) -> None:
+def test_every_text_has_its_chinese(one: Exercise) -> None:
     english, chinese = one.english, one.chinese
     assert english.text("en") == one.digest, "compare the two, mend the Chinese, then the digest"
     for word in TEXTS:
@@ -41,6 +41,7 @@ def test_a_bug_is_noticed(bug: Bug) -> None:
     for _, tests, first_only in trials([bug]):
         with broken_copy(bug) as swap:
             run = try_tests(tests, swap, first_only=first_only, limit_s=limits.get(bug.exhibit, 60))
+            assert str(swap.file.parent) not in run.report
         assert run.failed if first_only else set(tests) <= set(run.failed), run.report
         assert run.cpu_s < MAX_CPU_S
 
@@ -72,6 +73,6 @@ def test_the_blank_fails_and_no_two_mistakes_look_alike(task: Task) -> None:
 
 
 def test_the_named_tests_pass_without_the_bug() -> None:
-    """Of one exhibit; those of all are tests of this repository, and run as such."""
+    """Run those of one exhibit; those of all are tests of this repository."""
     run = try_tests(EXHIBITS[0].tests)
     assert run.failed == () and "1 passed" in run.report

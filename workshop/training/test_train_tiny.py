@@ -112,12 +112,12 @@ def test_distillation_is_least_at_the_teachers_own_distribution() -> None:
 
 
 def test_the_teacher_is_asked_once_and_its_likely_tokens_are_kept(tmp_path: Path) -> None:
-    asked = 0
+    num_calls = 0
 
     class Teacher:
         def __call__(self, input_ids: torch.Tensor) -> SimpleNamespace:
-            nonlocal asked
-            asked += 1
+            nonlocal num_calls
+            num_calls += 1
             return SimpleNamespace(logits=logits[input_ids])
 
     torch.manual_seed(1)
@@ -127,7 +127,7 @@ def test_the_teacher_is_asked_once_and_its_likely_tokens_are_kept(tmp_path: Path
     cpu = torch.device("cpu")
     targets = tiny_teacher.teacher_targets(Teacher(), stream, tmp_path / "t", cpu)
     again = tiny_teacher.teacher_targets(Teacher(), stream, tmp_path / "t", cpu)
-    assert asked == 3
+    assert num_calls == 3
     for found in (targets, again):
         seen = []
         for step in range(3):

@@ -115,7 +115,7 @@ ENDED = ("result", {"in_flight": {"0": None}, "result": [{"number": 0}]})
 
 
 @pytest.mark.parametrize(
-    ("right", "wrong", "said"),
+    ("right", "wrong", "expected"),
     [
         ([("plan", {"free": [[1], []]})], [("plan", {"free": [[1, 2], []]})], "step 0, plan, free"),
         ([plan(), ENDED], [plan(), ENDED, plan()], "step 1, plan, in_flight, a"),
@@ -127,8 +127,8 @@ ENDED = ("result", {"in_flight": {"0": None}, "result": [{"number": 0}]})
          "step 0, result, outputs, b"),
     ],
 )  # fmt: skip
-def test_two_films_part_at_their_first_difference(right: Any, wrong: Any, said: str) -> None:
-    assert str(parting(film_of(*right), film_of(*wrong))) == said
+def test_two_films_part_at_their_first_difference(right: Any, wrong: Any, expected: str) -> None:
+    assert str(parting(film_of(*right), film_of(*wrong))) == expected
     assert parting(film_of(*right), film_of(*right)) is None
 
 

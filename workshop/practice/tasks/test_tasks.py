@@ -46,7 +46,7 @@ def test_eighteen_tasks_and_more_over_six_evenings_each_from_easy_to_hard() -> N
 
 
 @EVERY_TASK
-def test_a_task_says_what_to_write_and_what_must_hold(task: Task) -> None:
+def test_a_task_states_the_function_and_its_requirements(task: Task) -> None:
     write = task.english.text("write")
     assert "Keep this:" in write
     assert 2 <= len(task.english.said["hint"]) <= 4 and task.mistakes
@@ -130,7 +130,7 @@ def test_statements_are_taken_out_by_the_names_that_they_bind() -> None:
 
 
 @pytest.mark.parametrize(("place", "names"), [("A.h", ()), ("B", ()), ("A.g", ("c", "b"))])
-def test_what_is_not_there_can_not_be_taken_out(place: str, names: tuple[str, ...]) -> None:
+def test_a_missing_function_cannot_be_removed(place: str, names: tuple[str, ...]) -> None:
     with pytest.raises(LookupError):
         make_blank(SOURCE, place, names, "", "", "")
 
@@ -181,7 +181,7 @@ def test_nothing_that_was_written_is_lost(bench: Workbench) -> None:
     assert kept == ["first", "second", "third"]
 
 
-def test_one_task_begun_anew_leaves_the_other_as_it_is(bench: Workbench) -> None:
+def test_restarting_one_task_leaves_the_other_unchanged(bench: Workbench) -> None:
     one, other = (task for task in TASKS if task.module == "kv_cache_manager")
     bench.open([one])
     stub = blank_of(other).stub
@@ -226,13 +226,15 @@ def test_a_wrong_answer_beside_it_does_not_count(bench: Workbench) -> None:
     assert "1 / 0" in answer_to(text, [other], one.module).text
 
 
-def test_lines_are_counted_in_the_readers_file() -> None:
-    task = TASKS[0]
+@pytest.mark.parametrize("number", ["1.1", "2.1"])  # the second one's file has two holes
+def test_lines_are_counted_in_the_readers_file(number: str) -> None:
+    task = next(task for task in TASKS if task.number == number)
     shorter = task.source().replace(blank_of(task).solution, "        pass\n")
     for text in (blank_text(task.module), shorter):
         marked = f"{text}# the end\n"
         answer = answer_to(marked, (), task.module)
-        for name in ("class Request:", "# the end"):
+        classes = [line for line in marked.splitlines() if line.startswith("class ")]
+        for name in (*classes, "# the end"):
             tried, readers = answer.text.split("\n"), marked.split("\n")
             assert answer.line(tried.index(name) + 1) == readers.index(name) + 1
 
@@ -295,7 +297,7 @@ def test_an_evening_writes_all_its_files_and_over_none(
     assert {path.name for path in bench.folder.iterdir()} == {Path(t.file).name for t in TASKS}
 
 
-def test_what_has_passed_and_was_changed_since_has_not(bench: Workbench) -> None:
+def test_a_passed_answer_that_was_changed_counts_as_not_passed(bench: Workbench) -> None:
     one, other = (task for task in TASKS if task.module == "kv_cache_manager")
     bench.open([one])
     text = one.source()
@@ -309,7 +311,7 @@ def test_what_has_passed_and_was_changed_since_has_not(bench: Workbench) -> None
     assert not bench.has_passed(one)
 
 
-def test_an_answer_is_graded_and_what_passed_is_remembered(
+def test_an_answer_is_graded_and_a_pass_is_stored(
     bench: Workbench, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     verdicts = [Verdict(False, "NOT YET"), Verdict(True, "RIGHT")]
@@ -323,6 +325,10 @@ def test_an_answer_is_graded_and_what_passed_is_remembered(
     assert "RIGHT" in shown and "make task N=1.2" in shown
     assert list(Workbench(bench.folder).progress.passed) == ["1.1"]
     assert bench.file(ONE).read_text() == "mine"
+    verdicts.append(Verdict(True, "RIGHT"))
+    bench.file(TASKS[-1]).write_text("mine")
+    assert main([TASKS[-1].number], bench) == 0
+    assert "The next: make task N=1.2 " in capsys.readouterr().out, "after the last, the first"
 
 
 def test_hints_come_one_at_a_time(bench: Workbench, capsys: pytest.CaptureFixture[str]) -> None:
@@ -364,7 +370,7 @@ def test_the_solution_is_the_sources(bench: Workbench, capsys: pytest.CaptureFix
     assert "    admitted: dict[str, int] = {}\n    while self.waiting" in shown
 
 
-def test_again_begins_anew_and_keeps_the_old(
+def test_again_restarts_and_keeps_the_old(
     bench: Workbench, capsys: pytest.CaptureFixture[str]
 ) -> None:
     main(["1.1"], bench)
