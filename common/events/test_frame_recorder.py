@@ -357,7 +357,7 @@ def test_a_loaded_block_is_the_loads_whatever_request_is_considered_then(random_
     """Viewers read the tokens of a block by the request that published it."""
     engine, stream = make_engine(random_loaded), io.StringIO()
     engine.watch(stream)
-    changes: MemoryChanges = engine._watch.memory
+    changes: MemoryChanges = engine._plugins["watch"].memory
     engine.kv_manager.current_req_id = "considered"
     rows: list[dict] = [{}, {}]
     blocks = engine.kv_manager.pool.blocks
