@@ -134,8 +134,8 @@ def test_a_recorded_run_ends_where_an_interrupt_makes_state_inconsistent(
             name = "allocate_slots" if is_inconsistent else "forward"
             patch.setattr(place, name, lambda *_: (_ for _ in ()).throw(KeyboardInterrupt))
             engine.step()
-        (gone,) = finish(engine).values()
-        assert gone.outputs[0].finish_reason == ("length" if is_inconsistent else "abort")
+        (aborted,) = finish(engine).values()
+        assert aborted.outputs[0].finish_reason == ("length" if is_inconsistent else "abort")
         assert serve_unwatched(engine, prompts) == plain
         found = moments(path)
         assert found.count("failed") == 1 + is_inconsistent
@@ -357,7 +357,7 @@ def test_a_loaded_block_is_the_loads_whatever_request_is_considered_then(random_
     """Viewers read the tokens of a block by the request that published it."""
     engine, stream = make_engine(random_loaded), io.StringIO()
     engine.watch(stream)
-    changes: MemoryChanges = engine._watch.memory
+    changes: MemoryChanges = engine._plugins["watch"].memory
     engine.kv_manager.current_req_id = "considered"
     rows: list[dict] = [{}, {}]
     blocks = engine.kv_manager.pool.blocks
